@@ -1,0 +1,112 @@
+"""What a transport must offer, and what it must prove. Pure.
+
+D grants, P pushes. A Receiver lives in each decode worker, a Sender in each prefill worker. Both are
+thread-safe, never block their caller on the network, and report through callbacks that may come from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferKey:
+    """Names one try to move one sequence's KV. Late messages carry an old key and are counted, never obeyed."""
+
+    transfer_id: str
+    attempt: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """Everything that must be equal on both sides for a block to mean the same."""
+
+    protocol: int
+    model: str
+    dtype: str
+    layout: str
+    block_size: int
+    block_bytes: int
+    engine: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """A decode worker's promise of a landing place.
+
+    `blocks` are the receiver's block numbers in prompt order, after `held_blocks` leading blocks that it already has.
+    """
+
+    key: TransferKey
+    endpoint: str  # HOST:PORT of the granting worker's gRPC server
+    worker_id: str
+    incarnation: str
+    fingerprint: Fingerprint
+    blocks: tuple[int, ...]
+    held_blocks: int
+
+
+class ReceiveOutcome(Enum):
+    VERIFIED = "verified"  # every granted block arrived and its checksum matched
+    FAILED = "failed"  # coverage or integrity is not to be had; the memory is safe to free
+    DRAINED = "drained"  # after abort: nobody writes any more; the memory is safe to free
+    QUARANTINED = "quarantined"  # after abort: a writer may live; a DRAINED follows when it is provably gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    key: TransferKey
+    outcome: ReceiveOutcome
+    num_bytes: int = 0
+    transfer_s: float = 0.0  # first byte to verification, on this host's monotonic clock
+    error: str = ""
+
+
+class SendOutcome(Enum):
+    SENT = "sent"  # the receiver has acknowledged every block; the source blocks may be reused
+    FAILED = "failed"  # the source blocks may be reused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    key: TransferKey
+    outcome: SendOutcome
+    num_bytes: int = 0
+    send_s: float = 0.0
+    error: str = ""
+
+
+class Receiver(Protocol):
+    """The decode side. Owns no blocks: it writes only into blocks of an open grant."""
+
+    def expect(self, grant: Grant, on_end: Callable[[Received], None], deadline_s: float | None = None) -> None:
+        """Opens the grant for writing. `on_end` is called once with VERIFIED or FAILED, or through abort()."""
+        ...
+
+    def abort(self, key: TransferKey) -> None:
+        """Ends the transfer; on_end is called with DRAINED, or QUARANTINED then DRAINED. Idempotent."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Sender(Protocol):
+    """The prefill side. Reads source blocks until Sent is reported; the caller keeps them referenced till then."""
+
+    def start(self, grant: Grant, on_end: Callable[[Sent], None], deadline_s: float | None = None) -> None:
+        """Announces a transfer; connects in the background when the pair is new."""
+        ...
+
+    def push(self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool) -> None:
+        """Queues finished blocks, whose contents must not change any more: (grant index, source block)."""
+        ...
+
+    def abort(self, key: TransferKey) -> None:
+        """Stops; on_end is called with FAILED once no source block is read any more. Idempotent."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,167 @@
+"""Settings of each process: frozen, checked once, turned into flags and back by one rule.
+
+A field `kv_blocks: int` is the flag `--kv-blocks`. The launcher builds a config and starts a process with
+`to_flags(config)`; the process reads it with `parse_flags`. Nothing else reads the command line of a worker
+or a router, so what a manifest says and what a laptop runs are the same words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from pdserve.core.errors import ConfigError
+
+TRANSPORTS: Final = ("auto", "shm", "tcp", "nccl", "cuda_ipc", "nixl")
+DTYPES: Final = ("auto", "float32", "bfloat16")
+DEVICES: Final = ("auto", "cpu", "cuda")
+
+
+def _doc(text: str, default: Any = dataclasses.MISSING) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One prefill or decode worker process."""
+
+    model: str = _doc("folder of a Hugging Face checkpoint, or toy for integer arithmetic")
+    worker_id: str = _doc("name of this worker, unique in the cluster")
+    host: str = _doc("address to listen on", "127.0.0.1")
+    port: int = _doc("gRPC port; 0 picks a free one", 0)
+    advertise: str = _doc("HOST that others reach this worker at; the listening host when empty", "")
+    redis: str = _doc("Redis URL of the registry and the prefix index; none when empty", "")
+    cluster: str = _doc("name that keeps clusters on one Redis apart", "default")
+    transport: str = _doc("how KV travels: " + ", ".join(TRANSPORTS), "auto")
+    device: str = _doc("auto, cpu or cuda", "auto")
+    dtype: str = _doc("auto (float32 on CPU, bfloat16 on CUDA), float32 or bfloat16", "auto")
+    block_size: int = _doc("tokens per KV block", 16)
+    kv_blocks: int = _doc("KV blocks in the pool; 0 sizes it from kv_memory_bytes", 0)
+    kv_memory_bytes: int = _doc("bytes of the KV pool where kv_blocks is 0", 512 * 2**20)
+    max_context_tokens: int = _doc("longest sequence; 0 takes the model's own limit", 0)
+    max_batch: int = _doc("sequences in one decode step", 64)
+    max_batch_tokens: int = _doc("prompt tokens in one prefill step", 512)
+    inbox_depth: int = _doc("requests that may wait on the worker before it refuses", 16)
+    threads: int = _doc("compute threads; 0 shares the cores among this host's workers", 0)
+    heartbeat_s: float = _doc("seconds between load reports", 0.25)
+    lease_s: float = _doc("seconds that the registry keeps a silent worker", 5.0)
+    stall_s: float = _doc("seconds without progress after which a busy worker ends itself", 30.0)
+    drain_s: float = _doc("seconds that residents get to finish on SIGTERM", 30.0)
+    metrics_port: int = _doc("Prometheus port; 0 serves none", 0)
+    otlp: str = _doc("OTLP gRPC endpoint for traces; none when empty", "")
+    is_prefix_cache_on: bool = _doc("keep finished blocks for later prompts", True)
+    toy_step_s: float = _doc("seconds that a toy step takes", 0.0)
+
+    def __post_init__(self) -> None:
+        _choice("transport", self.transport, TRANSPORTS)
+        _choice("device", self.device, DEVICES)
+        _choice("dtype", self.dtype, DTYPES)
+        _at_least("block_size", self.block_size, 1)
+        _at_least("kv_blocks", self.kv_blocks, 0)
+        _at_least("max_batch", self.max_batch, 1)
+        _at_least("max_batch_tokens", self.max_batch_tokens, 1)
+        _at_least("inbox_depth", self.inbox_depth, 1)
+        _port("port", self.port)
+        _port("metrics_port", self.metrics_port)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """One router process."""
+
+    model: str = _doc("the workers' model folder (for its tokenizer), or toy")
+    router_id: str = _doc("name of this router", "router-0")
+    host: str = _doc("address to listen on", "127.0.0.1")
+    port: int = _doc("gRPC port; 0 picks a free one", 50051)
+    workers: tuple[str, ...] = _doc("HOST:PORT of workers that are known without a registry", ())
+    redis: str = _doc("Redis URL of the registry and the prefix index; none when empty", "")
+    cluster: str = _doc("name that keeps clusters on one Redis apart", "default")
+    policy: str = _doc("placement policy", "least-ttft")
+    slo_ttft_s: float = _doc("promised time to first token where a request names none", 2.0)
+    slo_tpot_s: float = _doc("promised time per output token where a request names none", 0.2)
+    local_max_uncached_tokens: int = _doc("uncached prompt tokens up to which decode workers prefill themselves", 16)
+    max_queue: int = _doc("requests that may wait in the router before it refuses", 1024)
+    max_new_tokens: int = _doc("most tokens that one request may ask for", 4096)
+    max_message_bytes: int = _doc("largest gRPC message that is accepted", 4 * 2**20)
+    request_timeout_s: float = _doc("deadline of a request that brings none", 600.0)
+    prefix_lookup_s: float = _doc("time that the prefix index may take", 0.01)
+    worker_silence_s: float = _doc("seconds without a load report after which a worker is routed around", 5.0)
+    max_attempts: int = _doc("placements of one request before it fails", 4)
+    token: str = _doc("bearer token that every call must bring; none when empty", "")
+    metrics_port: int = _doc("Prometheus port; 0 serves none", 0)
+    otlp: str = _doc("OTLP gRPC endpoint for traces; none when empty", "")
+    record: str = _doc("file that events and commands are recorded to, for replay; none when empty", "")
+    drain_s: float = _doc("seconds that running requests get to finish on SIGTERM", 30.0)
+
+    def __post_init__(self) -> None:
+        _port("port", self.port)
+        _port("metrics_port", self.metrics_port)
+        _at_least("max_queue", self.max_queue, 0)
+        _at_least("max_attempts", self.max_attempts, 1)
+        if self.host not in ("127.0.0.1", "localhost", "::1") and not self.token:
+            raise ConfigError(
+                "host", self.host, "a loopback address, or a token beside it: anyone could call this port"
+            )
+
+
+Config = TypeVar("Config", WorkerConfig, RouterConfig)
+
+
+def parse_flags(kind: type[Config], argv: Sequence[str], prog: str) -> Config:
+    """Reads flags; unknown ones end the process with a message, wrong values raise ConfigError."""
+    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
+    hints = typing.get_type_hints(kind)
+    for one in dataclasses.fields(kind):
+        flag = "--" + one.name.replace("_", "-")
+        help_text = one.metadata.get("help", "").replace("%", "%%")
+        required = one.default is dataclasses.MISSING
+        hint = hints[one.name]
+        if hint is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=one.default, help=help_text)
+        elif isinstance(hint, types.GenericAlias) and typing.get_origin(hint) is tuple:
+            parser.add_argument(flag, type=_words, default=one.default, help=help_text + " (comma-separated)")
+        else:
+            default = None if required else one.default
+            parser.add_argument(flag, type=hint, required=required, default=default, help=help_text)
+    return kind(**vars(parser.parse_args(argv)))
+
+
+def to_flags(config: WorkerConfig | RouterConfig) -> list[str]:
+    """The flags that parse_flags turns back into an equal config; defaults are left out."""
+    flags: list[str] = []
+    for one in dataclasses.fields(config):
+        value = getattr(config, one.name)
+        if value == one.default:
+            continue
+        flag = "--" + one.name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(flag if value else "--no-" + flag[2:])
+        elif isinstance(value, tuple):
+            flags.append(f"{flag}={','.join(value)}")
+        else:
+            flags.append(f"{flag}={value}")
+    return flags
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word for word in text.split(",") if word)
+
+
+def _choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(name, value, "one of " + ", ".join(choices))
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(name, value, f"at least {low}")
+
+
+def _port(name: str, value: int) -> None:
+    if not 0 <= value <= 65_535:
+        raise ConfigError(name, value, "a port between 0 and 65535")

@@ -1,0 +1,123 @@
+"""Every error that pdserve raises on purpose. Pure: standard library only.
+
+    PdserveError
+    ├── InvalidRequest        a field of the request is wrong; retrying the same cannot succeed
+    ├── NotFound              no such request, worker or model
+    ├── ConfigError           a setting of this installation is wrong
+    │   └── ModelError        the model folder cannot be served
+    ├── Overloaded            no placement keeps the promise now; try again after retry_after_s
+    ├── Unavailable           nobody is there to do the work
+    │   └── NoWorkers         no worker of a needed role
+    ├── DeadlineExceeded      the request's own time is over
+    ├── Cancelled             the caller gave up
+    ├── Unauthenticated       no valid token
+    ├── TransferFailed        KV could not be moved; the router places the request again
+    ├── KvLost                KV was lost and could not be recomputed
+    └── InternalError         our own fault
+
+`pdserve.wire.status` maps each to one gRPC status and back.
+"""
+
+from __future__ import annotations
+
+
+class PdserveError(Exception):
+    """Base of the tree. `reason` is stable and fit for a metric label."""
+
+    reason = "INTERNAL"
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+
+class InvalidRequest(PdserveError):
+    """`field` holds `seen`, `expected` is what it may hold."""
+
+    reason = "INVALID_REQUEST"
+
+    def __init__(self, field: str, seen: object, expected: str) -> None:
+        super().__init__(f"{field}: got {seen}, expected {expected}")
+        self.field, self.seen, self.expected = field, seen, expected
+
+
+class NotFound(PdserveError):
+    reason = "NOT_FOUND"
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__(f"no {kind} named {name!r}")
+        self.kind, self.name = kind, name
+
+
+class ConfigError(PdserveError):
+    """A setting is wrong: which one, what it holds, what it may hold."""
+
+    reason = "CONFIG"
+
+    def __init__(self, field: str, seen: object, expected: str) -> None:
+        super().__init__(f"{field}: got {seen}, expected {expected}")
+        self.field, self.seen, self.expected = field, seen, expected
+
+
+class ModelError(ConfigError):
+    """The model folder cannot be served; `field` names the file or the config field."""
+
+    reason = "MODEL"
+
+
+class Overloaded(PdserveError):
+    """Capacity exists but is contended; retrying after `retry_after_s` may succeed."""
+
+    reason = "OVERLOADED"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(PdserveError):
+    """Nobody is there; `retry_after_s` is None when nothing suggests a time."""
+
+    reason = "UNAVAILABLE"
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NoWorkers(Unavailable):
+    reason = "NO_WORKERS"
+
+    def __init__(self, role: str, retry_after_s: float | None = 1.0) -> None:
+        super().__init__(f"no {role} worker is connected", retry_after_s)
+        self.role = role
+
+
+class DeadlineExceeded(PdserveError):
+    reason = "DEADLINE"
+
+    def __init__(self, stage: str) -> None:
+        super().__init__(f"the deadline passed while the request was {stage}")
+        self.stage = stage
+
+
+class Cancelled(PdserveError):
+    reason = "CANCELLED"
+
+
+class Unauthenticated(PdserveError):
+    reason = "UNAUTHENTICATED"
+
+
+class TransferFailed(PdserveError):
+    """KV could not be moved between two workers."""
+
+    reason = "TRANSFER_FAILED"
+
+
+class KvLost(PdserveError):
+    reason = "KV_LOST"
+
+
+class InternalError(PdserveError):
+    reason = "INTERNAL"

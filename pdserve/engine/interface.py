@@ -1,0 +1,81 @@
+"""What a worker asks of an engine. Pure: the torch engine and the toy both answer to it.
+
+An engine keeps no request between calls: each row of a step brings its tokens, where they stand in the
+sequence, and the blocks that hold its KV. So preemption, migration and recovery need nothing from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pdserve.core.types import Sampling, TokenOut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """Facts of a loaded model that others plan with."""
+
+    model: str  # name of the folder
+    weights_hash: str  # of the config and the weights' headers and sizes; part of the fingerprint
+    dtype: str
+    layout: str  # names the KV layout, such as "block-major.v1"
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int  # tokens per KV block
+    num_blocks: int
+    block_bytes: int  # bytes of one block over all layers, keys and values
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One sequence's share of a step.
+
+    `tokens` are computed at positions start, start+1, ...; KV of positions < start is already in `blocks`.
+    `blocks` covers start + len(tokens) positions. When `sample` is set, the token at position
+    start + len(tokens) is drawn; `history` (all token ids up to there, prompt first) and `prompt_len`
+    feed the penalties and min_tokens, and may be empty when the row does not sample.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    sample: Sampling | None = None
+    history: Sequence[int] = field(default_factory=tuple)
+    prompt_len: int = 0
+
+
+class KvPool(Protocol):
+    """Memory of all KV blocks; block b is bytes [b * block_bytes, (b + 1) * block_bytes)."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def buffer(self) -> memoryview:
+        """The whole pool as writable bytes (host pools only)."""
+        ...
+
+
+class Engine(Protocol):
+    @property
+    def spec(self) -> EngineSpec: ...
+
+    @property
+    def pool(self) -> KvPool: ...
+
+    def step(self, rows: Sequence[Row]) -> list[TokenOut | None]:
+        """Computes all rows, prefill chunks and decode rows mixed, and writes their KV.
+
+        Returns one entry per row: the drawn token, or None where the row does not sample.
+        The drawn token depends on the row alone (its tokens, sampling, seed and position), never on the
+        other rows, the slot, the blocks' numbers or the worker.
+        """
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,94 @@
+from pdserve.v1 import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetTopologyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetTopologyResponse(_message.Message):
+    __slots__ = ("router_id", "workers", "queued_requests", "running_requests", "uptime_s")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerView]
+    queued_requests: int
+    running_requests: int
+    uptime_s: float
+    def __init__(self, router_id: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+
+class WorkerView(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "role", "endpoint", "is_connected", "is_draining", "load")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    IS_CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    role: _worker_pb2.Role
+    endpoint: str
+    is_connected: bool
+    is_draining: bool
+    load: _worker_pb2.Load
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., endpoint: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("request_id", "candidates", "decision", "reason", "actual_ttft_s", "actual_tpot_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ACTUAL_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    ACTUAL_TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
+    decision: str
+    reason: str
+    actual_ttft_s: float
+    actual_tpot_s: float
+    def __init__(self, request_id: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., decision: _Optional[str] = ..., reason: _Optional[str] = ..., actual_ttft_s: _Optional[float] = ..., actual_tpot_s: _Optional[float] = ...) -> None: ...
+
+class Candidate(_message.Message):
+    __slots__ = ("prefill_worker", "decode_worker", "predicted_ttft_s", "predicted_tpot_s", "slack", "is_feasible", "is_chosen")
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    SLACK_FIELD_NUMBER: _ClassVar[int]
+    IS_FEASIBLE_FIELD_NUMBER: _ClassVar[int]
+    IS_CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    prefill_worker: str
+    decode_worker: str
+    predicted_ttft_s: float
+    predicted_tpot_s: float
+    slack: float
+    is_feasible: bool
+    is_chosen: bool
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., predicted_tpot_s: _Optional[float] = ..., slack: _Optional[float] = ..., is_feasible: _Optional[bool] = ..., is_chosen: _Optional[bool] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

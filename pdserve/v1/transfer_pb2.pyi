@@ -1,0 +1,99 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TransportKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRANSPORT_KIND_UNSPECIFIED: _ClassVar[TransportKind]
+    TRANSPORT_KIND_SHM: _ClassVar[TransportKind]
+    TRANSPORT_KIND_TCP: _ClassVar[TransportKind]
+    TRANSPORT_KIND_NCCL: _ClassVar[TransportKind]
+    TRANSPORT_KIND_CUDA_IPC: _ClassVar[TransportKind]
+    TRANSPORT_KIND_NIXL: _ClassVar[TransportKind]
+TRANSPORT_KIND_UNSPECIFIED: TransportKind
+TRANSPORT_KIND_SHM: TransportKind
+TRANSPORT_KIND_TCP: TransportKind
+TRANSPORT_KIND_NCCL: TransportKind
+TRANSPORT_KIND_CUDA_IPC: TransportKind
+TRANSPORT_KIND_NIXL: TransportKind
+
+class Fingerprint(_message.Message):
+    __slots__ = ("protocol", "model", "dtype", "layout", "block_size", "block_bytes", "engine")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    model: str
+    dtype: str
+    layout: str
+    block_size: int
+    block_bytes: int
+    engine: str
+    def __init__(self, protocol: _Optional[int] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., engine: _Optional[str] = ...) -> None: ...
+
+class OpenRequest(_message.Message):
+    __slots__ = ("fingerprint", "sender_id", "sender_incarnation", "host_id", "transports")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SENDER_ID_FIELD_NUMBER: _ClassVar[int]
+    SENDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: Fingerprint
+    sender_id: str
+    sender_incarnation: str
+    host_id: str
+    transports: _containers.RepeatedScalarFieldContainer[TransportKind]
+    def __init__(self, fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., sender_id: _Optional[str] = ..., sender_incarnation: _Optional[str] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[TransportKind, str]]] = ...) -> None: ...
+
+class OpenResponse(_message.Message):
+    __slots__ = ("transport", "address", "ticket", "receiver_incarnation")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    transport: TransportKind
+    address: str
+    ticket: bytes
+    receiver_incarnation: str
+    def __init__(self, transport: _Optional[_Union[TransportKind, str]] = ..., address: _Optional[str] = ..., ticket: _Optional[bytes] = ..., receiver_incarnation: _Optional[str] = ...) -> None: ...
+
+class Extent(_message.Message):
+    __slots__ = ("first_block", "num_blocks")
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    first_block: int
+    num_blocks: int
+    def __init__(self, first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("transfer_id", "attempt", "generation", "endpoint", "worker_id", "incarnation", "fingerprint", "extents", "held_blocks", "num_blocks")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    attempt: int
+    generation: int
+    endpoint: str
+    worker_id: str
+    incarnation: str
+    fingerprint: Fingerprint
+    extents: _containers.RepeatedCompositeFieldContainer[Extent]
+    held_blocks: int
+    num_blocks: int
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., endpoint: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,369 @@
+from pdserve.v1 import inference_pb2 as _inference_pb2
+from pdserve.v1 import transfer_pb2 as _transfer_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_PREFILL: _ClassVar[Role]
+    ROLE_DECODE: _ClassVar[Role]
+
+class RefusalReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REFUSAL_REASON_UNSPECIFIED: _ClassVar[RefusalReason]
+    REFUSAL_REASON_INBOX_FULL: _ClassVar[RefusalReason]
+    REFUSAL_REASON_NO_BLOCKS: _ClassVar[RefusalReason]
+    REFUSAL_REASON_DRAINING: _ClassVar[RefusalReason]
+    REFUSAL_REASON_TOO_LARGE: _ClassVar[RefusalReason]
+    REFUSAL_REASON_DEADLINE: _ClassVar[RefusalReason]
+
+class FailureKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAILURE_KIND_UNSPECIFIED: _ClassVar[FailureKind]
+    FAILURE_KIND_DEADLINE: _ClassVar[FailureKind]
+    FAILURE_KIND_INTERNAL: _ClassVar[FailureKind]
+    FAILURE_KIND_INVALID: _ClassVar[FailureKind]
+    FAILURE_KIND_TRANSFER: _ClassVar[FailureKind]
+ROLE_UNSPECIFIED: Role
+ROLE_PREFILL: Role
+ROLE_DECODE: Role
+REFUSAL_REASON_UNSPECIFIED: RefusalReason
+REFUSAL_REASON_INBOX_FULL: RefusalReason
+REFUSAL_REASON_NO_BLOCKS: RefusalReason
+REFUSAL_REASON_DRAINING: RefusalReason
+REFUSAL_REASON_TOO_LARGE: RefusalReason
+REFUSAL_REASON_DEADLINE: RefusalReason
+FAILURE_KIND_UNSPECIFIED: FailureKind
+FAILURE_KIND_DEADLINE: FailureKind
+FAILURE_KIND_INTERNAL: FailureKind
+FAILURE_KIND_INVALID: FailureKind
+FAILURE_KIND_TRANSFER: FailureKind
+
+class AttachRequest(_message.Message):
+    __slots__ = ("hello", "reserve", "prefill", "admit", "cancel", "drain")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    hello: RouterHello
+    reserve: Reserve
+    prefill: Prefill
+    admit: Admit
+    cancel: Cancel
+    drain: DrainWorker
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[DrainWorker, _Mapping]] = ...) -> None: ...
+
+class RouterHello(_message.Message):
+    __slots__ = ("router_id", "router_incarnation", "wants_kv_events")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    WANTS_KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    router_incarnation: str
+    wants_kv_events: bool
+    def __init__(self, router_id: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., wants_kv_events: _Optional[bool] = ...) -> None: ...
+
+class Sequence(_message.Message):
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_s", "traceparent", "cache_salt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _inference_pb2.SamplingParams
+    deadline_s: float
+    traceparent: str
+    cache_salt: bytes
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
+
+class Reserve(_message.Message):
+    __slots__ = ("sequence", "is_local")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    IS_LOCAL_FIELD_NUMBER: _ClassVar[int]
+    sequence: Sequence
+    is_local: bool
+    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., is_local: _Optional[bool] = ...) -> None: ...
+
+class Prefill(_message.Message):
+    __slots__ = ("sequence", "grant")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    sequence: Sequence
+    grant: _transfer_pb2.Grant
+    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ...) -> None: ...
+
+class Admit(_message.Message):
+    __slots__ = ("request_id", "attempt", "first_token_id")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    first_token_id: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_token_id: _Optional[int] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class DrainWorker(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("hello", "load", "granted", "refused", "first_token", "transfer_ended", "tokens", "failed", "released", "kv_events", "batch_timed")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ENDED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_TIMED_FIELD_NUMBER: _ClassVar[int]
+    hello: WorkerHello
+    load: Load
+    granted: Granted
+    refused: Refused
+    first_token: FirstToken
+    transfer_ended: TransferEnded
+    tokens: Tokens
+    failed: Failed
+    released: Released
+    kv_events: KvEvents
+    batch_timed: BatchTimed
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., batch_timed: _Optional[_Union[BatchTimed, _Mapping]] = ...) -> None: ...
+
+class WorkerHello(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "role", "model", "fingerprint", "block_size", "num_blocks", "max_context_tokens", "vocab_size", "eos_token_ids", "max_batch", "max_batch_tokens", "inbox_depth", "cost", "hash_seed")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    INBOX_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
+    HASH_SEED_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    role: Role
+    model: str
+    fingerprint: _transfer_pb2.Fingerprint
+    block_size: int
+    num_blocks: int
+    max_context_tokens: int
+    vocab_size: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    max_batch: int
+    max_batch_tokens: int
+    inbox_depth: int
+    cost: CostPrior
+    hash_seed: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[_transfer_pb2.Fingerprint, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_batch: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., inbox_depth: _Optional[int] = ..., cost: _Optional[_Union[CostPrior, _Mapping]] = ..., hash_seed: _Optional[bytes] = ...) -> None: ...
+
+class CostPrior(_message.Message):
+    __slots__ = ("prefill_base_s", "prefill_per_token_s", "prefill_per_token_context_s", "decode_base_s", "decode_per_row_s", "decode_per_context_token_s")
+    PREFILL_BASE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PER_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PER_TOKEN_CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_BASE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_PER_ROW_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_PER_CONTEXT_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    prefill_base_s: float
+    prefill_per_token_s: float
+    prefill_per_token_context_s: float
+    decode_base_s: float
+    decode_per_row_s: float
+    decode_per_context_token_s: float
+    def __init__(self, prefill_base_s: _Optional[float] = ..., prefill_per_token_s: _Optional[float] = ..., prefill_per_token_context_s: _Optional[float] = ..., decode_base_s: _Optional[float] = ..., decode_per_row_s: _Optional[float] = ..., decode_per_context_token_s: _Optional[float] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("steps", "free_blocks", "evictable_blocks", "running", "waiting", "context_tokens", "pending_prefill_tokens", "is_draining")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVICTABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    free_blocks: int
+    evictable_blocks: int
+    running: int
+    waiting: int
+    context_tokens: int
+    pending_prefill_tokens: int
+    is_draining: bool
+    def __init__(self, steps: _Optional[int] = ..., free_blocks: _Optional[int] = ..., evictable_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., is_draining: _Optional[bool] = ...) -> None: ...
+
+class Granted(_message.Message):
+    __slots__ = ("request_id", "attempt", "grant")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    grant: _transfer_pb2.Grant
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("request_id", "attempt", "reason", "retry_after_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    reason: RefusalReason
+    retry_after_s: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[_Union[RefusalReason, str]] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+
+class Token(_message.Message):
+    __slots__ = ("token_id", "logprob", "top")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: float
+    top: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TopLogprob]
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[_inference_pb2.TopLogprob, _Mapping]]] = ...) -> None: ...
+
+class FirstToken(_message.Message):
+    __slots__ = ("request_id", "attempt", "token", "queue_s", "prefill_s", "cached_tokens", "finish")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    token: Token
+    queue_s: float
+    prefill_s: float
+    cached_tokens: int
+    finish: _inference_pb2.FinishReason
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token: _Optional[_Union[Token, _Mapping]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., finish: _Optional[_Union[_inference_pb2.FinishReason, str]] = ...) -> None: ...
+
+class TransferEnded(_message.Message):
+    __slots__ = ("request_id", "attempt", "is_committed", "transfer_s", "bytes", "error")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    IS_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    is_committed: bool
+    transfer_s: float
+    bytes: int
+    error: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., is_committed: _Optional[bool] = ..., transfer_s: _Optional[float] = ..., bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class Tokens(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[TokenRow]
+    def __init__(self, rows: _Optional[_Iterable[_Union[TokenRow, _Mapping]]] = ...) -> None: ...
+
+class TokenRow(_message.Message):
+    __slots__ = ("request_id", "attempt", "output_index", "tokens", "finish", "decode_s", "preemptions", "queue_s", "prefill_s", "cached_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    output_index: int
+    tokens: _containers.RepeatedCompositeFieldContainer[Token]
+    finish: _inference_pb2.FinishReason
+    decode_s: float
+    preemptions: int
+    queue_s: float
+    prefill_s: float
+    cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., output_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., finish: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., decode_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class Failed(_message.Message):
+    __slots__ = ("request_id", "attempt", "kind", "message")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    kind: FailureKind
+    message: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Released(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class KvEvents(_message.Message):
+    __slots__ = ("sequence", "is_snapshot", "stored", "removed")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    IS_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    is_snapshot: bool
+    stored: _containers.RepeatedScalarFieldContainer[bytes]
+    removed: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, sequence: _Optional[int] = ..., is_snapshot: _Optional[bool] = ..., stored: _Optional[_Iterable[bytes]] = ..., removed: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class BatchTimed(_message.Message):
+    __slots__ = ("rows", "prefill_tokens", "prefill_token_context", "context_tokens", "step_s")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    prefill_tokens: int
+    prefill_token_context: float
+    context_tokens: int
+    step_s: float
+    def __init__(self, rows: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., prefill_token_context: _Optional[float] = ..., context_tokens: _Optional[int] = ..., step_s: _Optional[float] = ...) -> None: ...
