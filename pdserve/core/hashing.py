@@ -1,0 +1,61 @@
+"""Identity of KV blocks: a chain of keyed BLAKE2b-128 over (parent, token ids). Pure.
+
+Two blocks have the same hash when they hold the KV of the same tokens after the same prefix, under the same
+tenant salt and the same model. The key is secret to the server, so one tenant cannot probe another's prefixes.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Final
+
+HASH_BYTES: Final = 16
+KEY_BYTES: Final = 32
+_ROOT: Final = bytes(HASH_BYTES)  # parent of the first block
+_UINT32: Final = "I"
+if array(_UINT32).itemsize != 4:  # pragma: no cover - no platform that we run on
+    raise ImportError("array('I') is not 4 bytes wide here")
+
+
+def hash_seed(model_hash: str, dtype: str, block_size: int) -> bytes:
+    """What makes KV of two engines differ for equal tokens: 32 bytes for `chain_key`."""
+    return blake2b(
+        f"{model_hash}\n{dtype}\n{block_size}".encode(), digest_size=KEY_BYTES, person=b"pdserve.seed"
+    ).digest()
+
+
+def chain_key(salt: bytes, hash_seed: bytes) -> bytes:
+    """Key of one tenant's chain on one model: 32 bytes. An empty salt is the shared tenant's."""
+    digest = blake2b(digest_size=KEY_BYTES, person=b"pdserve.chain")
+    digest.update(len(salt).to_bytes(8, "little"))  # so that (salt, seed) cannot be split another way
+    digest.update(salt)
+    digest.update(hash_seed)
+    return digest.digest()
+
+
+def block_hashes(token_ids: Sequence[int], block_size: int, key: bytes) -> list[bytes]:
+    """Hashes of the full blocks of `token_ids`, 16 bytes each; a partial last block has none."""
+    return extend_hashes([], token_ids, block_size, key)
+
+
+def extend_hashes(known: list[bytes], token_ids: Sequence[int], block_size: int, key: bytes) -> list[bytes]:
+    """`known` (hashes of the first blocks of `token_ids`) and the hashes of the full blocks after them."""
+    first, full = len(known), len(token_ids) // block_size
+    if full <= first:
+        return known[:full]
+    packed = array(_UINT32, token_ids[first * block_size : full * block_size])
+    if sys.byteorder == "big":  # pragma: no cover
+        packed.byteswap()
+    data = memoryview(packed).cast("B")
+    hashes = list(known)
+    parent = known[-1] if known else _ROOT
+    width = 4 * block_size
+    for at in range(0, len(data), width):
+        digest = blake2b(parent, digest_size=HASH_BYTES, key=key)
+        digest.update(data[at : at + width])
+        parent = digest.digest()
+        hashes.append(parent)
+    return hashes

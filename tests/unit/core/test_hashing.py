@@ -1,0 +1,55 @@
+"""The block hash chain."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import pytest
+
+from pdserve.core.hashing import block_hashes, chain_key, extend_hashes, hash_seed
+
+KEY = chain_key(b"tenant", hash_seed("weights", "float32", 4))
+
+
+def test_a_hash_is_keyed_blake2b_over_parent_and_little_endian_token_ids() -> None:
+    first = blake2b(bytes(16) + bytes([1, 0, 0, 0, 2, 0, 0, 0]), digest_size=16, key=KEY).digest()
+    second = blake2b(first + bytes([3, 0, 0, 0, 0, 1, 0, 0]), digest_size=16, key=KEY).digest()
+    assert block_hashes([1, 2, 3, 256], 2, KEY) == [first, second]
+
+
+def test_a_partial_block_has_no_hash() -> None:
+    assert block_hashes([1, 2, 3], 4, KEY) == []
+    assert block_hashes([], 4, KEY) == []
+    assert len(block_hashes(range(9), 4, KEY)) == 2
+
+
+def test_equal_prefixes_share_hashes_and_what_follows_a_difference_shares_none() -> None:
+    left, right = block_hashes([0, 1, 2, 3, 4, 5], 2, KEY), block_hashes([0, 1, 9, 3, 4, 5], 2, KEY)
+    assert left[0] == right[0]
+    assert not set(left[1:]) & set(right[1:])
+
+
+def test_tenants_and_models_do_not_share_hashes() -> None:
+    seed = hash_seed("weights", "float32", 4)
+    keys = [
+        chain_key(b"a", seed),
+        chain_key(b"b", seed),
+        chain_key(b"", seed),
+        chain_key(b"a", hash_seed("other", "float32", 4)),
+        chain_key(b"a", hash_seed("weights", "bfloat16", 4)),
+        chain_key(b"a", hash_seed("weights", "float32", 8)),
+    ]
+    assert len({block_hashes([1, 2, 3, 4], 4, key)[0] for key in keys}) == len(keys)
+    assert {len(key) for key in keys} == {32}
+
+
+def test_extending_a_chain_equals_hashing_it_whole() -> None:
+    tokens = list(range(23))
+    whole = block_hashes(tokens, 4, KEY)
+    for known in range(len(whole) + 1):
+        assert extend_hashes(whole[:known], tokens, 4, KEY) == whole
+
+
+def test_a_token_id_that_is_not_an_unsigned_32_bit_integer_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        block_hashes([-1], 1, KEY)
