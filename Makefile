@@ -1,0 +1,44 @@
+# Every target sets up what it needs. `make demo` and `make test` are enough for a first look.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: demo test test-slow check format proto bench clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	cd proto && ../$(BIN)/buf lint
+	scripts/check_stubs.sh
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: $(STAMP)
+	scripts/proto.sh
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.router
+	$(BIN)/python -m benchmarks.decision
+	$(BIN)/python -m benchmarks.transfer
+	$(BIN)/python -m benchmarks.prefix
+	$(BIN)/python -m benchmarks.tracing
+
+# pip and not another installer: the constraints pin a torch that is a CPU build where there is no GPU.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setting up .venv (once; about two minutes)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[server,ray,otel,dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-proto .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,64 @@
+"""Pure modules decide; they import nothing that acts. Each is imported in a fresh interpreter."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ACTING = ("grpc", "torch", "ray", "redis", "asyncio", "opentelemetry", "threading", "socket", "numpy")
+
+PURE = [
+    *(f"pdserve.core.{path.stem}" for path in sorted((ROOT / "pdserve/core").glob("[!_]*.py"))),
+    "pdserve.prefix.index",
+    "pdserve.engine.interface",
+    "pdserve.text.stops",
+    "pdserve.launch.spec",
+    "router.lifecycle",
+    "router.events",
+    "router.commands",
+    "router.view",
+    "router.state",
+    "router.policy",
+    "prefill_worker.batching",
+    "decode_worker.batching",
+    "kvtransfer.plan",
+    "kvtransfer.session",
+    "kvtransfer.transport",
+]
+
+# An interpreter may load some of these by itself (site hooks, coverage); only what the import adds counts.
+PROBE = """
+import sys
+before = set(sys.modules)
+import importlib
+importlib.import_module(sys.argv[1])
+print(" ".join(name for name in sys.argv[2:] if name in sys.modules and name not in before))
+"""
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_a_pure_module_imports_nothing_that_acts(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, module, *ACTING], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+LIGHT = {
+    "pdserve": ("torch", "ray", "redis", "opentelemetry", "numpy"),
+    "pdserve.client": ("torch", "ray", "redis", "opentelemetry", "numpy"),
+    "router.server": ("torch", "ray"),
+    "pdserve.engine.toy": ("torch", "numpy"),
+}
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_a_light_module_does_not_import_the_heavy_libraries(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, module, *LIGHT[module]], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
