@@ -1,0 +1,203 @@
+"""What a router does: every output of RouterState.handle. Pure data.
+
+Commands of one call are carried out in the given order. A command to a worker whose stream is gone is dropped by
+the runtime: a WorkerLost event is on its way and puts things right. All are frozen and survive
+`router.replay.encode` and back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvtransfer.transport import Grant
+from pdserve.core import errors
+from pdserve.core.types import FinishReason, Path, TokenOut
+
+
+class Outcome(Enum):
+    """How a request ended, fit for a metric label."""
+
+    SERVED = "served"  # finished within its SLO
+    LATE = "late"  # finished, but missed its SLO
+    REFUSED = "refused"  # never placed: overload or nobody there
+    CANCELLED = "cancelled"  # the client left
+    EXPIRED = "expired"  # its deadline passed
+    FAILED = "failed"
+
+
+class FailKind(Enum):
+    """Which error of pdserve.core.errors the client gets."""
+
+    OVERLOADED = "overloaded"
+    NO_WORKERS = "no_workers"
+    UNAVAILABLE = "unavailable"
+    DEADLINE = "deadline"
+    INVALID = "invalid"
+    TRANSFER = "transfer"
+    KV_LOST = "kv_lost"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """ttft_s, tpot_s and total_s by the router's clock; the rest by the process that did the work.
+
+    After a recovery, queue_s, prefill_s and transfer_s add up over the attempts that got that far.
+    """
+
+    ttft_s: float
+    tpot_s: float  # (last token - first token) / (tokens - 1); 0 for a single token
+    total_s: float
+    queue_s: float = 0.0  # in the router before the last placement, and on the prefilling worker
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_s: float = 0.0
+    path: Path | None = None  # of the last attempt
+    prefill_worker: str = ""  # empty on the local path
+    decode_worker: str = ""
+    attempts: int = 0
+    transfer_bytes: int = 0
+    preemptions: int = 0
+
+
+# -- to workers --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """To a decode worker: hold a landing place, or with `is_local` a seat and compute everything.
+
+    The runtime builds the Sequence from the request that it keeps, `output_token_ids` and `deadline_s`.
+    """
+
+    worker_id: str
+    request_id: str
+    attempt: int
+    is_local: bool
+    output_token_ids: tuple[int, ...] = ()  # that the client already has
+    deadline_s: float | None = None  # time that remains
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """To a prefill worker: compute the sequence and push its KV to the grant."""
+
+    worker_id: str
+    request_id: str
+    attempt: int
+    grant: Grant
+    output_token_ids: tuple[int, ...] = ()
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admit:
+    """To a decode worker: the prefill worker's token, from which it goes on."""
+
+    worker_id: str
+    request_id: str
+    attempt: int
+    first_token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """To a worker: free everything of the attempt; Released follows. Idempotent."""
+
+    worker_id: str
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainWorker:
+    worker_id: str
+
+
+# -- to clients --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmitTokens:
+    """Tokens for the client; contiguous over a request's life, whatever happened to workers."""
+
+    request_id: str
+    first_index: int  # of tokens[0] among the request's output tokens
+    tokens: tuple[TokenOut, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishRequest:
+    """The answer is complete. The last word to this client."""
+
+    request_id: str
+    reason: FinishReason
+    usage: Usage
+    timings: Timings
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailRequest:
+    """The request ends with an error (`to_error`). The last word to this client."""
+
+    request_id: str
+    kind: FailKind
+    message: str
+    outcome: Outcome
+    retry_after_s: float | None = None
+    role: str = ""  # missing role, with NO_WORKERS
+    stage: str = ""  # where the request was, with DEADLINE
+    field: str = ""  # of the request, with INVALID
+    timings: Timings | None = None
+
+    def to_error(self) -> errors.PdserveError:
+        match self.kind:
+            case FailKind.OVERLOADED:
+                return errors.Overloaded(self.message, self.retry_after_s if self.retry_after_s is not None else 1.0)
+            case FailKind.NO_WORKERS:
+                return errors.NoWorkers(self.role, self.retry_after_s)
+            case FailKind.UNAVAILABLE:
+                return errors.Unavailable(self.message, self.retry_after_s)
+            case FailKind.DEADLINE:
+                return errors.DeadlineExceeded(self.stage)
+            case FailKind.INVALID:
+                return errors.InvalidRequest(self.field, "the request", self.message)
+            case FailKind.TRANSFER:
+                return errors.TransferFailed(self.message)
+            case FailKind.KV_LOST:
+                return errors.KvLost(self.message)
+            case FailKind.INTERNAL:
+                return errors.InternalError(self.message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndCancelled:
+    """The client had left; nobody is told, but metrics and traces want the end."""
+
+    request_id: str
+    num_output_tokens: int
+    timings: Timings
+
+
+# -- to the clock ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeAt:
+    """Hand in TimePassed at `at_s` (same clock as now_s). The newest WakeAt replaces older ones."""
+
+    at_s: float
+
+
+WorkerCommand = Reserve | Prefill | Admit | Cancel | DrainWorker
+ClientCommand = EmitTokens | FinishRequest | FailRequest | EndCancelled
+Command = WorkerCommand | ClientCommand | WakeAt
