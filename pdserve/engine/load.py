@@ -1,0 +1,40 @@
+"""Chooses the engine that a worker's config asks for. torch is imported only when a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdserve.config import WorkerConfig
+from pdserve.core.types import Role
+from pdserve.engine.interface import Engine
+from pdserve.engine.toy import CELL_BYTES, MARKS, ToyEngine
+
+TOY_MODELS: Final = ("toy", "toy-marked")
+TOY_CONTEXT_TOKENS: Final = 8192
+TOY_MAX_BLOCKS: Final = 8192  # what kv_memory_bytes may grow to: a toy needs no half GiB
+
+
+def load_engine(config: WorkerConfig, role: Role) -> Engine:
+    """The engine that `config` names, ready to step.
+
+    `toy` gives the same tokens whoever works; on `toy-marked` prefill workers leave a mark in the cells they write.
+    Raises ModelError where the folder cannot be served.
+    """
+    if config.model in TOY_MODELS:
+        return _toy(config, role)
+    from pdserve.engine.torch_engine import open_torch_engine
+
+    return open_torch_engine(config)
+
+
+def _toy(config: WorkerConfig, role: Role) -> ToyEngine:
+    is_marked = config.model == "toy-marked"
+    affordable = max(1, min(TOY_MAX_BLOCKS, config.kv_memory_bytes // (CELL_BYTES * config.block_size)))
+    return ToyEngine(
+        num_blocks=config.kv_blocks or affordable,
+        block_size=config.block_size,
+        max_context_tokens=config.max_context_tokens or TOY_CONTEXT_TOKENS,
+        role_mark=MARKS[role] if is_marked else 0,
+        is_marked=is_marked,
+        step_s=config.toy_step_s,
+    )

@@ -1,0 +1,180 @@
+"""An engine in integer arithmetic, whose every answer can be computed by hand. No torch, no numpy.
+
+It is for tests and benchmarks of everything around the model. Its KV is real bytes: a block that is missing,
+stale, misplaced or overwritten changes the answer, as it would with a transformer.
+
+A token at a position (both from 0) writes one cell, an unsigned 64-bit integer, into its block:
+
+    cell = (token + 1) * (position + 1) + mark          mark: MARKS[role] on `toy-marked`, else 0
+
+The token drawn after n positions is a printable ASCII character, from the cells that lie in the blocks:
+
+    token = 32 + (1 * cells[0] + 2 * cells[1] + ... + n * cells[n-1] + noise) mod 7919 mod 95
+
+    noise = 0 when greedy, else splitmix64(seed + n) mod 7919
+
+So the prompt [65, 66] gives greedily 32 + (1 * 66 + 2 * 134) mod 7919 mod 95 = 32 + 334 mod 95 = 81 ("Q"). On
+`toy-marked` it gives 84 ("T") when a prefill worker read it, and still 81 when a decode worker read it itself.
+Positions count twice, so that neither a stale cell nor two swapped blocks go unseen; 7919 is a prime that the sum
+passes often, so that a wrong cell does not hide for long.
+
+The end of sequence (256) is drawn by one rule only. A prompt that ends with the byte 4 (EOT) asks for it: the byte
+before the EOT is the number of output tokens that come first, 0 where there is none. The text b"hi\\x05\\x04"
+yields five characters and then the end of sequence.
+
+Under min_tokens a banned token (end of sequence, stop token ids) gives way to the next character, from "~" on to
+" ". Of the other sampling settings temperature only switches the noise on; the rest has no effect. Logprobs are
+those of a distribution with one outcome: 0.0.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from operator import mul
+from typing import Final, final
+
+from pdserve.core.types import Role, TokenOut
+from pdserve.engine.interface import EngineSpec, Row
+from pdserve.engine.rows import check_rows
+
+EOS: Final = 256
+EOT: Final = 4
+VOCAB_SIZE: Final = 257
+CELL_BYTES: Final = 8
+MARKS: Final = {Role.PREFILL: 1, Role.DECODE: 0}
+
+_SUM_MODULUS: Final = 7919
+_FIRST: Final = 32  # space
+_NUM_ANSWERS: Final = 95  # up to "~"
+_MASK: Final = 2**64 - 1
+
+
+@final
+class ToyPool:
+    """All cells in one run of bytes."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.buffer = memoryview(bytearray(num_blocks * block_bytes))
+
+
+@final
+class ToyEngine:
+    """Answers as the module's text says; each step takes `step_s` at least."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 256,
+        block_size: int = 16,
+        max_context_tokens: int = 8192,
+        role_mark: int = 0,
+        is_marked: bool = False,
+        step_s: float = 0.0,
+    ) -> None:
+        self.spec = EngineSpec(
+            model="toy-marked" if is_marked else "toy",
+            weights_hash="toy-marked.v1" if is_marked else "toy.v1",
+            dtype="uint64",
+            layout="toy.v1",
+            vocab_size=VOCAB_SIZE,
+            max_context_tokens=max_context_tokens,
+            eos_token_ids=(EOS,),
+            block_size=block_size,
+            num_blocks=num_blocks,
+            block_bytes=CELL_BYTES * block_size,
+        )
+        self.pool = ToyPool(num_blocks, self.spec.block_bytes)
+        self._cells = self.pool.buffer.cast("Q")
+        self._role_mark = role_mark
+        self._step_s = step_s
+
+    def step(self, rows: Sequence[Row]) -> list[TokenOut | None]:
+        check_rows(self.spec, rows)
+        if self._step_s > 0.0:
+            time.sleep(self._step_s)
+        for row in rows:
+            self._write(row)
+        return [self._draw(row) for row in rows]
+
+    def close(self) -> None:
+        """Nothing to free: the pool goes with its last reader."""
+
+    def _write(self, row: Row) -> None:
+        block_size = self.spec.block_size
+        for position, token in enumerate(row.tokens, row.start):
+            slot = row.blocks[position // block_size] * block_size + position % block_size
+            self._cells[slot] = cell(token, position, self._role_mark)
+
+    def _draw(self, row: Row) -> TokenOut | None:
+        if row.sample is None:
+            return None
+        sampling = row.sample
+        end = row.start + len(row.tokens)
+        total = self._sum(row.blocks, end)
+        if not sampling.is_greedy:
+            total += noise(sampling.seed, end)
+        token = _FIRST + total % _SUM_MODULUS % _NUM_ANSWERS
+        num_output = end - row.prompt_len
+        if num_output < sampling.min_tokens:
+            banned = sampling.stop_token_ids
+            for _ in range(_NUM_ANSWERS):
+                if token not in banned:
+                    break
+                token = _FIRST + (token + 1 - _FIRST) % _NUM_ANSWERS
+        elif _ends_here(row.history, row.prompt_len, num_output):
+            token = EOS
+        if sampling.logprobs is None:
+            return TokenOut(token_id=token)
+        return TokenOut(token_id=token, logprob=0.0, top=((token, 0.0),) if sampling.logprobs else ())
+
+    def _sum(self, blocks: Sequence[int], num_tokens: int) -> int:
+        block_size = self.spec.block_size
+        total = 0
+        for index in range(-(-num_tokens // block_size)):
+            first = blocks[index] * block_size
+            position = index * block_size
+            size = min(block_size, num_tokens - position)
+            total += sum(map(mul, self._cells[first : first + size], range(position + 1, position + size + 1)))
+        return total
+
+
+def cell(token: int, position: int, mark: int = 0) -> int:
+    return (token + 1) * (position + 1) + mark
+
+
+def noise(seed: int, position: int) -> int:
+    """splitmix64 (Steele, Lea, Flood 2014) of seed + position, reduced."""
+    mixed = (seed + position + 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (mixed ^ (mixed >> 31)) % _SUM_MODULUS
+
+
+def answer(prompt: Sequence[int], num_tokens: int, *, seed: int | None = None, prefilled: int = 0) -> list[int]:
+    """The `num_tokens` tokens that follow `prompt` (fewer if the end of sequence comes), for tests.
+
+    `seed` None is greedy. `prefilled` is how many leading cells a prefill worker wrote on `toy-marked`.
+    """
+    tokens = list(prompt)
+    total = sum(
+        (position + 1) * cell(token, position, int(position < prefilled)) for position, token in enumerate(tokens)
+    )
+    while len(tokens) < len(prompt) + num_tokens:
+        drawn = total if seed is None else total + noise(seed, len(tokens))
+        token = _FIRST + drawn % _SUM_MODULUS % _NUM_ANSWERS
+        if _ends_here(tokens, len(prompt), len(tokens) - len(prompt)):
+            token = EOS
+        total += (len(tokens) + 1) * cell(token, len(tokens))
+        tokens.append(token)
+        if token == EOS:
+            break
+    return tokens[len(prompt) :]
+
+
+def _ends_here(history: Sequence[int], prompt_len: int, num_output: int) -> bool:
+    if prompt_len == 0 or history[prompt_len - 1] != EOT:
+        return False
+    return num_output == (history[prompt_len - 2] if prompt_len >= 2 else 0)

@@ -1,0 +1,173 @@
+"""The toy engine answers what its docstring says, from the bytes in its blocks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pdserve.config import WorkerConfig
+from pdserve.core.errors import InternalError
+from pdserve.core.types import Role, Sampling, TokenOut
+from pdserve.engine import toy
+from pdserve.engine.interface import Row
+from pdserve.engine.load import load_engine
+from pdserve.engine.toy import EOS, ToyEngine
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def generate(engine: ToyEngine, prompt: list[int], num_tokens: int, sampling: Sampling, blocks: list[int]) -> list[int]:
+    """Reads the prompt in chunks of 3, then decodes one token per step."""
+    history, start = list(prompt), 0
+    while start < len(prompt):
+        chunk = prompt[start : start + 3]
+        is_last = start + 3 >= len(prompt)
+        row = Row(
+            tokens=chunk,
+            start=start,
+            blocks=blocks,
+            sample=sampling if is_last else None,
+            history=history if is_last else (),
+            prompt_len=len(prompt),
+        )
+        [out] = engine.step([row])
+        start += 3
+    while True:
+        assert out is not None
+        history.append(out.token_id)
+        if out.token_id == EOS or len(history) == len(prompt) + num_tokens:
+            return history[len(prompt) :]
+        row = Row(
+            tokens=history[-1:],
+            start=len(history) - 1,
+            blocks=blocks,
+            sample=sampling,
+            history=history,
+            prompt_len=len(prompt),
+        )
+        [out] = engine.step([row])
+
+
+def one(engine: ToyEngine, prompt: list[int], sampling: Sampling = GREEDY) -> TokenOut | None:
+    [out] = engine.step(
+        [Row(tokens=prompt, start=0, blocks=[0, 1], sample=sampling, history=prompt, prompt_len=len(prompt))]
+    )
+    return out
+
+
+def test_the_answer_in_the_docstring_is_right() -> None:
+    assert one(ToyEngine(), [65, 66]) == TokenOut(token_id=81)
+    assert one(ToyEngine(role_mark=1, is_marked=True), [65, 66]) == TokenOut(token_id=84)
+
+
+def test_generation_equals_the_closed_form_through_chunks_and_scattered_blocks() -> None:
+    engine = ToyEngine(block_size=4, num_blocks=16)
+    prompt = list(b"hello world")
+    assert generate(engine, prompt, 20, GREEDY, [7, 3, 12, 0, 9, 1, 2, 15]) == toy.answer(prompt, 20)
+    seeded = Sampling(temperature=1.0, seed=2**64 - 1)
+    assert generate(engine, prompt, 20, seeded, [7, 3, 12, 0, 9, 1, 2, 15]) == toy.answer(prompt, 20, seed=2**64 - 1)
+
+
+def test_seeds_matter() -> None:
+    prompt = list(b"hello world")
+    assert len({tuple(toy.answer(prompt, 8, seed=seed)) for seed in range(50)}) == 50
+
+
+def test_blocks_moved_as_bytes_give_the_same_answer_and_a_lost_block_another() -> None:
+    prefill, decode = ToyEngine(block_size=4, num_blocks=8), ToyEngine(block_size=4, num_blocks=8)
+    prompt = list(b"moving bytes")
+    one_row = Row(tokens=prompt, start=0, blocks=[5, 1, 6])
+    assert prefill.step([one_row]) == [None]
+    size = prefill.spec.block_bytes
+    for source, target in ((5, 2), (1, 7), (6, 0)):
+        decode.pool.buffer[target * size : (target + 1) * size] = prefill.pool.buffer[
+            source * size : (source + 1) * size
+        ]
+    expected = toy.answer(prompt, 6)
+    history = [*prompt, expected[0]]
+    for blocks, is_equal in (([2, 7, 0, 4], True), ([2, 0, 7, 4], False), ([2, 7, 6, 4], False)):
+        row = Row(tokens=history[-1:], start=12, blocks=blocks, sample=GREEDY, history=history, prompt_len=len(prompt))
+        assert (decode.step([row]) == [TokenOut(token_id=expected[1])]) is is_equal
+
+
+def test_marks_show_who_read_the_prompt() -> None:
+    prompt = list(b"who")
+    tokens = {(model, role): one(load(model, role), prompt) for model in ("toy", "toy-marked") for role in Role}
+    plain, marked = toy.answer(prompt, 1)[0], toy.answer(prompt, 1, prefilled=3)[0]
+    assert plain != marked
+    assert tokens == {
+        ("toy", Role.PREFILL): TokenOut(token_id=plain),
+        ("toy", Role.DECODE): TokenOut(token_id=plain),
+        ("toy-marked", Role.PREFILL): TokenOut(token_id=marked),
+        ("toy-marked", Role.DECODE): TokenOut(token_id=plain),
+    }
+
+
+def load(model: str, role: Role) -> ToyEngine:
+    engine = load_engine(WorkerConfig(model=model, worker_id="w", kv_blocks=4), role)
+    assert isinstance(engine, ToyEngine)
+    return engine
+
+
+def test_eos_comes_when_the_prompt_asks_for_it_and_not_before_min_tokens() -> None:
+    asked = list(b"hi\x05\x04")
+    got = generate(ToyEngine(), asked, 20, GREEDY, [0, 1])
+    assert len(got) == 6
+    assert got[-1] == EOS
+    assert got == toy.answer(asked, 20)
+    assert EOS not in generate(ToyEngine(), asked, 20, Sampling(temperature=0.0, min_tokens=6), [0, 1])
+    assert EOS not in toy.answer(list(b"hi\x05"), 2000)
+
+
+def test_min_tokens_bans_stop_tokens() -> None:
+    assert one(ToyEngine(), [65, 66], Sampling(temperature=0.0, stop_token_ids=(81,))) == TokenOut(token_id=81)
+    banned = Sampling(temperature=0.0, stop_token_ids=(81, 82), min_tokens=1)
+    assert one(ToyEngine(), [65, 66], banned) == TokenOut(token_id=83)
+
+
+def test_logprobs_are_those_of_a_certain_outcome() -> None:
+    assert one(ToyEngine(), [65, 66], Sampling(temperature=0.0, logprobs=2)) == TokenOut(
+        token_id=81, logprob=0.0, top=((81, 0.0),)
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (Row(tokens=[], start=0, blocks=[0]), "no tokens"),
+        (Row(tokens=[1], start=-1, blocks=[0]), "starts at -1"),
+        (Row(tokens=[1] * 5, start=0, blocks=[0]), "1 blocks cannot hold 5"),
+        (Row(tokens=[1], start=0, blocks=[8]), "outside the pool"),
+        (Row(tokens=[1], start=0, blocks=[-1]), "outside the pool"),
+        (Row(tokens=[1] * 5, start=0, blocks=[2, 2]), "appears twice"),
+        (Row(tokens=[257], start=0, blocks=[0]), "outside the vocabulary"),
+        (Row(tokens=[1] * 33, start=0, blocks=list(range(8))), "context limit"),
+        (Row(tokens=[1], start=1, blocks=[0], sample=GREEDY, history=[1]), "history has 1"),
+    ],
+)
+def test_a_wrong_row_is_refused_before_anything_is_written(row: Row, problem: str) -> None:
+    engine = ToyEngine(block_size=4, num_blocks=8, max_context_tokens=32)
+    fine = Row(tokens=[1], start=0, blocks=[7])
+    with pytest.raises(InternalError, match=problem):
+        engine.step([fine, row])
+    assert bytes(engine.pool.buffer) == bytes(8 * 4 * 8)
+
+
+def test_two_rows_may_read_but_not_write_the_same_block() -> None:
+    engine = ToyEngine(block_size=4, num_blocks=8)
+    engine.step([Row(tokens=[1, 2, 3, 4], start=0, blocks=[0])])
+    engine.step([Row(tokens=[5], start=4, blocks=[0, 1]), Row(tokens=[6], start=4, blocks=[0, 2])])
+    with pytest.raises(InternalError, match="also written by row 0"):
+        engine.step([Row(tokens=[5], start=4, blocks=[0, 1]), Row(tokens=[6], start=4, blocks=[0, 1])])
+
+
+def test_a_toy_process_never_imports_torch_or_numpy() -> None:
+    code = (
+        "import sys; from pdserve.config import WorkerConfig; from pdserve.core.types import Role; "
+        "from pdserve.engine.load import load_engine; "
+        "load_engine(WorkerConfig(model='toy', worker_id='w'), Role.DECODE); "
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
