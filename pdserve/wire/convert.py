@@ -1,0 +1,164 @@
+"""Between the generated messages and the words of pdserve.core.types; a default for every absent field.
+
+Pure in effect: no I/O. Bad values raise InvalidRequest, naming the field as the .proto spells it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.types import FinishReason, Path, Role, Sampling, Slo, TokenOut
+from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
+
+_SCALARS: Final = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+    "logprobs",
+    "include_stop_in_output",
+)
+Word = TypeVar("Word")
+# More landing blocks than any pool has; a larger extent is nonsense or an attack on the reader's memory.
+MAX_EXTENT_BLOCKS: Final = 2**24
+
+_ROLES: Final[Mapping[Role, worker_pb2.Role]] = {
+    Role.PREFILL: worker_pb2.ROLE_PREFILL,
+    Role.DECODE: worker_pb2.ROLE_DECODE,
+}
+_FINISHES: Final[Mapping[FinishReason, inference_pb2.FinishReason]] = {
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+_PATHS: Final[Mapping[Path, inference_pb2.Path]] = {
+    Path.REMOTE: inference_pb2.PATH_REMOTE,
+    Path.LOCAL: inference_pb2.PATH_LOCAL,
+}
+
+
+def sampling_from_proto(
+    message: inference_pb2.SamplingParams,
+    *,
+    draw_seed: Callable[[], int] | None = None,
+    default_max_tokens: int | None = None,
+) -> Sampling:
+    """Absent fields take Sampling's defaults; an absent seed is drawn, or 0 where `draw_seed` is None.
+
+    A worker needs neither argument: the router has filled every field.
+    """
+    values: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
+    if "seed" not in values and draw_seed is not None:
+        values["seed"] = draw_seed()
+    if "max_tokens" not in values and default_max_tokens is not None:
+        values["max_tokens"] = max(default_max_tokens, values.get("min_tokens", 0))
+    return Sampling(stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids), **values)
+
+
+def sampling_to_proto(sampling: Sampling) -> inference_pb2.SamplingParams:
+    """Complete but for `logprobs`, whose absence means something."""
+    values = {name: getattr(sampling, name) for name in _SCALARS if getattr(sampling, name) is not None}
+    return inference_pb2.SamplingParams(stop=sampling.stop, stop_token_ids=sampling.stop_token_ids, **values)
+
+
+def slo_from_proto(message: inference_pb2.Slo, default: Slo) -> Slo:
+    return Slo(
+        ttft_s=message.ttft_s if message.HasField("ttft_s") else default.ttft_s,
+        tpot_s=message.tpot_s if message.HasField("tpot_s") else default.tpot_s,
+    )
+
+
+def slo_to_proto(slo: Slo) -> inference_pb2.Slo:
+    return inference_pb2.Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s)
+
+
+def token_from_proto(message: worker_pb2.Token) -> TokenOut:
+    return TokenOut(
+        token_id=message.token_id,
+        logprob=message.logprob if message.HasField("logprob") else None,
+        top=tuple((one.token_id, one.logprob) for one in message.top),
+    )
+
+
+def token_to_proto(token: TokenOut) -> worker_pb2.Token:
+    return worker_pb2.Token(token_id=token.token_id, logprob=token.logprob, top=_top(token))
+
+
+def logprobs_from_proto(message: inference_pb2.TokenLogprobs) -> TokenOut:
+    return TokenOut(
+        token_id=message.token_id,
+        logprob=message.logprob,
+        top=tuple((one.token_id, one.logprob) for one in message.top),
+    )
+
+
+def logprobs_to_proto(token: TokenOut) -> inference_pb2.TokenLogprobs:
+    """For the client; `token.logprob` must be there."""
+    assert token.logprob is not None
+    return inference_pb2.TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=_top(token))
+
+
+def role_from_proto(value: int) -> Role:
+    return _back(_ROLES, value, "role")
+
+
+def role_to_proto(role: Role) -> worker_pb2.Role:
+    return _ROLES[role]
+
+
+def finish_from_proto(value: int) -> FinishReason | None:
+    """None while the text goes on (UNSPECIFIED)."""
+    if value == inference_pb2.FINISH_REASON_UNSPECIFIED:
+        return None
+    return _back(_FINISHES, value, "finish")
+
+
+def finish_to_proto(reason: FinishReason | None) -> inference_pb2.FinishReason:
+    return inference_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISHES[reason]
+
+
+def path_from_proto(value: int) -> Path | None:
+    return None if value == inference_pb2.PATH_UNSPECIFIED else _back(_PATHS, value, "path")
+
+
+def path_to_proto(path: Path | None) -> inference_pb2.Path:
+    return inference_pb2.PATH_UNSPECIFIED if path is None else _PATHS[path]
+
+
+def extents_from_blocks(blocks: Sequence[int]) -> list[transfer_pb2.Extent]:
+    """Runs of consecutive block numbers, in order."""
+    extents: list[transfer_pb2.Extent] = []
+    for block in blocks:
+        if extents and extents[-1].first_block + extents[-1].num_blocks == block:
+            extents[-1].num_blocks += 1
+        else:
+            extents.append(transfer_pb2.Extent(first_block=block, num_blocks=1))
+    return extents
+
+
+def blocks_from_extents(extents: Iterable[transfer_pb2.Extent]) -> tuple[int, ...]:
+    blocks: list[int] = []
+    for extent in extents:
+        if len(blocks) + extent.num_blocks > MAX_EXTENT_BLOCKS:
+            raise InvalidRequest("extents", f"over {len(blocks)} blocks", f"at most {MAX_EXTENT_BLOCKS} blocks")
+        blocks.extend(range(extent.first_block, extent.first_block + extent.num_blocks))
+    return tuple(blocks)
+
+
+def _top(token: TokenOut) -> list[inference_pb2.TopLogprob]:
+    return [inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top]
+
+
+def _back(table: Mapping[Word, int], value: int, field: str) -> Word:
+    for word, number in table.items():
+        if number == value:
+            return word
+    raise InvalidRequest(field, value, "a value that the .proto names")

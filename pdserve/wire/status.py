@@ -1,0 +1,191 @@
+"""The one table between pdserve's errors and gRPC statuses, read in both directions.
+
+A server turns an error into a `google.rpc.Status` with details, which travels in the trailing metadata
+`grpc-status-details-bin`: ErrorInfo (stable reason, domain "pdserve", the error's fields), RetryInfo where a
+time to retry is known, BadRequest where a field is to blame. A client builds the same error from it again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, TypeAlias
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from pdserve.core.errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    KvLost,
+    ModelError,
+    NotFound,
+    NoWorkers,
+    Overloaded,
+    PdserveError,
+    TransferFailed,
+    Unauthenticated,
+    Unavailable,
+)
+
+DOMAIN: Final = "pdserve"
+DETAILS_KEY: Final = "grpc-status-details-bin"
+# HTTP/2 peers commonly bound all headers of a response to 8 KiB; the details are base64 in there, beside the message.
+MAX_FIELD_CHARS: Final = 512
+MAX_MESSAGE_CHARS: Final = 2048
+
+Fields: TypeAlias = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """One row: the status code, the error's fields that travel, and how the error is built from them."""
+
+    code: grpc.StatusCode
+    fields: tuple[str, ...]
+    build: Callable[[str, Fields, float | None], PdserveError]  # (message, fields, retry_after_s)
+
+
+def _field_error(kind: type[InvalidRequest] | type[ConfigError]) -> Callable[[str, Fields, float | None], PdserveError]:
+    return lambda _, fields, __: kind(fields["field"], fields["seen"], fields["expected"])
+
+
+TABLE: Final[Mapping[type[PdserveError], Mapped]] = {
+    InvalidRequest: Mapped(
+        grpc.StatusCode.INVALID_ARGUMENT, ("field", "seen", "expected"), _field_error(InvalidRequest)
+    ),
+    NotFound: Mapped(
+        grpc.StatusCode.NOT_FOUND, ("kind", "name"), lambda _, fields, __: NotFound(fields["kind"], fields["name"])
+    ),
+    ConfigError: Mapped(grpc.StatusCode.FAILED_PRECONDITION, ("field", "seen", "expected"), _field_error(ConfigError)),
+    ModelError: Mapped(grpc.StatusCode.FAILED_PRECONDITION, ("field", "seen", "expected"), _field_error(ModelError)),
+    Overloaded: Mapped(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        (),
+        lambda message, _, retry_after_s: Overloaded(message, retry_after_s or 0.0),
+    ),
+    Unavailable: Mapped(
+        grpc.StatusCode.UNAVAILABLE, (), lambda message, _, retry_after_s: Unavailable(message, retry_after_s)
+    ),
+    NoWorkers: Mapped(
+        grpc.StatusCode.UNAVAILABLE,
+        ("role",),
+        lambda _, fields, retry_after_s: NoWorkers(fields["role"], retry_after_s),
+    ),
+    DeadlineExceeded: Mapped(
+        grpc.StatusCode.DEADLINE_EXCEEDED, ("stage",), lambda _, fields, __: DeadlineExceeded(fields["stage"])
+    ),
+    Cancelled: Mapped(grpc.StatusCode.CANCELLED, (), lambda message, _, __: Cancelled(message)),
+    Unauthenticated: Mapped(grpc.StatusCode.UNAUTHENTICATED, (), lambda message, _, __: Unauthenticated(message)),
+    TransferFailed: Mapped(grpc.StatusCode.ABORTED, (), lambda message, _, __: TransferFailed(message)),
+    KvLost: Mapped(grpc.StatusCode.DATA_LOSS, (), lambda message, _, __: KvLost(message)),
+    InternalError: Mapped(grpc.StatusCode.INTERNAL, (), lambda message, _, __: InternalError(message)),
+}
+BY_REASON: Final[Mapping[str, type[PdserveError]]] = {kind.reason: kind for kind in TABLE}
+BY_NUMBER: Final[Mapping[int, grpc.StatusCode]] = {code.value[0]: code for code in grpc.StatusCode}
+
+# What a status means that nobody of ours has explained: gRPC itself, or a proxy, ended the call.
+_BARE: Final[Mapping[grpc.StatusCode, Callable[[str], PdserveError]]] = {
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.INVALID_ARGUMENT: lambda text: InvalidRequest("request", text, "a request that the server accepts"),
+    grpc.StatusCode.NOT_FOUND: lambda text: NotFound("resource", text),
+    grpc.StatusCode.DEADLINE_EXCEEDED: lambda _: DeadlineExceeded("in flight"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: lambda text: Overloaded(text, 1.0),
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: Unauthenticated,
+    grpc.StatusCode.UNIMPLEMENTED: lambda text: NotFound("method", text),
+    grpc.StatusCode.DATA_LOSS: KvLost,
+    grpc.StatusCode.ABORTED: TransferFailed,
+}
+_TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\.? (\d+)\)")
+
+
+def to_status(error: PdserveError) -> status_pb2.Status:
+    """The status of `error`. A class that the table lacks is reported as its nearest ancestor in it."""
+    kind = _kind(error)
+    row = TABLE[kind]
+    fields = {name: _short(str(getattr(error, name))) for name in row.fields}
+    details: list[Any] = [error_details_pb2.ErrorInfo(reason=kind.reason, domain=DOMAIN, metadata=fields)]
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(round(max(retry_after_s, 0.0) * 1e9) if math.isfinite(retry_after_s) else 0)
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    if isinstance(error, InvalidRequest):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=fields["field"], description=f"got {fields['seen']}, expected {fields['expected']}"
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    status = status_pb2.Status(code=row.code.value[0], message=error.message[:MAX_MESSAGE_CHARS])
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def from_status(status: status_pb2.Status) -> PdserveError:
+    """The error that `to_status` was given; of a foreign status, the nearest error by its code."""
+    info = error_details_pb2.ErrorInfo()
+    retry = error_details_pb2.RetryInfo()
+    reason, retry_after_s = "", None
+    fields: Fields = {}
+    for detail in status.details:
+        if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
+            reason, fields = info.reason, dict(info.metadata)
+        elif detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    kind = BY_REASON.get(reason)
+    if kind is not None and all(name in fields for name in TABLE[kind].fields):
+        return TABLE[kind].build(status.message, fields, retry_after_s)
+    return from_code(BY_NUMBER.get(status.code, grpc.StatusCode.UNKNOWN), status.message)
+
+
+def from_code(code: grpc.StatusCode, text: str) -> PdserveError:
+    """The error of a status without our details: gRPC itself or something between us ended the call."""
+    too_large = _TOO_LARGE.search(text)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and too_large is not None:
+        seen, limit = too_large.groups()
+        return InvalidRequest("request", f"a message of {seen} bytes", f"at most {limit} bytes")
+    build = _BARE.get(code)
+    return InternalError(f"{code.name}: {text}") if build is None else build(text)
+
+
+def from_rpc_error(error: grpc.RpcError) -> PdserveError:
+    """What a failed call means. Takes the errors of grpc and of grpc.aio."""
+    code: grpc.StatusCode = error.code() if callable(getattr(error, "code", None)) else grpc.StatusCode.UNKNOWN
+    text: str = (error.details() if callable(getattr(error, "details", None)) else str(error)) or ""
+    trailing: Any = error.trailing_metadata() if callable(getattr(error, "trailing_metadata", None)) else None
+    for key, value in trailing or ():
+        if key == DETAILS_KEY:
+            status = status_pb2.Status()
+            try:
+                status.ParseFromString(value)
+            except Exception:  # the C and Python parsers raise different classes; a bad detail must not hide the code
+                break
+            if BY_NUMBER.get(status.code) is code:
+                return from_status(status)
+    return from_code(code, text)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> NoReturn:
+    """Ends a call of a grpc.aio server with the status of `error`."""
+    status = to_status(error)
+    trailing = ((DETAILS_KEY, status.SerializeToString()),)
+    await context.abort(BY_NUMBER[status.code], status.message, trailing)
+    raise AssertionError("abort() returned")
+
+
+def _kind(error: PdserveError) -> type[PdserveError]:
+    return next((kind for kind in type(error).__mro__ if kind in TABLE), InternalError)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_FIELD_CHARS else text[: MAX_FIELD_CHARS - 1] + "…"

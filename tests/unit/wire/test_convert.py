@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.types import FinishReason, Path, Role, Sampling, Slo, TokenOut
+from pdserve.v1 import inference_pb2, worker_pb2
+from pdserve.wire import convert
+
+SINGLE = {"width": 32, "allow_nan": False, "allow_infinity": False}
+SAMPLINGS = st.builds(
+    Sampling,
+    max_tokens=st.integers(10, 2**32 - 1),
+    min_tokens=st.integers(0, 10),
+    temperature=st.floats(0.0, 100.0, **SINGLE),
+    top_k=st.integers(0, 2**32 - 1),
+    top_p=st.floats(0.0, 1.0, exclude_min=True, **SINGLE),
+    min_p=st.floats(0.0, 1.0, **SINGLE),
+    repetition_penalty=st.floats(0.0, 100.0, exclude_min=True, **SINGLE),
+    presence_penalty=st.floats(-2.0, 2.0, **SINGLE),
+    frequency_penalty=st.floats(-2.0, 2.0, **SINGLE),
+    seed=st.integers(0, 2**64 - 1),
+    stop=st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=20), max_size=16).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=64).map(tuple),
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(0, 20),
+    include_stop_in_output=st.booleans(),
+)
+
+
+@given(SAMPLINGS)
+def test_sampling_survives_the_wire(sampling: Sampling) -> None:
+    wire = convert.sampling_to_proto(sampling).SerializeToString()
+    assert convert.sampling_from_proto(inference_pb2.SamplingParams.FromString(wire)) == sampling
+
+
+def test_absent_fields_take_defaults_and_zero_is_not_absent() -> None:
+    assert convert.sampling_from_proto(inference_pb2.SamplingParams()) == Sampling()
+    given_zero = inference_pb2.SamplingParams(temperature=0.0, seed=0, logprobs=0, ignore_eos=False)
+    got = convert.sampling_from_proto(given_zero, draw_seed=lambda: 7)
+    assert (got.temperature, got.seed, got.logprobs) == (0.0, 0, 0)
+
+
+def test_an_absent_seed_is_drawn_and_a_given_one_is_kept() -> None:
+    assert convert.sampling_from_proto(inference_pb2.SamplingParams(), draw_seed=lambda: 7).seed == 7
+    assert convert.sampling_from_proto(inference_pb2.SamplingParams(seed=3), draw_seed=lambda: 7).seed == 3
+
+
+def test_the_default_of_max_tokens_makes_room_for_min_tokens() -> None:
+    message = inference_pb2.SamplingParams(min_tokens=50)
+    assert convert.sampling_from_proto(message, default_max_tokens=16).max_tokens == 50
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", math.nan),
+        ("temperature", -0.5),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", math.nan),
+        ("stop", ["x"] * 1000),
+        ("stop", [""]),
+        ("stop_token_ids", list(range(100))),
+        ("logprobs", 21),
+        ("min_tokens", 1000),
+    ],
+)
+def test_a_bad_value_names_its_field(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        convert.sampling_from_proto(inference_pb2.SamplingParams(**{field: value}))  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_an_slo_takes_absent_halves_from_the_default() -> None:
+    default = Slo(ttft_s=1.0, tpot_s=0.5)
+    assert convert.slo_from_proto(inference_pb2.Slo(ttft_s=3.0), default) == Slo(ttft_s=3.0, tpot_s=0.5)
+    assert convert.slo_from_proto(convert.slo_to_proto(default), Slo()) == default
+    with pytest.raises(InvalidRequest) as caught:
+        convert.slo_from_proto(inference_pb2.Slo(tpot_s=math.nan), default)
+    assert caught.value.field == "slo.tpot_s"
+
+
+@pytest.mark.parametrize(
+    "token", [TokenOut(token_id=5), TokenOut(token_id=5, logprob=-0.5, top=((5, -0.5), (6, -1.25)))]
+)
+def test_a_token_survives_the_wire(token: TokenOut) -> None:
+    assert convert.token_from_proto(convert.token_to_proto(token)) == token
+    if token.logprob is not None:
+        assert convert.logprobs_from_proto(convert.logprobs_to_proto(token)) == token
+
+
+def test_enums_go_both_ways_and_unknown_numbers_are_refused() -> None:
+    assert [convert.role_from_proto(convert.role_to_proto(role)) for role in Role] == list(Role)
+    assert [convert.finish_from_proto(convert.finish_to_proto(one)) for one in FinishReason] == list(FinishReason)
+    assert [convert.path_from_proto(convert.path_to_proto(one)) for one in Path] == list(Path)
+    assert convert.finish_from_proto(convert.finish_to_proto(None)) is None
+    assert convert.path_from_proto(convert.path_to_proto(None)) is None
+    for read in (convert.role_from_proto, convert.finish_from_proto, convert.path_from_proto):
+        with pytest.raises(InvalidRequest):
+            read(99)
+    with pytest.raises(InvalidRequest):
+        convert.role_from_proto(worker_pb2.ROLE_UNSPECIFIED)
+
+
+@given(st.lists(st.integers(0, 200), unique=True))
+def test_blocks_survive_as_extents(blocks: list[int]) -> None:
+    extents = convert.extents_from_blocks(blocks)
+    assert convert.blocks_from_extents(extents) == tuple(blocks)
+    assert all(
+        before.first_block + before.num_blocks != after.first_block for before, after in itertools.pairwise(extents)
+    )
+
+
+def test_an_absurd_extent_is_refused_before_memory_is_spent() -> None:
+    from pdserve.v1 import transfer_pb2
+
+    with pytest.raises(InvalidRequest):
+        convert.blocks_from_extents([transfer_pb2.Extent(first_block=0, num_blocks=2**32 - 1)])
