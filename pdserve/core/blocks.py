@@ -1,0 +1,195 @@
+"""Who holds which KV block, and which finished blocks later prompts may share. Pure: no clock, no randomness.
+
+A block is exactly one of: free; cached (nobody holds it, its hash still finds it); referenced (held by one or
+more sequences, with or without a hash). Cached blocks are given up least recently used first when free ones end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from pdserve.core.extents import FreeRuns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheChange:
+    """What became or ceased to be findable since the change numbered `sequence - 1`.
+
+    A snapshot holds all that is findable after change `sequence`; what a reader knew before is void.
+    Applying a hash twice changes nothing, so a snapshot may overlap the changes that follow it.
+    """
+
+    sequence: int
+    stored: tuple[bytes, ...]
+    removed: tuple[bytes, ...] = ()
+    is_snapshot: bool = False
+
+
+@final
+class BlockAllocator:
+    """Reference-counted blocks 0 .. num_blocks - 1 and the prefix cache over them."""
+
+    def __init__(self, num_blocks: int, *, is_cache_on: bool = True) -> None:
+        self._is_cache_on = is_cache_on
+        self._free = FreeRuns(num_blocks)
+        self._references = [0] * num_blocks
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks, the next to give up first
+        self._stored: dict[bytes, None] = {}  # a dict for its order
+        self._removed: dict[bytes, None] = {}
+        self._sequence = 0
+        self.num_evicted = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._references)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._evictable)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out: the free and the evictable ones."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_referenced(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with one reference each, contiguous where possible; None, and no change, if there are fewer."""
+        if count > self.num_available:
+            return None
+        for _ in range(count - len(self._free)):
+            block, _ = self._evictable.popitem(last=False)
+            self._forget(block)
+            self._free.add(block)
+            self.num_evicted += 1
+        blocks = self._free.take(count)
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest findable prefix of `hashes`, with one more reference each."""
+        blocks: list[int] = []
+        for one in hashes:
+            block = self._block_of.get(one)
+            if block is None:
+                break
+            if self._references[block] == 0:
+                del self._evictable[block]
+            self._references[block] += 1
+            blocks.append(block)
+        return blocks
+
+    def count_match(self, hashes: Sequence[bytes]) -> tuple[int, int]:
+        """(length of the longest findable prefix, how many of its blocks nobody references), taking nothing."""
+        length = unreferenced = 0
+        for one in hashes:
+            block = self._block_of.get(one)
+            if block is None:
+                break
+            length += 1
+            unreferenced += self._references[block] == 0
+        return length, unreferenced
+
+    def publish(self, block: int, block_hash: bytes) -> bool:
+        """Makes a referenced block, whose contents are final, findable.
+
+        False if it is not: the cache is off, or another block holds the same tokens. Such a duplicate stays
+        private to its holders and becomes free when they let it go.
+        """
+        assert self._references[block] > 0, f"block {block} is published by nobody who holds it"
+        if not self._is_cache_on or self._block_of.get(block_hash, block) != block:
+            return False
+        known = self._hash_of.get(block)
+        assert known in (None, block_hash), f"block {block} already stands for other tokens"
+        if known is None:
+            self._hash_of[block] = block_hash
+            self._block_of[block_hash] = block
+            self._note(block_hash, self._stored, self._removed)
+        return True
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Gives one reference of each block back; `blocks` in prompt order."""
+        # Reversed so that a shared prefix is evicted last: without it what follows cannot be found.
+        for block in reversed(blocks):
+            assert self._references[block] > 0, f"block {block} is released more often than taken"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if block in self._hash_of:
+                    self._evictable[block] = None
+                else:
+                    self._free.add(block)
+
+    def clear_cache(self) -> int:
+        """Frees every cached block and forgets the hashes of referenced ones; the number of hashes forgotten."""
+        count = len(self._hash_of)
+        for block in list(self._hash_of):
+            self._forget(block)
+        for block in self._evictable:
+            self._free.add(block)
+        self._evictable.clear()
+        return count
+
+    def take_changes(self) -> CacheChange | None:
+        """Changes since the last call, numbered; None when there are none. One that undid another is not told."""
+        if not self._stored and not self._removed:
+            return None
+        self._sequence += 1
+        change = CacheChange(sequence=self._sequence, stored=tuple(self._stored), removed=tuple(self._removed))
+        self._stored.clear()
+        self._removed.clear()
+        return change
+
+    def snapshot(self) -> CacheChange:
+        return CacheChange(sequence=self._sequence, stored=tuple(self._block_of), is_snapshot=True)
+
+    def check(self, holders: Iterable[Sequence[int]] | None = None) -> None:
+        """Raises AssertionError unless the books balance; with `holders`, unless exactly they hold the references."""
+        for block, count in enumerate(self._references):
+            assert count >= 0, f"block {block} has {count} references"
+        free = {block for first, length in self._free.runs() for block in range(first, first + length)}
+        cached = set(self._evictable)
+        referenced = {block for block, count in enumerate(self._references) if count}
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & cached, f"both free and cached: {sorted(free & cached)}"
+        assert not free & referenced, f"both free and referenced: {sorted(free & referenced)}"
+        assert not cached & referenced, f"both cached and referenced: {sorted(cached & referenced)}"
+        lost = set(range(self.num_blocks)) - free - cached - referenced
+        assert not lost, f"neither free nor cached nor referenced: {sorted(lost)}"
+        assert not free & set(self._hash_of), "a free block has a hash"
+        assert cached <= set(self._hash_of), "a cached block has no hash"
+        assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hashes and blocks are not one to one"
+        assert self.num_referenced == len(referenced), "counts do not add up"
+        assert not set(self._stored) & set(self._removed), "a hash is told as both stored and removed"
+        assert all(one in self._block_of for one in self._stored), "a hash is told as stored but cannot be found"
+        assert not any(one in self._block_of for one in self._removed), "a hash is told as removed but can be found"
+        if holders is not None:
+            held = Counter(block for blocks in holders for block in blocks)
+            wrong = {
+                b: (self._references[b], held[b]) for b in referenced | set(held) if self._references[b] != held[b]
+            }
+            assert not wrong, f"block: (references, holders) differ: {wrong}"
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        self._note(block_hash, self._removed, self._stored)
+
+    @staticmethod
+    def _note(block_hash: bytes, into: dict[bytes, None], undoes: dict[bytes, None]) -> None:
+        if block_hash in undoes:
+            del undoes[block_hash]
+        else:
+            into[block_hash] = None

@@ -1,0 +1,153 @@
+"""The block allocator and its prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pdserve.core.blocks import BlockAllocator, CacheChange
+from pdserve.core.extents import runs_of
+
+
+def h(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+@pytest.fixture
+def blocks() -> Iterator[BlockAllocator]:
+    allocator = BlockAllocator(8)
+    yield allocator
+    allocator.check()
+
+
+def published(allocator: BlockAllocator, *numbers: int) -> list[int]:
+    taken = allocator.allocate(len(numbers))
+    assert taken is not None
+    for block, number in zip(taken, numbers, strict=True):
+        assert allocator.publish(block, h(number))
+    return taken
+
+
+def test_an_allocation_is_one_run_where_memory_allows(blocks: BlockAllocator) -> None:
+    first, second, third = blocks.allocate(2), blocks.allocate(3), blocks.allocate(1)
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert [runs_of(each) for each in (first, second, third)] == [[(0, 2)], [(2, 3)], [(5, 1)]]
+    blocks.release(second)
+    assert blocks.allocate(2) == [6, 7]  # the smallest run that fits
+    assert blocks.allocate(3) == [2, 3, 4]
+
+
+def test_scattered_memory_is_handed_out_largest_run_first(blocks: BlockAllocator) -> None:
+    held = blocks.allocate(8)
+    assert held is not None
+    blocks.release([0, 1, 2, 4, 6, 7])
+    assert blocks.allocate(5) == [0, 1, 2, 6, 7]
+
+
+def test_asking_for_more_than_there_is_changes_nothing(blocks: BlockAllocator) -> None:
+    published(blocks, 1)
+    before = blocks.num_available
+    assert blocks.allocate(8) is None
+    assert blocks.num_available == before
+
+
+def test_zero_blocks_are_always_to_be_had() -> None:
+    assert BlockAllocator(0).allocate(0) == []
+
+
+def test_a_released_published_block_is_found_again_and_an_unpublished_one_is_free(blocks: BlockAllocator) -> None:
+    taken = published(blocks, 1, 2)
+    plain = blocks.allocate(1)
+    assert plain is not None
+    blocks.release(taken + plain)
+    assert (blocks.num_free, blocks.num_evictable, blocks.num_referenced) == (6, 2, 0)
+    assert blocks.match([h(1), h(2), h(3)]) == taken
+    assert (blocks.num_free, blocks.num_evictable, blocks.num_referenced) == (6, 0, 2)
+
+
+def test_a_match_ends_at_the_first_hash_that_is_missing(blocks: BlockAllocator) -> None:
+    taken = published(blocks, 1, 2, 3)
+    assert blocks.count_match([h(1), h(9), h(3)]) == (1, 0)
+    assert blocks.match([h(1), h(9), h(3)]) == taken[:1]
+    blocks.check(holders=[taken, taken[:1]])
+
+
+def test_a_shared_prefix_is_evicted_after_what_follows_it(blocks: BlockAllocator) -> None:
+    blocks.release(published(blocks, 1, 2, 3))
+    assert blocks.allocate(6) is not None
+    assert blocks.count_match([h(1), h(2), h(3)]) == (2, 2)
+    assert blocks.allocate(1) is not None
+    assert blocks.count_match([h(1), h(2), h(3)]) == (1, 1)
+
+
+def test_use_saves_from_eviction(blocks: BlockAllocator) -> None:
+    blocks.release(published(blocks, 1))
+    blocks.release(published(blocks, 2))
+    blocks.release(blocks.match([h(1)]))
+    assert blocks.allocate(7) is not None
+    assert blocks.count_match([h(1)]) == (1, 1)
+    assert blocks.count_match([h(2)]) == (0, 0)
+
+
+def test_a_duplicate_stays_private_and_becomes_free(blocks: BlockAllocator) -> None:
+    first = published(blocks, 1)
+    second = blocks.allocate(1)
+    assert second is not None
+    assert not blocks.publish(second[0], h(1))
+    blocks.release(second)
+    assert blocks.num_free == 7
+    assert blocks.match([h(1)]) == first
+
+
+def test_publishing_twice_is_told_once(blocks: BlockAllocator) -> None:
+    taken = published(blocks, 1)
+    assert blocks.publish(taken[0], h(1))
+    assert blocks.take_changes() == CacheChange(sequence=1, stored=(h(1),))
+    assert blocks.take_changes() is None
+
+
+def test_changes_are_numbered_and_what_was_undone_is_not_told(blocks: BlockAllocator) -> None:
+    blocks.release(published(blocks, 1, 2))
+    assert blocks.take_changes() == CacheChange(sequence=1, stored=(h(1), h(2)))
+    full = blocks.allocate(8)
+    assert full is not None
+    assert blocks.publish(full[0], h(2))
+    assert blocks.take_changes() == CacheChange(sequence=2, stored=(), removed=(h(1),))
+    assert blocks.snapshot() == CacheChange(sequence=2, stored=(h(2),), is_snapshot=True)
+
+
+def test_clearing_the_cache_frees_cached_blocks_and_keeps_references(blocks: BlockAllocator) -> None:
+    blocks.release(published(blocks, 1, 2))
+    held = published(blocks, 3)
+    assert blocks.clear_cache() == 3
+    assert (blocks.num_free, blocks.num_referenced) == (7, 1)
+    blocks.release(held)
+    assert blocks.num_free == 8
+
+
+def test_without_a_cache_nothing_is_found() -> None:
+    allocator = BlockAllocator(2, is_cache_on=False)
+    taken = allocator.allocate(1)
+    assert taken is not None
+    assert not allocator.publish(taken[0], h(1))
+    allocator.release(taken)
+    assert allocator.match([h(1)]) == []
+    allocator.check(holders=[])
+
+
+def test_releasing_more_often_than_taken_is_loud(blocks: BlockAllocator) -> None:
+    taken = blocks.allocate(1)
+    assert taken is not None
+    blocks.release(taken)
+    with pytest.raises(AssertionError, match="released more often"):
+        blocks.release(taken)
+
+
+def test_the_check_names_a_leak(blocks: BlockAllocator) -> None:
+    taken = blocks.allocate(2)
+    assert taken is not None
+    with pytest.raises(AssertionError, match="differ"):
+        blocks.check(holders=[taken[:1]])

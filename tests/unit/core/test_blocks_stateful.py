@@ -1,0 +1,68 @@
+"""Random lives of sequences against a model of what the allocator promises."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from pdserve.core.blocks import BlockAllocator
+from pdserve.core.hashing import block_hashes
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=8)
+
+
+class Sequences(RuleBasedStateMachine):
+    """Sequences of one-token blocks over a two-letter alphabet: prefixes collide all the time."""
+
+    held = Bundle("held")
+
+    @initialize(num_blocks=st.integers(1, 12))
+    def start(self, num_blocks: int) -> None:
+        self.allocator = BlockAllocator(num_blocks)
+        self.holders: dict[int, list[int]] = {}
+        self.contents: dict[int, bytes] = {}  # the hash of what was written into each block
+        self.index: set[bytes] = set()  # what a reader of the changes believes
+        self.next_id = 0
+
+    @rule(target=held, tokens=TOKENS)
+    def begin(self, tokens: list[int]) -> int:
+        hashes = block_hashes(tokens, 1, b"key")
+        matched = self.allocator.match(hashes)
+        assert [self.contents[block] for block in matched] == hashes[: len(matched)]
+        expected, available = len(hashes) - len(matched), self.allocator.num_available
+        fresh = self.allocator.allocate(expected)
+        assert (fresh is None) == (expected > available)
+        self.next_id += 1
+        if fresh is None:
+            self.allocator.release(matched)
+            self.holders[self.next_id] = []
+            return self.next_id
+        in_use = {block for blocks in self.holders.values() for block in blocks} | set(matched)
+        assert not in_use & set(fresh)
+        for block, one in zip(fresh, hashes[len(matched) :], strict=True):
+            self.contents[block] = one
+            self.allocator.publish(block, one)
+        self.holders[self.next_id] = matched + fresh
+        return self.next_id
+
+    @rule(which=consumes(held))
+    def end(self, which: int) -> None:
+        self.allocator.release(self.holders.pop(which))
+
+    @rule()
+    def tell(self) -> None:
+        change = self.allocator.take_changes()
+        if change is not None:
+            self.index |= set(change.stored)
+            self.index -= set(change.removed)
+        assert self.index == set(self.allocator.snapshot().stored)
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "allocator"):
+            self.allocator.check(holders=self.holders.values())
+
+
+TestSequences = Sequences.TestCase
+TestSequences.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
