@@ -1,0 +1,212 @@
+"""The asyncio client: Client's twin. Belongs to the event loop that first uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack, final
+
+import grpc
+import grpc.aio
+
+from pdserve.client import connect, results
+from pdserve.client.answer import Answer
+from pdserve.client.connect import Target, Tls
+from pdserve.client.request import Options, Prompt, checked_timeout_s, generate_request, tokenize_request
+from pdserve.client.results import Completion, Explanation, Model, Piece, Topology
+from pdserve.client.retry import Retries
+from pdserve.client.sync import DEFAULT_TARGET
+from pdserve.core.errors import PdserveError
+from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pdserve.wire import status
+
+Reply = TypeVar("Reply")
+
+
+@final
+class AsyncClient:
+    """A connection to a cluster; arguments as those of Client."""
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        token: str | None = None,
+        tls: Tls | bool | None = None,
+        timeout_s: float = connect.TIMEOUT_S,
+        connect_timeout_s: float = connect.CONNECT_S,
+        retries: Retries | None = None,
+    ) -> None:
+        self._timeout_s = checked_timeout_s("timeout_s", timeout_s)
+        self._target = connect.target(
+            target, tls=tls, token=token, connect_timeout_s=checked_timeout_s("connect_timeout_s", connect_timeout_s)
+        )
+        self._retries = retries or Retries()
+        self._channel: grpc.aio.Channel | None = None  # opened on first use, inside the loop that uses it
+
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """The whole answer at once. A prompt is text, token ids, or messages with role and content."""
+        async with self._start(prompt, options, "generate") as stream:
+            async for _ in stream:
+                pass
+            return stream.completion
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
+        """The answer piece by piece, without await. Closing, leaving or forgetting the stream cancels the request."""
+        return self._start(prompt, options, "stream")
+
+    async def model(self) -> Model:
+        stub = inference_pb2_grpc.InferenceServiceStub(self._connection())
+        return results.model(await self._call(stub.GetModel, inference_pb2.GetModelRequest()))
+
+    async def tokenize(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+        stub = inference_pb2_grpc.InferenceServiceStub(self._connection())
+        return list((await self._call(stub.Tokenize, tokenize_request(prompt))).token_ids)
+
+    async def topology(self) -> Topology:
+        stub = cluster_pb2_grpc.ClusterServiceStub(self._connection())
+        return results.topology(await self._call(stub.GetTopology, cluster_pb2.GetTopologyRequest()))
+
+    async def explain(self, request_id: str) -> Explanation:
+        """Why a recent request was placed where it was. Raises NotFound once the router has forgotten it."""
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be str, not {type(request_id).__name__}")
+        stub = cluster_pb2_grpc.ClusterServiceStub(self._connection())
+        return results.explanation(await self._call(stub.Explain, cluster_pb2.ExplainRequest(request_id=request_id)))
+
+    async def close(self) -> None:
+        """Ends the connection; streams that are still open are cancelled."""
+        if self._channel is not None:
+            await self._channel.close(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _connection(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            self._channel = _open(self._target)
+        return self._channel
+
+    def _start(self, prompt: Prompt, options: Options, call: str) -> AsyncStream:
+        request = generate_request(prompt, options, call)
+        timeout_s = options.get("timeout_s") or self._timeout_s
+        stub = inference_pb2_grpc.InferenceServiceStub(self._connection())
+
+        def begin(remaining_s: float) -> Any:
+            return stub.Generate(request, timeout=remaining_s, metadata=self._target.metadata())
+
+        return AsyncStream(begin, timeout_s, self._retries)
+
+    async def _call(self, method: Callable[..., Any], request: Any) -> Any:
+        deadline_s = time.monotonic() + self._timeout_s
+        tries = 0
+        while True:
+            remaining_s = max(deadline_s - time.monotonic(), 0.0)
+            try:
+                return await method(request, timeout=remaining_s, metadata=self._target.metadata())
+            except grpc.RpcError as error:
+                tries += 1
+                failure = status.from_rpc_error(error)
+                delay_s = self._retries.delay_s(failure, tries, deadline_s - time.monotonic(), random.random())
+                if delay_s is None:
+                    raise failure from None
+            await asyncio.sleep(delay_s)
+
+
+@final
+class AsyncStream(AsyncIterator[Piece]):
+    """Pieces of one answer. Iterate it with `async for`; `completion` is there after the last piece."""
+
+    def __init__(self, begin: Callable[[float], Any], timeout_s: float, retries: Retries) -> None:
+        self._begin = begin
+        self._deadline_s = time.monotonic() + timeout_s
+        self._retries = retries
+        self._tries = 0
+        self._answer = Answer()
+        self._is_closed = False
+        self._call: Any = begin(timeout_s)
+
+    @property
+    def request_id(self) -> str:
+        """Known once the server has accepted the request; empty before."""
+        return self._answer.request_id
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer. Raises RuntimeError unless the stream was read to its end."""
+        return self._answer.completion
+
+    async def __anext__(self) -> Piece:
+        while not self._is_closed:
+            try:
+                message = await self._call.read()
+            except grpc.RpcError as error:
+                if self._is_closed:
+                    break
+                await self._try_again(status.from_rpc_error(error))
+                continue
+            except asyncio.CancelledError:
+                # grpc raises this for a call that close() ended as well as for a cancelled reader.
+                if self._is_closed:
+                    break
+                self.close()
+                raise
+            if not isinstance(message, inference_pb2.GenerateResponse):  # grpc.aio.EOF
+                self._is_closed = True
+                self._answer.check_ended()
+                break
+            piece = self._answer.take(message)
+            if piece is not None:
+                return piece
+        raise StopAsyncIteration
+
+    async def _try_again(self, failure: PdserveError) -> None:
+        self._tries += 1
+        delay_s = None
+        if not self._answer.has_begun:
+            remaining_s = self._deadline_s - time.monotonic()
+            delay_s = self._retries.delay_s(failure, self._tries, remaining_s, random.random())
+        if delay_s is None:
+            self._is_closed = True
+            raise failure from None
+        await asyncio.sleep(delay_s)
+        if not self._is_closed:
+            self._call = self._begin(max(self._deadline_s - time.monotonic(), 0.0))
+
+    def close(self) -> None:
+        """Cancels the request if it still runs. Safe to call twice."""
+        self._is_closed = True
+        self._call.cancel()
+
+    async def aclose(self) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # A reader that breaks out of its loop drops the stream; the cluster should not go on for nobody.
+        # The loop may be closed by then, and the connection with it.
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+def _open(target: Target) -> grpc.aio.Channel:
+    credentials = target.credentials()
+    if credentials is None:
+        return grpc.aio.insecure_channel(target.address, options=target.channel_options())
+    return grpc.aio.secure_channel(target.address, credentials, options=target.channel_options())

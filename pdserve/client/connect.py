@@ -1,0 +1,104 @@
+"""What both clients agree on before they open a channel: address, TLS, token, channel options, metadata. No I/O."""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from pdserve.core.errors import ConfigError
+
+CONNECT_S: Final = 5.0
+TIMEOUT_S: Final = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """Encrypted connection; `root_certs` is PEM, the system's roots when None. A key and chain make it mutual."""
+
+    root_certs: bytes | None = None
+    private_key: bytes | None = None
+    certificate_chain: bytes | None = None
+    server_name: str | None = None  # that the server's certificate must carry; the target's host when None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where and how to connect, checked."""
+
+    address: str
+    tls: Tls | None
+    token: str | None
+    connect_s: float
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        if self.tls is None:
+            return None
+        return grpc.ssl_channel_credentials(self.tls.root_certs, self.tls.private_key, self.tls.certificate_chain)
+
+    def channel_options(self) -> list[tuple[str, Any]]:
+        options: list[tuple[str, Any]] = [
+            ("grpc.primary_user_agent", "pdserve-python/0.1.0"),
+            # Despite its name this is the time that one connection attempt may take.
+            ("grpc.min_reconnect_backoff_ms", int(self.connect_s * 1000)),
+            ("grpc.initial_reconnect_backoff_ms", 100),  # shorter than our first retry, so that it really reconnects
+            ("grpc.max_reconnect_backoff_ms", 2000),
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.use_local_subchannel_pool", 1),  # clients do not share a connection nor its backoff
+        ]
+        if self.tls is not None and self.tls.server_name is not None:
+            options.append(("grpc.ssl_target_name_override", self.tls.server_name))
+        return options
+
+    def metadata(self) -> list[tuple[str, str]]:
+        """Of one call: the token and, where the caller traces, its trace context."""
+        pairs = trace_context()
+        if self.token is not None:
+            pairs.append(("authorization", f"Bearer {self.token}"))
+        return pairs
+
+
+def target(address: str, *, tls: Tls | bool | None, token: str | None, connect_timeout_s: float) -> Target:
+    if not isinstance(address, str):
+        raise TypeError(f"target must be str, not {type(address).__name__}")
+    if not address or address.isspace():
+        raise ConfigError("target", repr(address), "HOST:PORT")
+    if tls is not None and not isinstance(tls, Tls | bool):
+        raise TypeError(f"tls must be pdserve.Tls or bool, not {type(tls).__name__}")
+    if token is not None and not isinstance(token, str):
+        raise TypeError(f"token must be str, not {type(token).__name__}")
+    settings = Tls() if tls is True else (tls or None)
+    if token is not None and settings is None and not is_loopback(address):
+        raise ConfigError(
+            "token", "a token for " + address, "TLS beside it, or a loopback address: it would be readable"
+        )
+    return Target(address=address, tls=settings, token=token, connect_s=connect_timeout_s)
+
+
+def is_loopback(address: str) -> bool:
+    """True of targets that cannot leave this host. A name other than localhost may resolve to anywhere."""
+    if address.startswith("unix:"):
+        return True
+    for scheme in ("dns:///", "dns:", "ipv4:", "ipv6:"):
+        address = address.removeprefix(scheme)
+    host = address.rsplit(":", 1)[0] if address.count(":") == 1 or address.startswith("[") else address
+    host = host.strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def trace_context() -> list[tuple[str, str]]:
+    """The caller's W3C trace context as metadata; empty unless the program already uses OpenTelemetry."""
+    if "opentelemetry" not in sys.modules:
+        return []
+    from pdserve.telemetry import propagate  # loads opentelemetry, which is loaded already
+
+    return propagate.inject()

@@ -1,0 +1,250 @@
+"""What calls return: plain frozen values, no protobuf. Also the reading of each from its message. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from pdserve.v1 import cluster_pb2, inference_pb2, worker_pb2
+
+FinishReason = Literal["stop", "length"]
+Path = Literal["remote", "local"]
+Role = Literal["prefill", "decode"]
+
+_REASONS: Final[dict[int, FinishReason]] = {
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+}
+_PATHS: Final[dict[int, Path]] = {inference_pb2.PATH_REMOTE: "remote", inference_pb2.PATH_LOCAL: "local"}
+_ROLES: Final[dict[int, Role]] = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Log probability of one drawn token; `top` holds (token id, logprob), most likely first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One step of a stream. `text` may be empty while a character or a possible stop string is incomplete."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int  # of the prompt's tokens, those whose KV came from a prefix cache
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Where the time went; each duration is measured by the process that did the work."""
+
+    ttft_s: float  # arrival at the router to the first token
+    tpot_s: float  # mean per token after the first
+    total_s: float
+    queue_s: float
+    prefill_s: float
+    transfer_s: float  # first byte to commit; overlaps prefill
+    decode_s: float
+    path: Path | None
+    prefill_worker: str
+    decode_worker: str
+    attempts: int  # placements tried; 1 when nothing went wrong
+    transfer_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A finished answer."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    logprobs: tuple[TokenLogprob, ...] = ()  # empty unless asked for
+    stop: str | None = None  # the stop string that ended the text
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    name: str
+    max_context_tokens: int
+    max_new_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    worker_id: str
+    incarnation: str
+    role: Role | None
+    endpoint: str
+    is_connected: bool
+    is_draining: bool
+    running: int
+    waiting: int
+    free_blocks: int
+    evictable_blocks: int
+    context_tokens: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    router_id: str
+    workers: tuple[Worker, ...]
+    queued_requests: int
+    running_requests: int
+    uptime_s: float
+
+    def of_role(self, role: Role) -> tuple[Worker, ...]:
+        return tuple(worker for worker in self.workers if worker.role == role)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    prefill_worker: str
+    decode_worker: str
+    predicted_ttft_s: float
+    predicted_tpot_s: float
+    slack: float
+    is_feasible: bool
+    is_chosen: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a recent request was placed where it was."""
+
+    request_id: str
+    decision: str
+    reason: str
+    candidates: tuple[Candidate, ...]
+    actual_ttft_s: float | None
+    actual_tpot_s: float | None
+
+
+def piece(delta: inference_pb2.Delta) -> Piece:
+    return Piece(
+        text=delta.text,
+        token_ids=tuple(delta.token_ids),
+        logprobs=tuple(
+            TokenLogprob(
+                token_id=one.token_id, logprob=one.logprob, top=tuple((top.token_id, top.logprob) for top in one.top)
+            )
+            for one in delta.logprobs
+        ),
+    )
+
+
+def completion(request_id: str, pieces: list[Piece], finished: inference_pb2.Finished) -> Completion:
+    return Completion(
+        request_id=request_id,
+        text="".join(one.text for one in pieces),
+        token_ids=tuple(token_id for one in pieces for token_id in one.token_ids),
+        finish_reason=_REASONS.get(finished.reason, "stop"),
+        usage=Usage(
+            prompt_tokens=finished.usage.prompt_tokens,
+            completion_tokens=finished.usage.completion_tokens,
+            cached_prompt_tokens=finished.usage.cached_prompt_tokens,
+        ),
+        timings=_timings(finished.timings),
+        logprobs=tuple(logprob for one in pieces for logprob in one.logprobs),
+        stop=finished.stop if finished.HasField("stop") else None,
+        stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
+    )
+
+
+def _timings(seen: inference_pb2.Timings) -> Timings:
+    return Timings(
+        ttft_s=seen.ttft_s,
+        tpot_s=seen.tpot_s,
+        total_s=seen.total_s,
+        queue_s=seen.queue_s,
+        prefill_s=seen.prefill_s,
+        transfer_s=seen.transfer_s,
+        decode_s=seen.decode_s,
+        path=_PATHS.get(seen.path),
+        prefill_worker=seen.prefill_worker,
+        decode_worker=seen.decode_worker,
+        attempts=seen.attempts,
+        transfer_bytes=seen.transfer_bytes,
+    )
+
+
+def model(seen: inference_pb2.GetModelResponse) -> Model:
+    return Model(
+        name=seen.model,
+        max_context_tokens=seen.max_context_tokens,
+        max_new_tokens=seen.max_new_tokens,
+        vocab_size=seen.vocab_size,
+        eos_token_ids=tuple(seen.eos_token_ids),
+        has_chat_template=seen.has_chat_template,
+    )
+
+
+def topology(seen: cluster_pb2.GetTopologyResponse) -> Topology:
+    return Topology(
+        router_id=seen.router_id,
+        workers=tuple(_worker(one) for one in seen.workers),
+        queued_requests=seen.queued_requests,
+        running_requests=seen.running_requests,
+        uptime_s=seen.uptime_s,
+    )
+
+
+def _worker(seen: cluster_pb2.WorkerView) -> Worker:
+    return Worker(
+        worker_id=seen.worker_id,
+        incarnation=seen.incarnation,
+        role=_ROLES.get(seen.role),
+        endpoint=seen.endpoint,
+        is_connected=seen.is_connected,
+        is_draining=seen.is_draining,
+        running=seen.load.running,
+        waiting=seen.load.waiting,
+        free_blocks=seen.load.free_blocks,
+        evictable_blocks=seen.load.evictable_blocks,
+        context_tokens=seen.load.context_tokens,
+        steps=seen.load.steps,
+    )
+
+
+def explanation(seen: cluster_pb2.ExplainResponse) -> Explanation:
+    return Explanation(
+        request_id=seen.request_id,
+        decision=seen.decision,
+        reason=seen.reason,
+        candidates=tuple(
+            Candidate(
+                prefill_worker=one.prefill_worker,
+                decode_worker=one.decode_worker,
+                predicted_ttft_s=one.predicted_ttft_s,
+                predicted_tpot_s=one.predicted_tpot_s,
+                slack=one.slack,
+                is_feasible=one.is_feasible,
+                is_chosen=one.is_chosen,
+            )
+            for one in seen.candidates
+        ),
+        actual_ttft_s=seen.actual_ttft_s if seen.HasField("actual_ttft_s") else None,
+        actual_tpot_s=seen.actual_tpot_s if seen.HasField("actual_tpot_s") else None,
+    )

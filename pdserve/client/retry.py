@@ -1,0 +1,43 @@
+"""Decides whether and when a failed call is tried again. Pure: the random number comes in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.core.errors import ConfigError, Overloaded, PdserveError, Unavailable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retries:
+    """Tries after the first. A call that has yielded a token is never tried again.
+
+    A server that names a time (RetryInfo) is waited for, and a little longer so that callers do not come back
+    together; one that names more than `longest_wait_s` is not waited for at all.
+    """
+
+    limit: int = 2
+    first_backoff_s: float = 0.5
+    longest_backoff_s: float = 8.0
+    longest_wait_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.limit < 0:
+            raise ConfigError("retries.limit", self.limit, "at least 0")
+
+    def delay_s(self, error: PdserveError, tries: int, remaining_s: float, noise: float) -> float | None:
+        """Seconds to wait before the next try; None raises `error`.
+
+        `tries` counts the failed tries, this one included; `remaining_s` is left of the call's timeout;
+        `noise` is uniform in [0, 1).
+        """
+        if tries > self.limit or not isinstance(error, Overloaded | Unavailable):
+            return None
+        asked_s = error.retry_after_s
+        if not asked_s:  # absent, or zero, which is no advice either
+            ceiling_s = min(self.longest_backoff_s, self.first_backoff_s * 2 ** (tries - 1))
+            delay_s = ceiling_s * (0.5 + 0.5 * noise)
+        elif asked_s > self.longest_wait_s:
+            return None
+        else:
+            delay_s = asked_s * (1.0 + 0.25 * noise)
+        return delay_s if delay_s < remaining_s else None

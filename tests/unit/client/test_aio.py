@@ -1,0 +1,147 @@
+"""The asyncio client, the twin, against the same server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from pdserve import AsyncClient, DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Retries, Unavailable
+
+from .conftest import WAIT_S, Script, delta, finished, started
+
+QUICK = Retries(limit=2, first_backoff_s=0.01, longest_backoff_s=0.02)
+
+
+async def saw_cancel(script: Script) -> bool:
+    return await asyncio.to_thread(script.cancelled.wait, WAIT_S)
+
+
+async def test_a_completion_holds_the_whole_answer(script: Script, target: str) -> None:
+    script.says(started("abc"), delta("a", 1), delta("b", 2), finished())
+    async with AsyncClient(target) as client:
+        done = await client.generate("hi", max_tokens=2)
+    assert (done.request_id, done.text, done.token_ids, done.finish_reason) == ("abc", "ab", (1, 2), "length")
+
+
+async def test_a_stream_yields_pieces_and_then_its_completion(script: Script, target: str) -> None:
+    script.says(started(), delta("a", 1), delta("b", 2), finished())
+    async with AsyncClient(target) as client:
+        stream = client.stream("hi")
+        assert [piece.text async for piece in stream] == ["a", "b"]
+        assert stream.completion.text == "ab"
+        assert [piece async for piece in stream] == []
+
+
+async def test_a_client_made_outside_of_the_loop_works_inside(script: Script, target: str) -> None:
+    script.says(started(), delta("a", 1), finished())
+
+    def elsewhere() -> str:
+        client = AsyncClient(target)
+
+        async def ask() -> str:
+            async with client:
+                return (await client.generate("hi")).text
+
+        return asyncio.run(ask())
+
+    assert await asyncio.to_thread(elsewhere) == "a"
+
+
+async def test_a_refusal_is_retried_after_the_time_that_the_server_names(script: Script, target: str) -> None:
+    script.fails(Overloaded("full", retry_after_s=0.2))
+    script.says(started(), delta("a", 1), finished())
+    begin_s = time.monotonic()
+    async with AsyncClient(target) as client:
+        assert (await client.generate("hi")).text == "a"
+    assert time.monotonic() - begin_s >= 0.2
+
+
+async def test_a_failure_after_the_first_token_is_never_retried(script: Script, target: str) -> None:
+    script.fails(Unavailable("gone"), started(), delta("a", 1))
+    async with AsyncClient(target, retries=QUICK) as client:
+        stream = client.stream("hi")
+        assert (await anext(stream)).text == "a"
+        with pytest.raises(Unavailable, match="gone"):
+            await anext(stream)
+    assert len(script.requests) == 1
+
+
+async def test_a_bad_request_names_its_field(script: Script, target: str) -> None:
+    script.fails(InvalidRequest("prompt", "", "at least one token"))
+    async with AsyncClient(target) as client:
+        with pytest.raises(InvalidRequest) as caught:
+            await client.generate("")
+    assert caught.value.field == "prompt"
+
+
+async def test_a_stream_without_a_finish_reason_is_an_error(script: Script, target: str) -> None:
+    script.says(started(), delta("a", 1))
+    async with AsyncClient(target) as client:
+        with pytest.raises(InternalError, match="finish reason"):
+            await client.generate("hi")
+
+
+async def test_leaving_the_with_block_cancels_the_request(script: Script, target: str) -> None:
+    script.hangs(started(), delta("a", 1))
+    async with AsyncClient(target) as client:
+        async with client.stream("hi") as stream:
+            await anext(stream)
+        assert await saw_cancel(script)
+
+
+async def test_breaking_out_of_the_loop_cancels_the_request(script: Script, target: str) -> None:
+    script.hangs(started(), delta("a", 1), delta("b", 2))
+    async with AsyncClient(target) as client:
+        async for _ in client.stream("hi"):
+            break
+        assert await saw_cancel(script)
+
+
+async def test_cancelling_the_reading_task_cancels_the_request(script: Script, target: str) -> None:
+    script.hangs(started(), delta("a", 1))
+    has_first = asyncio.Event()
+
+    async def read(client: AsyncClient) -> None:
+        async for _ in client.stream("hi"):
+            has_first.set()
+
+    async with AsyncClient(target) as client:
+        task = asyncio.create_task(read(client))
+        await asyncio.wait_for(has_first.wait(), WAIT_S)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await saw_cancel(script)
+
+
+async def test_a_close_by_another_task_ends_a_waiting_reader(script: Script, target: str) -> None:
+    script.hangs(started(), delta("a", 1))
+    async with AsyncClient(target) as client:
+        stream = client.stream("hi")
+        await anext(stream)
+        asyncio.get_running_loop().call_later(0.05, stream.close)
+        assert [piece async for piece in stream] == []
+
+
+async def test_the_timeout_covers_the_call(script: Script, target: str) -> None:
+    script.hangs(started())
+    async with AsyncClient(target) as client:
+        with pytest.raises(DeadlineExceeded):
+            await client.generate("hi", timeout_s=0.3)
+
+
+async def test_nobody_listening_is_unavailable_within_the_tries() -> None:
+    async with AsyncClient("127.0.0.1:1", retries=QUICK) as client:
+        with pytest.raises(Unavailable):
+            await client.model()
+
+
+async def test_facts_are_typed_values(script: Script, target: str) -> None:
+    script.unary_errors = [Unavailable("gone")]
+    async with AsyncClient(target, retries=QUICK) as client:
+        assert (await client.model()).vocab_size == 300
+        assert await client.tokenize("ab") == [97, 98]
+        assert (await client.topology()).queued_requests == 2
+        assert (await client.explain("r9")).decision == "remote"

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+
+from pdserve.client.connect import is_loopback, target
+from pdserve.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("address", "holds"),
+    [
+        ("localhost:50051", True),
+        ("127.0.0.1:1", True),
+        ("127.9.9.9:1", True),
+        ("[::1]:50051", True),
+        ("ipv6:[::1]:50051", True),
+        ("dns:///localhost:50051", True),
+        ("unix:/tmp/socket", True),
+        ("localhost", True),
+        ("localhost.example.com:1", False),
+        ("10.0.0.1:50051", False),
+        ("0.0.0.0:50051", False),
+        ("dns:///router:50051", False),
+        ("[2001:db8::1]:50051", False),
+    ],
+)
+def test_loopback_is_told_from_the_rest(address: str, holds: bool) -> None:
+    assert is_loopback(address) is holds
+
+
+def test_a_token_is_not_sent_in_the_clear_to_another_host() -> None:
+    with pytest.raises(ConfigError, match="token"):
+        target("router:50051", tls=None, token="secret", connect_timeout_s=5.0)
+
+
+def test_a_token_may_travel_over_tls_or_to_this_host() -> None:
+    assert target("router:50051", tls=True, token="secret", connect_timeout_s=5.0).credentials() is not None
+    here = target("localhost:1", tls=None, token="secret", connect_timeout_s=5.0)
+    assert ("authorization", "Bearer secret") in here.metadata()
+
+
+def test_an_empty_target_names_the_argument() -> None:
+    with pytest.raises(ConfigError, match="target"):
+        target(" ", tls=None, token=None, connect_timeout_s=5.0)

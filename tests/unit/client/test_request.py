@@ -1,0 +1,158 @@
+"""What the SDK puts on the wire, and which types it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.client.request import generate_request, tokenize_request
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.types import Slo
+from pdserve.v1 import inference_pb2
+
+
+def test_an_absent_option_stays_absent_on_the_wire() -> None:
+    assert generate_request("hi", {}) == inference_pb2.GenerateRequest(text="hi")
+
+
+def test_none_is_absent_and_zero_is_not() -> None:
+    request = generate_request("hi", {"temperature": 0, "top_k": None})
+    assert request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("top_k")
+
+
+def test_token_ids_travel_as_token_ids() -> None:
+    assert list(generate_request([1, 2, 3], {}).token_ids.ids) == [1, 2, 3]
+
+
+def test_an_empty_list_is_an_empty_list_of_token_ids_for_the_server_to_refuse() -> None:
+    assert generate_request([], {}).WhichOneof("prompt") == "token_ids"
+
+
+def test_messages_travel_as_a_chat() -> None:
+    request = generate_request([{"role": "user", "content": "hi"}], {})
+    assert [(one.role, one.content) for one in request.chat.messages] == [("user", "hi")]
+
+
+def test_every_option_reaches_its_field() -> None:
+    request = generate_request(
+        "hi",
+        {
+            "max_tokens": 5,
+            "min_tokens": 1,
+            "temperature": 0.5,
+            "top_k": 3,
+            "top_p": 0.5,
+            "min_p": 0.25,
+            "repetition_penalty": 1.5,
+            "presence_penalty": -0.5,
+            "frequency_penalty": 0.5,
+            "seed": 2**64 - 1,
+            "stop": ["a", "b"],
+            "stop_token_ids": (7, 8),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "include_stop_in_output": False,
+            "slo": Slo(ttft_s=1.0, tpot_s=0.5),
+            "timeout_s": 9,
+            "request_id": "mine",
+            "priority": -3,
+            "truncate_prompt_tokens": 4,
+        },
+    )
+    assert request == inference_pb2.GenerateRequest(
+        text="hi",
+        sampling=inference_pb2.SamplingParams(
+            max_tokens=5,
+            min_tokens=1,
+            temperature=0.5,
+            top_k=3,
+            top_p=0.5,
+            min_p=0.25,
+            repetition_penalty=1.5,
+            presence_penalty=-0.5,
+            frequency_penalty=0.5,
+            seed=2**64 - 1,
+            stop=["a", "b"],
+            stop_token_ids=[7, 8],
+            ignore_eos=True,
+            logprobs=0,
+            include_stop_in_output=False,
+        ),
+        slo=inference_pb2.Slo(ttft_s=1.0, tpot_s=0.5),
+        request_id="mine",
+        priority=-3,
+        truncate_prompt_tokens=4,
+    )
+
+
+def test_one_stop_string_needs_no_list() -> None:
+    assert list(generate_request("hi", {"stop": "\n"}).sampling.stop) == ["\n"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "name"),
+    [
+        (b"bytes", {}, "prompt"),
+        (None, {}, "prompt"),
+        (7, {}, "prompt"),
+        ([1, "2"], {}, r"prompt\[1\]"),
+        ([1, True], {}, r"prompt\[1\]"),
+        ([1, 2.0], {}, r"prompt\[1\]"),
+        (["text"], {}, r"prompt\[0\]"),
+        ([{"role": "user"}], {}, r"prompt\[0\]"),
+        ([{"role": "user", "content": 3}], {}, r"prompt\[0\]\['content'\]"),
+        ([{"role": "user", "content": "hi", "name": "x"}], {}, r"prompt\[0\]"),
+        ("hi", {"max_tokens": 1.5}, "max_tokens"),
+        ("hi", {"max_tokens": True}, "max_tokens"),
+        ("hi", {"max_tokens": "5"}, "max_tokens"),
+        ("hi", {"temperature": "hot"}, "temperature"),
+        ("hi", {"temperature": False}, "temperature"),
+        ("hi", {"ignore_eos": 1}, "ignore_eos"),
+        ("hi", {"stop": [1]}, "stop"),
+        ("hi", {"stop": b"x"}, "stop"),
+        ("hi", {"stop_token_ids": "12"}, "stop_token_ids"),
+        ("hi", {"stop_token_ids": ["1"]}, r"stop_token_ids\[0\]"),
+        ("hi", {"slo": {"ttft_s": 1}}, "slo"),
+        ("hi", {"slo": 0.5}, "slo"),
+        ("hi", {"request_id": 5}, "request_id"),
+        ("hi", {"timeout_s": "1"}, "timeout_s"),
+        ("hi", {"priority": 0.5}, "priority"),
+        ("hi", {"max_new_tokens": 5}, "max_new_tokens"),
+    ],
+)
+def test_a_wrong_type_is_refused_by_name(prompt: Any, options: dict[str, Any], name: str) -> None:
+    with pytest.raises(TypeError, match=name):
+        generate_request(prompt, options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ([1, -1], {}, "prompt[1]"),
+        ([2**32], {}, "prompt[0]"),
+        ("hi", {"stop_token_ids": [-5]}, "stop_token_ids[0]"),
+        ("hi", {"max_tokens": -1}, "max_tokens"),
+        ("hi", {"top_k": 2**32}, "top_k"),
+        ("hi", {"seed": 2**64}, "seed"),
+        ("hi", {"seed": -1}, "seed"),
+        ("hi", {"priority": 2**31}, "priority"),
+        ("hi", {"timeout_s": 0}, "timeout_s"),
+        ("hi", {"timeout_s": float("nan")}, "timeout_s"),
+        ("a \ud800 surrogate", {}, "prompt"),
+    ],
+)
+def test_a_value_that_the_wire_cannot_carry_is_refused_by_field(
+    prompt: Any, options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        generate_request(prompt, options)
+    assert caught.value.field == field
+
+
+def test_tokenize_takes_text_or_messages_but_no_ids() -> None:
+    assert tokenize_request("hi").text == "hi"
+    assert tokenize_request([{"role": "user", "content": "hi"}]).chat.messages[0].content == "hi"
+    with pytest.raises(TypeError, match="prompt"):
+        tokenize_request(3)  # type: ignore[arg-type]

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from pdserve.client.retry import Retries
+from pdserve.core.errors import DeadlineExceeded, InvalidRequest, NoWorkers, Overloaded, PdserveError, Unavailable
+
+GONE = Unavailable("gone")
+
+
+def test_waits_grow_from_half_a_second_and_are_jittered() -> None:
+    retries = Retries(limit=9)
+    assert [retries.delay_s(GONE, tries, 600.0, noise=1.0) for tries in (1, 2, 3, 6)] == [0.5, 1.0, 2.0, 8.0]
+    assert retries.delay_s(GONE, 1, 600.0, noise=0.0) == 0.25
+
+
+def test_the_default_is_two_tries_after_the_first() -> None:
+    assert [Retries().delay_s(GONE, tries, 600.0, 0.5) is None for tries in (1, 2, 3)] == [False, False, True]
+
+
+def test_a_time_that_the_server_names_is_never_undercut() -> None:
+    assert Retries().delay_s(Overloaded("full", 3.0), 1, 600.0, noise=0.0) == 3.0
+    assert Retries().delay_s(Overloaded("full", 4.0), 1, 600.0, noise=1.0) == 5.0
+
+
+def test_a_time_beyond_the_cap_is_not_waited_for() -> None:
+    assert Retries(longest_wait_s=30.0).delay_s(Overloaded("full", 31.0), 1, 600.0, 0.0) is None
+
+
+def test_a_wait_that_would_outlive_the_timeout_is_not_begun() -> None:
+    assert Retries().delay_s(Overloaded("full", 3.0), 1, remaining_s=2.9, noise=0.0) is None
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("top_p", 2, "less"), DeadlineExceeded("queued"), PdserveError("?")])
+def test_an_error_that_would_come_again_is_not_retried(error: PdserveError) -> None:
+    assert Retries().delay_s(error, 1, 600.0, 0.0) is None
+
+
+def test_a_missing_role_is_retried_since_workers_come_back() -> None:
+    assert Retries().delay_s(NoWorkers("decode"), 1, 600.0, 0.0) == 1.0
