@@ -1,0 +1,157 @@
+"""Carries trace context through grpc.aio calls: in the client's metadata, into a span on the server.
+
+Our own, because the contrib instrumentation swallows cancellation in aio client interceptors
+(opentelemetry-python-contrib #3271) and loses its context on streamed answers (#2357). Here a client
+interceptor hands on the very call that gRPC made, and a server span is never the current context.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from pdserve.telemetry import names
+from pdserve.telemetry.propagate import AttributeValue, current_traceparent, extract, inject
+from pdserve.telemetry.tracing import OpenSpan, Tracing
+
+_NO_SPAN: Final = OpenSpan(None, "")
+_span: ContextVar[OpenSpan] = ContextVar("pdserve_span", default=_NO_SPAN)
+
+
+def current_span() -> OpenSpan:
+    """The server span of the call that this task answers; one that keeps nothing outside of such a call."""
+    return _span.get()
+
+
+class TracingServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg]
+    """Opens a span around each call of `methods`, such as {"/pdserve.v1.InferenceService/Generate": SPAN_REQUEST}.
+
+    Other methods pass untouched: a worker's Attach stream lives for days and is nobody's request.
+    The handler finds its span with current_span().
+    """
+
+    def __init__(
+        self,
+        tracing: Tracing,
+        methods: Mapping[str, str],
+        attributes: Mapping[str, AttributeValue] | None = None,
+    ) -> None:
+        self._tracing, self._methods, self._attributes = tracing, dict(methods), dict(attributes or {})
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        name = self._methods.get(handler_call_details.method)
+        if handler is None or name is None:
+            return handler
+        traceparent = extract(handler_call_details.invocation_metadata)
+        if handler.response_streaming:
+            inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
+            wrapped = self._streamed(inner, name, traceparent)
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+        else:
+            inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
+            wrapped = self._answered(inner, name, traceparent)
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+        if wrapped is None:  # a blocking handler: gRPC runs it in a thread, where no span of ours can follow
+            return handler
+        return make(
+            wrapped,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _streamed(self, inner: Callable[..., Any], name: str, traceparent: str) -> Callable[..., Any] | None:
+        if inspect.isasyncgenfunction(inner):
+
+            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+                with self._around(context, name, traceparent):
+                    async with aclosing(inner(request, context)) as answers:
+                        async for answer in answers:
+                            yield answer
+
+            return stream
+        return self._answered(inner, name, traceparent)  # writes through its context
+
+    def _answered(self, inner: Callable[..., Any], name: str, traceparent: str) -> Callable[..., Any] | None:
+        if not inspect.iscoroutinefunction(inner):
+            return None
+
+        async def answer(request: Any, context: Any) -> Any:
+            with self._around(context, name, traceparent):
+                return await inner(request, context)
+
+        return answer
+
+    @contextmanager
+    def _around(self, context: Any, name: str, traceparent: str) -> Any:
+        with self._tracing.span(name, traceparent, self._attributes) as span:
+            # Never reset: gRPC runs each call in a task of its own, whose context ends with it.
+            _span.set(span)
+            try:
+                yield span
+            finally:
+                span.set(names.RPC_STATUS, _status_name(context))
+
+
+def client_interceptors(traceparent: Callable[[], str | None] = current_traceparent) -> list[Any]:
+    """For grpc.aio.*_channel(interceptors=...): every call carries `traceparent()` in its metadata.
+
+    A call whose caller has put a traceparent in already keeps that.
+    """
+    return [kind(traceparent) for kind in (_UnaryUnary, _UnaryStream, _StreamUnary, _StreamStream)]
+
+
+class _Carrier:
+    def __init__(self, traceparent: Callable[[], str | None]) -> None:
+        self._traceparent = traceparent
+
+    def _with_context(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+        metadata = inject(details.metadata, self._traceparent())
+        return grpc.aio.ClientCallDetails(
+            details.method, details.timeout, grpc.aio.Metadata(*metadata), details.credentials, details.wait_for_ready
+        )
+
+
+class _UnaryUnary(_Carrier, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc,type-arg]
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await continuation(self._with_context(client_call_details), request)
+
+
+class _UnaryStream(_Carrier, grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[misc,type-arg]
+    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await continuation(self._with_context(client_call_details), request)
+
+
+class _StreamUnary(_Carrier, grpc.aio.StreamUnaryClientInterceptor):  # type: ignore[misc,type-arg]
+    async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return await continuation(self._with_context(client_call_details), request_iterator)
+
+
+class _StreamStream(_Carrier, grpc.aio.StreamStreamClientInterceptor):  # type: ignore[misc,type-arg]
+    async def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return await continuation(self._with_context(client_call_details), request_iterator)
+
+
+def _status_name(context: Any) -> str:
+    code = context.code()
+    if isinstance(code, grpc.StatusCode):
+        return str(code.name)
+    # grpc.aio holds 0 until a handler sets one, and an int where it was set by number.
+    for status in grpc.StatusCode:
+        if status.value[0] == code:
+            return str(status.name)
+    return "UNKNOWN"

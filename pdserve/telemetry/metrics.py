@@ -1,0 +1,107 @@
+"""Counters, gauges and histograms of one process, served to Prometheus. Does nothing when off.
+
+Each process has a registry of its own, so that several may live in one interpreter (tests do). What exists
+is declared in names.py and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from typing import Any, Self, final
+
+from pdserve.telemetry.names import METRICS, MetricSpec, Process
+
+log = logging.getLogger(__name__)
+
+
+@final
+class Metrics:
+    """Safe to call from any thread. A metric that was not declared for this process raises KeyError."""
+
+    def __init__(self, by: Process | None) -> None:
+        """The metrics that names.py declares for processes of kind `by`; none where that is None."""
+        self._registry: Any = None
+        self._server: Any = None
+        self._thread: threading.Thread | None = None
+        self._by_name: dict[str, Any] | None = None
+        if by is None:
+            return
+        prometheus = importlib.import_module("prometheus_client")
+        self._registry = prometheus.CollectorRegistry()
+        self._by_name = {
+            spec.name: _declared(prometheus, spec, self._registry) for spec in METRICS.values() if spec.by == by
+        }
+
+    @classmethod
+    def off(cls) -> Self:
+        return cls(None)
+
+    @property
+    def is_on(self) -> bool:
+        return self._by_name is not None
+
+    def add(self, spec: MetricSpec, amount: float = 1.0, **labels: str) -> None:
+        if self._by_name is not None:
+            self._child(spec, labels).inc(amount)
+
+    def set(self, spec: MetricSpec, value: float, **labels: str) -> None:
+        if self._by_name is not None:
+            self._child(spec, labels).set(value)
+
+    def observe(self, spec: MetricSpec, value: float, *, trace_id: str = "", **labels: str) -> None:
+        """`trace_id` (32 hex digits) becomes the bucket's exemplar: a click from a slow bucket to its trace."""
+        if self._by_name is not None:
+            exemplar = {"trace_id": trace_id} if trace_id else None
+            self._child(spec, labels).observe(value, exemplar)
+
+    def serve(self, port: int, host: str = "127.0.0.1") -> int:
+        """Answers GET /metrics on a thread of its own; returns the port, a free one where 0 was asked."""
+        if self._by_name is None:
+            return 0
+        prometheus = importlib.import_module("prometheus_client")
+        self._server, self._thread = prometheus.start_http_server(port, addr=host, registry=self._registry)
+        bound = int(self._server.server_port)
+        log.info("metrics are served", extra={"host": host, "port": bound})
+        return bound
+
+    def text(self) -> str:
+        """What /metrics answers; empty when off."""
+        if self._by_name is None:
+            return ""
+        prometheus = importlib.import_module("prometheus_client")
+        return str(prometheus.generate_latest(self._registry).decode())
+
+    def close(self) -> None:
+        """Frees the port. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+        if self._thread is not None:
+            self._thread.join(timeout=2.0)
+            self._thread = None
+
+    def _child(self, spec: MetricSpec, labels: dict[str, str]) -> Any:
+        assert self._by_name is not None
+        metric = self._by_name[spec.name]
+        return metric.labels(**labels) if spec.labels else metric
+
+
+def make_metrics(by: Process, port: int, host: str = "127.0.0.1") -> Metrics:
+    """Metrics served on `port`; off where that is 0, as in a worker's --metrics-port."""
+    if port == 0:
+        return Metrics.off()
+    metrics = Metrics(by)
+    metrics.serve(port, host)
+    return metrics
+
+
+def _declared(prometheus: Any, spec: MetricSpec, registry: Any) -> Any:
+    if spec.kind == "histogram":
+        return prometheus.Histogram(
+            spec.name, spec.help, labelnames=spec.labels, registry=registry, buckets=spec.buckets
+        )
+    kind = prometheus.Counter if spec.kind == "counter" else prometheus.Gauge
+    return kind(spec.name, spec.help, labelnames=spec.labels, registry=registry)

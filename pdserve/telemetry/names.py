@@ -1,0 +1,251 @@
+"""The one table of spans, attributes and metrics: what each is called, who emits it, what it means.
+
+Names of the OpenTelemetry GenAI conventions are used where they exist. Those are in development and have
+left the main repository after 1.41; SCHEMA_URL pins the last release that holds them.
+Standard library only: whoever reads a name pays for no exporter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.41.1"
+SCOPE: Final = "pdserve"
+
+Process = Literal["client", "router", "worker"]
+
+# --- attributes -----------------------------------------------------------------------------------------------
+
+OPERATION: Final = "gen_ai.operation.name"  # CHAT or TEXT_COMPLETION
+PROVIDER: Final = "gen_ai.provider.name"
+REQUEST_MODEL: Final = "gen_ai.request.model"
+REQUEST_STREAM: Final = "gen_ai.request.stream"
+REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+REQUEST_TOP_P: Final = "gen_ai.request.top_p"
+REQUEST_TOP_K: Final = "gen_ai.request.top_k"
+REQUEST_SEED: Final = "gen_ai.request.seed"
+RESPONSE_ID: Final = "gen_ai.response.id"
+RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+RESPONSE_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"  # seconds
+INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+ERROR_TYPE: Final = "error.type"  # PdserveError.reason; a span that carries it is marked as failed
+RPC_STATUS: Final = "rpc.response.status_code"
+SERVER_ADDRESS: Final = "server.address"
+
+REQUEST_ID: Final = "pdserve.request.id"
+ATTEMPT: Final = "pdserve.attempt"
+PATH: Final = "pdserve.path"  # Path.value
+WORKER_ID: Final = "pdserve.worker.id"
+WORKER_ROLE: Final = "pdserve.worker.role"  # Role.value
+PREFILL_WORKER: Final = "pdserve.prefill_worker.id"
+DECODE_WORKER: Final = "pdserve.decode_worker.id"
+TTFT_S: Final = "pdserve.ttft_s"
+TPOT_S: Final = "pdserve.tpot_s"
+QUEUE_S: Final = "pdserve.queue_s"
+SLO_TTFT_S: Final = "pdserve.slo.ttft_s"
+SLO_TPOT_S: Final = "pdserve.slo.tpot_s"
+TRANSFER_BYTES: Final = "pdserve.transfer.bytes"
+TRANSFER_KIND: Final = "pdserve.transfer.transport"
+PREEMPTIONS: Final = "pdserve.preemptions"
+PREFIX_BLOCKS: Final = "pdserve.prefix.blocks"  # leading blocks that some worker holds
+
+CHAT: Final = "chat"
+TEXT_COMPLETION: Final = "text_completion"
+
+# --- spans ----------------------------------------------------------------------------------------------------
+
+SpanKind = Literal["client", "server", "internal"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanSpec:
+    name: str
+    by: Process
+    kind: SpanKind
+    parent: str | None  # name of the span above it
+    help: str
+
+
+SPAN_CLIENT: Final = "pdserve.client"
+SPAN_REQUEST: Final = "pdserve.request"
+SPAN_TOKENIZE: Final = "pdserve.tokenize"
+SPAN_PREFIX_LOOKUP: Final = "pdserve.prefix_lookup"
+SPAN_QUEUE: Final = "pdserve.queue"
+SPAN_PREFILL: Final = "pdserve.prefill"
+SPAN_TRANSFER: Final = "pdserve.transfer"
+SPAN_DECODE: Final = "pdserve.decode"
+
+
+def _span(name: str, by: Process, kind: SpanKind, parent: str | None, help_text: str) -> tuple[str, SpanSpec]:
+    return name, SpanSpec(name=name, by=by, kind=kind, parent=parent, help=help_text)
+
+
+SPANS: Final[dict[str, SpanSpec]] = dict(
+    (
+        _span(SPAN_CLIENT, "client", "client", None, "one call of the SDK, retries included"),
+        _span(SPAN_REQUEST, "router", "server", SPAN_CLIENT, "one Generate call, from arrival to its last message"),
+        _span(SPAN_TOKENIZE, "router", "internal", SPAN_REQUEST, "text to token ids and block hashes"),
+        _span(SPAN_PREFIX_LOOKUP, "router", "internal", SPAN_REQUEST, "which workers hold the prompt's leading blocks"),
+        _span(SPAN_QUEUE, "router", "internal", SPAN_REQUEST, "waiting in the router until a worker granted a place"),
+        _span(SPAN_PREFILL, "worker", "internal", SPAN_REQUEST, "reading the prompt, first chunk to first token"),
+        _span(
+            SPAN_TRANSFER, "worker", "internal", SPAN_REQUEST, "KV from its first byte to the commit, by the receiver"
+        ),
+        _span(SPAN_DECODE, "worker", "internal", SPAN_REQUEST, "first decode step to the last token"),
+    )
+)
+
+# --- metrics --------------------------------------------------------------------------------------------------
+
+MetricKind = Literal["counter", "gauge", "histogram"]
+
+# Prescribed by the GenAI conventions for the two server histograms.
+GEN_AI_TTFT_BUCKETS: Final = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+)  # fmt: skip
+GEN_AI_TPOT_BUCKETS: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+GEN_AI_DURATION_BUCKETS: Final = (
+    0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
+)  # fmt: skip
+# Finer, because the prescribed ones start at 10 ms per token and end at 10 s to the first: about 20 % a step
+# where SLOs lie.
+TTFT_BUCKETS: Final = (
+    0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.25,
+    0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0,
+)  # fmt: skip
+TPOT_BUCKETS: Final = (
+    0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05,
+    0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+)  # fmt: skip
+SHORT_BUCKETS: Final = (
+    0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    name: str  # as Prometheus shows it, unit and _total included
+    kind: MetricKind
+    by: Process
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()  # histograms only; seconds
+
+
+METRICS: Final[dict[str, MetricSpec]] = {}
+
+
+def _metric(
+    name: str,
+    kind: MetricKind,
+    by: Process,
+    help_text: str,
+    labels: tuple[str, ...] = (),
+    buckets: tuple[float, ...] = (),
+) -> MetricSpec:
+    spec = MetricSpec(name=name, kind=kind, by=by, help=help_text, labels=labels, buckets=buckets)
+    METRICS[name] = spec
+    return spec
+
+
+# Router. An outcome is served, late, refused, cancelled or failed.
+REQUESTS: Final = _metric(
+    "pdserve_requests_total", "counter", "router", "requests that ended, by outcome", ("outcome",)
+)
+REQUEST_ERRORS: Final = _metric(
+    "pdserve_request_errors_total", "counter", "router", "requests that ended in an error, by its reason", ("reason",)
+)
+QUEUED: Final = _metric("pdserve_requests_queued", "gauge", "router", "requests that wait in the router")
+RUNNING: Final = _metric("pdserve_requests_running", "gauge", "router", "requests that are placed on workers")
+PLACEMENTS: Final = _metric("pdserve_placements_total", "counter", "router", "requests placed, by path", ("path",))
+REPLACEMENTS: Final = _metric(
+    "pdserve_replacements_total", "counter", "router", "placements after the first of a request, by cause", ("reason",)
+)
+GEN_AI_DURATION: Final = _metric(
+    "gen_ai_server_request_duration_seconds",
+    "histogram",
+    "router",
+    "arrival to the last message",
+    ("gen_ai_operation_name",),
+    GEN_AI_DURATION_BUCKETS,
+)
+GEN_AI_TTFT: Final = _metric(
+    "gen_ai_server_time_to_first_token_seconds",
+    "histogram",
+    "router",
+    "arrival to the first token, in the conventions' buckets",
+    ("gen_ai_operation_name",),
+    GEN_AI_TTFT_BUCKETS,
+)
+GEN_AI_TPOT: Final = _metric(
+    "gen_ai_server_time_per_output_token_seconds",
+    "histogram",
+    "router",
+    "mean seconds per token after the first, in the conventions' buckets",
+    ("gen_ai_operation_name",),
+    GEN_AI_TPOT_BUCKETS,
+)
+TTFT: Final = _metric(
+    "pdserve_ttft_seconds", "histogram", "router", "arrival to the first token", ("path",), TTFT_BUCKETS
+)
+TPOT: Final = _metric(
+    "pdserve_tpot_seconds", "histogram", "router", "mean seconds per token after the first", ("path",), TPOT_BUCKETS
+)
+QUEUE_TIME: Final = _metric("pdserve_queue_seconds", "histogram", "router", "arrival to placement", (), TTFT_BUCKETS)
+SLO_KEPT: Final = _metric(
+    "pdserve_slo_total", "counter", "router", "requests by which of their promised times they kept", ("kept",)
+)  # kept: both, ttft, tpot, none
+PROMPT_TOKENS: Final = _metric("pdserve_prompt_tokens_total", "counter", "router", "prompt tokens of served requests")
+CACHED_PROMPT_TOKENS: Final = _metric(
+    "pdserve_cached_prompt_tokens_total", "counter", "router", "prompt tokens whose KV came from a prefix cache"
+)
+GENERATED_TOKENS: Final = _metric("pdserve_output_tokens_total", "counter", "router", "tokens sent to clients")
+DECISION_TIME: Final = _metric(
+    "pdserve_decision_seconds", "histogram", "router", "one event through the router's state", (), SHORT_BUCKETS
+)
+PREFIX_LOOKUPS: Final = _metric(
+    "pdserve_prefix_lookups_total", "counter", "router", "index lookups: hit, miss or unavailable", ("outcome",)
+)
+PREFIX_LOOKUP_TIME: Final = _metric(
+    "pdserve_prefix_lookup_seconds", "histogram", "router", "one index lookup", (), SHORT_BUCKETS
+)
+WORKERS: Final = _metric("pdserve_workers", "gauge", "router", "workers attached to this router", ("role",))
+DROPPED_MESSAGES: Final = _metric(
+    "pdserve_dropped_messages_total", "counter", "router", "late or unknown messages of workers", ("kind",)
+)
+
+# Worker, whatever its role.
+STEPS: Final = _metric("pdserve_engine_steps_total", "counter", "worker", "engine steps finished")
+STEP_TIME: Final = _metric("pdserve_engine_step_seconds", "histogram", "worker", "one engine step", (), TPOT_BUCKETS)
+WORKER_RUNNING: Final = _metric("pdserve_worker_running", "gauge", "worker", "sequences in the batch")
+WORKER_WAITING: Final = _metric("pdserve_worker_waiting", "gauge", "worker", "sequences that wait for the engine")
+KV_BLOCKS: Final = _metric(
+    "pdserve_kv_blocks", "gauge", "worker", "KV blocks: free, cached (nobody uses them) or used", ("state",)
+)
+PREFILLED_TOKENS: Final = _metric("pdserve_prefilled_tokens_total", "counter", "worker", "prompt tokens computed")
+REUSED_TOKENS: Final = _metric("pdserve_reused_tokens_total", "counter", "worker", "prompt tokens found in the cache")
+DRAWN_TOKENS: Final = _metric("pdserve_drawn_tokens_total", "counter", "worker", "tokens drawn")
+PREEMPTED: Final = _metric("pdserve_preemptions_total", "counter", "worker", "sequences recomputed for want of memory")
+REFUSED_BY_WORKER: Final = _metric(
+    "pdserve_worker_refusals_total", "counter", "worker", "reservations and prefills refused", ("reason",)
+)
+TRANSFERS: Final = _metric(
+    "pdserve_kv_transfers_total", "counter", "worker", "KV transfers that ended: committed or failed", ("outcome",)
+)
+TRANSFER_BYTES_TOTAL: Final = _metric(
+    "pdserve_kv_transfer_bytes_total", "counter", "worker", "bytes of KV received and committed"
+)
+TRANSFER_TIME: Final = _metric(
+    "pdserve_kv_transfer_seconds", "histogram", "worker", "first byte to commit, by the receiver", (), TTFT_BUCKETS
+)
+INDEX_BATCHES: Final = _metric(
+    "pdserve_index_batches_total",
+    "counter",
+    "worker",
+    "batches of KV events sent to Redis: sent or failed",
+    ("outcome",),
+)

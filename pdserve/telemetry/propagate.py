@@ -1,0 +1,121 @@
+"""W3C trace context in and out of gRPC metadata, and the SDK's own span. Standard library only.
+
+The SDK must not make anybody install or import OpenTelemetry, so this file only looks whether the user's
+program has already imported it; if not, a call carries no trace context and costs two dictionary look-ups.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+from pdserve.telemetry import names
+
+HEADER: Final = "traceparent"
+AttributeValue = str | int | float | bool
+
+# version 00 ends after the flags; a later version may add fields after another dash.
+_TRACEPARENT: Final = re.compile(r"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.{0,256})?")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    trace_id: int
+    span_id: int
+    is_sampled: bool
+
+
+def parse(traceparent: str | None) -> TraceContext | None:
+    """The context that a traceparent header names; None for an absent or malformed one."""
+    found = _TRACEPARENT.fullmatch(traceparent) if traceparent else None
+    if found is None:
+        return None
+    version, trace_id, span_id, flags, rest = found.groups()
+    if version == "00" and rest is not None:
+        return None
+    context = TraceContext(int(trace_id, 16), int(span_id, 16), bool(int(flags, 16) & 1))
+    return context if context.trace_id and context.span_id else None
+
+
+def render(context: TraceContext) -> str:
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{'01' if context.is_sampled else '00'}"
+
+
+def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The traceparent that a call brought; empty when it brought none or a malformed one."""
+    for key, value in metadata or ():
+        if key.lower() == HEADER and isinstance(value, str) and parse(value) is not None:
+            return value
+    return ""
+
+
+def inject(
+    metadata: Iterable[tuple[str, str | bytes]] | None, traceparent: str | None
+) -> tuple[tuple[str, str | bytes], ...]:
+    """`metadata` with this traceparent; unchanged when there is none or the caller set one already."""
+    pairs = tuple((key, value) for key, value in metadata or ())
+    if not traceparent or any(key.lower() == HEADER for key, _ in pairs):
+        return pairs
+    return (*pairs, (HEADER, traceparent))
+
+
+def current_traceparent() -> str | None:
+    """Of the span that is active in the user's program; None when it traces nothing."""
+    otel = sys.modules.get("opentelemetry.trace")
+    return None if otel is None else _traceparent_of(otel.get_current_span())
+
+
+class ClientSpan:
+    """One call of the SDK. Does nothing where the user's program has not set OpenTelemetry up.
+
+    Never made the current context: a stream's generator may be closed in another one.
+    """
+
+    __slots__ = ("_otel", "_span", "traceparent")
+
+    def __init__(self, attributes: Mapping[str, AttributeValue] = {}) -> None:
+        self._otel: Any = sys.modules.get("opentelemetry.trace")
+        self._span: Any = None
+        self.traceparent: str | None = None
+        if self._otel is not None:
+            tracer = self._otel.get_tracer(names.SCOPE, schema_url=names.SCHEMA_URL)
+            kind = self._otel.SpanKind.CLIENT
+            self._span = tracer.start_span(names.SPAN_CLIENT, kind=kind, attributes=dict(attributes))
+            self.traceparent = _traceparent_of(self._span)
+
+    def set(self, key: str, value: AttributeValue) -> None:
+        if self._span is not None:
+            self._span.set_attribute(key, value)
+
+    def fail(self, error_type: str, message: str = "") -> None:
+        if self._span is not None:
+            self._span.set_attribute(names.ERROR_TYPE, error_type)
+            self._span.set_status(self._otel.StatusCode.ERROR, message)
+
+    def end(self) -> None:
+        """Idempotent."""
+        span, self._span = self._span, None
+        if span is not None:
+            span.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A closed generator is a caller who has enough, not a failure.
+        if error is not None and not isinstance(error, GeneratorExit):
+            self.fail(str(getattr(error, "reason", type(error).__name__)))
+        self.end()
+
+
+def _traceparent_of(span: Any) -> str | None:
+    context = span.get_span_context()
+    if not context.is_valid:
+        return None
+    return render(TraceContext(context.trace_id, context.span_id, bool(context.trace_flags.sampled)))
