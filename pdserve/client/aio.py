@@ -21,6 +21,7 @@ from pdserve.client.results import Completion, Explanation, Model, Piece, Topolo
 from pdserve.client.retry import Retries
 from pdserve.client.sync import DEFAULT_TARGET
 from pdserve.core.errors import PdserveError
+from pdserve.telemetry import propagate
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
 
@@ -101,10 +102,13 @@ class AsyncClient:
         timeout_s = options.get("timeout_s") or self._timeout_s
         stub = inference_pb2_grpc.InferenceServiceStub(self._connection())
 
-        def begin(remaining_s: float) -> Any:
-            return stub.Generate(request, timeout=remaining_s, metadata=self._target.metadata())
+        answer = Answer(request)
+        metadata = self._target.metadata(answer.traceparent)
 
-        return AsyncStream(begin, timeout_s, self._retries)
+        def begin(remaining_s: float) -> Any:
+            return stub.Generate(request, timeout=remaining_s, metadata=metadata)
+
+        return AsyncStream(begin, answer, timeout_s, self._retries)
 
     async def _call(self, method: Callable[..., Any], request: Any) -> Any:
         deadline_s = time.monotonic() + self._timeout_s
@@ -112,7 +116,9 @@ class AsyncClient:
         while True:
             remaining_s = max(deadline_s - time.monotonic(), 0.0)
             try:
-                return await method(request, timeout=remaining_s, metadata=self._target.metadata())
+                return await method(
+                    request, timeout=remaining_s, metadata=self._target.metadata(propagate.current_traceparent())
+                )
             except grpc.RpcError as error:
                 tries += 1
                 failure = status.from_rpc_error(error)
@@ -126,12 +132,12 @@ class AsyncClient:
 class AsyncStream(AsyncIterator[Piece]):
     """Pieces of one answer. Iterate it with `async for`; `completion` is there after the last piece."""
 
-    def __init__(self, begin: Callable[[float], Any], timeout_s: float, retries: Retries) -> None:
+    def __init__(self, begin: Callable[[float], Any], answer: Answer, timeout_s: float, retries: Retries) -> None:
         self._begin = begin
         self._deadline_s = time.monotonic() + timeout_s
         self._retries = retries
         self._tries = 0
-        self._answer = Answer()
+        self._answer = answer
         self._is_closed = False
         self._call: Any = begin(timeout_s)
 
@@ -162,7 +168,7 @@ class AsyncStream(AsyncIterator[Piece]):
                 raise
             if not isinstance(message, inference_pb2.GenerateResponse):  # grpc.aio.EOF
                 self._is_closed = True
-                self._answer.check_ended()
+                self._answer.end()
                 break
             piece = self._answer.take(message)
             if piece is not None:
@@ -177,6 +183,7 @@ class AsyncStream(AsyncIterator[Piece]):
             delay_s = self._retries.delay_s(failure, self._tries, remaining_s, random.random())
         if delay_s is None:
             self._is_closed = True
+            self._answer.fail(failure)
             raise failure from None
         await asyncio.sleep(delay_s)
         if not self._is_closed:
@@ -186,6 +193,7 @@ class AsyncStream(AsyncIterator[Piece]):
         """Cancels the request if it still runs. Safe to call twice."""
         self._is_closed = True
         self._call.cancel()
+        self._answer.drop()
 
     async def aclose(self) -> None:
         self.close()

@@ -1,21 +1,31 @@
-"""Gathers the messages of one Generate call into pieces and, at the end, a completion. No I/O."""
+"""Gathers the messages of one Generate call into pieces and, at the end, a completion; keeps the call's span. No I/O.
+
+The span is one per call, retries included, and nothing at all unless the caller's program uses OpenTelemetry.
+"""
 
 from __future__ import annotations
 
 from pdserve.client import results
 from pdserve.client.results import Completion, Piece
-from pdserve.core.errors import InternalError
+from pdserve.core.errors import InternalError, PdserveError
+from pdserve.telemetry import names
+from pdserve.telemetry.propagate import AttributeValue, ClientSpan
 from pdserve.v1 import inference_pb2
 
 
 class Answer:
     """One call's answer so far. A try that failed before its first token leaves nothing here."""
 
-    def __init__(self) -> None:
-        self.request_id = ""
+    def __init__(self, request: inference_pb2.GenerateRequest) -> None:
+        self._span = ClientSpan(_attributes(request))
+        self.request_id = request.request_id
         self.prompt_tokens: int | None = None
         self._pieces: list[Piece] = []
         self._completion: Completion | None = None
+
+    @property
+    def traceparent(self) -> str | None:
+        return self._span.traceparent
 
     @property
     def has_begun(self) -> bool:
@@ -36,12 +46,38 @@ class Answer:
             self._completion = results.completion(self.request_id, self._pieces, message.finished)
         return None
 
-    def check_ended(self) -> None:
-        if self._completion is None:
-            raise InternalError("the server closed the stream without a finish reason")
+    def end(self) -> None:
+        """The stream ended in order. Raises InternalError where no finish reason came before."""
+        done = self._completion
+        if done is None:
+            error = InternalError("the server closed the stream without a finish reason")
+            self.fail(error)
+            raise error
+        self._span.set(names.RESPONSE_ID, done.request_id)
+        self._span.set(names.INPUT_TOKENS, done.usage.prompt_tokens)
+        self._span.set(names.OUTPUT_TOKENS, done.usage.completion_tokens)
+        self._span.end()
+
+    def fail(self, error: PdserveError) -> None:
+        self._span.fail(error.reason, error.message)
+        self._span.end()
+
+    def drop(self) -> None:
+        """The caller has enough: no failure."""
+        self._span.end()
 
     @property
     def completion(self) -> Completion:
         if self._completion is None:
             raise RuntimeError("the stream has no completion: it was not read to its end")
         return self._completion
+
+
+def _attributes(request: inference_pb2.GenerateRequest) -> dict[str, AttributeValue]:
+    is_chat = request.WhichOneof("prompt") == "chat"
+    found: dict[str, AttributeValue] = {names.OPERATION: names.CHAT if is_chat else names.TEXT_COMPLETION}
+    if request.sampling.HasField("max_tokens"):
+        found[names.REQUEST_MAX_TOKENS] = request.sampling.max_tokens
+    if request.HasField("request_id"):
+        found[names.REQUEST_ID] = request.request_id
+    return found

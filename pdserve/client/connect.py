@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-import sys
 from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
 
 from pdserve.core.errors import ConfigError
+from pdserve.telemetry import propagate
 
 CONNECT_S: Final = 5.0
 TIMEOUT_S: Final = 600.0
@@ -54,12 +54,10 @@ class Target:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))
         return options
 
-    def metadata(self) -> list[tuple[str, str]]:
+    def metadata(self, traceparent: str | None = None) -> tuple[tuple[str, str | bytes], ...]:
         """Of one call: the token and, where the caller traces, its trace context."""
-        pairs = trace_context()
-        if self.token is not None:
-            pairs.append(("authorization", f"Bearer {self.token}"))
-        return pairs
+        token = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+        return propagate.inject(token, traceparent)
 
 
 def target(address: str, *, tls: Tls | bool | None, token: str | None, connect_timeout_s: float) -> Target:
@@ -93,12 +91,3 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def trace_context() -> list[tuple[str, str]]:
-    """The caller's W3C trace context as metadata; empty unless the program already uses OpenTelemetry."""
-    if "opentelemetry" not in sys.modules:
-        return []
-    from pdserve.telemetry import propagate  # loads opentelemetry, which is loaded already
-
-    return propagate.inject()

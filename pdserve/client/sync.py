@@ -19,6 +19,7 @@ from pdserve.client.request import Options, Prompt, checked_timeout_s, generate_
 from pdserve.client.results import Completion, Explanation, Model, Piece, Topology
 from pdserve.client.retry import Retries
 from pdserve.core.errors import PdserveError
+from pdserve.telemetry import propagate
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
 
@@ -95,10 +96,13 @@ class Client:
         request = generate_request(prompt, options, call)
         timeout_s = options.get("timeout_s") or self._timeout_s
 
-        def begin(remaining_s: float) -> Any:
-            return self._inference.Generate(request, timeout=remaining_s, metadata=self._target.metadata())
+        answer = Answer(request)
+        metadata = self._target.metadata(answer.traceparent)
 
-        return Stream(begin, timeout_s, self._retries)
+        def begin(remaining_s: float) -> Any:
+            return self._inference.Generate(request, timeout=remaining_s, metadata=metadata)
+
+        return Stream(begin, answer, timeout_s, self._retries)
 
     def _call(self, method: Callable[..., Reply], request: Any) -> Reply:
         deadline_s = time.monotonic() + self._timeout_s
@@ -106,7 +110,9 @@ class Client:
         while True:
             remaining_s = max(deadline_s - time.monotonic(), 0.0)
             try:
-                return method(request, timeout=remaining_s, metadata=self._target.metadata())
+                return method(
+                    request, timeout=remaining_s, metadata=self._target.metadata(propagate.current_traceparent())
+                )
             except grpc.RpcError as error:
                 tries += 1
                 failure = status.from_rpc_error(error)
@@ -120,12 +126,12 @@ class Client:
 class Stream(Iterator[Piece]):
     """Pieces of one answer. Iterate it; `completion` is there after the last piece."""
 
-    def __init__(self, begin: Callable[[float], Any], timeout_s: float, retries: Retries) -> None:
+    def __init__(self, begin: Callable[[float], Any], answer: Answer, timeout_s: float, retries: Retries) -> None:
         self._begin = begin
         self._deadline_s = time.monotonic() + timeout_s
         self._retries = retries
         self._tries = 0
-        self._answer = Answer()
+        self._answer = answer
         self._closed = threading.Event()
         self._call: Any = begin(timeout_s)
 
@@ -145,7 +151,7 @@ class Stream(Iterator[Piece]):
                 message = next(self._call)
             except StopIteration:
                 self._closed.set()
-                self._answer.check_ended()
+                self._answer.end()
                 raise
             except grpc.RpcError as error:
                 if self._closed.is_set():
@@ -165,6 +171,7 @@ class Stream(Iterator[Piece]):
             delay_s = self._retries.delay_s(failure, self._tries, remaining_s, random.random())
         if delay_s is None:
             self._closed.set()
+            self._answer.fail(failure)
             raise failure from None
         if not self._closed.wait(delay_s):
             self._call = self._begin(max(self._deadline_s - time.monotonic(), 0.0))
@@ -173,6 +180,7 @@ class Stream(Iterator[Piece]):
         """Cancels the request if it still runs. Safe to call twice and from another thread."""
         self._closed.set()
         self._call.cancel()
+        self._answer.drop()
 
     def __enter__(self) -> Self:
         return self
