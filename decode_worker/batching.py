@@ -1,0 +1,395 @@
+"""Which sequences share a decode step, who waits, who is preempted, who may land. Pure: `now_s` comes in.
+
+    remote:  LANDING -> RUNNING -> (gone)            LANDING until KV is verified and the first token is known
+    local:   WAITING -> RUNNING -> (gone)
+    memory ends: RUNNING -> WAITING                  the youngest; its tokens are recomputed later, none changes
+    given up while somebody may write: -> ENDING     blocks are held until the receiver says that nobody does
+
+A running sequence is one that has tokens to compute: one while it decodes, more while it reads its prompt. Decode
+rows go first; what they leave of the budget is for prompt chunks.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+from decode_worker.resident import Resident, Stage
+from pdserve.core.attempt import (
+    Attempt,
+    AttemptKey,
+    EndRule,
+    FailureKind,
+    RefusalReason,
+    blocks_for,
+    shareable_blocks,
+)
+from pdserve.core.blocks import BlockAllocator
+from pdserve.core.effects import (
+    DecodeEffect,
+    Drawn,
+    Failed,
+    KvCommitted,
+    LandingHeld,
+    Load,
+    ReceiveAborted,
+    Refused,
+    Released,
+    SeatHeld,
+    StepAccount,
+    TransferLost,
+)
+from pdserve.core.hashing import block_hashes, extend_hashes
+from pdserve.core.types import TokenOut
+from pdserve.engine.interface import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Rows for the engine, and whose they are."""
+
+    rows: list[Row]
+    keys: list[AttemptKey]
+    account: StepAccount
+
+
+@final
+class DecodeBatching:
+    def __init__(
+        self,
+        *,
+        blocks: BlockAllocator,
+        block_size: int,
+        max_batch: int,
+        max_batch_tokens: int,
+        max_mixed_tokens: int,
+        inbox_depth: int,
+        end_rule: EndRule,
+    ) -> None:
+        """`max_mixed_tokens` bounds the prompt tokens of a step that others decode in, for their time per token."""
+        self.blocks = blocks
+        self._block_size = block_size
+        self._max_batch = max_batch
+        self._max_batch_tokens = max_batch_tokens
+        self._max_mixed_tokens = max_mixed_tokens
+        self._inbox_depth = inbox_depth
+        self._end_rule = end_rule
+        self._residents: dict[AttemptKey, Resident] = {}
+        self._running: list[Resident] = []  # by age
+        self._waiting: list[Resident] = []  # by age, so that a preempted one is the first to start again
+        self._num_arrived = 0
+        self._is_starved = False  # the oldest waiting one finds no memory
+        self.num_preemptions = 0
+        self.is_draining = False
+
+    def __contains__(self, key: AttemptKey) -> bool:
+        return key in self._residents
+
+    def keys(self) -> list[AttemptKey]:
+        return list(self._residents)
+
+    def stage(self, key: AttemptKey) -> Stage | None:
+        resident = self._residents.get(key)
+        return None if resident is None else resident.stage
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next plan may have rows."""
+        return bool(self._running or self._waiting)
+
+    def load(self) -> Load:
+        reading = [each.remaining for each in self._waiting]
+        reading += [each.remaining for each in self._running if each.remaining > 1]
+        return Load(
+            free_blocks=self.blocks.num_free,
+            evictable_blocks=self.blocks.num_evictable,
+            running=len(self._running),
+            waiting=len(self._residents) - len(self._running),
+            context_tokens=sum(each.computed for each in self._running),
+            pending_prefill_tokens=sum(reading),
+        )
+
+    # -- taking and ending attempts -----------------------------------------------------------------------------
+
+    def offer(self, attempt: Attempt, *, is_local: bool, now_s: float) -> list[DecodeEffect]:
+        """Holds a landing place or a seat for a new attempt, or says why not."""
+        reason = self._refusal(attempt, is_local, now_s)
+        if reason is not None:
+            return [Refused(key=attempt.key, reason=reason)]
+        tokens = list(attempt.token_ids)
+        resident = Resident(
+            attempt=attempt,
+            order=self._num_arrived,
+            is_local=is_local,
+            stage=Stage.WAITING if is_local else Stage.LANDING,
+            tokens=tokens,
+            hashes=block_hashes(tokens, self._block_size, attempt.chain_key),
+        )
+        if is_local:
+            effect: DecodeEffect = SeatHeld(key=attempt.key)
+            self._waiting.append(resident)
+        elif self._is_starved or not self._take_blocks(resident):
+            return [Refused(key=attempt.key, reason=RefusalReason.NO_BLOCKS)]
+        else:
+            held = resident.cached // self._block_size
+            effect = LandingHeld(key=attempt.key, blocks=tuple(resident.blocks[held:]), held_blocks=held)
+        self._num_arrived += 1
+        self._residents[attempt.key] = resident
+        return [effect]
+
+    def admit(self, key: AttemptKey, first_token: int, now_s: float) -> list[DecodeEffect] | None:
+        """The prefill worker's token. None: nothing here waits for it."""
+        resident = self._residents.get(key)
+        if resident is None or resident.stage is not Stage.LANDING or resident.first_token is not None:
+            return None
+        resident.first_token = first_token
+        return self._join(resident, now_s)
+
+    def landed(self, key: AttemptKey, *, transfer_s: float, num_bytes: int, now_s: float) -> list[DecodeEffect]:
+        """All granted blocks hold verified KV, and nobody writes any more."""
+        resident = self._residents.get(key)
+        if resident is None or resident.has_landed:
+            return []
+        if resident.stage is Stage.ENDING:
+            return self._release(resident)
+        resident.has_landed = True
+        resident.computed = len(resident.tokens)
+        self._publish(resident, 0)
+        committed = KvCommitted(key=key, transfer_s=transfer_s, num_bytes=num_bytes)
+        return [committed, *self._join(resident, now_s)]
+
+    def lost(self, key: AttemptKey, error: str) -> list[DecodeEffect]:
+        """The KV is not to be had, and nobody writes any more: after a failure, or drained after an abort."""
+        resident = self._residents.get(key)
+        if resident is None or resident.has_landed or resident.is_local:
+            return []
+        if resident.stage is Stage.ENDING:
+            return self._release(resident)
+        return [TransferLost(key=key, error=error), *self._release(resident)]
+
+    def fail(self, key: AttemptKey, kind: FailureKind, message: str) -> list[DecodeEffect]:
+        resident = self._residents.get(key)
+        if resident is None or resident.stage is Stage.ENDING:
+            return []
+        return [Failed(key=key, kind=kind, message=message), *self.cancel(key)]
+
+    def cancel(self, key: AttemptKey) -> list[DecodeEffect]:
+        """Gives an attempt up at whatever stage. Idempotent; an unknown one is released already."""
+        resident = self._residents.get(key)
+        if resident is None:
+            return [Released(key=key)]
+        if resident.stage is Stage.ENDING:
+            return []
+        if resident.stage is Stage.LANDING and not resident.has_landed:
+            resident.stage = Stage.ENDING
+            return [ReceiveAborted(key=key)]
+        return self._release(resident)
+
+    def expire(self, now_s: float) -> list[DecodeEffect]:
+        late = [key for key, resident in self._residents.items() if resident.attempt.is_late(now_s)]
+        return [effect for key in late for effect in self.fail(key, FailureKind.DEADLINE, "the deadline passed")]
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def plan(self, now_s: float) -> tuple[Step, list[DecodeEffect]]:
+        """The next step; the effects come before it. No rows: nothing can be computed now."""
+        effects = self.expire(now_s)
+        decoding, is_memory_short = self._grow()
+        budget = self._max_mixed_tokens if decoding else self._max_batch_tokens
+        reading: list[tuple[Resident, int]] = []
+        for resident in self._readers(now_s, may_start=not is_memory_short):
+            count = min(resident.remaining, budget)
+            reading.append((resident, count))
+            budget -= count
+            if budget == 0:
+                break
+        shares = [(resident, 1) for resident in decoding] + reading
+        account = StepAccount(
+            decode_rows=len(decoding),
+            context_tokens=sum(resident.computed for resident in decoding),
+            prefill_tokens=sum(count for _, count in reading),
+            prefill_token_context=sum(count * (resident.computed + count / 2) for resident, count in reading),
+        )
+        rows = [self._row(resident, count) for resident, count in shares]
+        return Step(rows=rows, keys=[resident.key for resident, _ in shares], account=account), effects
+
+    def apply(self, step: Step, drawn: Sequence[TokenOut | None], now_s: float) -> list[DecodeEffect]:
+        """What the computed step means; sequences that left meanwhile are passed over."""
+        effects: list[DecodeEffect] = []
+        for key, row, token in zip(step.keys, step.rows, drawn, strict=True):
+            resident = self._residents.get(key)
+            if resident is None or resident.stage is not Stage.RUNNING:
+                continue
+            computed = resident.computed
+            resident.computed += len(row.tokens)
+            self._publish(resident, computed // self._block_size)
+            if token is not None:
+                effects += self._draw(resident, token, now_s)
+        return effects
+
+    def check(self) -> None:
+        """Raises AssertionError unless the books of attempts and blocks agree."""
+        self.blocks.check(holders=[resident.blocks for resident in self._residents.values()])
+        for resident in self._residents.values():
+            stage, size = resident.stage, self._block_size
+            assert (resident in self._running) == (stage is Stage.RUNNING), resident
+            assert (resident in self._waiting) == (stage is Stage.WAITING), resident
+            assert not resident.blocks or stage is not Stage.WAITING, resident
+            assert len(resident.blocks) * size >= resident.computed, resident
+        for group in (self._running, self._waiting):
+            assert [each.order for each in group] == sorted(each.order for each in group)
+            assert all(self._residents.get(each.key) is each for each in group)
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def _refusal(self, attempt: Attempt, is_local: bool, now_s: float) -> RefusalReason | None:
+        is_drawn_here = is_local or attempt.num_tokens < self._end_rule.max_context_tokens
+        if blocks_for(attempt.num_tokens, self._block_size) > self.blocks.num_blocks or not is_drawn_here:
+            return RefusalReason.TOO_LARGE
+        if self.is_draining:
+            return RefusalReason.DRAINING
+        if attempt.is_late(now_s):
+            return RefusalReason.DEADLINE
+        if len(self._residents) - len(self._running) >= self._inbox_depth:
+            return RefusalReason.INBOX_FULL
+        return None
+
+    def _take_blocks(self, resident: Resident) -> bool:
+        """Blocks for all of the resident's tokens, those found in the prefix cache first."""
+        size, num_tokens = self._block_size, len(resident.tokens)
+        matched = self.blocks.match(resident.hashes[: shareable_blocks(num_tokens, size)])
+        missing = blocks_for(num_tokens, size) - len(matched)
+        # One block for each running sequence to grow into, else the newcomer only causes preemptions.
+        fresh = self.blocks.allocate(missing) if missing + len(self._running) <= self.blocks.num_available else None
+        if fresh is None:
+            self.blocks.release(matched)
+            return False
+        resident.blocks = matched + fresh
+        resident.cached = len(matched) * size
+        return True
+
+    def _grow(self) -> tuple[list[Resident], bool]:
+        """The sequences that decode in this step, each with a block for its next position; whether memory ended."""
+        decoding: list[Resident] = []
+        is_short = False
+        for resident in self._running[: self._max_batch]:  # the oldest first: it is the last to lose its memory
+            if resident.remaining != 1 or resident.stage is not Stage.RUNNING:
+                continue
+            while resident.computed == len(resident.blocks) * self._block_size:
+                fresh = self.blocks.allocate(1)
+                if fresh is not None:
+                    resident.blocks += fresh
+                    break
+                is_short = True
+                if len(self._running) == 1:
+                    break  # landing ones hold the rest; they join or leave soon, so it waits and keeps its KV
+                youngest = self._running[-1]
+                self._preempt(youngest)
+                if youngest is resident:
+                    break
+            if resident.blocks and resident.computed < len(resident.blocks) * self._block_size:
+                decoding.append(resident)
+        return decoding, is_short
+
+    def _preempt(self, resident: Resident) -> None:
+        self.blocks.release(resident.blocks)
+        resident.blocks = []
+        resident.computed = resident.cached = 0
+        resident.preemptions += 1
+        resident.stage = Stage.WAITING
+        self._running.remove(resident)
+        insort(self._waiting, resident, key=_age)
+        self.num_preemptions += 1
+
+    def _readers(self, now_s: float, *, may_start: bool) -> Iterator[Resident]:
+        """Who reads a prompt: running ones first, then waiting ones, started as the caller asks for more."""
+        yield from [each for each in self._running[: self._max_batch] if each.remaining > 1]
+        self._is_starved = not may_start and bool(self._waiting)
+        while may_start and self._waiting and len(self._running) < self._max_batch:
+            oldest = self._waiting[0]
+            if not self._take_blocks(oldest):
+                self._is_starved = True
+                return  # nobody overtakes for being smaller
+            oldest.computed = oldest.cached
+            oldest.stage = Stage.RUNNING
+            if oldest.started_s is None:
+                oldest.started_s = now_s
+            del self._waiting[0]
+            insort(self._running, oldest, key=_age)
+            yield oldest
+
+    def _publish(self, resident: Resident, first: int) -> None:
+        """Makes the computed full blocks from number `first` on findable."""
+        full = resident.computed // self._block_size
+        if full > len(resident.hashes):
+            chain_key = resident.attempt.chain_key
+            resident.hashes = extend_hashes(resident.hashes, resident.tokens, self._block_size, chain_key)
+        for index in range(first, full):
+            self.blocks.publish(resident.blocks[index], resident.hashes[index])
+
+    # -- sequences ----------------------------------------------------------------------------------------------
+
+    def _join(self, resident: Resident, now_s: float) -> list[DecodeEffect]:
+        """Begins to decode once KV and the first token are both there."""
+        if not resident.has_landed or resident.first_token is None:
+            return []
+        resident.tokens.append(resident.first_token)
+        ended = self._end_rule.finish(
+            resident.attempt.sampling, resident.first_token, resident.num_output, len(resident.tokens)
+        )
+        if ended is not None:
+            return self.fail(resident.key, FailureKind.INVALID, "first_token_id: it ends the text; nothing may follow")
+        resident.stage = Stage.RUNNING
+        resident.decoding_since_s = now_s
+        insort(self._running, resident, key=_age)
+        return []
+
+    def _row(self, resident: Resident, count: int) -> Row:
+        end = resident.computed + count
+        blocks = resident.blocks[: blocks_for(end, self._block_size)]
+        tokens = resident.tokens[resident.computed : end]
+        if end < len(resident.tokens):
+            return Row(tokens=tokens, start=resident.computed, blocks=blocks)
+        return Row(
+            tokens=tokens,
+            start=resident.computed,
+            blocks=blocks,
+            sample=resident.attempt.sampling,
+            history=resident.tokens,
+            prompt_len=len(resident.attempt.prompt_ids),
+        )
+
+    def _draw(self, resident: Resident, token: TokenOut, now_s: float) -> list[DecodeEffect]:
+        attempt = resident.attempt
+        resident.tokens.append(token.token_id)
+        resident.num_drawn += 1
+        if resident.decoding_since_s is None:
+            resident.decoding_since_s = now_s
+        finish = self._end_rule.finish(attempt.sampling, token.token_id, resident.num_output, len(resident.tokens))
+        drawn = Drawn(key=attempt.key, output_index=resident.num_output - 1, token=token, finish=finish)
+        if resident.is_local and resident.num_drawn == 1:
+            assert resident.started_s is not None
+            drawn = replace(
+                drawn,
+                queue_s=resident.started_s - attempt.arrived_s,
+                prefill_s=now_s - resident.started_s,
+                cached_tokens=min(resident.cached, len(attempt.prompt_ids)),
+            )
+        if finish is None:
+            return [drawn]
+        drawn = replace(drawn, decode_s=now_s - resident.decoding_since_s, preemptions=resident.preemptions)
+        return [drawn, *self._release(resident)]
+
+    def _release(self, resident: Resident) -> list[DecodeEffect]:
+        self.blocks.release(resident.blocks)
+        del self._residents[resident.key]
+        for group in (self._running, self._waiting):
+            if resident in group:
+                group.remove(resident)
+        return [Released(key=resident.key)]
+
+
+def _age(resident: Resident) -> int:
+    return resident.order

@@ -1,0 +1,47 @@
+"""One attempt on a decode worker: where it stands and what it holds. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pdserve.core.attempt import Attempt, AttemptKey
+
+
+class Stage(Enum):
+    LANDING = "landing"  # blocks are held; KV or the first token is on its way
+    WAITING = "waiting"  # to read its own tokens; holds nothing
+    RUNNING = "running"  # every step may compute some of it
+    ENDING = "ending"  # given up, but somebody may still write into its blocks
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Resident:
+    attempt: Attempt
+    order: int  # of arrival; the largest is the youngest
+    is_local: bool
+    stage: Stage
+    tokens: list[int]  # prompt and output, the last drawn token included
+    hashes: list[bytes]  # of the leading full blocks, as far as anybody needed them
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0  # leading positions whose KV is in `blocks`
+    cached: int = 0  # of them, found in the prefix cache when it last started
+    first_token: int | None = None  # drawn by the prefill worker
+    has_landed: bool = False
+    num_drawn: int = 0  # tokens that this attempt drew here
+    preemptions: int = 0
+    started_s: float | None = None  # when computing first began
+    decoding_since_s: float | None = None  # when its first token was there
+
+    @property
+    def key(self) -> AttemptKey:
+        return self.attempt.key
+
+    @property
+    def remaining(self) -> int:
+        """Positions to compute before a token can be drawn; 1 while it decodes."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.attempt.prompt_ids)

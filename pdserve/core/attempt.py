@@ -1,0 +1,117 @@
+"""One placement of one request, as a worker sees it, and when its text ends. Pure: standard library only."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, final
+
+from pdserve.core.types import FinishReason, Sampling
+
+
+class AttemptKey(NamedTuple):
+    """Names an attempt on a worker. `router` numbers the stream that it came by, not the router process."""
+
+    router: int
+    request_id: str
+    attempt: int
+
+
+class RefusalReason(Enum):
+    """Why a worker does not take an attempt; it then holds nothing for it."""
+
+    INBOX_FULL = "inbox_full"
+    NO_BLOCKS = "no_blocks"
+    DRAINING = "draining"
+    TOO_LARGE = "too_large"  # the sequence can never fit this worker
+    DEADLINE = "deadline"
+
+
+class FailureKind(Enum):
+    """Why a worker gives up an attempt that it took."""
+
+    DEADLINE = "deadline"
+    INTERNAL = "internal"
+    INVALID = "invalid"  # the request itself is wrong
+    TRANSFER = "transfer"  # the landing place is gone; a new grant may work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What must be known to compute any token of the request."""
+
+    key: AttemptKey
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...] = ()  # tokens that the client already has
+    sampling: Sampling
+    chain_key: bytes = b""  # of the prefix cache's hash chain
+    arrived_s: float = 0.0
+    deadline_at_s: float | None = None  # on the clock of `now_s`
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.prompt_ids + self.output_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions whose KV must be there before the next token can be drawn."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def is_late(self, now_s: float) -> bool:
+        return self.deadline_at_s is not None and now_s >= self.deadline_at_s
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
+
+
+def shareable_blocks(num_tokens: int, block_size: int) -> int:
+    """Leading blocks of a sequence that a prefix cache may supply: one token at least is always computed."""
+    return max(0, num_tokens - 1) // block_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRule:
+    """When a text ends, for the worker that draws its tokens; stop strings are the router's."""
+
+    eos_token_ids: frozenset[int]
+    max_context_tokens: int
+
+    def finish(self, sampling: Sampling, token_id: int, num_output: int, num_tokens: int) -> FinishReason | None:
+        """After `token_id` was drawn as output token number `num_output`, token number `num_tokens` of all."""
+        is_stop = token_id in sampling.stop_token_ids or (token_id in self.eos_token_ids and not sampling.ignore_eos)
+        if is_stop and num_output > sampling.min_tokens:
+            return FinishReason.STOP
+        if num_output >= sampling.max_tokens or num_tokens >= self.max_context_tokens:
+            return FinishReason.LENGTH
+        return None
+
+
+@final
+class AttemptLedger:
+    """The newest attempt of each recent request, so that late messages are told from new work."""
+
+    def __init__(self, capacity: int = 8192) -> None:
+        self._newest: OrderedDict[tuple[int, str], int] = OrderedDict()
+        self._capacity = capacity
+
+    def newest(self, key: AttemptKey) -> AttemptKey | None:
+        """The newest attempt seen of the same request."""
+        attempt = self._newest.get((key.router, key.request_id))
+        return None if attempt is None else key._replace(attempt=attempt)
+
+    def begin(self, key: AttemptKey) -> bool:
+        """Notes a new attempt; False, and nothing noted, if it is not newer than what was seen."""
+        newest = self.newest(key)
+        if newest is not None and key.attempt <= newest.attempt:
+            return False
+        self._newest[key.router, key.request_id] = key.attempt
+        self._newest.move_to_end((key.router, key.request_id))
+        if len(self._newest) > self._capacity:
+            self._newest.popitem(last=False)
+        return True
+
+    def forget_router(self, router: int) -> None:
+        for name in [name for name in self._newest if name[0] == router]:
+            del self._newest[name]

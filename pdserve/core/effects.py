@@ -1,0 +1,158 @@
+"""What a worker's batching decides, as data. Pure.
+
+The program turns each effect into a message or a transfer call; a simulator turns the same into future events.
+After anything but Refused, exactly one Released ends an attempt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
+from pdserve.core.types import FinishReason, TokenOut
+
+# -- both roles --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The attempt is not taken and nothing is held for it."""
+
+    key: AttemptKey
+    reason: RefusalReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The attempt is over; its memory follows in Released."""
+
+    key: AttemptKey
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferLost:
+    """The attempt is over because its KV cannot arrive; its memory follows in Released."""
+
+    key: AttemptKey
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """Every block of the attempt is back in the allocator or in the prefix cache."""
+
+    key: AttemptKey
+
+
+# -- prefill -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendStarted:
+    """Computing begins; the pair may connect meanwhile."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksDone:
+    """(grant index, source block) of blocks whose contents are final."""
+
+    key: AttemptKey
+    blocks: tuple[tuple[int, int], ...]
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendAborted:
+    """Stop reading the source blocks; they stay held until the sender says that it has."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstDrawn:
+    key: AttemptKey
+    token: TokenOut
+    queue_s: float
+    prefill_s: float
+    cached_tokens: int
+    finish: FinishReason | None
+
+
+# -- decode ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LandingHeld:
+    """Blocks are held for KV that a prefill worker will send, in prompt order after `held_blocks` present ones."""
+
+    key: AttemptKey
+    blocks: tuple[int, ...]
+    held_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeatHeld:
+    """The worker will read the prompt itself."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveAborted:
+    """Nobody may write any more; the blocks stay held until the receiver says that nobody does."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCommitted:
+    key: AttemptKey
+    transfer_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """One token of one step. Durations and counts come with the row that knows them, else 0."""
+
+    key: AttemptKey
+    output_index: int
+    token: TokenOut
+    finish: FinishReason | None = None
+    decode_s: float = 0.0  # with the last row
+    preemptions: int = 0
+    queue_s: float = 0.0  # with a local attempt's first row, as the next two
+    prefill_s: float = 0.0
+    cached_tokens: int = 0
+
+
+PrefillEffect = Refused | Failed | TransferLost | Released | SendStarted | BlocksDone | SendAborted | FirstDrawn
+DecodeEffect = (
+    Refused | Failed | TransferLost | Released | LandingHeld | SeatHeld | ReceiveAborted | KvCommitted | Drawn
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAccount:
+    """What a step computed, in the terms of the cost model."""
+
+    decode_rows: int = 0
+    context_tokens: int = 0  # of the decode rows
+    prefill_tokens: int = 0
+    prefill_token_context: float = 0.0  # sum over prefill rows of tokens * (cached + tokens / 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A worker's own account of itself."""
+
+    free_blocks: int
+    evictable_blocks: int
+    running: int
+    waiting: int
+    context_tokens: int
+    pending_prefill_tokens: int

@@ -1,0 +1,298 @@
+"""Which prompt chunks share a step, and when memory of a prompt is taken and given back. Pure: `now_s` comes in.
+
+A prompt waits in the inbox, is computed in chunks, then lies still until its KV has left:
+
+    WAITING -> COMPUTING -> SENDING -> (gone)        first come, first served
+
+All blocks of a prompt are taken when its computing starts, so that nothing here can run out of memory half-way.
+From then on a sender may read them, so they are given back only when `sent` says that it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import final
+
+from pdserve.core.attempt import (
+    Attempt,
+    AttemptKey,
+    EndRule,
+    FailureKind,
+    RefusalReason,
+    blocks_for,
+    shareable_blocks,
+)
+from pdserve.core.blocks import BlockAllocator
+from pdserve.core.effects import (
+    BlocksDone,
+    Failed,
+    FirstDrawn,
+    Load,
+    PrefillEffect,
+    Refused,
+    Released,
+    SendAborted,
+    SendStarted,
+    StepAccount,
+    TransferLost,
+)
+from pdserve.core.hashing import block_hashes
+from pdserve.core.types import TokenOut
+from pdserve.engine.interface import Row
+
+
+class Stage(Enum):
+    WAITING = "waiting"
+    COMPUTING = "computing"
+    SENDING = "sending"  # all computed; the sender may still read
+    ENDING = "ending"  # given up, but the sender may still read
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Prompt:
+    """Where one attempt stands."""
+
+    attempt: Attempt
+    held_blocks: int  # leading blocks that the decode worker has
+    stage: Stage = Stage.WAITING
+    tokens: tuple[int, ...]
+    hashes: list[bytes]
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0  # leading positions whose KV is in `blocks`
+    cached: int = 0  # of them, found in the prefix cache
+    pushed: int = 0  # leading blocks that were handed to the sender or are held by the receiver
+    started_s: float = 0.0
+
+    @property
+    def remaining(self) -> int:
+        return len(self.tokens) - self.computed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Rows for the engine, and whose they are."""
+
+    rows: list[Row]
+    keys: list[AttemptKey]
+    account: StepAccount
+
+
+@final
+class PrefillBatching:
+    def __init__(
+        self,
+        *,
+        blocks: BlockAllocator,
+        block_size: int,
+        max_batch_tokens: int,
+        inbox_depth: int,
+        end_rule: EndRule,
+    ) -> None:
+        self.blocks = blocks
+        self._block_size = block_size
+        self._max_batch_tokens = max_batch_tokens
+        self._inbox_depth = inbox_depth
+        self._end_rule = end_rule
+        self._prompts: dict[AttemptKey, Prompt] = {}
+        self._waiting: dict[AttemptKey, Prompt] = {}  # both in order of arrival
+        self._computing: dict[AttemptKey, Prompt] = {}
+        self.is_draining = False
+
+    def __contains__(self, key: AttemptKey) -> bool:
+        return key in self._prompts
+
+    def keys(self) -> list[AttemptKey]:
+        return list(self._prompts)
+
+    def stage(self, key: AttemptKey) -> Stage | None:
+        prompt = self._prompts.get(key)
+        return None if prompt is None else prompt.stage
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next plan may have rows."""
+        return bool(self._computing or self._waiting)
+
+    def load(self) -> Load:
+        pending = sum(each.remaining for group in (self._waiting, self._computing) for each in group.values())
+        return Load(
+            free_blocks=self.blocks.num_free,
+            evictable_blocks=self.blocks.num_evictable,
+            running=len(self._prompts) - len(self._waiting),
+            waiting=len(self._waiting),
+            context_tokens=sum(each.computed for each in self._computing.values()),
+            pending_prefill_tokens=pending,
+        )
+
+    def offer(self, attempt: Attempt, *, held_blocks: int, num_granted: int, now_s: float) -> list[PrefillEffect]:
+        """Takes a new attempt into the inbox, or says why not."""
+        key, size = attempt.key, self._block_size
+        needed = blocks_for(attempt.num_tokens, size)
+        if needed > self.blocks.num_blocks:
+            return [Refused(key=key, reason=RefusalReason.TOO_LARGE)]
+        if self.is_draining:
+            return [Refused(key=key, reason=RefusalReason.DRAINING)]
+        if attempt.is_late(now_s):
+            return [Refused(key=key, reason=RefusalReason.DEADLINE)]
+        if len(self._waiting) >= self._inbox_depth:
+            return [Refused(key=key, reason=RefusalReason.INBOX_FULL)]
+        if held_blocks + num_granted != needed:
+            message = f"grant: {held_blocks} held and {num_granted} granted blocks, expected {needed} in all"
+            return [Failed(key=key, kind=FailureKind.TRANSFER, message=message), Released(key=key)]
+        tokens = attempt.token_ids
+        hashes = block_hashes(tokens, size, attempt.chain_key)
+        prompt = Prompt(attempt=attempt, held_blocks=held_blocks, pushed=held_blocks, tokens=tokens, hashes=hashes)
+        self._prompts[key] = self._waiting[key] = prompt
+        return []
+
+    def plan(self, now_s: float) -> tuple[Step, list[PrefillEffect]]:
+        """The next step; the effects come before it. No rows: nothing can be computed now."""
+        effects = self.expire(now_s)
+        budget = self._max_batch_tokens
+        rows: list[Row] = []
+        keys: list[AttemptKey] = []
+        load = 0.0
+        for key, prompt in self._chunks(now_s, effects):
+            count = min(prompt.remaining, budget)
+            rows.append(self._row(prompt, count))
+            keys.append(key)
+            load += count * (prompt.computed + count / 2)
+            budget -= count
+            if budget == 0:
+                break
+        account = StepAccount(prefill_tokens=self._max_batch_tokens - budget, prefill_token_context=load)
+        return Step(rows=rows, keys=keys, account=account), effects
+
+    def apply(self, step: Step, drawn: Sequence[TokenOut | None], now_s: float) -> list[PrefillEffect]:
+        """What the computed step means; prompts that left meanwhile are passed over."""
+        effects: list[PrefillEffect] = []
+        for key, row, token in zip(step.keys, step.rows, drawn, strict=True):
+            prompt = self._computing.get(key)
+            if prompt is None:
+                continue
+            full = prompt.computed // self._block_size
+            prompt.computed += len(row.tokens)
+            for index in range(full, prompt.computed // self._block_size):
+                self.blocks.publish(prompt.blocks[index], prompt.hashes[index])
+            effects += self._done(prompt)
+            if prompt.remaining == 0:
+                assert token is not None, "the last chunk draws"
+                effects.append(self._first(prompt, token, now_s))
+                prompt.stage = Stage.SENDING
+                del self._computing[key]
+        return effects
+
+    def fail(self, key: AttemptKey, kind: FailureKind, message: str) -> list[PrefillEffect]:
+        return [Failed(key=key, kind=kind, message=message), *self.cancel(key)] if self._is_live(key) else []
+
+    def cancel(self, key: AttemptKey) -> list[PrefillEffect]:
+        """Gives an attempt up at whatever stage. Idempotent; an unknown one is released already."""
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            return [Released(key=key)]
+        match prompt.stage:
+            case Stage.ENDING:
+                return []
+            case Stage.WAITING:
+                return self._release(key)
+            case Stage.COMPUTING | Stage.SENDING:
+                self._computing.pop(key, None)
+                prompt.stage = Stage.ENDING
+                return [SendAborted(key=key)]
+
+    def sent(self, key: AttemptKey, *, is_whole: bool, error: str = "") -> list[PrefillEffect]:
+        """The sender reads no block of the attempt any more, because all was sent or because it gave up."""
+        prompt = self._prompts.get(key)
+        if prompt is None or prompt.stage is Stage.WAITING:
+            return []
+        if prompt.stage is Stage.ENDING or (is_whole and prompt.stage is Stage.SENDING):
+            return self._release(key)
+        return [TransferLost(key=key, error=error or "the sender ended early"), *self._release(key)]
+
+    def expire(self, now_s: float) -> list[PrefillEffect]:
+        effects: list[PrefillEffect] = []
+        for group in (self._waiting, self._computing):
+            for key in [key for key, prompt in group.items() if prompt.attempt.is_late(now_s)]:
+                effects += self.fail(key, FailureKind.DEADLINE, "the deadline passed before the prompt was read")
+        return effects
+
+    def check(self) -> None:
+        """Raises AssertionError unless the books of attempts and blocks agree."""
+        self.blocks.check(holders=[prompt.blocks for prompt in self._prompts.values()])
+        for key, prompt in self._prompts.items():
+            assert (key in self._waiting) == (prompt.stage is Stage.WAITING), prompt
+            assert (key in self._computing) == (prompt.stage is Stage.COMPUTING), prompt
+            assert bool(prompt.blocks) == (prompt.stage is not Stage.WAITING), prompt
+        assert self._waiting.keys() | self._computing.keys() <= self._prompts.keys()
+
+    def _chunks(self, now_s: float, effects: list[PrefillEffect]) -> Iterable[tuple[AttemptKey, Prompt]]:
+        """What computes already, then what can start, until the caller has enough."""
+        yield from list(self._computing.items())
+        for key, prompt in list(self._waiting.items()):
+            if not self._start(prompt, now_s):
+                return  # first come, first served: nobody overtakes for being smaller
+            effects.append(SendStarted(key=key))
+            yield key, prompt
+
+    def _start(self, prompt: Prompt, now_s: float) -> bool:
+        size = self._block_size
+        matched = self.blocks.match(prompt.hashes[: shareable_blocks(len(prompt.tokens), size)])
+        fresh = self.blocks.allocate(blocks_for(len(prompt.tokens), size) - len(matched))
+        if fresh is None:
+            self.blocks.release(matched)
+            return False
+        key = prompt.attempt.key
+        prompt.blocks = matched + fresh
+        prompt.cached = prompt.computed = len(matched) * size
+        prompt.started_s = now_s
+        prompt.stage = Stage.COMPUTING
+        del self._waiting[key]
+        self._computing[key] = prompt
+        return True
+
+    def _row(self, prompt: Prompt, count: int) -> Row:
+        end = prompt.computed + count
+        blocks = prompt.blocks[: blocks_for(end, self._block_size)]
+        tokens = prompt.tokens[prompt.computed : end]
+        if end < len(prompt.tokens):
+            return Row(tokens=tokens, start=prompt.computed, blocks=blocks)
+        return Row(
+            tokens=tokens,
+            start=prompt.computed,
+            blocks=blocks,
+            sample=prompt.attempt.sampling,
+            history=prompt.tokens,
+            prompt_len=len(prompt.attempt.prompt_ids),
+        )
+
+    def _done(self, prompt: Prompt) -> list[PrefillEffect]:
+        is_last = prompt.remaining == 0
+        final = len(prompt.blocks) if is_last else prompt.computed // self._block_size
+        blocks = tuple((index - prompt.held_blocks, prompt.blocks[index]) for index in range(prompt.pushed, final))
+        prompt.pushed = max(prompt.pushed, final)
+        return [BlocksDone(key=prompt.attempt.key, blocks=blocks, is_last=is_last)] if blocks or is_last else []
+
+    def _first(self, prompt: Prompt, token: TokenOut, now_s: float) -> FirstDrawn:
+        attempt = prompt.attempt
+        num_output = len(attempt.output_ids) + 1
+        return FirstDrawn(
+            key=attempt.key,
+            token=token,
+            queue_s=prompt.started_s - attempt.arrived_s,
+            prefill_s=now_s - prompt.started_s,
+            cached_tokens=min(prompt.cached, len(attempt.prompt_ids)),
+            finish=self._end_rule.finish(attempt.sampling, token.token_id, num_output, attempt.num_tokens + 1),
+        )
+
+    def _is_live(self, key: AttemptKey) -> bool:
+        prompt = self._prompts.get(key)
+        return prompt is not None and prompt.stage is not Stage.ENDING
+
+    def _release(self, key: AttemptKey) -> list[PrefillEffect]:
+        prompt = self._prompts.pop(key)
+        self._waiting.pop(key, None)
+        self._computing.pop(key, None)
+        self.blocks.release(prompt.blocks)
+        return [Released(key=key)]
