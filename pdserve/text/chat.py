@@ -1,0 +1,197 @@
+"""Chat messages to the text of a prompt, by the chat template in the model's folder.
+
+A template is a program that the model's author wrote. It runs in jinja2's immutable sandbox, with the helpers
+that Hugging Face templates expect, under a bound on its time and on the size of what it makes. Templates never
+come from a request.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, NoReturn, final
+
+import jinja2
+import jinja2.exceptions
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+import jinja2.sandbox
+import jinja2.utils
+
+from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.text.tokenizer import NAMED_TOKENS, named_token, read_tokenizer_config
+
+RENDER_S: Final = 1.0
+MAX_RENDERED_CHARS: Final = 16 * 2**20
+MAX_MESSAGES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: str
+    content: str
+
+
+@final
+class ChatTemplate:
+    """Thread-safe: each rendering has its own environment overlay and clock."""
+
+    def __init__(
+        self,
+        source: str,
+        named_tokens: Mapping[str, str] | None = None,
+        *,
+        render_s: float = RENDER_S,
+        max_chars: int = MAX_RENDERED_CHARS,
+    ) -> None:
+        """Raises ModelError when the template does not parse."""
+        self._named_tokens = dict(named_tokens or {})
+        self._render_s, self._max_chars = render_s, max_chars
+        self._environment = _environment()
+        try:
+            self._template = self._environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError("chat_template", f"line {error.lineno}: {error.message}", "a jinja template") from error
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Raises InvalidRequest when the template refuses the messages, and ModelError when it runs away."""
+        if not messages:
+            raise InvalidRequest("chat.messages", "no message", "at least one message")
+        if len(messages) > MAX_MESSAGES:
+            raise InvalidRequest("chat.messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES} messages")
+        for message in messages:
+            if not message.role:
+                raise InvalidRequest("chat.messages.role", "an empty role", "a role such as user")
+        plain = [{"role": message.role, "content": message.content} for message in messages]
+        clock = _Clock(self._render_s)
+        chunks: list[str] = []
+        num_chars = 0
+        try:
+            for chunk in self._template.generate(
+                messages=plain,
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                **self._named_tokens,
+                **{_CLOCK: clock},
+            ):
+                num_chars += len(chunk)
+                if num_chars > self._max_chars:
+                    raise ModelError("chat_template", "over that", f"at most {self._max_chars} characters of prompt")
+                clock.check()
+                chunks.append(chunk)
+        except _Refused as error:
+            raise InvalidRequest("chat.messages", "these messages", f"what the chat template takes: {error}") from error
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise InvalidRequest("chat.messages", "these messages", f"what the chat template takes: {error}") from error
+        except (MemoryError, RecursionError) as error:
+            raise ModelError("chat_template", type(error).__name__, "a template that ends") from error
+        return "".join(chunks)
+
+
+def load_chat_template(folder: Path) -> ChatTemplate | None:
+    """chat_template.jinja, else `chat_template` of tokenizer_config.json; None where the model has neither."""
+    config = read_tokenizer_config(folder)
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        source: Any = path.read_text(encoding="utf-8")
+    else:
+        source = config.get("chat_template")
+        if isinstance(source, list):  # several named templates
+            source = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}.get("default")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise ModelError("chat_template", type(source).__name__, "text")
+    named = {name: named_token(config, name) for name in NAMED_TOKENS}
+    return ChatTemplate(source, {name: token for name, token in named.items() if token is not None})
+
+
+class _Refused(jinja2.TemplateError):
+    """The template called raise_exception."""
+
+
+_CLOCK: Final = "_pdserve_clock"
+
+
+class _Clock:
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._end_s = time.monotonic() + limit_s
+
+    def check(self) -> None:
+        if time.monotonic() > self._end_s:
+            raise ModelError("chat_template", "a longer rendering", f"one within {self._limit_s:g} s")
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Also bounds what an operator can make, and looks at the clock at every call."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        clock = __context.get(_CLOCK)
+        if isinstance(clock, _Clock):
+            clock.check()
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" or any(isinstance(one, int) and abs(one) > 2**63 for one in (left, right)):
+            raise jinja2.exceptions.SecurityError("a chat template may not raise to a power")
+        for one, other in ((left, right), (right, left)):
+            if isinstance(one, (str, list, tuple)) and isinstance(other, int) and len(one) * other > 2**20:
+                raise jinja2.exceptions.SecurityError("a chat template may not repeat so much")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} marks what an assistant wrote, for training; here its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Without names that begin with an underscore, which lead into the interpreter."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a chat template may not set {name!r}")
+        super().__setitem__(name, value)
+
+
+def _environment() -> _Sandbox:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["namespace"] = _Namespace
+    return environment
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise _Refused(str(message))
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja's own, leaves <, > and & alone: a prompt is not HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

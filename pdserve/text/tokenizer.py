@@ -1,0 +1,158 @@
+"""A model's tokenizer: a Hugging Face tokenizer.json, or `toy`, whose tokens are bytes."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol, final
+
+from pdserve.core.errors import ModelError
+from pdserve.text.detokenize import ByteDetokenizer, Detokenizer, Join, byte_level_bytes, make_detokenizer, read_rule
+
+TOY: Final = "toy"
+TOY_EOS: Final = 256
+NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer(Protocol):
+    """Thread-safe."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with those that the tokenizer puts around a text (BOS) when asked."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        ...
+
+    def detokenizer(self, prompt_token_ids: Iterable[int] = ()) -> Detokenizer:
+        """For the tokens that follow a prompt: the text that they add to the prompt's text."""
+        ...
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """Raises ModelError when the folder holds no tokenizer.json that we can follow."""
+    return ToyTokenizer() if model == TOY else HuggingFaceTokenizer(Path(model))
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, or {} where there is none."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError("tokenizer_config.json", str(error), "a JSON object") from error
+    if not isinstance(config, dict):
+        raise ModelError("tokenizer_config.json", type(config).__name__, "a JSON object")
+    return config
+
+
+def named_token(config: dict[str, Any], name: str) -> str | None:
+    """`bos_token` and its like are written as text or as an object with `content`."""
+    held = config.get(name)
+    content = held.get("content") if isinstance(held, dict) else held
+    return content if isinstance(content, str) else None
+
+
+@final
+class HuggingFaceTokenizer:
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer as Backend  # here, so that toy processes do not load it
+
+        path = folder / "tokenizer.json"
+        if not folder.is_dir():
+            raise ModelError("model", str(folder), "a folder of a Hugging Face checkpoint, or toy")
+        if not path.is_file():
+            raise ModelError("model", f"{folder} without tokenizer.json", "a folder with tokenizer.json")
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as error:  # the Rust binding raises plain Exception for whatever it cannot read
+            raise ModelError("tokenizer.json", str(error), "a tokenizer that the tokenizers library reads") from error
+        backend.no_truncation()
+        backend.no_padding()
+        _mark_special(backend, read_tokenizer_config(folder))
+        self._backend = backend
+        serialized = json.loads(backend.to_str())
+        self._rule = read_rule(serialized.get("decoder"))
+        self._special = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._tokens: dict[int, str | None] = {}
+        self._bytes: dict[int, bytes] = {}
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=has_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def detokenizer(self, prompt_token_ids: Iterable[int] = ()) -> Detokenizer:
+        if self._rule.join is Join.BYTES:
+            return ByteDetokenizer(self._byte_piece)
+        is_continued = any(self._token(token_id) for token_id in prompt_token_ids)
+        return make_detokenizer(self._rule, self._token, is_continued=is_continued)
+
+    def _token(self, token_id: int) -> str | None:
+        """Remembered: the vocabulary bounds what is kept."""
+        try:
+            return self._tokens[token_id]
+        except KeyError:
+            token = None if token_id in self._special else self._backend.id_to_token(token_id)
+            if token is not None:
+                self._tokens[token_id] = token
+            return token
+
+    def _byte_piece(self, token_id: int) -> bytes:
+        try:
+            return self._bytes[token_id]
+        except KeyError:
+            token = self._token(token_id)
+            piece = byte_level_bytes(token)
+            if token is not None:
+                self._bytes[token_id] = piece
+            return piece
+
+
+@final
+class ToyTokenizer:
+    """Token id = byte value; TOY_EOS ends the text."""
+
+    vocab_size = 257
+
+    def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return b"".join(map(_toy_piece, token_ids)).decode("utf-8", "replace")
+
+    def detokenizer(self, prompt_token_ids: Iterable[int] = ()) -> Detokenizer:
+        return ByteDetokenizer(_toy_piece)
+
+
+def _toy_piece(token_id: int) -> bytes:
+    return bytes((token_id,)) if token_id < TOY_EOS else b""
+
+
+def _mark_special(backend: Any, config: dict[str, Any]) -> None:
+    """Tokens that tokenizer_config.json names are special even where tokenizer.json does not say so.
+
+    As in transformers, add_bos_token and add_eos_token have no say: what stands around a text is the
+    post-processor of tokenizer.json.
+    """
+    named = [named_token(config, name) for name in NAMED_TOKENS]
+    known = [token for token in named if token is not None and backend.token_to_id(token) is not None]
+    backend.add_special_tokens(list(dict.fromkeys(known)))

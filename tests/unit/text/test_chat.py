@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.text.chat import ChatTemplate, Message, load_chat_template
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+STRICT = (
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/...') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'].strip() + ' [/INST]' }}"
+    "{% else %}{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+)
+HELPERS = (
+    "{%- set ns = namespace(count=0) -%}{%- for m in messages -%}"
+    "{%- if m.role == 'system' -%}{%- continue -%}{%- endif -%}"
+    "{%- set ns.count = ns.count + 1 -%}{{ {'text': m.content} | tojson }}{%- endfor -%}"
+    "{{ ns.count }} {{ strftime_now('%Y') | length }} {{ 'tools' if tools else 'none' }}"
+)
+TALK = [Message("user", " Hi <there> "), Message("assistant", "Hello"), Message("user", "Bye")]
+
+
+def write(folder: Path, config: dict[str, object]) -> Path:
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("source", [CHATML, STRICT, HELPERS])
+def test_a_rendering_is_that_of_transformers(source: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    named = {"bos_token": "<s>", "eos_token": "</s>"}
+    plain = [{"role": one.role, "content": one.content} for one in TALK]
+    expected = render_jinja_template([plain], chat_template=source, add_generation_prompt=True, **named)
+    text = ChatTemplate(source, named).render(TALK)
+    assert [text] == (expected[0] if isinstance(expected, tuple) else expected)
+
+
+def test_a_template_that_refuses_the_messages_is_a_bad_request() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate(STRICT, {"bos_token": "<s>"}).render([Message("assistant", "I begin")])
+    assert caught.value.field == "chat.messages"
+    assert "must alternate" in caught.value.message
+
+
+@pytest.mark.parametrize(("messages", "field"), [([], "chat.messages"), ([Message("", "x")], "chat.messages.role")])
+def test_messages_without_words_or_roles_are_refused(messages: list[Message], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate(CHATML).render(messages)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% for i in range(100000) %}{{ 'x' * 1000 }}{% endfor %}",
+    ],
+)
+def test_a_template_that_runs_away_is_stopped(source: str) -> None:
+    with pytest.raises(ModelError):
+        ChatTemplate(source, render_s=0.05, max_chars=100_000).render(TALK)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ 'x' * 100000000000 }}",
+        "{{ 9 ** 999999999 }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{% include 'secret' %}",
+        "{{ nothing.at.all }}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
+    with pytest.raises((InvalidRequest, ModelError)):
+        ChatTemplate(source).render(TALK)
+
+
+def test_a_template_that_does_not_parse_is_a_model_error() -> None:
+    with pytest.raises(ModelError) as caught:
+        ChatTemplate("{% for %}")
+    assert caught.value.field == "chat_template"
+
+
+def test_the_file_goes_before_the_config_and_named_templates_have_a_default(tmp_path: Path) -> None:
+    assert load_chat_template(tmp_path) is None
+    write(tmp_path, {"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}config"})
+    template = load_chat_template(tmp_path)
+    assert template is not None
+    assert template.render(TALK) == "<s>config"
+    named = [{"name": "default", "template": "one of several"}, {"name": "tool_use", "template": "tools"}]
+    write(tmp_path, {"chat_template": named})
+    template = load_chat_template(tmp_path)
+    assert template is not None
+    assert template.render(TALK) == "one of several"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    template = load_chat_template(tmp_path)
+    assert template is not None
+    assert template.render(TALK) == "file"

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve.core.errors import ModelError
+from pdserve.text.tokenizer import HuggingFaceTokenizer, ToyTokenizer, load_tokenizer
+
+TEXTS = ["the cat", " two  spaces ", "naïve café 你好 🙂", "", "<|end|>x", "<s>x"]
+
+
+@pytest.mark.parametrize("explicit", [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": True}])
+def test_ids_are_those_of_transformers(folder: Path, explicit: dict[str, bool], tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    vocabulary = HuggingFaceTokenizer(folder)._backend.get_vocab()
+    known = [token for token in ("<s>", "</s>", "<|end|>", "<unk>") if token in vocabulary]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": known[0], "eos_token": known[-1]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | explicit))
+    ours, theirs = load_tokenizer(str(tmp_path)), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.encode(text, has_special_tokens=False) == theirs(text, add_special_tokens=False)["input_ids"]
+        ids = ours.encode(text)
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_the_bundled_model_is_read() -> None:
+    import pdserve
+
+    tokenizer = load_tokenizer(str(Path(pdserve.__file__).parent / "models" / "stdlib-5m"))
+    text = "def fib(n):\n    return 你好"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_toy_ids_are_bytes_and_the_end_has_no_text() -> None:
+    toy = load_tokenizer("toy")
+    assert isinstance(toy, ToyTokenizer)
+    assert toy.encode("aé") == [97, 195, 169]
+    assert toy.decode([97, 256, 98]) == "ab"
+    assert toy.vocab_size == 257
+
+
+def test_a_folder_that_does_not_exist_or_holds_no_tokenizer_is_named(tmp_path: Path) -> None:
+    for folder in (tmp_path / "absent", tmp_path):
+        with pytest.raises(ModelError) as caught:
+            load_tokenizer(str(folder))
+        assert caught.value.field == "model"
+        assert str(folder) in caught.value.message
+
+
+def test_a_broken_tokenizer_json_is_a_model_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE"')
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(str(tmp_path))
+    assert caught.value.field == "tokenizer.json"
+
+
+def test_a_broken_tokenizer_config_is_a_model_error(byte_level_folder: Path) -> None:
+    (byte_level_folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(str(byte_level_folder))
+    assert caught.value.field == "tokenizer_config.json"
+
+
+def test_text_imports_no_torch_and_toy_does_not_load_the_tokenizers_library() -> None:
+    code = (
+        "import sys, pdserve.text.chat, pdserve.text.detokenize, pdserve.text.stops, pdserve.text.tokenizer as t;"
+        "t.load_tokenizer('toy'); assert not {'torch', 'transformers', 'tokenizers', 'grpc'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
