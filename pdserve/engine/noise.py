@@ -1,0 +1,58 @@
+"""Counter-based noise: the number for (seed, position, token) depends on nothing else and needs no state.
+
+So a token is the same whichever worker draws it, in whatever batch, before or after a preemption, a migration or
+a retry. The hash is splitmix64's finaliser (Steele, Lea, Flood 2014), applied to seed, position and token in turn.
+"""
+
+# Shapes: B sampled rows, V vocabulary (or the candidates that are left of it).
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MIX_1: Final = 0xBF58476D1CE4E5B9
+_MIX_2: Final = 0x94D049BB133111EB
+_MASK: Final = 2**64 - 1
+
+
+def stream(seed: int, position: int) -> int:
+    """The 64-bit state that all tokens of one draw share."""
+    return _mix((_mix((seed + _GOLDEN) & _MASK) + (position + 1) * _GOLDEN) & _MASK)
+
+
+def gumbel(streams: Sequence[int], token_BV: Tensor) -> Tensor:
+    """Standard Gumbel noise for each token id of each row, [B, V] in float64.
+
+    float64, because the largest values decide a draw and float32 uniforms would cut them off at 2^-24.
+    """
+    state_B1 = torch.tensor([_signed(one) for one in streams], device=token_BV.device)[:, None]
+    bits_BV = _mix_tensor(state_B1 + (token_BV + 1) * _signed(_GOLDEN))
+    uniform_BV = (_shift(bits_BV, 11).to(torch.float64) + 0.5) * 2.0**-53  # in (0, 1), both ends open
+    return -torch.log(-torch.log(uniform_BV))
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+    return value ^ (value >> 31)
+
+
+def _mix_tensor(value: Tensor) -> Tensor:
+    """As _mix: int64 products wrap around, which is arithmetic modulo 2^64."""
+    value = (value ^ _shift(value, 30)) * _signed(_MIX_1)
+    value = (value ^ _shift(value, 27)) * _signed(_MIX_2)
+    return value ^ _shift(value, 31)
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    """Logical shift right: torch's drags the sign along."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value

@@ -1,0 +1,136 @@
+"""Reads how a checkpoint turns positions into rotation frequencies. Pure; rope.py does the arithmetic.
+
+Checkpoints say it as `rope_theta` and `rope_scaling` (transformers 4) or as `rope_parameters` (transformers 5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pdserve.core.errors import ModelError
+from pdserve.engine.config_fields import Fields
+
+DEFAULT_THETA: Final = 10_000.0
+
+# rope type -> the fields that it uses; another field in the object is refused.
+ROPE_TYPES: Final[Mapping[str, frozenset[str]]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+            "finetuned",
+        }
+    ),
+}
+_COMMON: Final = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Frequencies are theta^(-2i/head_dim), then scaled as `kind` says."""
+
+    kind: str = "default"
+    theta: float = DEFAULT_THETA
+    factor: float = 1.0
+    original_positions: int = 0  # context of the pretraining; llama3 and yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    attention_factor: float = 1.0  # scales cos and sin; yarn
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    is_truncated: bool = True  # yarn rounds its ramp to whole dimensions
+
+
+def read_rope(config: Fields, max_positions: int) -> tuple[RopeConfig, int]:
+    """Returns the rope and the longest context that it serves.
+
+    linear and yarn stretch the context by their factor. `dynamic` (NTK) leaves the frequencies alone up to
+    max_position_embeddings and beyond it makes them depend on the current length, which cached keys cannot
+    follow: it is served as `default`, up to there.
+    """
+    name, values = _rope_object(config)
+    fields = Fields(values, path=name + ".")
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise ModelError(f"{name}.rope_type", kind, "one of " + ", ".join(ROPE_TYPES))
+    for field in values:
+        if field not in ROPE_TYPES[kind] | _COMMON and values[field] is not None:
+            raise fields.error(field, values[field], f"no such field beside rope type {kind}")
+    if fields.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise fields.error("partial_rotary_factor", fields.get("partial_rotary_factor"), "1: whole heads rotate")
+    theta = fields.number("rope_theta", config.number("rope_theta", DEFAULT_THETA, above=1.0), above=1.0)
+    outer_original = config.optional_integer("original_max_position_embeddings")
+    if kind in ("default", "dynamic"):
+        return RopeConfig(theta=theta), max_positions
+    if kind == "linear":
+        factor = fields.number("factor")
+        return RopeConfig(kind=kind, theta=theta, factor=factor), int(max_positions * factor)
+    original = outer_original or fields.integer("original_max_position_embeddings", max_positions)
+    if kind == "llama3":
+        low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+        if high <= low:
+            raise fields.error("high_freq_factor", high, f"more than low_freq_factor, which is {low:g}")
+        rope = RopeConfig(
+            kind=kind,
+            theta=theta,
+            factor=fields.number("factor"),
+            original_positions=original,
+            low_freq_factor=low,
+            high_freq_factor=high,
+        )
+        return rope, max_positions
+    rope = _read_yarn(fields, theta, original, max_positions)
+    return rope, max(max_positions, int(original * rope.factor))
+
+
+def _rope_object(config: Fields) -> tuple[str, Mapping[str, Any]]:
+    for name in ("rope_scaling", "rope_parameters"):
+        values = config.get(name)
+        if values is None or values == {}:
+            continue
+        if not isinstance(values, dict):
+            raise config.error(name, values, "an object")
+        for field, value in values.items():
+            if isinstance(value, dict):
+                raise config.error(f"{name}.{field}", "an object", "one rope for all layers")
+        return name, values
+    return "rope_parameters", {}
+
+
+def _read_yarn(fields: Fields, theta: float, original: int, max_positions: int) -> RopeConfig:
+    factor = fields.number("factor", max_positions / original)
+    mscale, mscale_all_dim = fields.optional_number("mscale"), fields.optional_number("mscale_all_dim")
+    attention_factor = fields.optional_number("attention_factor")
+    if attention_factor is None:
+        if mscale is not None and mscale_all_dim is not None:
+            attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
+        else:
+            attention_factor = _yarn_mscale(factor, 1.0)
+    return RopeConfig(
+        kind="yarn",
+        theta=theta,
+        factor=factor,
+        original_positions=original,
+        attention_factor=attention_factor,
+        beta_fast=fields.number("beta_fast", 32.0),
+        beta_slow=fields.number("beta_slow", 1.0),
+        is_truncated=fields.flag("truncate", True),
+    )
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    """Source: YaRN (arXiv 2309.00071), section 3.4."""
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

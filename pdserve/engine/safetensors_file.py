@@ -1,0 +1,161 @@
+"""Reads the headers of safetensors files and proves that the bytes behind them are there. Pure but for reading files.
+
+Format: 8 bytes little-endian header length, a JSON object of name -> {dtype, shape, data_offsets}, then the data
+without gaps. Our own reader: a hundred lines, no dependency, and every way a file can be wrong has its own words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pdserve.core.errors import ModelError
+
+MAX_HEADER_BYTES: Final = 100_000_000  # as the reference implementation has it
+ITEM_BYTES: Final[Mapping[str, int]] = {"F32": 4, "BF16": 2, "F16": 2}
+PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+_SAMPLES_PER_FILE: Final = 64
+_SAMPLE_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    file: Path
+    name: str
+    dtype: str  # a key of ITEM_BYTES
+    shape: tuple[int, ...]
+    begin: int  # byte offset in the file
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    files: tuple[Path, ...]
+    tensors: Mapping[str, StoredTensor]
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """All tensors of the folder's safetensors files, each named once. Raises ModelError."""
+    index = folder / "model.safetensors.index.json"
+    weight_map = _read_weight_map(index) if index.exists() else None
+    files = _shards(folder, weight_map) if weight_map is not None else _single(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for tensor in read_header(file):
+            if tensor.name in tensors:
+                raise ModelError(file.name, f"{tensor.name}, also in {tensors[tensor.name].file.name}", "one of them")
+            tensors[tensor.name] = tensor
+    for name, file_name in (weight_map or {}).items():
+        if name not in tensors or tensors[name].file.name != file_name:
+            raise ModelError(file_name, f"no tensor {name}", f"the tensor that {index.name} promises")
+    return Checkpoint(tuple(files), tensors)
+
+
+def read_header(file: Path) -> list[StoredTensor]:
+    size = file.stat().st_size
+    header = _header_bytes(file, size)
+    begin = 8 + len(header)
+    try:
+        entries = json.loads(header)
+    except ValueError as error:
+        raise ModelError(file.name, f"a header that is not JSON ({error})", "a safetensors file") from error
+    if not isinstance(entries, dict):
+        raise ModelError(file.name, "a header that is not an object", "a safetensors file")
+    tensors = [_stored(file, begin, name, entry) for name, entry in entries.items() if name != "__metadata__"]
+    end = begin
+    for tensor in sorted(tensors, key=lambda one: (one.begin, one.num_bytes)):
+        if tensor.begin != end:
+            raise ModelError(file.name, f"{tensor.name} at byte {tensor.begin}", f"byte {end}: data without gaps")
+        end += tensor.num_bytes
+    if end != size:
+        expected = f"{end} bytes, as its header promises; download it again"
+        raise ModelError(file.name, f"{size} bytes" + (" (truncated)" if size < end else ""), expected)
+    return tensors
+
+
+def checkpoint_hash(folder: Path, checkpoint: Checkpoint) -> str:
+    """Names the weights: config.json, and of every file the size, the header and samples of the data.
+
+    Not the whole data: a worker starts in the time that it takes to read 70B weights once, and hashing them would
+    take longer. Two fine-tunes of one model share config, headers and sizes, but hardly a page of their data.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update((folder / "config.json").read_bytes())
+    for file in sorted(checkpoint.files):
+        size = file.stat().st_size
+        header = _header_bytes(file, size)
+        digest.update(size.to_bytes(8, "little") + len(header).to_bytes(8, "little") + header)
+        with file.open("rb") as stream:
+            for sample in range(_SAMPLES_PER_FILE):
+                stream.seek(8 + len(header) + (size - 8 - len(header)) * sample // _SAMPLES_PER_FILE)
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _header_bytes(file: Path, size: int) -> bytes:
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+            seen = f"{size} bytes with a header of {length}" if len(prefix) == 8 else f"{size} bytes"
+            raise ModelError(file.name, seen, "a whole safetensors file; it may be truncated or a Git LFS pointer")
+        return stream.read(length)
+
+
+def _stored(file: Path, data_begin: int, name: str, entry: Any) -> StoredTensor:
+    try:
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        first, last = entry["data_offsets"]
+        is_sound = all(isinstance(one, int) and one >= 0 for one in (*shape, first, last)) and first <= last
+    except (KeyError, TypeError, ValueError):
+        is_sound = False
+    if not is_sound:
+        raise ModelError(file.name, f"{name}: {entry}", "dtype, shape and data_offsets")
+    if dtype not in ITEM_BYTES:
+        raise ModelError(file.name, f"{name} of dtype {dtype}", "one of " + ", ".join(ITEM_BYTES))
+    num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
+    if last - first != num_bytes:
+        raise ModelError(file.name, f"{name}: {last - first} bytes", f"{num_bytes} bytes for {dtype} {list(shape)}")
+    return StoredTensor(file, name, dtype, shape, data_begin + first, num_bytes)
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(index.name, repr(error), "a JSON object with a weight_map") from error
+    is_sound = isinstance(weight_map, dict) and all(isinstance(one, str) for one in weight_map.values())
+    if not is_sound or any("/" in name or name in ("", ".", "..") for name in weight_map.values()):
+        raise ModelError(index.name, "a wrong weight_map", "tensor names with the names of files in the same folder")
+    return weight_map
+
+
+def _shards(folder: Path, weight_map: Mapping[str, str]) -> Sequence[Path]:
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    for file in files:
+        if not file.is_file():
+            raise ModelError(file.name, f"nothing in {folder}", "a shard that the index names; download it")
+    return files
+
+
+def _single(folder: Path) -> Sequence[Path]:
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
+    if files:
+        names = ", ".join(file.name for file in files[:4])
+        raise ModelError("model.safetensors.index.json", f"nothing, beside {names}", "an index of the shards")
+    pickled = [file.name for pattern in PICKLED for file in sorted(folder.glob(pattern))]
+    if pickled:
+        raise ModelError(
+            pickled[0],
+            "a pickle checkpoint, which can run code when it is read",
+            "safetensors; convert it where you trust it: save_pretrained(folder, safe_serialization=True)",
+        )
+    raise ModelError("model.safetensors", f"no weights in {folder}", "a safetensors file, or shards with an index")

@@ -1,0 +1,134 @@
+"""The engine of real models: opens the folder, owns weights and KV pool, computes steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, final
+
+import torch
+
+from pdserve.config import WorkerConfig
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import TokenOut
+from pdserve.engine.batch import pack
+from pdserve.engine.config import ModelConfig, read_config
+from pdserve.engine.interface import EngineSpec, Row
+from pdserve.engine.model import Decoder
+from pdserve.engine.pool import TorchPool
+from pdserve.engine.rows import check_rows
+from pdserve.engine.safetensors_file import checkpoint_hash, open_checkpoint
+from pdserve.engine.sampling import Draw, sample
+from pdserve.engine.weights import Progress, load_weights
+
+LAYOUT: Final = "block-major.v1"
+
+log = logging.getLogger(__name__)
+
+
+@final
+class TorchEngine:
+    def __init__(self, spec: EngineSpec, model: Decoder, pool: TorchPool, windows: Sequence[int | None]) -> None:
+        self.spec = spec
+        self.pool = pool
+        self._model = model
+        self._windows = tuple(dict.fromkeys(windows))
+        self._device = pool.tensor.device
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[Row]) -> list[TokenOut | None]:
+        check_rows(self.spec, rows)
+        if not rows:
+            return []
+        batch = pack(rows, self._windows, self.spec.block_size, self._device)
+        x_TE = self._model.hidden(batch, self.pool)
+        outs: list[TokenOut | None] = [None] * len(rows)
+        asking, draws = [], []
+        for index, row in enumerate(rows):
+            if row.sample is not None:
+                asking.append(index)
+                draws.append(Draw(row.sample, row.history, row.prompt_len))
+        if asking:
+            last = torch.tensor([batch.last_R[index] for index in asking], device=self._device)
+            logits_BV = self._model.logits(x_TE[last])
+            for index, out in zip(asking, sample(logits_BV, draws, self.spec.eos_token_ids), strict=True):
+                outs[index] = out
+        return outs
+
+    def close(self) -> None:
+        """Nothing to free: weights and pool go with their last reader."""
+
+
+def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) -> TorchEngine:
+    """Raises ModelError where the folder cannot be served, ConfigError where the settings do not fit the model."""
+    began_s = time.monotonic()
+    if config.threads > 0:
+        torch.set_num_threads(config.threads)
+    folder = Path(config.model)
+    model_config = read_config(folder)
+    device, dtype = choose_device(config.device), choose_dtype(config.dtype, config.device)
+    checkpoint = open_checkpoint(folder)
+    weights = load_weights(model_config, checkpoint, device, dtype, progress)
+    spec = make_spec(config, model_config, dtype, checkpoint_hash(folder, checkpoint))
+    pool = TorchPool(
+        num_blocks=spec.num_blocks,
+        num_layers=model_config.num_layers,
+        block_size=spec.block_size,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        device=device,
+        dtype=dtype,
+    )
+    log.info(
+        "model loaded",
+        extra={
+            "model": spec.model,
+            "dtype": spec.dtype,
+            "device": str(device),
+            "kv_blocks": spec.num_blocks,
+            "load_s": round(time.monotonic() - began_s, 3),
+        },
+    )
+    return TorchEngine(spec, Decoder(model_config, weights), pool, model_config.windows)
+
+
+def make_spec(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, weights_hash: str) -> EngineSpec:
+    """The context limit is the model's, the operator's or what the whole pool holds, whichever is least."""
+    if config.max_context_tokens > model.max_context_tokens:
+        raise ConfigError(
+            "max_context_tokens",
+            config.max_context_tokens,
+            f"at most {model.max_context_tokens}, the model's own limit",
+        )
+    token_bytes = model.num_layers * 2 * model.num_kv_heads * model.head_dim * dtype.itemsize
+    block_bytes = config.block_size * token_bytes
+    num_blocks = config.kv_blocks or config.kv_memory_bytes // block_bytes
+    if num_blocks < 1:
+        raise ConfigError("kv_memory_bytes", config.kv_memory_bytes, f"at least {block_bytes}: one block of this model")
+    return EngineSpec(
+        model=Path(config.model).resolve().name,
+        weights_hash=weights_hash,
+        dtype=str(dtype).removeprefix("torch."),
+        layout=LAYOUT,
+        vocab_size=model.vocab_size,
+        max_context_tokens=min(config.max_context_tokens or model.max_context_tokens, num_blocks * config.block_size),
+        eos_token_ids=model.eos_token_ids,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        block_bytes=block_bytes,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", name, "cpu or auto: torch sees no CUDA device")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def choose_dtype(name: str, device_name: str) -> torch.dtype:
+    """auto: float32 on a CPU, where bfloat16 products are emulated and slow, and bfloat16 on CUDA."""
+    if name == "auto":
+        name = "bfloat16" if choose_device(device_name).type == "cuda" else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
