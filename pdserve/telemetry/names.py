@@ -152,7 +152,7 @@ def _metric(
     return spec
 
 
-# Router. An outcome is served, late, refused, cancelled or failed.
+# Router. An outcome is served, late, refused, cancelled, expired or failed.
 REQUESTS: Final = _metric(
     "pdserve_requests_total", "counter", "router", "requests that ended, by outcome", ("outcome",)
 )

@@ -1,0 +1,55 @@
+"""Connections to Redis that fail fast and are retried by us, never inside the library."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any, Final, final
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from pdserve.core.errors import ConfigError
+
+# What trouble with Redis looks like: its own errors, the socket's, and a time-out of ours.
+TROUBLE: Final = (RedisError, OSError, TimeoutError, EOFError)
+
+_PASSWORD: Final = re.compile(r"(?<=//)[^@/]*(?=@)")
+
+
+def connect(url: str, *, timeout_s: float, max_connections: int) -> Any:
+    """A client that has not connected yet. Raises ConfigError on a URL that cannot be one."""
+    try:
+        return Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            max_connections=max_connections,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+    except ValueError as error:
+        raise ConfigError("redis", hide_password(url), "redis://HOST:PORT/DB or unix:///path/to/socket") from error
+
+
+def hide_password(url: str) -> str:
+    return _PASSWORD.sub("***", url)
+
+
+@final
+class Backoff:
+    """Waiting times between attempts: doubled each time, with full jitter so that a fleet does not come at once."""
+
+    def __init__(self, low_s: float, high_s: float) -> None:
+        self._low_s, self._high_s = low_s, high_s
+        self._next_s = low_s
+        self._random = random.Random()
+
+    def next_s(self) -> float:
+        bound_s, self._next_s = self._next_s, min(self._high_s, 2.0 * self._next_s)
+        return self._low_s / 2 + self._random.random() * bound_s
+
+    def reset(self) -> None:
+        self._next_s = self._low_s

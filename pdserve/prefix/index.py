@@ -1,0 +1,175 @@
+"""Which worker holds how much of a prompt's prefix: the truth in memory. Pure.
+
+Fed with each worker's cache changes in order. A gap in their numbers is noticed and healed by the next
+snapshot. The index is a hint: whoever acts on it has the worker verify every block again, so a stale entry
+costs a recompute and never a wrong token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, final
+
+from pdserve.core.blocks import CacheChange
+
+MAX_ENTRIES: Final = 8 * 2**20  # (block, worker) pairs; about 100 bytes each
+MAX_ENDED: Final = 4096  # replaced incarnations that are remembered; messages of older ones are long gone
+
+
+class Applied(Enum):
+    APPLIED = "applied"
+    NEEDS_SNAPSHOT = "needs snapshot"  # something was missed; what is known stays until one comes
+    STALE = "stale"  # a repetition, or from an incarnation that has ended; nothing changed
+
+
+@dataclass(slots=True)
+class _Cache:
+    incarnation: str
+    slot: int
+    sequence: int = 0
+    needs_snapshot: bool = False
+    blocks: set[bytes] = field(default_factory=set)
+
+
+@final
+class PrefixIndex:
+    """Blocks by worker, and workers by block as bits of an integer, so that a lookup is one AND per block."""
+
+    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+        self._max_entries = max_entries
+        self._workers: dict[str, _Cache] = {}
+        self._ended: dict[str, str] = {}  # worker id -> the incarnation before the present one
+        self._holders: dict[bytes, int] = {}
+        self._worker_of_slot: dict[int, str] = {}
+        self._free_slots: list[int] = []
+        self._num_entries = 0
+        self.num_dropped = 0  # entries that were not kept for want of room
+
+    @property
+    def num_entries(self) -> int:
+        return self._num_entries
+
+    def num_blocks(self, worker_id: str) -> int:
+        cache = self._workers.get(worker_id)
+        return 0 if cache is None else len(cache.blocks)
+
+    def needs_snapshot(self, worker_id: str) -> bool:
+        cache = self._workers.get(worker_id)
+        return cache is not None and cache.needs_snapshot
+
+    def apply(self, worker_id: str, incarnation: str, change: CacheChange) -> Applied:
+        """Takes a worker's change in. Changes of an incarnation count from 1; a new one voids the old.
+
+        A change that comes after a gap is applied all the same (it is nearer to the truth than nothing).
+        """
+        cache = self._workers.get(worker_id)
+        if cache is None or cache.incarnation != incarnation:
+            if self._ended.get(worker_id) == incarnation:
+                return Applied.STALE
+            cache = self._begin(worker_id, incarnation)
+        if change.is_snapshot:
+            self._forget(cache, tuple(cache.blocks.difference(change.stored)))
+            cache.needs_snapshot = False
+        elif change.sequence <= cache.sequence:
+            return Applied.STALE
+        elif change.sequence != cache.sequence + 1:
+            cache.needs_snapshot = True
+        cache.sequence = change.sequence
+        self._forget(cache, change.removed)
+        self._store(cache, change.stored)
+        return Applied.NEEDS_SNAPSHOT if cache.needs_snapshot else Applied.APPLIED
+
+    def remove(self, worker_id: str, incarnation: str) -> None:
+        """The worker is out of reach; O(its blocks). It may come back, with a snapshot.
+
+        Nothing happens when another incarnation has taken over.
+        """
+        cache = self._workers.get(worker_id)
+        if cache is None or cache.incarnation != incarnation:
+            return
+        self._forget(cache, tuple(cache.blocks))
+        del self._workers[worker_id]
+        del self._worker_of_slot[cache.slot]
+        self._free_slots.append(cache.slot)
+
+    def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
+        """Leading blocks of `hashes` by worker; workers that lack the first are left out."""
+        holders = enumerate(self._holders.get(one, 0) for one in hashes)
+        depths = leading_blocks(holders, -1, len(hashes))
+        return {self._worker_of_slot[slot]: depth for slot, depth in depths.items()}
+
+    def check(self) -> None:
+        """Raises AssertionError unless both directions tell the same."""
+        from_workers = {(block, cache.slot) for cache in self._workers.values() for block in cache.blocks}
+        from_blocks = {(block, slot) for block, bits in self._holders.items() for slot in slots_of(bits)}
+        assert from_workers == from_blocks, "workers by block and blocks by worker differ"
+        assert len(from_workers) == self._num_entries, f"{self._num_entries} entries counted, {len(from_workers)} held"
+        assert {cache.slot: name for name, cache in self._workers.items()} == self._worker_of_slot, "slots differ"
+
+    def _begin(self, worker_id: str, incarnation: str) -> _Cache:
+        former = self._workers.get(worker_id)
+        if former is not None:
+            self.remove(worker_id, former.incarnation)
+            self._ended[worker_id] = former.incarnation
+            if len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
+        slot = self._free_slots.pop() if self._free_slots else len(self._worker_of_slot)
+        cache = self._workers[worker_id] = _Cache(incarnation, slot)
+        self._worker_of_slot[slot] = worker_id
+        return cache
+
+    def _store(self, cache: _Cache, hashes: Iterable[bytes]) -> None:
+        bit = 1 << cache.slot
+        for one in hashes:
+            if one in cache.blocks:
+                continue
+            if self._num_entries >= self._max_entries:
+                self.num_dropped += 1
+                continue
+            cache.blocks.add(one)
+            self._holders[one] = self._holders.get(one, 0) | bit
+            self._num_entries += 1
+
+    def _forget(self, cache: _Cache, hashes: Iterable[bytes]) -> None:
+        bit = 1 << cache.slot
+        for one in hashes:
+            if one not in cache.blocks:
+                continue
+            cache.blocks.discard(one)
+            left = self._holders[one] & ~bit
+            if left:
+                self._holders[one] = left
+            else:
+                del self._holders[one]
+            self._num_entries -= 1
+
+
+def leading_blocks(holders: Iterable[tuple[int, int]], alive: int, count: int) -> dict[int, int]:
+    """How many of a chain's `count` leading blocks each slot holds; slots that lack the first are left out.
+
+    `holders` pairs a block's place in the chain with one bit per slot that holds it, in order; a place that is
+    left out is held by whoever holds the next one. Only slots in `alive` count (-1: all).
+    """
+    depths: dict[int, int] = {}
+    for at, bits in holders:
+        still = alive & bits
+        if still != alive and at:
+            depths.update(dict.fromkeys(slots_of(alive & ~bits), at))
+        alive = still
+        if not alive:
+            return depths
+    if count:
+        depths.update(dict.fromkeys(slots_of(alive), count))
+    return depths
+
+
+def slots_of(bits: int) -> list[int]:
+    """Numbers of the set bits of a non-negative integer."""
+    slots = []
+    while bits:
+        low = bits & -bits
+        slots.append(low.bit_length() - 1)
+        bits ^= low
+    return slots

@@ -1,0 +1,28 @@
+"""The question a router asks of a prefix index, and the answer from memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, final
+
+from pdserve.prefix.index import PrefixIndex
+
+
+class PrefixLookup(Protocol):
+    async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
+        """Leading blocks that each worker holds of the chain `hashes`, by worker id.
+
+        Never raises: an index that cannot answer in time answers with nothing, and routing goes on by load.
+        """
+        ...
+
+
+@final
+class MemoryLookup:
+    """Answers from an index that this process feeds itself."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+
+    async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
+        return self._index.lookup(hashes)

@@ -1,0 +1,236 @@
+"""A worker's side of the registry and the prefix index: says that it lives, where, and what it has cached.
+
+Never blocks and never fails the worker: `offer` only notes a change; one task carries it to Redis and tries
+forever when Redis is away. Memory is bounded by the worker's own cache: what was offered is folded into the set
+of what the worker holds, and when the notes outgrow that set they give way to a snapshot of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterable
+from itertools import islice
+from typing import Final, final
+
+from pdserve.core.hashing import HASH_BYTES
+from pdserve.prefix.connection import TROUBLE, Backoff, connect, hide_password
+from pdserve.prefix.keys import fingerprint_of, index_tag, registry_tag
+from pdserve.prefix.lease import Batch, Gap, IndexLease, LeaseLost, RegistryLease, Superseded, Sweeper
+from pdserve.prefix.registry import REDIS_TIMEOUT_S, Registration
+
+log = logging.getLogger(__name__)
+
+BATCH_S: Final = 0.01
+BATCH_BLOCKS: Final = 256
+MIN_NOTES: Final = 4096
+STOP_S: Final = 1.0  # bound of the farewell to Redis
+
+
+@final
+class CacheNotes:
+    """What a worker has cached, and which of it Redis has not heard. Safe to use from several threads."""
+
+    def __init__(self, min_notes: int = MIN_NOTES) -> None:
+        self._min_notes = min_notes
+        self._lock = threading.Lock()
+        self._held: dict[bytes, None] = {}  # a dict for its order: parents come before their children
+        self._notes: dict[bytes, bool] = {}  # hash -> is it held
+        self._has_overflowed = False
+
+    def take_in(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> int:
+        """Whether there is anything to tell: more than 0."""
+        with self._lock:
+            for one in removed:
+                self._held.pop(one, None)
+                self._notes[one] = False
+            for one in stored:
+                self._held[one] = None
+                self._notes[one] = True
+            if len(self._notes) > self._min_notes + 2 * len(self._held):
+                self._notes.clear()
+                self._has_overflowed = True
+            return len(self._notes) or int(self._has_overflowed)
+
+    def begin_snapshot(self) -> None:
+        """From now on everything held is to be told again."""
+        with self._lock:
+            self._notes = dict.fromkeys(self._held, True)
+            self._has_overflowed = False
+
+    def repeat_held(self) -> None:
+        """Everything held is to be told again, beside what waits already."""
+        with self._lock:
+            for one in self._held:
+                self._notes[one] = True
+
+    def take_out(self, most: int) -> tuple[list[bytes], list[bytes]]:
+        """At most so many notes, oldest first: (stored, removed)."""
+        with self._lock:
+            taken = list(islice(self._notes.items(), most))
+            for one, _ in taken:
+                del self._notes[one]
+        return [one for one, is_held in taken if is_held], [one for one, is_held in taken if not is_held]
+
+    @property
+    def has_overflowed(self) -> bool:
+        """Notes were thrown away; only a snapshot puts Redis right."""
+        return self._has_overflowed
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+
+@final
+class WorkerPublisher:
+    """start() and stop() on the worker's event loop; offer() from any thread."""
+
+    def __init__(
+        self,
+        url: str,
+        cluster: str,
+        registration: Registration,
+        *,
+        hash_seed: bytes,
+        lease_s: float = 5.0,
+        block_ttl_s: float = 3600.0,
+    ) -> None:
+        """`lease_s`: how long Redis keeps the worker after its last sign of life. `block_ttl_s`: a backstop
+        after which Redis forgets a block that was not told again; this tells each three times in that time."""
+        self._redis = connect(url, timeout_s=REDIS_TIMEOUT_S, max_connections=2)
+        self._where = hide_password(url)
+        self._registry = RegistryLease(self._redis, registry_tag(cluster), registration, lease_s)
+        tag = index_tag(cluster, fingerprint_of(hash_seed))
+        self._index = IndexLease(self._redis, tag, registration, lease_s, block_ttl_s)
+        self._sweeper = Sweeper(self._redis, tag, lease_s)
+        self._heartbeat_s = lease_s / 4
+        self._repeat_s = block_ttl_s / 3
+        self._notes = CacheNotes()
+        self._in_flight: Batch | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_notes = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._is_connected = False
+        self.num_sent_batches = 0
+        self.num_failures = 0
+        self.num_snapshots = 0
+
+    @property
+    def is_connected(self) -> bool:
+        """Redis knows this worker, as far as was heard."""
+        return self._is_connected
+
+    @property
+    def num_waiting(self) -> int:
+        """Blocks whose change Redis has not heard."""
+        return len(self._notes) + (0 if self._in_flight is None else self._in_flight.num_blocks)
+
+    def offer(self, stored: Iterable[bytes] = (), removed: Iterable[bytes] = ()) -> None:
+        """The worker's cache has changed: first `removed` went, then `stored` came. From any thread, at any time."""
+        if self._notes.take_in(stored, removed) and not self._has_notes.is_set() and self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._has_notes.set)
+            except RuntimeError:  # the loop has ended, and with it whatever could have told Redis
+                return
+
+    async def start(self) -> None:
+        """Returns at once; whether Redis can be reached shows in is_connected."""
+        self._loop = asyncio.get_running_loop()
+        if len(self._notes):
+            self._has_notes.set()
+        self._task = asyncio.create_task(self._publish_forever(), name="prefix-publisher")
+
+    async def stop(self) -> None:
+        """Takes the worker out of Redis, if that answers within a second."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if self._is_connected:
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await self._index.give_up()
+                    await self._registry.give_up()
+            except TROUBLE as error:
+                log.info("left without a word to Redis", extra={"redis": self._where, "why": repr(error)})
+            self._is_connected = False
+        await self._redis.aclose()
+
+    async def _publish_forever(self) -> None:
+        backoff = Backoff(0.05, 2.0)
+        while True:
+            try:
+                await self._register()
+                backoff.reset()
+                await self._publish()
+            except (LeaseLost, Gap) as error:
+                # A fresh slot and a snapshot heal whatever Redis missed; the old slot is masked and swept.
+                log.info("the index lost track of this worker", extra={"redis": self._where, "why": repr(error)})
+            except Superseded:
+                log.error("another process took this worker's name; it is no longer published")
+                self._is_connected = False
+                return
+            except TROUBLE as error:
+                if self._is_connected:
+                    log.warning("Redis is out of reach", extra={"redis": self._where, "why": repr(error)})
+            self._is_connected = False
+            self.num_failures += 1
+            await asyncio.sleep(backoff.next_s())
+
+    async def _register(self) -> None:
+        await self._registry.take()
+        is_fresh = await self._index.take(may_resume=not self._notes.has_overflowed)
+        if is_fresh:
+            self._in_flight = None
+            self._notes.begin_snapshot()
+            self.num_snapshots += 1
+        if len(self._notes):
+            self._has_notes.set()
+        if not self._is_connected:
+            log.info("registered", extra={"redis": self._where, "slot": self._index.slot})
+        self._is_connected = True
+
+    async def _publish(self) -> None:
+        """Sends notes as they come and signs of life in between, until something goes wrong."""
+        loop = asyncio.get_running_loop()
+        next_beat_s, next_repeat_s = loop.time() + self._heartbeat_s, loop.time() + self._repeat_s
+        while True:
+            now_s = loop.time()
+            if now_s >= next_beat_s:
+                await self._registry.renew()
+                await self._index.renew()
+                await self._sweeper.sweep()
+                next_beat_s = loop.time() + self._heartbeat_s
+            if now_s >= next_repeat_s:
+                self._notes.repeat_held()
+                next_repeat_s = now_s + self._repeat_s
+            if await self._send_batch():
+                continue
+            self._has_notes.clear()
+            if len(self._notes):  # offered between the two lines above
+                continue
+            try:
+                async with asyncio.timeout(max(0.0, next_beat_s - loop.time())):
+                    await self._has_notes.wait()
+            except TimeoutError:
+                continue
+            if len(self._notes) < BATCH_BLOCKS:
+                await asyncio.sleep(BATCH_S)
+
+    async def _send_batch(self) -> bool:
+        """Whether there was anything to send."""
+        if self._notes.has_overflowed:
+            raise Gap("more changed than is remembered")
+        if self._in_flight is None:
+            stored, removed = self._notes.take_out(BATCH_BLOCKS)
+            if not stored and not removed:
+                return False
+            self._in_flight = Batch(stored=b"".join(stored), removed=b"".join(removed))
+        await self._index.apply(self._in_flight)
+        self._in_flight = None
+        self.num_sent_batches += 1
+        return True
+
+
+assert HASH_BYTES == 16, "the scripts cut hashes at 16 bytes"

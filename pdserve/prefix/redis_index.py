@@ -1,0 +1,217 @@
+"""Asks Redis which workers hold a prompt's leading blocks. The schema is in keys.py.
+
+Fails open: an answer that is late or does not come is an empty one, and while Redis is out of reach a lookup
+costs nothing, because only a task in the background tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from pdserve.prefix.connection import TROUBLE, Backoff, connect, hide_password
+from pdserve.prefix.index import leading_blocks
+from pdserve.prefix.keys import bitmap, fingerprint_of, index_tag, slots_bits, worker_of
+
+log = logging.getLogger(__name__)
+
+REDIS_TIMEOUT_S: Final = 1.0
+ONE_PHASE_BLOCKS: Final = 48  # up to here one MGET of all blocks is cheaper than two of fewer
+MAX_IN_FLIGHT: Final = 32
+LATE_IN_A_ROW: Final = 3
+_NOTHING: Final[Mapping[str, int]] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slots:
+    """Who the slots are leased to, as of `epoch`."""
+
+    epoch: bytes | None = None
+    worker_of_slot: Mapping[int, str]
+    alive: int = 0  # one bit per slot with a live lease
+
+
+_NOBODY: Final = _Slots(worker_of_slot={})
+
+
+@final
+class RedisIndex:
+    """A PrefixLookup. Lives on one event loop: start() and close() there."""
+
+    def __init__(
+        self, url: str, cluster: str, *, hash_seed: bytes = b"", timeout_s: float = 0.01, refresh_s: float = 0.25
+    ) -> None:
+        """`timeout_s` bounds a lookup; `refresh_s` is how soon a worker that fell silent is masked, on top of
+        its lease. Without `hash_seed` nothing is found until bind()."""
+        self._redis = connect(url, timeout_s=REDIS_TIMEOUT_S, max_connections=MAX_IN_FLIGHT + 2)
+        self._where = hide_password(url)
+        self._cluster = cluster
+        self._timeout_s, self._refresh_s = timeout_s, refresh_s
+        self._tag = b""
+        self._slots = _NOBODY
+        self._is_available = False
+        self._in_flight: set[asyncio.Task[Mapping[str, int]]] = set()
+        self._late = 0
+        self._wake = asyncio.Event()
+        self._refreshing: asyncio.Task[None] | None = None
+        self.num_answered = 0
+        self.num_unanswered = 0  # late, failed, or not asked because Redis is out of reach
+        if hash_seed:
+            self.bind(hash_seed)
+
+    @property
+    def is_available(self) -> bool:
+        return self._is_available
+
+    def bind(self, hash_seed: bytes) -> None:
+        """Which model's blocks to look for (WorkerHello.hash_seed). Cheap to repeat."""
+        tag = index_tag(self._cluster, fingerprint_of(hash_seed)).encode()
+        if tag != self._tag:
+            self._tag, self._slots = tag, _NOBODY
+            self._wake.set()
+
+    async def start(self) -> None:
+        """Begins to follow the slots' leases in the background; never fails for want of Redis."""
+        if self._refreshing is None:
+            self._refreshing = asyncio.create_task(self._refresh_forever(), name="prefix-slots")
+
+    async def close(self) -> None:
+        tasks = [task for task in (self._refreshing, *self._in_flight) if task is not None]
+        self._refreshing = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._redis.aclose()
+
+    async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
+        if not hashes or not self._slots.alive or not self._is_available:
+            self.num_unanswered += not self._is_available
+            return _NOTHING
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            self.num_unanswered += 1
+            return _NOTHING
+        # A late task is left to end by itself: cancelling it would cost its connection.
+        task = asyncio.create_task(self._ask(hashes))
+        self._in_flight.add(task)
+        task.add_done_callback(self._ended)
+        done, _ = await asyncio.wait((task,), timeout=self._timeout_s)
+        if not done:
+            self.num_unanswered += 1
+            self._late += 1
+            if self._late >= LATE_IN_A_ROW:
+                self._trip("answers are late")
+            return _NOTHING
+        if task.cancelled() or task.exception() is not None:
+            self.num_unanswered += 1
+            return _NOTHING
+        self._late = 0
+        self.num_answered += 1
+        return task.result()
+
+    async def _ask(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
+        prefix = self._tag + b":b:"
+        probes = _probes(len(hashes))
+        reply = await self._redis.mget([self._tag + b":epoch", *(prefix + hashes[at] for at in probes)])
+        slots = self._slots
+        if reply[0] != slots.epoch:
+            slots = await self._read_slots()
+        holders = dict(zip(probes, map(slots_bits, reply[1:]), strict=True))
+        between = _between(probes, holders, slots.alive)
+        if between:
+            reply = await self._redis.mget([prefix + hashes[at] for at in between])
+            holders.update(zip(between, map(slots_bits, reply), strict=True))
+        depths = leading_blocks(sorted(holders.items()), slots.alive, len(hashes))
+        found: dict[str, int] = {}
+        for slot, depth in depths.items():
+            worker_id = slots.worker_of_slot[slot]
+            found[worker_id] = max(depth, found.get(worker_id, 0))
+        return found
+
+    async def _read_slots(self) -> _Slots:
+        tag = self._tag
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            pipeline.get(tag + b":epoch")
+            pipeline.hgetall(tag + b":slots")
+            epoch, owners = await pipeline.execute()
+        leases = await self._redis.mget([tag + b":w:" + slot for slot in owners]) if owners else []
+        alive = {
+            int(slot): worker_of(owner)
+            for (slot, owner), lease in zip(owners.items(), leases, strict=True)
+            if lease == owner
+        }
+        slots = _Slots(epoch=epoch, worker_of_slot=alive, alive=bitmap(alive))
+        if tag == self._tag:
+            self._slots = slots
+        return slots
+
+    async def _refresh_forever(self) -> None:
+        backoff = Backoff(0.05, 1.0)
+        # A server that is so slow would only be tripped over again.
+        patience_s = max(0.05, 5.0 * self._timeout_s)
+        while True:
+            wait_s = self._refresh_s
+            try:
+                if self._tag:
+                    limit_s = REDIS_TIMEOUT_S if self._is_available else patience_s
+                    async with asyncio.timeout(limit_s):
+                        await self._read_slots()
+                    if not self._is_available:
+                        log.info("the prefix index answers", extra={"redis": self._where})
+                    self._is_available, self._late = True, 0
+                    backoff.reset()
+            except TROUBLE as error:
+                self._trip(repr(error))
+            if not self._is_available:
+                wait_s = backoff.next_s()
+            # bind() wakes this; a trip does not, because Redis has just shown that it is away.
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    def _ended(self, task: asyncio.Task[Mapping[str, int]]) -> None:
+        self._in_flight.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        if not isinstance(error, TROUBLE):
+            log.error("a prefix lookup broke", exc_info=error)
+        self._trip(repr(error))
+
+    def _trip(self, why: str) -> None:
+        """From now on nothing is asked until the background task has seen Redis answer."""
+        if self._is_available:
+            self._is_available = False
+            log.warning("the prefix index is out of reach", extra={"redis": self._where, "why": why})
+
+
+def _probes(count: int) -> list[int]:
+    """Which of `count` blocks to ask for first: all of a few, else every so-many-th and the last.
+
+    A cache gives up leaves first, so who holds a block nearly always holds those before it.
+    """
+    if count <= ONE_PHASE_BLOCKS:
+        return list(range(count))
+    stride = max(16, math.isqrt(count))
+    probes = list(range(stride - 1, count, stride))
+    return probes if probes[-1] == count - 1 else [*probes, count - 1]
+
+
+def _between(probes: Sequence[int], holders: Mapping[int, int], alive: int) -> list[int]:
+    """Blocks before each probe at which some worker drops out: there its depth is yet unknown."""
+    wanted: list[int] = []
+    before = -1
+    for at in probes:
+        if not alive:
+            break
+        still = alive & holders[at]
+        if still != alive:
+            wanted.extend(range(before + 1, at))
+        alive, before = still, at
+    return wanted

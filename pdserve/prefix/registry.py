@@ -1,0 +1,151 @@
+"""Which workers there are, kept in Redis under leases: each worker says so itself, routers read.
+
+Redis away means that nothing is known to have changed, so the last known workers stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import Role
+from pdserve.prefix.connection import TROUBLE, Backoff, connect, hide_password
+from pdserve.prefix.keys import MAX_FACTS_BYTES, MAX_WORKERS, checked_name, registry_tag
+
+log = logging.getLogger(__name__)
+
+REDIS_TIMEOUT_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """What a router must know to attach to a worker. Raises ConfigError on what cannot be stored."""
+
+    worker_id: str
+    incarnation: str  # new for each start of the process
+    role: Role
+    endpoint: str  # HOST:PORT that routers reach the worker at
+
+    def __post_init__(self) -> None:
+        checked_name("worker_id", self.worker_id)
+        checked_name("incarnation", self.incarnation)
+        host, _, port = self.endpoint.rpartition(":")
+        if not host or not port.isdecimal() or len(self.endpoint) > 512:
+            raise ConfigError("endpoint", repr(self.endpoint[:64]), "HOST:PORT of at most 512 characters")
+
+    def to_json(self) -> str:
+        return json.dumps({"role": self.role.value, "endpoint": self.endpoint})
+
+
+def read_registration(worker_id: bytes, incarnation: bytes, facts: bytes) -> Registration | None:
+    """What a worker wrote; None, and a warning, when that is not a registration."""
+    try:
+        if len(facts) > MAX_FACTS_BYTES:
+            raise ValueError(f"{len(facts)} bytes of facts")
+        fields = json.loads(facts)
+        return Registration(
+            worker_id=worker_id.decode(),
+            incarnation=incarnation.decode(),
+            role=Role(fields["role"]),
+            endpoint=str(fields["endpoint"]),
+        )
+    except (ValueError, TypeError, KeyError, ConfigError) as error:
+        log.warning("a registration cannot be read", extra={"worker_id": repr(worker_id[:64]), "why": repr(error)})
+        return None
+
+
+@final
+class Registry:
+    """The router's side: follows who is registered."""
+
+    def __init__(self, url: str, cluster: str, *, poll_s: float = 0.5, forget_s: float = 5.0) -> None:
+        """`forget_s`: how long a worker must be missing, on a Redis that answers, before it is taken for gone.
+
+        That outlasts a Redis that came back empty, where each worker registers again within a heartbeat.
+        """
+        self._redis = connect(url, timeout_s=REDIS_TIMEOUT_S, max_connections=2)
+        self._where = hide_password(url)
+        self._tag = registry_tag(cluster)
+        self._poll_s, self._forget_s = poll_s, forget_s
+        self._known: dict[str, Registration] = {}
+        self._missing_since_s: dict[str, float] = {}
+        self._is_available = True
+
+    @property
+    def workers(self) -> tuple[Registration, ...]:
+        """The last known workers, by id."""
+        return tuple(self._known[name] for name in sorted(self._known))
+
+    async def watch(self, on_change: Callable[[tuple[Registration, ...]], None]) -> None:
+        """Calls `on_change` with all workers whenever they have changed. Runs until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        backoff = Backoff(0.05, max(1.0, self._poll_s))
+        try:
+            while True:
+                wait_s = self._poll_s
+                try:
+                    found = await self._read()
+                except TROUBLE as error:
+                    wait_s = backoff.next_s()
+                    self._note(False, error)
+                else:
+                    backoff.reset()
+                    self._note(True, None)
+                    if self._take(found, loop.time()):
+                        on_change(self.workers)
+                await asyncio.sleep(wait_s)
+        finally:
+            await self.close()
+
+    async def read(self) -> tuple[Registration, ...]:
+        """Who is registered now. Raises what redis-py raises when it cannot be asked."""
+        found = await self._read()
+        return tuple(found[name] for name in sorted(found))
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _read(self) -> dict[str, Registration]:
+        ids = sorted(await self._redis.smembers(f"{self._tag}:workers"))[:MAX_WORKERS]
+        if not ids:
+            return {}
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for one in ids:
+                pipeline.hmget(self._tag.encode() + b":worker:" + one, "incarnation", "facts")
+            rows: list[list[Any]] = await pipeline.execute()
+        found: dict[str, Registration] = {}
+        for worker_id, (incarnation, facts) in zip(ids, rows, strict=True):
+            if incarnation is None or facts is None:  # the lease is over; the id stays for who comes back
+                continue
+            registration = read_registration(worker_id, incarnation, facts)
+            if registration is not None:
+                found[registration.worker_id] = registration
+        return found
+
+    def _take(self, found: dict[str, Registration], now_s: float) -> bool:
+        """Whether anything changed."""
+        has_changed = False
+        for name in list(self._known):
+            if name in found:
+                self._missing_since_s.pop(name, None)
+            elif now_s - self._missing_since_s.setdefault(name, now_s) >= self._forget_s:
+                del self._known[name], self._missing_since_s[name]
+                has_changed = True
+        for name, registration in found.items():
+            if self._known.get(name) != registration:
+                self._known[name] = registration
+                has_changed = True
+        return has_changed
+
+    def _note(self, is_available: bool, error: Exception | None) -> None:
+        if is_available is not self._is_available:
+            self._is_available = is_available
+            if is_available:
+                log.info("the registry is back", extra={"redis": self._where})
+            else:
+                log.warning("the registry is out of reach", extra={"redis": self._where, "why": repr(error)})

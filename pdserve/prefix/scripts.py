@@ -1,0 +1,180 @@
+"""What must happen at once inside Redis. Lua for server 6.2 and later; keys.py is the schema.
+
+Each script takes the tag as KEYS[1] and builds the other keys from it: all lie in the tag's hash slot.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_BUMP: Final = """
+local function bump(tag)
+  if redis.call('EXISTS', tag .. ':epoch') == 0 then
+    local now = redis.call('TIME')
+    -- Begins at the clock, so that a server that lost everything never repeats an epoch.
+    redis.call('SET', tag .. ':epoch', now[1] .. string.format('%06d', now[2]))
+  end
+  redis.call('INCR', tag .. ':epoch')
+end
+"""
+
+# ARGV: owner, worker id, lease ms, most slots, "1" to give the present slot up.
+# Returns {slot, last sequence, 1 if the slot is new}; slot -1: none left.
+CLAIM: Final = (
+    _BUMP
+    + """
+local tag, owner, worker, lease = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
+local held = redis.call('HGET', tag .. ':owners', worker)
+if held then
+  local key = tag .. ':w:' .. held
+  if ARGV[5] ~= '1' and redis.call('GET', key) == owner then
+    redis.call('PEXPIRE', key, lease)
+    return {tonumber(held), tonumber(redis.call('GET', tag .. ':q:' .. held) or '-1'), 0}
+  end
+  redis.call('DEL', key)
+  redis.call('HSET', tag .. ':dead', held, 0)
+end
+local slot = redis.call('SPOP', tag .. ':free')
+if not slot then
+  slot = redis.call('INCR', tag .. ':next') - 1
+  if slot >= tonumber(ARGV[4]) then
+    redis.call('DECR', tag .. ':next')
+    return {-1, 0, 0}
+  end
+end
+redis.call('HSET', tag .. ':slots', slot, owner)
+redis.call('HSET', tag .. ':owners', worker, slot)
+redis.call('SET', tag .. ':w:' .. slot, owner, 'PX', lease)
+redis.call('SET', tag .. ':q:' .. slot, 0)
+bump(tag)
+return {tonumber(slot), 0, 1}
+"""
+)
+
+# ARGV: slot, owner, lease ms. Returns 1 while the lease is held.
+RENEW: Final = """
+local key = KEYS[1] .. ':w:' .. ARGV[1]
+if redis.call('GET', key) ~= ARGV[2] then return 0 end
+return redis.call('PEXPIRE', key, ARGV[3])
+"""
+
+# ARGV: slot, owner. The slot is masked at once and swept later.
+GIVE_UP: Final = (
+    _BUMP
+    + """
+local tag, slot = KEYS[1], ARGV[1]
+if redis.call('GET', tag .. ':w:' .. slot) ~= ARGV[2] then return 0 end
+redis.call('DEL', tag .. ':w:' .. slot)
+redis.call('HSET', tag .. ':dead', slot, 0)
+bump(tag)
+return 1
+"""
+)
+
+# ARGV: slot, owner, sequence, bit, block ttl ms, stored hashes in one string, removed hashes likewise.
+# Returns "ok", "lost" (the lease) or "gap" (a batch before this one never came).
+APPLY: Final = """
+local tag, slot, bit, ttl = KEYS[1], ARGV[1], ARGV[4], ARGV[5]
+if redis.call('GET', tag .. ':w:' .. slot) ~= ARGV[2] then return 'lost' end
+local last, sequence = tonumber(redis.call('GET', tag .. ':q:' .. slot) or '-1'), tonumber(ARGV[3])
+if sequence == last then return 'ok' end
+if sequence ~= last + 1 then return 'gap' end
+local reverse = tag .. ':r:' .. slot
+local stored, removed = ARGV[6], ARGV[7]
+for at = 1, #stored, 16 do
+  local hash = string.sub(stored, at, at + 15)
+  redis.call('SETBIT', tag .. ':b:' .. hash, bit, 1)
+  redis.call('PEXPIRE', tag .. ':b:' .. hash, ttl)
+  redis.call('SADD', reverse, hash)
+end
+for at = 1, #removed, 16 do
+  local hash = string.sub(removed, at, at + 15)
+  local key = tag .. ':b:' .. hash
+  redis.call('SETBIT', key, bit, 0)
+  if redis.call('BITCOUNT', key) == 0 then redis.call('DEL', key) end
+  redis.call('SREM', reverse, hash)
+end
+redis.call('PEXPIRE', reverse, 2 * tonumber(ttl))
+redis.call('SET', tag .. ':q:' .. slot, sequence)
+return 'ok'
+"""
+
+# ARGV: grace ms. Returns the slots that may be swept now.
+# A slot that was given up may go at once. Of those that fell silent, nothing is swept while they are more than
+# half of all: then it is likelier that the workers cannot reach Redis. After the grace they go all the same.
+SWEEPABLE: Final = """
+local tag = KEYS[1]
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local given_up, silent, alive = {}, {}, 0
+local slots = redis.call('HKEYS', tag .. ':slots')
+for _, slot in ipairs(slots) do
+  if redis.call('EXISTS', tag .. ':w:' .. slot) == 1 then
+    alive = alive + 1
+  else
+    local since = redis.call('HGET', tag .. ':dead', slot)
+    if since == '0' then
+      table.insert(given_up, tonumber(slot))
+    else
+      if not since then
+        since = now
+        redis.call('HSET', tag .. ':dead', slot, string.format('%.0f', now))
+      end
+      table.insert(silent, {tonumber(slot), tonumber(since)})
+    end
+  end
+end
+local found = given_up
+for _, one in ipairs(silent) do
+  if #silent <= alive or now - one[2] >= tonumber(ARGV[1]) then table.insert(found, one[1]) end
+end
+return found
+"""
+
+# ARGV: slot, bit, most hashes. Clears that many; returns 1 when the slot is free again, 0 when more is left,
+# -1 when it is somebody's.
+SWEEP: Final = (
+    _BUMP
+    + """
+local tag, slot = KEYS[1], ARGV[1]
+if redis.call('EXISTS', tag .. ':w:' .. slot) == 1 then return -1 end
+local owner = redis.call('HGET', tag .. ':slots', slot)
+if not owner then return -1 end
+local reverse = tag .. ':r:' .. slot
+for _, hash in ipairs(redis.call('SPOP', reverse, ARGV[3])) do
+  local key = tag .. ':b:' .. hash
+  redis.call('SETBIT', key, ARGV[2], 0)
+  if redis.call('BITCOUNT', key) == 0 then redis.call('DEL', key) end
+end
+if redis.call('EXISTS', reverse) == 1 then return 0 end
+local worker = string.match(owner, '^[^\\n]*')
+if redis.call('HGET', tag .. ':owners', worker) == slot then redis.call('HDEL', tag .. ':owners', worker) end
+redis.call('HDEL', tag .. ':slots', slot)
+redis.call('HDEL', tag .. ':dead', slot)
+redis.call('DEL', tag .. ':q:' .. slot)
+redis.call('SADD', tag .. ':free', slot)
+bump(tag)
+return 1
+"""
+)
+
+# Registry. ARGV: worker id, incarnation, facts, lease ms, "1" when this incarnation has just begun.
+# Returns 0 when a newer incarnation has taken the name, else 1.
+REGISTER: Final = """
+local tag, key = KEYS[1], KEYS[1] .. ':worker:' .. ARGV[1]
+local held = redis.call('HGET', key, 'incarnation')
+if held and held ~= ARGV[2] and ARGV[5] ~= '1' then return 0 end
+redis.call('HSET', key, 'incarnation', ARGV[2], 'facts', ARGV[3])
+redis.call('PEXPIRE', key, ARGV[4])
+redis.call('SADD', tag .. ':workers', ARGV[1])
+return 1
+"""
+
+# ARGV: worker id, incarnation.
+DEREGISTER: Final = """
+local tag, key = KEYS[1], KEYS[1] .. ':worker:' .. ARGV[1]
+if redis.call('HGET', key, 'incarnation') ~= ARGV[2] then return 0 end
+redis.call('DEL', key)
+redis.call('SREM', tag .. ':workers', ARGV[1])
+return 1
+"""
