@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Final
 
 from kvtransfer.transport import Fingerprint, Grant, TransferKey
+from pdserve.core.errors import ConfigError, InvalidRequest
 from pdserve.engine.interface import EngineSpec
 from pdserve.v1 import transfer_pb2
 from pdserve.wire.convert import blocks_from_extents, extents_from_blocks
 
 PROTOCOL: Final = 1  # of the transfer; raised when frames or checksums change their meaning
+MAX_TRANSFER_ID_CHARS: Final = 256
 
 
 def fingerprint_of(spec: EngineSpec) -> Fingerprint:
@@ -48,6 +51,14 @@ def fingerprint_from_proto(message: transfer_pb2.Fingerprint) -> Fingerprint:
     )
 
 
+def compare(mine: Fingerprint, theirs: Fingerprint) -> None:
+    """Raises ConfigError naming the first field that differs, with both values."""
+    for one in fields(Fingerprint):
+        expected, seen = getattr(mine, one.name), getattr(theirs, one.name)
+        if expected != seen:
+            raise ConfigError(f"fingerprint.{one.name}", repr(seen), f"{expected!r}, as on the receiving worker")
+
+
 def grant_to_proto(grant: Grant) -> transfer_pb2.Grant:
     return transfer_pb2.Grant(
         transfer_id=grant.key.transfer_id,
@@ -64,13 +75,19 @@ def grant_to_proto(grant: Grant) -> transfer_pb2.Grant:
 
 
 def grant_from_proto(message: transfer_pb2.Grant) -> Grant:
-    """Raises InvalidRequest where the extents name more blocks than any pool has."""
+    """Raises InvalidRequest on what no decode worker grants."""
+    if not 1 <= len(message.transfer_id) <= MAX_TRANSFER_ID_CHARS:
+        seen = f"{len(message.transfer_id)} characters"
+        raise InvalidRequest("grant.transfer_id", seen, f"1 to {MAX_TRANSFER_ID_CHARS} characters")
+    blocks = blocks_from_extents(message.extents)
+    if len(blocks) != message.num_blocks:
+        raise InvalidRequest("grant.extents", f"{len(blocks)} blocks", f"num_blocks = {message.num_blocks}")
     return Grant(
         key=TransferKey(transfer_id=message.transfer_id, attempt=message.attempt, generation=message.generation),
         endpoint=message.endpoint,
         worker_id=message.worker_id,
         incarnation=message.incarnation,
         fingerprint=fingerprint_from_proto(message.fingerprint),
-        blocks=blocks_from_extents(message.extents),
+        blocks=blocks,
         held_blocks=message.held_blocks,
     )
