@@ -15,12 +15,21 @@ class TransportKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRANSPORT_KIND_NCCL: _ClassVar[TransportKind]
     TRANSPORT_KIND_CUDA_IPC: _ClassVar[TransportKind]
     TRANSPORT_KIND_NIXL: _ClassVar[TransportKind]
+
+class ChecksumKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CHECKSUM_KIND_UNSPECIFIED: _ClassVar[ChecksumKind]
+    CHECKSUM_KIND_XXH3_64: _ClassVar[ChecksumKind]
+    CHECKSUM_KIND_BLAKE2B_64: _ClassVar[ChecksumKind]
 TRANSPORT_KIND_UNSPECIFIED: TransportKind
 TRANSPORT_KIND_SHM: TransportKind
 TRANSPORT_KIND_TCP: TransportKind
 TRANSPORT_KIND_NCCL: TransportKind
 TRANSPORT_KIND_CUDA_IPC: TransportKind
 TRANSPORT_KIND_NIXL: TransportKind
+CHECKSUM_KIND_UNSPECIFIED: ChecksumKind
+CHECKSUM_KIND_XXH3_64: ChecksumKind
+CHECKSUM_KIND_BLAKE2B_64: ChecksumKind
 
 class Fingerprint(_message.Message):
     __slots__ = ("protocol", "model", "dtype", "layout", "block_size", "block_bytes", "engine")
@@ -41,30 +50,36 @@ class Fingerprint(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("fingerprint", "sender_id", "sender_incarnation", "host_id", "transports")
+    __slots__ = ("fingerprint", "sender_id", "sender_incarnation", "host_id", "transports", "checksums")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SENDER_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     fingerprint: Fingerprint
     sender_id: str
     sender_incarnation: str
     host_id: str
     transports: _containers.RepeatedScalarFieldContainer[TransportKind]
-    def __init__(self, fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., sender_id: _Optional[str] = ..., sender_incarnation: _Optional[str] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[TransportKind, str]]] = ...) -> None: ...
+    checksums: _containers.RepeatedScalarFieldContainer[ChecksumKind]
+    def __init__(self, fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., sender_id: _Optional[str] = ..., sender_incarnation: _Optional[str] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[TransportKind, str]]] = ..., checksums: _Optional[_Iterable[_Union[ChecksumKind, str]]] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
-    __slots__ = ("transport", "address", "ticket", "receiver_incarnation")
+    __slots__ = ("transport", "address", "ticket", "receiver_incarnation", "checksum", "chunk_bytes")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     transport: TransportKind
     address: str
     ticket: bytes
     receiver_incarnation: str
-    def __init__(self, transport: _Optional[_Union[TransportKind, str]] = ..., address: _Optional[str] = ..., ticket: _Optional[bytes] = ..., receiver_incarnation: _Optional[str] = ...) -> None: ...
+    checksum: ChecksumKind
+    chunk_bytes: int
+    def __init__(self, transport: _Optional[_Union[TransportKind, str]] = ..., address: _Optional[str] = ..., ticket: _Optional[bytes] = ..., receiver_incarnation: _Optional[str] = ..., checksum: _Optional[_Union[ChecksumKind, str]] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
 
 class Extent(_message.Message):
     __slots__ = ("first_block", "num_blocks")

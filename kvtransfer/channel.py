@@ -1,0 +1,176 @@
+"""A non-blocking stream socket that one thread serves and other threads may wake.
+
+Nothing here waits without `poll`, and nothing is written or read outside the owning thread except `post`,
+`wake` and `stop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import socket
+import sys
+import threading
+from collections import deque
+from typing import Final
+
+from kvtransfer.memory import MAX_VIEWS
+
+MAX_OUTBOX: Final = 16_384  # small frames that a peer has not taken; more means that it does not read
+_KEEPALIVE: Final = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000))
+
+
+class Gone(Exception):
+    """The connection is over; the text says how."""
+
+
+class Waker:
+    """A file descriptor that becomes readable when any thread calls `set`."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._lock = threading.Lock()
+        self._is_set = False
+        self._is_closed = False
+
+    def fileno(self) -> int:
+        return self._read
+
+    def set(self) -> None:
+        with self._lock:
+            if not self._is_set and not self._is_closed:
+                self._is_set = True
+                os.write(self._write, b"x")
+
+    def clear(self) -> None:
+        with self._lock:
+            if self._is_set:
+                self._is_set = False
+                os.read(self._read, 1)
+
+    def wait(self, timeout_s: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._read, select.POLLIN)
+        poll.poll(_milliseconds(timeout_s))
+        self.clear()
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._read)
+                os.close(self._write)
+
+
+def tune(sock: socket.socket) -> None:
+    """No delay for small frames; a vanished host is noticed in about ten seconds."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE if sys.platform == "linux" else ():
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _milliseconds(timeout_s: float | None) -> int | None:
+    """Rounded up, so that a wait does not end just before its alarm."""
+    return None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))
+
+
+class Channel:
+    def __init__(self, sock: socket.socket, waker: Waker | None = None) -> None:
+        sock.setblocking(False)
+        tune(sock)
+        self.socket = sock
+        self.waker = waker or Waker()
+        self._outbox: deque[bytes] = deque()
+        self._unsent = b""
+        self._is_stopped = False
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._poll.register(self.waker, select.POLLIN)
+        self._events = select.POLLIN
+
+    def post(self, data: bytes) -> None:
+        """Queues a small frame from any thread."""
+        self._outbox.append(data)
+        self.waker.set()
+
+    def stop(self) -> None:
+        """Makes the owner's next wait raise Gone, from any thread."""
+        self._is_stopped = True
+        self.waker.set()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent or self._outbox)
+
+    def flush(self) -> None:
+        """Sends queued small frames as far as the socket takes them."""
+        while self.has_unsent:
+            if not self._unsent:
+                self._unsent = b"".join(self._outbox.popleft() for _ in range(min(len(self._outbox), 64)))
+            try:
+                sent = self.socket.send(self._unsent)
+            except BlockingIOError:
+                if len(self._outbox) > MAX_OUTBOX:
+                    raise Gone("the peer does not read its answers") from None
+                return
+            except OSError as error:
+                raise Gone(f"connection lost: {error}") from error
+            self._unsent = self._unsent[sent:]
+
+    def wait(self, timeout_s: float | None = None, *, is_writing: bool = False) -> bool:
+        """Waits for bytes to read, room to write (where asked or owed), or a wake. False: the time is over."""
+        self.flush()
+        events = select.POLLIN | (select.POLLOUT if is_writing or self.has_unsent else 0)
+        if events != self._events:
+            self._poll.modify(self.socket, events)
+            self._events = events
+        ready = self._poll.poll(_milliseconds(timeout_s))
+        self.waker.clear()
+        if self._is_stopped:
+            raise Gone("closed on this side")
+        self.flush()
+        return bool(ready)
+
+    def receive(self, views: list[memoryview]) -> int:
+        """Reads what is there into the views; 0 where nothing is. Raises Gone at the end of the stream."""
+        try:
+            if len(views) == 1:
+                received = self.socket.recv_into(views[0])
+            else:
+                received = self.socket.recvmsg_into(views[:MAX_VIEWS])[0]
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise Gone(f"connection lost: {error}") from error
+        if received == 0:
+            raise Gone("connection closed by the peer")
+        return received
+
+    def send(self, views: list[memoryview]) -> int:
+        """Writes what the socket takes; 0 where it is full."""
+        try:
+            return self.socket.sendmsg(views[:MAX_VIEWS])
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise Gone(f"connection lost: {error}") from error
+
+    def fill(self, view: memoryview) -> None:
+        """Reads exactly len(view) bytes, waiting as long as it takes."""
+        while view:
+            received = self.receive([view])
+            if received == 0:
+                self.wait()
+            view = view[received:]
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.close()
+        self.waker.close()

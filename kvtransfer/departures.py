@@ -1,0 +1,232 @@
+"""All transfers of one pair as the sender sees them: what to send next, and what to report. Pure.
+
+One thread owns it. Transfers take turns, a chunk each, so that a long prompt does not hold up a short one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtransfer.frames import Tag, tag_of
+from kvtransfer.landings import count_end
+from kvtransfer.plan import Chunk, chunks_of
+from kvtransfer.session import SENDER_MOVES, Event, Session, State
+from kvtransfer.stats import TransferStats
+from kvtransfer.transport import Grant, SendOutcome, Sent, TransferKey
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell the owner."""
+
+    sent: Sent
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell the receiver that this transfer comes over this connection."""
+
+    tag: Tag
+
+
+@dataclass(frozen=True, slots=True)
+class Retract:
+    """Tell the receiver that no more will come."""
+
+    tag: Tag
+    error: str
+
+
+Action = Report | Announce | Retract
+
+
+@dataclass(slots=True)
+class Departure:
+    grant: Grant
+    tag: Tag
+    session: Session
+    deadline_at_s: float | None
+    began_at_s: float | None = None
+    pending: deque[Chunk] = field(default_factory=deque)
+    num_bytes: int = 0
+    is_announced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A chunk whose source blocks are being read, until `written`."""
+
+    departure: Departure
+    chunk: Chunk
+    is_last: bool
+
+
+@dataclass(slots=True)
+class Departures:
+    block_bytes: int
+    stats: TransferStats = field(default_factory=TransferStats)
+    is_linked: bool = False
+    _open: dict[Tag, Departure] = field(default_factory=dict)
+    _ready: deque[Tag] = field(default_factory=deque)
+
+    @property
+    def keys(self) -> list[TransferKey]:
+        return [departure.grant.key for departure in self._open.values()]
+
+    @property
+    def needs_link(self) -> bool:
+        return not self.is_linked and any(one.grant.blocks for one in self._open.values())
+
+    @property
+    def next_alarm_s(self) -> float | None:
+        return min((one.deadline_at_s for one in self._open.values() if one.deadline_at_s is not None), default=None)
+
+    def start(self, grant: Grant, now_s: float, deadline_at_s: float | None, error: str = "") -> list[Action]:
+        """Opens the transfer; with `error` it has failed already, and only the owner is told."""
+        tag = tag_of(grant.key)
+        if tag in self._open:
+            return []
+        self.stats.transfers += 1
+        departure = Departure(grant, tag, Session(SENDER_MOVES, len(grant.blocks)), deadline_at_s)
+        self._open[tag] = departure
+        if error:
+            departure.session.handle(Event.REFUSED, error)
+        return self._after(departure, now_s) + self._announce(departure)
+
+    def push(self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool, now_s: float) -> list[Action]:
+        """Queues blocks; a block that was pushed before, or a last push that leaves a gap, fails the transfer."""
+        departure = self._open.get(tag_of(key))
+        if departure is None or not departure.session.is_open:
+            self.stats.late_messages += 1
+            return []
+        session = departure.session
+        for chunk in chunks_of(blocks, max(1, session.size)):
+            if not session.claim(chunk.first, chunk.count):
+                error = f"blocks {chunk.first}..{chunk.first + chunk.count - 1} of {session.size} were pushed twice"
+                session.handle(Event.INCOMPLETE, error)
+                return self._after(departure, now_s)
+            departure.pending.append(chunk)
+        if departure.pending and departure.tag not in self._ready:
+            self._ready.append(departure.tag)
+        if is_last and not session.claimed.is_full:
+            error = f"the last push leaves {session.size - session.claimed.count} of {session.size} blocks out"
+            session.handle(Event.INCOMPLETE, error)
+        elif is_last and session.size == 0:
+            session.handle(Event.COVERED)
+            session.handle(Event.CHECKED)
+        return self._after(departure, now_s)
+
+    def linked(self) -> list[Action]:
+        """The pair is connected."""
+        self.is_linked = True
+        return [action for departure in list(self._open.values()) for action in self._announce(departure)]
+
+    def take(self, limit_blocks: int, now_s: float) -> Job | None:
+        """The next chunk to send; its source blocks are being read until `written`."""
+        while self._ready:
+            tag = self._ready.popleft()
+            departure = self._open.get(tag)
+            if departure is None or not departure.pending or not departure.session.enter():
+                continue
+            chunk, rest = departure.pending.popleft().split(limit_blocks)
+            if rest is not None:
+                departure.pending.appendleft(rest)
+            if departure.pending:
+                self._ready.append(tag)
+            if departure.began_at_s is None:
+                departure.began_at_s = now_s
+            session = departure.session
+            return Job(departure, chunk, session.landed.count + chunk.count == session.size)
+        return None
+
+    def written(self, job: Job, now_s: float) -> list[Action]:
+        """The chunk's source blocks are read no more."""
+        departure, session = job.departure, job.departure.session
+        departure.num_bytes += job.chunk.count * self.block_bytes
+        self.stats.chunks += 1
+        session.leave()
+        if session.is_open:
+            session.land(job.chunk.first, job.chunk.count)
+        return self._after(departure, now_s)
+
+    def done(self, tag: Tag, now_s: float) -> list[Action]:
+        """The receiver has verified every block."""
+        departure = self._open.get(tag)
+        if departure is None or not departure.session.handle(Event.CHECKED):
+            self.stats.late_messages += 1
+            return []
+        return self._after(departure, now_s)
+
+    def refused(self, tag: Tag, error: str, now_s: float) -> list[Action]:
+        """The receiver has given this transfer up."""
+        departure = self._open.get(tag)
+        if departure is None or not departure.session.is_open:
+            self.stats.late_messages += 1
+            return []
+        departure.is_announced = False  # the receiver knows
+        departure.session.handle(Event.REFUSED, f"the receiver refused: {error}")
+        return self._after(departure, now_s)
+
+    def abort(self, key: TransferKey, now_s: float) -> list[Action]:
+        departure = self._open.get(tag_of(key))
+        if departure is None:
+            return []
+        departure.session.handle(Event.ABORTED, "aborted by the sender")
+        return self._after(departure, now_s)
+
+    def cut(self, error: str, now_s: float) -> list[Action]:
+        """The connection is gone, and nothing is being read for it any more."""
+        self.is_linked = False
+        actions: list[Action] = []
+        for departure in list(self._open.values()):
+            departure.is_announced = False
+            departure.session.handle(Event.CUT, error)
+            departure.session.writer_gone()
+            actions += self._after(departure, now_s)
+        return actions
+
+    def expire(self, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        for departure in list(self._open.values()):
+            if departure.deadline_at_s is not None and departure.deadline_at_s <= now_s:
+                session = departure.session
+                seen = f"{session.landed.count} of {session.size} blocks were sent"
+                session.handle(Event.EXPIRED, f"the deadline passed when {seen}")
+                departure.deadline_at_s = None
+                actions += self._after(departure, now_s)
+        return actions
+
+    def _announce(self, departure: Departure) -> list[Action]:
+        if not self.is_linked or not departure.grant.blocks or not departure.session.handle(Event.ANNOUNCED):
+            return []
+        departure.is_announced = True
+        return [Announce(departure.tag)]
+
+    def _after(self, departure: Departure, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        session = departure.session
+        if not session.is_open:
+            departure.pending.clear()
+        if departure.is_announced and not session.is_open and session.state is not State.VERIFIED:
+            departure.is_announced = False
+            actions.append(Retract(departure.tag, session.error))
+        if session.has_ended and self._open.pop(departure.tag, None) is not None:
+            count_end(self.stats, session)
+            is_sent = session.state is State.VERIFIED
+            if is_sent:
+                self.stats.bytes += departure.num_bytes
+            began_s = now_s if departure.began_at_s is None else departure.began_at_s
+            actions.append(
+                Report(
+                    Sent(
+                        key=departure.grant.key,
+                        outcome=SendOutcome.SENT if is_sent else SendOutcome.FAILED,
+                        num_bytes=departure.num_bytes,
+                        send_s=now_s - began_s,
+                        error=session.error,
+                    )
+                )
+            )
+        return actions

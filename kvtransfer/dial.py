@@ -1,0 +1,124 @@
+"""How a prefill worker reaches a decode worker: Open over gRPC, then the data connection with the ticket. Blocking."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+
+from kvtransfer import checksum
+from kvtransfer.gate import CHECKSUM_OF, CHECKSUMS, KIND_NAMES, SHM, TICKET_BYTES
+from kvtransfer.grants import fingerprint_to_proto
+from kvtransfer.host import host_id
+from kvtransfer.plan import MAX_CHUNK_BYTES
+from kvtransfer.ring import Ring
+from kvtransfer.transport import Fingerprint
+from pdserve.core.errors import TransferFailed
+from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
+
+DIAL_S: Final = 5.0
+_ANY_HOST: Final = ("0.0.0.0", "::", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The sender, as it introduces itself."""
+
+    worker_id: str
+    incarnation: str
+    fingerprint: Fingerprint
+    transports: tuple[int, ...]  # in order of preference
+    checksums: tuple[checksum.Checksum, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An authenticated data connection."""
+
+    socket: socket.socket
+    ring: Ring | None
+    checksum: checksum.Checksum
+    chunk_bytes: int
+
+    def close(self) -> None:
+        self.socket.close()
+        if self.ring is not None:
+            self.ring.close()
+
+
+def dial(caller: Caller, endpoint: str, incarnation: str) -> Line:
+    """Tries the transports in order until one connects. Raises TransferFailed, saying what each said."""
+    ends_s = time.monotonic() + DIAL_S
+    said: list[str] = []
+    transports = caller.transports
+    while transports:
+        answer = _open(caller, transports, endpoint, ends_s)
+        if answer.receiver_incarnation != incarnation:
+            raise TransferFailed(f"{endpoint} has restarted since it granted this transfer")
+        try:
+            return _connect(caller, answer, endpoint, ends_s)
+        except OSError as error:
+            name = KIND_NAMES.get(answer.transport, str(answer.transport))
+            said.append(f"{name} to {endpoint}: {error}")
+            transports = tuple(kind for kind in transports if kind != answer.transport)
+    raise TransferFailed("; ".join(said))
+
+
+def _open(caller: Caller, transports: Sequence[int], endpoint: str, ends_s: float) -> transfer_pb2.OpenResponse:
+    request = transfer_pb2.OpenRequest(
+        fingerprint=fingerprint_to_proto(caller.fingerprint),
+        sender_id=caller.worker_id,
+        sender_incarnation=caller.incarnation,
+        host_id=host_id(),
+        transports=[transfer_pb2.TransportKind.Name(kind) for kind in transports],
+        checksums=[CHECKSUMS[kind] for kind in caller.checksums],
+    )
+    with grpc.insecure_channel(endpoint) as channel:
+        try:
+            stub = transfer_pb2_grpc.TransferServiceStub(channel)
+            answer: transfer_pb2.OpenResponse = stub.Open(request, timeout=max(0.1, ends_s - time.monotonic()))
+        except grpc.RpcError as error:
+            raise TransferFailed(f"{endpoint} refused: {error.code().name}: {error.details()}") from error
+    return answer
+
+
+def _connect(caller: Caller, answer: transfer_pb2.OpenResponse, endpoint: str, ends_s: float) -> Line:
+    """Raises OSError."""
+    kind = CHECKSUM_OF.get(answer.checksum)
+    block_bytes = caller.fingerprint.block_bytes
+    if kind not in caller.checksums or answer.transport not in caller.transports:
+        raise OSError("it chose a transport or a checksum that was not offered")
+    if not block_bytes <= answer.chunk_bytes <= MAX_CHUNK_BYTES or len(answer.ticket) != TICKET_BYTES:
+        raise OSError(f"it answered with chunks of {answer.chunk_bytes} bytes, or a malformed ticket")
+    left_s = max(0.1, ends_s - time.monotonic())
+    if answer.transport == SHM:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        target: str | tuple[str, int] = "\0" + answer.address
+    else:
+        host, port = _host_and_port(answer.address, endpoint)
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        target = (host, port)
+    ring: Ring | None = None
+    try:
+        sock.settimeout(left_s)
+        sock.connect(target)
+        sock.sendall(answer.ticket)
+        if answer.transport == SHM:
+            ring = Ring.accept(sock)
+        return Line(sock, ring, kind, answer.chunk_bytes)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _host_and_port(address: str, endpoint: str) -> tuple[str, int]:
+    """A receiver that listens on every address is reached at the host of its gRPC endpoint."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if host in _ANY_HOST:
+        host = endpoint.rpartition(":")[0].strip("[]")
+    return host, int(port)

@@ -1,0 +1,129 @@
+"""Who may connect: decides an Open call, hands out tickets, and takes each ticket once.
+
+A ticket is 16 random bytes, valid for a few seconds, and the first bytes on the data socket.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvtransfer.checksum import Checksum
+from kvtransfer.grants import compare, fingerprint_from_proto
+from kvtransfer.stats import TransferStats
+from kvtransfer.transport import Fingerprint
+from pdserve.core.errors import ConfigError, Overloaded
+from pdserve.v1 import transfer_pb2
+
+TICKET_BYTES: Final = 16
+TICKET_LIFE_S: Final = 10.0
+MAX_TICKETS: Final = 256
+MAX_NAME_CHARS: Final = 256
+SHM: Final = transfer_pb2.TRANSPORT_KIND_SHM
+TCP: Final = transfer_pb2.TRANSPORT_KIND_TCP
+CHECKSUMS: Final = {
+    Checksum.XXH3_64: transfer_pb2.CHECKSUM_KIND_XXH3_64,
+    Checksum.BLAKE2B_64: transfer_pb2.CHECKSUM_KIND_BLAKE2B_64,
+}
+CHECKSUM_OF: Final = {number: kind for kind, number in CHECKSUMS.items()}
+KIND_NAMES: Final[dict[int, str]] = {SHM: "shm", TCP: "tcp"}
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A sender whose fingerprint matched."""
+
+    sender_id: str
+    incarnation: str
+    transport: int
+    checksum: Checksum
+
+
+class Gate:
+    """`addresses` maps the transports that this receiver offers to where they listen."""
+
+    def __init__(
+        self,
+        fingerprint: Fingerprint,
+        incarnation: str,
+        host_id: str,
+        addresses: Mapping[int, str],
+        checksums: Sequence[Checksum],
+        chunk_bytes: int,
+        stats: TransferStats,
+        clock: Callable[[], float],
+    ) -> None:
+        self._fingerprint, self._incarnation, self._host_id = fingerprint, incarnation, host_id
+        self._addresses, self._checksums, self._chunk_bytes = addresses, tuple(checksums), chunk_bytes
+        self._stats, self._clock = stats, clock
+        self._lock = threading.Lock()
+        self._tickets: dict[bytes, tuple[Peer, float]] = {}
+
+    def open(self, request: transfer_pb2.OpenRequest) -> transfer_pb2.OpenResponse:
+        """Raises ConfigError naming what differs, or Overloaded where too many tickets are out."""
+        try:
+            peer = self._judge(request)
+            ticket = self._issue(peer)
+        except (ConfigError, Overloaded):
+            self._stats.refused_opens += 1
+            raise
+        return transfer_pb2.OpenResponse(
+            transport=transfer_pb2.TransportKind.Name(peer.transport),
+            address=self._addresses[peer.transport],
+            ticket=ticket,
+            receiver_incarnation=self._incarnation,
+            checksum=transfer_pb2.ChecksumKind.Name(CHECKSUMS[peer.checksum]),
+            chunk_bytes=self._chunk_bytes,
+        )
+
+    def admit(self, ticket: bytes, transport: int) -> Peer | None:
+        """The peer that the ticket was given to, once and in time; None for anybody else."""
+        now_s = self._clock()
+        with self._lock:
+            self._forget_old(now_s)
+            found = [one for one in self._tickets if hmac.compare_digest(one, ticket)]
+            if not found:
+                return None
+            peer, _ = self._tickets.pop(found[0])
+        return peer if peer.transport == transport else None
+
+    def _judge(self, request: transfer_pb2.OpenRequest) -> Peer:
+        compare(self._fingerprint, fingerprint_from_proto(request.fingerprint))
+        for name in ("sender_id", "sender_incarnation"):
+            size = len(getattr(request, name))
+            if not 1 <= size <= MAX_NAME_CHARS:
+                raise ConfigError(name, f"{size} characters", f"1 to {MAX_NAME_CHARS}")
+        checksum = next((CHECKSUM_OF[k] for k in request.checksums if CHECKSUM_OF.get(k) in self._checksums), None)
+        if checksum is None:
+            seen = [transfer_pb2.ChecksumKind.Name(k) for k in request.checksums if k in CHECKSUM_OF]
+            expected = " or ".join(one.value for one in self._checksums)
+            raise ConfigError("checksums", ", ".join(seen) or "none that is known", expected)
+        return Peer(request.sender_id, request.sender_incarnation, self._transport(request), checksum)
+
+    def _transport(self, request: transfer_pb2.OpenRequest) -> int:
+        is_same_host = bool(self._host_id) and request.host_id == self._host_id
+        for kind in request.transports:
+            if kind in self._addresses and (kind != SHM or is_same_host):
+                return int(kind)
+        offered = ", ".join(KIND_NAMES.get(kind, str(int(kind))) for kind in request.transports) or "none"
+        mine = ", ".join(KIND_NAMES[kind] for kind in self._addresses)
+        where = "" if is_same_host else " (another host, so not shm)"
+        raise ConfigError("transports", offered + where, mine)
+
+    def _issue(self, peer: Peer) -> bytes:
+        now_s = self._clock()
+        with self._lock:
+            self._forget_old(now_s)
+            if len(self._tickets) >= MAX_TICKETS:
+                raise Overloaded(f"{MAX_TICKETS} transfer tickets are out already", TICKET_LIFE_S)
+            ticket = secrets.token_bytes(TICKET_BYTES)
+            self._tickets[ticket] = (peer, now_s + TICKET_LIFE_S)
+            return ticket
+
+    def _forget_old(self, now_s: float) -> None:
+        for ticket in [one for one, (_, ends_s) in self._tickets.items() if ends_s <= now_s]:
+            del self._tickets[ticket]

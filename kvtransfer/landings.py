@@ -1,0 +1,274 @@
+"""All transfers of one receiver: who may write where, and what to report. Pure: time comes in as `now_s`.
+
+Methods change the book and return what is to be done, in order. The caller holds one lock around each call and
+acts after releasing it. A `writer` is a number that the caller gives to each connection.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvtransfer.frames import Tag, tag_of
+from kvtransfer.session import RECEIVER_MOVES, Event, Session, State
+from kvtransfer.stats import TransferStats
+from kvtransfer.transport import Grant, Received, ReceiveOutcome, TransferKey
+
+REMEMBERED: Final = 4096  # ended transfers whose outcome a late sender still learns
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell the owner."""
+
+    received: Received
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Tell the sender how its transfer ended."""
+
+    writer: int
+    tag: Tag
+    is_verified: bool
+    error: str = ""
+
+
+Action = Report | Answer
+
+
+@dataclass(slots=True)
+class Landing:
+    """One granted transfer."""
+
+    grant: Grant
+    tag: Tag
+    session: Session
+    deadline_at_s: float | None
+    writer: int | None = None
+    first_byte_at_s: float | None = None
+    aborted_at_s: float | None = None
+    num_bytes: int = 0
+    is_answered: bool = False
+    reported: State | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Permission to receive one chunk, still to be confirmed by `enter` for each write."""
+
+    landing: Landing
+    first: int
+    count: int
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return self.landing.grant.blocks[self.first : self.first + self.count]
+
+
+OUTCOMES: Final = {
+    State.VERIFIED: ReceiveOutcome.VERIFIED,
+    State.FAILED: ReceiveOutcome.FAILED,
+    State.DRAINED: ReceiveOutcome.DRAINED,
+    State.QUARANTINED: ReceiveOutcome.QUARANTINED,
+}
+
+
+@dataclass(slots=True)
+class Landings:
+    """`grace_s` is how long an access may stay open after an abort before the owner hears QUARANTINED."""
+
+    stats: TransferStats = field(default_factory=TransferStats)
+    grace_s: float = 1.0
+    _open: dict[Tag, Landing] = field(default_factory=dict)
+    _ended: OrderedDict[Tag, tuple[bool, str]] = field(default_factory=OrderedDict)
+    _alarms: list[tuple[float, int, Tag]] = field(default_factory=list)
+    _alarm_number: int = 0
+
+    @property
+    def keys(self) -> list[TransferKey]:
+        """Transfers that have not ended."""
+        return [landing.grant.key for landing in self._open.values()]
+
+    @property
+    def next_alarm_s(self) -> float | None:
+        """When `expire` has something to do next."""
+        return self._alarms[0][0] if self._alarms else None
+
+    def expect(self, grant: Grant, now_s: float, deadline_at_s: float | None) -> list[Action]:
+        """Opens the grant. Raises ValueError where the key is open already: its owner has lost count."""
+        tag = tag_of(grant.key)
+        if tag in self._open:
+            raise ValueError(f"transfer {grant.key} is already expected")
+        self._ended.pop(tag, None)
+        landing = Landing(grant, tag, Session(RECEIVER_MOVES, len(grant.blocks)), deadline_at_s)
+        self._open[tag] = landing
+        self.stats.transfers += 1
+        if deadline_at_s is not None:
+            self._set_alarm(deadline_at_s, tag)
+        if not grant.blocks:
+            landing.session.handle(Event.COVERED)
+            landing.session.writer_gone()
+        return self._after(landing, now_s)
+
+    def announce(self, tag: Tag, writer: int) -> list[Action]:
+        """A sender says that it will write; its connection's end is now this transfer's end."""
+        landing = self._open.get(tag)
+        if landing is None and tag in self._ended:
+            is_verified, error = self._ended[tag]
+            return [Answer(writer, tag, is_verified, error)]
+        if landing is None or landing.writer not in (None, writer) or not landing.session.is_open:
+            self.stats.late_messages += 1
+            return [Answer(writer, tag, False, "the receiver does not expect this transfer")]
+        landing.writer = writer
+        landing.session.handle(Event.ANNOUNCED)
+        return []
+
+    def claim(self, tag: Tag, writer: int, first: int, count: int, now_s: float) -> Claim | None:
+        """Whether a chunk may be written; None means that its payload is to be discarded."""
+        landing = self._open.get(tag)
+        if landing is None or landing.writer != writer or not landing.session.is_open:
+            self.stats.late_messages += 1
+            return None
+        if not landing.session.claim(first, count):
+            self.stats.duplicate_chunks += 1
+            return None
+        if landing.first_byte_at_s is None:
+            landing.first_byte_at_s = now_s
+        self.stats.chunks += 1
+        return Claim(landing, first, count)
+
+    def enter(self, claim: Claim) -> bool:
+        """Opens one write. False: the transfer is over, and not a byte may be written."""
+        return claim.landing.session.enter()
+
+    def leave(self, claim: Claim, now_s: float) -> list[Action]:
+        """Closes the write."""
+        claim.landing.session.leave()
+        return self._after(claim.landing, now_s)
+
+    def settle(self, claim: Claim, num_bytes: int, matches: bool, is_last: bool, now_s: float) -> list[Action]:
+        """The chunk is in memory and its checksum was compared. `is_last`: the sender will send no more."""
+        session = claim.landing.session
+        if not session.is_open:
+            return []
+        claim.landing.num_bytes += num_bytes
+        session.land(claim.first, claim.count)
+        session.check(claim.first, claim.count, matches)
+        if not matches:
+            self.stats.checksum_mismatches += 1
+        elif is_last:
+            missing = session.size - session.landed.count
+            if missing:
+                session.handle(Event.INCOMPLETE, f"{missing} of {session.size} blocks never came")
+        return self._after(claim.landing, now_s)
+
+    def retract(self, tag: Tag, writer: int, error: str, now_s: float) -> list[Action]:
+        """The sender gives up."""
+        landing = self._open.get(tag)
+        if landing is None or landing.writer not in (None, writer):
+            self.stats.late_messages += 1
+            return []
+        landing.is_answered = True
+        landing.session.handle(Event.REFUSED, f"the sender gave up: {error}")
+        return self._after(landing, now_s)
+
+    def abort(self, key: TransferKey, now_s: float) -> list[Action]:
+        """The owner gives up. Nothing happens where the transfer has ended or was never expected."""
+        landing = self._open.get(tag_of(key))
+        if landing is None or not landing.session.handle(Event.ABORTED, "aborted by the receiver"):
+            return []
+        landing.aborted_at_s = now_s
+        self._set_alarm(now_s + self.grace_s, landing.tag)
+        return self._after(landing, now_s)
+
+    def cut(self, writer: int, error: str, now_s: float) -> list[Action]:
+        """The connection is gone, and the thread that wrote for it writes no more."""
+        actions: list[Action] = []
+        for landing in [one for one in self._open.values() if one.writer == writer]:
+            landing.session.handle(Event.CUT, error)
+            landing.session.writer_gone()
+            landing.writer = None
+            actions += self._after(landing, now_s)
+        return actions
+
+    def fail_all(self, error: str, now_s: float) -> list[Action]:
+        """This side can serve no more; open writes are still waited for."""
+        actions: list[Action] = []
+        for landing in list(self._open.values()):
+            landing.session.handle(Event.CUT, error)
+            actions += self._after(landing, now_s)
+        return actions
+
+    def expire(self, now_s: float) -> list[Action]:
+        """Ends transfers that are past their deadline, and quarantines aborts that do not drain."""
+        actions: list[Action] = []
+        while self._alarms and self._alarms[0][0] <= now_s:
+            landing = self._open.get(heapq.heappop(self._alarms)[2])
+            if landing is None:
+                continue
+            if landing.deadline_at_s is not None and landing.deadline_at_s <= now_s:
+                seen = f"{landing.session.landed.count} of {landing.session.size} blocks had come"
+                landing.session.handle(Event.EXPIRED, f"the deadline passed when {seen}")
+            if landing.aborted_at_s is not None and landing.aborted_at_s + self.grace_s <= now_s:
+                landing.session.handle(Event.OVERDUE)
+            actions += self._after(landing, now_s)
+        return actions
+
+    def _set_alarm(self, at_s: float, tag: Tag) -> None:
+        if len(self._alarms) > 2 * len(self._open) + 64:  # most belong to transfers that ended well before
+            self._alarms = [alarm for alarm in self._alarms if alarm[2] in self._open]
+            heapq.heapify(self._alarms)
+        self._alarm_number += 1
+        heapq.heappush(self._alarms, (at_s, self._alarm_number, tag))
+
+    def _after(self, landing: Landing, now_s: float) -> list[Action]:
+        """What a change of state asks for, each thing once."""
+        actions: list[Action] = []
+        session = landing.session
+        if not session.is_open and not landing.is_answered:
+            landing.is_answered = True
+            if landing.writer is not None:
+                is_verified = session.state is State.VERIFIED
+                actions.append(Answer(landing.writer, landing.tag, is_verified, session.error))
+        outcome = OUTCOMES.get(session.state)
+        if outcome is None or landing.reported is session.state:
+            return actions
+        landing.reported = session.state
+        self._count(session)
+        if session.has_ended:
+            del self._open[landing.tag]
+            self._ended[landing.tag] = (session.state is State.VERIFIED, session.error)
+            if len(self._ended) > REMEMBERED:
+                self._ended.popitem(last=False)
+        if session.state is State.VERIFIED:
+            self.stats.bytes += landing.num_bytes
+        began_s = now_s if landing.first_byte_at_s is None else landing.first_byte_at_s
+        actions.append(
+            Report(
+                Received(
+                    key=landing.grant.key,
+                    outcome=outcome,
+                    num_bytes=landing.num_bytes,
+                    transfer_s=now_s - began_s,
+                    error=session.error,
+                )
+            )
+        )
+        return actions
+
+    def _count(self, session: Session) -> None:
+        count_end(self.stats, session)
+        if session.state is State.QUARANTINED:
+            self.stats.quarantined += 1
+
+
+def count_end(stats: TransferStats, session: Session) -> None:
+    """Counts a session that has just ended, on either side."""
+    stats.verified += session.state is State.VERIFIED
+    stats.failed += session.state is State.FAILED and session.fault is not Event.ABORTED
+    stats.aborted += session.state in (State.DRAINED, State.FAILED) and session.fault is Event.ABORTED
+    stats.expired += session.state is State.FAILED and session.fault is Event.EXPIRED
+    stats.cut += session.state is State.FAILED and session.fault is Event.CUT

@@ -1,0 +1,294 @@
+"""The decode side over sockets: a listening thread, one thread per prefill worker, one book under one lock.
+
+The listening thread is also the clock: it ends transfers at their deadline. Callbacks come from these threads, in
+the order in which the book decided, and never from inside `expect` or `abort`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvtransfer import checksum
+from kvtransfer.channel import Waker
+from kvtransfer.frames import Frame, Kind, Tag, encode_text
+from kvtransfer.gate import SHM, Gate, Peer
+from kvtransfer.host import host_id
+from kvtransfer.inbound import Inbound
+from kvtransfer.landings import Action, Answer, Claim, Landings
+from kvtransfer.memory import flat
+from kvtransfer.plan import DEFAULT_CHUNK_BYTES
+from kvtransfer.service import TransferServicer
+from kvtransfer.stats import TransferStats
+from kvtransfer.transport import Fingerprint, Grant, Received, ReceiveOutcome, TransferKey
+from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.engine.interface import KvPool
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS: Final = 256
+_JOIN_S: Final = 5.0
+
+OnReceived = Callable[[Received], None]
+
+
+class StreamReceiver:
+    """Receiver over tcp, shm or both; `transports` are numbers of TransportKind."""
+
+    def __init__(
+        self,
+        pool: KvPool,
+        fingerprint: Fingerprint,
+        *,
+        worker_id: str,
+        incarnation: str,
+        host: str,
+        transports: Sequence[int],
+        checksums: Sequence[checksum.Checksum] | None = None,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if pool.block_bytes != fingerprint.block_bytes:
+            raise ConfigError("fingerprint.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
+        self.memory, self.block_bytes, self.num_blocks = flat(pool.buffer), pool.block_bytes, pool.num_blocks
+        self.chunk_bytes = max(chunk_bytes, pool.block_bytes)
+        self._clock = clock
+        self._book = Landings()
+        self._lock = threading.Lock()  # guards the book, the owners, the connections and the queue of reports
+        self._owners: dict[TransferKey, OnReceived] = {}
+        self._connections: dict[int, Inbound] = {}
+        self._reports: deque[Received] = deque()
+        self._delivery = threading.Lock()  # held while reports are handed out, so that they stay in order
+        self._is_closed = False
+        self._number = 0
+        self._doors = {kind: _listen(kind, host) for kind in transports}
+        self._gate = Gate(
+            fingerprint,
+            incarnation,
+            host_id(),
+            {kind: _address(kind, door) for kind, door in self._doors.items()},
+            checksums or checksum.available(),
+            self.chunk_bytes,
+            self._book.stats,
+            clock,
+        )
+        self.servicer = TransferServicer(self._gate)
+        self._waker = Waker()
+        self._thread = threading.Thread(target=self._run, name=f"kv-receiver-{worker_id}", daemon=True)
+        self._thread.start()
+
+    # What the decode worker calls.
+
+    @property
+    def is_healthy(self) -> bool:
+        """False once a thread that everything depends on has died, and after close()."""
+        return self._thread.is_alive() and not self._is_closed
+
+    @property
+    def stats(self) -> TransferStats:
+        with self._lock:
+            return dataclasses.replace(self._book.stats)
+
+    @property
+    def open_keys(self) -> list[TransferKey]:
+        """Transfers that have not ended."""
+        with self._lock:
+            return self._book.keys
+
+    def expect(self, grant: Grant, on_end: OnReceived, deadline_s: float | None = None) -> None:
+        blocks = grant.blocks
+        if blocks and not (min(blocks) >= 0 and max(blocks) < self.num_blocks):
+            raise InvalidRequest("grant.blocks", f"{min(blocks)}..{max(blocks)}", f"0..{self.num_blocks - 1}")
+        if len(set(blocks)) != len(blocks):
+            raise InvalidRequest("grant.blocks", "a block twice", "each block once")
+        now_s = self._clock()
+        with self._lock:
+            if self._is_closed or not self._thread.is_alive():
+                raise Unavailable("the KV receiver is closed")
+            actions = self._book.expect(grant, now_s, None if deadline_s is None else now_s + deadline_s)
+            self._owners[grant.key] = on_end
+            self._do(actions)
+        self._waker.set()  # the clock has a new alarm, or something to deliver
+
+    def abort(self, key: TransferKey) -> None:
+        with self._lock:
+            self._do(self._book.abort(key, self._clock()))
+        self._waker.set()
+
+    def close(self) -> None:
+        """Ends every transfer that is open (FAILED) and every thread. Not from a callback."""
+        with self._lock:
+            self._is_closed = True
+            connections = list(self._connections.values())
+        self._waker.set()
+        for inbound in connections:
+            inbound.stop()
+        for thread in (self._thread, *connections):
+            thread.join(_JOIN_S)
+        with self._lock:
+            self._do(self._book.fail_all("the receiver is closed", self._clock()))
+        self._deliver()
+        for door in self._doors.values():
+            door.close()
+        self._waker.close()
+
+    # What connections call.
+
+    def admit(self, ticket: bytes, transport: int, inbound: Inbound) -> Peer | None:
+        """A sender's new connection replaces its old ones: it would not have come while they worked."""
+        peer = self._gate.admit(ticket, transport)
+        if peer is None:
+            return None
+        with self._lock:
+            old = [c for c in self._connections.values() if c.peer is not None and c.peer.sender_id == peer.sender_id]
+        for one in old:
+            one.stop()
+        log.info("kv sender connected", extra={"sender_id": peer.sender_id, "transport": transport})
+        return peer
+
+    def announce(self, tag: Tag, writer: int) -> None:
+        with self._lock:
+            self._do(self._book.announce(tag, writer))
+
+    def claim(self, tag: Tag, writer: int, first: int, count: int) -> Claim | None:
+        with self._lock:
+            return self._book.claim(tag, writer, first, count, self._clock())
+
+    def enter(self, claim: Claim) -> bool:
+        with self._lock:
+            return self._book.enter(claim)
+
+    def leave(self, claim: Claim) -> None:
+        with self._lock:
+            self._do(self._book.leave(claim, self._clock()))
+        self._deliver()
+
+    def settle(self, claim: Claim, num_bytes: int, matches: bool, is_last: bool) -> None:
+        with self._lock:
+            self._do(self._book.settle(claim, num_bytes, matches, is_last, self._clock()))
+        self._deliver()
+
+    def retract(self, tag: Tag, writer: int, error: str) -> None:
+        with self._lock:
+            self._do(self._book.retract(tag, writer, error, self._clock()))
+        self._deliver()
+
+    def ended(self, inbound: Inbound, error: str, is_peers_fault: bool) -> None:
+        who = inbound.peer.sender_id if inbound.peer else "unknown"
+        with self._lock:
+            self._connections.pop(inbound.number, None)
+            self._book.stats.refused_connections += inbound.peer is None
+            self._book.stats.protocol_errors += is_peers_fault
+            self._do(self._book.cut(inbound.number, f"sender {who}: {error}", self._clock()))
+        log.log(
+            logging.WARNING if is_peers_fault or inbound.peer is None else logging.INFO,
+            "kv sender disconnected",
+            extra={"sender_id": who, "error": error},
+        )
+        self._deliver()
+
+    # Inside.
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        """With the lock held."""
+        for action in actions:
+            if isinstance(action, Answer):
+                inbound = self._connections.get(action.writer)
+                if inbound is not None:
+                    inbound.post(_encode(action))
+            else:
+                self._reports.append(action.received)
+
+    def _deliver(self) -> None:
+        if not self._reports:
+            return
+        with self._delivery:
+            while True:
+                with self._lock:
+                    if not self._reports:
+                        return
+                    received = self._reports.popleft()
+                    keeps = received.outcome is ReceiveOutcome.QUARANTINED
+                    owner = self._owners.get(received.key) if keeps else self._owners.pop(received.key, None)
+                if owner is None:
+                    continue
+                try:
+                    owner(received)
+                except Exception:  # the owner's fault must not end the other owners' transfers
+                    log.exception("on_end of a transfer raised", extra={"transfer_id": received.key.transfer_id})
+
+    def _run(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._waker, selectors.EVENT_READ, None)
+                for kind, door in self._doors.items():
+                    selector.register(door, selectors.EVENT_READ, kind)
+                while not self._is_closed:
+                    self._tick(selector)
+        except Exception:  # no clock and no door: nothing can be promised any more
+            log.critical("the KV receiver's thread died", exc_info=True)
+            with self._lock:
+                self._is_closed = True
+                self._do(self._book.fail_all("the receiver's thread died", self._clock()))
+            self._deliver()
+
+    def _tick(self, selector: selectors.BaseSelector) -> None:
+        with self._lock:
+            alarm_s = self._book.next_alarm_s
+        timeout_s = None if alarm_s is None else max(0.0, alarm_s - self._clock())
+        for key, _ in selector.select(timeout_s):
+            if key.data is not None:
+                self._accept(self._doors[key.data], key.data)
+        self._waker.clear()
+        with self._lock:
+            self._do(self._book.expire(self._clock()))
+        self._deliver()
+
+    def _accept(self, door: socket.socket, kind: int) -> None:
+        try:
+            sock, _ = door.accept()
+        except OSError:  # the peer has left again
+            return
+        with self._lock:
+            if self._is_closed or len(self._connections) >= MAX_CONNECTIONS:
+                self._book.stats.refused_connections += 1
+                sock.close()
+                return
+            self._number += 1
+            inbound = self._connections[self._number] = Inbound(self, sock, self._number, kind)
+        inbound.start()
+
+
+def _encode(answer: Answer) -> bytes:
+    if answer.is_verified:
+        return Frame(Kind.DONE, answer.tag).encode()
+    return encode_text(Kind.REFUSE, answer.tag, answer.error)
+
+
+def _listen(kind: int, host: str) -> socket.socket:
+    if kind == SHM:
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        door.bind("\0pdserve-kv-" + secrets.token_hex(16))
+    else:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        door = socket.socket(family, socket.SOCK_STREAM)
+        door.bind((host, 0))
+    door.listen(64)
+    door.setblocking(False)
+    return door
+
+
+def _address(kind: int, door: socket.socket) -> str:
+    name = door.getsockname()
+    if kind == SHM:
+        return bytes(name)[1:].decode()
+    host, port = name[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

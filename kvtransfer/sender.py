@@ -1,0 +1,133 @@
+"""The prefill side over sockets: one connection and one thread per decode worker, made when first needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvtransfer import checksum
+from kvtransfer.dial import Caller
+from kvtransfer.grants import compare
+from kvtransfer.memory import flat
+from kvtransfer.outbound import Abort, OnSent, Outbound, Push, Start
+from kvtransfer.stats import TransferStats
+from kvtransfer.transport import Fingerprint, Grant, Sent, TransferKey
+from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.engine.interface import KvPool
+
+_JOIN_S: Final = 5.0
+Pair = tuple[str, str, str]  # endpoint, worker id, incarnation
+
+
+class StreamSender:
+    """Sender over tcp, shm or both; `transports` are numbers of TransportKind, the preferred first."""
+
+    def __init__(
+        self,
+        pool: KvPool,
+        fingerprint: Fingerprint,
+        *,
+        worker_id: str,
+        incarnation: str,
+        transports: Sequence[int],
+        checksums: Sequence[checksum.Checksum] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if pool.block_bytes != fingerprint.block_bytes:
+            raise ConfigError("fingerprint.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
+        self._memory, self._num_blocks = flat(pool.buffer).toreadonly(), pool.num_blocks
+        self._caller = Caller(
+            worker_id, incarnation, fingerprint, tuple(transports), tuple(checksums or checksum.available())
+        )
+        self._clock = clock
+        self._lock = threading.Lock()  # guards all below
+        self._pairs: dict[Pair, Outbound] = {}
+        self._transfers: dict[TransferKey, tuple[Outbound, int]] = {}  # who moves it, how many blocks
+        self._past = TransferStats()  # of connections that ended
+        self._is_closed = False
+
+    @property
+    def stats(self) -> TransferStats:
+        with self._lock:
+            return _sum([self._past, *(outbound.stats for outbound in self._pairs.values())])
+
+    @property
+    def open_keys(self) -> list[TransferKey]:
+        """Transfers that have not ended."""
+        with self._lock:
+            return list(self._transfers)
+
+    def start(self, grant: Grant, on_end: OnSent, deadline_s: float | None = None) -> None:
+        """Raises Unavailable after close(); everything else reaches `on_end`."""
+        error = ""
+        try:
+            compare(grant.fingerprint, self._caller.fingerprint)
+        except ConfigError as differs:
+            error = differs.message
+        deadline_at_s = None if deadline_s is None else self._clock() + deadline_s
+        command = Start(grant, self._forgetting(grant.key, on_end), deadline_at_s, error)
+        pair = (grant.endpoint, grant.worker_id, grant.incarnation)
+        with self._lock:
+            if self._is_closed:
+                raise Unavailable("the KV sender is closed")
+            if grant.key in self._transfers:
+                raise ValueError(f"transfer {grant.key} has been started already")
+            outbound = self._pairs.get(pair)
+            if outbound is None or not outbound.post(command):
+                outbound = self._connect(pair)
+                outbound.post(command)
+            self._transfers[grant.key] = (outbound, len(grant.blocks))
+
+    def push(self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool) -> None:
+        """Raises InvalidRequest on indices outside the grant or blocks outside the pool."""
+        with self._lock:
+            found = self._transfers.get(key)
+        if found is None:  # it has ended, and its owner has been told or is being told
+            return
+        outbound, size = found
+        for index, source in blocks:
+            if not 0 <= index < size:
+                raise InvalidRequest("blocks", f"grant index {index}", f"0..{size - 1}")
+            if not 0 <= source < self._num_blocks:
+                raise InvalidRequest("blocks", f"source block {source}", f"0..{self._num_blocks - 1}")
+        outbound.post(Push(key, tuple(blocks), is_last))
+
+    def abort(self, key: TransferKey) -> None:
+        with self._lock:
+            found = self._transfers.get(key)
+        if found is not None:
+            found[0].post(Abort(key))
+
+    def close(self) -> None:
+        """Ends every transfer that is open (FAILED) and every thread. Not from a callback."""
+        with self._lock:
+            self._is_closed = True
+            outbounds = list(self._pairs.values())
+        for outbound in outbounds:
+            outbound.stop()
+        for outbound in outbounds:
+            outbound.join(_JOIN_S)
+
+    def _connect(self, pair: Pair) -> Outbound:
+        """With the lock held. Forgets the connections that have ended."""
+        for old in [one for one, outbound in self._pairs.items() if outbound.is_over]:
+            self._past = _sum([self._past, self._pairs.pop(old).stats])
+        outbound = self._pairs[pair] = Outbound(self._caller, self._memory, pair[0], pair[2], self._clock)
+        outbound.start()
+        return outbound
+
+    def _forgetting(self, key: TransferKey, on_end: OnSent) -> OnSent:
+        def end(sent: Sent) -> None:
+            with self._lock:
+                self._transfers.pop(key, None)
+            on_end(sent)
+
+        return end
+
+
+def _sum(parts: Sequence[TransferStats]) -> TransferStats:
+    names = [one.name for one in dataclasses.fields(TransferStats)]
+    return TransferStats(**{name: sum(getattr(part, name) for part in parts) for name in names})

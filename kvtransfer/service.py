@@ -1,0 +1,30 @@
+"""TransferService on a decode worker's gRPC server: a prefill worker's first call."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import grpc
+
+from kvtransfer.gate import Gate
+from pdserve.core.errors import ConfigError, Overloaded, PdserveError
+from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
+
+STATUS: Final[dict[type[PdserveError], grpc.StatusCode]] = {
+    ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+
+class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
+    """For a grpc.aio server; add it with add_TransferServiceServicer_to_server."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def Open(self, request: transfer_pb2.OpenRequest, context: Any) -> transfer_pb2.OpenResponse:
+        try:
+            return self._gate.open(request)
+        except (ConfigError, Overloaded) as error:
+            await context.abort(STATUS[type(error)], error.message)
+            raise

@@ -1,0 +1,24 @@
+"""What an endpoint counts. Pure. Names are fit for metrics; all only grow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class TransferStats:
+    transfers: int = 0  # opened: expected (receiver) or started (sender)
+    verified: int = 0  # ended with every block verified (receiver) or acknowledged (sender)
+    failed: int = 0
+    aborted: int = 0
+    expired: int = 0  # of the failed: past their deadline
+    cut: int = 0  # of the failed: the connection was lost
+    quarantined: int = 0  # aborted, and a write was still open after the grace time
+    bytes: int = 0  # payload of verified (receiver) or acknowledged (sender) transfers
+    chunks: int = 0  # accepted (receiver) or sent (sender)
+    late_messages: int = 0  # for transfers that are unknown, replaced or over
+    duplicate_chunks: int = 0  # overlapping what is already there or coming; dropped
+    checksum_mismatches: int = 0
+    refused_opens: int = 0  # handshakes that were turned away
+    refused_connections: int = 0  # no valid ticket
+    protocol_errors: int = 0  # connections that were closed because of what they sent
