@@ -1,0 +1,235 @@
+"""Tiny random models of every family, their answers by transformers, and a small scheduler that serves requests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from pdserve.config import WorkerConfig
+from pdserve.core.types import Role, Sampling, TokenOut
+from pdserve.engine.interface import Engine, Row
+from pdserve.engine.load import load_engine
+
+torch.set_num_threads(1)
+transformers.utils.logging.disable_progress_bar()
+
+GREEDY = Sampling(temperature=0.0, max_tokens=64)
+COMMON: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "llama-tied-biased": (
+        "Llama",
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+    ),
+    "llama-llama3-rope": (
+        "Llama",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "llama-linear-rope": (
+        "Llama",
+        {
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 256,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    "llama-yarn-rope": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "mistral-window": (
+        "Mistral",
+        {"sliding_window": 21, "head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+    "qwen2-window-by-layer": (
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 40,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 256,
+                "truncate": False,
+            },
+        },
+    ),
+    "qwen3": (
+        "Qwen3",
+        {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+    ),
+}
+
+
+@dataclass(kw_only=True)
+class Request:
+    prompt: list[int]
+    sampling: Sampling = GREEDY
+    arrival: int = 0  # the step at which it may begin
+    blocks: list[int] = field(default_factory=list)
+    outs: list[TokenOut] = field(default_factory=list)
+    num_computed: int = 0
+
+    @property
+    def history(self) -> list[int]:
+        return self.prompt + [out.token_id for out in self.outs]
+
+
+def build_tiny(name: str, folder: Path) -> Path:
+    """Random weights, wide enough that no two tokens are nearly as likely; norms and biases are random too."""
+    family, own = TINY[name]
+    config = getattr(transformers, family + "Config")(**COMMON | own)
+    torch.manual_seed(20_26)
+    model = getattr(transformers, family + "ForCausalLM")(config)
+    for parameter_name, parameter in model.named_parameters():
+        if "norm" in parameter_name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+        else:
+            torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.25)
+        if "q_proj" in parameter_name or "q_norm" in parameter_name:
+            parameter.data *= 4.0  # attention that chooses: an even one would forget the order of a long prompt
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of the tiny model of that name."""
+    built: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in built:
+            built[name] = build_tiny(name, tmp_path_factory.mktemp("models") / name)
+        return built[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def open_engine() -> Callable[..., Engine]:
+    def get(folder: Path | str, **settings: Any) -> Engine:
+        settings = {"kv_blocks": 400, "device": "cpu"} | settings
+        return load_engine(WorkerConfig(model=str(folder), worker_id="w", **settings), Role.DECODE)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[..., list[int]]:
+    """The greedy continuation by transformers in float32."""
+    models: dict[Path, Any] = {}
+
+    def get(folder: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        if folder not in models:
+            models[folder] = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        [tokens] = models[folder].generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return list(tokens[len(prompt) :].tolist())
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def serve() -> Callable[..., list[list[int]]]:
+    """Serves requests together: decode rows and prefill chunks mixed, blocks scattered. Returns their tokens."""
+
+    def run(engine: Engine, requests: Sequence[Request], *, chunk: int = 10_000, seed: int = 0) -> list[list[int]]:
+        free = list(range(engine.spec.num_blocks))
+        random.Random(seed).shuffle(free)
+        step = 0
+        while pending := [one for one in requests if len(one.outs) < one.sampling.max_tokens]:
+            rows, asking = [], []
+            for one in pending:
+                if one.arrival > step:
+                    continue
+                tokens = one.history[one.num_computed :][:chunk]
+                end = one.num_computed + len(tokens)
+                while len(one.blocks) * engine.spec.block_size < end:
+                    one.blocks.append(free.pop())
+                is_last = end == len(one.history)
+                rows.append(
+                    Row(
+                        tokens=tokens,
+                        start=one.num_computed,
+                        blocks=one.blocks,
+                        sample=one.sampling if is_last else None,
+                        history=one.history if is_last else (),
+                        prompt_len=len(one.prompt),
+                    )
+                )
+                asking.append(one)
+            for one, row, out in zip(asking, rows, engine.step(rows), strict=True):
+                one.num_computed += len(row.tokens)
+                assert (out is None) == (row.sample is None)
+                if out is not None:
+                    one.outs.append(out)
+            step += 1
+        return [[out.token_id for out in one.outs] for one in requests]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def request_of() -> type[Request]:
+    return Request
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [random.Random(length * 1000 + seed).randrange(3, COMMON["vocab_size"]) for _ in range(length)]
+
+
+@pytest.fixture(scope="session")
+def make_prompt() -> Callable[..., list[int]]:
+    return prompt_of

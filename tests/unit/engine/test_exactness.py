@@ -1,0 +1,184 @@
+"""The decoder gives the tokens of transformers, however a sequence is cut, mixed, moved and placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from pdserve.core.types import Sampling
+from pdserve.engine.interface import Engine, Row
+
+FAMILIES = [
+    "llama",
+    "llama-tied-biased",
+    "llama-llama3-rope",
+    "llama-linear-rope",
+    "llama-yarn-rope",
+    "mistral-window",
+    "qwen2-window-by-layer",
+    "qwen3",
+]
+GREEDY = Sampling(temperature=0.0, max_tokens=64)
+BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
+
+Tiny = Callable[[str], Path]
+OpenEngine = Callable[..., Engine]
+Serve = Callable[..., list[list[int]]]
+MakePrompt = Callable[..., list[int]]
+Reference = Callable[..., list[int]]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_mixed_batches_give_the_tokens_of_transformers(
+    name: str,
+    tiny: Tiny,
+    open_engine: OpenEngine,
+    serve: Serve,
+    reference: Reference,
+    request_of: Any,
+    make_prompt: MakePrompt,
+) -> None:
+    folder = tiny(name)
+    lengths = [1, 2, 16, 63, 150, 300] + ([700] if name in ("llama-llama3-rope", "mistral-window") else [])
+    prompts = [make_prompt(length) for length in lengths]
+    requests = [request_of(prompt=prompt, arrival=3 * index) for index, prompt in enumerate(prompts)]
+    got = serve(open_engine(folder), requests, chunk=48)
+    assert got == [reference(folder, prompt, 64) for prompt in prompts]
+    assert sum(len(set(tokens)) > 16 for tokens in got) >= 4  # random models may fall into loops, most do not
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_logprob_on_the_way_equals_that_of_transformers(
+    name: str, tiny: Tiny, open_engine: OpenEngine, serve: Serve, request_of: Any, make_prompt: MakePrompt
+) -> None:
+    """Hot sampling visits what greedy decoding never would; transformers then reads the same text at once."""
+    asked = Sampling(temperature=2.0, seed=5, logprobs=3, max_tokens=40)
+    lengths = (1, 30, 81, 260)
+    requests = [request_of(prompt=make_prompt(length), sampling=asked, arrival=length % 7) for length in lengths]
+    serve(open_engine(tiny(name)), requests, chunk=31)
+    model = AutoModelForCausalLM.from_pretrained(tiny(name), dtype=torch.float32)
+    for one in requests:
+        assert len({out.token_id for out in one.outs}) > 16
+        with torch.inference_mode():
+            logprob_TV = model(torch.tensor([one.history[:-1]])).logits[0, len(one.prompt) - 1 :].log_softmax(-1)
+        for out, logprob_V in zip(one.outs, logprob_TV, strict=True):
+            assert [token for token, _ in out.top] == logprob_V.topk(3).indices.tolist()
+            seen = [out.logprob, *(value for _, value in out.top)]
+            expected = logprob_V[[out.token_id, *(token for token, _ in out.top)]]
+            torch.testing.assert_close(torch.tensor(seen), expected, atol=2e-3, rtol=0)
+
+
+def test_the_bundled_model_writes_what_transformers_writes(
+    open_engine: OpenEngine, serve: Serve, reference: Reference, request_of: Any
+) -> None:
+    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    texts = ["def fib(n):", "import os\n\nclass Path:", "    def __init__(self, name", "# Copyright\n\nimport sys\n"]
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    got = serve(open_engine(BUNDLED), [request_of(prompt=prompt) for prompt in prompts], chunk=5)
+    assert got == [reference(BUNDLED, prompt, 64) for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", ["llama-llama3-rope", "qwen2-window-by-layer", "mistral-window"])
+def test_chunks_blocks_and_company_change_nothing(
+    name: str, tiny: Tiny, open_engine: OpenEngine, serve: Serve, request_of: Any, make_prompt: MakePrompt
+) -> None:
+    prompt = make_prompt(200)
+    seeded = Sampling(temperature=0.8, top_p=0.9, seed=7, max_tokens=32)
+    answers = []
+    for block_size, chunk, company in ((16, 10_000, 0), (16, 1, 0), (7, 33, 3), (64, 199, 9)):
+        engine = open_engine(tiny(name), block_size=block_size, kv_blocks=6400 // block_size)
+        requests = [request_of(prompt=prompt, sampling=seeded), request_of(prompt=prompt)]
+        requests += [request_of(prompt=make_prompt(20 * index + 1), arrival=index) for index in range(company)]
+        answers.append(serve(engine, requests, chunk=chunk, seed=chunk)[:2])
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0][0] != answers[0][1][:32]
+
+
+def test_blocks_moved_as_bytes_to_another_engine_go_on_with_the_same_tokens(
+    tiny: Tiny, open_engine: OpenEngine, reference: Reference, make_prompt: MakePrompt
+) -> None:
+    prefill, decode = open_engine(tiny("qwen3")), open_engine(tiny("qwen3"))
+    prompt = make_prompt(75)
+    source, target = [9, 3, 100, 8, 50], [1, 0, 2, 399, 7]
+    [first] = prefill.step([row_of(prompt, 0, source, len(prompt))])
+    assert first is not None
+    size = prefill.spec.block_bytes
+    for ours, theirs in zip(source, target, strict=True):
+        decode.pool.buffer[theirs * size : (theirs + 1) * size] = prefill.pool.buffer[ours * size : (ours + 1) * size]
+    history = [*prompt, first.token_id]
+    while len(history) < len(prompt) + 20:
+        if len(history) > len(target) * 16:
+            target.append(200 + len(target))
+        [out] = decode.step([row_of(history, len(history) - 1, target, len(prompt))])
+        assert out is not None
+        history.append(out.token_id)
+    assert history[len(prompt) :] == reference(tiny("qwen3"), prompt, 20)
+
+
+def row_of(history: list[int], start: int, blocks: list[int], prompt_len: int) -> Row:
+    return Row(
+        tokens=history[start:], start=start, blocks=blocks, sample=GREEDY, history=list(history), prompt_len=prompt_len
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_what_earlier_owners_left_in_blocks_is_never_read(
+    name: str,
+    tiny: Tiny,
+    open_engine: OpenEngine,
+    serve: Serve,
+    reference: Reference,
+    request_of: Any,
+    make_prompt: MakePrompt,
+) -> None:
+    engine = open_engine(tiny(name))
+    engine.pool.buffer[:] = b"\xff" * len(engine.pool.buffer)  # every float is NaN
+    prompts = [make_prompt(length) for length in (5, 16, 40, 130)]
+    requests = [request_of(prompt=prompt, arrival=index) for index, prompt in enumerate(prompts)]
+    assert serve(engine, requests, chunk=24) == [reference(tiny(name), prompt, 64) for prompt in prompts]
+
+
+def test_the_tail_of_a_fresh_block_holds_nothing_of_its_earlier_owner(tiny: Tiny, open_engine: OpenEngine) -> None:
+    engine = open_engine(tiny("llama"))
+    engine.pool.buffer[:] = b"\x3f" * len(engine.pool.buffer)
+    engine.step([Row(tokens=[5, 6, 7], start=0, blocks=[2])])
+    size = engine.spec.block_bytes
+    block = torch.frombuffer(engine.pool.buffer[2 * size : 3 * size], dtype=torch.float32).view(3, 2, 16, 2, 16)
+    assert not block[:, :, 3:].any()
+    assert block[:, :, :3].all()
+
+
+def test_prefill_logprobs_equal_those_of_transformers(
+    tiny: Tiny, open_engine: OpenEngine, make_prompt: MakePrompt
+) -> None:
+    prompt = make_prompt(90)
+    engine = open_engine(tiny("qwen2-window-by-layer"))
+    asked = Sampling(temperature=0.0, logprobs=20, repetition_penalty=1.3, min_tokens=1)
+    [out] = engine.step(
+        [Row(tokens=prompt, start=0, blocks=list(range(6)), sample=asked, history=prompt, prompt_len=90)]
+    )
+    model = AutoModelForCausalLM.from_pretrained(tiny("qwen2-window-by-layer"), dtype=torch.float32)
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    assert out is not None
+    tokens = [token for token, _ in out.top]
+    assert tokens == expected.topk(20).indices.tolist()
+    torch.testing.assert_close(torch.tensor([value for _, value in out.top]), expected[tokens], atol=1e-4, rtol=0)
+    assert out.logprob == pytest.approx(float(expected[out.token_id]), abs=1e-4)
+
+
+def test_bfloat16_stays_close_to_float32(tiny: Tiny, open_engine: OpenEngine, make_prompt: MakePrompt) -> None:
+    prompt = make_prompt(60)
+    asked = Sampling(temperature=0.0, logprobs=5)
+    row = Row(tokens=prompt, start=0, blocks=list(range(4)), sample=asked, history=prompt, prompt_len=60)
+    [exact], [rounded] = (open_engine(BUNDLED, dtype=dtype).step([row]) for dtype in ("float32", "bfloat16"))
+    assert exact is not None
+    assert rounded is not None
+    assert dict(rounded.top).keys() & dict(exact.top).keys()
+    assert rounded.top[0][1] == pytest.approx(exact.top[0][1], abs=0.3)
