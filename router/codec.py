@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, TypeAlias
 
-Json: TypeAlias = "None | bool | int | float | str | list[Any] | dict[str, Any]"
 Decoder: TypeAlias = Callable[[Any], Any]
 
 

@@ -1,1 +1,29 @@
+"""Placement policies by name. Pure.
 
+A policy is one function or small class; adding one is a line in POLICIES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from pdserve.core.errors import ConfigError
+from router.policy.interface import Policy
+from router.policy.least_ttft import LeastTtft, Links
+from router.policy.static import RoundRobin, colocated
+from router.settings import RouterSettings
+
+POLICIES: Final[dict[str, Callable[[RouterSettings, Links], Policy]]] = {
+    "least-ttft": lambda settings, links: LeastTtft(settings.local_max_uncached_tokens, links),
+    "round-robin": lambda settings, links: RoundRobin(),
+    "colocated": lambda settings, links: colocated,
+}
+
+
+def make_policy(settings: RouterSettings, links: Links) -> Policy:
+    """Raises ConfigError, listing the known names."""
+    make = POLICIES.get(settings.policy)
+    if make is None:
+        raise ConfigError("policy", settings.policy, "one of " + ", ".join(sorted(POLICIES)))
+    return make(settings, links)

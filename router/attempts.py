@@ -1,0 +1,272 @@
+"""What workers say about the present attempt of a request: grant, first token, KV, tokens, the end. Pure.
+
+Every message names its attempt. One of an older attempt, of a request that is gone or from a worker that has no
+part in it is late: counted, never obeyed. The streams of the two workers are not ordered against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from pdserve.core.types import FinishReason, TokenOut
+from router.commands import Admit, EmitTokens, FailKind, Prefill
+from router.ending import expire, finish, forget_if_free, give_up
+from router.events import (
+    AttemptFailed,
+    FailureKind,
+    FirstToken,
+    Granted,
+    RefusalReason,
+    Refused,
+    Released,
+    TokenRow,
+    TokensArrived,
+    TransferEnded,
+)
+from router.ledger import Ledger
+from router.lifecycle import Move, Stage
+from router.recovery import Cause, lose, requeue
+from router.request import Placement, Request
+
+FIRST_REFUSAL_S: Final = 0.01  # after which a refused request is placed again, doubling
+LONGEST_REFUSAL_S: Final = 0.5
+LONGEST_CLOSED_S: Final = 5.0  # that a worker is not asked, whatever it says
+
+
+def on_granted(ledger: Ledger, event: Granted) -> None:
+    found = _present(ledger, event.worker_id, event.request_id, event.attempt)
+    if found is None:
+        return
+    request, placement = found
+    is_local = request.stage is Stage.SEATING
+    if event.worker_id != placement.decode_worker or (event.grant is None) is not is_local:
+        _odd(ledger, request, Move.GRANTED)
+        return
+    if not ledger.move(request, Move.GRANTED):
+        return
+    view = ledger.fleet.views[event.worker_id]
+    view.answered(view.bookings[request.request_id, request.attempt])
+    view.granted_after(ledger.now_s - request.placed_s)
+    request.refusals = 0
+    if event.grant is None:
+        return
+    booking = ledger.booking(placement.prefill_worker, request.request_id, request.attempt)
+    assert booking is not None, "a lost prefill worker ends the attempt"
+    booking.is_sent = True
+    ledger.out.append(
+        Prefill(
+            worker_id=placement.prefill_worker,
+            request_id=request.request_id,
+            attempt=request.attempt,
+            grant=event.grant,
+            output_token_ids=request.output_ids,
+            deadline_s=request.deadline_left_s(ledger.now_s),
+        )
+    )
+
+
+def on_refused(ledger: Ledger, event: Refused) -> None:
+    request = ledger.requests.get(event.request_id)
+    if request is not None:
+        ledger.counters[f"refused_{event.reason.value}"] += 1
+    view = ledger.fleet.connected(event.worker_id)
+    if view is not None and event.reason is not RefusalReason.TOO_LARGE:
+        wait_s = min(max(FIRST_REFUSAL_S, event.retry_after_s), LONGEST_CLOSED_S)
+        view.closed_until_s = max(view.closed_until_s, ledger.now_s + wait_s)
+    found = _present(ledger, event.worker_id, event.request_id, event.attempt)
+    if request is not None:
+        # Whether the attempt is the present one or not, the worker has said that it holds nothing.
+        ledger.drop_hold(request, event.worker_id, event.attempt)
+        forget_if_free(ledger, request)
+    if found is None:
+        return
+    request, _ = found
+    if event.reason is RefusalReason.TOO_LARGE:
+        request.too_large_for.add(ledger.fleet.key(event.worker_id))
+    if ledger.move(request, Move.DECLINED):
+        backoff_s = min(FIRST_REFUSAL_S * 2.0**request.refusals, LONGEST_REFUSAL_S)
+        request.refusals += 1
+        requeue(ledger, request, 0.0 if request.refusals == 1 else backoff_s)
+
+
+def on_first_token(ledger: Ledger, event: FirstToken) -> None:
+    found = _present(ledger, event.worker_id, event.request_id, event.attempt)
+    if found is None:
+        return
+    request, placement = found
+    if event.worker_id != placement.prefill_worker:
+        _odd(ledger, request, Move.FIRST_TOKEN)
+        return
+    was_landed = request.stage is Stage.LANDED
+    if not ledger.move(request, Move.FIRST_TOKEN):
+        return
+    view = ledger.fleet.views[placement.prefill_worker]
+    view.computed(view.bookings[request.request_id, request.attempt], ledger.now_s)
+    view.answered(view.bookings[request.request_id, request.attempt])
+    ledger.is_placing_due = True
+    _prefilled(request, placement.prefill_worker, view.hello.block_size, event)
+    _emit(ledger, request, (event.token,))
+    if event.finish is not None:
+        finish(ledger, request, event.finish, cancel=True)
+        return
+    if _is_full(request):
+        # The worker should have said so.
+        finish(ledger, request, FinishReason.LENGTH, cancel=True)
+        return
+    ledger.out.append(
+        Admit(
+            worker_id=placement.decode_worker,
+            request_id=request.request_id,
+            attempt=request.attempt,
+            first_token_id=event.token.token_id,
+        )
+    )
+    if was_landed:
+        ledger.counters["landed_first"] += 1
+
+
+def on_transfer_ended(ledger: Ledger, event: TransferEnded) -> None:
+    found = _present(ledger, event.worker_id, event.request_id, event.attempt)
+    if found is None:
+        return
+    request, placement = found
+    is_from_prefill = event.worker_id == placement.prefill_worker
+    if is_from_prefill and (event.is_committed or request.stage in (Stage.DECODING, Stage.LANDED)):
+        # The receiver's word counts: it has verified the blocks whatever the sender saw.
+        ledger.counters["sender_disagrees"] += 1
+        return
+    if not event.is_committed:
+        lose(ledger, request, Cause.TRANSFER, message=event.error)
+        return
+    if not ledger.move(request, Move.COMMITTED):
+        return
+    request.transfer_s += event.transfer_s
+    request.transfer_bytes += event.num_bytes
+    ledger.fleet.measured(placement.prefill_worker, placement.decode_worker, event.num_bytes, event.transfer_s)
+    block_size = ledger.fleet.views[placement.decode_worker].hello.block_size
+    attempt_tokens = request.facts.num_prompt_tokens + request.attempt_output
+    request.cached_blocks[placement.decode_worker] = attempt_tokens // block_size
+
+
+def on_tokens(ledger: Ledger, event: TokensArrived) -> None:
+    for row in event.rows:
+        _on_row(ledger, event.worker_id, row)
+
+
+def on_attempt_failed(ledger: Ledger, event: AttemptFailed) -> None:
+    found = _present(ledger, event.worker_id, event.request_id, event.attempt)
+    if found is None:
+        return
+    request, placement = found
+    if event.worker_id == placement.prefill_worker and request.stage is Stage.DECODING:
+        ledger.counters["sender_disagrees"] += 1
+        return
+    match event.kind:
+        case FailureKind.DEADLINE:
+            expire(ledger, request)
+        case FailureKind.INVALID:
+            give_up(ledger, request, FailKind.INVALID, event.message, field="request")
+        case FailureKind.TRANSFER:
+            lose(ledger, request, Cause.TRANSFER, message=event.message)
+        case FailureKind.INTERNAL:
+            lose(ledger, request, Cause.INTERNAL, culprit=event.worker_id, message=event.message)
+
+
+def on_released(ledger: Ledger, event: Released) -> None:
+    request = ledger.requests.get(event.request_id)
+    if request is None or (event.worker_id, event.attempt) not in request.holds:
+        ledger.counters["late"] += 1
+        return
+    placement = request.placement
+    is_present = request.attempt == event.attempt and placement is not None and request.request_id not in ledger.ended
+    ledger.drop_hold(request, event.worker_id, event.attempt)
+    if is_present and placement is not None:
+        is_sender_done = event.worker_id == placement.prefill_worker and request.stage in (
+            Stage.MOVING,
+            Stage.DECODING,
+        )
+        if not is_sender_done:
+            # It freed what the attempt still needs, and did not say why.
+            lose(ledger, request, Cause.INTERNAL, culprit=event.worker_id, message="released too early")
+    forget_if_free(ledger, request)
+
+
+def _on_row(ledger: Ledger, worker_id: str, row: TokenRow) -> None:
+    found = _present(ledger, worker_id, row.request_id, row.attempt)
+    if found is None:
+        return
+    request, placement = found
+    if worker_id != placement.decode_worker:
+        _odd(ledger, request, Move.TOKENS)
+        return
+    seen = len(request.output) - row.output_index
+    if seen < 0:
+        lose(ledger, request, Cause.GAP, culprit=worker_id)
+        return
+    room = request.facts.sampling.max_tokens - len(request.output)
+    tokens = row.tokens[seen : seen + room]
+    if seen:
+        ledger.counters["repeated_tokens"] += min(seen, len(row.tokens))
+    if not ledger.move(request, Move.TOKENS):
+        return
+    view = ledger.fleet.views[worker_id]
+    booking = view.bookings[request.request_id, request.attempt]
+    if booking.prefill_tokens:
+        view.computed(booking, ledger.now_s)
+        ledger.is_placing_due = True
+        _prefilled(request, worker_id, view.hello.block_size, row)
+    if tokens:
+        view.grew(booking, len(tokens))
+        _emit(ledger, request, tokens)
+    if row.finish is not None or _is_full(request):
+        request.decode_s += row.decode_s
+        request.preemptions += row.preemptions
+        view.left_batch(booking)
+        ledger.is_placing_due = True
+        # A worker that says `finish` frees on its own.
+        finish(ledger, request, row.finish or FinishReason.LENGTH, cancel=row.finish is None)
+
+
+def _present(ledger: Ledger, worker_id: str, request_id: str, attempt: int) -> tuple[Request, Placement] | None:
+    """The request and its placement when the message is of its present attempt; else it is late."""
+    request = ledger.requests.get(request_id)
+    if (
+        request is None
+        or request.attempt != attempt
+        or request.placement is None
+        or worker_id not in request.placement.workers
+        or request_id in ledger.ended
+        or (worker_id, attempt) not in request.holds
+    ):
+        ledger.counters["late"] += 1
+        return None
+    return request, request.placement
+
+
+def _odd(ledger: Ledger, request: Request, move: Move) -> None:
+    """A message that the other worker, or the other path, should have sent."""
+    ledger.counters["odd"] += 1
+    request.remember(f"{move.value} from the wrong side")
+
+
+def _prefilled(request: Request, worker_id: str, block_size: int, durations: FirstToken | TokenRow) -> None:
+    request.queue_s += durations.queue_s
+    request.prefill_s += durations.prefill_s
+    if request.cached_tokens is None:
+        request.cached_tokens = durations.cached_tokens
+    attempt_tokens = request.facts.num_prompt_tokens + request.attempt_output
+    request.cached_blocks[worker_id] = attempt_tokens // block_size
+
+
+def _emit(ledger: Ledger, request: Request, tokens: Sequence[TokenOut]) -> None:
+    if request.first_token_s is None:
+        request.first_token_s = ledger.now_s
+    request.last_token_s = ledger.now_s
+    first_index = len(request.output)
+    request.output.extend(token.token_id for token in tokens)
+    ledger.out.append(EmitTokens(request_id=request.request_id, first_index=first_index, tokens=tuple(tokens)))
+
+
+def _is_full(request: Request) -> bool:
+    return len(request.output) >= request.facts.sampling.max_tokens

@@ -1,0 +1,46 @@
+"""Invariants of the router's knowledge; tests call this after every event. Pure."""
+
+from __future__ import annotations
+
+from router.ledger import Ledger
+from router.lifecycle import ENDED, WITH_WORKERS, Stage
+
+
+def check(ledger: Ledger) -> None:
+    """Raises AssertionError, naming what does not hold."""
+    queued = [key[-1] for key in ledger.queue]
+    assert ledger.queue == sorted(ledger.queue), "the queue is not in order"
+    assert len(queued) == len(set(queued)), "a request is queued twice"
+    assert not ledger.parked & set(queued), "a request is queued and in backoff"
+    waiting = ledger.parked | set(queued)
+    assert waiting <= ledger.requests.keys(), "a forgotten request is queued"
+    assert ledger.ended <= ledger.requests.keys(), "a forgotten request is among the ended"
+    for request_id, request in ledger.requests.items():
+        assert request.request_id == request_id
+        assert (request.stage is Stage.QUEUED) is (request_id in waiting), f"{request_id}: {request.stage} and queue"
+        assert (request.stage in ENDED) is (request_id in ledger.ended), f"{request_id}: {request.stage} and ended"
+        assert request.stage is not Stage.FORGOTTEN, f"{request_id} is forgotten and remembered"
+        if request.stage in ENDED:
+            assert request.holds, f"{request_id} has ended, nobody holds anything, and it is not forgotten"
+        if request.stage in WITH_WORKERS:
+            placement = request.placement
+            assert placement is not None, f"{request_id}: {request.stage} without a placement"
+            assert (placement.decode_worker, request.attempt) in request.holds, f"{request_id}: no decode booking"
+            if request.stage in (Stage.RESERVING, Stage.PREFILLING, Stage.LANDED):
+                assert (placement.prefill_worker, request.attempt) in request.holds, f"{request_id}: no prefill booking"
+        if request.stage is Stage.QUEUED:
+            assert request.placement is None, f"{request_id} is queued and placed"
+            for worker_id, attempt in request.holds:
+                booking = ledger.booking(worker_id, request_id, attempt)
+                assert booking is not None, f"{request_id}: hold without booking"
+                assert booking.is_cancelled, f"{request_id} is queued, and {worker_id} was not told to let go of it"
+        for worker_id, attempt in request.holds:
+            assert ledger.booking(worker_id, request_id, attempt) is not None, f"{request_id}: hold without booking"
+    for view in ledger.fleet.views.values():
+        view.check()
+        for request_id, attempt in view.bookings:
+            holder = ledger.requests.get(request_id)
+            assert holder is not None, f"{view.worker_id} is booked for {request_id}, which is forgotten"
+            assert (view.worker_id, attempt) in holder.holds, f"{request_id}: booking without hold"
+    assert len(ledger.explanations) <= ledger.settings.explain_capacity, "explanations are not bounded"
+    assert not ledger.out, "commands were left behind"

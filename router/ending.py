@@ -1,0 +1,147 @@
+"""How requests end: finished, cancelled, expired, refused, failed, and at last forgotten. Pure.
+
+The client gets exactly one last word; after it a request only waits until nobody holds anything for it.
+"""
+
+from __future__ import annotations
+
+from pdserve.core.types import FinishReason
+from router.commands import EndCancelled, FailKind, FailRequest, FinishRequest, Outcome
+from router.ledger import Ledger
+from router.lifecycle import Move, Stage
+from router.request import Request
+
+
+def finish(
+    ledger: Ledger, request: Request, reason: FinishReason, num_output_tokens: int | None = None, *, cancel: bool
+) -> None:
+    """The answer is complete. `cancel`: workers do not know that and must be told."""
+    queued = request.stage is Stage.QUEUED
+    if not ledger.move(request, Move.LAST_TOKEN):
+        return
+    timings = request.timings(ledger.now_s)
+    slo = request.facts.slo
+    kept = timings.ttft_s <= slo.ttft_s and timings.tpot_s <= slo.tpot_s
+    outcome = Outcome.SERVED if kept else Outcome.LATE
+    count = len(request.output) if num_output_tokens is None else min(num_output_tokens, len(request.output))
+    ledger.out.append(
+        FinishRequest(
+            request_id=request.request_id,
+            reason=reason,
+            usage=request.usage(count),
+            timings=timings,
+            outcome=outcome,
+        )
+    )
+    _end(ledger, request, outcome, was_queued=queued, cancel=cancel)
+
+
+def cancel(ledger: Ledger, request: Request) -> None:
+    """The client left."""
+    queued = request.stage is Stage.QUEUED
+    if not ledger.move(request, Move.CLIENT_LEFT):
+        return
+    ledger.out.append(
+        EndCancelled(
+            request_id=request.request_id,
+            num_output_tokens=len(request.output),
+            timings=request.timings(ledger.now_s),
+        )
+    )
+    _end(ledger, request, Outcome.CANCELLED, was_queued=queued, cancel=True)
+
+
+def expire(ledger: Ledger, request: Request) -> None:
+    """The deadline passed."""
+    stage = request.stage
+    if not ledger.move(request, Move.DEADLINE):
+        return
+    _fail(ledger, request, FailKind.DEADLINE, f"the deadline passed while {stage.value}", Outcome.EXPIRED, stage=stage)
+    _end(ledger, request, Outcome.EXPIRED, was_queued=stage is Stage.QUEUED, cancel=True)
+
+
+def turn_away(
+    ledger: Ledger,
+    request: Request,
+    kind: FailKind,
+    message: str,
+    retry_after_s: float | None,
+    role: str = "",
+) -> None:
+    """Never placed: overload, or nobody there."""
+    if not ledger.move(request, Move.TURNED_AWAY):
+        return
+    _fail(ledger, request, kind, message, Outcome.REFUSED, retry_after_s=retry_after_s, role=role)
+    _end(ledger, request, Outcome.REFUSED, was_queued=True, cancel=False)
+
+
+def give_up(ledger: Ledger, request: Request, kind: FailKind, message: str, *, field: str = "", role: str = "") -> None:
+    """It was tried, and will not be tried again; or the request itself is at fault."""
+    queued = request.stage is Stage.QUEUED
+    if not ledger.move(request, Move.GIVEN_UP):
+        return
+    _fail(ledger, request, kind, message, Outcome.FAILED, field=field, role=role)
+    _end(ledger, request, Outcome.FAILED, was_queued=queued, cancel=True)
+
+
+def forget_if_free(ledger: Ledger, request: Request) -> None:
+    """An ended request is forgotten once nobody holds anything for it."""
+    if request.request_id in ledger.ended and not request.holds and ledger.move(request, Move.RELEASED):
+        ledger.ended.discard(request.request_id)
+        del ledger.requests[request.request_id]
+
+
+def forget_overdue(ledger: Ledger) -> None:
+    """Workers that never send Released must not fill the router's memory."""
+    releases = ledger.timers.releases
+    while releases and releases[0][0] <= ledger.now_s:
+        _, request_id = releases.popleft()
+        request = ledger.requests.get(request_id)
+        if request is None or request_id not in ledger.ended:
+            continue
+        for worker_id, attempt in sorted(request.holds):
+            ledger.counters["never_released"] += 1
+            ledger.drop_hold(request, worker_id, attempt)
+        forget_if_free(ledger, request)
+
+
+def _fail(
+    ledger: Ledger,
+    request: Request,
+    kind: FailKind,
+    message: str,
+    outcome: Outcome,
+    *,
+    retry_after_s: float | None = None,
+    role: str = "",
+    stage: Stage | None = None,
+    field: str = "",
+) -> None:
+    ledger.out.append(
+        FailRequest(
+            request_id=request.request_id,
+            kind=kind,
+            message=message,
+            outcome=outcome,
+            retry_after_s=retry_after_s,
+            role=role,
+            stage=stage.value if stage is not None else "",
+            field=field,
+            timings=request.timings(ledger.now_s),
+        )
+    )
+
+
+def _end(ledger: Ledger, request: Request, outcome: Outcome, *, was_queued: bool, cancel: bool) -> None:
+    if was_queued:
+        ledger.dequeue(request)
+    if cancel:
+        ledger.cancel_attempt(request)
+    ledger.counters[f"outcome_{outcome.value}"] += 1
+    explained = ledger.explanations.get(request.request_id)
+    if explained is not None:
+        explained.actual_ttft_s = request.ttft_s()
+        explained.actual_tpot_s = request.tpot_s() if len(request.output) > 1 else None
+    ledger.ended.add(request.request_id)
+    ledger.timers.releases.append((ledger.now_s + ledger.settings.release_timeout_s, request.request_id))
+    forget_if_free(ledger, request)

@@ -1,0 +1,66 @@
+"""All workers that the router knows, and the links between them. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from pdserve.core.latency import LinkModel
+from pdserve.core.types import Role
+from router.events import WorkerConnected
+from router.view import WorkerView
+
+MAX_LINKS: Final = 16_384  # pairs remembered; the least recently measured goes first
+
+
+class Fleet:
+    def __init__(self, silence_s: float) -> None:
+        self.silence_s = silence_s
+        self.views: dict[str, WorkerView] = {}
+        self.has_known_decode = False
+        self._links: OrderedDict[tuple[str, str], LinkModel] = OrderedDict()
+        self._any_link = LinkModel()  # what an unmeasured pair is taken for
+
+    def connect(self, hello: WorkerConnected, now_s: float) -> WorkerView:
+        view = self.views.get(hello.worker_id)
+        if view is None:
+            view = self.views[hello.worker_id] = WorkerView(hello, now_s)
+        else:
+            view.came_back(hello, now_s)
+        self.has_known_decode = self.has_known_decode or hello.role is Role.DECODE
+        return view
+
+    def connected(self, worker_id: str) -> WorkerView | None:
+        view = self.views.get(worker_id)
+        return view if view is not None and view.is_connected else None
+
+    def is_usable(self, view: WorkerView, now_s: float) -> bool:
+        """May be given new work."""
+        return view.is_connected and now_s - view.heard_s < self.silence_s and not view.is_draining
+
+    def usable(self, role: Role, now_s: float) -> list[WorkerView]:
+        return [view for view in self.views.values() if view.role is role and self.is_usable(view, now_s)]
+
+    def key(self, worker_id: str) -> tuple[str, str]:
+        """Names a worker's present life, so that a restarted one starts with a clean slate."""
+        view = self.views.get(worker_id)
+        return (worker_id, view.incarnation if view is not None else "")
+
+    def link(self, prefill_worker: str, decode_worker: str) -> LinkModel:
+        return self._links.get((prefill_worker, decode_worker), self._any_link)
+
+    def measured(self, prefill_worker: str, decode_worker: str, num_bytes: int, transfer_s: float) -> None:
+        pair = (prefill_worker, decode_worker)
+        link = self._links.get(pair)
+        if link is None:
+            link = self._links[pair] = LinkModel(self._any_link.latency_s, self._any_link.bandwidth_bytes_s)
+            if len(self._links) > MAX_LINKS:
+                self._links.popitem(last=False)
+        link.observe(num_bytes, transfer_s)
+        self._any_link.observe(num_bytes, transfer_s)
+        self._links.move_to_end(pair)
+
+    def excuse_silence(self, gap_s: float) -> None:
+        """The router itself was away for `gap_s`: nobody could be heard, so nobody was silent."""
+        for view in self.views.values():
+            view.heard_s += gap_s

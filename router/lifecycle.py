@@ -1,0 +1,99 @@
+"""Life of one request as the router sees it. Pure: no clock, sockets or randomness.
+
+MOVES is the specification: an event of a request that is not in it is illegal. docs/lifecycle.md is drawn from it
+by `python -m router.lifecycle_page`. Everything that says where a request stands lives here; what is done on the
+way lives in attempts.py, recovery.py, placing.py and ending.py.
+
+A message of an older attempt, or for a request that is gone, never reaches this table: it is late, and counted.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+
+class Stage(Enum):
+    QUEUED = "queued"  # no worker has it; for the first time or again
+    RESERVING = "reserving"  # waits for the decode worker's grant
+    PREFILLING = "prefilling"  # the prefill worker has it
+    MOVING = "moving"  # the first token is out, the KV is not committed
+    LANDED = "landed"  # the KV is committed, the first token is still on its way to the router
+    DECODING = "decoding"
+    SEATING = "seating"  # waits for a seat on a decode worker that will compute everything
+    LOCAL = "local"  # the decode worker reads the prompt and decodes
+    # The client has had its last word; workers may still hold memory.
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    REFUSED = "refused"
+    FAILED = "failed"
+    # Nobody holds anything for it: the router forgets it.
+    FORGOTTEN = "forgotten"
+
+
+class Move(Enum):
+    """What happens to a request."""
+
+    PLACED_REMOTE = "placed remote"
+    PLACED_LOCAL = "placed local"
+    GRANTED = "granted"
+    DECLINED = "a worker declined"
+    FIRST_TOKEN = "first token"
+    COMMITTED = "KV committed"
+    TOKENS = "tokens"
+    LAST_TOKEN = "last token"
+    LOST = "attempt lost"
+    CLIENT_LEFT = "client left"
+    DEADLINE = "deadline"
+    TURNED_AWAY = "turned away"
+    GIVEN_UP = "given up"
+    RELEASED = "all released"
+
+
+WITH_WORKERS: Final = (
+    Stage.RESERVING,
+    Stage.PREFILLING,
+    Stage.MOVING,
+    Stage.LANDED,
+    Stage.DECODING,
+    Stage.SEATING,
+    Stage.LOCAL,
+)
+LIVE: Final = (Stage.QUEUED, *WITH_WORKERS)
+ENDED: Final = (Stage.FINISHED, Stage.CANCELLED, Stage.EXPIRED, Stage.REFUSED, Stage.FAILED)
+
+MOVES: Final[dict[tuple[Stage, Move], Stage]] = {
+    (Stage.QUEUED, Move.PLACED_REMOTE): Stage.RESERVING,
+    (Stage.RESERVING, Move.GRANTED): Stage.PREFILLING,
+    (Stage.PREFILLING, Move.FIRST_TOKEN): Stage.MOVING,
+    (Stage.MOVING, Move.COMMITTED): Stage.DECODING,
+    # The two workers' streams are not ordered against each other.
+    (Stage.PREFILLING, Move.COMMITTED): Stage.LANDED,
+    (Stage.LANDED, Move.FIRST_TOKEN): Stage.DECODING,
+    (Stage.DECODING, Move.TOKENS): Stage.DECODING,
+    (Stage.QUEUED, Move.PLACED_LOCAL): Stage.SEATING,
+    (Stage.SEATING, Move.GRANTED): Stage.LOCAL,
+    (Stage.LOCAL, Move.TOKENS): Stage.LOCAL,
+    # Either worker may decline; what the other one holds is cancelled.
+    (Stage.RESERVING, Move.DECLINED): Stage.QUEUED,
+    (Stage.PREFILLING, Move.DECLINED): Stage.QUEUED,
+    (Stage.SEATING, Move.DECLINED): Stage.QUEUED,
+    (Stage.QUEUED, Move.TURNED_AWAY): Stage.REFUSED,
+    # Dead or silent worker, failed transfer, internal error of a worker: again, at the exact next token.
+    **{(stage, Move.LOST): Stage.QUEUED for stage in WITH_WORKERS},
+    # A stop string may be found while the request is anywhere, even queued again.
+    **{(stage, Move.LAST_TOKEN): Stage.FINISHED for stage in LIVE},
+    **{(stage, Move.CLIENT_LEFT): Stage.CANCELLED for stage in LIVE},
+    **{(stage, Move.DEADLINE): Stage.EXPIRED for stage in LIVE},
+    **{(stage, Move.GIVEN_UP): Stage.FAILED for stage in LIVE},
+    **{(stage, Move.RELEASED): Stage.FORGOTTEN for stage in ENDED},
+}
+
+
+class IllegalMove(Exception):
+    """A worker or the runtime broke the protocol; `story` is what happened to the request before."""
+
+    def __init__(self, request_id: str, stage: Stage, move: Move, story: tuple[str, ...] = ()) -> None:
+        super().__init__(f"request {request_id}: {move.value!r} while {stage.value}; before: {', '.join(story) or '-'}")
+        self.request_id, self.stage, self.move, self.story = request_id, stage, move, story

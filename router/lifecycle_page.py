@@ -1,0 +1,97 @@
+"""Draws docs/lifecycle.md from the lifecycle table: `python -m router.lifecycle_page > docs/lifecycle.md`. Pure but
+for the print at the end."""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+from router.lifecycle import ENDED, LIVE, MOVES, WITH_WORKERS, Move, Stage
+
+MEANING: Final[dict[Stage, str]] = {
+    Stage.QUEUED: "No worker has it, for the first time or again after a lost attempt.",
+    Stage.RESERVING: "The decode worker was asked for a landing place and has not answered.",
+    Stage.PREFILLING: "The prefill worker has the sequence and the grant.",
+    Stage.MOVING: "The first token is with the client; the KV is not committed on the decode worker.",
+    Stage.LANDED: "The KV is committed; the first token is still on its way to the router.",
+    Stage.DECODING: "The decode worker has both and sends tokens step by step.",
+    Stage.SEATING: "The decode worker was asked to compute everything and has not answered.",
+    Stage.LOCAL: "The decode worker reads the prompt itself and decodes.",
+    Stage.FINISHED: "The answer is complete.",
+    Stage.CANCELLED: "The client left.",
+    Stage.EXPIRED: "The deadline passed.",
+    Stage.REFUSED: "Never placed: overload, or nobody there.",
+    Stage.FAILED: "Attempts are used up, or the request itself is at fault.",
+    Stage.FORGOTTEN: "Nobody holds anything for it.",
+}
+
+
+def page() -> str:
+    """The whole of docs/lifecycle.md."""
+    lines = [
+        "# Life of a request",
+        "",
+        "<!-- Made by `python -m router.lifecycle_page > docs/lifecycle.md` from router/lifecycle.py. Not edited. -->",
+        "",
+        "The router moves every request through this table (`MOVES` in `router/lifecycle.py`). An event that is not in",
+        "it raises in tests, and is counted and dropped in production. Messages of an older attempt are late: they are",
+        "counted and never reach the table.",
+        "",
+        "```mermaid",
+        "stateDiagram-v2",
+        "    [*] --> queued",
+        *_arrows(),
+        "    forgotten --> [*]",
+        "```",
+        "",
+        "Left out of the figure, because they hold for many stages at once:",
+        "",
+        *_general_rules(),
+        "",
+        "A request that has ended is kept until every worker that holds memory for it has sent Released or is gone.",
+        "",
+        "| stage | meaning |",
+        "|---|---|",
+        *[f"| {stage.value} | {MEANING[stage]} |" for stage in Stage],
+        "",
+        "## The table",
+        "",
+        "| stage | event | next stage |",
+        "|---|---|---|",
+        *[f"| {stage.value} | {move.value} | {after.value} |" for (stage, move), after in MOVES.items()],
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _arrows() -> list[str]:
+    general = {move for move in Move if _is_general(move)}
+    arrows = [
+        f"    {stage.value} --> {after.value}: {move.value}"
+        for (stage, move), after in MOVES.items()
+        if move not in general
+    ]
+    # One arrow stands for the rules that the list below spells out.
+    arrows += [f"    {stage} --> finished: {Move.LAST_TOKEN.value}" for stage in ("decoding", "local")]
+    return [*arrows, f"    finished --> forgotten: {Move.RELEASED.value}"]
+
+
+def _is_general(move: Move) -> bool:
+    stages = {stage for stage, event in MOVES if event is move}
+    return len(stages) > 3
+
+
+def _general_rules() -> list[str]:
+    groups = {frozenset(LIVE): "any live stage", frozenset(WITH_WORKERS): "any stage with workers"}
+    groups[frozenset(ENDED)] = "any ended stage"
+    rules = []
+    for move in Move:
+        if _is_general(move):
+            stages = frozenset(stage for stage, event in MOVES if event is move)
+            (after,) = {MOVES[stage, move] for stage in stages}
+            rules.append(f"- {groups[stages]} -- {move.value} --> {after.value}")
+    return rules
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,230 @@
+"""Who waits, who is placed, who is turned away. Pure.
+
+Late binding: requests stay in the queue until the policy finds a pair that can start them now. The queue is asked
+after every event that may have made room, at most LOOKAHEAD requests deep.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Final
+
+from pdserve.core.types import FinishReason, Path, Role
+from router.commands import FailKind, Reserve
+from router.ending import finish, give_up, turn_away
+from router.ledger import Ledger
+from router.lifecycle import Move, Stage
+from router.policy.interface import Ask, Choice, Decision, Obstacle
+from router.request import Placement, Request
+from router.view import Booking, WorkerView
+
+LOOKAHEAD: Final = 4  # requests that wait for a prefill worker which later ones may overtake on the local path
+AWAY_S: Final = 0.25  # between two looks for workers that are away
+SHORTEST_RETRY_S: Final = 0.05
+LONGEST_RETRY_S: Final = 30.0
+
+
+def place_waiting(ledger: Ledger) -> None:
+    """Places all that can be placed, from the head of the queue."""
+    ledger.is_placing_due = False
+    ledger.timers.retry_at_s = None
+    _end_backoffs(ledger)
+    ledger.is_placing_due = False
+    if not ledger.queue and not ledger.parked:
+        return
+    prefills = ledger.fleet.usable(Role.PREFILL, ledger.now_s)
+    decodes = ledger.fleet.usable(Role.DECODE, ledger.now_s)
+    if not decodes:
+        _nobody_decodes(ledger)
+        return
+    ledger.no_decode_since_s = None
+    passed = 0
+    while passed < LOOKAHEAD and passed < len(ledger.queue):
+        request = ledger.requests[ledger.queue[passed][-1]]
+        decision = _decide(ledger, request, prefills, decodes)
+        if decision is None:
+            continue
+        match decision.choice:
+            case Choice.REMOTE | Choice.LOCAL:
+                _place(ledger, request, decision)
+            case Choice.REFUSE:
+                ledger.explain(request.request_id, decision)
+                message = decision.reason
+                turn_away(ledger, request, FailKind.OVERLOADED, message, decision.retry_in_s or retry_after_s(ledger))
+            case Choice.WAIT:
+                if decision.obstacle is Obstacle.WORKERS:
+                    _wait_for_workers(ledger, request)
+                    continue
+                _retry_in(ledger, decision.retry_in_s)
+                if decision.obstacle is Obstacle.DECODE:
+                    return
+                passed += 1
+
+
+def retry_after_s(ledger: Ledger) -> float:
+    """When the queue, at the pace of late, will have moved on."""
+    wait_s = (ledger.num_queued + 1) * ledger.placement_interval_s
+    return min(max(wait_s, SHORTEST_RETRY_S), LONGEST_RETRY_S)
+
+
+def _end_backoffs(ledger: Ledger) -> None:
+    backoffs = ledger.timers.backoffs
+    while backoffs and backoffs[0][0] <= ledger.now_s:
+        _, request_id = heapq.heappop(backoffs)
+        request = ledger.requests.get(request_id)
+        if request is not None and request_id in ledger.parked and request.not_before_s <= ledger.now_s:
+            ledger.unpark(request)
+
+
+def _nobody_decodes(ledger: Ledger) -> None:
+    """Workers may be on their way back; requests wait for them, but not for ever."""
+    if ledger.no_decode_since_s is None:
+        ledger.no_decode_since_s = ledger.now_s
+    grace_s = ledger.settings.workers_grace_s if ledger.fleet.has_known_decode else 0.0
+    until_s = ledger.no_decode_since_s + grace_s
+    if ledger.now_s < until_s:
+        _retry_in(ledger, until_s - ledger.now_s)
+        return
+    waiting = [key[-1] for key in ledger.queue] + sorted(ledger.parked)
+    for request_id in waiting:
+        _no_workers(ledger, ledger.requests[request_id])
+
+
+def _wait_for_workers(ledger: Ledger, request: Request) -> None:
+    """Out of the others' way: the workers that could take it are away, and may be for long."""
+    if ledger.now_s - request.queued_s >= ledger.settings.workers_grace_s:
+        _no_workers(ledger, request)
+    else:
+        ledger.park(request, ledger.now_s + AWAY_S)
+
+
+def _no_workers(ledger: Ledger, request: Request) -> None:
+    message = "no decode worker that could take the request is connected"
+    if request.attempt:
+        give_up(ledger, request, FailKind.NO_WORKERS, message, role=Role.DECODE.value)
+    else:
+        turn_away(ledger, request, FailKind.NO_WORKERS, message, retry_after_s=1.0, role=Role.DECODE.value)
+
+
+def _decide(ledger: Ledger, request: Request, prefills: list[WorkerView], decodes: list[WorkerView]) -> Decision | None:
+    """None: the request has ended instead."""
+    sampling = request.facts.sampling
+    if len(request.output) >= sampling.max_tokens:
+        finish(ledger, request, FinishReason.LENGTH, cancel=False)
+        return None
+    fitting = [view for view in decodes if _fits(ledger, request, view, request.num_tokens + 1)]
+    if not fitting:
+        others = [view for view in ledger.fleet.views.values() if view.role is Role.DECODE]
+        largest = max((view for view in others), key=lambda view: view.hello.num_blocks * view.hello.block_size)
+        limit = min(largest.hello.num_blocks * largest.hello.block_size, largest.hello.max_context_tokens)
+        if any(_fits(ledger, request, view, request.num_tokens + 1) for view in others if view not in decodes):
+            return Decision(
+                choice=Choice.WAIT, reason="the workers that are large enough are away", obstacle=Obstacle.WORKERS
+            )
+        message = f"{request.num_tokens} tokens, no decode worker holds more than {limit}"
+        give_up(ledger, request, FailKind.INVALID, message, field="prompt")
+        return None
+    able = [view for view in prefills if _fits(ledger, request, view, request.num_tokens)]
+    return ledger.policy(_ask(ledger, request), able, fitting, ledger.now_s)
+
+
+def _fits(ledger: Ledger, request: Request, view: WorkerView, tokens: int) -> bool:
+    return view.fits(tokens) and (view.worker_id, view.incarnation) not in request.too_large_for
+
+
+def _ask(ledger: Ledger, request: Request) -> Ask:
+    facts = request.facts
+    views = ledger.fleet.views
+    present = ledger.fleet.key
+    return Ask(
+        request_id=request.request_id,
+        num_tokens=request.num_tokens,
+        max_new_tokens=facts.sampling.max_tokens - len(request.output),
+        slo=facts.slo,
+        waited_s=ledger.now_s - request.arrived_s,
+        is_resumed=bool(request.output),
+        deadline_left_s=request.deadline_left_s(ledger.now_s),
+        priority=facts.priority,
+        tenant=facts.tenant,
+        cached_tokens={
+            worker_id: blocks * views[worker_id].hello.block_size
+            for worker_id, blocks in request.cached_blocks.items()
+            if worker_id in views
+        },
+        avoid_workers=frozenset(key[0] for key in request.avoid_workers if present(key[0]) == key),
+        avoid_pairs=frozenset(
+            (prefill[0], decode[0])
+            for prefill, decode in request.avoid_pairs
+            if present(prefill[0]) == prefill and present(decode[0]) == decode
+        ),
+    )
+
+
+def _place(ledger: Ledger, request: Request, decision: Decision) -> None:
+    is_local = decision.choice is Choice.LOCAL
+    ledger.dequeue(request)
+    if not ledger.move(request, Move.PLACED_LOCAL if is_local else Move.PLACED_REMOTE):
+        return
+    now_s = ledger.now_s
+    ledger.placement_interval_s += 0.05 * (min(now_s - ledger.last_placement_s, 1.0) - ledger.placement_interval_s)
+    ledger.last_placement_s = now_s
+    request.attempt += 1
+    request.attempt_output = len(request.output)
+    request.queue_s += now_s - request.queued_s
+    request.placed_s = now_s
+    request.placement = request.last_path = Placement(
+        path=Path.LOCAL if is_local else Path.REMOTE,
+        decode_worker=decision.decode_worker,
+        prefill_worker=decision.prefill_worker,
+    )
+    ledger.explain(request.request_id, decision)
+    decode = ledger.fleet.views[decision.decode_worker]
+    booking = _book(ledger, request, decode, has_row=True, computes=is_local)
+    booking.is_sent = True
+    if not is_local:
+        _book(ledger, request, ledger.fleet.views[decision.prefill_worker], has_row=False, computes=True)
+    ledger.out.append(
+        Reserve(
+            worker_id=decision.decode_worker,
+            request_id=request.request_id,
+            attempt=request.attempt,
+            is_local=is_local,
+            output_token_ids=request.output_ids,
+            deadline_s=request.deadline_left_s(now_s),
+        )
+    )
+
+
+def _book(ledger: Ledger, request: Request, view: WorkerView, *, has_row: bool, computes: bool) -> Booking:
+    tokens = request.num_tokens
+    uncached = 0
+    if computes:
+        cached_blocks = request.cached_blocks.get(view.worker_id, 0)
+        cached = min(cached_blocks * view.hello.block_size, tokens - 1)
+        uncached = tokens - cached
+    booking = Booking(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        tokens=tokens,
+        blocks=view.blocks_for(tokens + 1 if has_row else tokens),
+        prefill_tokens=uncached,
+        prefill_s=view.prefill_s(uncached, tokens - uncached) if computes else 0.0,
+        tpot_s=request.facts.slo.tpot_s if has_row else None,
+    )
+    view.book(booking, ledger.now_s)
+    request.holds.add((view.worker_id, request.attempt))
+    return booking
+
+
+def _retry_in(ledger: Ledger, wait_s: float | None) -> None:
+    if wait_s is not None:
+        at_s = ledger.now_s + wait_s
+        timers = ledger.timers
+        timers.retry_at_s = at_s if timers.retry_at_s is None else min(timers.retry_at_s, at_s)
+
+
+def turn_away_if_full(ledger: Ledger, request: Request) -> None:
+    """A newcomer that could not be placed at once and finds the queue full."""
+    if request.stage is Stage.QUEUED and ledger.num_queued > ledger.settings.max_queue:
+        message = f"the queue is full ({ledger.settings.max_queue} requests wait)"
+        turn_away(ledger, request, FailKind.OVERLOADED, message, retry_after_s(ledger))

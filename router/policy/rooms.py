@@ -1,0 +1,65 @@
+"""Which workers have room now: rules that every policy shares. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.policy.interface import Ask, Choice, Decision, Obstacle
+from router.view import WorkerView
+
+SHORTEST_WAIT_S = 0.002
+LONGEST_WAIT_S = 0.25
+
+
+def is_prefill_open(view: WorkerView, ask: Ask, now_s: float) -> bool:
+    """Late binding: it can start within about one batch, and its inbox and memory have room."""
+    return (
+        view.closed_until_s <= now_s
+        and view.totals.prefills < view.hello.inbox_depth
+        and view.free_at_s - now_s <= view.batch_s
+        and (view.available_blocks >= view.blocks_for(ask.num_tokens) or not view.bookings)
+    )
+
+
+def is_decode_open(view: WorkerView, ask: Ask, now_s: float) -> bool:
+    """A row and the blocks of prompt and next token are free, and its inbox has room.
+
+    An empty worker is asked whatever its report says: the report may be old, and it knows best.
+    """
+    return (
+        view.closed_until_s <= now_s
+        and view.totals.unanswered < view.hello.inbox_depth
+        and view.num_rows < view.hello.max_batch
+        and (view.available_blocks >= view.blocks_for(ask.num_tokens + 1) or not view.bookings)
+    )
+
+
+def not_avoided(views: Sequence[WorkerView], ask: Ask) -> Sequence[WorkerView]:
+    """Those where the request did not fail before; all of them when there are no others."""
+    if not ask.avoid_workers:
+        return views
+    return [view for view in views if view.worker_id not in ask.avoid_workers] or views
+
+
+def wait_for_prefill(prefills: Sequence[WorkerView], now_s: float) -> Decision:
+    soonest_s = min(max(view.free_at_s - view.batch_s, view.closed_until_s) for view in prefills) - now_s
+    return Decision(
+        choice=Choice.WAIT,
+        reason="no prefill worker can start it within a batch",
+        obstacle=Obstacle.PREFILL,
+        retry_in_s=_clipped(soonest_s),
+    )
+
+
+def wait_for_decode(decodes: Sequence[WorkerView], now_s: float) -> Decision:
+    closed = [view.closed_until_s - now_s for view in decodes if view.closed_until_s > now_s]
+    return Decision(
+        choice=Choice.WAIT,
+        reason="no decode worker has a free row and free blocks",
+        obstacle=Obstacle.DECODE,
+        retry_in_s=_clipped(min(closed, default=LONGEST_WAIT_S)),
+    )
+
+
+def _clipped(wait_s: float) -> float:
+    return min(max(wait_s, SHORTEST_WAIT_S), LONGEST_WAIT_S)

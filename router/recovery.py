@@ -1,0 +1,147 @@
+"""What happens when an attempt is lost: the next one, elsewhere, at the exact next token; or a typed failure. Pure.
+
+A lost attempt is cancelled on every worker that still lives and holds something of it. The next attempt computes
+prompt and answered tokens anew; the token at each position depends on seed and position alone, so the stream goes
+on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+from pdserve.core.types import Role
+from router.commands import FailKind
+from router.ending import forget_if_free, give_up
+from router.events import WorkerConnected, WorkerForgotten, WorkerLost
+from router.ledger import Ledger
+from router.lifecycle import ENDED, Move, Stage
+from router.request import Request
+
+FIRST_BACKOFF_S: Final = 0.05
+LONGEST_BACKOFF_S: Final = 2.0
+INNOCENT_TOKENS: Final = 8  # answered in one attempt
+
+
+class Cause(Enum):
+    """Why an attempt was lost."""
+
+    DEATH = "a worker died"
+    SILENCE = "a worker fell silent"
+    TRANSFER = "the KV transfer failed"
+    INTERNAL = "a worker failed"
+    GAP = "tokens are missing"
+    PLAN = "the planned prefill worker left before it was asked"
+
+
+FAILURES: Final = {
+    Cause.DEATH: FailKind.KV_LOST,
+    Cause.SILENCE: FailKind.UNAVAILABLE,
+    Cause.TRANSFER: FailKind.TRANSFER,
+    Cause.INTERNAL: FailKind.INTERNAL,
+    Cause.GAP: FailKind.INTERNAL,
+    Cause.PLAN: FailKind.UNAVAILABLE,
+}
+
+
+def lose(ledger: Ledger, request: Request, cause: Cause, culprit: str = "", message: str = "") -> None:
+    """The present attempt is over. `culprit` is avoided while there are others; else the pair is."""
+    placement = request.placement
+    assert placement is not None, "only a placed request can be lost"
+    if culprit:
+        request.avoid_workers.add(ledger.fleet.key(culprit))
+    if placement.prefill_worker and cause is not Cause.PLAN:
+        fleet = ledger.fleet
+        request.avoid_pairs.add((fleet.key(placement.prefill_worker), fleet.key(placement.decode_worker)))
+    ledger.counters[f"lost_{cause.name.lower()}"] += 1
+    if cause is not Cause.PLAN:
+        request.lost_attempts += 1
+    said = f"{cause.value}: {message}" if message else cause.value
+    if request.deaths >= ledger.settings.max_worker_deaths:
+        give_up(ledger, request, FailKind.INTERNAL, f"{request.deaths} workers died while they had this request")
+    elif request.lost_attempts >= ledger.settings.max_attempts:
+        give_up(ledger, request, FAILURES[cause], f"{request.lost_attempts} attempts were lost, the last since {said}")
+    elif ledger.move(request, Move.LOST):
+        # The first loss is answered at once; who loses again and again makes room for others.
+        backoff_s = 0.0 if request.lost_attempts <= 1 else FIRST_BACKOFF_S * 2.0 ** (request.lost_attempts - 2)
+        requeue(ledger, request, min(backoff_s, LONGEST_BACKOFF_S))
+
+
+def requeue(ledger: Ledger, request: Request, backoff_s: float) -> None:
+    """Back into the queue (the stage is QUEUED already), leaving nothing behind on workers."""
+    ledger.cancel_attempt(request)
+    request.placement = None
+    request.not_before_s = ledger.now_s + backoff_s
+    ledger.enqueue(request)
+
+
+def on_worker_connected(ledger: Ledger, event: WorkerConnected) -> None:
+    if ledger.fleet.connected(event.worker_id) is not None:
+        # The old stream's end was overtaken by the new stream's hello.
+        _worker_gone(ledger, event.worker_id, Cause.DEATH)
+    ledger.fleet.connect(event, ledger.now_s)
+    if event.role is Role.DECODE:
+        ledger.no_decode_since_s = None
+    ledger.is_placing_due = True
+
+
+def on_worker_lost(ledger: Ledger, event: WorkerLost) -> None:
+    _worker_gone(ledger, event.worker_id, Cause.DEATH)
+
+
+def on_worker_forgotten(ledger: Ledger, event: WorkerForgotten) -> None:
+    _worker_gone(ledger, event.worker_id, Cause.DEATH)
+    ledger.fleet.views.pop(event.worker_id, None)
+    ledger.is_placing_due = True
+
+
+def give_up_silent(ledger: Ledger) -> None:
+    """Workers that were silent for twice the limit: their attempts go elsewhere. Their streams still stand, so
+    they are told, and what they hold stays booked until they answer or their stream ends."""
+    limit_s = 2.0 * ledger.settings.worker_silence_s
+    for view in ledger.fleet.views.values():
+        if view.is_connected and ledger.now_s - view.heard_s >= limit_s:
+            for booking in list(view.bookings.values()):
+                request = ledger.requests.get(booking.request_id)
+                if request is not None and _depends_on(request, view.worker_id, booking.attempt):
+                    lose(ledger, request, Cause.SILENCE, culprit=view.worker_id, message=view.worker_id)
+
+
+def _worker_gone(ledger: Ledger, worker_id: str, cause: Cause) -> None:
+    view = ledger.fleet.connected(worker_id)
+    if view is None:
+        return
+    ledger.is_placing_due = True
+    was_draining = view.is_draining
+    for booking in view.lost():
+        request = ledger.requests.get(booking.request_id)
+        if request is None:
+            continue
+        request.holds.discard((worker_id, booking.attempt))
+        request.cached_blocks.pop(worker_id, None)
+        if not _depends_on(request, worker_id, booking.attempt):
+            forget_if_free(ledger, request)
+        elif not booking.is_sent:
+            lose(ledger, request, Cause.PLAN, culprit=worker_id)
+        else:
+            _count_death(request, was_draining)
+            lose(ledger, request, cause, culprit=worker_id, message=worker_id)
+
+
+def _count_death(request: Request, was_draining: bool) -> None:
+    """A request that kills its workers is told from one that was there by chance by the tokens it got meanwhile."""
+    if len(request.output) - request.attempt_output >= INNOCENT_TOKENS:
+        request.deaths = 0
+    if not was_draining:
+        request.deaths += 1
+
+
+def _depends_on(request: Request, worker_id: str, attempt: int) -> bool:
+    """Would the request's present attempt be lost with this worker?"""
+    placement = request.placement
+    if attempt != request.attempt or placement is None or request.stage in ENDED:
+        return False
+    if worker_id == placement.decode_worker:
+        return True
+    # From DECODING on, the prefill worker has given all that it had to give.
+    return request.stage in (Stage.RESERVING, Stage.PREFILLING, Stage.MOVING, Stage.LANDED)

@@ -1,0 +1,127 @@
+"""What the router remembers of one request. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdserve.core.types import Path
+from router.commands import Timings, Usage
+from router.events import RequestArrived
+from router.lifecycle import Stage
+
+WorkerKey = tuple[str, str]  # worker id and incarnation
+STORY_LENGTH: Final = 16  # moves kept for the message of an IllegalMove
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where the present attempt runs."""
+
+    path: Path
+    decode_worker: str
+    prefill_worker: str = ""  # empty on the local path
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return (self.prefill_worker, self.decode_worker) if self.prefill_worker else (self.decode_worker,)
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """Mutable; changed by the router's own modules only."""
+
+    facts: RequestArrived
+    arrived_s: float
+    deadline_at_s: float | None
+    serial: int  # order of arrival
+    stage: Stage = Stage.QUEUED
+    story: list[str] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)  # token ids that the client has
+    #: Leading blocks that a worker may hold; the index's answer, and what attempts have left behind.
+    cached_blocks: dict[str, int] = field(default_factory=dict)
+
+    # The present attempt.
+    attempt: int = 0
+    placement: Placement | None = None
+    attempt_output: int = 0  # output tokens when it was placed
+    queued_s: float = 0.0  # since when it waits, while QUEUED
+    placed_s: float = 0.0
+    not_before_s: float = 0.0  # backoff
+
+    # What went wrong so far.
+    lost_attempts: int = 0
+    refusals: int = 0  # since the last attempt that was taken
+    deaths: int = 0  # workers that died while it was on them
+    avoid_workers: set[WorkerKey] = field(default_factory=set)
+    avoid_pairs: set[tuple[WorkerKey, WorkerKey]] = field(default_factory=set)
+    too_large_for: set[WorkerKey] = field(default_factory=set)
+
+    #: (worker, attempt) that may hold memory, or has a booking; equals the bookings in the views.
+    holds: set[tuple[str, int]] = field(default_factory=set)
+
+    # For Timings and Usage.
+    last_path: Placement | None = None
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_s: float = 0.0
+    transfer_bytes: int = 0
+    preemptions: int = 0
+    cached_tokens: int | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.facts.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV an attempt placed now must compute or find."""
+        return self.facts.num_prompt_tokens + len(self.output)
+
+    @property
+    def output_ids(self) -> tuple[int, ...]:
+        return tuple(self.output)
+
+    def deadline_left_s(self, now_s: float) -> float | None:
+        return None if self.deadline_at_s is None else max(self.deadline_at_s - now_s, 0.0)
+
+    def usage(self, num_output_tokens: int) -> Usage:
+        return Usage(
+            prompt_tokens=self.facts.num_prompt_tokens,
+            completion_tokens=num_output_tokens,
+            cached_prompt_tokens=min(self.cached_tokens or 0, self.facts.num_prompt_tokens),
+        )
+
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrived_s
+
+    def tpot_s(self) -> float:
+        if self.first_token_s is None or len(self.output) < 2:
+            return 0.0
+        return (self.last_token_s - self.first_token_s) / (len(self.output) - 1)
+
+    def timings(self, now_s: float) -> Timings:
+        where = self.last_path
+        return Timings(
+            ttft_s=self.ttft_s() or 0.0,
+            tpot_s=self.tpot_s(),
+            total_s=now_s - self.arrived_s,
+            queue_s=self.queue_s,
+            prefill_s=self.prefill_s,
+            transfer_s=self.transfer_s,
+            decode_s=self.decode_s,
+            path=where.path if where is not None else None,
+            prefill_worker=where.prefill_worker if where is not None else "",
+            decode_worker=where.decode_worker if where is not None else "",
+            attempts=self.lost_attempts + (1 if where is not None else 0),
+            transfer_bytes=self.transfer_bytes,
+            preemptions=self.preemptions,
+        )
+
+    def remember(self, line: str) -> None:
+        self.story.append(line)
+        if len(self.story) > STORY_LENGTH:
+            del self.story[0]

@@ -1,0 +1,37 @@
+"""What a RouterState is built with; the first line of every recording. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """Everything that changes what a router decides, so that a recording needs nothing else."""
+
+    policy: str = "least-ttft"
+    local_max_uncached_tokens: int = 16  # prompts up to this go to a decode worker whole
+    max_queue: int = 1024
+    max_attempts: int = 4  # attempts that may be lost; refusals are not counted
+    max_worker_deaths: int = 2  # a request that was on so many workers when they died is failed
+    worker_silence_s: float = 5.0  # routed around after this, its attempts given up after twice this
+    workers_grace_s: float = 10.0  # how long requests wait for a decode worker to come back
+    release_timeout_s: float = 120.0  # after the end of a request, until Released is no longer waited for
+    explain_capacity: int = 1024  # requests whose decision is kept
+    is_strict: bool = False  # raise IllegalMove instead of counting it
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("local_max_uncached_tokens", 0),
+            ("max_queue", 0),
+            ("max_attempts", 1),
+            ("max_worker_deaths", 1),
+            ("explain_capacity", 0),
+        ):
+            if getattr(self, name) < low:
+                raise ConfigError(name, getattr(self, name), f"at least {low}")
+        for name in ("worker_silence_s", "workers_grace_s", "release_timeout_s"):
+            if not getattr(self, name) >= 0.0:
+                raise ConfigError(name, getattr(self, name), "at least 0")

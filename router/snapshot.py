@@ -1,0 +1,65 @@
+"""What operators see of a router: workers as it believes them to be, and how many requests are where. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.core.latency import CostPrior
+from pdserve.core.types import Role
+from router.events import LoadReported
+from router.ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    worker_id: str
+    incarnation: str
+    role: Role
+    endpoint: str
+    is_connected: bool
+    is_draining: bool
+    is_usable: bool  # gets new work: connected, not draining, not silent
+    silent_s: float
+    report: LoadReported
+    booked_requests: int  # of this router
+    booked_blocks: int
+    cost: CostPrior
+    prefill_error: float
+    decode_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    workers: tuple[WorkerFacts, ...]
+    queued: int
+    running: int
+    releasing: int  # ended requests that workers still hold memory for
+
+
+def take_snapshot(ledger: Ledger) -> Topology:
+    workers = tuple(
+        WorkerFacts(
+            worker_id=view.worker_id,
+            incarnation=view.incarnation,
+            role=view.role,
+            endpoint=view.hello.endpoint,
+            is_connected=view.is_connected,
+            is_draining=view.is_draining,
+            is_usable=ledger.fleet.is_usable(view, ledger.now_s),
+            silent_s=ledger.now_s - view.heard_s,
+            report=view.report,
+            booked_requests=len(view.bookings),
+            booked_blocks=view.totals.blocks,
+            cost=view.cost.coefficients,
+            prefill_error=view.cost.prefill_error,
+            decode_error=view.cost.decode_error,
+        )
+        for _, view in sorted(ledger.fleet.views.items())
+    )
+    queued = ledger.num_queued
+    return Topology(
+        workers=workers,
+        queued=queued,
+        running=len(ledger.requests) - len(ledger.ended) - queued,
+        releasing=len(ledger.ended),
+    )

@@ -1,0 +1,279 @@
+"""The router's decisions: `RouterState.handle(event, now_s) -> list[Command]`. Pure.
+
+No clock, socket, thread or randomness inside: equal events at equal times give equal commands, so a recorded
+router can be replayed (replay.py) and the simulator runs this very class. What is decided where:
+
+    lifecycle.py   which event is legal where, and where it leads
+    placing.py     the queue, and the policy that is asked for the request at its head
+    attempts.py    what workers say about an attempt
+    recovery.py    lost attempts and lost workers
+    ending.py      the last word to a client, and forgetting
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
+
+from pdserve.core.types import FinishReason
+from router import attempts, ending, placing, recovery
+from router.checking import check
+from router.commands import Command, DrainWorker, FailKind, WakeAt
+from router.events import (
+    AttemptFailed,
+    BatchTimed,
+    ClientLeft,
+    DrainRequested,
+    Event,
+    FirstToken,
+    Granted,
+    LoadReported,
+    Refused,
+    Released,
+    RequestArrived,
+    RouterClosing,
+    StopMatched,
+    TimePassed,
+    TokensArrived,
+    TransferEnded,
+    WorkerConnected,
+    WorkerForgotten,
+    WorkerLost,
+)
+from router.ledger import Explanation, Ledger
+from router.lifecycle import IllegalMove, Move, Stage
+from router.policy.interface import Decision
+from router.request import Request
+from router.settings import RouterSettings
+from router.snapshot import Topology, take_snapshot
+
+SHORTEST_WAKE_S: Final = 0.001  # WakeAt is never closer, whatever is due
+
+
+@final
+class RouterState:
+    def __init__(self, settings: RouterSettings | None = None) -> None:
+        """Raises ConfigError on an unknown policy."""
+        self.settings = settings or RouterSettings()
+        self._ledger = Ledger(self.settings)
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        """Takes one event in and says what to do, in order. `now_s` is of any clock that does not run backwards."""
+        ledger = self._ledger
+        self._advance(now_s)
+        self._expire_due()
+        handler = _HANDLERS[type(event)]
+        handler(ledger, event)
+        if ledger.is_placing_due or _is_due(ledger.timers.retry_at_s, ledger.now_s):
+            placing.place_waiting(ledger)
+            if isinstance(event, RequestArrived):
+                request = ledger.requests.get(event.request_id)
+                if request is not None:
+                    placing.turn_away_if_full(ledger, request)
+        self._set_alarm()
+        out, ledger.out = ledger.out, []
+        return out
+
+    # -- to look at ----------------------------------------------------------------------------------------------
+
+    @property
+    def counters(self) -> Counter[str]:
+        """What was dropped, refused, lost and how requests ended; for metrics."""
+        return self._ledger.counters
+
+    @property
+    def num_queued(self) -> int:
+        return self._ledger.num_queued
+
+    @property
+    def num_running(self) -> int:
+        """Requests that workers have, ended ones not included."""
+        ledger = self._ledger
+        return len(ledger.requests) - len(ledger.ended) - ledger.num_queued
+
+    @property
+    def is_empty(self) -> bool:
+        """No request is known, not even one that waits for Released."""
+        return not self._ledger.requests
+
+    def stage_of(self, request_id: str) -> Stage | None:
+        request = self._ledger.requests.get(request_id)
+        return None if request is None else request.stage
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Why a recent request was placed where it was; None when it is not among the last ones."""
+        return self._ledger.explanations.get(request_id)
+
+    def snapshot(self) -> Topology:
+        return take_snapshot(self._ledger)
+
+    def check(self) -> None:
+        """Raises AssertionError unless all invariants hold."""
+        check(self._ledger)
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def _advance(self, now_s: float) -> None:
+        ledger = self._ledger
+        if not ledger.has_started:
+            ledger.has_started = True
+            ledger.now_s = ledger.last_placement_s = now_s
+        gap_s = now_s - ledger.now_s
+        if gap_s > self.settings.worker_silence_s:
+            # Alarms ring at least every half of this while workers are connected: the router itself was away.
+            ledger.fleet.excuse_silence(gap_s)
+        ledger.now_s = max(ledger.now_s, now_s)
+        if _is_due(ledger.timers.wake_at_s, ledger.now_s):
+            ledger.timers.wake_at_s = None
+        if _is_due(ledger.timers.silence_at_s, ledger.now_s):
+            ledger.timers.silence_at_s = None
+            recovery.give_up_silent(ledger)
+
+    def _expire_due(self) -> None:
+        ledger = self._ledger
+        deadlines = ledger.timers.deadlines
+        while deadlines and deadlines[0][0] <= ledger.now_s:
+            _, request_id = heapq.heappop(deadlines)
+            request = ledger.requests.get(request_id)
+            if request is not None and request_id not in ledger.ended and request.deadline_at_s is not None:
+                ending.expire(ledger, request)
+                ledger.is_placing_due = True
+        ending.forget_overdue(ledger)
+        if ledger.timers.backoffs and ledger.timers.backoffs[0][0] <= ledger.now_s:
+            ledger.is_placing_due = True
+
+    def _set_alarm(self) -> None:
+        """Asks for TimePassed at the earliest time at which something is due, unless that is asked already."""
+        ledger, timers = self._ledger, self._ledger.timers
+        if timers.silence_at_s is None and any(view.is_connected for view in ledger.fleet.views.values()):
+            timers.silence_at_s = ledger.now_s + max(0.5 * self.settings.worker_silence_s, SHORTEST_WAKE_S)
+        due = [at_s for at_s in (timers.retry_at_s, timers.silence_at_s) if at_s is not None]
+        due += [heap[0][0] for heap in (timers.deadlines, timers.backoffs) if heap]
+        if timers.releases:
+            due.append(timers.releases[0][0])
+        if due:
+            at_s = max(min(due), ledger.now_s + SHORTEST_WAKE_S)
+            if timers.wake_at_s is None or at_s < timers.wake_at_s:
+                timers.wake_at_s = at_s
+                ledger.out.append(WakeAt(at_s=at_s))
+
+
+def _is_due(at_s: float | None, now_s: float) -> bool:
+    return at_s is not None and at_s <= now_s
+
+
+def _on_arrived(ledger: Ledger, event: RequestArrived) -> None:
+    if event.request_id in ledger.requests:
+        if ledger.settings.is_strict:
+            raise IllegalMove(event.request_id, ledger.requests[event.request_id].stage, Move.PLACED_REMOTE)
+        ledger.counters["illegal"] += 1
+        return
+    deadline_at_s = None if event.deadline_s is None else ledger.now_s + event.deadline_s
+    ledger.serial += 1
+    request = Request(
+        facts=event,
+        arrived_s=ledger.now_s,
+        deadline_at_s=deadline_at_s,
+        serial=ledger.serial,
+        cached_blocks=dict(event.cached_blocks),
+    )
+    ledger.requests[event.request_id] = request
+    ledger.enqueue(request)
+    if ledger.is_closing:
+        ending.turn_away(ledger, request, FailKind.UNAVAILABLE, "the router is shutting down", retry_after_s=1.0)
+    elif deadline_at_s is not None and deadline_at_s <= ledger.now_s:
+        ending.expire(ledger, request)
+    elif deadline_at_s is not None:
+        heapq.heappush(ledger.timers.deadlines, (deadline_at_s, event.request_id))
+
+
+def _on_client_left(ledger: Ledger, event: ClientLeft) -> None:
+    request = ledger.requests.get(event.request_id)
+    if request is not None and event.request_id not in ledger.ended:
+        ending.cancel(ledger, request)
+        ledger.is_placing_due = True
+
+
+def _on_stop_matched(ledger: Ledger, event: StopMatched) -> None:
+    request = ledger.requests.get(event.request_id)
+    if request is not None and event.request_id not in ledger.ended:
+        ending.finish(ledger, request, FinishReason.STOP, event.num_output_tokens, cancel=True)
+        ledger.is_placing_due = True
+
+
+def _on_load(ledger: Ledger, event: LoadReported) -> None:
+    view = ledger.fleet.connected(event.worker_id)
+    if view is None:
+        ledger.counters["late"] += 1
+        return
+    view.reported(event, ledger.now_s)
+    ledger.is_placing_due = ledger.is_placing_due or bool(ledger.queue)
+
+
+def _on_batch_timed(ledger: Ledger, event: BatchTimed) -> None:
+    view = ledger.fleet.connected(event.worker_id)
+    if view is None:
+        ledger.counters["late"] += 1
+        return
+    accepted = view.cost.observe(
+        rows=event.rows,
+        prefill_tokens=event.prefill_tokens,
+        prefill_token_context=event.prefill_token_context,
+        context_tokens=event.context_tokens,
+        step_s=event.step_s,
+    )
+    if not accepted:
+        ledger.counters["odd_batch_times"] += 1
+
+
+def _on_drain(ledger: Ledger, event: DrainRequested) -> None:
+    view = ledger.fleet.connected(event.worker_id)
+    if view is not None:
+        view.is_drain_requested = True
+        ledger.out.append(DrainWorker(worker_id=event.worker_id))
+
+
+def _on_closing(ledger: Ledger, event: RouterClosing) -> None:
+    ledger.is_closing = True
+
+
+def _on_time(ledger: Ledger, event: TimePassed) -> None:
+    """All that is due by time is done before and after every event."""
+
+
+def _heard(handler: Callable[[Ledger, Any], None]) -> Callable[[Ledger, Any], None]:
+    """Any word of a worker breaks its silence."""
+
+    def hear(ledger: Ledger, event: Any) -> None:
+        view = ledger.fleet.connected(event.worker_id)
+        if view is not None:
+            view.heard_s = ledger.now_s
+        handler(ledger, event)
+
+    return hear
+
+
+_HANDLERS: Final[Mapping[type, Callable[[Ledger, Any], None]]] = {
+    RequestArrived: _on_arrived,
+    ClientLeft: _on_client_left,
+    StopMatched: _on_stop_matched,
+    WorkerConnected: recovery.on_worker_connected,
+    WorkerLost: recovery.on_worker_lost,
+    WorkerForgotten: recovery.on_worker_forgotten,
+    LoadReported: _heard(_on_load),
+    BatchTimed: _heard(_on_batch_timed),
+    Granted: _heard(attempts.on_granted),
+    Refused: _heard(attempts.on_refused),
+    FirstToken: _heard(attempts.on_first_token),
+    TransferEnded: _heard(attempts.on_transfer_ended),
+    TokensArrived: _heard(attempts.on_tokens),
+    AttemptFailed: _heard(attempts.on_attempt_failed),
+    Released: _heard(attempts.on_released),
+    DrainRequested: _on_drain,
+    RouterClosing: _on_closing,
+    TimePassed: _on_time,
+}
+
+__all__ = ["Decision", "Explanation", "RouterState", "Topology"]

@@ -1,0 +1,273 @@
+"""What the router believes of one worker: its hello, its last report, and what was placed there since. Pure.
+
+The worker is the authority on its capacity; these are predictions for choosing where to ask. A report is stale by a
+heartbeat, the router's own bookings are exact but know nothing of other routers. Both are joined by the difference:
+believed now = reported + (booked now - booked when the report came).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from pdserve.core.latency import CostModel
+from pdserve.core.types import Role
+from router.events import LoadReported, WorkerConnected
+
+
+@dataclass(slots=True, kw_only=True)
+class Booking:
+    """What one attempt of one request holds, or is about to hold, on one worker.
+
+    Booked when the placement is decided, so that the next decision sees it; `is_sent` once the worker was told.
+    Ends with Released, Refused or the loss of the worker; a booking that was never sent just ends.
+    """
+
+    request_id: str
+    attempt: int
+    tokens: int  # in KV, or to be
+    blocks: int
+    prefill_tokens: int = 0  # yet to be computed here
+    prefill_s: float = 0.0  # predicted time of that
+    tpot_s: float | None = None  # promised; set while it has or will have a row in the decode batch
+    is_sent: bool = False
+    is_answered: bool = False  # granted or refused (decode)
+    is_cancelled: bool = False
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over a worker's bookings."""
+
+    blocks: int = 0
+    tokens: int = 0  # of rows
+    rows: int = 0
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    prefills: int = 0
+    unanswered: int = 0
+
+    def copy(self) -> Totals:
+        return Totals(
+            self.blocks,
+            self.tokens,
+            self.rows,
+            self.prefill_tokens,
+            self.prefill_s,
+            self.prefills,
+            self.unanswered,
+        )
+
+
+class WorkerView:
+    """One worker. Mutated by RouterState alone; policies read it."""
+
+    __slots__ = (
+        "_at_report",
+        "bookings",
+        "closed_until_s",
+        "cost",
+        "free_at_s",
+        "grant_wait_s",
+        "heard_s",
+        "hello",
+        "is_connected",
+        "is_drain_requested",
+        "promises",
+        "report",
+        "totals",
+    )
+
+    def __init__(self, hello: WorkerConnected, now_s: float) -> None:
+        self.hello = hello
+        self.cost = CostModel(hello.cost)
+        self.is_drain_requested = False
+        self.grant_wait_s = 0.0  # moving mean of Reserve -> Granted
+        self._start(now_s)
+
+    def _start(self, now_s: float) -> None:
+        self.is_connected = True
+        self.heard_s = now_s
+        self.report = LoadReported(worker_id=self.hello.worker_id, steps=0, free_blocks=self.hello.num_blocks)
+        self.bookings: dict[tuple[str, int], Booking] = {}
+        self.totals = Totals()
+        self._at_report = Totals()
+        self.promises: Counter[float] = Counter()  # promised TPOT -> rows booked with it
+        self.free_at_s = now_s  # when the prefills that are here should be done
+        self.closed_until_s = now_s  # it refused; not asked before
+
+    # -- facts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def worker_id(self) -> str:
+        return self.hello.worker_id
+
+    @property
+    def incarnation(self) -> str:
+        return self.hello.incarnation
+
+    @property
+    def role(self) -> Role:
+        return self.hello.role
+
+    @property
+    def is_draining(self) -> bool:
+        return self.is_drain_requested or self.report.is_draining
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.hello.block_size)
+
+    def fits(self, tokens: int) -> bool:
+        """Could this worker, empty, hold a sequence of `tokens` tokens?"""
+        return self.blocks_for(tokens) <= self.hello.num_blocks and tokens <= self.hello.max_context_tokens
+
+    # -- beliefs -------------------------------------------------------------------------------------------------
+
+    @property
+    def available_blocks(self) -> int:
+        report = self.report
+        return report.free_blocks + report.evictable_blocks + self._at_report.blocks - self.totals.blocks
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that decode here or are on their way here."""
+        report = self.report
+        return max(self.totals.rows, report.running + report.waiting + self.totals.rows - self._at_report.rows)
+
+    @property
+    def context_tokens(self) -> int:
+        """Of those sequences."""
+        return max(self.totals.tokens, self.report.context_tokens + self.totals.tokens - self._at_report.tokens)
+
+    def queue_s(self, now_s: float) -> float:
+        """Predicted time until a prefill that is sent now starts."""
+        wait_s = self.free_at_s - now_s
+        return wait_s if wait_s > 0.0 else 0.0
+
+    def prefill_s(self, uncached: int, cached: int) -> float:
+        return self.cost.prefill_s(uncached, cached, self.hello.max_batch_tokens)
+
+    @property
+    def batch_s(self) -> float:
+        """Time of one full prefill batch."""
+        return self.cost.prefill_s(self.hello.max_batch_tokens)
+
+    def tpot_with_s(self, tokens: int) -> float:
+        """Step time once a sequence of `tokens` tokens has joined all that is here or on its way."""
+        return self.cost.decode_s(self.num_rows + 1, self.context_tokens + tokens)
+
+    @property
+    def tightest_tpot_s(self) -> float:
+        """Strictest promise among this router's residents."""
+        return min(self.promises, default=float("inf"))
+
+    # -- bookings ------------------------------------------------------------------------------------------------
+
+    def book(self, booking: Booking, now_s: float) -> None:
+        key = (booking.request_id, booking.attempt)
+        assert key not in self.bookings, key
+        self.bookings[key] = booking
+        totals = self.totals
+        totals.blocks += booking.blocks
+        totals.unanswered += 1
+        if booking.tpot_s is not None:
+            totals.rows += 1
+            totals.tokens += booking.tokens
+            self.promises[booking.tpot_s] += 1
+        if booking.prefill_tokens:
+            totals.prefill_tokens += booking.prefill_tokens
+            totals.prefill_s += booking.prefill_s
+            totals.prefills += 1
+            self.free_at_s = max(self.free_at_s, now_s) + booking.prefill_s
+
+    def answered(self, booking: Booking) -> None:
+        """The worker took it (or it is over): it waits no longer in the inbox."""
+        if not booking.is_answered:
+            booking.is_answered = True
+            self.totals.unanswered -= 1
+
+    def grew(self, booking: Booking, tokens: int) -> None:
+        """A decode row has `tokens` more tokens."""
+        booking.tokens += tokens
+        blocks = self.blocks_for(booking.tokens)
+        self.totals.blocks += blocks - booking.blocks
+        booking.blocks = blocks
+        if booking.tpot_s is not None:
+            self.totals.tokens += tokens
+
+    def computed(self, booking: Booking, now_s: float) -> None:
+        """Its prefill is done, or will not be done."""
+        if booking.prefill_tokens:
+            totals = self.totals
+            totals.prefill_tokens -= booking.prefill_tokens
+            totals.prefills -= 1
+            totals.prefill_s = totals.prefill_s - booking.prefill_s if totals.prefills else 0.0
+            booking.prefill_tokens, booking.prefill_s = 0, 0.0
+            self.free_at_s = now_s + max(totals.prefill_s, self._others_prefill_s)
+
+    def left_batch(self, booking: Booking) -> None:
+        """It has no row any more; its blocks may still be held."""
+        if booking.tpot_s is not None:
+            self.totals.rows -= 1
+            self.totals.tokens -= booking.tokens
+            self.promises[booking.tpot_s] -= 1
+            if not self.promises[booking.tpot_s]:
+                del self.promises[booking.tpot_s]
+            booking.tpot_s = None
+
+    def unbook(self, booking: Booking, now_s: float) -> None:
+        self.computed(booking, now_s)
+        self.left_batch(booking)
+        self.answered(booking)
+        self.totals.blocks -= booking.blocks
+        del self.bookings[booking.request_id, booking.attempt]
+
+    # -- what the worker says ------------------------------------------------------------------------------------
+
+    def reported(self, report: LoadReported, now_s: float) -> None:
+        self.report = report
+        self._at_report = self.totals.copy()
+        # Slower than predicted, or other routers' work: what it says is pending is yet to come.
+        pending_s = self.cost.prefill_s(report.pending_prefill_tokens, 0, self.hello.max_batch_tokens)
+        self.free_at_s = max(self.free_at_s, now_s + pending_s)
+
+    @property
+    def _others_prefill_s(self) -> float:
+        others = self.report.pending_prefill_tokens - self._at_report.prefill_tokens
+        return self.cost.prefill_s(others, 0, self.hello.max_batch_tokens) if others > 0 else 0.0
+
+    def granted_after(self, wait_s: float) -> None:
+        self.grant_wait_s += 0.2 * (wait_s - self.grant_wait_s)
+
+    def lost(self) -> list[Booking]:
+        """The stream is gone and with it all that the worker held. Returns what that was."""
+        held = list(self.bookings.values())
+        self.is_connected = False
+        self.bookings, self.totals, self._at_report = {}, Totals(), Totals()
+        self.promises = Counter()
+        return held
+
+    def came_back(self, hello: WorkerConnected, now_s: float) -> None:
+        """A new stream. A new incarnation starts from its own prior; the same one keeps what was learnt of it."""
+        if hello.incarnation != self.hello.incarnation:
+            self.cost = CostModel(hello.cost)
+            self.is_drain_requested = False
+        self.hello = hello
+        self._start(now_s)
+
+    def check(self) -> None:
+        """Bookings add up."""
+        bookings = self.bookings.values()
+        rows = [one for one in bookings if one.tpot_s is not None]
+        totals = self.totals
+        assert self.is_connected or not bookings, f"{self.worker_id} is gone but holds bookings"
+        assert totals.blocks == sum(one.blocks for one in bookings), "blocks"
+        assert totals.rows == len(rows), "rows"
+        assert totals.tokens == sum(one.tokens for one in rows), "tokens"
+        assert totals.prefill_tokens == sum(one.prefill_tokens for one in bookings), "prefill tokens"
+        assert totals.prefills == sum(one.prefill_tokens > 0 for one in bookings), "prefills"
+        assert abs(totals.prefill_s - sum(one.prefill_s for one in bookings)) < 1e-6, "prefill seconds"
+        assert totals.unanswered == sum(not one.is_answered for one in bookings), "unanswered"
+        assert self.promises == Counter(one.tpot_s for one in rows), "promises"
+        for (request_id, attempt), one in self.bookings.items():
+            assert (request_id, attempt) == (one.request_id, one.attempt)
