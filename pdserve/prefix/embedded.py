@@ -71,33 +71,18 @@ class EmbeddedRedis:
     def _start_once(cls, binary: str, port: int) -> Self:
         folder = Path(tempfile.mkdtemp(prefix="pdserve-redis-"))  # mode 0700: the socket is ours alone
         path = folder / "redis.sock"
-        where = ["--bind", "127.0.0.1", "--port", str(port)]
-        if not port:
-            where += ["--unixsocket", str(path), "--unixsocketperm", "700"]
+        where = ["--bind", "127.0.0.1", "--port", str(port), "--unixsocket", str(path), "--unixsocketperm", "700"]
         settings = ["--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(folder)]
         limits = ["--maxmemory", str(MAX_MEMORY_BYTES), "--maxmemory-policy", "volatile-lru"]
         log_path = folder / "redis.log"
         with log_path.open("wb") as log_file:
-            process = _spawn(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    "-c",
-                    _BECOME_SERVER,
-                    str(os.getpid()),
-                    binary,
-                    *where,
-                    *settings,
-                    *limits,
-                ],
-                log_file.fileno(),
-            )
+            become = [sys.executable, "-I", "-S", "-c", _BECOME_SERVER, str(os.getpid()), binary]
+            process = _spawn([*become, *where, *settings, *limits], log_file.fileno())
         url = f"redis://127.0.0.1:{port}/0" if port else f"unix://{path}"
         server = cls(process, url, port, folder)
         atexit.register(server.stop)
         deadline_s = time.monotonic() + START_S
-        while not _answers(path, port):
+        while not _answers(path):
             if process.poll() is not None:
                 said = log_path.read_text(errors="replace").strip().splitlines()[-1:]
                 server.stop()
@@ -188,12 +173,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _answers(path: Path, port: int) -> bool:
-    family = socket.AF_INET if port else socket.AF_UNIX
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+def _answers(path: Path) -> bool:
+    """Asked on its own socket, because on a port that was taken somebody else's server would answer. The
+    server opens it after the port."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
-            probe.connect(("127.0.0.1", port) if port else str(path))
+            probe.connect(str(path))
             probe.sendall(b"PING\r\n")
             return probe.recv(64).startswith(b"+PONG")
         except OSError:

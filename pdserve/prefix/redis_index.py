@@ -153,27 +153,35 @@ class RedisIndex:
         # A server that is so slow would only be tripped over again.
         patience_s = max(0.05, 5.0 * self._timeout_s)
         while True:
-            wait_s = self._refresh_s
+            was_available = self._is_available
             try:
                 if self._tag:
-                    limit_s = REDIS_TIMEOUT_S if self._is_available else patience_s
-                    async with asyncio.timeout(limit_s):
+                    async with asyncio.timeout(REDIS_TIMEOUT_S if was_available else patience_s):
                         await self._read_slots()
-                    if not self._is_available:
-                        log.info("the prefix index answers", extra={"redis": self._where})
-                    self._is_available, self._late = True, 0
-                    backoff.reset()
+                    self._recover()
             except TROUBLE as error:
                 self._trip(repr(error))
-            if not self._is_available:
-                wait_s = backoff.next_s()
-            # bind() wakes this; a trip does not, because Redis has just shown that it is away.
-            self._wake.clear()
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+            if self._is_available and self._late == 0:
+                backoff.reset()
+            wait_s = self._refresh_s if self._is_available else backoff.next_s()
+            if await self._woken_within(wait_s) and not self._is_available:
+                await asyncio.sleep(backoff.next_s())
+
+    async def _woken_within(self, wait_s: float) -> bool:
+        self._wake.clear()
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._wake.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _recover(self) -> None:
+        if not self._is_available:
+            log.info("the prefix index answers", extra={"redis": self._where})
+            self._is_available = True
+            # On probation: the next late answer trips again, an answer in time ends it.
+            self._late = min(self._late, LATE_IN_A_ROW - 1)
 
     def _ended(self, task: asyncio.Task[Mapping[str, int]]) -> None:
         self._in_flight.discard(task)
@@ -188,6 +196,7 @@ class RedisIndex:
         """From now on nothing is asked until the background task has seen Redis answer."""
         if self._is_available:
             self._is_available = False
+            self._wake.set()
             log.warning("the prefix index is out of reach", extra={"redis": self._where, "why": why})
 
 

@@ -1,0 +1,60 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import redis
+
+from pdserve.core.errors import ConfigError
+from pdserve.prefix.embedded import EmbeddedRedis
+
+
+def test_it_is_a_real_server_on_loopback_that_keeps_nothing() -> None:
+    with EmbeddedRedis.start() as server, redis.Redis.from_url(server.url) as client:
+        assert client.set("key", "value")
+        assert client.config_get("bind")["bind"] == "127.0.0.1"
+        assert client.config_get("save")["save"] == ""
+        assert server.is_alive
+    assert not psutil.pid_exists(server.pid)
+
+
+def test_a_unix_socket_is_open_to_its_user_only() -> None:
+    with EmbeddedRedis.start(is_unix=True) as server, redis.Redis.from_url(server.url) as client:
+        assert client.ping()
+        path = server.url.removeprefix("unix://")
+        assert os.stat(os.path.dirname(path)).st_mode & 0o077 == 0
+        assert client.config_get("port")["port"] == "0"
+    assert not os.path.exists(os.path.dirname(path))
+
+
+def test_a_taken_port_is_a_config_error() -> None:
+    with EmbeddedRedis.start() as server, pytest.raises(ConfigError, match="redis port"):
+        EmbeddedRedis.start(port=server.port)
+
+
+def test_it_can_be_killed_and_started_again_on_its_port() -> None:
+    with EmbeddedRedis.start() as server:
+        server.kill()
+        assert not server.is_alive
+        with EmbeddedRedis.start(port=server.port) as again, redis.Redis.from_url(again.url) as client:
+            assert client.ping()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
+def test_it_ends_with_a_parent_that_is_killed() -> None:
+    code = "from pdserve.prefix.embedded import EmbeddedRedis as E; print(E.start().pid, flush=True); input()"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    try:
+        server_pid = int(parent.stdout.readline())
+        assert psutil.pid_exists(server_pid)
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    end_s = time.monotonic() + 5.0
+    while psutil.pid_exists(server_pid) and psutil.Process(server_pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end_s, "the server outlived its parent"
+        time.sleep(0.01)

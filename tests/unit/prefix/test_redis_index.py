@@ -1,0 +1,337 @@
+"""Publisher and index together over a real server."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import redis
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.hashing import block_hashes, chain_key
+from pdserve.prefix.embedded import EmbeddedRedis
+from pdserve.prefix.keys import bit_offset, fingerprint_of, index_tag, owner_of, slots_bits
+from pdserve.prefix.redis_index import RedisIndex, _between, _probes
+from tests.unit.prefix.given import SEED, chain, crash, following, publisher, publishing, until, until_found
+
+TAG = index_tag("test", fingerprint_of(SEED))
+
+
+async def test_what_a_worker_stores_is_found_and_what_it_removes_is_not(url: str) -> None:
+    blocks = chain(6)
+    async with following(url) as index, publishing(url, "w") as worker:
+        worker.offer(stored=blocks)
+        await until_found(index, blocks, {"w": 6})
+        worker.offer(removed=blocks[4:])
+        await until_found(index, blocks, {"w": 4})
+        assert await index.lookup(chain(3, "unknown")) == {}
+        assert await index.lookup([]) == {}
+
+
+async def test_what_was_offered_before_the_start_is_told(url: str) -> None:
+    worker = publisher(url, "w")
+    worker.offer(stored=chain(3))
+    await worker.start()
+    async with following(url) as index:
+        await until_found(index, chain(3), {"w": 3})
+    await worker.stop()
+
+
+@pytest.mark.parametrize("length", [1, 16, 48, 49, 64, 256, 1000, 1024])
+async def test_depths_are_exact_for_chains_of_any_length(url: str, length: int) -> None:
+    blocks = chain(length)
+    depths = {"all": length, "most": length * 9 // 10, "half": length // 2, "one": 1, "none": 0}
+    async with following(url) as index:
+        workers = []
+        for name, depth in depths.items():
+            worker = publisher(url, name)
+            worker.offer(stored=blocks[:depth])
+            await worker.start()
+            workers.append(worker)
+        await until_found(index, blocks, {name: depth for name, depth in depths.items() if depth})
+        await asyncio.gather(*(worker.stop() for worker in workers))
+
+
+async def test_bitmaps_of_more_than_64_workers(url: str) -> None:
+    blocks = chain(80)
+    async with following(url) as index:
+        workers = [publisher(url, f"w{number}", lease_s=30.0) for number in range(72)]
+        for number, worker in enumerate(workers):
+            worker.offer(stored=blocks[: number + 1])
+            await worker.start()
+        await until_found(index, blocks, {f"w{number}": number + 1 for number in range(72)}, deadline_s=30.0)
+        await asyncio.gather(*(worker.stop() for worker in workers))
+
+
+async def test_a_new_incarnation_masks_the_old_one_at_once(url: str) -> None:
+    blocks = chain(4)
+    async with following(url, refresh_s=60.0) as index, publishing(url, "w", "old", lease_s=60.0) as old:
+        old.offer(stored=blocks)
+        await until_found(index, blocks, {})  # the slots were read before the worker came, and are read rarely
+        index.bind(bytes(32))
+        index.bind(SEED)
+        await until_found(index, blocks, {"w": 4})
+        async with publishing(url, "w", "new", lease_s=60.0) as new:
+            # No refresh is due for a minute: the epoch in the answer tells.
+            assert await index.lookup(blocks) == {}
+            new.offer(stored=blocks[:1])
+            await until_found(index, blocks, {"w": 1})
+
+
+async def test_an_old_incarnation_that_wakes_up_does_not_come_back(url: str) -> None:
+    async with (
+        following(url) as index,
+        publishing(url, "w", "old", lease_s=0.4) as old,
+        publishing(url, "w", "new") as new,
+    ):
+        await until(lambda: not old.is_connected)
+        old.offer(stored=chain(3))
+        new.offer(stored=chain(2))
+        await until_found(index, chain(3), {"w": 2})
+        assert not old.is_connected
+        assert new.is_connected
+
+
+async def test_a_crash_is_masked_when_the_lease_ends_without_any_cleanup(url: str) -> None:
+    blocks = chain(4)
+    async with following(url) as index:
+        worker = publisher(url, "w", lease_s=0.5)
+        worker.offer(stored=blocks)
+        await worker.start()
+        await until_found(index, blocks, {"w": 4})
+        await crash(worker)
+        began_s = time.monotonic()
+        await until_found(index, blocks, {})
+        assert time.monotonic() - began_s < 3.0
+        with redis.Redis.from_url(url) as client:  # the bits are still there: they were masked, not cleared
+            assert slots_bits(client.get(TAG.encode() + b":b:" + blocks[0])) == 1
+
+
+async def test_a_proper_stop_is_seen_at_once(url: str) -> None:
+    async with following(url) as index:
+        async with publishing(url, "w", lease_s=60.0) as worker:
+            worker.offer(stored=chain(2))
+            await until_found(index, chain(2), {"w": 2})
+        assert await index.lookup(chain(2)) == {}
+
+
+async def test_a_slot_is_used_again_only_after_its_sweep(url: str) -> None:
+    blocks = chain(3000)
+    async with following(url) as index, publishing(url, "sweeper", lease_s=0.4) as sweeper:
+        worker = publisher(url, "w", "first", lease_s=0.4)
+        worker.offer(stored=blocks)
+        await worker.start()
+        await until_found(index, blocks, {"w": 3000})
+        await crash(worker)
+        with redis.Redis.from_url(url) as client:
+            assert client.scard(f"{TAG}:free") == 0
+            await until(lambda: client.scard(f"{TAG}:free") == 1)
+            assert list(client.scan_iter(TAG.encode() + b":b:*")) == []
+            assert client.exists(f"{TAG}:r:1") == 0
+        assert sweeper._sweeper.num_swept_slots == 1
+        async with publishing(url, "other") as other:
+            assert other._index.slot == 1
+            other.offer(stored=blocks[:1])
+            await until_found(index, blocks, {"other": 1})
+
+
+async def test_nothing_is_swept_while_most_workers_look_dead(url: str) -> None:
+    async with publishing(url, "alive", lease_s=0.5) as alive:
+        lost = [publisher(url, f"lost{number}", lease_s=0.2) for number in range(2)]
+        for worker in lost:
+            await worker.start()
+        await until(lambda: all(worker.is_connected for worker in lost))
+        for worker in lost:
+            await crash(worker)
+        with redis.Redis.from_url(url) as client:
+            await until(lambda: client.hlen(f"{TAG}:dead") == 2)  # they were seen dead
+            assert client.scard(f"{TAG}:free") == 0
+            await until(lambda: client.scard(f"{TAG}:free") == 2, 20.0)  # and go after the grace
+        assert alive.is_connected
+
+
+async def test_a_gap_is_healed_by_a_snapshot_on_a_fresh_slot(url: str) -> None:
+    blocks = chain(4)
+    async with following(url) as index, publishing(url, "w") as worker:
+        worker.offer(stored=blocks[:2])
+        await until_found(index, blocks, {"w": 2})
+        with redis.Redis.from_url(url) as client:
+            client.set(f"{TAG}:q:{worker._index.slot}", 17)  # as a restored, older or newer Redis would have it
+        worker.offer(stored=blocks[2:])
+        await until_found(index, blocks, {"w": 4})
+        assert worker.num_snapshots == 2
+
+
+async def test_a_batch_whose_answer_was_lost_is_not_applied_twice(url: str) -> None:
+    async with publishing(url, "w") as worker:
+        worker.offer(stored=chain(1))
+        await until(lambda: worker.num_waiting == 0)
+        slot = worker._index.slot
+        worker._index._sequence -= 1  # as if the answer had not come
+        with redis.Redis.from_url(url) as client:
+            client.client_kill_filter(_type="normal", skipme=True)
+            worker.offer(stored=chain(2))
+            await until(lambda: worker.is_connected and worker.num_waiting == 0)
+        assert (worker._index.slot, worker.num_snapshots) == (slot, 1)
+
+
+async def test_a_lost_connection_resumes_without_a_snapshot(url: str) -> None:
+    blocks = chain(4)
+    async with following(url) as index, publishing(url, "w", lease_s=30.0) as worker:
+        worker.offer(stored=blocks[:2])
+        await until_found(index, blocks, {"w": 2})
+        with redis.Redis.from_url(url) as client:
+            client.client_kill_filter(_type="normal", skipme=True)
+        worker.offer(stored=blocks[2:], removed=blocks[:0])
+        await until_found(index, blocks, {"w": 4})
+        assert worker.num_snapshots == 1
+
+
+async def test_many_changes_while_redis_is_away_give_way_to_a_snapshot(mortal: EmbeddedRedis) -> None:
+    async with publishing(mortal.url, "w", lease_s=60.0) as worker:
+        os.kill(mortal.pid, signal.SIGSTOP)
+        try:
+            for turn in range(40):
+                blocks = chain(1000, f"turn{turn}")
+                worker.offer(stored=blocks)
+                worker.offer(removed=blocks)
+            worker.offer(stored=chain(5))
+            assert worker.num_waiting < 10_000
+        finally:
+            os.kill(mortal.pid, signal.SIGCONT)
+        async with following(mortal.url) as index:
+            await until_found(index, chain(5), {"w": 5})
+        assert worker.num_snapshots == 2
+
+
+async def test_a_killed_redis_costs_nothing_and_refills_when_it_returns_empty(mortal: EmbeddedRedis) -> None:
+    blocks = chain(100)
+    async with following(mortal.url) as index, publishing(mortal.url, "w") as worker:
+        worker.offer(stored=blocks)
+        await until_found(index, blocks, {"w": 100})
+        mortal.kill()
+        assert await index.lookup(blocks) == {}  # the first one finds out
+        await until(lambda: not index.is_available)
+        began_s = time.perf_counter()
+        for _ in range(1000):
+            assert await index.lookup(blocks) == {}
+        assert time.perf_counter() - began_s < 0.5
+        worker.offer(removed=blocks[50:])
+        with EmbeddedRedis.start(port=mortal.port):
+            await until_found(index, blocks, {"w": 50})
+            assert worker.num_snapshots == 2
+
+
+async def test_a_redis_that_hangs_is_given_up_after_a_few_late_answers(mortal: EmbeddedRedis) -> None:
+    blocks = chain(8)
+    async with following(mortal.url, timeout_s=0.02, refresh_s=60.0) as index, publishing(mortal.url, "w") as worker:
+        worker.offer(stored=blocks)
+        await until(lambda: worker.num_waiting == 0)
+        index.bind(bytes(32))
+        index.bind(SEED)
+        await until_found(index, blocks, {"w": 8})
+        os.kill(mortal.pid, signal.SIGSTOP)
+        try:
+            for _ in range(3):
+                assert await index.lookup(blocks) == {}
+            assert not index.is_available
+            began_s = time.perf_counter()
+            assert await index.lookup(blocks) == {}
+            assert time.perf_counter() - began_s < 0.01
+        finally:
+            os.kill(mortal.pid, signal.SIGCONT)
+        await until_found(index, blocks, {"w": 8})
+
+
+async def test_without_a_server_everything_starts_and_nothing_is_found() -> None:
+    with EmbeddedRedis.start() as gone:
+        pass
+    worker = publisher(gone.url, "w")
+    await worker.start()
+    async with following(gone.url) as index:
+        worker.offer(stored=chain(2))
+        assert await index.lookup(chain(2)) == {}
+        await until(lambda: worker.num_failures > 1)
+        assert not index.is_available
+    await worker.stop()
+
+
+async def test_tenants_clusters_and_models_do_not_see_each_other(url: str) -> None:
+    tokens = list(range(64))
+    mine, theirs = (block_hashes(tokens, 16, chain_key(salt, SEED)) for salt in (b"mine", b"theirs"))
+    async with publishing(url, "w") as worker, following(url) as index:
+        worker.offer(stored=mine)
+        await until_found(index, mine, {"w": 4})
+        assert await index.lookup(theirs) == {}
+        async with following(url, cluster="other") as other, following(url, seed=bytes(32)) as model:
+            await until(lambda: other.is_available and model.is_available)
+            assert await other.lookup(mine) == {}
+            assert await model.lookup(mine) == {}
+
+
+async def test_blocks_expire_unless_they_are_told_again(url: str) -> None:
+    async with publishing(url, "w", block_ttl_s=0.6) as worker, following(url) as index:
+        worker.offer(stored=chain(2))
+        await until_found(index, chain(2), {"w": 2})
+        sent = worker.num_sent_batches
+        await until(lambda: worker.num_sent_batches >= sent + 5)  # a second at least
+        assert await index.lookup(chain(2)) == {"w": 2}
+        await crash(worker)
+        with redis.Redis.from_url(url) as client:
+            await until(lambda: not list(client.scan_iter(TAG.encode() + b":b:*")))
+
+
+async def test_offers_may_come_from_another_thread(url: str) -> None:
+    blocks = chain(2000)
+    async with publishing(url, "w") as worker, following(url) as index:
+        await asyncio.to_thread(lambda: [worker.offer(stored=[one]) for one in blocks])
+        await until_found(index, blocks, {"w": 2000})
+        assert worker.num_sent_batches < 1000
+
+
+async def test_answers_that_are_in_flight_are_bounded(url: str) -> None:
+    blocks = chain(64)
+    async with publishing(url, "w") as worker, following(url) as index:
+        worker.offer(stored=blocks)
+        await until_found(index, blocks, {"w": 64})
+        answers = await asyncio.gather(*(index.lookup(blocks) for _ in range(200)))
+        assert {tuple(answer.items()) for answer in answers} == {(("w", 64),), ()}
+        assert index.is_available
+        assert await index.lookup(blocks) == {"w": 64}
+
+
+@pytest.mark.parametrize("bad", ["localhost:6379", "http://localhost", ""])
+def test_a_url_that_cannot_be_one_is_a_config_error(bad: str) -> None:
+    with pytest.raises(ConfigError, match="redis"):
+        RedisIndex(bad, "test")
+
+
+def test_a_name_cannot_break_out_of_its_tag() -> None:
+    with pytest.raises(ConfigError, match="cluster"):
+        RedisIndex("redis://localhost", "a}:b:", hash_seed=SEED)
+
+
+def test_a_password_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RedisIndex("rediss!//:secret@localhost", "test")
+    assert "secret" not in str(caught.value)
+
+
+def test_bit_numbers_are_slots_whatever_the_length_of_the_value(url: str) -> None:
+    with redis.Redis.from_url(url) as client:
+        for slot in (0, 7, 8, 63, 64, 100, 4095):
+            client.setbit("key", bit_offset(slot), 1)
+        assert slots_bits(client.get("key")) == sum(1 << slot for slot in (0, 7, 8, 63, 64, 100, 4095))
+    assert slots_bits(None) == 0
+
+
+def test_long_chains_are_probed_and_only_the_doubtful_stretches_are_read() -> None:
+    assert _probes(48) == list(range(48))
+    probes = _probes(1000)
+    assert len(probes) < 40
+    assert probes[-1] == 999
+    holders = {at: 0b01 if at < 500 else 0b00 for at in probes} | {at: 0b11 for at in probes if at < 100}
+    between = _between(probes, holders, 0b11)
+    assert len(between) == 2 * (probes[1] - probes[0] - 1)
+    assert owner_of("w", "1") == "w\n1"

@@ -1,0 +1,94 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from itertools import pairwise
+
+import pytest
+import redis
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import Role
+from pdserve.prefix.embedded import EmbeddedRedis
+from pdserve.prefix.registry import Registration, Registry
+from tests.unit.prefix.given import crash, publisher, publishing, registration, until
+
+Seen = list[tuple[Registration, ...]]
+
+
+@asynccontextmanager
+async def watching(url: str, **settings: float) -> AsyncIterator[tuple[Registry, Seen]]:
+    registry, seen = Registry(url, "test", **{"poll_s": 0.02, "forget_s": 0.3, **settings}), []
+    task = asyncio.create_task(registry.watch(seen.append))
+    try:
+        yield registry, seen
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def ids(registrations: tuple[Registration, ...]) -> list[str]:
+    return [one.worker_id for one in registrations]
+
+
+async def test_workers_come_and_go_and_only_changes_are_told(url: str) -> None:
+    async with watching(url) as (registry, seen):
+        async with publishing(url, "b"), publishing(url, "a"):
+            await until(lambda: ids(registry.workers) == ["a", "b"])
+            assert registry.workers == (registration("a"), registration("b"))
+        await until(lambda: registry.workers == ())
+    assert all(before != after for before, after in pairwise(seen))
+
+
+async def test_a_new_incarnation_takes_the_place_of_the_old_at_once(url: str) -> None:
+    async with watching(url, forget_s=60.0) as (registry, _), publishing(url, "w", "old"):
+        await until(lambda: registry.workers == (registration("w", "old"),))
+        async with publishing(url, "w", "new"):
+            await until(lambda: registry.workers == (registration("w", "new"),))
+
+
+async def test_a_crashed_worker_is_gone_when_its_lease_and_the_patience_are_over(url: str) -> None:
+    async with watching(url) as (registry, _):
+        worker = publisher(url, "w", lease_s=0.4)
+        await worker.start()
+        await until(lambda: ids(registry.workers) == ["w"])
+        await crash(worker)
+        await until(lambda: registry.workers == ())
+
+
+async def test_the_last_known_workers_stay_while_redis_is_away_and_when_it_returns_empty(mortal: EmbeddedRedis) -> None:
+    async with watching(mortal.url, forget_s=10.0) as (registry, seen), publishing(mortal.url, "w") as worker:
+        await until(lambda: ids(registry.workers) == ["w"])
+        mortal.kill()
+        await until(lambda: not registry._is_available)
+        assert ids(registry.workers) == ["w"]
+        with EmbeddedRedis.start(port=mortal.port):
+            await until(lambda: registry._is_available and worker.is_connected)
+            assert ids(registry.workers) == ["w"]
+    assert len(seen) == 1
+
+
+async def test_what_is_not_a_registration_is_passed_over(url: str) -> None:
+    with redis.Redis.from_url(url) as client:
+        for name, facts in {
+            "bad": "{",
+            "list": "[]",
+            "role": '{"role": "king", "endpoint": "a:1"}',
+            "a b": "{}",
+        }.items():
+            client.sadd("{pd:test}:workers", name)
+            client.hset("{pd:test}:worker:" + name, mapping={"incarnation": "1", "facts": facts})
+    async with publishing(url, "good"):
+        registry = Registry(url, "test")
+        assert ids(await registry.read()) == ["good"]
+        await registry.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("worker_id", "a b"), ("worker_id", ""), ("incarnation", "x\n"), ("endpoint", "nowhere"), ("endpoint", ":1")],
+)
+def test_a_registration_names_what_is_wrong_with_it(field: str, value: str) -> None:
+    facts = {"worker_id": "w", "incarnation": "1", "role": Role.DECODE, "endpoint": "h:1", field: value}
+    with pytest.raises(ConfigError, match=field):
+        Registration(**facts)
