@@ -1,0 +1,189 @@
+"""config.json is read exactly or refused by the name of the field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from pdserve.core.errors import ModelError
+from pdserve.engine.config import ModelConfig, parse_config, read_config
+from pdserve.engine.rope_config import RopeConfig
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+
+
+def parse(values: dict[str, Any], **own: Any) -> ModelConfig:
+    return parse_config(values | own, {})
+
+
+def test_what_a_config_leaves_out_is_what_transformers_assumes() -> None:
+    assert parse(LLAMA) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=1000,
+        hidden_size=64,
+        mlp_size=128,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=8,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=10_000.0),
+        windows=(None, None),
+        is_tied=False,
+        has_qkv_bias=False,
+        has_o_bias=False,
+        has_mlp_bias=False,
+        has_qk_norm=False,
+        max_context_tokens=4096,
+        eos_token_ids=(),
+        dtype="float32",
+    )
+    bare = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    assert parse(bare).num_kv_heads == 8
+    assert parse(QWEN3).head_dim == 128
+    assert parse(MISTRAL).windows == (4096, 4096)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_configs_that_transformers_writes_are_read(family: str, tmp_path: Path) -> None:
+    config = getattr(transformers, family + "Config")(architectures=[family + "ForCausalLM"])
+    config.save_pretrained(tmp_path)
+    ours = read_config(tmp_path)
+    assert ours.head_dim == getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    assert ours.num_kv_heads == config.num_key_value_heads
+    assert ours.rope == RopeConfig(theta=config.rope_parameters["rope_theta"])
+    assert ours.max_context_tokens == config.max_position_embeddings
+
+
+def test_both_spellings_of_rope_are_read() -> None:
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 1024}
+    old = parse(QWEN2, rope_theta=1e6, rope_scaling={"type": "yarn", **scaling})
+    new = parse(QWEN2, rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, **scaling})
+    assert old == new
+    assert old.rope.theta == 1e6
+    assert old.rope.attention_factor == pytest.approx(1.1386294361)
+    assert old.max_context_tokens == 4096
+
+
+def test_scaled_ropes_serve_their_longer_context_and_dynamic_serves_the_plain_one() -> None:
+    assert parse(LLAMA, rope_scaling={"type": "linear", "factor": 2.0}).max_context_tokens == 8192
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    assert parse(LLAMA, rope_scaling=yarn).max_context_tokens == 16_384
+    dynamic = parse(LLAMA, rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert (dynamic.rope, dynamic.max_context_tokens) == (RopeConfig(), 4096)
+
+
+def test_windows_follow_each_family() -> None:
+    assert parse(MISTRAL, sliding_window=None).windows == (None, None)
+    assert parse(MISTRAL, sliding_window=128).windows == (128, 128)
+    assert parse(QWEN2, sliding_window=128).windows == (None, None)
+    assert parse(QWEN2, use_sliding_window=True, sliding_window=128, max_window_layers=1).windows == (None, 128)
+    by_layer = ["sliding_attention", "full_attention"]
+    layered = parse(QWEN3, use_sliding_window=True, sliding_window=128, layer_types=by_layer)
+    assert layered.windows == (128, None)
+
+
+def test_biases_follow_each_family() -> None:
+    def biases(config: ModelConfig) -> tuple[bool, bool, bool]:
+        return config.has_qkv_bias, config.has_o_bias, config.has_mlp_bias
+
+    assert biases(parse(LLAMA, attention_bias=True, mlp_bias=True)) == (True, True, True)
+    assert biases(parse(QWEN2)) == (True, False, False)
+    assert biases(parse(QWEN3, attention_bias=True)) == (True, True, False)
+    assert biases(parse(MISTRAL, attention_bias=False)) == (False, False, False)
+
+
+def test_ends_of_sequence_come_from_both_files() -> None:
+    assert parse_config(LLAMA | {"eos_token_id": 7}, {"eos_token_id": [9, 7]}).eos_token_ids == (7, 9)
+    with pytest.raises(ModelError, match=r"generation_config.json: eos_token_id: got 1000"):
+        parse_config(LLAMA, {"eos_token_id": 1000})
+
+
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("architectures", LLAMA, {"architectures": ["GemmaForCausalLM"]}),
+    ("architectures", LLAMA, {"architectures": ["LlamaForCausalLM", "Other"]}),
+    ("architectures", {}, {"model_type": "gpt2"}),
+    ("model_type", LLAMA, {"model_type": "qwen2"}),
+    ("hidden_act", LLAMA, {"hidden_act": "gelu"}),
+    ("hidden_size", LLAMA, {"hidden_size": None}),
+    ("hidden_size", LLAMA, {"hidden_size": "64"}),
+    ("num_hidden_layers", LLAMA, {"num_hidden_layers": 0}),
+    ("num_hidden_layers", LLAMA, {"num_hidden_layers": True}),
+    ("num_key_value_heads", LLAMA, {"num_key_value_heads": 3}),
+    ("head_dim", LLAMA, {"head_dim": 7}),
+    ("rms_norm_eps", LLAMA, {"rms_norm_eps": 0}),
+    ("rms_norm_eps", LLAMA, {"rms_norm_eps": float("nan")}),
+    ("tie_word_embeddings", LLAMA, {"tie_word_embeddings": "yes"}),
+    ("quantization_config", LLAMA, {"quantization_config": {"quant_method": "awq"}}),
+    ("dtype", LLAMA, {"torch_dtype": "float8_e4m3fn"}),
+    ("eos_token_id", LLAMA, {"eos_token_id": 1000}),
+    ("eos_token_id", LLAMA, {"eos_token_id": [1, "2"]}),
+    ("rope_scaling.rope_type", LLAMA, {"rope_scaling": {"type": "su", "factor": 2.0}}),
+    ("rope_scaling.rope_type", LLAMA, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}),
+    ("rope_scaling", LLAMA, {"rope_scaling": 2.0}),
+    ("rope_scaling.factor", LLAMA, {"rope_scaling": {"type": "linear"}}),
+    ("rope_scaling.factor", LLAMA, {"rope_scaling": {"type": "linear", "factor": -1.0}}),
+    ("rope_scaling.mrope_section", LLAMA, {"rope_scaling": {"type": "default", "mrope_section": [1]}}),
+    ("rope_scaling.high_freq_factor", LLAMA, {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}}),
+    ("rope_parameters.full_attention", LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}),
+    ("rope_parameters.partial_rotary_factor", LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}),
+    ("partial_rotary_factor", LLAMA, {"partial_rotary_factor": 0.5}),
+    ("rope_theta", LLAMA, {"rope_theta": 0}),
+    ("sliding_window", LLAMA, {"sliding_window": 4096}),
+    ("sliding_window", MISTRAL, {"sliding_window": 0}),
+    ("layer_types", QWEN2, {"layer_types": ["full_attention"]}),
+    ("layer_types", QWEN2, {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}),
+    ("layer_types", QWEN3, {"layer_types": ["full_attention", "linear_attention"]}),
+    ("mlp_bias", QWEN2, {"mlp_bias": True}),
+    ("attention_bias", MISTRAL, {"attention_bias": True}),
+    ("auto_map", LLAMA, {"auto_map": {"AutoModelForCausalLM": "modeling.Other"}}),
+    ("final_logit_softcapping", LLAMA, {"final_logit_softcapping": 30.0}),
+    ("num_experts", QWEN3, {"num_experts": 8}),
+    ("attention_multiplier", LLAMA, {"attention_multiplier": 0.5}),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "base", "own"), REFUSED, ids=[f"{field}-{n}" for n, (field, *_) in enumerate(REFUSED)]
+)
+def test_what_we_cannot_serve_exactly_is_refused_by_name(field: str, base: dict[str, Any], own: dict[str, Any]) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse(base, **own)
+    assert caught.value.field == field
+
+
+def test_harmless_and_null_fields_are_passed_over() -> None:
+    harmless = {"use_cache": True, "initializer_range": 0.02, "use_mrope": False, "rope_scaling": None, "novel": None}
+    assert parse(LLAMA, **harmless) == parse(LLAMA)
+
+
+def test_a_missing_or_unreadable_config_says_what_was_seen(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="folder of a Hugging Face checkpoint"):
+        read_config(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"config.json: got nothing in .*"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config.json: .*readable JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps([1]))
+    with pytest.raises(ModelError, match="a JSON object"):
+        read_config(tmp_path)

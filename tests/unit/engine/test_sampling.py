@@ -1,0 +1,211 @@
+"""Tokens are drawn by the right law, and each draw depends on its row alone."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.core.types import Sampling
+from pdserve.engine.noise import _mix, _mix_tensor, _signed, gumbel, stream
+from pdserve.engine.sampling import Draw, sample
+
+VOCAB = 12
+NUM_DRAWS = 20_000
+Z = 3.719  # one-sided normal quantile of 1 - 10^-4; seeds are fixed, so a test that passes once passes always
+
+
+def logits() -> Tensor:
+    return torch.tensor([random.Random(4).gauss(0.0, 1.5) for _ in range(VOCAB)])
+
+
+def law(sampling: Sampling) -> list[float]:
+    """The distribution as its definition says, one token at a time."""
+    weight = [math.exp(float(one) / sampling.temperature) for one in logits().double()]
+    weight = [one if one >= sampling.min_p * max(weight) else 0.0 for one in weight]
+    order = sorted(range(VOCAB), key=lambda token: -weight[token])
+    for token in order[sampling.top_k or VOCAB :]:
+        weight[token] = 0.0
+    total, mass = sum(weight), 0.0
+    for token in order:
+        if mass >= sampling.top_p * total:
+            weight[token] = 0.0
+        mass += weight[token]
+    return [one / sum(weight) for one in weight]
+
+
+def chi_square_limit(freedom: int) -> float:
+    """Quantile 1 - 10^-4 of the chi-square law (Wilson and Hilferty 1931)."""
+    return freedom * (1 - 2 / (9 * freedom) + Z * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def assert_follows(counts: Sequence[int], expected: Sequence[float]) -> None:
+    total = sum(counts)
+    assert all(count == 0 for count, share in zip(counts, expected, strict=True) if share == 0.0)
+    cells = [(count, share * total) for count, share in zip(counts, expected, strict=True) if share > 0.0]
+    assert min(mean for _, mean in cells) >= 5  # below, chi-square is no measure
+    assert sum((count - mean) ** 2 / mean for count, mean in cells) < chi_square_limit(max(1, len(cells) - 1))
+
+
+def draw_many(draws: Sequence[Draw], logits_V: Tensor | None = None) -> list[int]:
+    rows = (logits() if logits_V is None else logits_V).expand(len(draws), -1)
+    return [out.token_id for out in sample(rows, draws, eos_token_ids=())]
+
+
+LAWS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.5},
+    {"temperature": 3.0},
+    {"top_k": 1},
+    {"top_k": 4},
+    {"top_k": 50},
+    {"top_p": 0.6},
+    {"top_p": 0.95, "temperature": 2.0},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"min_p": 0.05, "top_k": 6, "top_p": 0.9, "temperature": 1.7},
+]
+
+
+@pytest.mark.parametrize("own", LAWS, ids=[",".join(f"{key}={value}" for key, value in own.items()) for own in LAWS])
+@pytest.mark.parametrize("varies", ["seed", "position"])
+def test_draws_follow_the_law(own: dict[str, Any], varies: str) -> None:
+    if varies == "seed":
+        draws = [Draw(Sampling(seed=seed, **own), range(9), 0) for seed in range(NUM_DRAWS)]
+    else:
+        draws = [Draw(Sampling(seed=3, **own), range(position), 0) for position in range(NUM_DRAWS)]
+    tokens = draw_many(draws)
+    assert_follows([tokens.count(token) for token in range(VOCAB)], law(Sampling(**own)))
+
+
+def test_consecutive_draws_of_one_seed_and_equal_positions_of_consecutive_seeds_are_independent() -> None:
+    flat = torch.zeros(4)
+    along = draw_many([Draw(Sampling(seed=1), range(position), 0) for position in range(NUM_DRAWS)], flat)
+    across = draw_many([Draw(Sampling(seed=seed), range(1), 0) for seed in range(NUM_DRAWS)], flat)
+    for tokens in (along, across):
+        pairs = [4 * one + other for one, other in zip(tokens[::2], tokens[1::2], strict=True)]
+        assert_follows([pairs.count(pair) for pair in range(16)], [1 / 16] * 16)
+
+
+def test_noise_is_gumbel() -> None:
+    noise = gumbel([stream(11, 5)], torch.arange(200_000)[None])[0]
+    assert float(noise.mean()) == pytest.approx(0.57722, abs=4 * 1.2825 / math.sqrt(200_000))
+    assert float(noise.var()) == pytest.approx(math.pi**2 / 6, rel=0.02)
+    assert noise.isfinite().all()
+
+
+def test_the_hash_in_tensors_is_the_hash_in_integers() -> None:
+    values = [0, 1, 2**63, 2**64 - 1, 0x0123456789ABCDEF]
+    assert _mix_tensor(torch.tensor([_signed(one) for one in values])).tolist() == [
+        _signed(_mix(one)) for one in values
+    ]
+    assert len({stream(seed, position) for seed in (0, 1, 2**64 - 1) for position in range(1000)}) == 3000
+
+
+def mixed_draws() -> list[Draw]:
+    rng = random.Random(2)
+    draws = []
+    for _ in range(40):
+        history = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))]
+        sampling = Sampling(
+            seed=rng.randrange(2**64),
+            temperature=rng.choice([0.0, 0.3, 1.0, 2.0]),
+            top_k=rng.choice([0, 0, 3]),
+            top_p=rng.choice([1.0, 0.7]),
+            min_p=rng.choice([0.0, 0.1]),
+            repetition_penalty=rng.choice([1.0, 1.5]),
+            presence_penalty=rng.choice([0.0, 0.8]),
+            frequency_penalty=rng.choice([0.0, -0.4]),
+            logprobs=rng.choice([None, 0, 2]),
+            min_tokens=rng.choice([0, 10]),
+            stop_token_ids=(1,),
+        )
+        draws.append(Draw(sampling, history, rng.randrange(len(history) + 1)))
+    return draws
+
+
+def test_a_row_draws_the_same_alone_in_any_company_and_in_any_order() -> None:
+    draws = mixed_draws()
+    torch.manual_seed(0)
+    rows_BV = torch.randn(len(draws), VOCAB) * 2
+    before = rows_BV.clone()
+    together = sample(rows_BV, draws, eos_token_ids=(0,))
+    assert torch.equal(rows_BV, before)
+    alone = [sample(rows_BV[row : row + 1], [draw], eos_token_ids=(0,))[0] for row, draw in enumerate(draws)]
+    assert alone == together
+    backwards = sample(rows_BV.flip(0), draws[::-1], eos_token_ids=(0,))
+    assert backwards[::-1] == together
+
+
+def test_penalties_equal_their_definition() -> None:
+    draws = mixed_draws()
+    torch.manual_seed(1)
+    rows_BV = torch.randn(len(draws), VOCAB) * 2
+    for row, draw in enumerate(draws):
+        one = draw.sampling
+        expected = [float(value) for value in rows_BV[row]]
+        output = list(draw.history)[draw.prompt_len :]
+        for token in range(VOCAB):
+            if token in (0, 1) and len(output) < one.min_tokens:
+                expected[token] = -math.inf
+            if token in draw.history:
+                expected[token] *= one.repetition_penalty if expected[token] <= 0 else 1 / one.repetition_penalty
+            expected[token] -= one.presence_penalty * (token in output) + one.frequency_penalty * output.count(token)
+        greedy = Sampling(
+            temperature=0.0,
+            repetition_penalty=one.repetition_penalty,
+            presence_penalty=one.presence_penalty,
+            frequency_penalty=one.frequency_penalty,
+            min_tokens=one.min_tokens,
+            stop_token_ids=(1,),
+        )
+        [out] = sample(rows_BV[row : row + 1], [Draw(greedy, draw.history, draw.prompt_len)], eos_token_ids=(0,))
+        assert out.token_id == max(range(VOCAB), key=lambda token: expected[token])
+
+
+def test_greedy_takes_the_lowest_id_among_equals() -> None:
+    tied = torch.tensor([[0.0, 5.0, 5.0, 1.0, 5.0]])
+    assert sample(tied, [Draw(Sampling(temperature=0.0), [0], 1)], ())[0].token_id == 1
+    lowest = [Draw(Sampling(top_k=2, seed=seed), [0], 1) for seed in range(200)]
+    assert {out.token_id for out in sample(tied.expand(200, -1), lowest, ())} == {1, 2}
+
+
+def test_ends_are_banned_until_min_tokens_and_not_after() -> None:
+    favours_end = torch.tensor([[9.0, 8.0, 1.0, 0.0]])
+    for temperature in (0.0, 1e-3):
+        asked = Sampling(temperature=temperature, min_tokens=2, stop_token_ids=(1, 99), max_tokens=4)
+        tokens = [
+            sample(favours_end, [Draw(asked, [3] * (5 + num_output), 5)], eos_token_ids=(0,))[0].token_id
+            for num_output in range(4)
+        ]
+        assert tokens == [2, 2, 0, 0]
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    torch.manual_seed(3)
+    rows_BV = torch.randn(3, VOCAB)
+    asked = [
+        Sampling(temperature=0.0, logprobs=3, presence_penalty=2.0),
+        Sampling(temperature=0.1, logprobs=0, top_k=1),
+        Sampling(temperature=0.1),
+    ]
+    outs = sample(rows_BV, [Draw(one, [1, 2, 3], 0) for one in asked], ())
+    expected_BV = rows_BV.log_softmax(-1)
+    assert outs[0].logprob == pytest.approx(float(expected_BV[0, outs[0].token_id]))
+    top = expected_BV[0].topk(3)
+    assert [token for token, _ in outs[0].top] == top.indices.tolist()
+    assert [value for _, value in outs[0].top] == pytest.approx(top.values.tolist())
+    assert outs[1].logprob == pytest.approx(float(expected_BV[1, outs[1].token_id]))
+    assert (outs[1].top, outs[2].logprob, outs[2].top) == ((), None, ())
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 100.0])
+def test_extreme_temperatures_and_logits_stay_numbers(temperature: float) -> None:
+    huge = torch.tensor([[3e38, -3e38, 0.0]])
+    asked = Sampling(temperature=temperature, top_p=0.5, min_p=0.5)
+    assert sample(huge, [Draw(asked, [0], 1)], ())[0].token_id == 0

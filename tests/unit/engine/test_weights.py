@@ -1,0 +1,227 @@
+"""A folder's weights are read whole and once, or refused with what was seen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pdserve.core.errors import ConfigError, ModelError
+from pdserve.engine.config import read_config
+from pdserve.engine.interface import Engine
+from pdserve.engine.safetensors_file import checkpoint_hash, open_checkpoint
+from pdserve.engine.weights import load_weights
+
+CPU = torch.device("cpu")
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def folder(tiny: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A private copy that a test may spoil."""
+    return Path(shutil.copytree(tiny("llama"), tmp_path / "model"))
+
+
+def load(folder: Path, **settings: Any) -> Any:
+    return load_weights(read_config(folder), open_checkpoint(folder), CPU, torch.float32, **settings)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def shard(folder: Path) -> dict[str, str]:
+    """Splits the weights over two files with an index; returns its weight_map."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {"model-00001-of-00002.safetensors": names[:10], "model-00002-of-00002.safetensors": names[10:]}
+    for file, part in files.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in files.items() for name in part}
+    write_index(folder, weight_map)
+    return weight_map
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_shards_give_the_same_weights_as_one_file_and_progress_reaches_the_end(folder: Path) -> None:
+    whole = load(folder)
+    shard(folder)
+    seen: list[tuple[int, int]] = []
+    parts = load(folder, progress=lambda done, total: seen.append((done, total)))
+    assert torch.equal(whole.head_VE, parts.head_VE)
+    assert all(torch.equal(a.qkv_weight, b.qkv_weight) for a, b in zip(whole.layers, parts.layers, strict=True))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == seen[-1][1] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_weights_are_widened_exactly(folder: Path, dtype: torch.dtype) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    rewrite(folder, lambda stored: stored.update({name: one.to(dtype) for name, one in stored.items()}))
+    weights = load(folder)
+    assert torch.equal(weights.embedding_VE, tensors["model.embed_tokens.weight"].to(dtype).float())
+    assert torch.equal(weights.layers[1].gate_up_weight[96:], tensors[NAME].to(dtype).float())
+
+
+def test_stored_rotary_frequencies_and_a_tied_copy_of_the_head_are_passed_over(
+    tiny: Callable[[str], Path], folder: Path
+) -> None:
+    rewrite(folder, lambda stored: stored.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    load(folder)
+    tied = Path(shutil.copytree(tiny("llama-tied-biased"), folder.parent / "tied"))
+    rewrite(tied, lambda stored: stored.update({"lm_head.weight": stored["model.embed_tokens.weight"] + 0}))
+    weights = load(tied)
+    assert weights.head_VE is weights.embedding_VE
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    rewrite(folder, lambda stored: stored.pop(NAME))
+    with pytest.raises(ModelError, match=rf"{NAME}: got no such tensor \(1 are missing\)"):
+        load(folder)
+
+
+def test_a_tensor_that_nothing_uses_is_named(folder: Path) -> None:
+    rewrite(folder, lambda stored: stored.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}))
+    with pytest.raises(ModelError, match=r"q_proj.bias: got a tensor that nothing uses"):
+        load(folder)
+
+
+def test_a_wrong_shape_is_named(folder: Path) -> None:
+    rewrite(folder, lambda stored: stored.update({NAME: torch.ones(64, 96)}))
+    with pytest.raises(ModelError, match=rf"{NAME}: got shape \[64, 96\], expected \[96, 64\]"):
+        load(folder)
+
+
+def test_a_dtype_that_is_not_a_weight_is_refused(folder: Path) -> None:
+    rewrite(folder, lambda stored: stored.update({NAME: torch.ones(96, 64, dtype=torch.int8)}))
+    with pytest.raises(ModelError, match=rf"{NAME} of dtype I8"):
+        load(folder)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 8, 1000, -1])
+def test_a_truncated_file_is_refused(folder: Path, num_bytes: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:num_bytes])
+    with pytest.raises(ModelError, match="truncated") as caught:
+        load(folder)
+    assert caught.value.field == "model.safetensors"
+
+
+def test_bytes_that_no_tensor_owns_are_refused(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes() + b"\0\0\0\0")
+    with pytest.raises(ModelError, match="as its header promises"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"not json",
+        b"[]",
+        b'{"a": 3}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, '
+        b'"b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+    ],
+)
+def test_a_header_that_lies_is_refused(folder: Path, header: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    assert caught.value.field == "model.safetensors"
+
+
+def test_a_missing_shard_is_named(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model-00002-of-00002.safetensors: got nothing in"):
+        load(folder)
+
+
+def test_a_tensor_in_two_shards_is_named(folder: Path) -> None:
+    weight_map = shard(folder)
+    second = folder / "model-00002-of-00002.safetensors"
+    first_name = min(weight_map)
+    save_file(load_file(second) | {first_name: torch.ones(1)}, second)
+    with pytest.raises(ModelError, match=rf"{first_name}, also in model-00001"):
+        load(folder)
+
+
+def test_an_index_that_promises_what_is_not_there_is_refused(folder: Path) -> None:
+    weight_map = shard(folder)
+    write_index(folder, weight_map | {"model.layers.9.mlp.up_proj.weight": "model-00001-of-00002.safetensors"})
+    with pytest.raises(ModelError, match=r"no tensor model.layers.9.mlp.up_proj.weight"):
+        load(folder)
+    write_index(folder, {"a": "../model.safetensors"})
+    with pytest.raises(ModelError, match="files in the same folder"):
+        load(folder)
+    write_index(folder, [1])
+    with pytest.raises(ModelError, match=r"model.safetensors.index.json"):
+        load(folder)
+
+
+def test_shards_without_an_index_are_refused(folder: Path) -> None:
+    shard(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelError, match="an index of the shards"):
+        load(folder)
+
+
+def test_a_pickle_checkpoint_is_refused_with_the_way_out(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model.bin: got a pickle checkpoint.*safe_serialization=True"):
+        load(folder)
+
+
+def test_a_folder_without_weights_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no weights in"):
+        load(folder)
+
+
+def test_the_hash_names_config_and_weights(folder: Path) -> None:
+    def name_of() -> str:
+        return checkpoint_hash(folder, open_checkpoint(folder))
+
+    first = name_of()
+    assert first == name_of()
+    rewrite(folder, lambda stored: stored.update({name: one * 1.01 for name, one in stored.items()}))
+    tuned = name_of()  # a fine-tune: same config, header and size
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 1.5}))
+    assert len({first, tuned, name_of()}) == 3
+
+
+def test_the_spec_says_what_the_pool_holds(folder: Path, open_engine: Callable[..., Engine]) -> None:
+    spec = open_engine(folder, kv_blocks=8).spec
+    assert (spec.model, spec.dtype, spec.layout) == ("model", "float32", "block-major.v1")
+    assert spec.block_bytes == 3 * 2 * 16 * 2 * 16 * 4
+    assert spec.max_context_tokens == 8 * 16  # less than the model's 1024: the pool holds no more
+    assert spec.eos_token_ids == (2,)
+    engine = open_engine(folder, kv_blocks=0, kv_memory_bytes=10 * spec.block_bytes + 5, max_context_tokens=100)
+    assert (engine.spec.num_blocks, engine.spec.max_context_tokens) == (10, 100)
+    assert len(engine.pool.buffer) == 10 * spec.block_bytes
+    assert engine.pool.buffer.contiguous
+
+
+def test_settings_that_do_not_fit_the_model_are_refused(folder: Path, open_engine: Callable[..., Engine]) -> None:
+    with pytest.raises(ConfigError, match=r"max_context_tokens: got 2000, expected at most 1024"):
+        open_engine(folder, max_context_tokens=2000)
+    with pytest.raises(ConfigError, match=r"kv_memory_bytes: got 100, expected at least 12288"):
+        open_engine(folder, kv_blocks=0, kv_memory_bytes=100)
