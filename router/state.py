@@ -98,6 +98,10 @@ class RouterState:
         """No request is known, not even one that waits for Released."""
         return not self._ledger.requests
 
+    def knows(self, request_id: str) -> bool:
+        """Also while it only waits for Released; its id must not be used again before."""
+        return request_id in self._ledger.requests
+
     def stage_of(self, request_id: str) -> Stage | None:
         request = self._ledger.requests.get(request_id)
         return None if request is None else request.stage
