@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import types
 import typing
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ DTYPES: Final = ("auto", "float32", "bfloat16")
 DEVICES: Final = ("auto", "cpu", "cuda")
 
 
-def _doc(text: str, default: Any = dataclasses.MISSING) -> Any:
-    return field(default=default, metadata={"help": text})
+def _doc(text: str, default: Any = dataclasses.MISSING, env: str = "") -> Any:
+    return field(default=default, metadata={"help": text, "env": env})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,7 @@ class RouterConfig:
     prefix_lookup_s: float = _doc("time that the prefix index may take", 0.01)
     worker_silence_s: float = _doc("seconds without a load report after which a worker is routed around", 5.0)
     max_attempts: int = _doc("placements of one request before it fails", 4)
-    token: str = _doc("bearer token that every call must bring; none when empty", "")
+    token: str = _doc("bearer token that every call must bring; none when empty", "", env="PDSERVE_TOKEN")
     metrics_port: int = _doc("Prometheus port; 0 serves none", 0)
     otlp: str = _doc("OTLP gRPC endpoint for traces; none when empty", "")
     record: str = _doc("file that events and commands are recorded to, for replay; none when empty", "")
@@ -119,6 +120,9 @@ def parse_flags(kind: type[Config], argv: Sequence[str], prog: str) -> Config:
     for one in dataclasses.fields(kind):
         flag = "--" + one.name.replace("_", "-")
         help_text = one.metadata.get("help", "").replace("%", "%%")
+        env = one.metadata.get("env", "")
+        if env:
+            help_text += f"; better in the environment as {env}, since others can read a command line"
         required = one.default is dataclasses.MISSING
         hint = hints[one.name]
         if hint is bool:
@@ -126,17 +130,17 @@ def parse_flags(kind: type[Config], argv: Sequence[str], prog: str) -> Config:
         elif isinstance(hint, types.GenericAlias) and typing.get_origin(hint) is tuple:
             parser.add_argument(flag, type=_words, default=one.default, help=help_text + " (comma-separated)")
         else:
-            default = None if required else one.default
+            default = None if required else os.environ.get(env, one.default) if env else one.default
             parser.add_argument(flag, type=hint, required=required, default=default, help=help_text)
     return kind(**vars(parser.parse_args(argv)))
 
 
 def to_flags(config: WorkerConfig | RouterConfig) -> list[str]:
-    """The flags that parse_flags turns back into an equal config; defaults are left out."""
+    """The flags that, beside `to_env`, parse_flags turns back into an equal config; defaults are left out."""
     flags: list[str] = []
     for one in dataclasses.fields(config):
         value = getattr(config, one.name)
-        if value == one.default:
+        if value == one.default or one.metadata.get("env"):
             continue
         flag = "--" + one.name.replace("_", "-")
         if isinstance(value, bool):
@@ -146,6 +150,12 @@ def to_flags(config: WorkerConfig | RouterConfig) -> list[str]:
         else:
             flags.append(f"{flag}={value}")
     return flags
+
+
+def to_env(config: WorkerConfig | RouterConfig) -> dict[str, str]:
+    """The environment variables that carry what must not stand on a command line."""
+    named = ((one.metadata.get("env", ""), getattr(config, one.name)) for one in dataclasses.fields(config))
+    return {env: value for env, value in named if env}
 
 
 def _words(text: str) -> tuple[str, ...]:

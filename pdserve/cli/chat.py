@@ -1,0 +1,92 @@
+"""`pdserve chat`: a conversation in the terminal, with a line of times after each reply. Reads a pipe as well."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from pdserve.cli.sampling import add_sampling_flags, options
+from pdserve.cli.stats import stats_line
+from pdserve.cli.target import add_target_flags, connect
+from pdserve.client.request import Prompt
+from pdserve.client.sync import Client
+from pdserve.core.errors import PdserveError
+
+HELP = "talk to the model"
+_WORDS = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops a reply"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="message that every conversation begins with")
+    add_sampling_flags(parser)
+    add_target_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    chosen = options(args)
+    is_terminal = sys.stdin.isatty()
+    status = 0
+    with connect(args) as client:
+        model = client.model()
+        talk = Conversation(args.system, has_template=model.has_chat_template)
+        kind = "chat" if model.has_chat_template else "no chat template: it continues what you write"
+        print(f"{model.name} ({kind}); {_WORDS}", file=sys.stderr)
+        for line in _lines("› " if is_terminal else ""):
+            if line in ("/quit", "/exit"):
+                break
+            if line == "/reset":
+                talk.reset()
+            elif line:
+                status = _reply(client, talk, line, chosen)
+    # A person has seen the error and may go on; a pipe has nobody to see it.
+    return 0 if is_terminal else status
+
+
+class Conversation:
+    """What was said so far. A model without a chat template gets the bare text of the last line."""
+
+    def __init__(self, system: str | None, *, has_template: bool) -> None:
+        self._system = system
+        self._has_template = has_template
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+
+    def prompt(self, line: str) -> Prompt:
+        return [*self.messages, {"role": "user", "content": line}] if self._has_template else line
+
+    def add(self, line: str, reply: str) -> None:
+        self.messages += [{"role": "user", "content": line}, {"role": "assistant", "content": reply}]
+
+
+def _reply(client: Client, talk: Conversation, line: str, chosen: dict[str, object]) -> int:
+    text = ""
+    try:
+        with client.stream(talk.prompt(line), **chosen) as stream:  # type: ignore[arg-type]
+            for piece in stream:
+                text += piece.text
+                print(piece.text, end="", flush=True)
+        print()
+        print(f"  {stats_line(stream.completion)}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("\n  stopped", file=sys.stderr)
+    except PdserveError as error:
+        print(file=sys.stdout if text else sys.stderr)
+        print(f"pdserve chat: error: {error}", file=sys.stderr)
+        return 1
+    talk.add(line, text)
+    return 0
+
+
+def _lines(ask: str) -> Iterator[str]:
+    while True:
+        try:
+            yield input(ask).strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return

@@ -1,0 +1,183 @@
+"""`pdserve doctor`: looks whether this host can run a cluster. One line for each thing, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from pdserve.core.errors import PdserveError
+
+HELP = "check whether this host can run a cluster"
+Level = Literal["ok", "warn", "fail"]
+_MARKS: Final[dict[Level, str]] = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+_SHM: Final = Path("/dev/shm")
+_SHM_WANTED_BYTES: Final = 256 * 2**20
+_FILES_WANTED: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    level: Level
+    name: str
+    text: str
+    advice: str = ""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="DIR", help="look at this folder (the bundled model)")
+    parser.add_argument("--port", type=int, default=50051, help="look whether this port is free (50051)")
+
+
+def run(args: argparse.Namespace) -> int:
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        _python,
+        _packages,
+        _memory,
+        _limits,
+        lambda: _port(args.port),
+        _shm,
+        _redis,
+        _torch,
+        lambda: _model(args.model),
+    ]
+    findings = []
+    for check in checks:
+        for finding in check():
+            findings.append(finding)
+            print(line(finding), flush=True)
+    worst = [finding for finding in findings if finding.level == "fail"]
+    print(f"{len(worst)} to repair" if worst else "this host can run a cluster")
+    return 1 if worst else 0
+
+
+def line(finding: Finding) -> str:
+    advice = f"; {finding.advice}" if finding.advice else ""
+    return f"{_MARKS[finding.level]}  {finding.name:<17} {finding.text}{advice}"
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("ok", "python", f"{platform.python_version()} on {platform.machine()}")
+
+
+_PACKAGES: Final[tuple[tuple[str, Level, str], ...]] = (
+    ("grpcio", "fail", "pip install pdserve"),
+    ("protobuf", "fail", "pip install pdserve"),
+    ("tokenizers", "fail", "pip install 'pdserve[server]'"),
+    ("redis", "fail", "pip install 'pdserve[server]'"),
+    ("xxhash", "warn", "pip install 'pdserve[server]'"),
+    ("ray", "warn", "needed by up --ray alone: pip install 'pdserve[ray]'"),
+    ("opentelemetry-sdk", "warn", "needed by --otlp alone: pip install 'pdserve[otel]'"),
+)
+
+
+def _packages() -> Iterator[Finding]:
+    for name, level, advice in _PACKAGES:
+        try:
+            yield Finding("ok", name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(level, name, "not installed", advice)
+
+
+def _memory() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    free_gib = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    level: Level = "ok" if free_gib >= 2 else "warn"
+    yield Finding(level, "host", f"{cores} cores, {free_gib:.1f} GiB free", "" if level == "ok" else "free some memory")
+
+
+def _limits() -> Iterator[Finding]:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < _FILES_WANTED:
+        yield Finding("warn", "files", f"{files} open files allowed", f"ulimit -n {_FILES_WANTED} or more")
+    else:
+        yield Finding("ok", "files", f"{files} open files allowed")
+
+
+def _port(port: int) -> Iterator[Finding]:
+    from pdserve.launch.ports import is_free
+
+    if is_free("127.0.0.1", port):
+        yield Finding("ok", "port", f"{port} is free")
+    else:
+        yield Finding("warn", "port", f"{port} is in use", "give up another one with --port, or 0 for any")
+
+
+def _shm() -> Iterator[Finding]:
+    if not _SHM.is_dir() or not os.access(_SHM, os.W_OK):
+        yield Finding("warn", "shm", f"{_SHM} cannot be written", "KV will travel by --transport tcp")
+        return
+    free = shutil.disk_usage(_SHM).free
+    text = f"{free / 2**20:.0f} MiB free in {_SHM}"
+    if free < _SHM_WANTED_BYTES:
+        yield Finding("warn", "shm", text, "enlarge it (docker run --shm-size=1g), or --transport tcp")
+    else:
+        yield Finding("ok", "shm", text)
+
+
+def _redis() -> Iterator[Finding]:
+    from pdserve.prefix.embedded import server_binary
+
+    try:
+        binary = server_binary()
+        done = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True)
+    except (PdserveError, OSError, subprocess.SubprocessError) as error:
+        yield Finding("warn", "redis", f"no server binary ({error})", "give up --redis URL")
+    else:
+        version = next((word[2:] for word in done.stdout.split() if word.startswith("v=")), "?")
+        yield Finding("ok", "redis", f"server {version}, {binary}")
+
+
+def _torch() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        yield Finding(
+            "fail", "torch", "not installed", "pip install 'pdserve[server]'; without it only --model toy runs"
+        )
+        return
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Finding("fail", "torch", f"cannot be imported ({error})", "install it again")
+        return
+    yield Finding("ok", "torch", torch.__version__)
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            facts = torch.cuda.get_device_properties(index)
+            yield Finding("ok", f"gpu {index}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB")
+    else:
+        yield Finding("ok", "gpu", "none; the CPU serves")
+
+
+def _model(asked: str | None) -> Iterator[Finding]:
+    from pdserve.engine.config import read_config
+    from pdserve.engine.safetensors_file import open_checkpoint
+    from pdserve.launch.settings import bundled_model
+    from pdserve.text.tokenizer import load_tokenizer
+
+    try:
+        folder = Path(asked) if asked else bundled_model()
+        if not folder.is_dir():
+            yield Finding("fail", "model", f"{folder} is no folder", "give a Hugging Face checkpoint with --model")
+            return
+        read_config(folder)
+        checkpoint = open_checkpoint(folder)
+        size = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+        yield Finding("ok", "model", f"{folder.name}: {len(checkpoint.tensors)} tensors, {size / 2**20:.0f} MiB")
+        tokenizer = load_tokenizer(str(folder))
+        text = "def f(x):\n    return x"
+        ids = tokenizer.encode(text, has_special_tokens=False)
+        if tokenizer.decode(ids) == text:
+            yield Finding("ok", "tokenizer", f"{tokenizer.vocab_size} tokens; text comes back as it went in")
+        else:
+            yield Finding("warn", "tokenizer", "text does not come back as it went in", "look at its normalizer")
+    except PdserveError as error:
+        yield Finding("fail", "model", str(error), "repair the folder, or give another one with --model")

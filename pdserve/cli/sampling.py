@@ -1,0 +1,41 @@
+"""Sampling flags that generate and chat share. A flag that is not given is not sent: the server's default holds."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Final
+
+_FLAGS: Final = (
+    ("--max-tokens", int, "N", "most tokens of the answer"),
+    ("--min-tokens", int, "N", "tokens before the answer may end"),
+    ("--temperature", float, "T", "0 is greedy"),
+    ("--top-k", int, "K", "keep the K most likely tokens; 0 keeps all"),
+    ("--top-p", float, "P", "keep the most likely tokens up to this mass"),
+    ("--min-p", float, "P", "keep tokens at least so likely, relative to the likeliest"),
+    ("--repetition-penalty", float, "X", "over prompt and answer; 1 is none"),
+    ("--presence-penalty", float, "X", "over the answer; 0 is none"),
+    ("--frequency-penalty", float, "X", "over the answer; 0 is none"),
+    ("--seed", int, "N", "same seed, same text"),
+)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    for flag, kind, metavar, text in _FLAGS:
+        group.add_argument(flag, type=kind, metavar=metavar, help=text)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be given again")
+    group.add_argument("--ignore-eos", action="store_const", const=True, help="go on past the end of sequence")
+    group.add_argument("--slo-ttft", type=float, metavar="SECONDS", help="promised time to the first token")
+    group.add_argument("--slo-tpot", type=float, metavar="SECONDS", help="promised time per token after it")
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    from pdserve.core.types import Slo
+
+    names = [flag[2:].replace("-", "_") for flag, *_ in _FLAGS] + ["stop", "ignore_eos"]
+    found = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    slo = {"ttft_s": args.slo_ttft, "tpot_s": args.slo_tpot}
+    given = {name: value for name, value in slo.items() if value is not None}
+    if given:
+        found["slo"] = Slo(**given)
+    return found

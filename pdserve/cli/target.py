@@ -1,0 +1,37 @@
+"""Flags of every command that calls a running cluster, and the client that they make."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from pdserve.client.connect import Tls
+from pdserve.client.sync import Client
+from pdserve.core.errors import ConfigError
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+
+
+def add_target_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target",
+        default=os.environ.get("PDSERVE_TARGET", DEFAULT_TARGET),
+        metavar="HOST:PORT",
+        help=f"the cluster's router (or PDSERVE_TARGET; {DEFAULT_TARGET})",
+    )
+    parser.add_argument("--tls", action="store_true", help="encrypt, with the system's root certificates")
+    parser.add_argument("--root-certs", metavar="FILE", help="encrypt, with these root certificates (PEM)")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one request (600)")
+
+
+def connect(args: argparse.Namespace) -> Client:
+    """The token comes from PDSERVE_TOKEN alone: others can read a command line."""
+    roots = None
+    if args.root_certs:
+        try:
+            roots = Path(args.root_certs).read_bytes()
+        except OSError as error:
+            raise ConfigError("root-certs", args.root_certs, f"a file that can be read ({error.strerror})") from None
+    tls = Tls(root_certs=roots) if args.tls or roots is not None else None
+    return Client(args.target, token=os.environ.get("PDSERVE_TOKEN") or None, tls=tls, timeout_s=args.timeout)

@@ -1,0 +1,51 @@
+"""`pdserve topology`: the workers that a router knows and what they do now."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from pdserve.cli.target import add_target_flags, connect
+from pdserve.client.results import Topology, Worker
+
+HELP = "show the workers of a cluster"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one object")
+    add_target_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with connect(args) as client:
+        topology = client.topology()
+    print(json.dumps(dataclasses.asdict(topology)) if args.json else render(topology))
+    return 0
+
+
+def render(topology: Topology) -> str:
+    """A table for a person. Pure."""
+    head = ("WORKER", "ROLE", "STATE", "RUNNING", "WAITING", "FREE BLOCKS", "CACHED", "ENDPOINT")
+    rows = [head, *(_row(worker) for worker in topology.workers)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    summary = (
+        f"{topology.router_id}: {topology.running_requests} running, {topology.queued_requests} queued, "
+        f"up {topology.uptime_s:.0f} s"
+    )
+    return "\n".join([*lines, summary])
+
+
+def _row(worker: Worker) -> tuple[str, ...]:
+    state = "draining" if worker.is_draining else "connected" if worker.is_connected else "away"
+    return (
+        worker.worker_id,
+        worker.role or "?",
+        state,
+        str(worker.running),
+        str(worker.waiting),
+        str(worker.free_blocks),
+        str(worker.evictable_blocks),
+        worker.endpoint,
+    )

@@ -1,0 +1,150 @@
+"""One supervised process: starts it, waits until it listens, relays its lines, ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, final
+
+from pdserve.core.errors import PdserveError
+
+TAIL_LINES: Final = 40
+MAX_LINE_BYTES: Final = 1 << 16
+_LISTENING: Final = re.compile(r" listening on (\S+:\d+)$")
+_NOISE: Final = re.compile(r"^(\w+\.)*\w+(Error|Exit|Exception)?: ")
+
+
+class StartFailed(PdserveError):
+    """A process of the cluster ended, or stayed silent, before it listened."""
+
+    reason = "START_FAILED"
+
+
+@final
+class Child:
+    """A process in a session of its own, so that a Ctrl-C in the terminal reaches the launcher alone."""
+
+    def __init__(self, name: str, program: Sequence[str], env: Mapping[str, str], relay: Callable[[str], None]) -> None:
+        self.name = name
+        self.address = ""
+        self.start_s = 0.0
+        self._program = tuple(program)
+        self._env = env
+        self._relay = relay
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._process: asyncio.subprocess.Process | None = None
+        self._readers: list[asyncio.Task[None]] = []
+        self._listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._process is None else self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self, timeout_s: float) -> str:
+        """The address that the process says it listens on. Raises StartFailed with the process's last error."""
+        await self.spawn()
+        ended: asyncio.Future[int] = asyncio.ensure_future(self.wait())
+        first: set[asyncio.Future[Any]] = {ended, self._listening}
+        try:
+            await asyncio.wait(first, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+        if not self._listening.done():
+            how = "ended" if not self.is_running else f"did not listen within {timeout_s:.0f} s"
+            await self.stop(0.0)
+            raise StartFailed(f"{self.name} {how}: {self.last_error()}")
+        self.address = self._listening.result()
+        return self.address
+
+    async def spawn(self) -> None:
+        began_s = time.monotonic()
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "pdserve.launch.tether",
+            str(os.getpid()),
+            *self._program,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=MAX_LINE_BYTES,
+            env={**os.environ, **self._env, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._readers = [
+            asyncio.create_task(self._read(self._process.stdout, is_stdout=True, began_s=began_s)),
+            asyncio.create_task(self._read(self._process.stderr, is_stdout=False, began_s=began_s)),
+        ]
+
+    async def wait(self) -> int:
+        """The exit status, negative for a signal, once the process has ended and its lines are read."""
+        assert self._process is not None
+        code = await self._process.wait()
+        # A grandchild may hold the pipes open for ever.
+        await asyncio.wait(self._readers, timeout=1.0)
+        return code
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL when the process has not ended `grace_s` later. Idempotent."""
+        if self._process is None:
+            return
+        if self.is_running and grace_s > 0:
+            self.signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), grace_s)
+        if self.is_running:
+            self.signal(signal.SIGKILL)
+        await self.wait()
+        for reader in self._readers:
+            reader.cancel()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def last_error(self) -> str:
+        """The line to show a person: the last that speaks of an error, else the last."""
+        lines = [line.strip() for line in self._tail if line.strip()]
+        speaking = [line for line in lines if "error" in line.lower()]
+        line = (speaking or lines or ["it said nothing"])[-1]
+        return _NOISE.sub("", line).removeprefix("error: ")
+
+    async def _read(self, pipe: asyncio.StreamReader, *, is_stdout: bool, began_s: float) -> None:
+        while True:
+            try:
+                raw = await pipe.readline()
+            except ValueError:  # a line over the limit: drop what is buffered of it
+                continue
+            if not raw:
+                return
+            line = raw.decode(errors="replace").rstrip()
+            found = _LISTENING.search(line) if is_stdout else None
+            if found is not None and not self._listening.done():
+                self.start_s = time.monotonic() - began_s
+                self._listening.set_result(found.group(1))
+                continue
+            if not is_stdout:
+                self._tail.append(line)
+            self._relay(line)
+
+
+def outcome(code: int) -> str:
+    if code >= 0:
+        return f"ended with status {code}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"

@@ -1,0 +1,157 @@
+"""Processes that are kept alive: whatever ends is started again on its port and under its name."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final, final
+
+from pdserve.core.errors import PdserveError
+from pdserve.launch.child import Child, StartFailed, outcome
+from pdserve.launch.report import Report
+from pdserve.launch.spec import Process
+from pdserve.prefix.embedded import EmbeddedRedis
+
+KILL_AFTER_S: Final = 5.0  # beyond a process's own drain time
+REDIS: Final = "redis"
+_WATCH_S: Final = 0.2
+_FIRST_BACKOFF_S: Final = 0.25
+_LONGEST_BACKOFF_S: Final = 10.0
+_STEADY_S: Final = 30.0  # a process that lived so long starts its backoff anew
+
+
+@final
+class Crew:
+    """Starts processes and, from `keep` on, brings back those that end. Belongs to one event loop."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._children: dict[str, Child] = {}
+        self._processes: dict[str, Process] = {}
+        self._redis: EmbeddedRedis | None = None
+        self._keepers: list[asyncio.Task[None]] = []
+
+    def address(self, name: str) -> str:
+        return self._children[name].address
+
+    async def start(self, process: Process, timeout_s: float) -> None:
+        """Returns when the process listens. Raises StartFailed with its last error."""
+        self._processes[process.name] = process
+        self._report.say(process.name, f"starting {process.module}")
+        await self._start(process, timeout_s)
+        self._report.phase(process.name, self._children[process.name].start_s)
+
+    async def start_redis(self, port: int) -> None:
+        """A real Redis on loopback; its URL is redis://127.0.0.1:PORT/0."""
+        began_s = time.monotonic()
+        self._redis = await asyncio.to_thread(EmbeddedRedis.start, port=port)
+        took_s = time.monotonic() - began_s
+        self._report.say(REDIS, f"pid {self._redis.pid} listens on 127.0.0.1:{port} after {took_s:.2f} s")
+        self._report.phase(REDIS, took_s)
+
+    async def unless_ended(self, work: Awaitable[Any]) -> Any:
+        """The result of `work`; a process that ends meanwhile is a failed start, not a reason to wait."""
+        working = asyncio.ensure_future(work)
+        ends = {asyncio.ensure_future(child.wait()): child for child in self._children.values()}
+        everything: set[asyncio.Future[Any]] = {working, *ends}
+        try:
+            await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
+            for end, child in ends.items():
+                if end.done():
+                    raise StartFailed(f"{child.name} {outcome(end.result())}: {child.last_error()}")
+            return await working
+        finally:
+            for one in everything:
+                one.cancel()
+
+    def keep(self) -> None:
+        """From now on, what ends is started again."""
+        for process in self._processes.values():
+            self._keepers.append(asyncio.create_task(self._keep(process)))
+        if self._redis is not None:
+            self._keepers.append(asyncio.create_task(self._keep_redis(self._redis.port)))
+
+    async def watch(self) -> None:
+        """Returns never; raises what ended a keeper, which is a fault of ours."""
+        await asyncio.gather(*self._keepers)
+
+    async def release(self) -> None:
+        """What ends from now on stays ended."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._keepers = []
+
+    async def stop(self, names: Iterable[str], *, is_graceful: bool) -> None:
+        """SIGTERM, time to drain, SIGKILL; all of `names` side by side."""
+        children = [self._children[name] for name in names if name in self._children]
+        await asyncio.gather(*(child.stop(self._grace_s(child.name) if is_graceful else 0.0) for child in children))
+        for child in children:
+            self._report.say(child.name, "stopped")
+
+    async def stop_redis(self) -> None:
+        if self._redis is not None:
+            await asyncio.to_thread(self._redis.stop)
+            self._report.say(REDIS, "stopped")
+
+    async def _start(self, process: Process, timeout_s: float) -> None:
+        program = ("module", process.module, *process.argv[2:])
+        child = Child(process.name, program, dict(process.env), self._report.relay(process.name))
+        self._children[process.name] = child
+        await child.start(timeout_s)
+        self._report.say(process.name, f"pid {child.pid} listens on {child.address} after {child.start_s:.2f} s")
+
+    async def _keep(self, process: Process) -> None:
+        backoff = _Backoff()
+        while True:
+            child, began_s = self._children[process.name], time.monotonic()
+            how = outcome(await child.wait())
+            backoff_s = backoff.next_s(time.monotonic() - began_s)
+            self._report.say(child.name, f"pid {child.pid} {how}; starting it again in {backoff_s:.2g} s")
+            await asyncio.sleep(backoff_s)
+            try:
+                await self._start(process, process.start_s)
+            except PdserveError as error:
+                self._report.say(child.name, f"did not come back: {error}")
+
+    async def _keep_redis(self, port: int) -> None:
+        backoff, began_s = _Backoff(), time.monotonic()
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if self._redis is None or self._redis.is_alive:
+                continue
+            backoff_s = backoff.next_s(time.monotonic() - began_s)
+            self._report.say(REDIS, f"pid {self._redis.pid} ended; starting it again in {backoff_s:.2g} s")
+            await asyncio.sleep(backoff_s)
+            began_s = time.monotonic()
+            try:
+                self._redis = await asyncio.to_thread(EmbeddedRedis.start, port=port)
+                self._report.say(REDIS, f"pid {self._redis.pid} listens on 127.0.0.1:{port}")
+            except PdserveError as error:
+                self._report.say(REDIS, f"did not come back: {error}")
+
+    def _grace_s(self, name: str) -> float:
+        return self._processes[name].config.drain_s + KILL_AFTER_S
+
+
+class _Backoff:
+    def __init__(self) -> None:
+        self._next_s = _FIRST_BACKOFF_S
+
+    def next_s(self, lived_s: float) -> float:
+        if lived_s > _STEADY_S:
+            self._next_s = _FIRST_BACKOFF_S
+        chosen_s, self._next_s = self._next_s, min(2 * self._next_s, _LONGEST_BACKOFF_S)
+        return chosen_s
+
+
+async def start_side_by_side(starts: Iterable[Callable[[], Awaitable[None]]]) -> None:
+    """The first failure is raised; the other starts are given up, and their processes left to the caller to stop."""
+    tasks = [asyncio.ensure_future(start()) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

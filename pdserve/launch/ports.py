@@ -1,0 +1,55 @@
+"""Finds ports that can be kept: a worker that restarts must come back where routers look for it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+from pathlib import Path
+from typing import Final
+
+from pdserve.core.errors import ConfigError
+
+_LOWEST: Final = 20_000
+_TRIES: Final = 2_000
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> tuple[int, ...]:
+    """`count` different ports that nobody listens on.
+
+    From below the kernel's ephemeral range: between a worker's death and its return an outgoing connection could
+    take a port in that range, and a client that redials it could even connect to itself.
+    """
+    found: list[int] = []
+    candidates = random.sample(range(_LOWEST, _ephemeral_start()), _TRIES)
+    while candidates and len(found) < count:
+        port = candidates.pop()
+        if is_free(host, port):
+            found.append(port)
+    if len(found) < count:
+        raise ConfigError("port", f"{len(found)} free ports on {host}", f"{count} of them")
+    return tuple(found)
+
+
+def is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free to listen on
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def check_free(name: str, host: str, port: int) -> None:
+    if not is_free(host, port):
+        raise ConfigError(name, port, f"a port of {host} that is free and that this user may listen on")
+
+
+def _ephemeral_start() -> int:
+    try:
+        start = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        start = 32_768
+    return start if start >= _LOWEST + 2 * _TRIES else 32_768

@@ -1,0 +1,37 @@
+"""Proves that a cluster answers: a real token through the router, by the remote path where there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+from pdserve.client.aio import AsyncClient
+from pdserve.client.results import Completion
+from pdserve.client.retry import Retries
+from pdserve.core.errors import Overloaded, PdserveError, Unavailable
+
+# Longer than what a decode worker would rather read itself, so that prefill and transfer are proved too.
+PROMPT: Final = "def ready(cluster):\n    return all(worker.is_ready for worker in cluster.workers)\n" * 2
+ANSWER_TOKENS: Final = 2
+FIRST_ANSWER_S: Final = 120.0
+_ASK_AGAIN_S: Final = 0.05
+
+
+async def first_answer(target: str, *, token: str | None, workers: int, timeout_s: float) -> Completion:
+    """The first completion. Waits while workers are still being found; raises the last error after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    async with AsyncClient(target, token=token, retries=Retries(limit=0)) as client:
+        while True:
+            left_s = max(deadline_s - time.monotonic(), 0.1)
+            try:
+                topology = await client.topology()
+                if sum(worker.is_connected for worker in topology.workers) < workers:
+                    raise Unavailable(f"the router sees {len(topology.workers)} of {workers} workers")
+                return await client.generate(PROMPT, max_tokens=ANSWER_TOKENS, temperature=0.0, timeout_s=left_s)
+            except (Unavailable, Overloaded) as error:
+                if time.monotonic() >= deadline_s:
+                    raise
+                last: PdserveError = error
+            del last
+            await asyncio.sleep(_ASK_AGAIN_S)

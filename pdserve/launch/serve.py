@@ -1,0 +1,104 @@
+"""The life of `pdserve up`: start, say ready once, serve until a signal, drain in order."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Final, Protocol
+
+from pdserve.launch.local import LocalCluster
+from pdserve.launch.report import Report
+from pdserve.launch.settings import Asked
+from pdserve.launch.spec import ClusterSpec
+
+INTERRUPTED: Final = 130
+
+
+class Cluster(Protocol):
+    @property
+    def spec(self) -> ClusterSpec: ...
+
+    async def start(self) -> str: ...
+
+    async def run(self, stop: asyncio.Event) -> None: ...
+
+    async def stop(self, *, is_graceful: bool) -> None: ...
+
+
+async def serve(asked: Asked) -> int:
+    """Returns the exit status. Raises PdserveError when the cluster cannot start; nothing of it is left then."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    _on_signals(stop, hurry)
+    report = Report(asked.log_dir)
+    cluster = _cluster(asked, report)
+    is_graceful = False
+    try:
+        address = await _unless_set(stop, cluster)
+        if address is None:
+            return INTERRUPTED
+        report.table()
+        report.ready(ready_line(cluster.spec, address))
+        is_graceful = True
+        await cluster.run(stop)
+        report.say("launcher", "draining; a second signal ends everything at once")
+        return 0
+    finally:
+        await _stop(cluster, hurry, is_graceful=is_graceful)
+        report.close()
+
+
+def ready_line(spec: ClusterSpec, address: str) -> str:
+    """Names the Redis without its password. Pure."""
+    redis = spec.redis.rpartition("@")[2].rpartition("//")[2].partition("/")[0]
+    return (
+        f"pdserve ready: grpc {address} ({spec.prefill} prefill, {spec.decode} decode, "
+        f"redis {redis or 'none'}, model {Path(spec.model).name})"
+    )
+
+
+def _cluster(asked: Asked, report: Report) -> Cluster:
+    if asked.ray is None:
+        return LocalCluster(asked.spec, report)
+    from pdserve.core.errors import ConfigError
+
+    try:
+        from pdserve.launch.ray_cluster import RayCluster
+    except ModuleNotFoundError as error:
+        raise ConfigError("ray", f"no module {error.name}", "pip install 'pdserve[ray]'") from None
+    return RayCluster(asked.spec, asked.ray, report)
+
+
+async def _unless_set(stop: asyncio.Event, cluster: Cluster) -> str | None:
+    """The address of the started cluster; None when `stop` came first."""
+    starting, stopping = asyncio.ensure_future(cluster.start()), asyncio.ensure_future(stop.wait())
+    await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if starting.done():
+        return starting.result()
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    return None
+
+
+async def _stop(cluster: Cluster, hurry: asyncio.Event, *, is_graceful: bool) -> None:
+    draining, hurrying = (
+        asyncio.ensure_future(cluster.stop(is_graceful=is_graceful)),
+        asyncio.ensure_future(hurry.wait()),
+    )
+    await asyncio.wait([draining, hurrying], return_when=asyncio.FIRST_COMPLETED)
+    hurrying.cancel()
+    if not draining.done():
+        draining.cancel()
+        await asyncio.gather(draining, return_exceptions=True)
+        await cluster.stop(is_graceful=False)
+
+
+def _on_signals(stop: asyncio.Event, hurry: asyncio.Event) -> None:
+    def on_signal() -> None:
+        if stop.is_set():
+            hurry.set()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)

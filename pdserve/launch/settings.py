@@ -1,0 +1,144 @@
+"""Reads what an operator asked for, from flags, `--set` words and a TOML file, into a ClusterSpec.
+
+Flags win over `--set`, `--set` over the file, the file over defaults. An unknown key is an error everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pdserve
+from pdserve.core.errors import ConfigError
+from pdserve.launch.spec import KINDS, ClusterSpec, check_settings
+
+_TOP: Final[Mapping[str, type]] = {
+    "model": str,
+    "prefill": int,
+    "decode": int,
+    "host": str,
+    "port": int,
+    "redis": str,
+    "cluster": str,
+    "ray": str,
+    "log_dir": str,
+    # Of all processes; each may still be set apart in its own table.
+    "transport": str,
+    "device": str,
+    "dtype": str,
+    "otlp": str,
+}
+_OF_WORKERS: Final = ("transport", "device", "dtype", "otlp")
+_TOY_MODELS: Final = ("toy", "toy-marked")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What `up` was asked for: the cluster, and where to run it."""
+
+    spec: ClusterSpec
+    ray: str | None  # address of a Ray cluster; empty starts one here; None uses plain processes
+    log_dir: Path | None
+
+
+def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> Asked:
+    """`flags` holds only those that were given. Raises ConfigError, which names the key."""
+    found: dict[str, Any] = {} if file is None else _from_file(file)
+    for word in words:
+        _put_word(found, word)
+    found.update(flags)
+    tables = {kind: _table(kind, found.pop(kind)) for kind in KINDS if kind in found}
+    for name, value in found.items():
+        _check_top(name, value)
+    for kind, values in tables.items():
+        check_settings(kind, values)
+    for name in _OF_WORKERS:
+        if name in found:
+            tables.setdefault("worker", {}).setdefault(name, found[name])
+    if "otlp" in found:
+        tables.setdefault("router", {}).setdefault("otlp", found["otlp"])
+    if os.environ.get("PDSERVE_TOKEN"):
+        tables.setdefault("router", {}).setdefault("token", os.environ["PDSERVE_TOKEN"])
+    spec = ClusterSpec(
+        model=_model(found.get("model")),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        gpus=_gpus(),
+        settings=tables,
+        **{name: found[name] for name in ("prefill", "decode", "host", "port", "redis", "cluster") if name in found},
+    )
+    log_dir = found.get("log_dir")
+    return Asked(spec=spec, ray=found.get("ray"), log_dir=Path(log_dir) if log_dir else None)
+
+
+def bundled_model() -> Path:
+    """The small model inside the package, for a first look without a download."""
+    models = Path(pdserve.__file__).parent / "models"
+    found = sorted(path.parent for path in models.glob("stdlib-*/config.json"))
+    if not found:
+        raise ConfigError("model", "none", "a folder of a Hugging Face checkpoint, or toy")
+    return found[0]
+
+
+def _model(asked: str | None) -> str:
+    if asked is None:
+        return str(bundled_model())
+    if asked in _TOY_MODELS:
+        return asked
+    # Actors and containers do not share our working directory.
+    return str(Path(asked).expanduser().absolute())
+
+
+def _from_file(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("config", file, f"a file that can be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("config", file, f"TOML ({error})") from None
+
+
+def _put_word(found: dict[str, Any], word: str) -> None:
+    """`router.max_queue=4` as if it stood in the file; a value that is no TOML literal is a string."""
+    key, equals, text = word.partition("=")
+    if not equals:
+        raise ConfigError("set", word, "KEY=VALUE, such as router.max_queue=4")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table, dot, name = key.strip().rpartition(".")
+    target = found.setdefault(table, {}) if dot else found
+    if not isinstance(target, dict):
+        raise ConfigError("set", word, f"{table} to be a table")
+    target[name] = value
+
+
+def _table(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(name, repr(value), "a table")
+    return dict(value)
+
+
+def _check_top(name: str, value: Any) -> None:
+    expected = _TOP.get(name)
+    if expected is None:
+        raise ConfigError(name, repr(value), "a known key: " + ", ".join((*_TOP, *(f"[{kind}]" for kind in KINDS))))
+    if not isinstance(value, expected) or isinstance(value, bool):
+        raise ConfigError(name, repr(value), f"a value of type {expected.__name__}")
+
+
+def _gpus() -> tuple[str, ...]:
+    """GPUs that this process may use, without loading a library to ask."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(part for part in visible.split(",") if part and part != "-1")
+    return tuple(sorted((path.name[6:] for path in Path("/dev").glob("nvidia*") if _is_gpu(path.name)), key=int))
+
+
+def _is_gpu(name: str) -> bool:
+    return re.fullmatch(r"nvidia\d+", name) is not None

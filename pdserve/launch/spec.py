@@ -1,0 +1,158 @@
+"""Computes which processes a cluster consists of, and with which settings. Pure.
+
+`up` and `up --ray` start what `processes` returns; a manifest says the same words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from pdserve.config import RouterConfig, WorkerConfig, to_env, to_flags
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import Role
+
+MAX_WORKERS: Final = 256
+Value = str | int | float | bool | tuple[str, ...]
+Kind = Literal["worker", "prefill_worker", "decode_worker", "router"]
+KINDS: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decode_worker", "router")
+MODULES: Final[Mapping[Role, Kind]] = {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"}
+
+# What the launcher computes itself; a config file that set it as well would be obeyed by half of the cluster.
+_OURS: Final = frozenset({"model", "worker_id", "router_id", "port", "host", "workers", "redis", "cluster"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """A cluster on one host. Ports of 0 are open; the launcher fills them in once, so that restarts keep them."""
+
+    model: str
+    prefill: int = 1
+    decode: int = 1
+    host: str = "127.0.0.1"  # that the router listens on; workers always use the loopback
+    port: int = 50051
+    redis: str = ""
+    cluster: str = "default"
+    cores: int = 1
+    gpus: tuple[str, ...] = ()  # of this host, for CUDA_VISIBLE_DEVICES
+    worker_ports: tuple[int, ...] = ()
+    settings: Mapping[Kind, Mapping[str, Value]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, count in (("prefill", self.prefill), ("decode", self.decode)):
+            if not 0 <= count <= MAX_WORKERS:
+                raise ConfigError(name, count, f"between 0 and {MAX_WORKERS} workers")
+        if self.decode == 0:
+            raise ConfigError("decode", 0, "at least 1: only decode workers write answers")
+        for kind, values in self.settings.items():
+            check_settings(kind, values)
+
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        return tuple(worker_id for worker_id, _ in _workers(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process: `python -m module` with the flags of its config."""
+
+    name: str
+    module: Kind
+    config: WorkerConfig | RouterConfig
+    env: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def start_s(self) -> float:
+        """Time that the process gets until it listens: a large checkpoint may lie on a slow disk."""
+        return 60.0 if self.module == "router" else 600.0
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        return ("-m", self.module, *to_flags(self.config))
+
+
+def processes(spec: ClusterSpec) -> list[Process]:
+    """All processes in the order of their start: the workers, then the router that knows them."""
+    workers = [_worker(spec, index) for index in range(spec.prefill + spec.decode)]
+    addresses = tuple(f"{one.config.host}:{one.config.port}" for one in workers if one.config.port)
+    return [*workers, router(spec, addresses)]
+
+
+def router(spec: ClusterSpec, workers: Sequence[str]) -> Process:
+    config = router_config(spec, workers)
+    env = (("OMP_NUM_THREADS", "1"), *to_env(config).items())
+    return Process(name="router", module="router", config=config, env=env)
+
+
+def router_config(spec: ClusterSpec, workers: Sequence[str]) -> RouterConfig:
+    """`workers` are the addresses that the router knows from the start."""
+    return RouterConfig(
+        model=spec.model,
+        host=spec.host,
+        port=spec.port,
+        workers=tuple(workers),
+        redis=spec.redis,
+        cluster=spec.cluster,
+        **spec.settings.get("router", {}),  # type: ignore[arg-type]
+    )
+
+
+def worker_config(spec: ClusterSpec, index: int) -> tuple[Role, WorkerConfig]:
+    """The role and the settings of worker `index`; prefill workers come first."""
+    worker_id, role = _workers(spec)[index]
+    given = {**spec.settings.get("worker", {}), **spec.settings.get(MODULES[role], {})}
+    given.setdefault("threads", max(1, spec.cores // (spec.prefill + spec.decode)))
+    if given.get("metrics_port"):
+        given["metrics_port"] = int(str(given["metrics_port"])) + index  # one host, one port for each
+    config = WorkerConfig(
+        model=spec.model,
+        worker_id=worker_id,
+        port=spec.worker_ports[index] if spec.worker_ports else 0,
+        redis=spec.redis,
+        cluster=spec.cluster,
+        **given,  # type: ignore[arg-type]
+    )
+    return role, config
+
+
+def check_settings(kind: str, values: Mapping[str, Value]) -> None:
+    """Raises ConfigError on a table or a key that no process of the cluster has, or that the launcher computes."""
+    if kind not in KINDS:
+        raise ConfigError(kind, "a table of that name", "one of " + ", ".join(KINDS))
+    config = RouterConfig if kind == "router" else WorkerConfig
+    fields = {one.name: one for one in dataclasses.fields(config)}
+    for name, value in values.items():
+        where = f"{kind}.{name}"
+        if name not in fields:
+            raise ConfigError(where, repr(value), f"a setting of {config.__name__}: " + ", ".join(sorted(fields)))
+        if name in _OURS:
+            raise ConfigError(where, repr(value), "no value here: the launcher sets it for all processes")
+        expected = _TYPES.get(str(fields[name].type))
+        if expected is not None and not _fits(value, expected):
+            raise ConfigError(where, repr(value), f"a value of type {fields[name].type}")
+
+
+_TYPES: Final[Mapping[str, type]] = {"str": str, "int": int, "float": float, "bool": bool}
+
+
+def _fits(value: Value, expected: type) -> bool:
+    if expected is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if expected is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, expected)
+
+
+def _workers(spec: ClusterSpec) -> list[tuple[str, Role]]:
+    prefill = [(f"p{index}", Role.PREFILL) for index in range(spec.prefill)]
+    return prefill + [(f"d{index}", Role.DECODE) for index in range(spec.decode)]
+
+
+def _worker(spec: ClusterSpec, index: int) -> Process:
+    role, config = worker_config(spec, index)
+    env = [("OMP_NUM_THREADS", str(config.threads))]
+    if spec.gpus and config.device != "cpu":
+        env.append(("CUDA_VISIBLE_DEVICES", spec.gpus[index % len(spec.gpus)]))
+    return Process(name=config.worker_id, module=MODULES[role], config=config, env=tuple(env))

@@ -1,0 +1,41 @@
+"""Runs a program that ends when its launcher does, however the launcher ends. Standard library only.
+
+    python -m pdserve.launch.tether PARENT_PID module NAME [FLAG ...]
+    python -m pdserve.launch.tether PARENT_PID binary PATH [ARGUMENT ...]
+
+The kernel's parent-death signal is asked for by the child itself: a launcher that forked with a Python hook in
+between (preexec_fn) would run that hook beside gRPC's threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def tie_to_parent(parent_pid: int) -> None:
+    """SIGKILL, since an orphan that hangs would keep its port and its memory. Linux only; no-op elsewhere."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # the launcher died before the call above
+        os._exit(1)
+
+
+def main() -> None:
+    parent_pid, kind, program, *arguments = sys.argv[1:]
+    tie_to_parent(int(parent_pid))
+    if kind == "binary":
+        os.execv(program, [program, *arguments])
+    sys.argv = [program, *arguments]
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What an operator may ask for, and in which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.core.errors import ConfigError
+from pdserve.launch import settings
+from pdserve.launch.spec import worker_config
+
+
+def read(flags: dict[str, Any] | None = None, text: str | None = None, *words: str, folder: Path) -> settings.Asked:
+    file = None
+    if text is not None:
+        file = folder / "cluster.toml"
+        file.write_text(text)
+    return settings.read(flags or {}, file, words)
+
+
+FILE = """
+model = "toy"
+prefill = 2
+device = "cpu"
+[worker]
+kv_blocks = 64
+[decode_worker]
+max_batch = 4
+[router]
+max_queue = 7
+"""
+
+
+def test_a_file_speaks_of_all_processes(tmp_path: Path) -> None:
+    spec = read(None, FILE, folder=tmp_path).spec
+    assert (spec.model, spec.prefill, spec.decode) == ("toy", 2, 1)
+    _, decode = worker_config(spec, 2)
+    assert (decode.kv_blocks, decode.max_batch, decode.device) == (64, 4, "cpu")
+    assert spec.settings["router"] == {"max_queue": 7}
+
+
+def test_flags_win_over_words_and_words_over_the_file(tmp_path: Path) -> None:
+    spec = read({"prefill": 4}, FILE, "prefill=3", "decode=2", "worker.kv_blocks=5", folder=tmp_path).spec
+    assert (spec.prefill, spec.decode, worker_config(spec, 0)[1].kv_blocks) == (4, 2, 5)
+
+
+def test_a_word_that_is_no_toml_value_is_a_string(tmp_path: Path) -> None:
+    asked = read(None, None, "model=toy", "cluster=blue", "worker.toy_step_s=0.5", folder=tmp_path)
+    assert asked.spec.cluster == "blue"
+    assert worker_config(asked.spec, 0)[1].toy_step_s == 0.5
+
+
+def test_a_collector_reaches_workers_and_router(tmp_path: Path) -> None:
+    spec = read({"model": "toy", "otlp": "localhost:4317"}, folder=tmp_path).spec
+    assert spec.settings["router"]["otlp"] == spec.settings["worker"]["otlp"] == "localhost:4317"
+
+
+def test_the_token_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_TOKEN", "secret")
+    assert read({"model": "toy"}, folder=tmp_path).spec.settings["router"]["token"] == "secret"
+
+
+def test_without_a_model_the_bundled_one_is_served(tmp_path: Path) -> None:
+    assert Path(read(folder=tmp_path).spec.model).name.startswith("stdlib-")
+
+
+def test_a_model_folder_is_made_absolute_since_actors_work_elsewhere(tmp_path: Path) -> None:
+    assert Path(read({"model": "some/model"}, folder=tmp_path).spec.model).is_absolute()
+
+
+def test_gpus_are_those_that_this_process_may_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert read({"model": "toy"}, folder=tmp_path).spec.gpus == ("3", "5")
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("modle = 'toy'", "modle"),
+        ("prefill = 'two'", "prefill"),
+        ("prefill = true", "prefill"),
+        ("[router]\nmax_que = 1", "router.max_que"),
+        ("[router]\nmax_queue = 'many'", "router.max_queue"),
+        ("[workers]\nkv_blocks = 1", "workers"),
+        ("worker = 3", "worker"),
+        ("this is no toml", "config"),
+        ("decode = 0", "decode"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(text: str, field: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read({"model": "toy"}, text, folder=tmp_path)
+    assert caught.value.field == field
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        settings.read({}, tmp_path / "nowhere.toml", ())
+
+
+@pytest.mark.parametrize("word", ["max_queue", "model.x=1"])
+def test_a_wrong_word_is_refused(word: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        read({"model": "toy"}, "model = 'toy'", word, folder=tmp_path)

@@ -1,0 +1,105 @@
+"""Which processes a cluster consists of, by table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.config import RouterConfig, WorkerConfig, parse_flags
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import Role
+from pdserve.launch.spec import ClusterSpec, processes, worker_config
+
+
+def spec(**changes: Any) -> ClusterSpec:
+    base: dict[str, Any] = {"model": "toy", "port": 50051, "redis": "redis://127.0.0.1:7/0", "cores": 2}
+    base.update(changes)
+    workers = base.get("prefill", 1) + base.get("decode", 1)
+    base.setdefault("worker_ports", tuple(range(20_001, 20_001 + workers)))
+    return ClusterSpec(**base)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "names"),
+    [
+        (1, 1, ["p0", "d0", "router"]),
+        (2, 3, ["p0", "p1", "d0", "d1", "d2", "router"]),
+        (0, 1, ["d0", "router"]),
+    ],
+)
+def test_workers_come_before_the_router_that_knows_them(prefill: int, decode: int, names: list[str]) -> None:
+    plan = processes(spec(prefill=prefill, decode=decode))
+    assert [process.name for process in plan] == names
+    router = plan[-1].config
+    assert isinstance(router, RouterConfig)
+    assert router.workers == tuple(f"127.0.0.1:{20_001 + index}" for index in range(prefill + decode))
+
+
+def test_flags_read_back_as_the_same_settings() -> None:
+    for process in processes(spec(settings={"worker": {"kv_blocks": 9}, "router": {"max_queue": 4}})):
+        kind: Any = RouterConfig if process.module == "router" else WorkerConfig
+        assert parse_flags(kind, process.argv[2:], prog="x") == process.config
+        assert process.argv[:2] == ("-m", process.module)
+
+
+@pytest.mark.parametrize(("cores", "workers", "share"), [(2, 2, 1), (8, 2, 4), (8, 3, 2), (2, 6, 1)])
+def test_workers_of_a_host_share_its_cores(cores: int, workers: int, share: int) -> None:
+    one = spec(cores=cores, prefill=1, decode=workers - 1)
+    assert {worker_config(one, index)[1].threads for index in range(workers)} == {share}
+    assert ("OMP_NUM_THREADS", str(share)) in processes(one)[0].env
+
+
+def test_a_table_of_a_role_wins_over_the_table_of_all_workers() -> None:
+    one = spec(settings={"worker": {"max_batch": 8, "threads": 3}, "decode_worker": {"max_batch": 16}})
+    assert [worker_config(one, index)[1].max_batch for index in (0, 1)] == [8, 16]
+    assert worker_config(one, 0)[1].threads == 3
+
+
+def test_each_worker_of_a_host_serves_metrics_on_a_port_of_its_own() -> None:
+    one = spec(settings={"worker": {"metrics_port": 9100}})
+    assert [worker_config(one, index)[1].metrics_port for index in (0, 1)] == [9100, 9101]
+
+
+def test_gpus_are_dealt_out_in_turn_unless_the_cpu_serves() -> None:
+    def dealt(**changes: Any) -> list[str | None]:
+        plan = processes(spec(prefill=2, decode=1, gpus=("0", "1"), **changes))
+        return [dict(process.env).get("CUDA_VISIBLE_DEVICES") for process in plan]
+
+    assert dealt() == ["0", "1", "0", None]
+    assert dealt(settings={"worker": {"device": "cpu"}}) == [None, None, None, None]
+
+
+def test_roles_are_told_with_the_settings() -> None:
+    assert [worker_config(spec(), index)[0] for index in (0, 1)] == [Role.PREFILL, Role.DECODE]
+
+
+def test_a_token_travels_in_the_environment_and_not_on_the_command_line() -> None:
+    router = processes(spec(settings={"router": {"token": "secret"}}))[-1]
+    assert not any("secret" in word for word in router.argv)
+    assert ("PDSERVE_TOKEN", "secret") in router.env
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"prefill": -1}, "prefill"),
+        ({"prefill": 1000}, "prefill"),
+        ({"decode": 0}, "decode"),
+        ({"settings": {"worker": {"kv_block": 1}}}, "worker.kv_block"),
+        ({"settings": {"worker": {"kv_blocks": "many"}}}, "worker.kv_blocks"),
+        ({"settings": {"worker": {"kv_blocks": True}}}, "worker.kv_blocks"),
+        ({"settings": {"worker": {"redis": "redis://x"}}}, "worker.redis"),
+        ({"settings": {"router": {"port": 1}}}, "router.port"),
+        ({"settings": {"rooter": {}}}, "rooter"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        spec(worker_ports=(), **changes)
+    assert caught.value.field == field
+
+
+def test_a_router_open_to_others_needs_a_token() -> None:
+    with pytest.raises(ConfigError, match="host"):
+        processes(spec(host="0.0.0.0"))
