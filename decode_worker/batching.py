@@ -87,7 +87,7 @@ class DecodeBatching:
     def __contains__(self, key: AttemptKey) -> bool:
         return key in self._residents
 
-    def keys(self) -> list[AttemptKey]:
+    def live(self) -> list[AttemptKey]:
         return list(self._residents)
 
     def stage(self, key: AttemptKey) -> Stage | None:

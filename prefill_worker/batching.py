@@ -103,7 +103,7 @@ class PrefillBatching:
     def __contains__(self, key: AttemptKey) -> bool:
         return key in self._prompts
 
-    def keys(self) -> list[AttemptKey]:
+    def live(self) -> list[AttemptKey]:
         return list(self._prompts)
 
     def stage(self, key: AttemptKey) -> Stage | None:

@@ -66,7 +66,7 @@ class BlockAllocator:
         return self.num_blocks - self.num_available
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, contiguous where possible; None, and no change, if there are fewer."""
+        """`count` blocks with one reference each, contiguous where possible; None (and no change) without as many."""
         if count > self.num_available:
             return None
         for _ in range(count - len(self._free)):

@@ -1,0 +1,264 @@
+"""The decode program: grants landing places, reads prompts itself where asked, writes answers token by token."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, final
+
+from decode_worker.batching import DecodeBatching
+from kvtransfer.endpoint import make_receiver
+from kvtransfer.grants import fingerprint_of, fingerprint_to_proto, grant_to_proto
+from kvtransfer.transport import Grant, Received, ReceiveOutcome, Receiver, TransferKey
+from pdserve.config import WorkerConfig
+from pdserve.core import effects as fx
+from pdserve.core.attempt import AttemptKey, FailureKind
+from pdserve.core.types import Role
+from pdserve.engine.interface import Engine
+from pdserve.engine.load import load_engine
+from pdserve.telemetry import names
+from pdserve.v1 import transfer_pb2, worker_pb2
+from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
+from pdserve.wire.convert import finish_to_proto, token_to_proto
+from pdserve.worker.context import ProgramContext
+from pdserve.worker.host import WorkerHost
+from pdserve.worker.intake import key_of
+from pdserve.worker.program import RoleProgram
+
+log = logging.getLogger(__name__)
+
+MIXED_SHARE: Final = 4  # of max_batch_tokens: prompt tokens beside decode rows, at the price of their time per token
+
+
+@dataclass(slots=True)
+class Landing:
+    key: TransferKey
+    deadline_at_s: float | None
+
+
+@dataclass(slots=True)
+class Answer:
+    """What the decode span tells of an attempt."""
+
+    since_s: float
+    num_tokens: int = 0
+
+
+@final
+class DecodeProgram(RoleProgram):
+    def __init__(
+        self, context: ProgramContext, engine: Engine, receiver: Receiver, add_servicers: Callable[[Any], None]
+    ) -> None:
+        super().__init__(context, engine)
+        config = context.config
+        self._receiver = receiver
+        self._add_servicers = add_servicers
+        self._fingerprint = fingerprint_of(engine.spec)
+        self._landings: dict[AttemptKey, Landing] = {}
+        self._answers: dict[AttemptKey, Answer] = {}
+        self._num_grants = 0
+        self._batching = DecodeBatching(
+            blocks=self.blocks,
+            block_size=engine.spec.block_size,
+            max_batch=config.max_batch,
+            max_batch_tokens=config.max_batch_tokens,
+            max_mixed_tokens=max(1, config.max_batch_tokens // MIXED_SHARE),
+            inbox_depth=config.inbox_depth,
+            end_rule=self.end_rule,
+        )
+
+    @property
+    def batching(self) -> DecodeBatching:
+        return self._batching
+
+    def actions(self) -> dict[type, Callable[[Any], None]]:
+        return {
+            fx.LandingHeld: self._landing_held,
+            fx.SeatHeld: self._seat_held,
+            fx.ReceiveAborted: self._receive_aborted,
+            fx.KvCommitted: self._kv_committed,
+            fx.Released: self._gone,
+            fx.Refused: self._not_taken,
+        }
+
+    def act(self, effects: Iterable[Any]) -> None:
+        """Drawn tokens of one call go first, one message per router: a request's Released must not overtake them."""
+        effects = list(effects)
+        drawn = [effect for effect in effects if isinstance(effect, fx.Drawn)]
+        if drawn:
+            self._tell(drawn)
+        super().act(effect for effect in effects if not isinstance(effect, fx.Drawn))
+
+    def take(self, session: int, message: worker_pb2.AttachRequest) -> None:
+        match message.WhichOneof("message"):
+            case "reserve":
+                self._reserve(session, message.reserve)
+            case "admit":
+                self._admit(session, message.admit)
+            case _:
+                self.counts["message for another role"] += 1
+
+    def fingerprint(self) -> transfer_pb2.Fingerprint:
+        return fingerprint_to_proto(self._fingerprint)
+
+    def add_servicers(self, server: Any) -> None:
+        self._add_servicers(server)
+
+    def close(self) -> None:
+        self._receiver.close()
+        self.engine.close()
+
+    def check(self) -> None:
+        super().check()
+        live = set(self._batching.live())
+        assert set(self._landings) <= live, "landings are kept of attempts that are gone"
+        assert set(self._answers) <= live, "answers are kept of attempts that are gone"
+
+    # -- messages -----------------------------------------------------------------------------------------------
+
+    def _reserve(self, session: int, reserve: worker_pb2.Reserve) -> None:
+        attempt = self.begin(session, reserve.sequence)
+        if attempt is None:
+            return
+        if not reserve.is_local:
+            self._num_grants += 1
+            # The transfer's name says nothing of the request: it travels to another worker's logs.
+            name = f"{self.context.config.worker_id}.{self.context.incarnation}.{self._num_grants}"
+            transfer = TransferKey(transfer_id=name, attempt=attempt.key.attempt, generation=self._num_grants)
+            self._landings[attempt.key] = Landing(transfer, attempt.deadline_at_s)
+        self.act(self._batching.offer(attempt, is_local=reserve.is_local, now_s=self.context.now()))
+
+    def _admit(self, session: int, admit: worker_pb2.Admit) -> None:
+        key = key_of(session, admit.request_id, admit.attempt)
+        if admit.first_token_id >= self.limits.vocab_size:
+            message = f"first_token_id: got {admit.first_token_id}, expected below {self.limits.vocab_size}"
+            self.act(self._batching.fail(key, FailureKind.INVALID, message))
+            return
+        effects = self._batching.admit(key, admit.first_token_id, self.context.now())
+        if effects is None:
+            self.counts["late or duplicate admit"] += 1
+            return
+        self.act(effects)
+
+    def _received(self, key: AttemptKey, received: Received) -> None:
+        landing = self._landings.get(key)
+        if landing is None or landing.key != received.key:
+            self.counts["late end of a transfer"] += 1
+            return
+        match received.outcome:
+            case ReceiveOutcome.VERIFIED:
+                now_s = self.context.now()
+                self.act(
+                    self._batching.landed(
+                        key, transfer_s=received.transfer_s, num_bytes=received.num_bytes, now_s=now_s
+                    )
+                )
+            case ReceiveOutcome.FAILED | ReceiveOutcome.DRAINED:
+                self.act(self._batching.lost(key, received.error or received.outcome.value))
+            case ReceiveOutcome.QUARANTINED:
+                self.counts["quarantined transfer"] += 1  # the blocks stay held until DRAINED follows
+
+    # -- effects ------------------------------------------------------------------------------------------------
+
+    def _landing_held(self, effect: fx.LandingHeld) -> None:
+        key, context = effect.key, self.context
+        landing = self._landings[key]
+        grant = Grant(
+            key=landing.key,
+            endpoint=context.endpoint,
+            worker_id=context.config.worker_id,
+            incarnation=context.incarnation,
+            fingerprint=self._fingerprint,
+            blocks=effect.blocks,
+            held_blocks=effect.held_blocks,
+        )
+        remaining_s = None if landing.deadline_at_s is None else max(0.0, landing.deadline_at_s - context.now())
+        post = context.post
+        # Open before anybody hears of it.
+        self._receiver.expect(grant, lambda received: post(partial(self._received, key, received)), remaining_s)
+        granted = worker_pb2.Granted(request_id=key.request_id, attempt=key.attempt, grant=grant_to_proto(grant))
+        self.emit(key.router, granted=granted)
+
+    def _seat_held(self, effect: fx.SeatHeld) -> None:
+        key = effect.key
+        self.emit(key.router, granted=worker_pb2.Granted(request_id=key.request_id, attempt=key.attempt))
+
+    def _receive_aborted(self, effect: fx.ReceiveAborted) -> None:
+        self._receiver.abort(self._landings[effect.key].key)
+
+    def _kv_committed(self, effect: fx.KvCommitted) -> None:
+        key, metrics = effect.key, self.context.metrics
+        ended = worker_pb2.TransferEnded(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            is_committed=True,
+            transfer_s=effect.transfer_s,
+            bytes=effect.num_bytes,
+        )
+        self.emit(key.router, transfer_ended=ended)
+        metrics.add(names.TRANSFERS, outcome="committed")
+        metrics.add(names.TRANSFER_BYTES_TOTAL, effect.num_bytes)
+        metrics.observe(names.TRANSFER_TIME, effect.transfer_s)
+        self.record_span(names.SPAN_TRANSFER, key, effect.transfer_s, {names.TRANSFER_BYTES: effect.num_bytes})
+
+    def _tell(self, drawn: Iterable[fx.Drawn]) -> None:
+        by_router: defaultdict[int, list[worker_pb2.TokenRow]] = defaultdict(list)
+        now_s = self.context.now()
+        for one in drawn:
+            key = one.key
+            by_router[key.router].append(
+                worker_pb2.TokenRow(
+                    request_id=key.request_id,
+                    attempt=key.attempt,
+                    output_index=one.output_index,
+                    tokens=[token_to_proto(one.token)],
+                    finish=finish_to_proto(one.finish),
+                    decode_s=one.decode_s,
+                    preemptions=one.preemptions,
+                    queue_s=one.queue_s,
+                    prefill_s=one.prefill_s,
+                    cached_tokens=one.cached_tokens,
+                )
+            )
+            answer = self._answers.setdefault(key, Answer(since_s=now_s))
+            answer.num_tokens += 1
+            if one.prefill_s > 0.0:
+                self.context.metrics.add(names.REUSED_TOKENS, one.cached_tokens)
+                attributes = {names.QUEUE_S: one.queue_s, names.CACHED_TOKENS: one.cached_tokens}
+                self.record_span(names.SPAN_PREFILL, key, one.prefill_s, attributes)
+        for session, rows in by_router.items():
+            self.emit(session, tokens=worker_pb2.Tokens(rows=rows))
+
+    def _gone(self, effect: fx.Released) -> None:
+        answer = self._answers.pop(effect.key, None)
+        if answer is not None:
+            duration_s = self.context.now() - answer.since_s
+            self.record_span(names.SPAN_DECODE, effect.key, duration_s, {names.OUTPUT_TOKENS: answer.num_tokens})
+        self._landings.pop(effect.key, None)
+        self._released(effect)
+
+    def _not_taken(self, effect: fx.Refused) -> None:
+        self._landings.pop(effect.key, None)
+        self._refused(effect)
+
+
+def build(context: ProgramContext) -> DecodeProgram:
+    """Loads the engine; runs on the engine thread. Raises ConfigError and ModelError."""
+    config = context.config
+    engine = load_engine(config, context.role)
+    receiver = make_receiver(
+        engine.pool,
+        fingerprint_of(engine.spec),
+        worker_id=config.worker_id,
+        incarnation=context.incarnation,
+        host=config.host,
+        transport=config.transport,
+    )
+    return DecodeProgram(context, engine, receiver, partial(add_TransferServiceServicer_to_server, receiver.servicer))
+
+
+def make_host(config: WorkerConfig) -> WorkerHost:
+    return WorkerHost(config, Role.DECODE, build)

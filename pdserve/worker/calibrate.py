@@ -1,0 +1,161 @@
+"""Measures a loaded engine at start: one real token, then a few small steps for the cost model's prior."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from pdserve.core.attempt import blocks_for
+from pdserve.core.errors import InternalError
+from pdserve.core.latency import CostPrior
+from pdserve.core.types import Role, Sampling
+from pdserve.engine.interface import Engine, Row
+
+BUDGET_S: Final = 0.6
+UNKNOWN: Final = CostPrior(
+    prefill_base_s=0.0,
+    prefill_per_token_s=0.0,
+    prefill_per_token_context_s=0.0,
+    decode_base_s=0.0,
+    decode_per_row_s=0.0,
+    decode_per_context_token_s=0.0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Seconds that a step took, and the factors of its coefficients in the closed form."""
+
+    factors: tuple[float, ...]
+    seconds: float
+
+
+def draw_one_token(engine: Engine) -> None:
+    """Raises InternalError unless the engine draws a token of its vocabulary. Uses block 0."""
+    drawn = engine.step([_reading(engine, count=1, start=0)])[0]
+    if drawn is None or not 0 <= drawn.token_id < engine.spec.vocab_size:
+        raise InternalError(f"the engine's first token is {drawn}, expected one of {engine.spec.vocab_size}")
+
+
+def measure_cost(
+    engine: Engine, role: Role, *, max_batch: int, max_batch_tokens: int, budget_s: float = BUDGET_S
+) -> CostPrior:
+    """Coefficients from steps of several sizes; zeros where the budget or the pool allowed no measurement.
+
+    Overwrites the pool, so it comes before the first request.
+    """
+    share_s = budget_s if role is Role.PREFILL else budget_s / 2
+    base, per_token, per_context = _fit(_time(engine, _prefill_steps(engine, max_batch_tokens), share_s))
+    cost = replace(UNKNOWN, prefill_base_s=base, prefill_per_token_s=per_token, prefill_per_token_context_s=per_context)
+    if role is Role.PREFILL:
+        return cost
+    base, per_row, per_context = _fit(_time(engine, _decode_steps(engine, max_batch), share_s))
+    return replace(cost, decode_base_s=base, decode_per_row_s=per_row, decode_per_context_token_s=per_context)
+
+
+def _prefill_steps(engine: Engine, max_batch_tokens: int) -> Iterator[tuple[list[Row], tuple[float, ...]]]:
+    limit = min(engine.spec.max_context_tokens, engine.spec.num_blocks * engine.spec.block_size)
+    most = min(max_batch_tokens, limit)
+    for count, cached in (
+        (1, 0),
+        (most // 8, 0),
+        (most // 2, 0),
+        (most // 8, limit // 2),
+        (most, 0),
+        (most // 4, most),
+    ):
+        if count >= 1 and count + cached <= limit:
+            yield [_reading(engine, count=count, start=cached)], (1.0, count, count * (cached + count / 2))
+
+
+def _decode_steps(engine: Engine, max_batch: int) -> Iterator[tuple[list[Row], tuple[float, ...]]]:
+    spec = engine.spec
+    limit = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
+    most = min(max_batch, spec.num_blocks)
+    for batch, context in (
+        (1, 8),
+        (most // 2, 8),
+        (1, limit // 2),
+        (most, 8),
+        (most // 4, limit // 4),
+        (most, limit // 8),
+    ):
+        shared = blocks_for(max(1, context), spec.block_size) - 1
+        if batch >= 1 and context >= 1 and shared + batch <= spec.num_blocks:
+            prefix = list(range(shared))
+            rows = [
+                replace(_reading(engine, count=1, start=context - 1), blocks=[*prefix, shared + row])
+                for row in range(batch)
+            ]
+            yield rows, (1.0, batch, batch * context)
+
+
+def _reading(engine: Engine, *, count: int, start: int) -> Row:
+    """`count` tokens after `start` positions of whatever lies in the pool."""
+    spec = engine.spec
+    return Row(
+        tokens=[1 % spec.vocab_size] * count,
+        start=start,
+        blocks=list(range(blocks_for(start + count, spec.block_size))),
+        sample=Sampling(temperature=0.0),
+        history=[1 % spec.vocab_size] * (start + count),
+        prompt_len=start + count,
+    )
+
+
+def _time(engine: Engine, steps: Iterator[tuple[list[Row], tuple[float, ...]]], budget_s: float) -> list[Sample]:
+    """The best of two runs of each step: the first one of a size may compile or allocate."""
+    samples: list[Sample] = []
+    until_s = time.monotonic() + budget_s
+    for rows, factors in steps:
+        best_s = float("inf")
+        for _ in range(2):
+            started_s = time.monotonic()
+            engine.step(rows)
+            ended_s = time.monotonic()
+            best_s = min(best_s, ended_s - started_s)
+            if ended_s > until_s:
+                break
+        samples.append(Sample(factors, best_s))
+        if ended_s > until_s:
+            break
+    return samples
+
+
+def _fit(samples: Sequence[Sample]) -> tuple[float, float, float]:
+    """Non-negative least squares of relative errors over (1, x, y); what the samples cannot tell stays 0."""
+    active = list(range(min(3, len(samples))))
+    while active:
+        found = _least_squares(samples, active)
+        if found is not None and min(found) >= 0.0:
+            coefficients = [0.0, 0.0, 0.0]
+            for index, value in zip(active, found, strict=True):
+                coefficients[index] = value
+            return coefficients[0], coefficients[1], coefficients[2]
+        # A negative coefficient is noise: the term that it belongs to is too small to see.
+        worst = active[-1] if found is None else active[found.index(min(found))]
+        active.remove(worst)
+    return 0.0, 0.0, 0.0
+
+
+def _least_squares(samples: Sequence[Sample], active: Sequence[int]) -> list[float] | None:
+    """Solves the normal equations by elimination; None where they have no single solution."""
+    weighted = [[sample.factors[index] / sample.seconds for index in active] for sample in samples if sample.seconds]
+    size = len(active)
+    scale = [max((abs(row[i]) for row in weighted), default=0.0) for i in range(size)]
+    if not all(scale):
+        return None
+    rows = [[row[i] / scale[i] for i in range(size)] for row in weighted]
+    matrix = [[sum(r[i] * r[j] for r in rows) for j in range(size)] + [sum(r[i] for r in rows)] for i in range(size)]
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda r: abs(matrix[r][i]))
+        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
+        if abs(matrix[i][i]) < 1e-12:
+            return None
+        for r in range(size):
+            if r != i:
+                ratio = matrix[r][i] / matrix[i][i]
+                matrix[r] = [a - ratio * b for a, b in zip(matrix[r], matrix[i], strict=True)]
+    return [matrix[i][size] / matrix[i][i] / scale[i] for i in range(size)]

@@ -1,0 +1,63 @@
+"""Runs steps so that one bad row fails alone, and tells a broken engine from a bad row."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from pdserve.core.errors import InternalError
+from pdserve.core.types import TokenOut
+from pdserve.engine.interface import Engine, Row
+
+log = logging.getLogger(__name__)
+
+MAX_BARREN_STEPS: Final = 3
+
+
+class EngineBroken(InternalError):
+    """Nothing can be computed any more; only a new process helps."""
+
+    reason = "ENGINE_BROKEN"
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailed:
+    message: str
+
+
+@final
+class Isolation:
+    """An engine whose failed steps are repeated row by row.
+
+    Repeating is safe: a row writes the same KV again, and what it draws depends on the row alone.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._num_barren = 0  # steps in a row in which no row succeeded
+
+    def step(self, rows: Sequence[Row]) -> list[TokenOut | RowFailed | None]:
+        """One entry per row. Raises EngineBroken after several steps in which nothing succeeded."""
+        try:
+            drawn = self._engine.step(rows)
+        except Exception:  # whatever an engine may raise: the rows are tried one by one below
+            log.exception("a step failed; its rows are tried one by one", extra={"rows": len(rows)})
+        else:
+            self._num_barren = 0
+            return list(drawn)
+        entries = [self._alone(row) for row in rows]
+        if any(not isinstance(entry, RowFailed) for entry in entries):
+            self._num_barren = 0
+        else:
+            self._num_barren += 1
+            if self._num_barren >= MAX_BARREN_STEPS:
+                raise EngineBroken(f"no row succeeded in {self._num_barren} steps; the last error is in the log")
+        return entries
+
+    def _alone(self, row: Row) -> TokenOut | RowFailed | None:
+        try:
+            return self._engine.step([row])[0]
+        except Exception as error:  # reported to the request's router
+            return RowFailed(f"{type(error).__name__}: {error}")

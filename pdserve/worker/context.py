@@ -1,0 +1,24 @@
+"""What a host gives to the program that it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdserve.config import WorkerConfig
+from pdserve.core.types import Role
+from pdserve.telemetry.metrics import Metrics
+from pdserve.telemetry.tracing import Tracing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramContext:
+    config: WorkerConfig
+    role: Role
+    incarnation: str  # new for each start of the process
+    endpoint: str  # HOST:PORT that others reach this worker's gRPC server at
+    post: Callable[[Callable[[], None]], None]  # runs the call on the engine thread; from any thread, never blocks
+    now: Callable[[], float] = time.monotonic
+    tracing: Tracing = field(default_factory=Tracing.off)
+    metrics: Metrics = field(default_factory=Metrics.off)

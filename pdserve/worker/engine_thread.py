@@ -1,0 +1,155 @@
+"""The one thread that owns the engine and the program: reads its inbox, steps, hands messages out.
+
+Whatever happens to a program happens here. If it raises, the thread tells every router what it can, then ends;
+`on_death` is called with the error and the host ends the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol, final
+
+from pdserve.core.blocks import CacheChange
+from pdserve.v1 import worker_pb2
+from pdserve.worker.program import RoleProgram
+
+log = logging.getLogger(__name__)
+
+MAX_DRAINED_CALLS: Final = 256  # inbox items between two steps: residents' time per token has a bound
+IDLE_S: Final = 0.02  # longest wait of an idle thread that has attempts in hand, for deadlines and heartbeats
+
+Call = Callable[[], None]
+
+
+class Outlet(Protocol):
+    """Where messages go; called from the engine thread, never blocks."""
+
+    def send(self, messages: Mapping[int, list[worker_pb2.AttachResponse]]) -> None:
+        """Messages by session, in order."""
+        ...
+
+    def offer(self, change: CacheChange) -> None: ...
+
+
+@final
+class EngineThread:
+    def __init__(
+        self, outlet: Outlet, heartbeat_s: float, on_death: Callable[[BaseException], None], name: str = "engine"
+    ) -> None:
+        self._outlet = outlet
+        self._heartbeat_s = heartbeat_s
+        self._on_death = on_death
+        self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._is_stopping = False
+        self._program: RoleProgram | None = None
+        self._has_started = threading.Event()
+        self._start_error: BaseException | None = None
+        self._build: Callable[[], RoleProgram] | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.is_busy = False  # for the watchdog, as the next
+        self.beats = 0
+        self.is_idle = threading.Event()  # draining, and nothing is held for anybody
+        self.is_draining = False
+
+    def start(self, build: Callable[[], RoleProgram]) -> RoleProgram:
+        """Builds the program on the engine thread and returns it, or raises what building raised."""
+        self._build = build
+        self._thread.start()
+        self._has_started.wait()
+        if self._start_error is not None:
+            raise self._start_error
+        assert self._program is not None
+        return self._program
+
+    def post(self, call: Call) -> None:
+        """Runs `call` on the engine thread. From any thread; never blocks. Ignored after the end."""
+        self._inbox.put(call)
+
+    @property
+    def num_waiting_calls(self) -> int:
+        return self._inbox.qsize()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and self._start_error is None
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """Ends the loop after the current step; False if the thread does not end in time."""
+        self._is_stopping = True
+        self.post(lambda: None)
+        if threading.current_thread() is not self._thread and self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            assert self._build is not None
+            program = self._program = self._build()
+        except BaseException as error:  # raised again by start(), on the thread that waits there
+            self._start_error = error
+            return
+        finally:
+            self._build = None
+            self._has_started.set()
+        try:
+            self._loop(program)
+        except BaseException as error:  # the process ends: nobody else can own the engine
+            log.critical("the engine thread died", exc_info=True)
+            self._tell_last(program, error)
+            self._on_death(error)
+        finally:
+            self.is_busy = False
+            try:
+                program.close()
+            except Exception:  # the end must be reached whatever an engine or a transport says to it
+                log.exception("the program did not close cleanly")
+
+    def _loop(self, program: RoleProgram) -> None:
+        has_rows = False
+        while not self._is_stopping:
+            call = None if has_rows else self._wait(program)
+            self.is_busy = True
+            self.beats += 1
+            num_calls = 0
+            while call is not None or not self._inbox.empty():
+                (call or self._inbox.get())()
+                call = None
+                num_calls += 1
+                if num_calls == MAX_DRAINED_CALLS:
+                    break
+            has_rows = program.has_work and program.step()
+            program.tick()
+            self._hand_out(program)
+            self.is_draining = program.is_draining
+            if program.is_draining and program.is_idle:
+                self.is_idle.set()
+
+    def _wait(self, program: RoleProgram) -> Call | None:
+        self.is_busy = False
+        patience_s = self._heartbeat_s if program.is_idle else min(IDLE_S, self._heartbeat_s)
+        try:
+            return self._inbox.get(timeout=patience_s)
+        except queue.Empty:
+            return None
+
+    def _hand_out(self, program: RoleProgram) -> None:
+        change = program.take_changes()
+        if change is not None:
+            self._outlet.offer(change)
+        by_session: dict[int, list[worker_pb2.AttachResponse]] = {}
+        for session, message in program.take_messages():
+            by_session.setdefault(session, []).append(message)
+        if by_session:
+            self._outlet.send(by_session)
+
+    def _tell_last(self, program: RoleProgram, error: BaseException) -> None:
+        try:
+            program.fail_all(f"{type(error).__name__}: {error}")
+            self._hand_out(program)
+            time.sleep(0)  # the event loop's turn
+        except Exception:  # the program is in an unknown state; routers learn it from the lost stream
+            log.exception("routers could not be told")

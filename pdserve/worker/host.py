@@ -1,0 +1,262 @@
+"""Runs one role program in this process: a gRPC server on a thread of its own, the engine thread, the watchdog.
+
+    gRPC thread                          engine thread
+    Attach streams -- messages -->  inbox -> program -> engine
+                   <-- messages --  outboxes
+
+Each part that cannot go on ends the process after health has changed, so that a supervisor starts a fresh one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from pdserve.config import WorkerConfig
+from pdserve.core.blocks import CacheChange
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import Role
+from pdserve.telemetry.metrics import Metrics, make_metrics
+from pdserve.telemetry.tracing import Tracing, make_tracing
+from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.worker.context import ProgramContext
+from pdserve.worker.engine_thread import EngineThread
+from pdserve.worker.program import RoleProgram
+from pdserve.worker.publish import Publishing, open_publishing
+from pdserve.worker.session import WorkerServicer
+from pdserve.worker.watchdog import Watchdog, dump_and_exit
+
+log = logging.getLogger(__name__)
+
+SERVICE: Final = "pdserve.v1.WorkerService"  # readiness; the empty name is liveness
+FATAL_EXIT_CODE: Final = 71
+FAREWELL_S: Final = 0.5  # for the last messages to routers
+STOP_GRACE_S: Final = 1.0
+MAX_MESSAGE_BYTES: Final = 16 * 2**20  # a prompt of a million tokens
+OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a port in use is an error
+    # A router whose host vanished is noticed, and its memory freed.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def end_process() -> None:
+    time.sleep(FAREWELL_S)
+    os._exit(FATAL_EXIT_CODE)
+
+
+@final
+class WorkerHost:
+    """start() once; then drain() or stop(); wait() returns when it has ended."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        role: Role,
+        build: Callable[[ProgramContext], RoleProgram],
+        *,
+        on_fatal: Callable[[], None] = end_process,
+        on_stall: Callable[[], None] = dump_and_exit,
+    ) -> None:
+        self._config, self._role, self._build = config, role, build
+        self._on_fatal, self._on_stall = on_fatal, on_stall
+        self._incarnation = secrets.token_hex(8)
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_on_loop_error)
+        self._loop_thread = threading.Thread(target=self._run_loop, name="grpc", daemon=True)
+        self._engine = EngineThread(self, config.heartbeat_s, self._engine_died)
+        self._watchdog = Watchdog(self._engine, config.stall_s, on_stall)
+        self._server: Any = None
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in its stubs
+        self._servicer: WorkerServicer | None = None
+        self._publishing: Publishing | None = None
+        self._tracing, self._metrics = Tracing.off(), Metrics.off()
+        self._has_ended = threading.Event()
+        self._stop_lock = threading.Lock()
+        self._is_fatal = False
+        self._is_ready = False
+        self.address = ""
+
+    # -- for whoever runs it ------------------------------------------------------------------------------------
+
+    def start(self) -> str:
+        """HOST:PORT, once the engine has drawn a real token and the server answers. Raises what building raised."""
+        self._loop_thread.start()
+        try:
+            port = self._on_loop(self._bind())
+            self.address = f"{self._config.advertise or self._config.host}:{port}"
+            program = self._engine.start(self._make_program)
+            self._on_loop(self._serve(program))
+        except BaseException:
+            self.stop()
+            raise
+        self._is_ready = True
+        self._watchdog.start()
+        extra = {"worker_id": self._config.worker_id, "role": self._role.value, "address": self.address}
+        log.info("worker is ready", extra=extra)
+        return self.address
+
+    @property
+    def incarnation(self) -> str:
+        return self._incarnation
+
+    def is_healthy(self) -> bool:
+        """Its threads live, and the engine gets on."""
+        return self._is_ready and not self._is_fatal and self._engine.is_alive and self._loop_thread.is_alive()
+
+    def drain(self) -> None:
+        """Refuses new work; stops once residents are done or after drain_s. Returns at once. Idempotent."""
+        threading.Thread(target=self._drain, name="drain", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends streams, threads and the engine now. Idempotent."""
+        with self._stop_lock:
+            if self._has_ended.is_set():
+                return
+            self._is_ready = False
+            self._watchdog.stop()
+            if self._loop_thread.is_alive():
+                try:
+                    self._on_loop(self._close(), timeout_s=STOP_GRACE_S + 5.0)
+                except Exception:  # whatever a connection says to its end, the engine is freed all the same
+                    log.exception("the server did not close cleanly")
+            if not self._engine.stop():
+                log.error("the engine thread did not end")
+            if self._loop_thread.is_alive():
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop_thread.join(5.0)
+            self._metrics.close()
+            self._tracing.close()
+            self._has_ended.set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """True once the host has ended."""
+        return self._has_ended.wait(timeout_s)
+
+    # -- outlet of the engine thread ------------------------------------------------------------------------------
+
+    def send(self, messages: Mapping[int, list[worker_pb2.AttachResponse]]) -> None:
+        if self._servicer is not None and not self._loop.is_closed():
+            try:
+                self._loop.call_soon_threadsafe(self._servicer.deliver, messages)
+            except RuntimeError:  # the loop ended meanwhile; so did the streams
+                return
+
+    def offer(self, change: CacheChange) -> None:
+        if self._publishing is not None:
+            self._publishing.offer(change)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _make_program(self) -> RoleProgram:
+        config = self._config
+        attributes = {"service.instance.id": config.worker_id}
+        self._tracing = make_tracing(f"pdserve-{self._role.value}", config.otlp, attributes)
+        self._metrics = make_metrics("worker", config.metrics_port)
+        context = ProgramContext(
+            config=config,
+            role=self._role,
+            incarnation=self._incarnation,
+            endpoint=self.address,
+            post=self._engine.post,
+            tracing=self._tracing,
+            metrics=self._metrics,
+        )
+        return self._build(context)
+
+    async def _bind(self) -> int:
+        self._server = grpc.aio.server(options=OPTIONS)
+        where = f"{self._config.host}:{self._config.port}"
+        try:
+            port = self._server.add_insecure_port(where)
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise ConfigError("port", where, "an address that is free and that this host has")
+        return int(port)
+
+    async def _serve(self, program: RoleProgram) -> None:
+        self._servicer = WorkerServicer(program, self._engine.post, lambda: self._engine.num_waiting_calls)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        program.add_servicers(self._server)
+        await self._health.set(SERVICE, _SERVING)
+        await self._server.start()
+        self._publishing = await open_publishing(self._config, self._role, self._incarnation, self.address, program)
+        self._readiness = asyncio.create_task(self._follow_readiness())
+
+    async def _follow_readiness(self) -> None:
+        """A drain may come by any router's stream; health says so within a heartbeat."""
+        while not self._engine.is_draining:
+            await asyncio.sleep(self._config.heartbeat_s)
+        await self._health.set(SERVICE, _NOT_SERVING)
+
+    async def _close(self) -> None:
+        await self._health.enter_graceful_shutdown()
+        if self._publishing is not None:
+            await self._publishing.stop()
+        if self._servicer is not None:
+            self._servicer.close()
+        if self._server is not None:
+            await self._server.stop(STOP_GRACE_S)
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _drain(self) -> None:
+        until_s = time.monotonic() + self._config.drain_s
+        if self._servicer is not None and not self._has_ended.is_set():
+            self._engine.post(self._servicer.program.drain)
+            while not self._engine.is_idle.wait(0.05):
+                if time.monotonic() >= until_s or not self._engine.is_alive:
+                    log.warning("stopping with work unfinished")
+                    break
+        self.stop()
+
+    def _engine_died(self, error: BaseException) -> None:
+        self._die(f"the engine thread died: {type(error).__name__}")
+
+    def _die(self, why: str) -> None:
+        if self._is_fatal:
+            return
+        self._is_fatal = True
+        log.critical("worker ends", extra={"why": why})
+        if self._loop_thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._health.enter_graceful_shutdown(), self._loop)
+        self._on_fatal()
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        except BaseException:
+            log.critical("the gRPC thread died", exc_info=True)
+            self._die("the gRPC thread died")
+        finally:
+            self._loop.close()
+
+    def _on_loop(self, coroutine: Any, timeout_s: float | None = None) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+
+def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # grpc.aio shares one poller among all loops of a process; the losers of a race read nothing.
+    if isinstance(context.get("exception"), BlockingIOError):
+        return
+    loop.default_exception_handler(context)

@@ -1,0 +1,76 @@
+"""Checks what a router sends before anything is computed from it. No I/O."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.core.attempt import Attempt, AttemptKey
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.hashing import chain_key
+from pdserve.v1 import worker_pb2
+from pdserve.wire.convert import sampling_from_proto
+
+MAX_REQUEST_ID_CHARS: Final = 256
+MAX_SALT_BYTES: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    vocab_size: int
+    max_context_tokens: int
+    hash_seed: bytes
+
+
+def key_of(router: int, request_id: str, attempt: int) -> AttemptKey:
+    """Raises InvalidRequest where the name itself is unusable."""
+    if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
+        raise InvalidRequest("request_id", f"{len(request_id)} characters", f"1 to {MAX_REQUEST_ID_CHARS}")
+    if attempt < 1:
+        raise InvalidRequest("attempt", attempt, "at least 1")
+    return AttemptKey(router, request_id, attempt)
+
+
+def read_sequence(message: worker_pb2.Sequence, key: AttemptKey, limits: Limits, now_s: float) -> Attempt:
+    """Raises InvalidRequest, naming the field and its limit."""
+    prompt, output = tuple(message.prompt_token_ids), tuple(message.output_token_ids)
+    num_tokens = len(prompt) + len(output)
+    if not prompt:
+        raise InvalidRequest("prompt_token_ids", "none", "at least one token")
+    if num_tokens > limits.max_context_tokens:
+        raise InvalidRequest(
+            "prompt_token_ids", f"{num_tokens} tokens with the output so far", f"at most {limits.max_context_tokens}"
+        )
+    _check_ids("prompt_token_ids", prompt, limits.vocab_size)
+    _check_ids("output_token_ids", output, limits.vocab_size)
+    sampling = sampling_from_proto(message.sampling)
+    _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
+    if len(output) >= sampling.max_tokens:
+        raise InvalidRequest(
+            "output_token_ids", f"{len(output)} tokens", f"fewer than max_tokens {sampling.max_tokens}"
+        )
+    if len(message.cache_salt) > MAX_SALT_BYTES:
+        raise InvalidRequest("cache_salt", f"{len(message.cache_salt)} bytes", f"at most {MAX_SALT_BYTES}")
+    deadline_s = message.deadline_s if message.HasField("deadline_s") else None
+    if deadline_s is not None and math.isnan(deadline_s):
+        raise InvalidRequest("deadline_s", deadline_s, "a number")
+    return Attempt(
+        key=key,
+        prompt_ids=prompt,
+        output_ids=output,
+        sampling=sampling,
+        chain_key=_chain_key(message.cache_salt, limits.hash_seed),
+        arrived_s=now_s,
+        deadline_at_s=None if deadline_s is None else now_s + deadline_s,
+    )
+
+
+def _check_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if token_ids and max(token_ids) >= vocab_size:
+        raise InvalidRequest(field, max(token_ids), f"token ids below {vocab_size}")
+
+
+_chain_key = functools.lru_cache(maxsize=1024)(chain_key)

@@ -1,0 +1,372 @@
+"""What both role programs share: reading messages, running steps, telling routers. Runs on the engine thread only.
+
+A program turns messages into calls of its batching, and the effects of those into messages and transfer calls.
+It owns no thread and no socket: tests and the host drive it the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from pdserve.core import effects as fx
+from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, FailureKind
+from pdserve.core.blocks import BlockAllocator, CacheChange
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.hashing import hash_seed
+from pdserve.core.latency import CostPrior
+from pdserve.core.types import TokenOut
+from pdserve.engine.interface import Engine, Row
+from pdserve.telemetry import names
+from pdserve.v1 import transfer_pb2, worker_pb2
+from pdserve.wire.convert import role_to_proto
+from pdserve.worker import calibrate, messages
+from pdserve.worker.compute import Isolation, RowFailed
+from pdserve.worker.context import ProgramContext
+from pdserve.worker.intake import Limits, key_of, read_sequence
+
+log = logging.getLogger(__name__)
+
+TIMED_BATCHES_PER_HEARTBEAT: Final = 10
+
+
+class Step(Protocol):
+    @property
+    def rows(self) -> list[Row]: ...
+
+    @property
+    def live(self) -> list[AttemptKey]: ...
+
+    @property
+    def account(self) -> fx.StepAccount: ...
+
+
+class Batching(Protocol):
+    """What PrefillBatching and DecodeBatching have in common."""
+
+    blocks: BlockAllocator
+    is_draining: bool
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def __contains__(self, key: AttemptKey) -> bool: ...
+
+    def live(self) -> list[AttemptKey]: ...
+
+    def load(self) -> fx.Load: ...
+
+    def plan(self, now_s: float) -> tuple[Any, list[Any]]: ...
+
+    def apply(self, step: Any, drawn: Sequence[TokenOut | None], now_s: float) -> list[Any]: ...
+
+    def fail(self, key: AttemptKey, kind: FailureKind, message: str) -> list[Any]: ...
+
+    def cancel(self, key: AttemptKey) -> list[Any]: ...
+
+    def expire(self, now_s: float) -> list[Any]: ...
+
+    def check(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Track:
+    """What telemetry needs of a live attempt."""
+
+    traceparent: str
+
+
+class RoleProgram(ABC):
+    def __init__(self, context: ProgramContext, engine: Engine) -> None:
+        config, spec = context.config, engine.spec
+        self.context = context
+        self.engine = engine
+        self.counts: Counter[str] = Counter()  # of messages that were dropped, by why
+        self.num_steps = 0
+        self.blocks = BlockAllocator(spec.num_blocks, is_cache_on=config.is_prefix_cache_on)
+        # A sequence that has the whole pool to itself must fit.
+        max_context_tokens = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
+        seed = hash_seed(spec.weights_hash, spec.dtype, spec.block_size)
+        self.limits = Limits(vocab_size=spec.vocab_size, max_context_tokens=max_context_tokens, hash_seed=seed)
+        self.end_rule = EndRule(eos_token_ids=frozenset(spec.eos_token_ids), max_context_tokens=max_context_tokens)
+        self.cost = self._measure(config.max_batch, config.max_batch_tokens)
+        self.tracks: dict[AttemptKey, Track] = {}
+        self._isolation = Isolation(engine)
+        self._ledger = AttemptLedger()
+        self._pending: list[tuple[int, worker_pb2.AttachResponse]] = []
+        self._routers: dict[int, bool] = {}  # session -> whether it wants KV events
+        self._timed_at_s = self._beat_at_s = float("-inf")
+        self._told: fx.Load | None = None
+        self._actions: dict[type, Callable[[Any], None]] = {
+            fx.Refused: self._refused,
+            fx.Failed: self._failed,
+            fx.TransferLost: self._transfer_lost,
+            fx.Released: self._released,
+            **self.actions(),
+        }
+
+    # -- what a role adds ---------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def batching(self) -> Batching: ...
+
+    @abstractmethod
+    def actions(self) -> dict[type, Callable[[Any], None]]:
+        """How the role's own effects are carried out."""
+
+    @abstractmethod
+    def take(self, session: int, message: worker_pb2.AttachRequest) -> None:
+        """A message of the role's own kind. May raise InvalidRequest where no attempt can be named."""
+
+    @abstractmethod
+    def fingerprint(self) -> transfer_pb2.Fingerprint: ...
+
+    @abstractmethod
+    def add_servicers(self, server: Any) -> None:
+        """Adds what other workers call to the worker's gRPC server."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the role's transfer threads and the engine."""
+
+    # -- called by the host -------------------------------------------------------------------------------------
+
+    def hello(self) -> worker_pb2.WorkerHello:
+        config, spec = self.context.config, self.engine.spec
+        return worker_pb2.WorkerHello(
+            worker_id=config.worker_id,
+            incarnation=self.context.incarnation,
+            role=role_to_proto(self.context.role),
+            model=spec.model,
+            fingerprint=self.fingerprint(),
+            block_size=spec.block_size,
+            num_blocks=spec.num_blocks,
+            max_context_tokens=self.limits.max_context_tokens,
+            vocab_size=spec.vocab_size,
+            eos_token_ids=spec.eos_token_ids,
+            max_batch=config.max_batch,
+            max_batch_tokens=config.max_batch_tokens,
+            inbox_depth=config.inbox_depth,
+            cost=messages.cost_prior(self.cost),
+            hash_seed=self.limits.hash_seed,
+        )
+
+    def attached(self, session: int, hello: worker_pb2.RouterHello) -> None:
+        self._routers[session] = hello.wants_kv_events
+        if hello.wants_kv_events:
+            self._tell_cache(self.blocks.snapshot(), [session])
+        self.emit(session, load=self._load(self.batching.load()))
+
+    def lost(self, session: int) -> None:
+        """The router's stream ended: nobody will read what its requests still produce."""
+        self._routers.pop(session, None)
+        for key in self.batching.live():
+            if key.router == session:
+                self.act(self.batching.cancel(key))
+        self._ledger.forget_router(session)
+
+    def handle(self, session: int, message: worker_pb2.AttachRequest) -> None:
+        if session not in self._routers:
+            self.counts["message of a lost router"] += 1
+            return
+        try:
+            match message.WhichOneof("message"):
+                case "cancel":
+                    cancel = message.cancel
+                    self.act(self.batching.cancel(key_of(session, cancel.request_id, cancel.attempt)))
+                case "drain":
+                    self.drain()
+                case _:
+                    self.take(session, message)
+        except InvalidRequest as error:
+            # No attempt can be named, so nobody can be told.
+            self.counts["unusable message"] += 1
+            log.warning("a message was dropped", extra={"field": error.field, "expected": error.expected})
+
+    @property
+    def has_work(self) -> bool:
+        return self.batching.has_work
+
+    @property
+    def is_draining(self) -> bool:
+        return self.batching.is_draining
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held for anybody."""
+        return not self.batching.live()
+
+    def drain(self) -> None:
+        """Refuses what is new; residents go on. Idempotent."""
+        self.batching.is_draining = True
+
+    def step(self) -> bool:
+        """Plans and computes one step; False where there was nothing to compute."""
+        now = self.context.now
+        step, effects = self.batching.plan(now())
+        self.act(effects)
+        if not step.rows:
+            return False
+        started_s = now()
+        entries = self._isolation.step(step.rows)
+        ended_s = now()
+        self.num_steps += 1
+        drawn: list[TokenOut | None] = []
+        for key, entry in zip(step.keys, entries, strict=True):
+            if isinstance(entry, RowFailed):
+                self.act(self.batching.fail(key, FailureKind.INTERNAL, entry.message))
+                drawn.append(None)
+            else:
+                drawn.append(entry)
+        self.act(self.batching.apply(step, drawn, ended_s))
+        self._account(step.account, drawn, ended_s - started_s, ended_s)
+        return True
+
+    def tick(self) -> None:
+        """Between steps and while idle: deadlines, heartbeats, cache changes."""
+        now_s = self.context.now()
+        self.act(self.batching.expire(now_s))
+        self._beat(now_s)
+
+    def take_messages(self) -> list[tuple[int, worker_pb2.AttachResponse]]:
+        """(session, message) pairs since the last call, in order."""
+        pending, self._pending = self._pending, []
+        return pending
+
+    def take_changes(self) -> CacheChange | None:
+        """What changed in the prefix cache; told to the routers that asked for it, returned for the index."""
+        change = self.blocks.take_changes()
+        if change is not None:
+            self._tell_cache(change, [session for session, wants in self._routers.items() if wants])
+        return change
+
+    def fail_all(self, message: str) -> None:
+        """The engine is broken: every attempt ends here."""
+        for key in self.batching.live():
+            self.act(self.batching.fail(key, FailureKind.INTERNAL, message))
+
+    def check(self) -> None:
+        """Raises AssertionError unless the books balance; for tests."""
+        self.batching.check()
+        assert set(self.tracks) == set(self.batching.live()), "telemetry follows attempts that are gone, or lost some"
+
+    # -- for roles ----------------------------------------------------------------------------------------------
+
+    def emit(self, session: int, **message: Any) -> None:
+        """Queues one message, named as in the oneof of AttachResponse; dropped if the router is gone."""
+        if session in self._routers:
+            self._pending.append((session, worker_pb2.AttachResponse(**message)))
+
+    def act(self, effects: Iterable[Any]) -> None:
+        for effect in effects:
+            self._actions[type(effect)](effect)
+
+    def begin(self, session: int, message: worker_pb2.Sequence) -> Attempt | None:
+        """The attempt of a new Reserve or Prefill; None if it is late, a duplicate, or wrong (its router is told)."""
+        key = key_of(session, message.request_id, message.attempt)
+        before = self._ledger.newest(key)
+        if not self._ledger.begin(key):
+            self.counts["late or duplicate attempt"] += 1
+            return None
+        if before is not None and before in self.batching:
+            self.counts["superseded attempt"] += 1
+            self.act(self.batching.cancel(before))
+        try:
+            attempt = read_sequence(message, key, self.limits, self.context.now())
+        except InvalidRequest as error:
+            self._failed(fx.Failed(key=key, kind=FailureKind.INVALID, message=error.message))
+            self._released(fx.Released(key=key))
+            return None
+        self.tracks[key] = Track(message.traceparent)
+        return attempt
+
+    def record_span(
+        self, name: str, key: AttemptKey, duration_s: float, attributes: Mapping[str, str | int | float | bool]
+    ) -> None:
+        track = self.tracks.get(key)
+        if track is None or not self.context.tracing.is_on:
+            return
+        common: dict[str, str | int | float | bool] = {
+            names.REQUEST_ID: key.request_id,
+            names.ATTEMPT: key.attempt,
+            names.WORKER_ID: self.context.config.worker_id,
+            names.WORKER_ROLE: self.context.role.value,
+        }
+        self.context.tracing.record(name, track.traceparent, duration_s, {**common, **attributes})
+
+    # -- effects of both roles ----------------------------------------------------------------------------------
+
+    def _refused(self, effect: fx.Refused) -> None:
+        self.tracks.pop(effect.key, None)
+        self.context.metrics.add(names.REFUSED_BY_WORKER, reason=effect.reason.value)
+        self.emit(effect.key.router, refused=messages.refused(effect))
+
+    def _failed(self, effect: fx.Failed) -> None:
+        extra = {"request_id": effect.key.request_id, "attempt": effect.key.attempt, "kind": effect.kind.value}
+        log.log(logging.ERROR if effect.kind is FailureKind.INTERNAL else logging.INFO, "attempt failed", extra=extra)
+        self.emit(effect.key.router, failed=messages.failed(effect))
+
+    def _transfer_lost(self, effect: fx.TransferLost) -> None:
+        extra = {"request_id": effect.key.request_id, "attempt": effect.key.attempt, "error": effect.error}
+        log.warning("KV was not moved", extra=extra)
+        self.context.metrics.add(names.TRANSFERS, outcome="failed")
+        self.emit(effect.key.router, transfer_ended=messages.transfer_lost(effect))
+
+    def _released(self, effect: fx.Released) -> None:
+        self.tracks.pop(effect.key, None)
+        self.emit(effect.key.router, released=messages.released(effect))
+
+    # -- reports ------------------------------------------------------------------------------------------------
+
+    def _measure(self, max_batch: int, max_batch_tokens: int) -> CostPrior:
+        calibrate.draw_one_token(self.engine)
+        return calibrate.measure_cost(
+            self.engine, self.context.role, max_batch=max_batch, max_batch_tokens=max_batch_tokens
+        )
+
+    def _account(self, account: fx.StepAccount, drawn: Sequence[TokenOut | None], step_s: float, now_s: float) -> None:
+        metrics = self.context.metrics
+        if metrics.is_on:
+            metrics.add(names.STEPS)
+            metrics.observe(names.STEP_TIME, step_s)
+            metrics.add(names.PREFILLED_TOKENS, account.prefill_tokens)
+            metrics.add(names.DRAWN_TOKENS, sum(token is not None for token in drawn))
+        if now_s - self._timed_at_s < self.context.config.heartbeat_s / TIMED_BATCHES_PER_HEARTBEAT:
+            return
+        self._timed_at_s = now_s
+        timed = messages.batch_timed(account, step_s)
+        for session in self._routers:
+            self.emit(session, batch_timed=timed)
+
+    def _beat(self, now_s: float) -> None:
+        """A load report on each heartbeat, and at a change as soon as a fifth of one has passed."""
+        heartbeat_s = self.context.config.heartbeat_s
+        since_s = now_s - self._beat_at_s
+        if since_s < heartbeat_s / 5:
+            return
+        load = self.batching.load()
+        if since_s < heartbeat_s and load == self._told:
+            return
+        self._beat_at_s, self._told = now_s, load
+        message = self._load(load)
+        for session in self._routers:
+            self.emit(session, load=message)
+        metrics = self.context.metrics
+        if metrics.is_on:
+            metrics.set(names.WORKER_RUNNING, load.running)
+            metrics.set(names.WORKER_WAITING, load.waiting)
+            metrics.set(names.KV_BLOCKS, load.free_blocks, state="free")
+            metrics.set(names.KV_BLOCKS, load.evictable_blocks, state="cached")
+            metrics.set(names.KV_BLOCKS, self.blocks.num_referenced, state="used")
+
+    def _load(self, load: fx.Load) -> worker_pb2.Load:
+        return messages.load(load, steps=self.num_steps, is_draining=self.batching.is_draining)
+
+    def _tell_cache(self, change: CacheChange, sessions: Sequence[int]) -> None:
+        for session in sessions:
+            self.emit(session, kv_events=messages.kv_events(change))

@@ -1,0 +1,140 @@
+"""One Attach stream: hellos, then messages both ways. A slow router loses its stream, never the engine's time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, final
+
+import grpc
+
+from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.worker.program import RoleProgram
+
+log = logging.getLogger(__name__)
+
+EOF: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in its stubs
+
+HELLO_S: Final = 10.0
+MAX_OUTBOX: Final = 4096  # messages; a step makes about one for each router
+MAX_INBOX: Final = 4096  # calls that wait for the engine thread before streams are read on
+INBOX_PAUSE_S: Final = 0.005
+
+
+@final
+class Outbox:
+    """Messages on their way to one router. `put` is called on the event loop."""
+
+    def __init__(self, limit: int = MAX_OUTBOX) -> None:
+        self._messages: deque[worker_pb2.AttachResponse] = deque()
+        self._limit = limit
+        self._has_some = asyncio.Event()
+        self.is_closed = False
+
+    def put(self, messages: Sequence[worker_pb2.AttachResponse]) -> None:
+        """Closes the outbox instead of growing beyond its limit."""
+        if self.is_closed:
+            return
+        if len(self._messages) + len(messages) > self._limit:
+            log.warning("a router reads too slowly; its stream ends", extra={"messages": len(self._messages)})
+            self.close()
+            return
+        self._messages.extend(messages)
+        self._has_some.set()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._messages.clear()
+        self._has_some.set()
+
+    async def __aiter__(self) -> AsyncIterator[worker_pb2.AttachResponse]:
+        while not self.is_closed:
+            while self._messages:
+                yield self._messages.popleft()
+            self._has_some.clear()
+            if not self.is_closed:
+                await self._has_some.wait()
+
+
+@final
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """WorkerService on a grpc.aio server; every method runs on its event loop."""
+
+    def __init__(
+        self, program: RoleProgram, post: Callable[[Callable[[], None]], None], num_waiting_calls: Callable[[], int]
+    ) -> None:
+        self.program = program
+        self._hello = worker_pb2.AttachResponse(hello=program.hello())
+        self._post = post
+        self._num_waiting_calls = num_waiting_calls
+        self._numbers = itertools.count(1)
+        self._outboxes: dict[int, Outbox] = {}
+        self._session_of: dict[str, int] = {}  # router id -> its newest session
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._outboxes)
+
+    def deliver(self, messages: Mapping[int, list[worker_pb2.AttachResponse]]) -> None:
+        for session, batch in messages.items():
+            outbox = self._outboxes.get(session)
+            if outbox is not None:
+                outbox.put(batch)
+
+    def close(self) -> None:
+        """Ends every stream."""
+        for outbox in self._outboxes.values():
+            outbox.close()
+
+    async def Attach(self, request_iterator: Any, context: Any) -> None:
+        try:
+            first = await asyncio.wait_for(context.read(), HELLO_S)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"hello: none within {HELLO_S:g} s")
+            return
+        if first is EOF or first.WhichOneof("message") != "hello" or not first.hello.router_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello: expected first, with a router_id")
+            return
+        hello = first.hello
+        session, outbox = next(self._numbers), Outbox()
+        older = self._outboxes.get(self._session_of.get(hello.router_id, 0))
+        if older is not None:  # the network may keep a dead stream for long; one stream per router
+            older.close()
+        self._outboxes[session] = outbox
+        self._session_of[hello.router_id] = session
+        log.info("router attached", extra={"router_id": hello.router_id, "session": session})
+        reader: asyncio.Task[None] | None = None
+        try:
+            await context.write(self._hello)
+            self._post(partial(self.program.attached, session, hello))
+            reader = asyncio.create_task(self._read(session, context, outbox))
+            async for message in outbox:
+                await context.write(message)
+        finally:
+            if reader is not None:
+                reader.cancel()
+            outbox.close()
+            del self._outboxes[session]
+            if self._session_of.get(hello.router_id) == session:
+                del self._session_of[hello.router_id]
+            self._post(partial(self.program.lost, session))
+            log.info("router gone", extra={"router_id": hello.router_id, "session": session})
+
+    async def _read(self, session: int, context: Any, outbox: Outbox) -> None:
+        """Until the router has no more to say or is gone, which are the same."""
+        try:
+            while True:
+                message = await context.read()
+                if message is EOF:
+                    return
+                while self._num_waiting_calls() > MAX_INBOX:
+                    await asyncio.sleep(INBOX_PAUSE_S)
+                self._post(partial(self.program.handle, session, message))
+        except grpc.aio.UsageError:  # the stream was cancelled under the read
+            return
+        finally:
+            outbox.close()

@@ -1,0 +1,152 @@
+"""The prefill program: reads prompts, draws their first token, pushes their KV to whoever granted a place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+from kvtransfer.endpoint import make_sender
+from kvtransfer.grants import fingerprint_of, fingerprint_to_proto, grant_from_proto
+from kvtransfer.transport import Grant, Sender, SendOutcome, Sent
+from pdserve.config import WorkerConfig
+from pdserve.core import effects as fx
+from pdserve.core.attempt import AttemptKey, FailureKind
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.types import Role
+from pdserve.engine.interface import Engine
+from pdserve.engine.load import load_engine
+from pdserve.telemetry import names
+from pdserve.v1 import transfer_pb2, worker_pb2
+from pdserve.wire.convert import finish_to_proto, token_to_proto
+from pdserve.worker.context import ProgramContext
+from pdserve.worker.host import WorkerHost
+from pdserve.worker.program import RoleProgram
+from prefill_worker.batching import PrefillBatching
+
+log = logging.getLogger(__name__)
+
+
+@final
+class PrefillProgram(RoleProgram):
+    def __init__(self, context: ProgramContext, engine: Engine, sender: Sender) -> None:
+        super().__init__(context, engine)
+        config = context.config
+        self._sender = sender
+        self._grants: dict[AttemptKey, tuple[Grant, float | None]] = {}  # with the deadline on our clock
+        self._batching = PrefillBatching(
+            blocks=self.blocks,
+            block_size=engine.spec.block_size,
+            max_batch_tokens=config.max_batch_tokens,
+            inbox_depth=config.inbox_depth,
+            end_rule=self.end_rule,
+        )
+
+    @property
+    def batching(self) -> PrefillBatching:
+        return self._batching
+
+    def actions(self) -> dict[type, Callable[[Any], None]]:
+        return {
+            fx.SendStarted: self._send_started,
+            fx.BlocksDone: self._blocks_done,
+            fx.SendAborted: self._send_aborted,
+            fx.FirstDrawn: self._first_drawn,
+            fx.Released: self._gone,
+            fx.Refused: self._not_taken,
+        }
+
+    def take(self, session: int, message: worker_pb2.AttachRequest) -> None:
+        if message.WhichOneof("message") != "prefill":
+            self.counts["message for another role"] += 1
+            return
+        attempt = self.begin(session, message.prefill.sequence)
+        if attempt is None:
+            return
+        key = attempt.key
+        try:
+            grant = grant_from_proto(message.prefill.grant)
+        except InvalidRequest as error:
+            self.act([fx.Failed(key=key, kind=FailureKind.INVALID, message=error.message), fx.Released(key=key)])
+            return
+        self._grants[key] = (grant, attempt.deadline_at_s)
+        now_s = self.context.now()
+        num_granted = len(grant.blocks)
+        self.act(self._batching.offer(attempt, held_blocks=grant.held_blocks, num_granted=num_granted, now_s=now_s))
+
+    def fingerprint(self) -> transfer_pb2.Fingerprint:
+        return fingerprint_to_proto(fingerprint_of(self.engine.spec))
+
+    def add_servicers(self, server: Any) -> None:
+        """Prefill workers are called by routers only."""
+
+    def close(self) -> None:
+        self._sender.close()
+        self.engine.close()
+
+    def check(self) -> None:
+        super().check()
+        assert set(self._grants) == set(self._batching.live()), "grants are kept of attempts that are gone"
+
+    def _send_started(self, effect: fx.SendStarted) -> None:
+        key = effect.key
+        grant, deadline_at_s = self._grants[key]
+        remaining_s = None if deadline_at_s is None else max(0.0, deadline_at_s - self.context.now())
+        post = self.context.post
+        self._sender.start(grant, lambda sent: post(partial(self._sent, key, sent)), remaining_s)
+
+    def _blocks_done(self, effect: fx.BlocksDone) -> None:
+        self._sender.push(self._grants[effect.key][0].key, effect.blocks, effect.is_last)
+
+    def _send_aborted(self, effect: fx.SendAborted) -> None:
+        self._sender.abort(self._grants[effect.key][0].key)
+
+    def _sent(self, key: AttemptKey, sent: Sent) -> None:
+        held = self._grants.get(key)
+        if held is None or held[0].key != sent.key:
+            self.counts["late end of a transfer"] += 1
+            return
+        self.act(self._batching.sent(key, is_whole=sent.outcome is SendOutcome.SENT, error=sent.error))
+
+    def _first_drawn(self, effect: fx.FirstDrawn) -> None:
+        key = effect.key
+        first = worker_pb2.FirstToken(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            token=token_to_proto(effect.token),
+            queue_s=effect.queue_s,
+            prefill_s=effect.prefill_s,
+            cached_tokens=effect.cached_tokens,
+            finish=finish_to_proto(effect.finish),
+        )
+        self.emit(key.router, first_token=first)
+        self.context.metrics.add(names.REUSED_TOKENS, effect.cached_tokens)
+        attributes = {names.QUEUE_S: effect.queue_s, names.CACHED_TOKENS: effect.cached_tokens}
+        self.record_span(names.SPAN_PREFILL, key, effect.prefill_s, attributes)
+
+    def _gone(self, effect: fx.Released) -> None:
+        self._grants.pop(effect.key, None)
+        self._released(effect)
+
+    def _not_taken(self, effect: fx.Refused) -> None:
+        self._grants.pop(effect.key, None)
+        self._refused(effect)
+
+
+def build(context: ProgramContext) -> PrefillProgram:
+    """Loads the engine; runs on the engine thread. Raises ConfigError and ModelError."""
+    config = context.config
+    engine = load_engine(config, context.role)
+    sender = make_sender(
+        engine.pool,
+        fingerprint_of(engine.spec),
+        worker_id=config.worker_id,
+        incarnation=context.incarnation,
+        transport=config.transport,
+    )
+    return PrefillProgram(context, engine, sender)
+
+
+def make_host(config: WorkerConfig) -> WorkerHost:
+    return WorkerHost(config, Role.PREFILL, build)
