@@ -1,0 +1,381 @@
+"""Both books joined by a simulated connection, under random schedules with faults. No thread, clock or socket.
+
+Memory is modelled: the moment a side hands memory back, its owner scribbles over it, and any later access by the
+transfer is an error. A transfer that is reported VERIFIED must equal its source at that moment.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtransfer import departures, landings
+from kvtransfer.departures import Departures, Job
+from kvtransfer.frames import Tag
+from kvtransfer.landings import Claim, Landings
+from kvtransfer.transport import Fingerprint, Grant, ReceiveOutcome, SendOutcome, TransferKey
+
+FACTS = Fingerprint(protocol=1, model="m", dtype="d", layout="l", block_size=16, block_bytes=1, engine="e")
+SCRIBBLE = -1
+
+
+def grant_of(transfer_id: str, attempt: int, generation: int, blocks: tuple[int, ...]) -> Grant:
+    key = TransferKey(transfer_id=transfer_id, attempt=attempt, generation=generation)
+    return Grant(key=key, endpoint="", worker_id="d", incarnation="i", fingerprint=FACTS, blocks=blocks, held_blocks=0)
+
+
+@dataclass
+class Chunk:
+    """On the simulated wire; `payload` is what was read, `checksum` what was there."""
+
+    tag: Tag
+    first: int
+    payload: list[int]
+    checksum: int
+    is_last: bool
+
+
+@dataclass
+class World:
+    rng: random.Random
+    now_s: float = 0.0
+    writer: int = 1
+    book: Landings = field(default_factory=lambda: Landings(grace_s=1.0))
+    out: Departures = field(default_factory=lambda: Departures(block_bytes=1))
+    to_receiver: deque[Any] = field(default_factory=deque)
+    to_sender: deque[Any] = field(default_factory=deque)
+    landing: dict[int, int] = field(default_factory=dict)  # block -> value
+    source: dict[int, int] = field(default_factory=dict)
+    next_block: int = 0
+    generation: int = 0
+    grants: dict[TransferKey, Grant] = field(default_factory=dict)
+    sources: dict[TransferKey, list[int]] = field(default_factory=dict)
+    unpushed: dict[TransferKey, list[tuple[int, int]]] = field(default_factory=dict)
+    job: Job | None = None
+    writing: tuple[Claim, Chunk] | None = None
+    handed_back: set[TransferKey] = field(default_factory=set)
+    returned: set[TransferKey] = field(default_factory=set)
+    receiver_said: dict[TransferKey, list[ReceiveOutcome]] = field(default_factory=dict)
+    sender_said: Counter[TransferKey] = field(default_factory=Counter)
+
+    # Acting on what the books decide.
+
+    def receiver_acts(self, actions: list[landings.Action]) -> None:
+        for action in actions:
+            if isinstance(action, landings.Answer):
+                self.to_sender.append(action)
+                continue
+            key, outcome = action.received.key, action.received.outcome
+            said = self.receiver_said.setdefault(key, [])
+            assert not said or said == [ReceiveOutcome.QUARANTINED], f"{key} was told {said}, then {outcome}"
+            assert not said or outcome is ReceiveOutcome.DRAINED
+            said.append(outcome)
+            if outcome is ReceiveOutcome.QUARANTINED:
+                continue
+            grant = self.grants[key]
+            if self.writing is not None:
+                assert self.writing[0].landing.grant.key != key, "handed back while a write was open"
+            if outcome is ReceiveOutcome.VERIFIED:
+                got = [self.landing[block] for block in grant.blocks]
+                assert got == [100 + source for source in self.sources[key]], "wrong bytes were verified"
+            self.handed_back.add(key)
+            for block in grant.blocks:
+                self.landing[block] = SCRIBBLE
+
+    def sender_acts(self, actions: list[departures.Action]) -> None:
+        for action in actions:
+            if isinstance(action, departures.Report):
+                key = action.sent.key
+                self.sender_said[key] += 1
+                assert self.sender_said[key] == 1, f"{key} was told twice"
+                assert self.job is None or self.job.departure.grant.key != key, "handed back while being read"
+                if action.sent.outcome is SendOutcome.SENT:
+                    assert self.receiver_said[key] == [ReceiveOutcome.VERIFIED]
+                self.returned.add(key)
+                for source in self.sources[key]:
+                    self.source[source] = SCRIBBLE
+            else:
+                self.to_receiver.append(action)
+
+    # Things that may happen at any time.
+
+    def grant(self) -> None:
+        self.generation += 1
+        count = self.rng.randint(0, 6)
+        blocks = tuple(range(self.next_block, self.next_block + count))
+        self.next_block += count
+        transfer_id = f"t{self.rng.randint(0, 3)}"
+        grant = grant_of(transfer_id, self.rng.randint(1, 2), self.generation, blocks)
+        sources = self.rng.sample(range(1000 * self.generation, 1000 * self.generation + 10), count)
+        self.grants[grant.key], self.sources[grant.key] = grant, sources
+        self.source.update({source: 100 + source for source in sources})
+        self.landing.update(dict.fromkeys(blocks, 0))
+        self.unpushed[grant.key] = list(enumerate(sources))
+        deadline_at_s = self.now_s + self.rng.uniform(1, 30) if self.rng.random() < 0.5 else None
+        self.receiver_acts(self.book.expect(grant, self.now_s, deadline_at_s))
+        self.sender_acts(self.out.start(grant, self.now_s, deadline_at_s))
+
+    def push(self) -> None:
+        waiting = [key for key, rest in self.unpushed.items() if key not in self.returned]
+        if not waiting:
+            return
+        key = self.rng.choice(waiting)
+        rest = self.unpushed[key]
+        blocks = rest[: self.rng.randint(0, len(rest))]
+        if self.rng.random() < 0.05 and self.grants[key].blocks:
+            blocks = [*blocks, (0, self.sources[key][0])]  # a block twice: the sender must notice
+        self.unpushed[key] = rest[len(blocks) :]
+        self.sender_acts(self.out.push(key, blocks, not self.unpushed[key], self.now_s))
+
+    def link(self) -> None:
+        if not self.out.is_linked:
+            self.writer += 1
+            self.to_receiver.clear()
+            self.to_sender.clear()
+            self.sender_acts(self.out.linked())
+
+    def take(self) -> None:
+        if self.job is None and self.out.is_linked:
+            self.job = self.out.take(self.rng.randint(1, 3), self.now_s)
+
+    def written(self) -> None:
+        if self.job is None:
+            return
+        job, self.job = self.job, None
+        values = [self.source[source] for source in job.chunk.sources]
+        assert SCRIBBLE not in values, "read after it was handed back"
+        chunk = Chunk(job.departure.tag, job.chunk.first, values, hash(tuple(values)), job.is_last)
+        if self.rng.random() < 0.05:
+            chunk.payload[self.rng.randrange(len(values))] += 1
+        self.to_receiver.append(chunk)
+        if self.rng.random() < 0.1:
+            self.to_receiver.append(chunk)
+        if self.rng.random() < 0.05:
+            self.rng.shuffle(self.to_receiver)
+        self.sender_acts(self.out.written(job, self.now_s))
+
+    def deliver(self) -> None:
+        if self.writing is not None or not self.to_receiver:
+            return
+        message = self.to_receiver.popleft()
+        if isinstance(message, departures.Announce):
+            self.receiver_acts(self.book.announce(message.tag, self.writer))
+        elif isinstance(message, departures.Retract):
+            self.receiver_acts(self.book.retract(message.tag, self.writer, message.error, self.now_s))
+        else:
+            claim = self.book.claim(message.tag, self.writer, message.first, len(message.payload), self.now_s)
+            if claim is not None and self.book.enter(claim):
+                self.writing = claim, message
+
+    def land(self) -> None:
+        if self.writing is None:
+            return
+        (claim, chunk), self.writing = self.writing, None
+        assert claim.landing.grant.key not in self.handed_back, "written after it was handed back"
+        for block, value in zip(claim.blocks, chunk.payload, strict=True):
+            self.landing[block] = value
+        self.receiver_acts(self.book.leave(claim, self.now_s))
+        values = tuple(self.landing[block] for block in claim.blocks)
+        matches = hash(values) == chunk.checksum
+        self.receiver_acts(self.book.settle(claim, len(values), matches, chunk.is_last, self.now_s))
+
+    def answer(self) -> None:
+        if not self.to_sender:
+            return
+        answer = self.to_sender.popleft()
+        if answer.is_verified:
+            self.sender_acts(self.out.done(answer.tag, self.now_s))
+        else:
+            self.sender_acts(self.out.refused(answer.tag, answer.error, self.now_s))
+
+    def repeat_an_answer(self) -> None:
+        if self.to_sender:
+            self.to_sender.append(self.to_sender[0])
+
+    def abort_landing(self) -> None:
+        if self.grants:
+            key = self.rng.choice(list(self.grants))
+            self.receiver_acts(self.book.abort(key, self.now_s))
+
+    def abort_departure(self) -> None:
+        if self.grants:
+            self.sender_acts(self.out.abort(self.rng.choice(list(self.grants)), self.now_s))
+
+    def cut(self) -> None:
+        """The socket breaks: what is on the wire is lost, and both threads stop touching memory."""
+        self.job = None
+        self.to_receiver.clear()
+        self.to_sender.clear()
+        if self.writing is not None:
+            (claim, _), self.writing = self.writing, None
+            self.receiver_acts(self.book.leave(claim, self.now_s))
+        self.receiver_acts(self.book.cut(self.writer, "cut", self.now_s))
+        self.sender_acts(self.out.cut("cut", self.now_s))
+
+    def tick(self) -> None:
+        self.now_s += self.rng.uniform(0, 3)
+        self.receiver_acts(self.book.expire(self.now_s))
+        self.sender_acts(self.out.expire(self.now_s))
+
+    def drain(self) -> None:
+        """No more faults: everything must come to an end."""
+        for _ in range(10_000):
+            if not self.book.keys and not self.out.keys:
+                return
+            for happen in (self.link, self.push, self.take, self.written, self.deliver, self.land, self.answer):
+                happen()
+            if not (self.to_receiver or self.to_sender or self.job or self.writing):
+                self.tick()
+                self.abort_landing()
+        raise AssertionError(f"stuck: {self.book.keys} {self.out.keys}")
+
+
+HAPPENINGS = (
+    *[World.grant] * 2, *[World.push] * 4, *[World.link] * 2, *[World.take] * 5, *[World.written] * 5,
+    *[World.deliver] * 8, *[World.land] * 8, *[World.answer] * 4,
+    World.repeat_an_answer, World.abort_landing, World.abort_departure, World.cut, World.tick,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 2**32), st.lists(st.integers(0, len(HAPPENINGS) - 1), max_size=200))
+def test_no_schedule_verifies_wrong_bytes_or_touches_memory_that_was_handed_back(seed: int, steps: list[int]) -> None:
+    world = World(random.Random(seed))
+    for step in steps:
+        HAPPENINGS[step](world)
+    world.drain()
+    check_the_end(world)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_long_random_schedules_end_cleanly(seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(rng)
+    for _ in range(3000):
+        rng.choice(HAPPENINGS)(world)
+    world.drain()
+    check_the_end(world)
+    assert world.book.stats.verified > 10
+    assert world.book.stats.late_messages > 0
+
+
+def check_the_end(world: World) -> None:
+    assert world.handed_back == world.returned == set(world.grants)
+    stats = world.book.stats
+    outcomes = Counter(said[-1] for said in world.receiver_said.values())
+    assert outcomes[ReceiveOutcome.VERIFIED] == stats.verified
+    assert outcomes[ReceiveOutcome.FAILED] == stats.failed
+    assert outcomes[ReceiveOutcome.DRAINED] == stats.aborted
+    assert sum(outcomes.values()) == stats.transfers == len(world.grants)
+    assert world.out.stats.verified + world.out.stats.failed + world.out.stats.aborted == len(world.grants)
+
+
+def opened(blocks: tuple[int, ...] = (0, 1, 2, 3), deadline_at_s: float | None = None) -> tuple[Landings, Grant, Tag]:
+    book, grant = Landings(grace_s=1.0), grant_of("t", 1, 1, blocks)
+    assert book.expect(grant, 0.0, deadline_at_s) == []
+    tag = landings.tag_of(grant.key)
+    assert book.announce(tag, 1) == []
+    return book, grant, tag
+
+
+def outcomes_of(actions: list[landings.Action]) -> list[tuple[ReceiveOutcome, str]]:
+    return [(a.received.outcome, a.received.error) for a in actions if isinstance(a, landings.Report)]
+
+
+def test_a_chunk_of_an_old_generation_or_attempt_gets_no_claim_and_is_counted() -> None:
+    book, _, tag = opened()
+    assert book.claim(tag._replace(generation=0), 1, 0, 1, 0.0) is None
+    assert book.claim(tag._replace(attempt=9), 1, 0, 1, 0.0) is None
+    assert book.stats.late_messages == 2
+
+
+def test_a_chunk_from_a_connection_that_did_not_announce_gets_no_claim() -> None:
+    book, _, tag = opened()
+    assert book.claim(tag, 2, 0, 1, 0.0) is None
+    assert book.stats.late_messages == 1
+
+
+def test_a_chunk_outside_the_grant_or_over_another_gets_no_claim() -> None:
+    book, _, tag = opened()
+    assert book.claim(tag, 1, 3, 2, 0.0) is None
+    assert book.claim(tag, 1, 2**31, 2**31, 0.0) is None
+    assert book.claim(tag, 1, 0, 2, 0.0) is not None
+    assert book.claim(tag, 1, 1, 2, 0.0) is None
+    assert book.stats.duplicate_chunks == 3
+
+
+def test_an_empty_grant_is_verified_at_once_and_a_late_announcement_learns_it() -> None:
+    book, grant = Landings(), grant_of("t", 1, 1, ())
+    assert outcomes_of(book.expect(grant, 0.0, None)) == [(ReceiveOutcome.VERIFIED, "")]
+    tag = landings.tag_of(grant.key)
+    assert book.announce(tag, 5) == [landings.Answer(5, tag, True)]
+
+
+def test_a_last_chunk_that_leaves_a_gap_fails_the_transfer_at_once() -> None:
+    book, _, tag = opened()
+    claim = book.claim(tag, 1, 3, 1, 0.0)
+    assert claim is not None
+    actions = book.settle(claim, 1, True, True, 0.0)
+    assert outcomes_of(actions) == [(ReceiveOutcome.FAILED, "3 of 4 blocks never came")]
+    assert landings.Answer(1, tag, False, "3 of 4 blocks never came") in actions
+
+
+def test_an_abort_that_does_not_drain_in_time_is_quarantined_and_then_drained() -> None:
+    book, grant, tag = opened()
+    claim = book.claim(tag, 1, 0, 1, 0.0)
+    assert claim is not None
+    assert book.enter(claim)
+    assert outcomes_of(book.abort(grant.key, 10.0)) == []
+    assert book.next_alarm_s == 11.0
+    assert outcomes_of(book.expire(10.9)) == []
+    assert outcomes_of(book.expire(11.0)) == [(ReceiveOutcome.QUARANTINED, "aborted by the receiver")]
+    assert outcomes_of(book.leave(claim, 12.0)) == [(ReceiveOutcome.DRAINED, "aborted by the receiver")]
+    assert (book.stats.quarantined, book.stats.aborted) == (1, 1)
+
+
+def test_a_deadline_fails_the_transfer_and_says_how_far_it_came() -> None:
+    book, _, tag = opened(deadline_at_s=5.0)
+    claim = book.claim(tag, 1, 0, 3, 0.0)
+    assert claim is not None
+    book.settle(claim, 3, True, False, 0.0)
+    assert book.expire(4.9) == []
+    error = "the deadline passed when 3 of 4 blocks had come"
+    assert outcomes_of(book.expire(5.0)) == [(ReceiveOutcome.FAILED, error)]
+    assert book.stats.expired == 1
+
+
+def test_an_abort_of_what_ended_or_never_was_does_nothing() -> None:
+    book, grant, _ = opened()
+    book.cut(1, "gone", 0.0)
+    assert book.abort(grant.key, 0.0) == []
+    assert book.abort(TransferKey(transfer_id="x", attempt=1, generation=1), 0.0) == []
+
+
+def test_alarms_of_ended_transfers_do_not_pile_up() -> None:
+    book = Landings()
+    for generation in range(5000):
+        grant = grant_of("t", 1, generation, (0,))
+        book.expect(grant, 0.0, 600.0)
+        book.abort(grant.key, 0.0)
+    assert len(book._alarms) < 300
+    assert len(book._ended) <= landings.REMEMBERED
+
+
+def test_chunks_of_two_transfers_take_turns() -> None:
+    out = Departures(block_bytes=1)
+    out.linked()
+    for name in ("long", "short"):
+        grant = grant_of(name, 1, 1, tuple(range(4)))
+        out.start(grant, 0.0, None)
+        out.push(grant.key, [(i, i) for i in range(4)], True, 0.0)
+    order = []
+    while (job := out.take(2, 0.0)) is not None:
+        order.append((job.departure.grant.key.transfer_id, job.chunk.first, job.is_last))
+        out.written(job, 0.0)
+    assert order == [("long", 0, False), ("short", 0, False), ("long", 2, True), ("short", 2, True)]
