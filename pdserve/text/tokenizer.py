@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, final
 from pdserve.core.errors import ModelError
 from pdserve.text.detokenize import ByteDetokenizer, Detokenizer, Join, byte_level_bytes, make_detokenizer, read_rule
 
-TOY: Final = "toy"
+TOYS: Final = ("toy", "toy-marked")  # models of pdserve.engine.toy
 TOY_EOS: Final = 256
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
 
 def load_tokenizer(model: str) -> Tokenizer:
     """Raises ModelError when the folder holds no tokenizer.json that we can follow."""
-    return ToyTokenizer() if model == TOY else HuggingFaceTokenizer(Path(model))
+    return ToyTokenizer() if model in TOYS else HuggingFaceTokenizer(Path(model))
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:

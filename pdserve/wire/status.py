@@ -183,6 +183,14 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError
     raise AssertionError("abort() returned")
 
 
+def end(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> None:
+    """Like `abort`, for a streaming handler that returns right after: nothing is raised."""
+    status = to_status(error)
+    context.set_code(BY_NUMBER[status.code])
+    context.set_details(status.message)
+    context.set_trailing_metadata(((DETAILS_KEY, status.SerializeToString()),))
+
+
 def _kind(error: PdserveError) -> type[PdserveError]:
     return next((kind for kind in type(error).__mro__ if kind in TABLE), InternalError)
 

@@ -1,0 +1,188 @@
+"""From a Generate call to a request that can be placed: checked, tokenised, hashed.
+
+Long work runs in a few threads beside the event loop. How many requests may wait for them is bounded; more are
+turned away. Every limit is checked here with the field's name, before anything is spent on a worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final, TypeVar, final
+
+from pdserve.core.errors import InvalidRequest, Overloaded
+from pdserve.core.hashing import block_hashes, chain_key
+from pdserve.core.types import Sampling, Slo
+from pdserve.text.chat import ChatTemplate, Message
+from pdserve.text.tokenizer import Tokenizer
+from pdserve.v1 import inference_pb2
+from pdserve.wire import convert
+from router.model import ModelFacts
+
+MAX_REQUEST_ID_CHARS: Final = 128
+DEFAULT_MAX_TOKENS: Final = 256
+TOKENIZER_THREADS: Final = 2
+MAX_WAITING: Final = 512
+QUICK_CHARS: Final = 256  # tokenised at once: a thread's hand-over takes longer
+QUICK_TOKENS: Final = 4096  # hashed at once
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    max_new_tokens: int
+    default_slo: Slo
+    request_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A request that can be placed."""
+
+    request_id: str  # the client's, or ours where it gave none
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    slo: Slo
+    deadline_s: float
+    priority: int
+    block_hashes: tuple[bytes, ...]
+    is_chat: bool
+
+
+@final
+class Admission:
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, limits: Limits) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.limits = limits
+        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self._num_waiting = 0
+
+    async def prepare(
+        self, request: inference_pb2.GenerateRequest, model: ModelFacts, time_remaining_s: float | None
+    ) -> Prepared:
+        """Raises InvalidRequest, naming the field and its limit; Overloaded when too many wait for a thread."""
+        limits = self.limits
+        request_id = _request_id(request)
+        sampling = self._sampling(request.sampling, model)
+        slo = convert.slo_from_proto(request.slo, limits.default_slo)
+        truncate_to = _truncation(request, model)
+        kind = request.WhichOneof("prompt")
+        if kind == "token_ids":
+            prompt = self._fit(_checked_ids(request.token_ids.ids, model.vocab_size), model, truncate_to)
+        elif kind == "text":
+            prompt = self._fit(await self._tokenize_text(request.text), model, truncate_to)
+        elif kind == "chat":
+            prompt = self._fit(await self._tokenize_chat(request.chat), model, truncate_to)
+        else:
+            raise InvalidRequest("prompt", "nothing", "text, token_ids or chat")
+        timeout_s = limits.request_timeout_s
+        return Prepared(
+            request_id=request_id,
+            prompt_ids=prompt,
+            sampling=sampling,
+            slo=slo,
+            deadline_s=timeout_s if time_remaining_s is None else min(timeout_s, max(time_remaining_s, 0.0)),
+            priority=request.priority,
+            block_hashes=await self._hashes(prompt, model),
+            is_chat=kind == "chat",
+        )
+
+    async def tokenize(self, request: inference_pb2.TokenizeRequest) -> list[int]:
+        kind = request.WhichOneof("prompt")
+        if kind == "text":
+            return await self._tokenize_text(request.text)
+        if kind == "chat":
+            return await self._tokenize_chat(request.chat)
+        raise InvalidRequest("prompt", "nothing", "text or chat")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _sampling(self, message: inference_pb2.SamplingParams, model: ModelFacts) -> Sampling:
+        most = self.limits.max_new_tokens
+        sampling = convert.sampling_from_proto(
+            message, draw_seed=lambda: secrets.randbits(64), default_max_tokens=min(DEFAULT_MAX_TOKENS, most)
+        )
+        if sampling.max_tokens > most:
+            raise InvalidRequest("max_tokens", sampling.max_tokens, f"at most {most}")
+        for token_id in sampling.stop_token_ids:
+            if token_id >= model.vocab_size:
+                raise InvalidRequest("stop_token_ids", token_id, f"ids below {model.vocab_size}")
+        return sampling
+
+    def _fit(self, ids: list[int], model: ModelFacts, truncate_to: int | None) -> tuple[int, ...]:
+        if not ids:
+            raise InvalidRequest("prompt", "an empty prompt", "at least one token")
+        if truncate_to is not None:
+            ids = ids[-truncate_to:]
+        if len(ids) > model.max_prompt_tokens:
+            raise InvalidRequest(
+                "prompt",
+                f"{len(ids)} tokens",
+                f"at most {model.max_prompt_tokens} tokens (the context window is {model.max_context_tokens}); "
+                "truncate_prompt_tokens keeps the last ones",
+            )
+        return tuple(ids)
+
+    async def _tokenize_text(self, text: str) -> list[int]:
+        if not text:
+            raise InvalidRequest("prompt", "an empty text", "at least one character")
+        return await self._run(len(text) <= QUICK_CHARS, lambda: self.tokenizer.encode(text))
+
+    async def _tokenize_chat(self, chat: inference_pb2.ChatPrompt) -> list[int]:
+        template = self.chat_template
+        if template is None:
+            raise InvalidRequest("chat", "messages", "text or token_ids: this model has no chat template")
+        messages = [Message(one.role, one.content) for one in chat.messages]
+        # The template writes the special tokens itself.
+        return await self._run(
+            False, lambda: self.tokenizer.encode(template.render(messages), has_special_tokens=False)
+        )
+
+    async def _hashes(self, prompt: tuple[int, ...], model: ModelFacts) -> tuple[bytes, ...]:
+        key = chain_key(b"", model.hash_seed)
+        hashes = await self._run(len(prompt) <= QUICK_TOKENS, lambda: block_hashes(prompt, model.block_size, key))
+        return tuple(hashes)
+
+    async def _run(self, is_quick: bool, work: Callable[[], Result]) -> Result:
+        if is_quick:
+            return work()
+        if self._num_waiting >= MAX_WAITING:
+            raise Overloaded(f"{self._num_waiting} prompts wait to be tokenised", 0.5)
+        self._num_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._num_waiting -= 1
+
+
+def _request_id(request: inference_pb2.GenerateRequest) -> str:
+    if not request.HasField("request_id"):
+        return secrets.token_hex(8)
+    name = request.request_id
+    if not 1 <= len(name) <= MAX_REQUEST_ID_CHARS or not name.isprintable():
+        raise InvalidRequest(
+            "request_id", f"{len(name)} characters", f"1 to {MAX_REQUEST_ID_CHARS} printable characters"
+        )
+    return name
+
+
+def _truncation(request: inference_pb2.GenerateRequest, model: ModelFacts) -> int | None:
+    if not request.HasField("truncate_prompt_tokens"):
+        return None
+    count = request.truncate_prompt_tokens
+    if not 1 <= count <= model.max_prompt_tokens:
+        raise InvalidRequest("truncate_prompt_tokens", count, f"between 1 and {model.max_prompt_tokens}")
+    return int(count)
+
+
+def _checked_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
+    checked = list(ids)
+    if checked and max(checked) >= vocab_size:
+        raise InvalidRequest("token_ids", max(checked), f"ids below {vocab_size}")
+    return checked

@@ -1,0 +1,150 @@
+"""One request's answer on its way to its client: token ids become text, stop strings end it, a slow reader gets
+larger pieces. No I/O; whoever writes to the client waits on `changed` and takes what is pending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Final, final
+
+from pdserve.core.errors import Cancelled, PdserveError
+from pdserve.core.types import FinishReason, Sampling, TokenOut
+from pdserve.text.detokenize import Detokenizer
+from pdserve.text.stops import StopMatcher
+from pdserve.v1 import inference_pb2
+from pdserve.wire import convert
+from router.commands import FinishRequest
+
+MAX_PENDING_TOKENS: Final = 8192  # a reader so far behind is taken for gone
+
+
+@final
+class Answer:
+    """Fed by the runtime, drained by the call's handler; both on the event loop."""
+
+    def __init__(
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        sampling: Sampling,
+        detokenizer: Detokenizer,
+        eos_token_ids: Iterable[int] = (),
+        *,
+        max_pending_tokens: int = MAX_PENDING_TOKENS,
+    ) -> None:
+        self.changed = asyncio.Event()
+        self.error: PdserveError | None = None
+        self.is_over = False  # its last message is pending or taken, or `error` is set
+        self._started: inference_pb2.Started | None = inference_pb2.Started(
+            request_id=request_id, prompt_tokens=num_prompt_tokens
+        )
+        self._sampling = sampling
+        self._detokenizer = detokenizer
+        self._stops = StopMatcher(sampling.stop, is_stop_included=sampling.include_stop_in_output)
+        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
+        self._end_ids = ends
+        self._max_pending_tokens = max_pending_tokens
+        self._num_tokens = 0
+        self._last_id: int | None = None
+        self._stop: str | None = None
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[inference_pb2.TokenLogprobs] = []
+        self._finished: inference_pb2.Finished | None = None
+
+    def take(self, tokens: Iterable[TokenOut]) -> int | None:
+        """More tokens. Returns the number of output tokens when one of these completed a stop string."""
+        if self.is_over or self._stop is not None:
+            return None
+        for token in tokens:
+            self._add(token)
+            if self._stop is not None:
+                break
+        if len(self._ids) > self._max_pending_tokens:
+            self.fail(Cancelled(f"the reader is more than {self._max_pending_tokens} tokens behind"))
+        self.changed.set()
+        return None if self._stop is None else self._num_tokens
+
+    def finish(self, end: FinishRequest) -> None:
+        """The answer is complete: what was held back goes out, and the last message behind it."""
+        if self.is_over:
+            return
+        if self._stop is None:
+            self._text.append(self._match(self._detokenizer.finish()))
+        if self._stop is None:
+            self._text.append(self._stops.finish())
+        is_stopped = self._stop is not None
+        reason = FinishReason.STOP if is_stopped else end.reason
+        self._finished = inference_pb2.Finished(
+            reason=convert.finish_to_proto(reason),
+            usage=inference_pb2.Usage(
+                prompt_tokens=end.usage.prompt_tokens,
+                completion_tokens=self._num_tokens if is_stopped else end.usage.completion_tokens,
+                cached_prompt_tokens=end.usage.cached_prompt_tokens,
+            ),
+            timings=_timings(end),
+            stop=self._stop,
+            stop_token_id=self._last_id if reason is FinishReason.STOP and not is_stopped else None,
+        )
+        self.is_over = True
+        self.changed.set()
+
+    def fail(self, error: PdserveError) -> None:
+        if not self.is_over:
+            self.error, self.is_over = error, True
+            self.changed.set()
+
+    def drain(self) -> list[inference_pb2.GenerateResponse]:
+        """Everything that may go out now, in as few messages as there can be. Nothing before the first token."""
+        self.changed.clear()
+        messages: list[inference_pb2.GenerateResponse] = []
+        text = "".join(self._text)
+        has_delta = bool(text or self._ids)
+        if self._started is not None and (has_delta or self._finished is not None):
+            messages.append(inference_pb2.GenerateResponse(started=self._started))
+            self._started = None
+        if has_delta:
+            delta = inference_pb2.Delta(text=text, token_ids=self._ids, logprobs=self._logprobs)
+            messages.append(inference_pb2.GenerateResponse(delta=delta))
+            self._text, self._ids, self._logprobs = [], [], []
+        if self._finished is not None:
+            messages.append(inference_pb2.GenerateResponse(finished=self._finished))
+            self._finished = None
+        return messages
+
+    def _add(self, token: TokenOut) -> None:
+        self._num_tokens += 1
+        self._last_id = token.token_id
+        self._ids.append(token.token_id)
+        if token.logprob is not None:
+            self._logprobs.append(convert.logprobs_to_proto(token))
+        is_end = token.token_id in self._end_ids and self._num_tokens > self._sampling.min_tokens
+        if not is_end or self._sampling.include_stop_in_output:
+            self._text.append(self._match(self._detokenizer.push((token.token_id,))))
+
+    def _match(self, text: str) -> str:
+        """What may go out once `text` has come. Stop strings do not count before min_tokens."""
+        if self._num_tokens <= self._sampling.min_tokens:
+            return self._stops.push_unmatched(text).text
+        piece = self._stops.push(text)
+        self._stop = piece.stop
+        return piece.text
+
+
+def _timings(end: FinishRequest) -> inference_pb2.Timings:
+    timings = end.timings
+    return inference_pb2.Timings(
+        ttft_s=timings.ttft_s,
+        tpot_s=timings.tpot_s,
+        total_s=timings.total_s,
+        queue_s=timings.queue_s,
+        prefill_s=timings.prefill_s,
+        transfer_s=timings.transfer_s,
+        decode_s=timings.decode_s,
+        path=convert.path_to_proto(timings.path),
+        prefill_worker=timings.prefill_worker,
+        decode_worker=timings.decode_worker,
+        attempts=timings.attempts,
+        transfer_bytes=timings.transfer_bytes,
+    )

@@ -1,0 +1,68 @@
+"""Who may call what. Every method that the router serves has a row; one without is refused.
+
+A token is compared in constant time. Without a token in the configuration the port is a loopback one
+(RouterConfig sees to that) and whoever reaches it may call.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from enum import Enum
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from pdserve.core.errors import NotFound, PdserveError, Unauthenticated
+from pdserve.wire import status
+
+
+class Access(Enum):
+    OPEN = "open"  # anybody: load balancers and kubelets have no token
+    TOKEN = "token"  # whoever brings the token
+
+
+POLICY: Final[Mapping[str, Access]] = {
+    "/grpc.health.v1.Health/Check": Access.OPEN,
+    "/grpc.health.v1.Health/Watch": Access.OPEN,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Access.TOKEN,
+    "/pdserve.v1.InferenceService/Generate": Access.TOKEN,
+    "/pdserve.v1.InferenceService/GetModel": Access.TOKEN,
+    "/pdserve.v1.InferenceService/Tokenize": Access.TOKEN,
+    "/pdserve.v1.ClusterService/GetTopology": Access.TOKEN,
+    "/pdserve.v1.ClusterService/Explain": Access.TOKEN,
+    "/pdserve.v1.ClusterService/Drain": Access.TOKEN,
+}
+_SCHEME: Final = "bearer "
+
+
+def refusal(method: str, metadata: Any, token: str) -> PdserveError | None:
+    """Why a call is not let in; None when it is."""
+    access = POLICY.get(method)
+    if access is None:
+        return NotFound("method", method[:128])
+    if access is Access.OPEN or not token:
+        return None
+    given = next((value for key, value in metadata or () if key == "authorization"), "")
+    if not isinstance(given, str) or given[: len(_SCHEME)].lower() != _SCHEME:
+        return Unauthenticated("no bearer token in the authorization metadata")
+    if not hmac.compare_digest(given[len(_SCHEME) :].encode(), token.encode()):
+        return Unauthenticated("the bearer token is not valid")
+    return None
+
+
+class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg]
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        error = refusal(handler_call_details.method, handler_call_details.invocation_metadata, self._token)
+        if error is None:
+            return await continuation(handler_call_details)
+
+        async def refuse(requests: Any, context: Any) -> None:
+            await status.abort(context, error)
+
+        # Fits a call of any shape: it reads nothing.
+        return grpc.stream_stream_rpc_method_handler(refuse)

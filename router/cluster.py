@@ -1,0 +1,84 @@
+"""ClusterService: what operators ask of a router."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, final
+
+from pdserve.core.errors import NotFound
+from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
+from pdserve.wire import convert, status
+from router import messages
+from router.events import DrainRequested
+from router.policy.interface import Candidate, Decision
+from router.runtime import Runtime
+from router.snapshot import WorkerFacts
+
+
+@final
+class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
+    def __init__(self, runtime: Runtime, router_id: str) -> None:
+        self._runtime = runtime
+        self._router_id = router_id
+        self._started_s = time.monotonic()
+
+    async def GetTopology(
+        self, request: cluster_pb2.GetTopologyRequest, context: Any
+    ) -> cluster_pb2.GetTopologyResponse:
+        topology = self._runtime.state.snapshot()
+        return cluster_pb2.GetTopologyResponse(
+            router_id=self._router_id,
+            workers=[_worker(one) for one in topology.workers],
+            queued_requests=topology.queued,
+            running_requests=topology.running,
+            uptime_s=time.monotonic() - self._started_s,
+        )
+
+    async def Explain(self, request: cluster_pb2.ExplainRequest, context: Any) -> cluster_pb2.ExplainResponse:
+        found = self._runtime.state.explain(request.request_id)
+        if found is None:
+            return await status.abort(context, NotFound("recent request", request.request_id[:128]))
+        decision = found.decision
+        return cluster_pb2.ExplainResponse(
+            request_id=found.request_id,
+            candidates=[_candidate(one, decision) for one in decision.candidates],
+            decision=decision.choice.value,
+            reason=decision.reason,
+            actual_ttft_s=found.actual_ttft_s,
+            actual_tpot_s=found.actual_tpot_s,
+        )
+
+    async def Drain(self, request: cluster_pb2.DrainRequest, context: Any) -> cluster_pb2.DrainResponse:
+        workers = self._runtime.state.snapshot().workers
+        if not any(one.worker_id == request.worker_id and one.is_connected for one in workers):
+            await status.abort(context, NotFound("worker", request.worker_id[:128]))
+        self._runtime.hand(DrainRequested(worker_id=request.worker_id))
+        return cluster_pb2.DrainResponse()
+
+
+def _worker(facts: WorkerFacts) -> cluster_pb2.WorkerView:
+    return cluster_pb2.WorkerView(
+        worker_id=facts.worker_id,
+        incarnation=facts.incarnation,
+        role=convert.role_to_proto(facts.role),
+        endpoint=facts.endpoint,
+        is_connected=facts.is_connected,
+        is_draining=facts.is_draining,
+        load=messages.load_to_proto(facts.report),
+    )
+
+
+def _candidate(candidate: Candidate, decision: Decision) -> cluster_pb2.Candidate:
+    is_chosen = (candidate.prefill_worker, candidate.decode_worker) == (
+        decision.prefill_worker,
+        decision.decode_worker,
+    )
+    return cluster_pb2.Candidate(
+        prefill_worker=candidate.prefill_worker,
+        decode_worker=candidate.decode_worker,
+        predicted_ttft_s=candidate.ttft_s,
+        predicted_tpot_s=candidate.tpot_s,
+        slack=candidate.slack,
+        is_feasible=candidate.is_feasible,
+        is_chosen=is_chosen,
+    )

@@ -1,0 +1,170 @@
+"""InferenceService: what users call. Answers go out as they come; a caller that leaves is noticed at every stage.
+
+No header is sent before the first token or the error, so that a refused call stays retryable (gRPC A6).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, final
+
+from pdserve.core.errors import Cancelled, InternalError, InvalidRequest, NoWorkers, PdserveError
+from pdserve.prefix.lookup import PrefixLookup
+from pdserve.telemetry import names
+from pdserve.telemetry.interceptors import current_span
+from pdserve.telemetry.tracing import OpenSpan
+from pdserve.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.wire import status
+from router import messages
+from router.admission import Admission, Prepared
+from router.answer import Answer
+from router.events import RequestArrived
+from router.measure import Measure, Told
+from router.model import ModelFacts
+from router.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+WRITE_S: Final = 30.0  # a reader that takes nothing for so long is taken for gone
+MAX_TWINS: Final = 16  # requests of one id at a time
+
+
+@final
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    def __init__(
+        self,
+        runtime: Runtime,
+        admission: Admission,
+        model: Callable[[], ModelFacts | None],
+        lookup: PrefixLookup,
+        measure: Measure,
+        *,
+        prefix_lookup_s: float,
+        write_s: float = WRITE_S,
+    ) -> None:
+        self._runtime = runtime
+        self._admission = admission
+        self._model = model
+        self._lookup = lookup
+        self._measure = measure
+        self._prefix_lookup_s = prefix_lookup_s
+        self._write_s = write_s
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+        span = current_span()
+        try:
+            await self._generate(request, context, span)
+        except PdserveError as error:
+            self._measure.error(error.reason)
+            span.fail(error.reason)
+            status.end(context, error)
+        except Exception as error:  # whatever it is, the caller gets a status and the log the trace
+            log.exception("a request crashed")
+            span.fail(type(error).__name__)
+            self._measure.error(InternalError.reason)
+            status.end(context, InternalError("the router failed; its log says why"))
+
+    async def GetModel(self, request: inference_pb2.GetModelRequest, context: Any) -> inference_pb2.GetModelResponse:
+        model = self._model()
+        if model is None:
+            return await status.abort(context, NoWorkers("decode"))
+        return inference_pb2.GetModelResponse(
+            model=model.name,
+            max_context_tokens=model.max_context_tokens,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            has_chat_template=self._admission.chat_template is not None,
+            max_new_tokens=self._admission.limits.max_new_tokens,
+        )
+
+    async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
+        try:
+            ids = await self._admission.tokenize(request)
+        except PdserveError as error:
+            return await status.abort(context, error)
+        return inference_pb2.TokenizeResponse(token_ids=ids)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: inference_pb2.GenerateRequest, context: Any, span: OpenSpan) -> None:
+        arrived_s = time.monotonic()
+        model = self._model()
+        if model is None:
+            raise NoWorkers("decode")
+        prepared = await self._admission.prepare(request, model, context.time_remaining())
+        tokenized_s = time.monotonic()
+        self._measure.tokenized(span, tokenized_s - arrived_s)
+        cached = await self._cached_blocks(prepared.block_hashes, span)
+        answer = Answer(
+            prepared.request_id,
+            len(prepared.prompt_ids),
+            prepared.sampling,
+            self._admission.tokenizer.detokenizer(prepared.prompt_ids),
+            model.eos_token_ids,
+        )
+        request_id = self._begin(prepared, cached, answer, span, spent_s=time.monotonic() - arrived_s)
+        try:
+            await self._stream(answer, context)
+        finally:
+            self._runtime.leave(request_id)
+
+    def _begin(
+        self, prepared: Prepared, cached: Mapping[str, int], answer: Answer, span: OpenSpan, *, spent_s: float
+    ) -> str:
+        request_id = self._unused(prepared.request_id)
+        told = Told(span=span, slo=prepared.slo, operation=names.CHAT if prepared.is_chat else names.TEXT_COMPLETION)
+        self._measure.arrived(told, request_id, len(prepared.prompt_ids), prepared.sampling.max_tokens)
+        arrival = RequestArrived(
+            request_id=request_id,
+            num_prompt_tokens=len(prepared.prompt_ids),
+            sampling=prepared.sampling,
+            slo=prepared.slo,
+            deadline_s=max(prepared.deadline_s - spent_s, 0.0),
+            priority=prepared.priority,
+            block_hashes=prepared.block_hashes,
+            cached_blocks=cached,
+        )
+        sequence = messages.sequence_of(request_id, prepared.prompt_ids, prepared.sampling, span.traceparent, b"")
+        self._runtime.begin(arrival, answer, sequence, told)
+        return request_id
+
+    def _unused(self, name: str) -> str:
+        """`name`, or one made from it while a worker still holds memory for an earlier call of that name."""
+        if not self._runtime.knows(name):
+            return name
+        for number in range(2, MAX_TWINS + 1):
+            if not self._runtime.knows(f"{name}~{number}"):
+                return f"{name}~{number}"
+        raise InvalidRequest("request_id", name, "an id that is not in use")
+
+    async def _cached_blocks(self, hashes: Sequence[bytes], span: OpenSpan) -> Mapping[str, int]:
+        if not hashes:
+            return {}
+        started_s = time.monotonic()
+        cached: Mapping[str, int] | None = None
+        try:
+            async with asyncio.timeout(self._prefix_lookup_s):
+                cached = await self._lookup.lookup(hashes)
+        except TimeoutError:
+            pass  # no answer means no prefix
+        most = None if cached is None else max(cached.values(), default=0)
+        self._measure.looked_up(span, time.monotonic() - started_s, most)
+        return cached or {}
+
+    async def _stream(self, answer: Answer, context: Any) -> None:
+        while True:
+            await answer.changed.wait()
+            messages_out = answer.drain()
+            if answer.error is not None:
+                raise answer.error
+            try:
+                async with asyncio.timeout(self._write_s):
+                    for message in messages_out:
+                        await context.write(message)
+            except TimeoutError:
+                raise Cancelled(f"the reader took nothing for {self._write_s:g} s") from None
+            if answer.is_over and not answer.changed.is_set():
+                return

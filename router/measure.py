@@ -1,0 +1,111 @@
+"""What a router tells Prometheus and the trace about requests. Names are those of pdserve.telemetry.names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from pdserve.core.types import Slo
+from pdserve.telemetry import names
+from pdserve.telemetry.metrics import Metrics
+from pdserve.telemetry.tracing import OpenSpan, Tracing
+from router.commands import EndCancelled, FailRequest, FinishRequest, Outcome, Timings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What is known of a request beside its end."""
+
+    span: OpenSpan
+    slo: Slo
+    operation: str  # names.CHAT or names.TEXT_COMPLETION
+
+
+@final
+class Measure:
+    def __init__(self, metrics: Metrics, tracing: Tracing) -> None:
+        self.metrics, self.tracing = metrics, tracing
+
+    def arrived(self, told: Told, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
+        told.span.set(names.REQUEST_ID, request_id)
+        told.span.set(names.OPERATION, told.operation)
+        told.span.set(names.INPUT_TOKENS, num_prompt_tokens)
+        told.span.set(names.REQUEST_MAX_TOKENS, max_tokens)
+        told.span.set(names.SLO_TTFT_S, told.slo.ttft_s)
+        told.span.set(names.SLO_TPOT_S, told.slo.tpot_s)
+
+    def tokenized(self, span: OpenSpan, seconds: float) -> None:
+        self.tracing.record(names.SPAN_TOKENIZE, span.traceparent, seconds)
+
+    def looked_up(self, span: OpenSpan, seconds: float, most_blocks: int | None) -> None:
+        """`most_blocks` is the longest prefix found; None when the index gave no answer."""
+        blocks = {} if most_blocks is None else {names.PREFIX_BLOCKS: most_blocks}
+        self.tracing.record(names.SPAN_PREFIX_LOOKUP, span.traceparent, seconds, blocks)
+        outcome = "unavailable" if most_blocks is None else "hit" if most_blocks else "miss"
+        self.metrics.add(names.PREFIX_LOOKUPS, outcome=outcome)
+        self.metrics.observe(names.PREFIX_LOOKUP_TIME, seconds)
+
+    def granted(self, told: Told, queue_s: float, attempt: int) -> None:
+        """A worker took the attempt."""
+        if attempt == 1:
+            self.tracing.record(names.SPAN_QUEUE, told.span.traceparent, queue_s, {names.ATTEMPT: attempt})
+            self.metrics.observe(names.QUEUE_TIME, queue_s)
+
+    def placed(self, path: str, attempt: int) -> None:
+        self.metrics.add(names.PLACEMENTS, path=path)
+
+    def emitted(self, num_tokens: int) -> None:
+        self.metrics.add(names.GENERATED_TOKENS, num_tokens)
+
+    def finished(self, told: Told, end: FinishRequest) -> None:
+        timings, metrics = end.timings, self.metrics
+        self._ended(told, end.outcome, timings)
+        told.span.set(names.RESPONSE_FINISH_REASONS, end.reason.value)
+        told.span.set(names.OUTPUT_TOKENS, end.usage.completion_tokens)
+        told.span.set(names.CACHED_TOKENS, end.usage.cached_prompt_tokens)
+        if not metrics.is_on:
+            return
+        path = timings.path.value if timings.path is not None else ""
+        metrics.observe(names.TTFT, timings.ttft_s, path=path)
+        metrics.observe(names.GEN_AI_TTFT, timings.ttft_s, gen_ai_operation_name=told.operation)
+        metrics.observe(names.GEN_AI_DURATION, timings.total_s, gen_ai_operation_name=told.operation)
+        if end.usage.completion_tokens > 1:
+            metrics.observe(names.TPOT, timings.tpot_s, path=path)
+            metrics.observe(names.GEN_AI_TPOT, timings.tpot_s, gen_ai_operation_name=told.operation)
+        metrics.add(names.SLO_KEPT, kept=_kept(timings, told.slo))
+        metrics.add(names.PROMPT_TOKENS, end.usage.prompt_tokens)
+        metrics.add(names.CACHED_PROMPT_TOKENS, end.usage.cached_prompt_tokens)
+
+    def failed(self, told: Told, end: FailRequest) -> None:
+        self._ended(told, end.outcome, end.timings)
+
+    def cancelled(self, told: Told, end: EndCancelled) -> None:
+        self._ended(told, Outcome.CANCELLED, end.timings)
+        told.span.set(names.OUTPUT_TOKENS, end.num_output_tokens)
+
+    def error(self, reason: str) -> None:
+        self.metrics.add(names.REQUEST_ERRORS, reason=reason)
+
+    def population(self, queued: int, running: int) -> None:
+        self.metrics.set(names.QUEUED, queued)
+        self.metrics.set(names.RUNNING, running)
+
+    def _ended(self, told: Told, outcome: Outcome, timings: Timings | None) -> None:
+        self.metrics.add(names.REQUESTS, outcome=outcome.value)
+        if timings is None:
+            return
+        span = told.span
+        span.set(names.TTFT_S, timings.ttft_s)
+        span.set(names.TPOT_S, timings.tpot_s)
+        span.set(names.QUEUE_S, timings.queue_s)
+        span.set(names.ATTEMPT, timings.attempts)
+        span.set(names.TRANSFER_BYTES, timings.transfer_bytes)
+        span.set(names.PREFILL_WORKER, timings.prefill_worker)
+        span.set(names.DECODE_WORKER, timings.decode_worker)
+        if timings.path is not None:
+            span.set(names.PATH, timings.path.value)
+
+
+def _kept(timings: Timings, slo: Slo) -> str:
+    ttft, tpot = timings.ttft_s <= slo.ttft_s, timings.tpot_s <= slo.tpot_s
+    return "both" if ttft and tpot else "ttft" if ttft else "tpot" if tpot else "none"

@@ -1,0 +1,49 @@
+"""What the router knows of the model that the cluster serves: said by the first worker, held against all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtransfer.grants import fingerprint_from_proto
+from kvtransfer.transport import Fingerprint
+from pdserve.v1 import worker_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    name: str
+    max_context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    hash_seed: bytes
+    fingerprint: Fingerprint
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """One position at least is left for an answer."""
+        return self.max_context_tokens - 1
+
+
+def facts_of(hello: worker_pb2.WorkerHello) -> ModelFacts:
+    return ModelFacts(
+        name=hello.model,
+        max_context_tokens=hello.max_context_tokens,
+        vocab_size=hello.vocab_size,
+        eos_token_ids=tuple(hello.eos_token_ids),
+        block_size=hello.block_size,
+        hash_seed=hello.hash_seed,
+        fingerprint=fingerprint_from_proto(hello.fingerprint),
+    )
+
+
+def difference(ours: ModelFacts, theirs: ModelFacts) -> str | None:
+    """The first fact in which two workers' models differ, in words; None when they may work together."""
+    for name in ("protocol", "model", "dtype", "layout", "block_size", "block_bytes", "engine"):
+        one, other = getattr(ours.fingerprint, name), getattr(theirs.fingerprint, name)
+        if one != other:
+            return f"its {name} is {other!r}, the cluster's is {one!r}"
+    for name in ("max_context_tokens", "vocab_size", "eos_token_ids", "hash_seed"):
+        if getattr(ours, name) != getattr(theirs, name):
+            return f"its {name} differs from the cluster's"
+    return None

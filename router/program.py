@@ -1,0 +1,116 @@
+"""A router in this process: its own thread and event loop, so that a script, a test or a Ray actor can hold one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, final
+
+from pdserve.config import RouterConfig
+from router.server import STOP_GRACE_S, RouterServer
+
+log = logging.getLogger(__name__)
+
+FATAL_EXIT_CODE: Final = 71
+FAREWELL_S: Final = 0.5
+
+
+def end_process() -> None:
+    time.sleep(FAREWELL_S)
+    os._exit(FATAL_EXIT_CODE)
+
+
+@final
+class RouterHost:
+    """start() once; then drain() or stop(); wait() returns when it has ended."""
+
+    def __init__(self, config: RouterConfig, *, on_fatal: Callable[[], None] = end_process) -> None:
+        """Raises ModelError and ConfigError as RouterServer does. `on_fatal` is called when it cannot go on."""
+        self._server = RouterServer(config, on_crash=self._crashed)
+        self._drain_s = config.drain_s
+        self._on_fatal = on_fatal
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_on_loop_error)
+        self._thread = threading.Thread(target=self._run, name="router", daemon=True)
+        self._has_ended = threading.Event()
+        self._stop_lock = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        return self._server.address
+
+    def start(self) -> str:
+        """HOST:PORT, once it listens. Raises ConfigError when the port is taken."""
+        self._thread.start()
+        try:
+            return str(self._on_loop(self._server.start()))
+        except BaseException:
+            self.stop()
+            raise
+
+    def is_healthy(self) -> bool:
+        return self._thread.is_alive() and self._server.is_healthy
+
+    def drain(self) -> None:
+        """Finishes what runs, for at most drain_s, and stops. Returns at once. Idempotent."""
+        threading.Thread(target=self._drain, name="drain", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends every call and stream now. Idempotent."""
+        with self._stop_lock:
+            if self._has_ended.is_set():
+                return
+            self._finish(self._server.stop(), STOP_GRACE_S + 5.0)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """True once the router has ended."""
+        return self._has_ended.wait(timeout_s)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        if self._thread.is_alive() and not self._has_ended.is_set():
+            try:
+                self._on_loop(self._server.drain(), self._drain_s + STOP_GRACE_S + 5.0)
+            except Exception:  # whatever it is, the router ends
+                log.exception("the router did not drain cleanly")
+        self.stop()
+
+    def _finish(self, closing: Any, timeout_s: float) -> None:
+        if self._thread.is_alive():
+            try:
+                self._on_loop(closing, timeout_s)
+            except Exception:  # the process or actor goes on to end
+                log.exception("the router did not stop cleanly")
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5.0)
+        else:
+            closing.close()
+        self._has_ended.set()
+
+    def _crashed(self, error: BaseException) -> None:
+        threading.Thread(target=self._on_fatal, name="fatal", daemon=True).start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def _on_loop(self, work: Any, timeout_s: float | None = None) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+
+def make_router(config: RouterConfig) -> RouterHost:
+    return RouterHost(config)
+
+
+def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # grpc.aio shares one poller among all loops of a process; the losers of a race read nothing.
+    if not isinstance(context.get("exception"), BlockingIOError):
+        loop.default_exception_handler(context)

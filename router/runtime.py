@@ -1,0 +1,202 @@
+"""Carries out what RouterState decides: events in one at a time, commands out to workers, clients and the clock.
+
+Everything happens on one event loop. An event that comes up while commands are being carried out (a stop string
+in the tokens that were just emitted) waits until they are done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+from pdserve.core.types import Path
+from pdserve.telemetry import names
+from pdserve.v1 import worker_pb2
+from router import messages
+from router.answer import Answer
+from router.commands import (
+    Admit,
+    Cancel,
+    Command,
+    DrainWorker,
+    EmitTokens,
+    EndCancelled,
+    FailRequest,
+    FinishRequest,
+    Prefill,
+    Reserve,
+    WakeAt,
+)
+from router.events import ClientLeft, Event, Granted, RequestArrived, StopMatched, TimePassed
+from router.measure import Measure, Told
+from router.state import RouterState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """A request whose client waits for its last word."""
+
+    answer: Answer
+    sequence: worker_pb2.Sequence
+    told: Told
+    arrived_s: float
+
+
+@final
+class Runtime:
+    def __init__(
+        self,
+        state: RouterState,
+        measure: Measure,
+        *,
+        send: Callable[[str, worker_pb2.AttachRequest], bool],
+        on_step: Callable[[float, Event, list[Command]], None] | None = None,
+        on_crash: Callable[[BaseException], None] = lambda error: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`send` gives a message to a worker's stream; False means that there is none, and WorkerLost follows."""
+        self.state = state
+        self._measure = measure
+        self._send = send
+        self._on_step = on_step
+        self._on_crash = on_crash
+        self._clock = clock
+        self._calls: dict[str, Call] = {}
+        self._events: deque[Event] = deque()
+        self._is_handling = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._no_calls = asyncio.Event()
+        self._no_calls.set()
+        self.num_unsent = 0  # commands to workers whose stream was gone
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the id is still in use, by a client or by a worker that holds memory for it."""
+        return request_id in self._calls or self.state.stage_of(request_id) is not None
+
+    def begin(self, arrival: RequestArrived, answer: Answer, sequence: worker_pb2.Sequence, told: Told) -> None:
+        """From here on the answer hears of the request until its last word, or until `leave`."""
+        assert not self.knows(arrival.request_id), arrival.request_id
+        call = Call(answer=answer, sequence=sequence, told=told, arrived_s=self._clock())
+        self._calls[arrival.request_id] = call
+        self._no_calls.clear()
+        self.hand(arrival)
+
+    def leave(self, request_id: str) -> None:
+        """The client is gone. Idempotent; nothing happens after the last word."""
+        if request_id in self._calls:
+            self.hand(ClientLeft(request_id=request_id))
+
+    def hand(self, event: Event) -> None:
+        self._events.append(event)
+        if self._is_handling:
+            return
+        self._is_handling = True
+        try:
+            while self._events:
+                self._handle(self._events.popleft())
+        except Exception as error:  # the state may be inconsistent: no request is safe in this process any more
+            log.critical("the router's state failed", exc_info=error)
+            self._on_crash(error)
+            raise
+        finally:
+            self._is_handling = False
+
+    async def wait_until_idle(self) -> None:
+        """Until no client waits for anything."""
+        await self._no_calls.wait()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        now_s = self._clock()
+        commands = self.state.handle(event, now_s)
+        metrics = self._measure.metrics
+        if metrics.is_on:
+            metrics.observe(names.DECISION_TIME, self._clock() - now_s)
+        if self._on_step is not None:
+            self._on_step(now_s, event, commands)
+        if isinstance(event, Granted):
+            call = self._calls.get(event.request_id)
+            if call is not None:
+                self._measure.granted(call.told, now_s - call.arrived_s, event.attempt)
+        for command in commands:
+            self._execute(command)
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case EmitTokens():
+                self._emit(command)
+            case Reserve() | Prefill():
+                call = self._calls.get(command.request_id)
+                if call is not None:
+                    self._send_to(command.worker_id, messages.request_of(command, call.sequence))
+                if isinstance(command, Reserve):
+                    path = Path.LOCAL if command.is_local else Path.REMOTE
+                    self._measure.placed(path.value, command.attempt)
+            case Admit() | Cancel() | DrainWorker():
+                self._send_to(command.worker_id, messages.request_of(command, None))
+            case FinishRequest():
+                call = self._end(command.request_id)
+                if call is not None:
+                    call.answer.finish(command)
+                    self._measure.finished(call.told, command)
+            case FailRequest():
+                call = self._end(command.request_id)
+                if call is not None:
+                    call.answer.fail(command.to_error())
+                    self._measure.failed(call.told, command)
+            case EndCancelled():
+                call = self._end(command.request_id)
+                if call is not None:
+                    self._measure.cancelled(call.told, command)
+            case WakeAt():
+                self._wake_at(command.at_s)
+
+    def _emit(self, command: EmitTokens) -> None:
+        call = self._calls.get(command.request_id)
+        if call is None:
+            return
+        self._measure.emitted(len(command.tokens))
+        matched = call.answer.take(command.tokens)
+        if matched is not None:
+            self._events.append(StopMatched(request_id=command.request_id, num_output_tokens=matched))
+
+    def _send_to(self, worker_id: str, message: worker_pb2.AttachRequest) -> None:
+        if not self._send(worker_id, message):
+            self.num_unsent += 1
+
+    def _end(self, request_id: str) -> Call | None:
+        call = self._calls.pop(request_id, None)
+        if not self._calls:
+            self._no_calls.set()
+        return call
+
+    def _wake_at(self, at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = max(0.0, at_s - self._clock())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._ring, at_s)
+
+    def _ring(self, at_s: float) -> None:
+        # The loop may call a hair early; the state would find nothing due and not ask again.
+        if self._clock() < at_s:
+            self._wake_at(at_s)
+        else:
+            self._timer = None
+            self.hand(TimePassed())

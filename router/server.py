@@ -1,0 +1,294 @@
+"""One router on one event loop: its gRPC server, its streams to workers, and the state between them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdserve.config import RouterConfig
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import Role, Slo
+from pdserve.prefix.index import PrefixIndex
+from pdserve.prefix.lookup import MemoryLookup, PrefixLookup
+from pdserve.telemetry import names
+from pdserve.telemetry.interceptors import TracingServerInterceptor
+from pdserve.telemetry.metrics import make_metrics
+from pdserve.telemetry.tracing import make_tracing
+from pdserve.text.chat import ChatTemplate, load_chat_template
+from pdserve.text.tokenizer import TOYS, load_tokenizer
+from pdserve.v1 import cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
+from router.admission import Admission, Limits
+from router.auth import AuthInterceptor
+from router.cluster import ClusterServicer
+from router.events import RouterClosing
+from router.inference import InferenceServicer
+from router.measure import Measure
+from router.recording import RecordFile
+from router.runtime import Runtime
+from router.settings import RouterSettings
+from router.state import RouterState
+from router.workers import Workers
+
+if TYPE_CHECKING:
+    from pdserve.prefix.redis_index import RedisIndex
+    from pdserve.prefix.registry import Registration
+
+log = logging.getLogger(__name__)
+
+INFERENCE: Final = "pdserve.v1.InferenceService"
+CLUSTER: Final = "pdserve.v1.ClusterService"
+STOP_GRACE_S: Final = 1.0
+MEASURE_EVERY_S: Final = 1.0
+DROPPED: Final = ("late", "illegal")  # of RouterState.counters
+_SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@final
+class RouterServer:
+    """start() once, on the loop that it then lives on; drain() or stop() at the end."""
+
+    def __init__(self, config: RouterConfig, *, on_crash: Callable[[BaseException], None] = lambda error: None) -> None:
+        """Raises ModelError where the model's tokenizer cannot be read and ConfigError on an unknown policy."""
+        self._config = config
+        self._on_crash = on_crash
+        self._settings = RouterSettings(
+            policy=config.policy,
+            local_max_uncached_tokens=config.local_max_uncached_tokens,
+            max_queue=config.max_queue,
+            max_attempts=config.max_attempts,
+            worker_silence_s=config.worker_silence_s,
+        )
+        state = RouterState(self._settings)
+        limits = Limits(
+            max_new_tokens=config.max_new_tokens,
+            default_slo=Slo(ttft_s=config.slo_ttft_s, tpot_s=config.slo_tpot_s),
+            request_timeout_s=config.request_timeout_s,
+        )
+        self._admission = Admission(load_tokenizer(config.model), _chat_template(config.model), limits)
+        self._tracing = make_tracing("pdserve-router", config.otlp, {"service.instance.id": config.router_id})
+        self._metrics = make_metrics("router", config.metrics_port)
+        self._measure = Measure(self._metrics, self._tracing)
+        self._record = RecordFile(config.record, self._settings) if config.record else None
+        self._index = None if config.redis else PrefixIndex()
+        self._incarnation = secrets.token_hex(8)
+        self._runtime = Runtime(
+            state,
+            self._measure,
+            send=self._send,
+            on_step=None if self._record is None else self._record.step,
+            on_crash=self._crashed,
+        )
+        self._workers = Workers(
+            self._hello,
+            self._runtime.hand,
+            index=self._index,
+            on_change=self._workers_changed,
+            on_crash=self._crashed,
+        )
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._server: Any = None
+        self._redis_index: RedisIndex | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._readiness = asyncio.Event()
+        self._is_closing = False
+        self._has_crashed = False
+        self._counted: Counter[str] = Counter()
+        self.address = ""
+
+    @property
+    def runtime(self) -> Runtime:
+        return self._runtime
+
+    @property
+    def is_healthy(self) -> bool:
+        return bool(self.address) and not self._has_crashed and not self._is_closing
+
+    async def start(self) -> str:
+        """HOST:PORT, once it listens. Raises ConfigError when the port is taken."""
+        config = self._config
+        self._server = grpc.aio.server(
+            interceptors=(
+                AuthInterceptor(config.token),
+                TracingServerInterceptor(self._tracing, {f"/{INFERENCE}/Generate": names.SPAN_REQUEST}),
+            ),
+            options=_server_options(config.max_message_bytes),
+        )
+        port = self._bind()
+        self._add_services()
+        await self._health.set(INFERENCE, _NOT_SERVING)
+        await self._health.set(CLUSTER, _SERVING)
+        await self._server.start()
+        self.address = _join(config.host, port)
+        if config.redis:
+            await self._follow_redis()
+        self._workers.dial(config.workers)
+        self._spawn(self._follow_readiness(), "readiness")
+        self._spawn(self._measure_forever(), "measure")
+        log.info("router is up", extra={"router_id": config.router_id, "address": self.address})
+        return self.address
+
+    async def drain(self) -> None:
+        """Says that it is going, finishes what runs for at most drain_s, then stops."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        await self._health.enter_graceful_shutdown()
+        self._runtime.hand(RouterClosing())
+        try:
+            async with asyncio.timeout(self._config.drain_s):
+                await self._runtime.wait_until_idle()
+        except TimeoutError:
+            log.warning("stopping with requests unfinished", extra={"requests": self._runtime.num_calls})
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Ends every call and stream now."""
+        self._is_closing = True
+        if self._server is not None:
+            await self._health.enter_graceful_shutdown()
+            await self._server.stop(STOP_GRACE_S)
+        self._runtime.close()
+        for task in self._tasks:
+            task.cancel()
+        await self._workers.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._redis_index is not None:
+            await self._redis_index.close()
+        self._admission.close()
+        if self._record is not None:
+            self._record.close()
+        self._metrics.close()
+        await asyncio.to_thread(self._tracing.close)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _bind(self) -> int:
+        where = _join(self._config.host, self._config.port)
+        try:
+            port = self._server.add_insecure_port(where)
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise ConfigError("port", where, "an address that is free and that this host has")
+        return int(port)
+
+    def _add_services(self) -> None:
+        servicer = InferenceServicer(
+            self._runtime,
+            self._admission,
+            lambda: self._workers.model,
+            self._lookup(),
+            self._measure,
+            prefix_lookup_s=self._config.prefix_lookup_s,
+        )
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._server)
+        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(
+            ClusterServicer(self._runtime, self._config.router_id), self._server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        services = (INFERENCE, CLUSTER, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(services, self._server)
+
+    def _lookup(self) -> PrefixLookup:
+        config = self._config
+        if self._index is not None:
+            return MemoryLookup(self._index)
+        from pdserve.prefix.redis_index import RedisIndex
+
+        self._redis_index = RedisIndex(config.redis, config.cluster, timeout_s=config.prefix_lookup_s)
+        return self._redis_index
+
+    async def _follow_redis(self) -> None:
+        from pdserve.prefix.registry import Registry
+
+        def on_change(workers: Iterable[Registration]) -> None:
+            self._workers.register({one.worker_id: one.endpoint for one in workers})
+
+        assert self._redis_index is not None
+        await self._redis_index.start()
+        self._spawn(Registry(self._config.redis, self._config.cluster).watch(on_change), "registry")
+
+    def _send(self, worker_id: str, message: worker_pb2.AttachRequest) -> bool:
+        return self._workers.send(worker_id, message)
+
+    def _hello(self) -> worker_pb2.RouterHello:
+        return worker_pb2.RouterHello(
+            router_id=self._config.router_id,
+            router_incarnation=self._incarnation,
+            wants_kv_events=self._index is not None,
+        )
+
+    def _workers_changed(self) -> None:
+        model = self._workers.model
+        if model is not None and self._redis_index is not None:
+            self._redis_index.bind(model.hash_seed)
+        self._readiness.set()
+
+    async def _follow_readiness(self) -> None:
+        """Inference is served while a decode worker is attached: it alone can answer."""
+        while True:
+            await self._readiness.wait()
+            self._readiness.clear()
+            is_ready = Role.DECODE in self._workers.roles.values()
+            await self._health.set(INFERENCE, _SERVING if is_ready else _NOT_SERVING)
+
+    async def _measure_forever(self) -> None:
+        while self._metrics.is_on:
+            state = self._runtime.state
+            self._measure.population(state.num_queued, state.num_running)
+            for role in Role:
+                attached = sum(one is role for one in self._workers.roles.values())
+                self._metrics.set(names.WORKERS, attached, role=role.value)
+            for kind in DROPPED:
+                self._metrics.add(names.DROPPED_MESSAGES, state.counters[kind] - self._counted[kind], kind=kind)
+                self._counted[kind] = state.counters[kind]
+            await asyncio.sleep(MEASURE_EVERY_S)
+
+    def _spawn(self, work: Any, name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._task_ended)
+        self._tasks.append(task)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.critical("a part of the router crashed", exc_info=task.exception(), extra={"part": task.get_name()})
+            self._crashed(task.exception() or RuntimeError(task.get_name()))
+
+    def _crashed(self, error: BaseException) -> None:
+        if not self._has_crashed:
+            self._has_crashed = True
+            self._on_crash(error)
+
+
+def _chat_template(model: str) -> ChatTemplate | None:
+    return None if model in TOYS else load_chat_template(Path(model))
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _server_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server that gets half of the calls
+        # Clients may ping while a long prompt is read; without this they would be sent away.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A client whose host vanished is noticed, and its requests cancelled.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+    ]

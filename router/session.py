@@ -1,0 +1,171 @@
+"""One worker's Attach stream: dialled, greeted, read and written until the router ends; redialled when it breaks.
+
+What is said over it is not decided here. A stream that ends is reported at once, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+from typing import Any, Final, Protocol, final
+
+import grpc
+import grpc.aio
+
+from pdserve.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+HELLO_S: Final = 10.0  # a worker that is loading its model listens only when it has loaded it
+FIRST_BACKOFF_S: Final = 0.1
+LAST_BACKOFF_S: Final = 2.0
+# A message is a few hundred bytes beside its prompt; a worker that lets so many wait does not read any more.
+MAX_UNSENT: Final = 8192
+MAX_MESSAGE_BYTES: Final = 64 * 2**20  # a snapshot of a large cache
+
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # We redial ourselves; a shared subchannel would remember failures of the worker that was here before.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+)
+
+
+class Listener(Protocol):
+    """Called on the event loop, in the order of the stream."""
+
+    def attached(self, session: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
+        """Returns why this worker is not wanted, or None; nothing else is called for one that is not."""
+        ...
+
+    def received(self, session: WorkerSession, message: worker_pb2.AttachResponse) -> None: ...
+
+    def detached(self, session: WorkerSession, reason: str) -> None: ...
+
+
+@final
+class WorkerSession:
+    """`run` never returns by itself; cancel it, or `close`."""
+
+    def __init__(self, endpoint: str, hello: Callable[[], worker_pb2.RouterHello], listener: Listener) -> None:
+        self.endpoint = endpoint
+        self.worker_id = ""  # known once it was attached
+        self.incarnation = ""
+        self.is_attached = False
+        self._hello = hello
+        self._listener = listener
+        self._unsent: asyncio.Queue[worker_pb2.AttachRequest] = asyncio.Queue(MAX_UNSENT)
+        self._call: Any = None
+        self._random = random.Random()
+
+    def send(self, message: worker_pb2.AttachRequest) -> bool:
+        """Queues a message; False when there is no stream, or one that the worker does not read."""
+        if not self.is_attached:
+            return False
+        try:
+            self._unsent.put_nowait(message)
+        except asyncio.QueueFull:
+            log.error("a worker does not read its stream", extra={"worker_id": self.worker_id})
+            self.hang_up()
+            return False
+        return True
+
+    def hang_up(self) -> None:
+        """Ends the stream, not the session: it dials again."""
+        if self._call is not None:
+            self._call.cancel()
+
+    async def run(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            was_attached, reason = await self._stream()
+            backoff_s = FIRST_BACKOFF_S if was_attached else min(backoff_s * 2.0, LAST_BACKOFF_S)
+            log.debug("stream to a worker ended", extra={"endpoint": self.endpoint, "reason": reason})
+            await asyncio.sleep(backoff_s * self._random.uniform(0.5, 1.0))
+
+    async def _stream(self) -> tuple[bool, str]:
+        """One stream from dialling to its end: whether the worker was wanted, and why it ended."""
+        reason = "the router ended the stream"
+        async with grpc.aio.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS) as channel:
+            self._call = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
+            writer: asyncio.Task[None] | None = None
+            try:
+                hello, reason = await self._greet()
+                if hello is None:
+                    return False, reason
+                self.worker_id, self.incarnation = hello.worker_id, hello.incarnation
+                self.is_attached = True
+                refusal = self._listener.attached(self, hello)
+                if refusal is not None:
+                    self.is_attached = False
+                    return False, refusal
+                writer = asyncio.create_task(self._write(), name=f"to-{hello.worker_id}")
+                reason = await self._read()
+            finally:
+                await self._end(writer, reason)
+        return True, reason
+
+    async def _greet(self) -> tuple[worker_pb2.WorkerHello | None, str]:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                await self._call.write(worker_pb2.AttachRequest(hello=self._hello()))
+                first = await self._call.read()
+        except (grpc.RpcError, asyncio.InvalidStateError, TimeoutError) as error:
+            return None, _reason(error)
+        except asyncio.CancelledError:
+            if _is_being_cancelled():
+                raise
+            return None, "the call was cancelled"
+        if not isinstance(first, worker_pb2.AttachResponse) or not first.HasField("hello"):
+            return None, "the worker did not say hello"
+        return first.hello, ""
+
+    async def _read(self) -> str:
+        try:
+            while True:
+                message = await self._call.read()
+                if not isinstance(message, worker_pb2.AttachResponse):  # grpc.aio.EOF
+                    return "the worker ended the stream"
+                self._listener.received(self, message)
+        except grpc.RpcError as error:
+            return _reason(error)
+        except asyncio.CancelledError:
+            # grpc.aio raises this as well where hang_up() cancelled the call.
+            if _is_being_cancelled():
+                raise
+            return "the router hung up"
+
+    async def _write(self) -> None:
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader hears of the end too
+            while True:
+                await self._call.write(await self._unsent.get())
+
+    async def _end(self, writer: asyncio.Task[None] | None, reason: str) -> None:
+        was_attached, self.is_attached = self.is_attached, False
+        if writer is not None:
+            writer.cancel()
+        self._call.cancel()
+        self._call = None
+        self._unsent = asyncio.Queue(MAX_UNSENT)
+        if was_attached:
+            self._listener.detached(self, reason)
+        if writer is not None:
+            await asyncio.wait([writer])
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

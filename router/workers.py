@@ -1,0 +1,194 @@
+"""The router's streams to all workers: one session per endpoint, from a list and from the registry.
+
+Decides who belongs to the cluster: a worker must serve the same model in the same form as the workers that are
+attached already. Turns what they send into events for the runtime.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, final
+
+from pdserve.core.blocks import CacheChange
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.hashing import HASH_BYTES
+from pdserve.core.types import Role
+from pdserve.prefix.index import PrefixIndex
+from pdserve.v1 import worker_pb2
+from router import messages
+from router.events import Event, WorkerForgotten, WorkerLost
+from router.model import ModelFacts, difference, facts_of
+from router.session import WorkerSession
+
+log = logging.getLogger(__name__)
+
+MAX_WORKERS: Final = 4096
+
+
+@final
+class Workers:
+    """Lives on one event loop. `on_event` is called in the order of each stream."""
+
+    def __init__(
+        self,
+        hello: Callable[[], worker_pb2.RouterHello],
+        on_event: Callable[[Event], None],
+        *,
+        index: PrefixIndex | None = None,
+        on_change: Callable[[], None] = lambda: None,
+        on_crash: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        """`index` is fed with KV events where routers share none. `on_change`: a worker came or went."""
+        self._hello = hello
+        self._on_event = on_event
+        self._index = index
+        self._on_change = on_change
+        self._on_crash = on_crash
+        self._tasks: dict[str, tuple[WorkerSession, asyncio.Task[None]]] = {}  # by endpoint
+        self._attached: dict[str, WorkerSession] = {}  # by worker id
+        self._roles: dict[str, Role] = {}
+        self._complaints: dict[str, str] = {}  # endpoint -> why its worker is not wanted, to say it once
+        self._static: tuple[str, ...] = ()
+        self._registered: dict[str, str] = {}  # worker id -> endpoint
+        self.model: ModelFacts | None = None
+
+    @property
+    def roles(self) -> Mapping[str, Role]:
+        """Of the attached workers, by id."""
+        return self._roles
+
+    def dial(self, endpoints: Iterable[str]) -> None:
+        """Workers that are known without a registry."""
+        self._static = tuple(dict.fromkeys([*self._static, *endpoints]))
+        self._reconcile()
+
+    def register(self, endpoints: Mapping[str, str]) -> None:
+        """The registry's whole content: worker id -> endpoint."""
+        gone = self._registered.keys() - endpoints.keys()
+        self._registered = dict(list(endpoints.items())[:MAX_WORKERS])
+        self._reconcile()
+        for worker_id in sorted(gone):
+            if worker_id not in self._attached:
+                self._on_event(WorkerForgotten(worker_id=worker_id))
+
+    def send(self, worker_id: str, message: worker_pb2.AttachRequest) -> bool:
+        session = self._attached.get(worker_id)
+        return session is not None and session.send(message)
+
+    async def close(self) -> None:
+        tasks = [task for _, task in self._tasks.values()]
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # -- what sessions report ------------------------------------------------------------------------------------
+
+    def attached(self, session: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
+        complaint = self._complaint(session, hello)
+        if complaint is not None:
+            if self._complaints.get(session.endpoint) != complaint:
+                self._complaints[session.endpoint] = complaint
+                extra = {"worker_id": hello.worker_id, "endpoint": session.endpoint, "why": complaint}
+                log.warning("a worker is refused", extra=extra)
+            return complaint
+        self._complaints.pop(session.endpoint, None)
+        event = messages.connected(hello, session.endpoint)
+        former = self._attached.get(hello.worker_id)
+        if former is not None:  # its successor is here before its own stream has broken
+            self._forget(former, "another incarnation came")
+            former.hang_up()
+        if not self._attached:
+            self.model = facts_of(hello)
+        self._attached[hello.worker_id] = session
+        self._roles[hello.worker_id] = event.role
+        extra = {"worker_id": hello.worker_id, "role": event.role.value, "endpoint": session.endpoint}
+        log.info("a worker is attached", extra=extra)
+        self._on_event(event)
+        self._on_change()
+        return None
+
+    def received(self, session: WorkerSession, message: worker_pb2.AttachResponse) -> None:
+        if self._attached.get(session.worker_id) is not session:
+            return
+        try:
+            if message.HasField("kv_events"):
+                self._feed_index(session, message.kv_events)
+                return
+            event = messages.event_of(session.worker_id, message)
+        except InvalidRequest as error:
+            log.error("a worker sent nonsense", extra={"worker_id": session.worker_id, "why": error.message})
+            session.hang_up()
+            return
+        if event is not None:
+            self._on_event(event)
+
+    def detached(self, session: WorkerSession, reason: str) -> None:
+        if self._attached.get(session.worker_id) is session:
+            log.warning("a worker is lost", extra={"worker_id": session.worker_id, "why": reason})
+            self._forget(session, reason)
+            self._on_change()
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _complaint(self, session: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
+        if not hello.worker_id or not hello.incarnation:
+            return "it does not name itself"
+        former = self._attached.get(hello.worker_id)
+        if former is not None and former.incarnation == hello.incarnation:
+            return f"it is attached already, as {former.endpoint}"
+        if hello.role not in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE):
+            return f"its role {hello.role} is none that this router knows"
+        if hello.block_size < 1 or hello.max_context_tokens < 2 or hello.vocab_size < 1:
+            return "its block size, context or vocabulary is empty"
+        if self.model is not None and self._attached:
+            return difference(self.model, facts_of(hello))
+        return None
+
+    def _forget(self, session: WorkerSession, reason: str) -> None:
+        del self._attached[session.worker_id]
+        self._roles.pop(session.worker_id, None)
+        if self._index is not None:
+            self._index.remove(session.worker_id, session.incarnation)
+        self._on_event(WorkerLost(worker_id=session.worker_id, reason=reason))
+
+    def _feed_index(self, session: WorkerSession, change: worker_pb2.KvEvents) -> None:
+        if self._index is None:
+            return
+        for one in (*change.stored, *change.removed):
+            if len(one) != HASH_BYTES:
+                raise InvalidRequest("kv_events", f"a hash of {len(one)} bytes", f"{HASH_BYTES} bytes")
+        self._index.apply(
+            session.worker_id,
+            session.incarnation,
+            CacheChange(
+                sequence=change.sequence,
+                stored=tuple(change.stored),
+                removed=tuple(change.removed),
+                is_snapshot=change.is_snapshot,
+            ),
+        )
+
+    def _reconcile(self) -> None:
+        """One session per endpoint that is wanted, none besides."""
+        wanted = dict.fromkeys([*self._static, *self._registered.values()])
+        for endpoint in [one for one in self._tasks if one not in wanted]:
+            _, task = self._tasks.pop(endpoint)
+            task.cancel()
+            self._complaints.pop(endpoint, None)
+        for endpoint in wanted:
+            if endpoint not in self._tasks:
+                session = WorkerSession(endpoint, self._hello, self)
+                task = asyncio.create_task(session.run(), name=f"worker-{endpoint}")
+                task.add_done_callback(self._session_ended)
+                self._tasks[endpoint] = (session, task)
+
+    def _session_ended(self, task: asyncio.Task[None]) -> None:
+        """Sessions run until they are cancelled; one that ends otherwise is a fault of ours."""
+        if not task.cancelled():
+            error = task.exception() or RuntimeError("a session returned")
+            log.critical("the session of a worker crashed", exc_info=error)
+            self._on_crash(error)
