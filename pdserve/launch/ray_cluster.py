@@ -73,10 +73,11 @@ class WorkerActor:
         is_healthy = not self._error and bool(self._host.is_healthy())
         return Health(pid=os.getpid(), address=self._address, is_healthy=is_healthy, error=self._error)
 
-    def drain(self) -> None:
+    def drain(self, timeout_s: float) -> None:
         """Returns when the residents have finished or their time is over."""
         if self._host is not None:
             self._host.drain()
+            self._host.wait(timeout_s)
 
 
 @final
@@ -189,7 +190,6 @@ class RayCluster:
             "num_gpus": 1 if self._needs_gpu() else 0,
             "max_restarts": -1,
             "max_task_retries": 0,
-            "concurrency_groups": {"health": 1},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index),
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
         }
@@ -210,7 +210,8 @@ class RayCluster:
         self._create(self.spec.worker_ids.index(worker_id))
 
     def _drain(self, timeout_s: float) -> None:
-        ray.wait([a.drain.remote() for a in self._actors.values()], num_returns=len(self._actors), timeout=timeout_s)
+        calls = [actor.drain.remote(timeout_s) for actor in self._actors.values()]
+        ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
 
     def _shutdown(self) -> None:
         if not ray.is_initialized():
@@ -276,8 +277,8 @@ class RayCluster:
 
 
 def _actor_class() -> Any:
-    health = ray.method(concurrency_group="health")(WorkerActor.health)
-    return ray.remote(type("WorkerActor", (WorkerActor,), {"health": health}))
+    ray.method(concurrency_group="health")(WorkerActor.health)  # marks the function
+    return ray.remote(concurrency_groups={"health": 1})(WorkerActor)
 
 
 def _last_line(error: BaseException) -> str:

@@ -1,0 +1,160 @@
+"""A cluster in a child process, for programs that need one for a while: the demo, benchmarks, tests.
+
+with Running.start("--model", "toy") as cluster:
+    Client(cluster.target).generate("hi")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Final, Self, final
+
+from pdserve.launch.child import StartFailed
+
+READY_S: Final = 180.0
+STOP_S: Final = 60.0
+_READY: Final = re.compile(r"^pdserve ready: grpc (\S+) ")
+_STARTED: Final = re.compile(r"^ *\d+\.\d+ s  (\w+) +pid (\d+) listens on (\S+)")
+
+
+@final
+class Running:
+    """`pdserve up` with the given flags; ended, and its processes with it, when the block is left."""
+
+    def __init__(self, process: subprocess.Popen[str], on_line: Callable[[str], None] | None) -> None:
+        self.process = process
+        self.ready_line = ""
+        self.target = ""
+        self.lines: list[str] = []  # of stderr
+        self._on_line = on_line
+        self._pids: dict[str, int] = {}
+        self._addresses: dict[str, str] = {}
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, name="up-stderr", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def start(
+        cls,
+        *flags: str,
+        timeout_s: float = READY_S,
+        env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Self:
+        """Returns when the cluster is ready. Picks a free port unless `flags` name one. Raises StartFailed."""
+        port = () if "--port" in flags else ("--port", "0")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pdserve", "up", *port, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+        running = cls(process, on_line)
+        try:
+            running._wait_ready(timeout_s)
+        except BaseException:
+            running.kill()
+            raise
+        return running
+
+    def pid(self, name: str) -> int:
+        """Of the latest process of that name (p0, d0, router, redis)."""
+        with self._changed:
+            return self._pids[name]
+
+    def address(self, name: str) -> str:
+        with self._changed:
+            return self._addresses[name]
+
+    def pids(self) -> dict[str, int]:
+        with self._changed:
+            return dict(self._pids)
+
+    def wait_restarted(self, name: str, old_pid: int, timeout_s: float = 60.0) -> int:
+        """The new process's pid, once it listens. Raises TimeoutError."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._pids.get(name, old_pid) != old_pid, timeout_s):
+                raise TimeoutError(f"{name} did not come back within {timeout_s:.0f} s")
+            return self._pids[name]
+
+    def wait_line(self, text: str, timeout_s: float = 60.0) -> str:
+        """The first line on stderr that holds `text`. Raises TimeoutError."""
+
+        def find() -> str | None:
+            return next((line for line in self.lines if text in line), None)
+
+        with self._changed:
+            if not self._changed.wait_for(lambda: find() is not None, timeout_s):
+                raise TimeoutError(f"no line with {text!r} within {timeout_s:.0f} s")
+            return find() or ""
+
+    def stop(self, timeout_s: float = STOP_S) -> int:
+        """Drains; returns the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            status = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        self._reader.join(5.0)
+        return status
+
+    def kill(self) -> None:
+        """At once; the kernel ends the cluster's processes with it."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(5.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.stop()
+
+    def _wait_ready(self, timeout_s: float) -> None:
+        assert self.process.stdout is not None
+        timer = threading.Timer(timeout_s, self.process.kill)
+        timer.daemon = True
+        began_s = time.monotonic()
+        timer.start()
+        try:
+            self.ready_line = self.process.stdout.readline().rstrip("\n")
+        finally:
+            timer.cancel()
+        found = _READY.match(self.ready_line)
+        if found is None:
+            self.process.wait()
+            self._reader.join(5.0)
+            last = self.lines[-1] if self.lines else "it said nothing"
+            raise StartFailed(f"no cluster after {time.monotonic() - began_s:.0f} s: {last}")
+        self.target = found.group(1)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for raw in self.process.stderr:
+            line = raw.rstrip("\n")
+            found = _STARTED.match(line)
+            with self._changed:
+                self.lines.append(line)
+                if found is not None:
+                    self._pids[found.group(1)] = int(found.group(2))
+                    self._addresses[found.group(1)] = found.group(3)
+                self._changed.notify_all()
+            if self._on_line is not None:
+                self._on_line(line)
