@@ -1,0 +1,110 @@
+"""A prefill batching with a toy engine behind it, driven by hand; the books are checked after each test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pdserve.core.attempt import Attempt, AttemptKey, EndRule, blocks_for
+from pdserve.core.blocks import BlockAllocator
+from pdserve.core.effects import BlocksDone, FirstDrawn, PrefillEffect
+from pdserve.core.types import Sampling
+from pdserve.engine.toy import EOS, ToyEngine
+from prefill_worker.batching import PrefillBatching
+
+BLOCK_SIZE = 4
+
+
+class Bench:
+    """A batching, its engine, and a clock that each step moves by a second."""
+
+    def __init__(self, num_blocks: int = 16, max_batch_tokens: int = 8, inbox_depth: int = 4) -> None:
+        self.engine = ToyEngine(num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        self.batching = PrefillBatching(
+            blocks=BlockAllocator(num_blocks),
+            block_size=BLOCK_SIZE,
+            max_batch_tokens=max_batch_tokens,
+            inbox_depth=inbox_depth,
+            end_rule=EndRule(eos_token_ids=frozenset({EOS}), max_context_tokens=num_blocks * BLOCK_SIZE),
+        )
+        self.now_s = 0.0
+
+    @staticmethod
+    def key(name: str, attempt: int = 1) -> AttemptKey:
+        return AttemptKey(1, name, attempt)
+
+    def offer(
+        self,
+        name: str,
+        prompt: list[int],
+        *,
+        output: tuple[int, ...] = (),
+        attempt: int = 1,
+        held_blocks: int = 0,
+        num_granted: int | None = None,
+        deadline_at_s: float | None = None,
+        **sampling: Any,
+    ) -> list[PrefillEffect]:
+        one = Attempt(
+            key=self.key(name, attempt),
+            prompt_ids=tuple(prompt),
+            output_ids=output,
+            sampling=Sampling(**{"temperature": 0.0, "max_tokens": 8, **sampling}),
+            arrived_s=self.now_s,
+            deadline_at_s=deadline_at_s,
+        )
+        needed = blocks_for(one.num_tokens, BLOCK_SIZE) - held_blocks
+        num_granted = needed if num_granted is None else num_granted
+        return self.batching.offer(one, held_blocks=held_blocks, num_granted=num_granted, now_s=self.now_s)
+
+    def step(self) -> list[PrefillEffect]:
+        """The effects before and after one step."""
+        plan, before = self.batching.plan(self.now_s)
+        self.now_s += 1.0
+        if not plan.rows:
+            return before
+        after = self.batching.apply(plan, self.engine.step(plan.rows), self.now_s)
+        self.batching.check()
+        return [*before, *after]
+
+    def run(self) -> list[PrefillEffect]:
+        effects: list[PrefillEffect] = []
+        while self.batching.has_work:
+            effects += self.step()
+        return effects
+
+    def sent(self, name: str) -> list[PrefillEffect]:
+        return self.batching.sent(self.key(name), is_whole=True)
+
+    def contents(self, blocks: tuple[tuple[int, int], ...]) -> dict[int, list[int]]:
+        """Grant index -> cells of the source block, now."""
+        cells = self.engine.pool.buffer.cast("Q")
+        return {index: list(cells[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]) for index, block in blocks}
+
+    @staticmethod
+    def firsts(effects: list[PrefillEffect]) -> dict[str, int]:
+        return {one.key.request_id: one.token.token_id for one in effects if isinstance(one, FirstDrawn)}
+
+    @staticmethod
+    def pushes(effects: list[PrefillEffect], name: str) -> list[BlocksDone]:
+        return [one for one in effects if isinstance(one, BlocksDone) and one.key.request_id == name]
+
+
+@pytest.fixture
+def make_bench() -> Iterator[Callable[..., Bench]]:
+    benches: list[Bench] = []
+
+    def make(**settings: int) -> Bench:
+        benches.append(Bench(**settings))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.batching.check()
+
+
+@pytest.fixture
+def bench(make_bench: Callable[..., Bench]) -> Bench:
+    return make_bench()

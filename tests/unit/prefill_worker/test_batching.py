@@ -1,0 +1,265 @@
+"""What a prefill worker computes, pushes and holds, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.core.attempt import FailureKind, RefusalReason
+from pdserve.core.effects import (
+    BlocksDone,
+    Failed,
+    FirstDrawn,
+    Refused,
+    Released,
+    SendAborted,
+    SendStarted,
+    StepAccount,
+    TransferLost,
+)
+from pdserve.core.types import FinishReason
+from pdserve.engine.toy import answer, cell
+from prefill_worker.batching import Stage
+
+PROMPT = list(range(40, 50))  # two full blocks of four, and two tokens of a third
+
+
+def test_a_prompt_is_read_in_chunks_and_its_blocks_leave_as_they_fill(bench: Any) -> None:
+    key = bench.key("a")
+    assert bench.offer("a", PROMPT) == []
+    plan, before = bench.batching.plan(0.0)
+    assert before == [SendStarted(key=key)]
+    assert plan.account == StepAccount(prefill_tokens=8, prefill_token_context=32.0)
+    after = bench.batching.apply(plan, bench.engine.step(plan.rows), 1.0)
+    [early] = after
+    assert early == BlocksDone(key=key, blocks=((0, 0), (1, 1)), is_last=False)
+    bench.now_s = 1.0
+    last, first = bench.step()
+    assert last == BlocksDone(key=key, blocks=((2, 2),), is_last=True)
+    assert (first.queue_s, first.prefill_s, first.cached_tokens, first.finish) == (0.0, 2.0, 0, None)
+    assert [first.token.token_id] == answer(PROMPT, 1)
+
+
+def test_pushed_blocks_hold_the_prompts_cells(bench: Any) -> None:
+    bench.offer("a", PROMPT)
+    cells = [cell(token, position) for position, token in enumerate(PROMPT)]
+    sent = [one for push in bench.pushes(bench.run(), "a") for one in bench.contents(push.blocks).items()]
+    assert [index for index, _ in sent] == [0, 1, 2]
+    assert [one for _, block in sent for one in block][: len(PROMPT)] == cells
+
+
+def test_blocks_that_the_receiver_holds_are_computed_but_not_pushed(bench: Any) -> None:
+    bench.offer("a", PROMPT, held_blocks=1)
+    effects = bench.run()
+    pushed = [block for push in bench.pushes(effects, "a") for block in push.blocks]
+    assert [index for index, _ in pushed] == [0, 1]
+    held = bench.contents(tuple(pushed))
+    assert held[0] == [cell(token, position) for position, token in enumerate(PROMPT)][4:8]
+    assert list(bench.firsts(effects).values()) == answer(PROMPT, 1)
+
+
+def test_chunks_of_several_prompts_share_a_step(bench: Any) -> None:
+    prompts = {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9]}
+    for name, prompt in prompts.items():
+        bench.offer(name, prompt)
+    plan, _ = bench.batching.plan(0.0)
+    assert [(key.request_id, len(row.tokens)) for key, row in zip(plan.keys, plan.rows, strict=True)] == [
+        ("a", 3),
+        ("b", 3),
+        ("c", 2),
+    ]
+    effects = bench.batching.apply(plan, bench.engine.step(plan.rows), 1.0) + bench.run()
+    assert bench.firsts(effects) == {name: answer(prompt, 1)[0] for name, prompt in prompts.items()}
+
+
+def test_chunks_give_the_token_of_a_whole_prompt(make_bench: Any) -> None:
+    prompt = list(range(60))
+    for limit in (1, 3, 4, 7, 64):
+        bench = make_bench(max_batch_tokens=limit)
+        bench.offer("a", prompt)
+        assert bench.firsts(bench.run()) == {"a": answer(prompt, 1)[0]}
+
+
+def test_tokens_that_the_client_has_are_read_too_and_the_next_one_is_drawn(bench: Any) -> None:
+    whole = answer(PROMPT, 5)
+    bench.offer("a", PROMPT, output=tuple(whole[:4]))
+    assert bench.firsts(bench.run()) == {"a": whole[4]}
+
+
+def test_a_cached_prefix_is_reused_and_pushed_at_once(bench: Any) -> None:
+    bench.offer("a", PROMPT)
+    bench.run()
+    bench.sent("a")
+    bench.offer("b", [*PROMPT[:8], 99])
+    effects = bench.step()
+    [push] = bench.pushes(effects, "b")
+    assert [index for index, _ in push.blocks] == [0, 1, 2]
+    [first] = [one for one in effects if isinstance(one, FirstDrawn)]
+    assert first.cached_tokens == 8
+    assert [first.token.token_id] == answer([*PROMPT[:8], 99], 1)
+
+
+def test_a_prompt_that_is_cached_whole_computes_its_last_block_again(bench: Any) -> None:
+    for name in ("a", "b"):
+        bench.offer(name, PROMPT[:8])
+        effects = bench.run()
+        bench.sent(name)
+    [first] = [one for one in effects if isinstance(one, FirstDrawn)]
+    assert first.cached_tokens == 4
+    assert [first.token.token_id] == answer(PROMPT[:8], 1)
+
+
+def test_source_blocks_are_held_until_they_are_sent(bench: Any) -> None:
+    bench.offer("a", PROMPT)
+    bench.run()
+    assert bench.batching.stage(bench.key("a")) is Stage.SENDING
+    assert bench.batching.blocks.num_referenced == 3
+    assert bench.sent("a") == [Released(key=bench.key("a"))]
+    assert bench.batching.blocks.num_referenced == 0
+    assert bench.sent("a") == []
+
+
+def test_a_prompt_waits_for_memory_and_nobody_overtakes_it(make_bench: Any) -> None:
+    bench = make_bench(num_blocks=4)
+    bench.offer("a", list(range(12)))
+    bench.offer("b", list(range(100, 108)))
+    bench.offer("c", [1])
+    bench.step()
+    bench.step()
+    assert [bench.batching.stage(bench.key(name)) for name in "abc"] == [Stage.SENDING, Stage.WAITING, Stage.WAITING]
+    assert bench.step() == []  # "c" would fit, but came later
+    bench.sent("a")
+    assert bench.firsts(bench.run()) == {"b": answer(list(range(100, 108)), 1)[0], "c": answer([1], 1)[0]}
+
+
+def test_the_inbox_is_bounded_and_says_so(make_bench: Any) -> None:
+    bench = make_bench(inbox_depth=2)
+    assert bench.offer("a", PROMPT) == bench.offer("b", PROMPT) == []
+    assert bench.offer("c", PROMPT) == [Refused(key=bench.key("c"), reason=RefusalReason.INBOX_FULL)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"prompt": list(range(65))}, RefusalReason.TOO_LARGE),
+        ({"deadline_at_s": 0.0}, RefusalReason.DEADLINE),
+    ],
+)
+def test_what_cannot_be_taken_is_refused_with_its_reason(
+    bench: Any, settings: dict[str, Any], reason: RefusalReason
+) -> None:
+    assert bench.offer("a", **{"prompt": PROMPT, **settings}) == [Refused(key=bench.key("a"), reason=reason)]
+
+
+def test_a_draining_worker_refuses_and_finishes_what_it_has(bench: Any) -> None:
+    bench.offer("a", PROMPT)
+    bench.batching.is_draining = True
+    assert bench.offer("b", PROMPT) == [Refused(key=bench.key("b"), reason=RefusalReason.DRAINING)]
+    assert bench.firsts(bench.run()) == {"a": answer(PROMPT, 1)[0]}
+
+
+def test_a_grant_of_the_wrong_size_fails_the_attempt(bench: Any) -> None:
+    failed, released = bench.offer("a", PROMPT, num_granted=2)
+    assert (failed.kind, released) == (FailureKind.TRANSFER, Released(key=bench.key("a")))
+    assert bench.batching.live() == []
+
+
+def test_cancel_while_waiting_frees_at_once(bench: Any) -> None:
+    bench.offer("a", PROMPT)
+    assert bench.batching.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
+    assert bench.step() == []
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_cancel_holds_blocks_until_the_sender_has_stopped_reading(bench: Any, num_steps: int) -> None:
+    bench.offer("a", PROMPT)
+    for _ in range(num_steps):
+        bench.step()
+    key = bench.key("a")
+    assert bench.batching.cancel(key) == [SendAborted(key=key)]
+    assert bench.batching.cancel(key) == []
+    assert bench.batching.blocks.num_referenced == 3
+    assert bench.step() == []  # not computed any further
+    assert bench.batching.sent(key, is_whole=False, error="aborted") == [Released(key=key)]
+    assert bench.batching.blocks.num_referenced == 0
+
+
+def test_cancel_of_an_unknown_attempt_is_answered(bench: Any) -> None:
+    assert bench.batching.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
+
+
+def test_cancel_between_plan_and_apply_passes_the_row_over(bench: Any) -> None:
+    bench.offer("a", PROMPT[:3])
+    plan, _ = bench.batching.plan(0.0)
+    drawn = bench.engine.step(plan.rows)
+    bench.batching.cancel(bench.key("a"))
+    assert bench.batching.apply(plan, drawn, 1.0) == []
+    bench.sent("a")
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_lost_transfer_ends_the_attempt(bench: Any, num_steps: int) -> None:
+    bench.offer("a", PROMPT)
+    for _ in range(num_steps):
+        bench.step()
+    key = bench.key("a")
+    effects = bench.batching.sent(key, is_whole=False, error="no route")
+    assert effects == [TransferLost(key=key, error="no route"), Released(key=key)]
+    assert bench.run() == []
+
+
+def test_a_deadline_drops_the_attempt_before_it_starts(bench: Any) -> None:
+    bench.offer("a", PROMPT, deadline_at_s=3.0)
+    bench.now_s = 3.0
+    failed, released = bench.step()
+    assert isinstance(failed, Failed)
+    assert (failed.kind, released) == (FailureKind.DEADLINE, Released(key=bench.key("a")))
+
+
+def test_a_deadline_while_computing_aborts_the_transfer(bench: Any) -> None:
+    bench.offer("a", PROMPT, deadline_at_s=1.0)
+    bench.step()
+    failed, aborted = bench.step()
+    assert (failed.kind, aborted) == (FailureKind.DEADLINE, SendAborted(key=bench.key("a")))
+    bench.batching.sent(bench.key("a"), is_whole=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "finish"),
+    [
+        ([104, 0, 4], {}, FinishReason.STOP),
+        ([104, 0, 4], {"ignore_eos": True}, None),
+        ([65, 66], {"max_tokens": 1}, FinishReason.LENGTH),
+        ([65, 66], {"stop_token_ids": (81,)}, FinishReason.STOP),
+        (list(range(64)), {}, FinishReason.LENGTH),
+        (list(range(63)), {}, FinishReason.LENGTH),
+        (list(range(62)), {}, None),
+    ],
+)
+def test_the_first_token_says_whether_it_is_the_last(
+    bench: Any, prompt: list[int], sampling: dict[str, Any], finish: FinishReason | None
+) -> None:
+    bench.offer("a", prompt, **sampling)
+    [first] = [one for one in bench.run() if isinstance(one, FirstDrawn)]
+    assert first.finish is finish
+
+
+def test_two_attempts_of_one_request_do_not_meet(bench: Any) -> None:
+    bench.offer("a", PROMPT)
+    bench.step()
+    bench.batching.cancel(bench.key("a"))
+    bench.offer("a", PROMPT, attempt=2)
+    effects = bench.run()
+    assert [one.key.attempt for one in effects if isinstance(one, FirstDrawn)] == [2]
+    bench.sent("a")
+    assert bench.batching.live() == [bench.key("a", 2)]
+
+
+def test_the_load_counts_what_waits_and_what_is_left_to_read(bench: Any) -> None:
+    bench.offer("a", PROMPT)
+    bench.offer("b", PROMPT)
+    bench.step()
+    load = bench.batching.load()
+    assert (load.running, load.waiting, load.pending_prefill_tokens, load.context_tokens) == (1, 1, 12, 8)
+    assert (load.free_blocks, load.evictable_blocks) == (13, 0)
