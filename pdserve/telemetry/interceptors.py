@@ -7,6 +7,7 @@ interceptor hands on the very call that gRPC made, and a server span is never th
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, contextmanager
@@ -103,8 +104,14 @@ class TracingServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc
             _span.set(span)
             try:
                 yield span
-            finally:
-                span.set(names.RPC_STATUS, _status_name(context))
+            except (asyncio.CancelledError, GeneratorExit):
+                span.set(names.RPC_STATUS, "CANCELLED")
+                raise
+            except Exception:
+                span.set(names.RPC_STATUS, _status_name(context, False))
+                raise
+            else:
+                span.set(names.RPC_STATUS, _status_name(context, True))
 
 
 def client_interceptors(traceparent: Callable[[], str | None] = current_traceparent) -> list[Any]:
@@ -146,12 +153,10 @@ class _StreamStream(_Carrier, grpc.aio.StreamStreamClientInterceptor):  # type: 
         return await continuation(self._with_context(client_call_details), request_iterator)
 
 
-def _status_name(context: Any) -> str:
+def _status_name(context: Any, has_returned: bool) -> str:
     code = context.code()
+    if code is None:  # none was set: what gRPC will send follows from how the handler ended
+        return "OK" if has_returned else "UNKNOWN"
     if isinstance(code, grpc.StatusCode):
         return str(code.name)
-    # grpc.aio holds 0 until a handler sets one, and an int where it was set by number.
-    for status in grpc.StatusCode:
-        if status.value[0] == code:
-            return str(status.name)
-    return "UNKNOWN"
+    return next((str(one.name) for one in grpc.StatusCode if one.value[0] == code), "UNKNOWN")

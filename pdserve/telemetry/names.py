@@ -53,6 +53,9 @@ TRANSFER_KIND: Final = "pdserve.transfer.transport"
 PREEMPTIONS: Final = "pdserve.preemptions"
 PREFIX_BLOCKS: Final = "pdserve.prefix.blocks"  # leading blocks that some worker holds
 
+# Lists by the conventions; one answer per request makes them lists of one.
+LISTS: Final = frozenset({RESPONSE_FINISH_REASONS})
+
 CHAT: Final = "chat"
 TEXT_COMPLETION: Final = "text_completion"
 

@@ -63,6 +63,10 @@ def inject(
     return (*pairs, (HEADER, traceparent))
 
 
+def as_otel(attributes: Mapping[str, AttributeValue]) -> dict[str, Any]:
+    return {key: [value] if key in names.LISTS else value for key, value in attributes.items()}
+
+
 def current_traceparent() -> str | None:
     """Of the span that is active in the user's program; None when it traces nothing."""
     otel = sys.modules.get("opentelemetry.trace")
@@ -84,12 +88,12 @@ class ClientSpan:
         if self._otel is not None:
             tracer = self._otel.get_tracer(names.SCOPE, schema_url=names.SCHEMA_URL)
             kind = self._otel.SpanKind.CLIENT
-            self._span = tracer.start_span(names.SPAN_CLIENT, kind=kind, attributes=dict(attributes))
+            self._span = tracer.start_span(names.SPAN_CLIENT, kind=kind, attributes=as_otel(attributes))
             self.traceparent = _traceparent_of(self._span)
 
     def set(self, key: str, value: AttributeValue) -> None:
         if self._span is not None:
-            self._span.set_attribute(key, value)
+            self._span.set_attributes(as_otel({key: value}))
 
     def fail(self, error_type: str, message: str = "") -> None:
         if self._span is not None:

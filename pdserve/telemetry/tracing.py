@@ -17,7 +17,7 @@ from typing import Any, Final, Self, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.telemetry import names
-from pdserve.telemetry.propagate import AttributeValue, TraceContext, parse, render
+from pdserve.telemetry.propagate import AttributeValue, TraceContext, as_otel, parse, render
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class OpenSpan:
 
     def set(self, key: str, value: AttributeValue) -> None:
         if self._span is not None:
-            self._span.set_attribute(key, value)
+            self._span.set_attributes(as_otel({key: value}))
 
     def fail(self, error_type: str) -> None:
         """Marks the span as failed; `error_type` is a PdserveError's reason or an exception's name."""
@@ -183,7 +183,7 @@ def _start(
     spec = names.SPANS.get(name)
     kind = _otel().SpanKind[spec.kind.upper()] if spec else _otel().SpanKind.INTERNAL
     return tracer.start_span(
-        name, context=_context(parent), kind=kind, attributes=dict(attributes), start_time=start_ns
+        name, context=_context(parent), kind=kind, attributes=as_otel(attributes), start_time=start_ns
     )
 
 

@@ -1,0 +1,112 @@
+import itertools
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdserve.telemetry import names
+from pdserve.telemetry.metrics import Metrics, make_metrics
+
+
+def scrape(port: int, accept: str = "text/plain") -> str:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=5) as answer:
+        return answer.read().decode()
+
+
+def samples(text: str) -> dict[str, float]:
+    return {
+        sample.name + "".join(f"{{{key}={value}}}" for key, value in sample.labels.items()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.fixture
+def served():
+    metrics = Metrics("router")
+    yield metrics, metrics.serve(0)
+    metrics.close()
+
+
+def test_what_was_counted_is_scraped(served) -> None:
+    metrics, port = served
+    metrics.add(names.REQUESTS, outcome="served")
+    metrics.add(names.REQUESTS, 2, outcome="served")
+    metrics.set(names.QUEUED, 5)
+    metrics.observe(names.TTFT, 0.055, path="remote")
+    found = samples(scrape(port))
+    assert found["pdserve_requests_total{outcome=served}"] == 3
+    assert found["pdserve_requests_queued"] == 5
+    assert found["pdserve_ttft_seconds_bucket{le=0.05}{path=remote}"] == 0
+    assert found["pdserve_ttft_seconds_bucket{le=0.06}{path=remote}"] == 1
+
+
+def test_a_bucket_leads_to_a_trace(served) -> None:
+    metrics, port = served
+    metrics.observe(names.TTFT, 0.055, path="local", trace_id="ab" * 16)
+    assert f'trace_id="{"ab" * 16}"' in scrape(port, "application/openmetrics-text; version=1.0.0")
+
+
+def test_each_process_shows_its_own_metrics_only() -> None:
+    router, worker = Metrics("router").text(), Metrics("worker").text()
+    assert "pdserve_engine_steps_total" in worker
+    assert "pdserve_engine_steps_total" not in router
+    assert "pdserve_requests_queued" in router
+    with pytest.raises(KeyError):
+        Metrics("router").add(names.STEPS)
+
+
+def test_two_registries_live_in_one_process() -> None:
+    one, other = Metrics("worker"), Metrics("worker")
+    one.add(names.STEPS)
+    assert samples(one.text())["pdserve_engine_steps_total"] == 1
+    assert samples(other.text())["pdserve_engine_steps_total"] == 0
+
+
+def test_close_frees_the_port() -> None:
+    metrics = Metrics("worker")
+    port = metrics.serve(0)
+    assert scrape(port)
+    metrics.close()
+    metrics.close()
+    with pytest.raises(urllib.error.URLError):
+        scrape(port)
+
+
+def test_off_costs_no_import() -> None:
+    code = """
+import sys
+from pdserve.telemetry import names
+from pdserve.telemetry.metrics import Metrics, make_metrics
+for metrics in (Metrics.off(), make_metrics("worker", 0)):
+    metrics.add(names.STEPS); metrics.set(names.QUEUED, 1); metrics.observe(names.TTFT, 1.0, path="x")
+    assert metrics.text() == "" and metrics.serve(0) == 0 and not metrics.is_on
+    metrics.close()
+print("prometheus_client" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_taken_port_is_an_error() -> None:
+    with_server = Metrics("worker")
+    port = with_server.serve(0)
+    try:
+        with pytest.raises(OSError):
+            make_metrics("worker", port)
+    finally:
+        with_server.close()
+
+
+def test_names_units_and_buckets_are_well_formed() -> None:
+    for spec in names.METRICS.values():
+        assert spec.name.startswith(("pdserve_", "gen_ai_server_")), spec
+        assert (spec.kind == "counter") == spec.name.endswith("_total"), spec
+        assert (spec.kind == "histogram") == spec.name.endswith("_seconds") == bool(spec.buckets), spec
+        assert list(spec.buckets) == sorted(set(spec.buckets)), spec
+    for fine in (names.TTFT_BUCKETS, names.TPOT_BUCKETS):
+        assert max(high / low for low, high in itertools.pairwise(fine) if 0.02 <= low <= 0.5) < 1.6
