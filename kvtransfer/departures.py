@@ -41,6 +41,8 @@ class Retract:
 
 Action = Report | Announce | Retract
 
+_OWN_FAULTS = (Event.ABORTED, Event.INCOMPLETE)  # which a receiver that was never spoken to cannot know of
+
 
 @dataclass(slots=True)
 class Departure:
@@ -70,6 +72,7 @@ class Departures:
     is_linked: bool = False
     _open: dict[Tag, Departure] = field(default_factory=dict)
     _ready: deque[Tag] = field(default_factory=deque)
+    _unsaid: list[Retract] = field(default_factory=list)  # given up before the pair was connected
 
     @property
     def keys(self) -> list[TransferKey]:
@@ -77,7 +80,7 @@ class Departures:
 
     @property
     def needs_link(self) -> bool:
-        return not self.is_linked and any(one.grant.blocks for one in self._open.values())
+        return not self.is_linked and (bool(self._unsaid) or any(one.grant.blocks for one in self._open.values()))
 
     @property
     def next_alarm_s(self) -> float | None:
@@ -121,7 +124,11 @@ class Departures:
     def linked(self) -> list[Action]:
         """The pair is connected."""
         self.is_linked = True
-        return [action for departure in list(self._open.values()) for action in self._announce(departure)]
+        actions: list[Action] = [*self._unsaid]
+        self._unsaid.clear()
+        for departure in list(self._open.values()):
+            actions += self._announce(departure)
+        return actions
 
     def take(self, limit_blocks: int, now_s: float) -> Job | None:
         """The next chunk to send; its source blocks are being read until `written`."""
@@ -179,6 +186,7 @@ class Departures:
     def cut(self, error: str, now_s: float) -> list[Action]:
         """The connection is gone, and nothing is being read for it any more."""
         self.is_linked = False
+        self._unsaid.clear()
         actions: list[Action] = []
         for departure in list(self._open.values()):
             departure.is_announced = False
@@ -212,6 +220,8 @@ class Departures:
         if departure.is_announced and not session.is_open and session.state is not State.VERIFIED:
             departure.is_announced = False
             actions.append(Retract(departure.tag, session.error))
+        elif session.fault in _OWN_FAULTS and not self.is_linked and session.has_ended and departure.grant.blocks:
+            self._unsaid.append(Retract(departure.tag, session.error))
         if session.has_ended and self._open.pop(departure.tag, None) is not None:
             count_end(self.stats, session)
             is_sent = session.state is State.VERIFIED

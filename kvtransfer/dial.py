@@ -68,8 +68,8 @@ def dial(caller: Caller, endpoint: str, incarnation: str) -> Line:
     raise TransferFailed("; ".join(said))
 
 
-def _open(caller: Caller, transports: Sequence[int], endpoint: str, ends_s: float) -> transfer_pb2.OpenResponse:
-    request = transfer_pb2.OpenRequest(
+def open_request(caller: Caller, transports: Sequence[int]) -> transfer_pb2.OpenRequest:
+    return transfer_pb2.OpenRequest(
         fingerprint=fingerprint_to_proto(caller.fingerprint),
         sender_id=caller.worker_id,
         sender_incarnation=caller.incarnation,
@@ -77,10 +77,15 @@ def _open(caller: Caller, transports: Sequence[int], endpoint: str, ends_s: floa
         transports=[transfer_pb2.TransportKind.Name(kind) for kind in transports],
         checksums=[CHECKSUMS[kind] for kind in caller.checksums],
     )
+
+
+def _open(caller: Caller, transports: Sequence[int], endpoint: str, ends_s: float) -> transfer_pb2.OpenResponse:
     with grpc.insecure_channel(endpoint) as channel:
         try:
             stub = transfer_pb2_grpc.TransferServiceStub(channel)
-            answer: transfer_pb2.OpenResponse = stub.Open(request, timeout=max(0.1, ends_s - time.monotonic()))
+            answer: transfer_pb2.OpenResponse = stub.Open(
+                open_request(caller, transports), timeout=max(0.1, ends_s - time.monotonic())
+            )
         except grpc.RpcError as error:
             raise TransferFailed(f"{endpoint} refused: {error.code().name}: {error.details()}") from error
     return answer

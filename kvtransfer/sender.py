@@ -39,7 +39,7 @@ class StreamSender:
         if pool.block_bytes != fingerprint.block_bytes:
             raise ConfigError("fingerprint.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
         self._memory, self._num_blocks = flat(pool.buffer).toreadonly(), pool.num_blocks
-        self._caller = Caller(
+        self.caller = Caller(
             worker_id, incarnation, fingerprint, tuple(transports), tuple(checksums or checksum.available())
         )
         self._clock = clock
@@ -64,7 +64,7 @@ class StreamSender:
         """Raises Unavailable after close(); everything else reaches `on_end`."""
         error = ""
         try:
-            compare(grant.fingerprint, self._caller.fingerprint)
+            compare(grant.fingerprint, self.caller.fingerprint)
         except ConfigError as differs:
             error = differs.message
         deadline_at_s = None if deadline_s is None else self._clock() + deadline_s
@@ -115,7 +115,7 @@ class StreamSender:
         """With the lock held. Forgets the connections that have ended."""
         for old in [one for one, outbound in self._pairs.items() if outbound.is_over]:
             self._past = _sum([self._past, self._pairs.pop(old).stats])
-        outbound = self._pairs[pair] = Outbound(self._caller, self._memory, pair[0], pair[2], self._clock)
+        outbound = self._pairs[pair] = Outbound(self.caller, self._memory, pair[0], pair[2], self._clock)
         outbound.start()
         return outbound
 

@@ -1,11 +1,307 @@
 """What every transport must do, over real sockets and shared memory."""
 
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kvtransfer.endpoint import make_receiver, make_sender
+from kvtransfer.frames import Frame, Kind
+from kvtransfer.plan import DEFAULT_CHUNK_BYTES
+from kvtransfer.receiver import StreamReceiver
+from kvtransfer.sender import StreamSender
+from kvtransfer.transport import ReceiveOutcome, Receiver, Sender, SendOutcome
+from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, HostPool, Pair, fingerprint, wait_for
+
+MakePair = Callable[..., Pair]
 
 
-def test_a_transfer_equals_a_plain_copy(pair) -> None:
-    grant = pair.grant(tuple(range(10, 50)))
-    sources = tuple(range(5, 45))
+def test_both_ends_are_what_the_contract_says(pair: Pair) -> None:
+    receiver: Receiver = pair.receiver
+    sender: Sender = pair.sender
+    assert receiver is not sender
+
+
+def test_a_transfer_equals_a_plain_copy(pair: Pair) -> None:
+    grant, sources = pair.grant(tuple(range(10, 50))), tuple(range(5, 45))
     received, sent = pair.move(grant, sources)
-    assert (received.outcome, sent.outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT), (received, sent)
+    assert (received.outcome, received.error) == (ReceiveOutcome.VERIFIED, "")
+    assert (sent.outcome, sent.error) == (SendOutcome.SENT, "")
+    assert received.num_bytes == sent.num_bytes == 40 * BLOCK_BYTES
+    assert received.transfer_s > 0
     pair.assert_equal(grant, sources)
+    assert pair.landing.block(9) == pair.landing.block(50) == bytes(BLOCK_BYTES), "neighbours are untouched"
+
+
+def test_scattered_blocks_land_in_the_granted_order(pair: Pair) -> None:
+    grant, sources = pair.grant((40, 3, 4, 5, 63, 0, 22, 21)), (9, 8, 7, 50, 51, 1, 2, 33)
+    received, _ = pair.move(grant, sources)
+    assert received.outcome is ReceiveOutcome.VERIFIED
+    pair.assert_equal(grant, sources)
+
+
+def test_blocks_larger_than_a_chunk_travel_one_by_one(make_pair: MakePair, transport: str) -> None:
+    pair = make_pair(transport, num_blocks=4, block_bytes=DEFAULT_CHUNK_BYTES + 4096)
+    grant = pair.grant((2, 0, 1))
+    received, _ = pair.move(grant, (1, 2, 3))
+    assert received.outcome is ReceiveOutcome.VERIFIED
+    pair.assert_equal(grant, (1, 2, 3))
+    assert pair.receiver.stats.chunks == 3
+
+
+def test_more_bytes_than_the_ring_and_the_socket_hold_at_once(make_pair: MakePair, transport: str) -> None:
+    pair = make_pair(transport, num_blocks=512, block_bytes=65_536)
+    sources = tuple(reversed(range(512)))
+    grant = pair.grant(tuple(range(512)))
+    received, _ = pair.move(grant, sources)
+    assert (received.outcome, received.num_bytes) == (ReceiveOutcome.VERIFIED, 32 * 2**20)
+    pair.assert_equal(grant, sources)
+
+
+def test_blocks_pushed_in_any_order_and_in_pieces_make_one_transfer(pair: Pair) -> None:
+    grant = pair.grant(tuple(range(20, 30)))
+    received, sent = pair.begin(grant)
+    pair.sender.push(grant.key, [(7, 7), (8, 8)], False)
+    pair.sender.push(grant.key, [], False)
+    pair.sender.push(grant.key, [(0, 0), (2, 2), (1, 1)], False)
+    wait_for(lambda: pair.receiver.stats.chunks >= 2, "the first chunks")
+    assert received.all == []
+    pair.sender.push(grant.key, [(9, 9), (3, 3), (4, 4), (5, 5), (6, 6)], True)
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    assert sent.wait().outcome is SendOutcome.SENT
+    pair.assert_equal(grant, tuple(range(10)))
+
+
+def test_held_blocks_are_neither_sent_nor_written(pair: Pair) -> None:
+    pair.landing.fill(range(4), 0xAA)
+    grant = pair.grant((4, 5), held_blocks=4)
+    received, _ = pair.move(grant, (10, 11))
+    assert (received.outcome, received.num_bytes) == (ReceiveOutcome.VERIFIED, 2 * BLOCK_BYTES)
+    assert all(pair.landing.block(held) == b"\xaa" * BLOCK_BYTES for held in range(4))
+
+
+def test_a_transfer_of_nothing_is_verified_at_once(pair: Pair) -> None:
+    grant = pair.grant((), held_blocks=4)
+    received, sent = pair.begin(grant)
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    pair.sender.push(grant.key, [], True)
+    assert sent.wait().outcome is SendOutcome.SENT
+
+
+def test_many_transfers_at_once_from_many_threads(make_pair: MakePair, transport: str) -> None:
+    pair = make_pair(transport, num_blocks=512)
+    heard: list[tuple[Heard, Heard]] = []
+
+    def send(first: int) -> None:
+        grant = pair.grant(tuple(range(first, first + 8)), transfer_id=f"many-{first}")
+        heard.append(pair.begin(grant))
+        for i in range(8):
+            pair.sender.push(grant.key, [(i, first + i)], i == 7)
+
+    threads = [threading.Thread(target=send, args=(first,)) for first in range(0, 512, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {received.wait().outcome for received, _ in heard} == {ReceiveOutcome.VERIFIED}
+    assert {sent.wait().outcome for _, sent in heard} == {SendOutcome.SENT}
+    assert pair.landing.memory == pair.source.memory
+    assert pair.receiver.stats.verified == pair.sender.stats.verified == 64
+
+
+def test_several_senders_share_a_receiver(make_pair: MakePair, transport: str) -> None:
+    pair = make_pair(transport)
+    pools = [HostPool(64, seed=i) for i in range(3)]
+    senders = [
+        make_sender(pool, fingerprint(), worker_id=f"p{i + 1}", incarnation="1", transport=transport)
+        for i, pool in enumerate(pools)
+    ]
+    heard = []
+    for i, sender in enumerate(senders):
+        grant, received, sent = pair.grant(tuple(range(i * 10, i * 10 + 10))), Heard(), Heard()
+        pair.receiver.expect(grant, received)
+        sender.start(grant, sent)
+        sender.push(grant.key, [(j, j) for j in range(10)], True)
+        heard.append((grant, received))
+    for i, (grant, received) in enumerate(heard):
+        assert received.wait().outcome is ReceiveOutcome.VERIFIED
+        assert [pair.landing.block(block) for block in grant.blocks] == [pools[i].block(j) for j in range(10)]
+    for sender in senders:
+        sender.close()
+
+
+def test_one_sender_serves_several_receivers(make_pair: MakePair, transport: str) -> None:
+    first, second = make_pair(transport), make_pair(transport)
+    grant = second.grant((1, 2), transfer_id="other", worker_id="d1")
+    received, sent = Heard(), Heard()
+    second.receiver.expect(grant, received)
+    first.sender.start(grant, sent)
+    first.sender.push(grant.key, [(0, 0), (1, 1)], True)
+    other, _ = first.move(first.grant((5,)), (5,))
+    assert received.wait().outcome is other.outcome is ReceiveOutcome.VERIFIED
+
+
+def test_auto_takes_shared_memory_on_one_host(make_pair: MakePair) -> None:
+    pair = make_pair("auto")
+    opened = pair.host.open(pair.sender)
+    assert opened.transport == 1
+    assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
+
+
+# Wrong bytes, wrong words.
+
+
+def flip_in_chunk(number: int) -> Callable[..., bytes | bytearray]:
+    seen = [0]
+
+    def hook(frame: Frame, message: bytearray, body: memoryview) -> bytearray:
+        if frame.kind is Kind.CHUNK:
+            if seen[0] == number:
+                body[len(body) // 2] ^= 1
+            seen[0] += 1
+        return message
+
+    return hook
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_flipped_bit_on_the_way_fails_the_transfer_on_both_sides(
+    make_pair: MakePair, transport: str, number: int
+) -> None:
+    pair = make_pair(transport, num_blocks=300, hook=flip_in_chunk(number))
+    grant = pair.grant(tuple(range(300)))
+    received, sent = pair.move(grant, tuple(range(300)))
+    assert received.outcome is ReceiveOutcome.FAILED
+    assert sent.outcome is SendOutcome.FAILED
+    assert "checksum mismatch in blocks" in received.error
+    assert "checksum mismatch in blocks" in sent.error
+    assert pair.receiver.stats.checksum_mismatches == 1
+    again, _ = pair.move(pair.grant((1, 2), transfer_id=grant.key.transfer_id), (1, 2))
+    assert again.outcome is ReceiveOutcome.VERIFIED, "the connection still serves other transfers"
+
+
+def test_a_wrong_checksum_for_right_bytes_is_no_better(make_pair: MakePair, transport: str) -> None:
+    def hook(frame: Frame, message: bytearray, body: memoryview) -> bytes | bytearray:
+        if frame.kind is not Kind.CHUNK:
+            return message
+        return replace(frame, checksum=b"\0" * 8).encode() + message[64:]
+
+    pair = make_pair(transport, hook=hook)
+    received, _ = pair.move(pair.grant((1,)), (1,))
+    assert received.outcome is ReceiveOutcome.FAILED
+
+
+def test_a_lost_chunk_is_noticed_when_the_last_one_comes(make_pair: MakePair, transport: str) -> None:
+    def hook(frame: Frame, message: bytearray, body: memoryview) -> bytes | bytearray:
+        return b"" if frame.kind is Kind.CHUNK and frame.first == 0 else message
+
+    pair = make_pair(transport, num_blocks=300, hook=hook)
+    received, sent = pair.move(pair.grant(tuple(range(300))), tuple(range(300)))
+    assert received.outcome is ReceiveOutcome.FAILED
+    assert "of 300 blocks never came" in received.error
+    assert sent.outcome is SendOutcome.FAILED
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": "bfloat16"}, {"model": "other"}, {"block_size": 32}, {"engine": "x"}, {"protocol": 2}, {"layout": "z"}],
+)
+def test_a_grant_with_another_fingerprint_fails_naming_the_field_and_both_values(
+    pair: Pair, changes: dict[str, object]
+) -> None:
+    [(field, theirs)] = changes.items()
+    mine = getattr(fingerprint(), field)
+    grant, sent = pair.grant((1,), fingerprint=fingerprint(**changes)), Heard()
+    pair.sender.start(grant, sent)
+    end = sent.wait()
+    assert end.outcome is SendOutcome.FAILED
+    assert end.error == f"fingerprint.{field}: got {mine!r}, expected {theirs!r}, as on the receiving worker"
+
+
+def test_a_pool_that_does_not_match_the_fingerprint_is_a_config_error(transport: str) -> None:
+    facts = fingerprint(block_bytes=8)
+    with pytest.raises(ConfigError, match=r"fingerprint.block_bytes: got 8, expected 4096"):
+        make_sender(HostPool(1), facts, worker_id="p", incarnation="i", transport=transport)
+    with pytest.raises(ConfigError, match=r"fingerprint.block_bytes: got 8, expected 4096"):
+        make_receiver(HostPool(1), facts, worker_id="d", incarnation="i", host="127.0.0.1", transport=transport)
+
+
+def test_a_transport_that_does_not_exist_yet_is_a_config_error_that_names_those_that_do() -> None:
+    with pytest.raises(ConfigError, match="transport: got nccl, expected one of auto, shm, tcp"):
+        make_sender(HostPool(1), fingerprint(), worker_id="p", incarnation="i", transport="nccl")
+
+
+def test_indices_and_blocks_that_do_not_exist_are_refused(pair: Pair) -> None:
+    received, bad = Heard(), pair.grant((1, 64))
+    with pytest.raises(InvalidRequest, match=r"grant.blocks: got 1\.\.64, expected 0\.\.63"):
+        pair.receiver.expect(bad, received)
+    with pytest.raises(InvalidRequest, match=r"grant.blocks: got a block twice"):
+        pair.receiver.expect(pair.grant((3, 3)), received)
+    grant = pair.grant((1, 2))
+    _, sent = pair.begin(grant)
+    with pytest.raises(InvalidRequest, match=r"blocks: got grant index 2, expected 0\.\.1"):
+        pair.sender.push(grant.key, [(2, 0)], False)
+    with pytest.raises(InvalidRequest, match=r"blocks: got source block -1, expected 0\.\.63"):
+        pair.sender.push(grant.key, [(0, -1)], False)
+    pair.sender.push(grant.key, [(0, 0), (1, 1)], True)
+    assert sent.wait().outcome is SendOutcome.SENT
+
+
+def test_a_push_that_leaves_a_gap_or_repeats_a_block_fails_both_sides(pair: Pair) -> None:
+    grant = pair.grant((1, 2, 3))
+    received, sent = pair.begin(grant)
+    pair.sender.push(grant.key, [(0, 0)], True)
+    assert sent.wait().error == "the last push leaves 2 of 3 blocks out"
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    grant = pair.grant((1, 2, 3))
+    received, sent = pair.begin(grant)
+    pair.sender.push(grant.key, [(0, 0), (1, 1)], False)
+    pair.sender.push(grant.key, [(1, 1)], False)
+    assert sent.wait().error == "blocks 1..1 of 3 were pushed twice"
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+
+
+# Closing.
+
+
+def test_closing_the_receiver_fails_what_is_open_and_refuses_more(pair: Pair) -> None:
+    received, sent = pair.begin(pair.grant((1, 2)))
+    pair.receiver.close()
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    assert sent.wait().outcome is SendOutcome.FAILED
+    assert not pair.receiver.is_healthy
+    with pytest.raises(Unavailable):
+        pair.receiver.expect(pair.grant((1,)), received)
+
+
+def test_closing_the_sender_fails_what_is_open_and_refuses_more(pair: Pair) -> None:
+    grant = pair.grant((1, 2))
+    received, sent = pair.begin(grant)
+    pair.sender.push(grant.key, [(0, 0)], False)
+    wait_for(lambda: pair.receiver.stats.chunks == 1, "the first chunk")
+    pair.sender.close()
+    assert sent.wait().outcome is SendOutcome.FAILED
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    with pytest.raises(Unavailable):
+        pair.sender.start(pair.grant((1,)), sent)
+
+
+def test_an_owner_whose_callback_raises_harms_nobody_else(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    def bad(_: object) -> None:
+        raise RuntimeError("mine")
+
+    grant = pair.grant((1,))
+    pair.receiver.expect(grant, bad)
+    pair.sender.start(grant, bad)
+    pair.sender.push(grant.key, [(0, 0)], True)
+    assert pair.move(pair.grant((2,)), (2,))[0].outcome is ReceiveOutcome.VERIFIED
+    wait_for(lambda: caplog.text.count("on_end of a transfer raised") == 2, "two log lines")
+
+
+def test_endpoints_are_of_the_classes_that_the_programs_build(pair: Pair) -> None:
+    assert isinstance(pair.receiver, StreamReceiver)
+    assert isinstance(pair.sender, StreamSender)

@@ -1,0 +1,113 @@
+"""A real man in the middle of a data connection: forwards frames and may change, hold or drop them.
+
+tcp: two sockets. shm: two Unix sockets, and the ring's descriptor is passed on, so that the proxy can reach
+into the shared memory as a faulty sender would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kvtransfer.frames import HEADER_BYTES, Frame, Kind, decode
+from kvtransfer.gate import SHM, TICKET_BYTES
+from kvtransfer.ring import Ring
+
+# (frame, header and inline payload, the chunk's bytes wherever they lie) -> what to forward; None cuts
+Hook = Callable[[Frame, bytearray, memoryview], bytes | bytearray | None]
+
+
+def read_exactly(sock: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        received = sock.recv_into(view)
+        if received == 0:
+            raise ConnectionError("closed")
+        view = view[received:]
+    return data
+
+
+class Proxy:
+    """Stands before one receiver; use as the `wrap` of make_pair."""
+
+    def __init__(self, receiver: Any, hook: Hook, block_bytes: int) -> None:
+        self._receiver, self._hook, self._block_bytes = receiver, hook, block_bytes
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+
+    async def Open(self, request: Any, context: Any) -> Any:
+        """The receiver's own answer, with this proxy's address."""
+        answer = await self._receiver.servicer.Open(request, context)
+        is_shm = answer.transport == SHM
+        door = socket.socket(socket.AF_UNIX if is_shm else socket.AF_INET, socket.SOCK_STREAM)
+        upstream = ("\0" + answer.address) if is_shm else ("127.0.0.1", int(answer.address.rpartition(":")[2]))
+        if is_shm:
+            name = f"kv-proxy-{secrets.token_hex(8)}"
+            door.bind("\0" + name)
+            answer.address = name
+        else:
+            door.bind(("127.0.0.1", 0))
+            answer.address = f"127.0.0.1:{door.getsockname()[1]}"
+        door.listen(1)
+        door.settimeout(10)
+        self._sockets.append(door)
+        self._spawn(self._serve, door, upstream, is_shm)
+        return answer
+
+    def close(self) -> None:
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        for thread in self._threads:
+            thread.join(10)
+
+    def _spawn(self, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _serve(self, door: socket.socket, upstream: Any, is_shm: bool) -> None:
+        with contextlib.suppress(OSError):
+            down, _ = door.accept()
+            up = socket.socket(down.family, socket.SOCK_STREAM)
+            self._sockets += [down, up]
+            up.connect(upstream)
+            up.sendall(read_exactly(down, TICKET_BYTES))
+            ring = None
+            if is_shm:
+                ring = Ring.accept(up)
+                ring.offer(down)
+            self._spawn(self._back, up, down)
+            try:
+                self._forward(down, up, ring)
+            finally:
+                for sock in (down, up):
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
+                if ring is not None:
+                    ring.close()
+
+    def _forward(self, down: socket.socket, up: socket.socket, ring: Ring | None) -> None:
+        while True:
+            message = read_exactly(down, HEADER_BYTES)
+            frame = decode(message, 2**30)
+            message += read_exactly(down, frame.length)
+            body = memoryview(message)[HEADER_BYTES:]
+            if ring is not None and frame.kind is Kind.CHUNK:
+                body = ring.slot(frame.slot, frame.count * self._block_bytes)
+            forwarded = self._hook(frame, message, body)
+            body.release()
+            if forwarded is None:
+                return
+            up.sendall(forwarded)
+
+    def _back(self, up: socket.socket, down: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := up.recv(4096):
+                down.sendall(data)
