@@ -65,6 +65,7 @@ def _worker(facts: WorkerFacts) -> cluster_pb2.WorkerView:
         is_connected=facts.is_connected,
         is_draining=facts.is_draining,
         load=messages.load_to_proto(facts.report),
+        num_blocks=facts.num_blocks,
     )
 
 

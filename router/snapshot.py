@@ -16,6 +16,7 @@ class WorkerFacts:
     incarnation: str
     role: Role
     endpoint: str
+    num_blocks: int
     is_connected: bool
     is_draining: bool
     is_usable: bool  # gets new work: connected, not draining, not silent
@@ -43,6 +44,7 @@ def take_snapshot(ledger: Ledger) -> Topology:
             incarnation=view.incarnation,
             role=view.role,
             endpoint=view.hello.endpoint,
+            num_blocks=view.hello.num_blocks,
             is_connected=view.is_connected,
             is_draining=view.is_draining,
             is_usable=ledger.fleet.is_usable(view, ledger.now_s),

@@ -101,6 +101,7 @@ class Worker:
     is_draining: bool
     running: int
     waiting: int
+    num_blocks: int
     free_blocks: int
     evictable_blocks: int
     context_tokens: int
@@ -221,6 +222,7 @@ def _worker(seen: cluster_pb2.WorkerView) -> Worker:
         is_draining=seen.is_draining,
         running=seen.load.running,
         waiting=seen.load.waiting,
+        num_blocks=seen.num_blocks,
         free_blocks=seen.load.free_blocks,
         evictable_blocks=seen.load.evictable_blocks,
         context_tokens=seen.load.context_tokens,

@@ -1,0 +1,95 @@
+"""Tiny random checkpoints of each family with their real flags on, and transformers as the oracle.
+
+Weights are drawn wide, so that the two most likely tokens of a position are far apart: fp32 rounding, which
+differs with the batch, cannot then decide a token. The bundled tokenizer is copied in; its vocabulary is used whole.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+ROOT = Path(__file__).parents[2]
+BUNDLED = next((ROOT / "pdserve/models").glob("stdlib-*"))
+VOCAB = json.loads((BUNDLED / "config.json").read_text())["vocab_size"]
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "rope_theta": 500_000.0,
+}
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama-2": lambda: LlamaConfig(**{**COMMON, "num_key_value_heads": 4}),
+    "llama-3": lambda: LlamaConfig(**COMMON, rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "mistral": lambda: MistralConfig(**COMMON, head_dim=16, sliding_window=40),
+    "qwen2": lambda: Qwen2Config(**COMMON, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**COMMON, head_dim=32),
+}
+
+
+def build(name: str, folder: Path) -> Path:
+    """Writes the checkpoint as Hugging Face does and returns its folder."""
+    torch.manual_seed(sum(map(ord, name)))
+    model = AutoModelForCausalLM.from_config(FAMILIES[name]()).float()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias"):  # initialised to zero, which would test nothing
+                parameter.normal_(0.0, 0.3)
+            elif "norm" in key:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    for part in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED / part, folder / part)
+    return folder
+
+
+def prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(1, VOCAB) for _ in range(n)] for n in lengths]
+
+
+def oracle(folder: Path, texts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """Greedy continuations by transformers, one prompt at a time, end of sequence ignored."""
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    out = []
+    for ids in texts:
+        with torch.inference_mode():
+            done = model.generate(
+                torch.tensor([list(ids)]),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                min_new_tokens=max_tokens,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        out.append(done[0, len(ids) :].tolist())
+    return out

@@ -1,0 +1,78 @@
+"""Requests that every cluster must answer right, however it is deployed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from pdserve import AsyncClient, Completion
+from pdserve.engine.toy import answer
+from tests.cluster.cluster import Cluster
+
+LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 128, 200, 257, 350, 511, 600, 700)
+
+
+def generate_all(cluster: Cluster, prompts: Sequence[Any], **options: Any) -> list[Completion]:
+    """All prompts at once."""
+
+    async def run() -> list[Completion]:
+        async with AsyncClient(cluster.target) as client:
+            return await asyncio.gather(*(client.generate(prompt, **options) for prompt in prompts))
+
+    return asyncio.run(run())
+
+
+def toy_prompt(length: int, salt: int = 0) -> list[int]:
+    """Printable bytes without the toy's end-of-text byte."""
+    return [33 + (i * 7 + salt * 13 + length) % 90 for i in range(length)]
+
+
+def toy_answers_are_exact(cluster: Cluster) -> None:
+    """Greedy and seeded, remote and local, 16 at once: as computed by hand."""
+    prompts = [toy_prompt(n) for n in LENGTHS]
+    greedy = generate_all(cluster, prompts, max_tokens=64, temperature=0)
+    assert [list(done.token_ids) for done in greedy] == [answer(p, 64) for p in prompts]
+    paths = {done.timings.path for done in greedy}
+    assert paths == {"remote", "local"}
+    seeded = generate_all(cluster, prompts, max_tokens=64, temperature=0.8, seed=7)
+    assert [list(done.token_ids) for done in seeded] == [answer(p, 64, seed=7) for p in prompts]
+    again = generate_all(cluster, prompts, max_tokens=64, temperature=0.8, seed=7)
+    assert [done.text for done in again] == [done.text for done in seeded]
+    assert sum(done.usage.cached_prompt_tokens for done in again) > 0
+    cluster.wait_until_idle()
+
+
+def streams_are_whole(cluster: Cluster) -> None:
+    """What a stream shows piece by piece is what the finished call returns; stop strings cut at the right character."""
+    prompt = toy_prompt(120, salt=3)
+    whole = cluster.client.generate(prompt, max_tokens=80, temperature=0)
+    with cluster.client.stream(prompt, max_tokens=80, temperature=0) as stream:
+        pieces = list(stream)
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [t for piece in pieces for t in piece.token_ids] == list(whole.token_ids)
+    stop = whole.text[40:43]
+    cut = cluster.client.generate(prompt, max_tokens=80, temperature=0, stop=[stop])
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert (cut.finish_reason, cut.stop) == ("stop", stop)
+
+
+def endings_are_right(cluster: Cluster) -> None:
+    """End of sequence, stop token ids, min_tokens and max_tokens, each on both paths."""
+    for length in (6, 90):
+        text = [*toy_prompt(length - 2), 5, 4]  # the toy ends after five characters
+        ended = cluster.client.generate(text, max_tokens=32, temperature=0)
+        assert list(ended.token_ids) == answer(text, 32)
+        assert ended.finish_reason == "stop"
+        assert ended.usage.completion_tokens == len(answer(text, 32))
+        prompt = toy_prompt(length, salt=5)
+        tokens = answer(prompt, 32)
+        stopped = cluster.client.generate(prompt, max_tokens=32, temperature=0, stop_token_ids=[tokens[9]])
+        first = tokens.index(tokens[9])
+        assert list(stopped.token_ids) == tokens[: first + 1]
+        assert (stopped.finish_reason, stopped.stop_token_id) == ("stop", tokens[9])
+        one = cluster.client.generate(prompt, max_tokens=1, temperature=0)
+        assert (list(one.token_ids), one.finish_reason) == (tokens[:1], "length")
+
+
+ALL = (toy_answers_are_exact, streams_are_whole, endings_are_right)

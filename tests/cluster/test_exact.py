@@ -1,0 +1,60 @@
+"""Token-exact with transformers through SDK, router, prefill and decode workers, for each family (greedy, fp32)."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.families import BUNDLED, FAMILIES, build, oracle, prompts
+from tests.cluster.suite import LENGTHS, generate_all
+
+TOKENS = 64
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
+    """Prompts of 1 to 700 tokens, 16 at once, moved to the decode worker or read there, in one chunk or in many."""
+    folder = build(family, tmp_path / family)
+    texts = prompts(LENGTHS)
+    expected = oracle(folder, texts, TOKENS)
+    options = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    config = tmp_path / "small-chunks.toml"
+    config.write_text("[worker]\nmax_batch_tokens = 96\n")
+    with Cluster("--model", str(folder), "--config", str(config)) as cluster:
+        done = generate_all(cluster, texts, **options)
+        assert [list(one.token_ids) for one in done] == expected
+        assert {one.timings.path for one in done} == {"remote", "local"}
+        again = generate_all(cluster, texts, **options)  # now from the prefix caches
+        assert [list(one.token_ids) for one in again] == expected
+        assert sum(one.usage.cached_prompt_tokens for one in again) > 0
+        cluster.wait_until_idle()
+    with Cluster("--model", str(folder), "--prefill", "0") as colocated:
+        local = generate_all(colocated, texts, **options)
+        assert {one.timings.path for one in local} == {"local"}
+        assert [list(one.token_ids) for one in local] == expected
+
+
+@pytest.mark.timeout(180)
+def test_the_bundled_model_writes_as_transformers_does_and_seeds_hold(tmp_path: Path) -> None:
+    """Real text; and seeded sampling gives the same text whatever the batch, the path or the cache."""
+    folder = shutil.copytree(BUNDLED, tmp_path / "bundled")
+    texts = [
+        "def fib(n):",
+        "import json\n\n\nclass Encoder(",
+        "# Return the sum of two numbers\n",
+        '"""A queue.\n\n' * 12,
+    ]
+    seeded = {"max_tokens": 48, "temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 1234, "ignore_eos": True}
+    with Cluster("--model", str(folder)) as cluster:
+        ids = [cluster.client.tokenize(text) for text in texts]
+        expected = oracle(folder, ids, TOKENS)
+        done = generate_all(cluster, texts, max_tokens=TOKENS, temperature=0, ignore_eos=True)
+        assert [list(one.token_ids) for one in done] == expected
+        alone = [cluster.client.generate(text, **seeded).token_ids for text in texts]
+        together = generate_all(cluster, texts * 4, **seeded)
+        assert [one.token_ids for one in together] == alone * 4
+    with Cluster("--model", str(folder), "--prefill", "0") as colocated:
+        local = generate_all(colocated, texts, **seeded)
+        assert [one.token_ids for one in local] == alone

@@ -1,0 +1,107 @@
+"""SIGKILL of workers and of Redis while requests run, against plain processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve import AsyncClient
+from pdserve.engine.toy import answer
+from tests.cluster.cluster import Cluster, pid_listening_on
+from tests.cluster.faults import a_decode_worker_dies_in_mid_stream, a_prefill_worker_dies_while_it_prefills
+from tests.cluster.suite import toy_prompt
+
+pytestmark = pytest.mark.timeout(180)
+
+SLOW = "[worker]\ntoy_step_s = 0.01\nmax_batch_tokens = 256\n"
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    config = tmp_path_factory.mktemp("config") / "slow.toml"
+    config.write_text(SLOW)
+    with Cluster("--model", "toy", "--prefill", "2", "--decode", "2", "--config", str(config)) as cluster:
+        yield cluster
+
+
+def test_a_killed_decode_worker_costs_no_token_and_comes_back(slow: Cluster) -> None:
+    a_decode_worker_dies_in_mid_stream(slow)
+
+
+def test_a_killed_prefill_worker_costs_no_token_and_comes_back(slow: Cluster) -> None:
+    a_prefill_worker_dies_while_it_prefills(slow)
+
+
+def test_redis_may_die_under_load_and_the_index_refills(slow: Cluster) -> None:
+    """Requests go on while Redis is dead; when an empty one is back, a second asking of a prompt hits again."""
+    assert slow.redis_port is not None
+    away_s = float(os.environ.get("PDSERVE_REDIS_AWAY_S", "5"))  # `make test-slow` sets a minute
+    stop = asyncio.Event()
+    done = 0
+
+    async def ask(client: AsyncClient, salt: int) -> None:
+        nonlocal done
+        while not stop.is_set():
+            prompt = toy_prompt(30 + (done * 37 + salt * 11) % 300, salt=salt)
+            one = await client.generate(prompt, max_tokens=8, temperature=0)
+            assert list(one.token_ids) == answer(prompt, 8)
+            done += 1
+
+    async def run() -> None:
+        async with AsyncClient(slow.target) as client:
+            askers = [asyncio.create_task(ask(client, salt)) for salt in range(6)]
+            while done < 20:
+                await asyncio.sleep(0.02)
+            pid = pid_listening_on(slow.redis_port)
+            argv = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            os.kill(pid, signal.SIGKILL)
+            before = done
+            await asyncio.sleep(away_s)
+            assert done > before, "nothing was answered without Redis"
+            assert argv
+            stop.set()
+            await asyncio.gather(*askers)
+
+    asyncio.run(run())
+    deadline = time.monotonic() + 30
+    while True:  # the launcher brings Redis back; the workers' publishers fill it again
+        try:
+            pid_listening_on(slow.redis_port)
+            break
+        except AssertionError:
+            assert time.monotonic() < deadline, "Redis did not come back"
+            time.sleep(0.1)
+    prompt = toy_prompt(320, salt=29)
+    slow.client.generate(prompt, max_tokens=2, temperature=0)
+    while _index_keys(slow.redis_port) == 0:
+        assert time.monotonic() < deadline, "the index did not refill"
+        time.sleep(0.1)
+
+
+def _index_keys(port: int) -> int:
+    import redis
+
+    with redis.Redis(port=port) as client:
+        return sum(1 for _ in client.scan_iter("*:b:*", count=1000))
+
+
+def test_an_orphan_does_not_outlive_its_launcher(tmp_path: Path) -> None:
+    with Cluster("--model", "toy") as cluster:
+        pids = [cluster.pid_of(worker) for worker in cluster.workers()]
+        pids.append(pid_listening_on(cluster.port))
+        cluster.process.send_signal(signal.SIGKILL)
+        cluster.process.wait(10)
+        deadline = time.monotonic() + 10
+        while alive := [pid for pid in pids if _is_alive(pid)]:
+            assert time.monotonic() < deadline, f"{alive} outlived their launcher"
+            time.sleep(0.05)
+
+
+def _is_alive(pid: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return bool(state.strip()) and not state.startswith("Z")
