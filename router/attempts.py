@@ -46,7 +46,6 @@ def on_granted(ledger: Ledger, event: Granted) -> None:
     if not ledger.move(request, Move.GRANTED):
         return
     view = ledger.fleet.views[event.worker_id]
-    view.answered(view.bookings[request.request_id, request.attempt])
     view.granted_after(ledger.now_s - request.placed_s)
     request.refusals = 0
     if event.grant is None:
@@ -98,12 +97,11 @@ def on_first_token(ledger: Ledger, event: FirstToken) -> None:
     if event.worker_id != placement.prefill_worker:
         _odd(ledger, request, Move.FIRST_TOKEN)
         return
-    was_landed = request.stage is Stage.LANDED
     if not ledger.move(request, Move.FIRST_TOKEN):
         return
     view = ledger.fleet.views[placement.prefill_worker]
     view.computed(view.bookings[request.request_id, request.attempt], ledger.now_s)
-    view.answered(view.bookings[request.request_id, request.attempt])
+    view.arrived(view.bookings[request.request_id, request.attempt])
     ledger.is_placing_due = True
     _prefilled(request, placement.prefill_worker, view.hello.block_size, event)
     _emit(ledger, request, (event.token,))
@@ -122,8 +120,8 @@ def on_first_token(ledger: Ledger, event: FirstToken) -> None:
             first_token_id=event.token.token_id,
         )
     )
-    if was_landed:
-        ledger.counters["landed_first"] += 1
+    if request.stage is Stage.DECODING:
+        _joined(ledger, request, placement)
 
 
 def on_transfer_ended(ledger: Ledger, event: TransferEnded) -> None:
@@ -147,6 +145,8 @@ def on_transfer_ended(ledger: Ledger, event: TransferEnded) -> None:
     block_size = ledger.fleet.views[placement.decode_worker].hello.block_size
     attempt_tokens = request.facts.num_prompt_tokens + request.attempt_output
     request.cached_blocks[placement.decode_worker] = attempt_tokens // block_size
+    if request.stage is Stage.DECODING:
+        _joined(ledger, request, placement)
 
 
 def on_tokens(ledger: Ledger, event: TokensArrived) -> None:
@@ -214,6 +214,7 @@ def _on_row(ledger: Ledger, worker_id: str, row: TokenRow) -> None:
     booking = view.bookings[request.request_id, request.attempt]
     if booking.prefill_tokens:
         view.computed(booking, ledger.now_s)
+        view.arrived(booking)
         ledger.is_placing_due = True
         _prefilled(request, worker_id, view.hello.block_size, row)
     if tokens:
@@ -226,6 +227,13 @@ def _on_row(ledger: Ledger, worker_id: str, row: TokenRow) -> None:
         ledger.is_placing_due = True
         # A worker that says `finish` frees on its own.
         finish(ledger, request, row.finish or FinishReason.LENGTH, cancel=row.finish is None)
+
+
+def _joined(ledger: Ledger, request: Request, placement: Placement) -> None:
+    """The decode worker has KV and first token: the sequence is in the batch."""
+    view = ledger.fleet.views[placement.decode_worker]
+    view.arrived(view.bookings[request.request_id, request.attempt])
+    ledger.is_placing_due = True
 
 
 def _present(ledger: Ledger, worker_id: str, request_id: str, attempt: int) -> tuple[Request, Placement] | None:

@@ -160,7 +160,7 @@ class Ledger:
         view = self.fleet.views[worker_id]
         view.computed(booking, self.now_s)
         view.left_batch(booking)
-        view.answered(booking)
+        view.arrived(booking)
         self.out.append(Cancel(worker_id=worker_id, request_id=request.request_id, attempt=request.attempt))
 
     # -- explanations --------------------------------------------------------------------------------------------

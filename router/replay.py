@@ -1,8 +1,8 @@
 """Recordings of a router: what it was built with, each event and the commands it answered with. Pure.
 
 A recording is JSON lines. The first is {"settings": ...}; each of the others is
-{"now_s": t, "event": {"kind": ..., ...}, "commands": [{"kind": ..., ...}, ...]}. `Recorder` makes the lines and
-the runtime writes them; `replay` feeds the events to a fresh RouterState and compares.
+{"now_s": t, "event": {"is": ..., ...}, "commands": [{"is": ..., ...}, ...]}. The runtime writes the lines;
+`replay` feeds the events to a fresh RouterState and compares.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any, cast
 from router import codec
 from router.commands import Command
 from router.events import Event
+from router.settings import RouterSettings
+from router.state import RouterState
 
 
 def _kinds(union: Any) -> dict[str, type]:
@@ -35,15 +37,15 @@ _KINDS = EVENT_KINDS | COMMAND_KINDS
 
 
 def encode(item: Event | Command) -> dict[str, Any]:
-    return {"kind": type(item).__name__, **codec.encode(item)}
+    return {"is": type(item).__name__, **codec.encode(item)}
 
 
 def decode(data: dict[str, Any]) -> Event | Command:
     """Raises ValueError on an unknown kind or field, TypeError on a value of the wrong type."""
-    kind = _KINDS.get(data.get("kind", ""))
+    kind = _KINDS.get(data.get("is", ""))
     if kind is None:
-        raise ValueError(f"unknown kind {data.get('kind')!r}")
-    fields = {name: held for name, held in data.items() if name != "kind"}
+        raise ValueError(f"unknown kind {data.get('is')!r}")
+    fields = {name: held for name, held in data.items() if name != "is"}
     return cast("Event | Command", codec.decode(kind, fields))
 
 
@@ -56,21 +58,60 @@ class Step:
     commands: tuple[Command, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A step whose replay gave other commands than were recorded."""
+
+    number: int  # of the step; the first is 1
+    step: Step
+    replayed: tuple[Command, ...]
+
+
+def encode_settings(settings: RouterSettings) -> str:
+    """The first line of a recording, without its newline."""
+    return _dump({"settings": codec.encode(settings)})
+
+
+def make_step(now_s: float, event: Event, commands: Sequence[Command]) -> Step:
+    return Step(now_s=now_s, event=event, commands=tuple(commands))
+
+
 def encode_step(step: Step) -> str:
     """One line, without its newline."""
-    line = {"now_s": step.now_s, "event": encode(step.event), "commands": [encode(one) for one in step.commands]}
-    return json.dumps(line, separators=(",", ":"))
+    commands = [encode(one) for one in step.commands]
+    return _dump({"now_s": step.now_s, "event": encode(step.event), "commands": commands})
+
+
+def decode_settings(line: str) -> RouterSettings:
+    """Raises ValueError when `line` is not the first of a recording."""
+    data = json.loads(line)
+    if not isinstance(data, dict) or "settings" not in data:
+        raise ValueError("the first line of a recording holds the router's settings")
+    return cast("RouterSettings", codec.decode(RouterSettings, data["settings"]))
 
 
 def decode_step(line: str) -> Step:
+    """Raises ValueError, KeyError or TypeError on a line that is no step."""
     data = json.loads(line)
     commands = tuple(cast("Command", decode(one)) for one in data["commands"])
     return Step(now_s=float(data["now_s"]), event=cast("Event", decode(data["event"])), commands=commands)
 
 
-def read_steps(lines: Iterable[str]) -> Iterator[Step]:
-    return (decode_step(line) for line in lines if line.strip())
+def replay(lines: Iterable[str]) -> Iterator[Difference]:
+    """Feeds a recording to a fresh RouterState; yields what came out differently: nothing, if all is well.
+
+    A last line that was cut off (the router died while writing it) ends the recording.
+    """
+    rows = iter(lines)
+    state = RouterState(decode_settings(next(rows, "null")))
+    for number, line in enumerate(rows, start=1):
+        if not line.endswith("\n") and not line.endswith("}"):
+            return
+        step = decode_step(line)
+        commands = tuple(state.handle(step.event, step.now_s))
+        if commands != step.commands:
+            yield Difference(number=number, step=step, replayed=commands)
 
 
-def make_step(now_s: float, event: Event, commands: Sequence[Command]) -> Step:
-    return Step(now_s=now_s, event=event, commands=tuple(commands))
+def _dump(data: dict[str, Any]) -> str:
+    return json.dumps(data, separators=(",", ":"))

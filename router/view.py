@@ -31,7 +31,7 @@ class Booking:
     prefill_s: float = 0.0  # predicted time of that
     tpot_s: float | None = None  # promised; set while it has or will have a row in the decode batch
     is_sent: bool = False
-    is_answered: bool = False  # granted or refused (decode)
+    is_arriving: bool = True  # not computing yet (decode: not in the batch yet)
     is_cancelled: bool = False
 
 
@@ -45,7 +45,7 @@ class Totals:
     prefill_tokens: int = 0
     prefill_s: float = 0.0
     prefills: int = 0
-    unanswered: int = 0
+    arriving: int = 0
 
     def copy(self) -> Totals:
         return Totals(
@@ -55,7 +55,7 @@ class Totals:
             self.prefill_tokens,
             self.prefill_s,
             self.prefills,
-            self.unanswered,
+            self.arriving,
         )
 
 
@@ -135,6 +135,12 @@ class WorkerView:
         return max(self.totals.rows, report.running + report.waiting + self.totals.rows - self._at_report.rows)
 
     @property
+    def num_arriving(self) -> int:
+        """Those that are on their way or wait here for their first step."""
+        totals = self.totals
+        return max(totals.arriving, self.report.waiting + totals.arriving - self._at_report.arriving)
+
+    @property
     def context_tokens(self) -> int:
         """Of those sequences."""
         return max(self.totals.tokens, self.report.context_tokens + self.totals.tokens - self._at_report.tokens)
@@ -169,7 +175,7 @@ class WorkerView:
         self.bookings[key] = booking
         totals = self.totals
         totals.blocks += booking.blocks
-        totals.unanswered += 1
+        totals.arriving += 1
         if booking.tpot_s is not None:
             totals.rows += 1
             totals.tokens += booking.tokens
@@ -180,11 +186,11 @@ class WorkerView:
             totals.prefills += 1
             self.free_at_s = max(self.free_at_s, now_s) + booking.prefill_s
 
-    def answered(self, booking: Booking) -> None:
-        """The worker took it (or it is over): it waits no longer in the inbox."""
-        if not booking.is_answered:
-            booking.is_answered = True
-            self.totals.unanswered -= 1
+    def arrived(self, booking: Booking) -> None:
+        """It waits no longer in the worker's inbox: it computes, or is over."""
+        if booking.is_arriving:
+            booking.is_arriving = False
+            self.totals.arriving -= 1
 
     def grew(self, booking: Booking, tokens: int) -> None:
         """A decode row has `tokens` more tokens."""
@@ -218,7 +224,7 @@ class WorkerView:
     def unbook(self, booking: Booking, now_s: float) -> None:
         self.computed(booking, now_s)
         self.left_batch(booking)
-        self.answered(booking)
+        self.arrived(booking)
         self.totals.blocks -= booking.blocks
         del self.bookings[booking.request_id, booking.attempt]
 
@@ -267,7 +273,7 @@ class WorkerView:
         assert totals.prefill_tokens == sum(one.prefill_tokens for one in bookings), "prefill tokens"
         assert totals.prefills == sum(one.prefill_tokens > 0 for one in bookings), "prefills"
         assert abs(totals.prefill_s - sum(one.prefill_s for one in bookings)) < 1e-6, "prefill seconds"
-        assert totals.unanswered == sum(not one.is_answered for one in bookings), "unanswered"
+        assert totals.arriving == sum(one.is_arriving for one in bookings), "arriving"
         assert self.promises == Counter(one.tpot_s for one in rows), "promises"
         for (request_id, attempt), one in self.bookings.items():
             assert (request_id, attempt) == (one.request_id, one.attempt)

@@ -22,15 +22,18 @@ def is_prefill_open(view: WorkerView, ask: Ask, now_s: float) -> bool:
 
 
 def is_decode_open(view: WorkerView, ask: Ask, now_s: float) -> bool:
-    """A row and the blocks of prompt and next token are free, and its inbox has room.
+    """A row is free, blocks for the sequence and for every other one to grow by one are, and its inbox has room.
 
     An empty worker is asked whatever its report says: the report may be old, and it knows best.
     """
-    return (
-        view.closed_until_s <= now_s
-        and view.totals.unanswered < view.hello.inbox_depth
-        and view.num_rows < view.hello.max_batch
-        and (view.available_blocks >= view.blocks_for(ask.num_tokens + 1) or not view.bookings)
+    rows = view.num_rows
+    return view.closed_until_s <= now_s and (
+        not view.bookings
+        or (
+            rows < view.hello.max_batch
+            and view.num_arriving < view.hello.inbox_depth
+            and view.available_blocks >= view.blocks_for(ask.num_tokens) + rows
+        )
     )
 
 

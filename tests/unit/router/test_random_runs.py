@@ -1,0 +1,123 @@
+"""RouterState in a world where everything goes wrong at once: each client hears the right tokens, once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from pdserve.core.types import FinishReason, Role, Slo
+from router.commands import EndCancelled, FailKind, FailRequest, FinishRequest
+from router.settings import RouterSettings
+from tests.unit.router.world import Client, World, arrival
+
+SEEDS = range(60)
+ALLOWED_FAILURES = {
+    FailKind.OVERLOADED,
+    FailKind.NO_WORKERS,
+    FailKind.DEADLINE,
+    FailKind.TRANSFER,
+    FailKind.KV_LOST,
+    FailKind.UNAVAILABLE,
+    FailKind.INTERNAL,
+}
+
+
+def run(seed: int, faults: float, policy: str, requests: int = 25, stirs: int = 3000) -> World:
+    settings = RouterSettings(policy=policy, is_strict=True, max_queue=20, max_attempts=5, worker_silence_s=1.0)
+    world = World(seed, settings, faults)
+    rng = world.rng
+    for index in range(rng.randint(1, 3)):
+        world.start(f"p{index}", Role.PREFILL)
+    for index in range(rng.randint(1, 3)):
+        world.start(f"d{index}", Role.DECODE)
+    arrivals = sorted(rng.randrange(stirs * 3 // 4) for _ in range(requests))
+    for turn in range(stirs):
+        while arrivals and arrivals[0] <= turn:
+            arrivals.pop(0)
+            name = f"r{len(world.clients)}"
+            most = rng.choice([1, 2, 8, 30])
+            world.arrive(
+                arrival(
+                    name,
+                    prompt=rng.choice([1, 5, 40, 100, 300]),
+                    max_tokens=most,
+                    deadline_s=rng.choice([None, None, 0.5, 20.0]) if faults else None,
+                    priority=rng.choice([0, 0, 1]),
+                    slo=Slo(ttft_s=rng.choice([0.1, 2.0])),
+                    cached_blocks={"p0": rng.randint(0, 3), "d0": rng.randint(0, 3), "gone": 2},
+                ),
+                length=rng.randint(1, most),
+                stop_after=rng.choice([None, None, None, 1, 3]),
+            )
+        world.stir()
+    world.settle()
+    return world
+
+
+@pytest.mark.parametrize("policy", ["least-ttft", "round-robin", "colocated"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whatever_fails_each_client_hears_the_right_tokens_and_one_last_word(seed: int, policy: str) -> None:
+    world = run(seed, faults=0.02, policy=policy)
+    for client in world.clients.values():
+        match client.last_word:
+            case FinishRequest():
+                _check_finish(client, client.last_word)
+            case FailRequest():
+                assert client.last_word.kind in ALLOWED_FAILURES
+            case EndCancelled():
+                pass
+            case _:
+                raise AssertionError(f"no last word for {client.request.request_id}")
+    topology = world.state.snapshot()
+    assert (topology.queued, topology.running, topology.releasing) == (0, 0, 0)
+    assert all(worker.booked_blocks == 0 for worker in topology.workers)
+
+
+@pytest.mark.parametrize("policy", ["least-ttft", "round-robin", "colocated"])
+@pytest.mark.parametrize("seed", range(20))
+def test_where_nothing_fails_every_request_is_served_in_one_attempt(seed: int, policy: str) -> None:
+    world = run(seed, faults=0.0, policy=policy)
+    refused = 0
+    for client in world.clients.values():
+        word = client.last_word
+        if isinstance(word, FailRequest):
+            assert word.kind is FailKind.OVERLOADED
+            refused += 1
+            continue
+        assert isinstance(word, FinishRequest), word
+        _check_finish(client, word)
+        assert word.timings.attempts == 1
+    counters = world.state.counters
+    assert not {name for name in counters if name.startswith(("lost", "illegal", "odd", "never"))}, counters
+    assert refused < len(world.clients)
+
+
+def _check_finish(client: Client, word: FinishRequest) -> None:
+    stop_after = client.stop_after
+    if stop_after is not None and stop_after <= len(client.heard) and word.reason is FinishReason.STOP:
+        assert word.usage.completion_tokens in (stop_after, client.length)
+    else:
+        assert len(client.heard) == client.length == word.usage.completion_tokens
+    assert word.usage.prompt_tokens == client.request.num_prompt_tokens
+
+
+def test_the_random_runs_reach_every_kind_of_ending_and_loss() -> None:
+    counters: Counter[str] = Counter()
+    for seed in SEEDS:
+        counters += run(seed, faults=0.02, policy="least-ttft").state.counters
+    for name in (
+        "outcome_served",
+        "outcome_cancelled",
+        "outcome_expired",
+        "outcome_failed",
+        "lost_death",
+        "lost_silence",
+        "lost_transfer",
+        "lost_internal",
+        "lost_plan",
+        "late",
+        "refused_inbox_full",
+        "refused_draining",
+    ):
+        assert counters[name], f"no run reaches {name}: {counters}"

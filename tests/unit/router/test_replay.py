@@ -1,0 +1,118 @@
+"""A recording, fed to a fresh router, gives equal commands."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pdserve.core.types import FinishReason, Sampling, Slo, TokenOut
+from router import replay
+from router.commands import Cancel, Outcome
+from router.events import RequestArrived, TimePassed, TokenRow, TokensArrived
+from router.settings import RouterSettings
+from tests.unit.router.test_random_runs import run
+from tests.unit.router.world import World
+
+
+def recording(world: World) -> list[str]:
+    lines = [replay.encode_settings(world.state.settings)]
+    lines += [replay.encode_step(replay.make_step(now_s, event, commands)) for now_s, event, commands in world.log]
+    return [line + "\n" for line in lines]
+
+
+@pytest.mark.parametrize("policy", ["least-ttft", "round-robin"])
+def test_ten_thousand_recorded_events_replay_to_equal_commands(policy: str) -> None:
+    world = run(7, faults=0.02, policy=policy, requests=900, stirs=50_000)
+    assert len(world.log) > 10_000
+    assert list(replay.replay(recording(world))) == []
+
+
+def test_a_changed_command_is_found_with_its_step() -> None:
+    world = run(3, faults=0.0, policy="least-ttft", requests=5, stirs=300)
+    now_s, event, _ = world.log[20]
+    world.log[20] = (now_s, event, (Cancel(worker_id="p0", request_id="r0", attempt=9),))
+    (difference,) = replay.replay(recording(world))
+    assert difference.number == 21
+    assert difference.step.event == event
+
+
+def test_other_settings_give_another_run() -> None:
+    world = run(5, faults=0.0, policy="least-ttft")
+    lines = recording(world)
+    lines[0] = replay.encode_settings(dataclasses.replace(world.state.settings, policy="colocated")) + "\n"
+    # Another policy meets messages that it never asked for; a strict router would raise on them.
+    lines[0] = lines[0].replace('"is_strict":true', '"is_strict":false')
+    assert next(replay.replay(lines), None) is not None
+
+
+def test_a_line_that_was_cut_off_ends_the_recording() -> None:
+    lines = recording(run(2, faults=0.0, policy="least-ttft", requests=3, stirs=200))
+    lines[-1] = lines[-1][: len(lines[-1]) // 2]
+    assert list(replay.replay(lines)) == []
+
+
+def test_a_file_that_is_no_recording_is_refused() -> None:
+    with pytest.raises(ValueError, match="first line"):
+        list(replay.replay(['{"now_s": 1}\n']))
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        RequestArrived(
+            request_id="a",
+            num_prompt_tokens=3,
+            sampling=Sampling(max_tokens=4, stop=("x",), stop_token_ids=(1, 2), logprobs=0, seed=2**64 - 1),
+            slo=Slo(ttft_s=0.5),
+            deadline_s=2.5,
+            block_hashes=(b"\x00" * 16, b"\xff" * 16),
+            cached_blocks={"p0": 2},
+        ),
+        TokensArrived(
+            worker_id="d0",
+            rows=(
+                TokenRow(
+                    request_id="a",
+                    attempt=1,
+                    output_index=0,
+                    tokens=(TokenOut(token_id=1, logprob=-0.5, top=((1, -0.5), (2, -1.0))),),
+                    finish=FinishReason.STOP,
+                ),
+            ),
+        ),
+        TimePassed(),
+    ],
+    ids=lambda item: type(item).__name__,
+)
+def test_events_survive_the_way_to_json_and_back(item: replay.Event) -> None:
+    line = replay.encode_step(replay.make_step(1.5, item, []))
+    assert replay.decode_step(line) == replay.Step(now_s=1.5, event=item, commands=())
+
+
+def test_every_command_and_event_of_a_long_run_survives_json() -> None:
+    world = run(11, faults=0.02, policy="least-ttft")
+    for now_s, event, commands in world.log:
+        step = replay.decode_step(replay.encode_step(replay.make_step(now_s, event, commands)))
+        assert step == replay.Step(now_s=now_s, event=event, commands=commands)
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        ({"is": "Unheard"}, ValueError),
+        ({"is": "ClientLeft", "request_id": "a", "colour": 1}, ValueError),
+        ({"is": "ClientLeft", "request_id": 7}, TypeError),
+        ({"is": "ClientLeft"}, TypeError),
+        ({"is": "Granted", "worker_id": "d", "request_id": "a", "attempt": "1"}, TypeError),
+    ],
+)
+def test_what_is_no_event_is_refused(data: dict[str, object], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        replay.decode(data)
+
+
+def test_settings_survive_json() -> None:
+    settings = RouterSettings(policy="round-robin", max_queue=3, is_strict=True, worker_silence_s=0.5)
+    assert replay.decode_settings(replay.encode_settings(settings)) == settings
+    assert Outcome("served") is Outcome.SERVED

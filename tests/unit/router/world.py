@@ -1,0 +1,518 @@
+"""A small world for RouterState: workers that keep the protocol of worker.proto, and clients, at random or by hand.
+
+Each stream is a queue in each direction; which one moves next is drawn, so messages of different streams
+interleave in every way while each stream keeps its order. Workers know the right answer of each request and check
+what they are told; the world checks what each client hears. No mocks: RouterState is the real one, and so are the
+policies under it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvtransfer.transport import Fingerprint, Grant, TransferKey
+from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut
+from router.commands import (
+    Admit,
+    Cancel,
+    Command,
+    DrainWorker,
+    EmitTokens,
+    EndCancelled,
+    FailRequest,
+    FinishRequest,
+    Prefill,
+    Reserve,
+    WakeAt,
+)
+from router.events import (
+    AttemptFailed,
+    BatchTimed,
+    ClientLeft,
+    Event,
+    FailureKind,
+    FirstToken,
+    Granted,
+    LoadReported,
+    RefusalReason,
+    Refused,
+    Released,
+    RequestArrived,
+    StopMatched,
+    TimePassed,
+    TokenRow,
+    TokensArrived,
+    TransferEnded,
+    WorkerConnected,
+    WorkerLost,
+)
+from router.settings import RouterSettings
+from router.state import RouterState
+
+BLOCK = 16
+FINGERPRINT = Fingerprint(
+    protocol=1, model="toy", dtype="int", layout="toy", block_size=BLOCK, block_bytes=1024, engine="toy"
+)
+Key = tuple[str, int]
+
+
+def answer(request_id: str, index: int) -> int:
+    """The one right token at each output position."""
+    return sum(request_id.encode()) * 131 % 1009 * 1000 + index
+
+
+def hello(worker_id: str, role: Role, life: int = 1, **facts: object) -> WorkerConnected:
+    held: dict[str, object] = {
+        "worker_id": worker_id,
+        "incarnation": f"{worker_id}.{life}",
+        "role": role,
+        "endpoint": f"{worker_id}:1",
+        "block_size": BLOCK,
+        "num_blocks": 64,
+        "max_context_tokens": 512,
+        "max_batch": 8,
+        "max_batch_tokens": 128,
+        "inbox_depth": 4,
+        "block_bytes": 1024,
+    }
+    return WorkerConnected(**{**held, **facts})  # type: ignore[arg-type]
+
+
+def arrival(request_id: str, prompt: int = 100, max_tokens: int = 8, **facts: object) -> RequestArrived:
+    held: dict[str, object] = {
+        "request_id": request_id,
+        "num_prompt_tokens": prompt,
+        "sampling": Sampling(max_tokens=max_tokens),
+        "slo": Slo(),
+    }
+    return RequestArrived(**{**held, **facts})  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class Held:
+    """One attempt on one worker."""
+
+    output: int  # tokens that were answered before, and since
+    tokens: int
+    is_local: bool = False
+    stage: str = "waiting"  # decode: landing, running, ending; prefill: waiting, sending, ending
+    is_admitted: bool = False
+    has_landed: bool = False
+    grant: Grant | None = None
+
+
+@dataclass(slots=True)
+class Worker:
+    worker_id: str
+    role: Role
+    life: int = 1
+    is_up: bool = True
+    is_connected: bool = False
+    is_frozen: bool = False
+    is_draining: bool = False
+    held: dict[Key, Held] = field(default_factory=dict)
+    inbox: deque[Command] = field(default_factory=deque)
+    outbox: deque[Event] = field(default_factory=deque)
+    steps: int = 0
+
+    def load(self) -> LoadReported:
+        used = sum(-(-one.tokens // BLOCK) for one in self.held.values())
+        running = [one for one in self.held.values() if one.stage == "running"]
+        return LoadReported(
+            worker_id=self.worker_id,
+            steps=self.steps,
+            free_blocks=max(64 - used, 0),
+            running=len(running),
+            waiting=len(self.held) - len(running),
+            context_tokens=sum(one.tokens for one in running),
+            is_draining=self.is_draining,
+        )
+
+
+@dataclass(slots=True)
+class Client:
+    request: RequestArrived
+    length: int  # output tokens of the right answer
+    heard: list[int] = field(default_factory=list)
+    last_word: Command | None = None
+    stop_after: int | None = None  # output tokens after which the runtime finds a stop string
+
+
+class World:
+    def __init__(self, seed: int, settings: RouterSettings, faults: float = 0.0) -> None:
+        self.rng = random.Random(seed)
+        self.state = RouterState(settings)
+        self.faults = faults
+        self.workers: dict[str, Worker] = {}
+        self.clients: dict[str, Client] = {}
+        self.now_s = 0.0
+        self.wake_at_s: float | None = None
+        self.log: list[tuple[float, Event, tuple[Command, ...]]] = []
+        self.own_events: deque[Event] = deque()
+        self.num_generations = 0
+
+    # -- the router's side ---------------------------------------------------------------------------------------
+
+    def hand(self, event: Event) -> list[Command]:
+        commands = self.state.handle(event, self.now_s)
+        self.log.append((self.now_s, event, tuple(commands)))
+        self.state.check()
+        for command in commands:
+            self._execute(command)
+        while self.own_events:
+            self.hand(self.own_events.popleft())
+        return commands
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case WakeAt():
+                assert command.at_s > self.now_s
+                self.wake_at_s = command.at_s
+            case EmitTokens():
+                client = self.clients[command.request_id]
+                assert client.last_word is None, f"{command.request_id} hears tokens after its last word"
+                assert command.first_index == len(client.heard), "tokens are not contiguous"
+                client.heard += [token.token_id for token in command.tokens]
+                right = [answer(command.request_id, index) for index in range(len(client.heard))]
+                assert client.heard == right, f"{command.request_id} hears wrong tokens"
+                if client.stop_after is not None and len(client.heard) >= client.stop_after:
+                    event = StopMatched(request_id=command.request_id, num_output_tokens=client.stop_after)
+                    self.own_events.append(event)
+            case FinishRequest() | FailRequest() | EndCancelled():
+                client = self.clients[command.request_id]
+                assert client.last_word is None, f"{command.request_id} has two last words"
+                client.last_word = command
+            case Reserve() | Prefill() | Admit() | Cancel() | DrainWorker():
+                worker = self.workers[command.worker_id]
+                if worker.is_connected:
+                    worker.inbox.append(command)
+
+    def pass_time(self, seconds: float) -> None:
+        """Lets the alarm ring on the way."""
+        until_s = self.now_s + seconds
+        while self.wake_at_s is not None and self.wake_at_s <= until_s:
+            self.now_s = self.wake_at_s
+            self.wake_at_s = None
+            self.hand(TimePassed())
+        self.now_s = until_s
+
+    # -- clients -------------------------------------------------------------------------------------------------
+
+    def arrive(self, request: RequestArrived, length: int | None = None, stop_after: int | None = None) -> Client:
+        most = request.sampling.max_tokens
+        client = Client(request, min(length or most, most), stop_after=stop_after)
+        self.clients[request.request_id] = client
+        self.hand(request)
+        return client
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def start(self, worker_id: str, role: Role) -> Worker:
+        worker = self.workers[worker_id] = Worker(worker_id, role)
+        self.connect(worker)
+        return worker
+
+    def connect(self, worker: Worker) -> None:
+        worker.is_connected = True
+        self.hand(hello(worker.worker_id, worker.role, worker.life))
+
+    def disconnect(self, worker: Worker, is_dead: bool) -> None:
+        """Messages that were on their way are lost, both ways."""
+        worker.inbox.clear()
+        worker.outbox.clear()
+        worker.held.clear()
+        worker.is_connected = worker.is_frozen = worker.is_draining = False
+        if is_dead:
+            worker.life += 1
+        self.hand(WorkerLost(worker_id=worker.worker_id, reason="gone"))
+
+    def take(self, worker: Worker) -> None:
+        """The worker reads one message."""
+        command = worker.inbox.popleft()
+        match command:
+            case Reserve():
+                self._reserve(worker, command)
+            case Prefill():
+                self._prefill(worker, command)
+            case Admit():
+                held = worker.held.get((command.request_id, command.attempt))
+                if held is not None and held.stage == "landing":
+                    assert command.first_token_id == answer(command.request_id, held.output)
+                    held.is_admitted = True
+                    held.output += 1
+                    held.tokens += 1
+                    self._join(held)
+            case Cancel():
+                self._cancel(worker, command)
+            case DrainWorker():
+                worker.is_draining = True
+
+    def _check_output(self, request_id: str, output: tuple[int, ...]) -> None:
+        assert output == tuple(answer(request_id, index) for index in range(len(output))), "wrong resumption point"
+
+    def _reserve(self, worker: Worker, command: Reserve) -> None:
+        assert worker.role is Role.DECODE
+        self._check_output(command.request_id, command.output_token_ids)
+        key = (command.request_id, command.attempt)
+        assert key not in worker.held, "an attempt number is used twice"
+        if self._refuses(worker, key):
+            return
+        tokens = self.clients[command.request_id].request.num_prompt_tokens + len(command.output_token_ids)
+        held = Held(len(command.output_token_ids), tokens, command.is_local)
+        held.stage = "running" if command.is_local else "landing"
+        worker.held[key] = held
+        grant = None
+        if not command.is_local:
+            self.num_generations += 1
+            grant = Grant(
+                key=TransferKey(transfer_id=key[0], attempt=key[1], generation=self.num_generations),
+                endpoint=worker.worker_id,
+                worker_id=worker.worker_id,
+                incarnation=str(worker.life),
+                fingerprint=FINGERPRINT,
+                blocks=tuple(range(-(-tokens // BLOCK))),
+                held_blocks=0,
+            )
+        self.say(worker, Granted(worker_id=worker.worker_id, request_id=key[0], attempt=key[1], grant=grant))
+
+    def _prefill(self, worker: Worker, command: Prefill) -> None:
+        assert worker.role is Role.PREFILL
+        self._check_output(command.request_id, command.output_token_ids)
+        key = (command.request_id, command.attempt)
+        assert key not in worker.held, "an attempt number is used twice"
+        assert command.grant.key.attempt == command.attempt, "an old grant is used"
+        if self._refuses(worker, key):
+            return
+        tokens = self.clients[command.request_id].request.num_prompt_tokens + len(command.output_token_ids)
+        worker.held[key] = Held(len(command.output_token_ids), tokens, grant=command.grant)
+
+    def _refuses(self, worker: Worker, key: Key) -> bool:
+        reason: RefusalReason | None = None
+        if worker.is_draining:
+            reason = RefusalReason.DRAINING
+        elif self.rng.random() < self.faults:
+            reason = self.rng.choice([RefusalReason.INBOX_FULL, RefusalReason.NO_BLOCKS])
+        if reason is not None:
+            self.say(
+                worker,
+                Refused(
+                    worker_id=worker.worker_id, request_id=key[0], attempt=key[1], reason=reason, retry_after_s=0.05
+                ),
+            )
+        return reason is not None
+
+    def _cancel(self, worker: Worker, command: Cancel) -> None:
+        key = (command.request_id, command.attempt)
+        held = worker.held.get(key)
+        if held is None:
+            self._released(worker, key)  # as the real ones do
+        elif held.stage in ("landing", "sending") and not held.has_landed:
+            held.stage = "ending"  # a copy may touch the blocks
+        else:
+            self.release(worker, key)
+
+    def release(self, worker: Worker, key: Key) -> None:
+        del worker.held[key]
+        self._released(worker, key)
+
+    def _released(self, worker: Worker, key: Key) -> None:
+        self.say(worker, Released(worker_id=worker.worker_id, request_id=key[0], attempt=key[1]))
+
+    def say(self, worker: Worker, event: Event) -> None:
+        worker.outbox.append(event)
+
+    @staticmethod
+    def _join(held: Held) -> None:
+        if held.is_admitted and held.has_landed:
+            held.stage = "running"
+
+    def work(self, worker: Worker) -> None:
+        """One of the worker's attempts makes one step, whatever step may come next."""
+        if not worker.held:
+            return
+        worker.steps += 1
+        key = self.rng.choice(sorted(worker.held))
+        held = worker.held[key]
+        if held.stage == "ending":
+            self.release(worker, key)
+        elif self.rng.random() < self.faults:
+            self._fail(worker, key, held)
+        elif worker.role is Role.PREFILL:
+            self._step_prefill(worker, key, held)
+        elif held.stage == "running":
+            self._step_decode(worker, key, held)
+
+    def _fail(self, worker: Worker, key: Key, held: Held) -> None:
+        name = {"worker_id": worker.worker_id, "request_id": key[0], "attempt": key[1]}
+        if held.stage == "landing" and held.has_landed:
+            return
+        if held.stage in ("landing", "sending") and self.rng.random() < 0.7:
+            self.say(worker, TransferEnded(**name, is_committed=False, error="checksum"))  # type: ignore[arg-type]
+        else:
+            kind = self.rng.choice([FailureKind.INTERNAL, FailureKind.TRANSFER])
+            self.say(worker, AttemptFailed(**name, kind=kind, message="by chance"))  # type: ignore[arg-type]
+        self.release(worker, key)
+
+    def _step_prefill(self, worker: Worker, key: Key, held: Held) -> None:
+        """The token and the KV leave on their own ways; either may be first at the router."""
+        if held.stage == "waiting":
+            token = TokenOut(token_id=answer(key[0], held.output))
+            finish = self._finish_of(key[0], held.output + 1)
+            held.stage = "sending"
+            self.say(
+                worker,
+                FirstToken(
+                    worker_id=worker.worker_id,
+                    request_id=key[0],
+                    attempt=key[1],
+                    token=token,
+                    finish=finish,
+                    queue_s=0.01,
+                    prefill_s=0.1,
+                ),
+            )
+            tokens = held.tokens
+            self.say(
+                worker,
+                BatchTimed(
+                    worker_id=worker.worker_id,
+                    rows=0,
+                    prefill_tokens=tokens,
+                    prefill_token_context=tokens * tokens / 2,
+                    context_tokens=0,
+                    step_s=0.01 + 1e-4 * tokens,
+                ),
+            )
+            return
+        # Sending: the blocks reach the decode worker, if it still waits for them.
+        assert held.grant is not None
+        target = self.workers[held.grant.worker_id]
+        landing = target.held.get(key)
+        if landing is not None and landing.stage == "landing" and str(target.life) == held.grant.incarnation:
+            landing.has_landed = True
+            self.say(
+                target,
+                TransferEnded(
+                    worker_id=target.worker_id,
+                    request_id=key[0],
+                    attempt=key[1],
+                    is_committed=True,
+                    transfer_s=0.01,
+                    num_bytes=1024 * held.tokens,
+                ),
+            )
+            self._join(landing)
+        elif not target.is_frozen:
+            self.say(
+                worker,
+                TransferEnded(
+                    worker_id=worker.worker_id, request_id=key[0], attempt=key[1], is_committed=False, error="gone"
+                ),
+            )
+        self.release(worker, key)
+
+    def _finish_of(self, request_id: str, num_output: int) -> FinishReason | None:
+        client = self.clients[request_id]
+        if num_output < client.length:
+            return None
+        return FinishReason.LENGTH if num_output >= client.request.sampling.max_tokens else FinishReason.STOP
+
+    def _step_decode(self, worker: Worker, key: Key, held: Held) -> None:
+        finish = self._finish_of(key[0], held.output + 1)
+        row = TokenRow(
+            request_id=key[0],
+            attempt=key[1],
+            output_index=held.output,
+            tokens=(TokenOut(token_id=answer(key[0], held.output)),),
+            finish=finish,
+            decode_s=0.5 if finish else 0.0,
+        )
+        held.output += 1
+        held.tokens += 1
+        self.say(worker, TokensArrived(worker_id=worker.worker_id, rows=(row,)))
+        if finish is not None:
+            self.release(worker, key)
+
+    # -- everybody -----------------------------------------------------------------------------------------------
+
+    def deliver(self, worker: Worker) -> None:
+        """The router reads one message of this worker."""
+        self.hand(worker.outbox.popleft())
+
+    def settle(self, limit_s: float = 300.0) -> None:
+        """Runs without new faults until nothing happens any more and every client has its last word."""
+        self.faults = 0.0
+        until_s = self.now_s + limit_s
+        while not (self.state.is_empty and all(client.last_word for client in self.clients.values())):
+            assert self.now_s < until_s, [c.request.request_id for c in self.clients.values() if not c.last_word]
+            is_busy = False
+            for worker in list(self.workers.values()):
+                if worker.is_frozen:
+                    worker.is_frozen = False
+                if not worker.is_connected:
+                    self.connect(worker)
+                worker.is_draining = False
+                while worker.inbox:
+                    self.take(worker)
+                    is_busy = True
+                if worker.held:
+                    self.work(worker)
+                    is_busy = True
+                while worker.outbox:
+                    self.deliver(worker)
+                    is_busy = True
+            self.beat()
+            self.pass_time(0.001 if is_busy else 0.05)
+        for worker in self.workers.values():
+            assert not worker.held, f"{worker.worker_id} still holds {worker.held}"
+
+    def beat(self) -> None:
+        for worker in self.workers.values():
+            if worker.is_connected and not worker.is_frozen:
+                self.say(worker, worker.load())
+
+    def stir(self) -> None:
+        """One random happening."""
+        rng = self.rng
+        workers = [one for one in self.workers.values() if one.is_connected and not one.is_frozen]
+        movable = [one for one in self.workers.values() if one.outbox and one.is_connected]
+        roll = rng.random()
+        if roll < 0.3 and movable:
+            self.deliver(rng.choice(movable))
+        elif roll < 0.5 and (readers := [one for one in workers if one.inbox]):
+            self.take(rng.choice(readers))
+        elif roll < 0.85 and workers:
+            self.work(rng.choice(workers))
+        elif roll < 0.93:
+            self.pass_time(rng.choice([0.0, 0.001, 0.01, 0.1]))
+        elif roll < 0.96:
+            self.beat()
+        else:
+            self._mishap()
+
+    def _mishap(self) -> None:
+        rng = self.rng
+        if rng.random() > 10 * self.faults:
+            return
+        worker = rng.choice(list(self.workers.values()))
+        match rng.choice(["kill", "cut", "freeze", "drain", "leave"] + ["thaw", "start"] * 6):
+            case "kill" if worker.is_connected:
+                self.disconnect(worker, is_dead=True)
+            case "cut" if worker.is_connected:
+                self.disconnect(worker, is_dead=False)
+            case "freeze" if worker.is_connected:
+                worker.is_frozen = True
+            case "thaw":
+                worker.is_frozen = worker.is_draining = False
+            case "drain" if worker.is_connected and rng.random() < 0.2:
+                worker.is_draining = True
+            case "start" if not worker.is_connected:
+                self.connect(worker)
+            case "leave":
+                live = [name for name, client in self.clients.items() if client.last_word is None]
+                if live:
+                    self.hand(ClientLeft(request_id=rng.choice(live)))
+            case _:
+                pass
