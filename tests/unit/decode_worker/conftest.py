@@ -1,0 +1,141 @@
+"""A decode batching with a toy engine behind it, driven by hand; the books are checked after each step and test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from decode_worker.batching import DecodeBatching
+from pdserve.core.attempt import Attempt, AttemptKey, EndRule
+from pdserve.core.blocks import BlockAllocator
+from pdserve.core.effects import DecodeEffect, Drawn, LandingHeld
+from pdserve.core.types import Sampling
+from pdserve.engine.interface import Row
+from pdserve.engine.toy import EOS, ToyEngine
+
+BLOCK_SIZE = 4
+
+
+class Bench:
+    """A batching, its engine, a clock that each step moves by a second, and what was drawn for whom."""
+
+    def __init__(
+        self,
+        num_blocks: int = 32,
+        max_batch: int = 4,
+        max_batch_tokens: int = 8,
+        max_mixed_tokens: int = 4,
+        inbox_depth: int = 4,
+    ) -> None:
+        self.engine = ToyEngine(num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        self.batching = DecodeBatching(
+            blocks=BlockAllocator(num_blocks),
+            block_size=BLOCK_SIZE,
+            max_batch=max_batch,
+            max_batch_tokens=max_batch_tokens,
+            max_mixed_tokens=max_mixed_tokens,
+            inbox_depth=inbox_depth,
+            end_rule=EndRule(eos_token_ids=frozenset({EOS}), max_context_tokens=num_blocks * BLOCK_SIZE),
+        )
+        self.now_s = 0.0
+        self.drawn: dict[str, list[int]] = {}
+        self.prompts: dict[AttemptKey, list[int]] = {}
+        self.grants: dict[AttemptKey, LandingHeld] = {}
+
+    @staticmethod
+    def key(name: str, attempt: int = 1) -> AttemptKey:
+        return AttemptKey(1, name, attempt)
+
+    def offer(
+        self,
+        name: str,
+        prompt: list[int],
+        *,
+        is_local: bool = True,
+        output: tuple[int, ...] = (),
+        attempt: int = 1,
+        deadline_at_s: float | None = None,
+        **sampling: Any,
+    ) -> list[DecodeEffect]:
+        key = self.key(name, attempt)
+        one = Attempt(
+            key=key,
+            prompt_ids=tuple(prompt),
+            output_ids=output,
+            sampling=Sampling(**{"temperature": 0.0, "max_tokens": 8, **sampling}),
+            arrived_s=self.now_s,
+            deadline_at_s=deadline_at_s,
+        )
+        effects = self.batching.offer(one, is_local=is_local, now_s=self.now_s)
+        self.prompts[key] = [*prompt, *output]
+        self.grants.update({effect.key: effect for effect in effects if isinstance(effect, LandingHeld)})
+        return effects
+
+    def write(self, name: str, attempt: int = 1) -> int:
+        """What a prefill worker does: writes the prompt's KV into the granted blocks, and draws the first token."""
+        key = self.key(name, attempt)
+        tokens, grant = self.prompts[key], self.grants[key]
+        source = ToyEngine(num_blocks=len(tokens) // BLOCK_SIZE + 1, block_size=BLOCK_SIZE)
+        blocks = list(range(-(-len(tokens) // BLOCK_SIZE)))
+        greedy = Sampling(temperature=0.0)
+        row = Row(tokens=tokens, start=0, blocks=blocks, sample=greedy, history=tokens, prompt_len=len(tokens))
+        first = source.step([row])[0]
+        assert first is not None
+        size = source.pool.block_bytes
+        for landing, block in zip(grant.blocks, blocks[grant.held_blocks :], strict=True):
+            self.engine.pool.buffer[landing * size : (landing + 1) * size] = source.pool.buffer[
+                block * size : (block + 1) * size
+            ]
+        return first.token_id
+
+    def land(self, name: str, attempt: int = 1) -> list[DecodeEffect]:
+        key = self.key(name, attempt)
+        return self.batching.landed(key, transfer_s=0.5, num_bytes=64, now_s=self.now_s)
+
+    def admit(self, name: str, first_token: int, attempt: int = 1) -> list[DecodeEffect] | None:
+        effects = self.batching.admit(self.key(name, attempt), first_token, self.now_s)
+        if effects is not None:
+            self.drawn[name] = [first_token]
+        return effects
+
+    def step(self) -> list[DecodeEffect]:
+        """The effects before and after one step."""
+        plan, before = self.batching.plan(self.now_s)
+        self.batching.check()
+        self.now_s += 1.0
+        if not plan.rows:
+            return before
+        after = self.batching.apply(plan, self.engine.step(plan.rows), self.now_s)
+        self.batching.check()
+        for one in after:
+            if isinstance(one, Drawn):
+                self.drawn.setdefault(one.key.request_id, []).append(one.token.token_id)
+        return [*before, *after]
+
+    def run(self, limit: int = 1000) -> list[DecodeEffect]:
+        effects: list[DecodeEffect] = []
+        while self.batching.has_work:
+            assert limit, "the batching makes no progress"
+            limit -= 1
+            effects += self.step()
+        return effects
+
+
+@pytest.fixture
+def make_bench() -> Iterator[Callable[..., Bench]]:
+    benches: list[Bench] = []
+
+    def make(**settings: int) -> Bench:
+        benches.append(Bench(**settings))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.batching.check()
+
+
+@pytest.fixture
+def bench(make_bench: Callable[..., Bench]) -> Bench:
+    return make_bench()

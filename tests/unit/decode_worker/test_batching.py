@@ -1,0 +1,412 @@
+"""What a decode worker holds, computes and draws, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from decode_worker.resident import Stage
+from pdserve.core.attempt import FailureKind, RefusalReason
+from pdserve.core.effects import (
+    Drawn,
+    Failed,
+    KvCommitted,
+    LandingHeld,
+    ReceiveAborted,
+    Refused,
+    Released,
+    SeatHeld,
+    StepAccount,
+    TransferLost,
+)
+from pdserve.core.types import FinishReason
+from pdserve.engine.toy import answer
+
+PROMPT = list(range(40, 50))  # two full blocks of four, and two tokens of a third
+
+
+def landing(bench: Any, name: str, prompt: list[int] = PROMPT, **settings: Any) -> int:
+    """Reserved, its KV written but not reported; the first token."""
+    [effect] = bench.offer(name, prompt, is_local=False, **settings)
+    assert isinstance(effect, LandingHeld)
+    first: int = bench.write(name)
+    return first
+
+
+# -- the remote path -------------------------------------------------------------------------------------------
+
+
+def test_a_landing_place_covers_the_prompt_in_one_run(bench: Any) -> None:
+    assert bench.offer("a", PROMPT, is_local=False) == [
+        LandingHeld(key=bench.key("a"), blocks=(0, 1, 2), held_blocks=0)
+    ]
+    assert not bench.batching.has_work
+
+
+@pytest.mark.parametrize("is_admitted_first", [True, False])
+def test_decoding_starts_when_kv_and_first_token_are_both_there(bench: Any, is_admitted_first: bool) -> None:
+    first = landing(bench, "a")
+    committed = KvCommitted(key=bench.key("a"), transfer_s=0.5, num_bytes=64)
+    if is_admitted_first:
+        assert bench.admit("a", first) == []
+        assert not bench.batching.has_work
+        assert bench.land("a") == [committed]
+    else:
+        assert bench.land("a") == [committed]
+        assert not bench.batching.has_work
+        assert bench.admit("a", first) == []
+    effects = bench.run()
+    assert bench.drawn["a"] == answer(PROMPT, 8)
+    rows = [one for one in effects if isinstance(one, Drawn)]
+    assert [row.output_index for row in rows] == list(range(1, 8))
+    assert [row.finish for row in rows] == [None] * 6 + [FinishReason.LENGTH]
+    assert rows[-1].decode_s == 7.0
+    assert effects[-1] == Released(key=bench.key("a"))
+
+
+def test_a_prefix_that_is_held_is_not_granted_again(bench: Any) -> None:
+    bench.offer("a", PROMPT, max_tokens=2)
+    bench.run()
+    [effect] = bench.offer("b", [*PROMPT[:8], 7, 8, 9], is_local=False)
+    assert (effect.held_blocks, len(effect.blocks)) == (2, 1)
+    first = bench.write("b")
+    bench.land("b")
+    bench.admit("b", first)
+    bench.run()
+    assert bench.drawn["b"] == answer([*PROMPT[:8], 7, 8, 9], 8)
+
+
+def test_a_prompt_that_is_held_whole_still_lands_its_last_block(bench: Any) -> None:
+    bench.offer("a", PROMPT[:8], max_tokens=1)
+    bench.run()
+    [effect] = bench.offer("b", PROMPT[:8], is_local=False)
+    assert (effect.held_blocks, len(effect.blocks)) == (1, 1)
+
+
+def test_landed_kv_serves_later_prompts(bench: Any) -> None:
+    first = landing(bench, "a")
+    bench.land("a")
+    bench.offer("b", PROMPT)
+    bench.run()
+    assert bench.drawn["b"] == answer(PROMPT, 8)
+    bench.admit("a", first)
+    bench.run()
+    assert bench.batching.blocks.num_referenced == 0
+
+
+def test_a_second_admit_is_told_from_the_first(bench: Any) -> None:
+    first = landing(bench, "a")
+    assert bench.admit("a", first) == []
+    assert bench.admit("a", first) is None
+    bench.land("a")
+    assert bench.admit("a", first) is None
+    assert bench.admit("nobody", 1) is None
+    bench.run()
+    assert bench.drawn["a"] == answer(PROMPT, 8)
+
+
+def test_a_lost_transfer_frees_the_landing_place(bench: Any) -> None:
+    landing(bench, "a")
+    key = bench.key("a")
+    assert bench.batching.lost(key, "checksum") == [TransferLost(key=key, error="checksum"), Released(key=key)]
+    assert bench.batching.blocks.num_free == 32
+
+
+def test_a_first_token_that_ends_the_text_is_not_decoded_from(bench: Any) -> None:
+    landing(bench, "a", max_tokens=1)
+    bench.land("a")
+    failed, released = bench.admit("a", 81) or []
+    assert (failed.kind, released) == (FailureKind.INVALID, Released(key=bench.key("a")))
+
+
+# -- the local path --------------------------------------------------------------------------------------------
+
+
+def test_a_local_prompt_is_read_in_chunks_and_then_decoded(bench: Any) -> None:
+    assert bench.offer("a", PROMPT) == [SeatHeld(key=bench.key("a"))]
+    plan, _ = bench.batching.plan(0.0)
+    assert plan.account == StepAccount(prefill_tokens=8, prefill_token_context=32.0)
+    bench.batching.apply(plan, bench.engine.step(plan.rows), 1.0)
+    bench.now_s = 1.0
+    effects = bench.run()
+    assert bench.drawn["a"] == answer(PROMPT, 8)
+    rows = [one for one in effects if isinstance(one, Drawn)]
+    assert [row.output_index for row in rows] == list(range(8))
+    assert (rows[0].queue_s, rows[0].prefill_s, rows[0].cached_tokens) == (0.0, 2.0, 0)
+    assert (rows[1].prefill_s, rows[-1].decode_s) == (0.0, 7.0)
+
+
+def test_a_local_prompt_uses_what_the_cache_has(bench: Any) -> None:
+    bench.offer("a", PROMPT, max_tokens=1)
+    bench.run()
+    bench.offer("b", PROMPT, max_tokens=2)
+    [first, *_] = [one for one in bench.run() if isinstance(one, Drawn)]
+    assert first.cached_tokens == 8
+    assert bench.drawn["b"] == answer(PROMPT, 2)
+
+
+def test_generated_blocks_are_cached_for_the_next_turn(bench: Any) -> None:
+    bench.offer("a", PROMPT)
+    bench.run()
+    turn = [*PROMPT, *bench.drawn["a"], 5]
+    bench.offer("b", turn, max_tokens=1)
+    [first] = [one for one in bench.run() if isinstance(one, Drawn)]
+    assert first.cached_tokens == 16
+    assert bench.drawn["b"] == answer(turn, 1)
+
+
+def test_tokens_that_the_client_has_count_as_output(bench: Any) -> None:
+    whole = answer(PROMPT, 8)
+    bench.offer("a", PROMPT, output=tuple(whole[:5]))
+    rows = [one for one in bench.run() if isinstance(one, Drawn)]
+    assert [row.output_index for row in rows] == [5, 6, 7]
+    assert bench.drawn["a"] == whole[5:]
+
+
+def test_residents_get_their_token_in_each_step_while_a_prompt_is_read(bench: Any) -> None:
+    bench.offer("a", PROMPT[:2], max_tokens=6)
+    bench.step()
+    bench.offer("b", list(range(12)), max_tokens=1)
+    chunks = []
+    while len(bench.drawn.get("b", ())) == 0:
+        plan, _ = bench.batching.plan(bench.now_s)
+        chunks.append([len(row.tokens) for row in plan.rows])
+        for one in bench.batching.apply(plan, bench.engine.step(plan.rows), bench.now_s):
+            if isinstance(one, Drawn):
+                bench.drawn.setdefault(one.key.request_id, []).append(one.token.token_id)
+    assert chunks == [[1, 4], [1, 4], [1, 4]]  # the mixed budget, not the whole one
+    bench.run()
+    assert bench.drawn == {"a": answer(PROMPT[:2], 6), "b": answer(list(range(12)), 1)}
+
+
+def test_a_step_has_no_more_rows_than_the_batch(make_bench: Any) -> None:
+    bench = make_bench(max_batch=2, inbox_depth=8)
+    prompts = {name: [n + 11, n + 12] for n, name in enumerate("abcde")}
+    for name, prompt in prompts.items():
+        bench.offer(name, prompt)
+    sizes = []
+    while bench.batching.has_work:
+        plan, _ = bench.batching.plan(bench.now_s)
+        sizes.append(len(plan.rows))
+        for one in bench.batching.apply(plan, bench.engine.step(plan.rows), bench.now_s):
+            if isinstance(one, Drawn):
+                bench.drawn.setdefault(one.key.request_id, []).append(one.token.token_id)
+    assert max(sizes) == 2
+    assert bench.drawn == {name: answer(prompt, 8) for name, prompt in prompts.items()}
+
+
+def test_more_landed_sequences_than_rows_take_turns_by_age(make_bench: Any) -> None:
+    bench = make_bench(max_batch=2)
+    prompts = {name: [n + 11, n + 12, n + 13] for n, name in enumerate("abc")}
+    for name, prompt in prompts.items():
+        first = landing(bench, name, prompt)
+        bench.land(name)
+        bench.admit(name, first)
+    plan, _ = bench.batching.plan(0.0)
+    assert [key.request_id for key in plan.keys] == ["a", "b"]
+    bench.run()
+    assert bench.drawn == {name: answer(prompt, 8) for name, prompt in prompts.items()}
+
+
+# -- memory ----------------------------------------------------------------------------------------------------
+
+
+def test_when_memory_ends_the_youngest_is_recomputed_and_no_token_changes(make_bench: Any) -> None:
+    bench = make_bench(num_blocks=9)
+    prompts = {name: [n + 11, n + 12, n + 13] for n, name in enumerate("abc")}
+    for name, prompt in prompts.items():
+        bench.offer(name, prompt, max_tokens=20)
+    effects = bench.run()
+    assert bench.drawn == {name: answer(prompt, 20) for name, prompt in prompts.items()}
+    assert bench.batching.num_preemptions > 0
+    last = {one.key.request_id: one for one in effects if isinstance(one, Drawn) and one.finish}
+    assert last["a"].preemptions == 0
+    assert last["c"].preemptions > 0
+    assert list(last) == ["a", "b", "c"]
+
+
+def test_a_preempted_remote_sequence_reads_its_tokens_itself(make_bench: Any) -> None:
+    bench = make_bench(num_blocks=7)
+    prompts = {name: [n + 11, n + 12, n + 13] for n, name in enumerate("ab")}
+    for name, prompt in prompts.items():
+        first = landing(bench, name, prompt, max_tokens=16)
+        bench.land(name)
+        bench.admit(name, first)
+    effects = bench.run()
+    assert bench.drawn == {name: answer(prompt, 16) for name, prompt in prompts.items()}
+    assert bench.batching.num_preemptions > 0
+    for name in prompts:
+        indexes = [one.output_index for one in effects if isinstance(one, Drawn) and one.key.request_id == name]
+        assert indexes == list(range(1, 16))
+
+
+def test_the_last_one_waits_for_landing_places_rather_than_losing_its_kv(make_bench: Any) -> None:
+    bench = make_bench(num_blocks=4)
+    bench.offer("a", [1, 2, 3], max_tokens=6)
+    bench.step()
+    landing(bench, "b", list(range(8)))
+    while bench.batching.blocks.num_available:
+        bench.step()
+    bench.step()
+    bench.step()
+    bench.step()
+    plan, _ = bench.batching.plan(bench.now_s)
+    assert plan.rows == []
+    assert bench.batching.num_preemptions == 0
+    bench.batching.lost(bench.key("b"), "gone")
+    bench.run()
+    assert bench.drawn["a"] == answer([1, 2, 3], 6)
+
+
+def test_landing_places_leave_room_for_residents_to_grow(make_bench: Any) -> None:
+    bench = make_bench(num_blocks=4)
+    bench.offer("a", [1, 2, 3])
+    bench.step()
+    assert bench.offer("b", list(range(12)), is_local=False) == [
+        Refused(key=bench.key("b"), reason=RefusalReason.NO_BLOCKS)
+    ]
+    assert isinstance(bench.offer("c", list(range(8)), is_local=False)[0], LandingHeld)
+
+
+def test_no_landing_place_is_given_while_a_local_prompt_waits_for_memory(make_bench: Any) -> None:
+    bench = make_bench(num_blocks=6)
+    landing(bench, "a", list(range(16)))
+    bench.offer("b", list(range(50, 62)))
+    bench.step()
+    assert bench.offer("c", [1], is_local=False) == [Refused(key=bench.key("c"), reason=RefusalReason.NO_BLOCKS)]
+    bench.batching.lost(bench.key("a"), "gone")
+    bench.run()
+    assert bench.drawn["b"] == answer(list(range(50, 62)), 8)
+
+
+def test_a_text_ends_at_the_context_window(make_bench: Any) -> None:
+    bench = make_bench(num_blocks=3)
+    bench.offer("a", PROMPT, max_tokens=100)
+    rows = [one for one in bench.run() if isinstance(one, Drawn)]
+    assert rows[-1].finish is FinishReason.LENGTH
+    assert bench.drawn["a"] == answer(PROMPT, 2)
+
+
+# -- ends ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "expected", "finish"),
+    [
+        ([104, 3, 4], {}, 4, FinishReason.STOP),
+        ([104, 3, 4], {"ignore_eos": True}, 8, FinishReason.LENGTH),
+        ([104, 3, 4], {"min_tokens": 5}, 8, FinishReason.LENGTH),
+        ([65, 66], {"stop_token_ids": (answer([65, 66], 3)[2],)}, 3, FinishReason.STOP),
+    ],
+)
+def test_a_text_ends_by_its_rules(
+    bench: Any, prompt: list[int], sampling: dict[str, Any], expected: int, finish: FinishReason
+) -> None:
+    bench.offer("a", prompt, **sampling)
+    rows = [one for one in bench.run() if isinstance(one, Drawn)]
+    assert (len(rows), rows[-1].finish) == (expected, finish)
+
+
+def test_cancel_while_landing_holds_the_blocks_until_nobody_writes(bench: Any) -> None:
+    landing(bench, "a")
+    key = bench.key("a")
+    assert bench.batching.cancel(key) == [ReceiveAborted(key=key)]
+    assert bench.batching.cancel(key) == []
+    assert bench.batching.stage(key) is Stage.ENDING
+    assert bench.batching.blocks.num_referenced == 3
+    assert bench.admit("a", 5) is None
+    assert bench.batching.lost(key, "drained") == [Released(key=key)]
+    assert bench.batching.blocks.num_free == 32
+
+
+def test_a_transfer_that_ended_well_after_the_cancel_frees_too(bench: Any) -> None:
+    landing(bench, "a")
+    key = bench.key("a")
+    bench.batching.cancel(key)
+    assert bench.land("a") == [Released(key=key)]
+    assert bench.land("a") == []
+
+
+def test_cancel_after_the_commit_frees_at_once(bench: Any) -> None:
+    landing(bench, "a")
+    bench.land("a")
+    assert bench.batching.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
+    assert bench.batching.blocks.num_referenced == 0
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_cancel_of_a_local_attempt_frees_at_once(bench: Any, num_steps: int) -> None:
+    bench.offer("a", PROMPT)
+    for _ in range(num_steps):
+        bench.step()
+    assert bench.batching.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
+    assert bench.batching.blocks.num_referenced == 0
+    assert bench.step() == []
+
+
+def test_cancel_between_plan_and_apply_passes_the_row_over(bench: Any) -> None:
+    bench.offer("a", PROMPT[:2])
+    bench.offer("b", PROMPT[:3])
+    plan, _ = bench.batching.plan(0.0)
+    drawn = bench.engine.step(plan.rows)
+    bench.batching.cancel(bench.key("a"))
+    [row] = bench.batching.apply(plan, drawn, 1.0)
+    assert row.key == bench.key("b")
+
+
+def test_a_deadline_ends_an_attempt_at_every_stage(bench: Any) -> None:
+    bench.offer("running", PROMPT[:2], deadline_at_s=5.0)
+    bench.step()
+    bench.offer("landing", PROMPT, is_local=False, deadline_at_s=5.0)
+    bench.offer("waiting", PROMPT, deadline_at_s=5.0)
+    effects = bench.batching.expire(5.0)
+    assert {one.key.request_id for one in effects if isinstance(one, Failed)} == {"running", "landing", "waiting"}
+    assert {one.key.request_id for one in effects if isinstance(one, Released)} == {"running", "waiting"}
+    assert bench.batching.lost(bench.key("landing"), "drained") == [Released(key=bench.key("landing"))]
+    assert bench.batching.live() == []
+
+
+# -- refusals --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"prompt": list(range(129))}, RefusalReason.TOO_LARGE),
+        ({"prompt": list(range(128)), "is_local": False}, RefusalReason.TOO_LARGE),
+        ({"deadline_at_s": 0.0}, RefusalReason.DEADLINE),
+        ({"deadline_at_s": -1.0, "is_local": False}, RefusalReason.DEADLINE),
+    ],
+)
+def test_what_cannot_be_taken_is_refused_with_its_reason(
+    bench: Any, settings: dict[str, Any], reason: RefusalReason
+) -> None:
+    assert bench.offer("a", **{"prompt": PROMPT, **settings}) == [Refused(key=bench.key("a"), reason=reason)]
+
+
+def test_the_inbox_is_bounded_over_both_paths(make_bench: Any) -> None:
+    bench = make_bench(inbox_depth=2)
+    bench.offer("a", PROMPT, is_local=False)
+    bench.offer("b", PROMPT)
+    assert bench.offer("c", PROMPT) == [Refused(key=bench.key("c"), reason=RefusalReason.INBOX_FULL)]
+    bench.step()
+    assert bench.offer("d", PROMPT) == [SeatHeld(key=bench.key("d"))]  # "b" runs, so there is room
+
+
+def test_a_draining_worker_refuses_and_finishes_what_it_has(bench: Any) -> None:
+    bench.offer("a", PROMPT)
+    bench.batching.is_draining = True
+    assert bench.offer("b", PROMPT) == [Refused(key=bench.key("b"), reason=RefusalReason.DRAINING)]
+    bench.run()
+    assert bench.drawn["a"] == answer(PROMPT, 8)
+
+
+def test_the_load_counts_residents_waiters_and_what_is_left_to_read(bench: Any) -> None:
+    bench.offer("a", PROMPT)
+    bench.step()
+    bench.offer("b", PROMPT)
+    bench.offer("c", [9] * 8, is_local=False)
+    load = bench.batching.load()
+    assert (load.running, load.waiting, load.context_tokens, load.pending_prefill_tokens) == (1, 2, 8, 12)
+    assert (load.free_blocks, load.evictable_blocks) == (27, 0)

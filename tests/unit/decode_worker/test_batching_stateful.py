@@ -1,0 +1,88 @@
+"""Random lives of a decode worker: whatever comes in whatever order, tokens are right and no block is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from decode_worker.resident import Stage
+from pdserve.core.effects import Drawn, LandingHeld, Released
+from pdserve.core.types import FinishReason
+from pdserve.engine.toy import answer
+
+NAMES = "abcdef"
+KINDS = ["local", "remote", "landed", "landed", "land", "admit", "lose", "cancel", "drained", *["step"] * 9]
+MOVES = st.lists(
+    st.tuples(
+        st.sampled_from(KINDS),
+        st.integers(0, len(NAMES) - 1),
+        st.integers(1, 10),  # prompt length
+        st.integers(1, 17),  # max_tokens
+    ),
+    min_size=20,
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("num_blocks", [5, 9])
+@given(moves=MOVES)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_tokens_are_right_and_no_block_is_lost(make_bench: Any, num_blocks: int, moves: list[Any]) -> None:
+    bench = make_bench(num_blocks=num_blocks, max_batch=3)
+    batching, blocks = bench.batching, bench.batching.blocks
+    attempts = dict.fromkeys(NAMES, 0)
+    first: dict[str, int] = {}
+    expected: dict[str, list[int]] = {}
+    ended: dict[Any, int] = {}
+
+    def see(effects: list[Any] | None) -> None:
+        for one in effects or ():
+            if isinstance(one, Released):
+                ended[one.key] = ended.get(one.key, 0) + 1
+                assert ended[one.key] == 1, "released twice"
+            if isinstance(one, Drawn) and one.finish is FinishReason.LENGTH:
+                name = one.key.request_id
+                assert bench.drawn[name] == expected[name]
+        batching.check()
+
+    for move, which, length, max_tokens in moves:
+        name = NAMES[which]
+        key = bench.key(name, attempts[name])
+        stage = batching.stage(key)
+        if move in ("local", "remote", "landed") and stage is None:
+            attempts[name] += 1
+            prompt = [10 + which] * length
+            bench.drawn.pop(name, None)
+            max_tokens += 1  # so that the first token never ends the text
+            expected[name] = answer(prompt, max_tokens)[: num_blocks * 4 - length]
+            effects = bench.offer(name, prompt, is_local=move == "local", attempt=attempts[name], max_tokens=max_tokens)
+            if isinstance(effects[0], LandingHeld):
+                first[name] = bench.write(name, attempts[name])
+            see(effects)
+            if move == "landed" and isinstance(effects[0], LandingHeld):
+                see(bench.land(name, attempts[name]))
+                see(bench.admit(name, first[name], attempts[name]))
+        elif move == "land" and stage in (Stage.LANDING, Stage.ENDING):
+            see(bench.land(name, attempts[name]))
+        elif move == "admit" and stage is Stage.LANDING and name in first:
+            see(bench.admit(name, first[name], attempts[name]))
+        elif move == "lose" and stage is Stage.LANDING:
+            see(batching.lost(key, "lost"))
+        elif move == "cancel" and stage is not None:
+            see(batching.cancel(key))
+        elif move == "drained" and stage is Stage.ENDING:
+            see(batching.lost(key, "drained"))
+        elif move == "step":
+            see(bench.step())
+
+    for key in batching.live():
+        stage = batching.stage(key)
+        if stage in (Stage.LANDING, Stage.ENDING):
+            see(batching.cancel(key))
+            see(batching.lost(key, "drained"))
+    see(bench.run())
+    assert batching.live() == []
+    assert blocks.num_referenced == 0
