@@ -65,7 +65,7 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
     if os.environ.get("PDSERVE_TOKEN"):
         tables.setdefault("router", {}).setdefault("token", os.environ["PDSERVE_TOKEN"])
     spec = ClusterSpec(
-        model=_model(found.get("model")),
+        model=_model(found.get("model"), is_here=not found.get("ray")),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         gpus=_gpus(),
         settings=tables,
@@ -84,13 +84,16 @@ def bundled_model() -> Path:
     return found[0]
 
 
-def _model(asked: str | None) -> str:
+def _model(asked: str | None, *, is_here: bool) -> str:
+    """Absolute, since actors do not share our working directory. A worker says what is wrong inside the folder."""
     if asked is None:
         return str(bundled_model())
     if asked in _TOY_MODELS:
         return asked
-    # Actors and containers do not share our working directory.
-    return str(Path(asked).expanduser().absolute())
+    folder = Path(asked).expanduser().absolute()
+    if is_here and not folder.is_dir():
+        raise ConfigError("model", asked, "a folder of a Hugging Face checkpoint, or toy")
+    return str(folder)
 
 
 def _from_file(file: Path) -> dict[str, Any]:

@@ -15,16 +15,10 @@ import pytest
 from pdserve.launch.child import Child, StartFailed, outcome
 from pdserve.launch.ports import check_free, free_ports, is_free
 
+from .conftest import is_alive
+
 WAIT_S = 20.0
 Make = Callable[[str], Child]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        # A zombie has ended; only its parent has not looked yet.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 async def until(holds: Callable[[], bool]) -> None:

@@ -67,7 +67,13 @@ def test_without_a_model_the_bundled_one_is_served(tmp_path: Path) -> None:
 
 
 def test_a_model_folder_is_made_absolute_since_actors_work_elsewhere(tmp_path: Path) -> None:
-    assert Path(read({"model": "some/model"}, folder=tmp_path).spec.model).is_absolute()
+    assert read({"model": "."}, folder=tmp_path).spec.model == str(Path.cwd())
+
+
+def test_an_unknown_model_folder_is_refused_at_once_unless_it_may_lie_on_another_host(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="model: got some/model"):
+        read({"model": "some/model"}, folder=tmp_path)
+    assert read({"model": "/elsewhere", "ray": "head:6379"}, folder=tmp_path).spec.model == "/elsewhere"
 
 
 def test_gpus_are_those_that_this_process_may_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

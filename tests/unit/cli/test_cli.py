@@ -1,0 +1,125 @@
+"""The commands as a person uses them, against a real cluster on the toy engine."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli.main import main
+
+PROMPT = "a prompt that is longer than what a decode worker reads itself"
+
+
+def test_generate_prints_the_answer_and_nothing_else(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", PROMPT, "--target", target, "--max-tokens", "8", "--temperature", "0"]) == 0
+    seen = capsys.readouterr()
+    assert len(seen.out.rstrip("\n")) > 0
+    assert seen.err == ""
+
+
+def test_generate_json_prints_one_object_with_usage_and_timings(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--target", target, "--max-tokens", "8", "--seed", "3", "--json"]
+    assert main(["generate", PROMPT, *flags]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert len(done["token_ids"]) == done["usage"]["completion_tokens"] == 8
+    assert done["usage"]["prompt_tokens"] == len(PROMPT)
+    assert done["timings"]["path"] == "remote"
+    assert done["finish_reason"] == "length"
+
+
+def test_the_same_seed_gives_the_same_text(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for _ in range(2):
+        main(["generate", PROMPT, "--target", target, "--max-tokens", "12", "--seed", "5", "--json"])
+        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert texts[0] == texts[1]
+
+
+def test_a_prompt_may_come_from_a_pipe(
+    target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("piped prompt"))
+    assert main(["generate", "-", "--target", target, "--max-tokens", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["usage"]["prompt_tokens"] == len("piped prompt")
+
+
+def test_stats_are_a_line_on_stderr(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["generate", PROMPT, "--target", target, "--max-tokens", "4", "--stats"])
+    [line] = capsys.readouterr().err.splitlines()
+    assert "prompt tokens" in line
+    assert "ended by length" in line
+
+
+def test_a_refused_value_is_one_line_that_names_the_field(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", PROMPT, "--target", target, "--top-p", "1.5"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("pdserve generate: error: ")
+    assert "top_p" in line
+
+
+def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "--target", "127.0.0.1:1", "--timeout", "1"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("pdserve topology: error: ")
+    assert "127.0.0.1:1" in line
+
+
+@pytest.mark.parametrize("argv", [["generate"], ["nonsense"], [], ["up", "--transport", "pigeon"], ["bench"]])
+def test_a_wrong_command_line_is_a_usage_error(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+
+
+def test_chat_reads_a_pipe_and_tells_the_times_of_each_reply(
+    target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\n/reset\nagain\n/quit\nnever read\n"))
+    assert main(["chat", "--target", target, "--max-tokens", "4"]) == 0
+    seen = capsys.readouterr()
+    assert seen.err.count("ended by length") == 2
+
+
+def test_topology_lists_the_workers(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "--target", target]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[1:3]] == [["d0", "decode", "connected"], ["p0", "prefill", "connected"]]
+
+
+def test_topology_json_is_one_object(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "--target", target, "--json"]) == 0
+    assert {worker["worker_id"] for worker in json.loads(capsys.readouterr().out)["workers"]} == {"p0", "d0"}
+
+
+def test_doctor_finds_this_host_able(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[1] for line in lines[:-1]} >= {"python", "torch", "redis", "port", "shm", "ray", "tokenizer"}
+    assert lines[-1] == "this host can run a cluster"
+
+
+def test_doctor_fails_on_a_folder_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", str(tmp_path)]) == 1
+    assert any(
+        line.startswith("FAIL  model") and "config.json" in line for line in capsys.readouterr().out.splitlines()
+    )
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pdserve", "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith("pdserve ")
+
+
+def test_a_reader_that_leaves_is_no_traceback(target: str) -> None:
+    command = f"{sys.executable} -m pdserve generate hi --target {target} --max-tokens 400 --ignore-eos | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,199 @@
+"""`up` on this host: real processes on the toy engine, and a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve import AsyncClient, Client, InvalidRequest, Unauthenticated
+from pdserve.client.results import Completion
+from pdserve.launch.child import StartFailed
+from pdserve.launch.running import Running
+
+from .conftest import WAIT_S, is_alive, until
+
+PROMPT = "a prompt that is longer than what a decode worker reads itself"
+SLOW = ("--set", "worker.toy_step_s=0.02")
+
+
+def ask(cluster: Running, prompt: str = PROMPT, max_tokens: int = 8) -> Completion:
+    with Client(cluster.target) as client:
+        return client.generate(prompt, max_tokens=max_tokens, temperature=0)
+
+
+def test_ready_names_what_was_started_and_where(toy: Running) -> None:
+    redis = toy.address("redis")
+    assert toy.ready_line == f"pdserve ready: grpc {toy.target} (1 prefill, 1 decode, redis {redis}, model toy)"
+
+
+def test_a_prompt_is_answered_by_both_workers(toy: Running) -> None:
+    done = ask(toy)
+    assert (len(done.token_ids), done.finish_reason) == (8, "length")
+    assert (done.timings.path, done.timings.prefill_worker, done.timings.decode_worker) == ("remote", "p0", "d0")
+
+
+def test_a_short_prompt_is_answered_by_the_decode_worker_alone(toy: Running) -> None:
+    assert ask(toy, "hi").timings.path == "local"
+
+
+async def test_the_asyncio_client_gets_the_same_answer(toy: Running) -> None:
+    async with AsyncClient(toy.target) as client:
+        done = await client.generate(PROMPT, max_tokens=8, temperature=0)
+    assert done.token_ids == (await asyncio.to_thread(ask, toy)).token_ids
+
+
+def test_the_router_knows_its_workers_and_why_it_chose(toy: Running) -> None:
+    with Client(toy.target) as client:
+        assert {(one.worker_id, one.role, one.is_connected) for one in client.topology().workers} == {
+            ("p0", "prefill", True),
+            ("d0", "decode", True),
+        }
+        done = client.generate(PROMPT, max_tokens=2)
+        assert client.explain(done.request_id).decision == done.timings.path
+        assert client.model().name == "toy"
+        assert client.tokenize("ab") == [97, 98]
+
+
+def test_a_bad_request_names_its_field_through_the_whole_cluster(toy: Running) -> None:
+    with Client(toy.target) as client, pytest.raises(InvalidRequest) as caught:
+        client.generate(PROMPT, top_p=1.5)
+    assert caught.value.field.endswith("top_p")
+
+
+def test_a_port_in_use_is_one_line_and_starts_nothing(toy: Running) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = str(held.getsockname()[1])
+        with pytest.raises(StartFailed, match=f"port: got {port}, expected a port .* free"):
+            Running.start("--model", "toy", "--port", port)
+
+
+def test_a_killed_worker_comes_back_under_its_id_and_on_its_port() -> None:
+    with Running.start("--model", "toy") as cluster:
+        for name in ("p0", "d0"):
+            pid, address = cluster.pid(name), cluster.address(name)
+            with Client(cluster.target) as client:
+                before = {one.worker_id: one.incarnation for one in client.topology().workers}
+                os.kill(pid, signal.SIGKILL)
+                cluster.wait_line(f"pid {pid} was ended by SIGKILL; starting it again")
+                assert cluster.wait_restarted(name, pid) != pid
+                assert cluster.address(name) == address
+
+                def has_come_back(name: str = name, before: dict[str, str] = before, client: Client = client) -> bool:
+                    seen = {one.worker_id: one for one in client.topology().workers}
+                    return name in seen and seen[name].is_connected and seen[name].incarnation != before[name]
+
+                until(has_come_back)
+            assert ask(cluster).timings.path == "remote"
+
+
+def test_a_killed_router_comes_back_on_its_port() -> None:
+    with Running.start("--model", "toy") as cluster:
+        pid = cluster.pid("router")
+        os.kill(pid, signal.SIGKILL)
+        cluster.wait_restarted("router", pid)
+        assert len(ask(cluster).token_ids) == 8
+
+
+def test_a_killed_redis_fails_no_request_and_comes_back() -> None:
+    with Running.start("--model", "toy") as cluster:
+        pid = cluster.pid("redis")
+        os.kill(pid, signal.SIGKILL)
+        assert len(ask(cluster).token_ids) == 8
+        cluster.wait_restarted("redis", pid)
+        assert len(ask(cluster).token_ids) == 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_leaves_no_process_behind(number: signal.Signals) -> None:
+    with Running.start("--model", "toy", *SLOW) as cluster:
+        pids = cluster.pids()
+        with Client(cluster.target) as client, client.stream(PROMPT, max_tokens=40, temperature=0) as stream:
+            next(stream)
+            cluster.process.send_signal(number)
+            assert sum(len(piece.token_ids) for piece in stream) == 39
+        assert cluster.process.wait(WAIT_S) == 0
+        assert sorted(pids) == ["d0", "p0", "redis", "router"]
+        assert [name for name, pid in pids.items() if is_alive(pid)] == []
+
+
+def test_a_second_signal_ends_everything_at_once() -> None:
+    with Running.start("--model", "toy", "--set", "worker.toy_step_s=0.2") as cluster:
+        pids = cluster.pids()
+        with Client(cluster.target) as client, client.stream(PROMPT, max_tokens=1000) as stream:
+            next(stream)
+            cluster.process.send_signal(signal.SIGTERM)
+            cluster.wait_line("draining")
+            cluster.process.send_signal(signal.SIGTERM)
+            cluster.process.wait(WAIT_S)
+        until(lambda: not any(is_alive(pid) for pid in pids.values()))
+
+
+def test_a_killed_launcher_leaves_no_process_behind() -> None:
+    cluster = Running.start("--model", "toy")
+    pids = cluster.pids()
+    cluster.kill()
+    until(lambda: not any(is_alive(pid) for pid in pids.values()))
+
+
+def test_a_worker_that_cannot_start_is_one_line_and_ends_the_launcher(tmp_path: Path) -> None:
+    done = up("--model", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("pdserve up: error: ")
+    assert "config.json" in last or "model" in last
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_model_folder_is_named() -> None:
+    done = up("--model", "/nowhere/at/all")
+    assert done.returncode == 2
+    assert "/nowhere/at/all" in done.stderr.splitlines()[-1]
+
+
+def test_wrong_settings_are_a_usage_error() -> None:
+    done = up("--model", "toy", "--set", "router.max_que=3")
+    assert done.returncode == 2
+    assert "router.max_que" in done.stderr.splitlines()[-1]
+
+
+def test_logs_go_to_a_folder_when_one_is_named(tmp_path: Path) -> None:
+    with Running.start("--model", "toy", "--log-dir", str(tmp_path)) as cluster:
+        ask(cluster)
+        assert not any(" | " in line for line in cluster.lines)
+    assert {path.name for path in tmp_path.iterdir()} == {"p0.log", "d0.log", "router.log"}
+
+
+def test_a_token_is_asked_for_when_one_is_set() -> None:
+    with Running.start("--model", "toy", env={"PDSERVE_TOKEN": "secret"}) as cluster:
+        with Client(cluster.target, token="secret") as client:
+            assert client.model().name == "toy"
+        with Client(cluster.target) as client, pytest.raises(Unauthenticated):
+            client.model()
+
+
+def test_more_workers_of_each_role_serve_together() -> None:
+    with (
+        Running.start("--model", "toy", "--prefill", "2", "--decode", "2") as cluster,
+        Client(cluster.target) as client,
+    ):
+        assert len(client.topology().of_role("prefill")) == 2
+        assert len(client.topology().of_role("decode")) == 2
+        assert len(ask(cluster).token_ids) == 8
+
+
+def test_decode_workers_alone_serve_locally() -> None:
+    with Running.start("--model", "toy", "--prefill", "0") as cluster:
+        assert ask(cluster).timings.path == "local"
+
+
+def up(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pdserve", "up", "--port", "0", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
