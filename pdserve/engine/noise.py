@@ -4,8 +4,6 @@ So a token is the same whichever worker draws it, in whatever batch, before or a
 a retry. The hash is splitmix64's finaliser (Steele, Lea, Flood 2014), applied to seed, position and token in turn.
 """
 
-# Shapes: B sampled rows, V vocabulary (or the candidates that are left of it).
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -25,15 +23,19 @@ def stream(seed: int, position: int) -> int:
     return _mix((_mix((seed + _GOLDEN) & _MASK) + (position + 1) * _GOLDEN) & _MASK)
 
 
-def gumbel(streams: Sequence[int], token_BV: Tensor) -> Tensor:
-    """Standard Gumbel noise for each token id of each row, [B, V] in float64.
+def streams(draws: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """The states of (seed, position) pairs, as int64 with the same bits."""
+    return torch.tensor([_signed(stream(seed, position)) for seed, position in draws], device=device)
+
+
+def gumbel(state: Tensor, token: Tensor) -> Tensor:
+    """Standard Gumbel noise in float64 for each token id under each state (int64 both, broadcast together).
 
     float64, because the largest values decide a draw and float32 uniforms would cut them off at 2^-24.
     """
-    state_B1 = torch.tensor([_signed(one) for one in streams], device=token_BV.device)[:, None]
-    bits_BV = _mix_tensor(state_B1 + (token_BV + 1) * _signed(_GOLDEN))
-    uniform_BV = (_shift(bits_BV, 11).to(torch.float64) + 0.5) * 2.0**-53  # in (0, 1), both ends open
-    return -torch.log(-torch.log(uniform_BV))
+    bits = _mix_tensor(state + (token + 1) * _signed(_GOLDEN))
+    uniform = _shift(bits, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)  # in (0, 1), both ends open
+    return uniform.log_().neg_().log_().neg_()
 
 
 def _mix(value: int) -> int:
@@ -44,14 +46,14 @@ def _mix(value: int) -> int:
 
 def _mix_tensor(value: Tensor) -> Tensor:
     """As _mix: int64 products wrap around, which is arithmetic modulo 2^64."""
-    value = (value ^ _shift(value, 30)) * _signed(_MIX_1)
-    value = (value ^ _shift(value, 27)) * _signed(_MIX_2)
-    return value ^ _shift(value, 31)
+    value = (_shift(value, 30).bitwise_xor_(value)).mul_(_signed(_MIX_1))
+    value = (_shift(value, 27).bitwise_xor_(value)).mul_(_signed(_MIX_2))
+    return _shift(value, 31).bitwise_xor_(value)
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
     """Logical shift right: torch's drags the sign along."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:

@@ -2,7 +2,7 @@
 
 Order, as in vLLM: min_tokens bans ends -> repetition, presence and frequency penalties -> (greedy: the most likely
 token, the lowest id among equals) -> temperature -> min_p -> top_k -> top_p -> draw. Each filter sees the
-distribution that the one before has left; top_k and top_p keep the lower ids among equals.
+distribution that the one before has left (truncation.py).
 
 The draw is the argmax of logits plus Gumbel noise keyed by (seed, position): see noise.py. Rows never mix, so what
 is drawn depends on the row's logits alone. Those do depend on company in their last bits: matrix products round
@@ -14,20 +14,22 @@ always the tokens. The same holds for greedy near-ties.
 Logprobs are those of the model: log-softmax of the raw logits, before bans, penalties, temperature and filters.
 """
 
-# Shapes: B sampled rows, V vocabulary.
+# Shapes: B sampled rows, V vocabulary, N tokens that are left over all rows.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from pdserve.core.types import Sampling, TokenOut
-from pdserve.engine.noise import gumbel, stream
+from pdserve.engine.noise import gumbel, streams
+from pdserve.engine.truncation import cutoffs, is_truncated
 
 LEAST_TEMPERATURE: Final = 1e-5  # below it only ties are drawn; float32 would divide by zero in the end
 
@@ -94,48 +96,40 @@ def penalise(logits_V: Tensor, draw: Draw) -> None:
 
 
 def _draw(logits_BV: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Rows that may draw any token go together; truncated ones need noise for few tokens only."""
     temperatures = [max(draw.sampling.temperature, LEAST_TEMPERATURE) for draw in draws]
-    temperature_B = torch.tensor(temperatures, device=logits_BV.device)
-    scaled_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature_B[
-        :, None
-    ]  # the best is 0: no overflow
-    for applies, keep in _FILTERS:
-        rows = [row for row, draw in enumerate(draws) if applies(draw.sampling)]
-        if rows:
-            part = _rows(scaled_BV, rows)
-            keep(part, [draws[row].sampling for row in rows])
-            if part is not scaled_BV:
-                scaled_BV[torch.tensor(rows, device=scaled_BV.device)] = part
-    token_1V = torch.arange(scaled_BV.shape[1], device=scaled_BV.device)[None]
-    noise_BV = gumbel([stream(draw.sampling.seed, len(draw.history)) for draw in draws], token_1V)
-    drawn: list[int] = (scaled_BV + noise_BV).argmax(dim=-1).tolist()
+    temperature_B1 = torch.tensor(temperatures, device=logits_BV.device)[:, None]
+    # The best becomes 0, so that nothing overflows.
+    scaled_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature_B1
+    state_B = streams([(draw.sampling.seed, len(draw.history)) for draw in draws], logits_BV.device)
+    few = [row for row, draw in enumerate(draws) if is_truncated(draw.sampling)]
+    any_of = [row for row, draw in enumerate(draws) if not is_truncated(draw.sampling)]
+    drawn = [0] * len(draws)
+    for rows, tokens in (
+        (any_of, _draw_from_all(_rows(scaled_BV, any_of), _rows(state_B, any_of)) if any_of else []),
+        (few, _draw_from_few(_rows(scaled_BV, few), _rows(state_B, few), [draws[row] for row in few]) if few else []),
+    ):
+        for row, token in zip(rows, tokens, strict=True):
+            drawn[row] = token
     return drawn
 
 
-def _keep_min_p(scaled_BV: Tensor, samplings: Sequence[Sampling]) -> None:
-    """Keeps tokens at least min_p times as likely as the best, whose scaled logit is 0."""
-    floor_B = torch.tensor([math.log(one.min_p) for one in samplings], device=scaled_BV.device)
-    scaled_BV.masked_fill_(scaled_BV < floor_B[:, None], -math.inf)
+def _draw_from_all(scaled_BV: Tensor, state_B: Tensor) -> list[int]:
+    token_V = torch.arange(scaled_BV.shape[1], device=scaled_BV.device)
+    tokens: list[int] = gumbel(state_B[:, None], token_V).add_(scaled_BV).argmax(dim=-1).tolist()
+    return tokens
 
 
-def _keep_top_k_top_p(scaled_BV: Tensor, samplings: Sequence[Sampling]) -> None:
-    size = scaled_BV.shape[1]
-    value_BV, token_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
-    top_k_B = torch.tensor([min(one.top_k or size, size) for one in samplings], device=scaled_BV.device)
-    value_BV.masked_fill_(torch.arange(size, device=scaled_BV.device) >= top_k_B[:, None], -math.inf)
-    top_p_B = torch.tensor([one.top_p for one in samplings], device=scaled_BV.device)
-    share_BV = value_BV.softmax(dim=-1)
-    mass_before_BV = share_BV.cumsum(dim=-1) - share_BV
-    is_cut_BV = (mass_before_BV >= top_p_B[:, None]) & (top_p_B < 1.0)[:, None]
-    is_cut_BV[:, 0] = False
-    scaled_BV.scatter_(1, token_BV, value_BV.masked_fill(is_cut_BV, -math.inf))
-
-
-# (whether it applies, what it leaves), in order.
-_FILTERS: tuple[tuple[Callable[[Sampling], bool], Callable[[Tensor, Sequence[Sampling]], None]], ...] = (
-    (lambda sampling: sampling.min_p > 0.0, _keep_min_p),
-    (lambda sampling: sampling.top_k > 0 or sampling.top_p < 1.0, _keep_top_k_top_p),
-)
+def _draw_from_few(scaled_BV: Tensor, state_B: Tensor, draws: Sequence[Draw]) -> list[int]:
+    cutoff_B = cutoffs(scaled_BV, [draw.sampling for draw in draws])
+    is_kept_BV = scaled_BV >= cutoff_B[:, None]
+    row_N, token_N = is_kept_BV.nonzero(as_tuple=True)
+    score_N = gumbel(state_B[row_N], token_N).add_(scaled_BV[row_N, token_N])
+    counts: list[int] = is_kept_BV.sum(dim=-1).tolist()
+    best = [int(part.argmax()) for part in score_N.split(counts)]
+    firsts = accumulate(counts, initial=0)
+    tokens: list[int] = token_N[[first + at for first, at in zip(firsts, best, strict=False)]].tolist()
+    return tokens
 
 
 def _with_logprobs(logits_BV: Tensor, draws: Sequence[Draw], chosen: Sequence[int]) -> list[TokenOut]:

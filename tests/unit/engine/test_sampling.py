@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from pdserve.core.types import Sampling
-from pdserve.engine.noise import _mix, _mix_tensor, _signed, gumbel, stream
+from pdserve.engine.noise import _mix, _mix_tensor, _signed, gumbel, stream, streams
 from pdserve.engine.sampling import Draw, sample
+from pdserve.engine.truncation import cutoffs
 
 VOCAB = 12
 NUM_DRAWS = 20_000
@@ -21,7 +22,8 @@ Z = 3.719  # one-sided normal quantile of 1 - 10^-4; seeds are fixed, so a test 
 
 
 def logits() -> Tensor:
-    return torch.tensor([random.Random(4).gauss(0.0, 1.5) for _ in range(VOCAB)])
+    rng = random.Random(4)
+    return torch.tensor([rng.gauss(0.0, 1.5) for _ in range(VOCAB)])
 
 
 def law(sampling: Sampling) -> list[float]:
@@ -93,7 +95,7 @@ def test_consecutive_draws_of_one_seed_and_equal_positions_of_consecutive_seeds_
 
 
 def test_noise_is_gumbel() -> None:
-    noise = gumbel([stream(11, 5)], torch.arange(200_000)[None])[0]
+    noise = gumbel(streams([(11, 5)], torch.device("cpu")), torch.arange(200_000))
     assert float(noise.mean()) == pytest.approx(0.57722, abs=4 * 1.2825 / math.sqrt(200_000))
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, rel=0.02)
     assert noise.isfinite().all()
@@ -171,8 +173,44 @@ def test_penalties_equal_their_definition() -> None:
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
     tied = torch.tensor([[0.0, 5.0, 5.0, 1.0, 5.0]])
     assert sample(tied, [Draw(Sampling(temperature=0.0), [0], 1)], ())[0].token_id == 1
-    lowest = [Draw(Sampling(top_k=2, seed=seed), [0], 1) for seed in range(200)]
-    assert {out.token_id for out in sample(tied.expand(200, -1), lowest, ())} == {1, 2}
+
+
+def test_equals_stay_or_go_together_under_top_k_and_top_p() -> None:
+    tied = torch.tensor([[0.0, 5.0, 5.0, 1.0, 5.0]])
+    for own in ({"top_k": 2}, {"top_p": 0.5}, {"top_p": 0.01}):
+        draws = [Draw(Sampling(seed=seed, **own), [0], 1) for seed in range(200)]
+        assert {out.token_id for out in sample(tied.expand(200, -1), draws, ())} == {1, 2, 4}
+
+
+@pytest.mark.parametrize("spread", [0.01, 3.0])
+def test_truncation_of_a_large_vocabulary_equals_sorting_all_of_it(spread: float) -> None:
+    """A flat row is looked into beyond the first tier, beside a peaked one that is not."""
+    torch.manual_seed(5)
+    rows_BV = torch.randn(6, 6000) * torch.tensor([spread, 3.0])[torch.arange(6) % 2, None]
+    rows_BV -= rows_BV.amax(dim=-1, keepdim=True)
+    for own in (
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"top_k": 1000, "top_p": 0.8},
+        {"top_p": 0.99, "min_p": 0.3},
+        {"min_p": 0.9},
+    ):
+        sampling = Sampling(**own)
+        assert cutoffs(rows_BV, [sampling] * 6).tolist() == [sorted_cutoff(row_V, sampling) for row_V in rows_BV]
+
+
+def sorted_cutoff(row_V: Tensor, sampling: Sampling) -> float:
+    values = sorted(row_V.tolist(), reverse=True)
+    values = [one for one in values if math.exp(one) >= sampling.min_p][: sampling.top_k or len(values)]
+    if sampling.top_k == 0 and sampling.top_p == 1.0:
+        return float(torch.tensor(math.log(sampling.min_p)))
+    weights = [math.exp(one) for one in values]
+    mass, total = 0.0, sum(weights)
+    for index, weight in enumerate(weights):
+        if mass >= sampling.top_p * total:
+            return values[index - 1]
+        mass += weight
+    return values[-1]
 
 
 def test_ends_are_banned_until_min_tokens_and_not_after() -> None:
