@@ -86,6 +86,7 @@ def on_refused(ledger: Ledger, event: Refused) -> None:
     if ledger.move(request, Move.DECLINED):
         backoff_s = min(FIRST_REFUSAL_S * 2.0**request.refusals, LONGEST_REFUSAL_S)
         request.refusals += 1
+        request.num_tried -= 1
         requeue(ledger, request, 0.0 if request.refusals == 1 else backoff_s)
 
 

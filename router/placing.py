@@ -169,6 +169,7 @@ def _place(ledger: Ledger, request: Request, decision: Decision) -> None:
     ledger.placement_interval_s += 0.05 * (min(now_s - ledger.last_placement_s, 1.0) - ledger.placement_interval_s)
     ledger.last_placement_s = now_s
     request.attempt += 1
+    request.num_tried += 1
     request.attempt_output = len(request.output)
     request.queue_s += now_s - request.queued_s
     request.placed_s = now_s

@@ -43,6 +43,8 @@ FAILURES: Final = {
     Cause.PLAN: FailKind.UNAVAILABLE,
 }
 
+WORKER_LEFT: Final = (Cause.DEATH, Cause.SILENCE, Cause.PLAN)
+
 
 def lose(ledger: Ledger, request: Request, cause: Cause, culprit: str = "", message: str = "") -> None:
     """The present attempt is over. `culprit` is avoided while there are others; else the pair is."""
@@ -62,8 +64,9 @@ def lose(ledger: Ledger, request: Request, cause: Cause, culprit: str = "", mess
     elif request.lost_attempts >= ledger.settings.max_attempts:
         give_up(ledger, request, FAILURES[cause], f"{request.lost_attempts} attempts were lost, the last since {said}")
     elif ledger.move(request, Move.LOST):
-        # The first loss is answered at once; who loses again and again makes room for others.
-        backoff_s = 0.0 if request.lost_attempts <= 1 else FIRST_BACKOFF_S * 2.0 ** (request.lost_attempts - 2)
+        # A stream in mid-answer should not stutter; but who fails again where nobody left would only spin.
+        is_fresh = request.lost_attempts <= 1 or cause in WORKER_LEFT
+        backoff_s = 0.0 if is_fresh else FIRST_BACKOFF_S * 2.0 ** (request.lost_attempts - 2)
         requeue(ledger, request, min(backoff_s, LONGEST_BACKOFF_S))
 
 

@@ -50,6 +50,7 @@ class Request:
     not_before_s: float = 0.0  # backoff
 
     # What went wrong so far.
+    num_tried: int = 0  # attempts that no worker declined
     lost_attempts: int = 0
     refusals: int = 0  # since the last attempt that was taken
     deaths: int = 0  # workers that died while it was on them
@@ -116,7 +117,7 @@ class Request:
             path=where.path if where is not None else None,
             prefill_worker=where.prefill_worker if where is not None else "",
             decode_worker=where.decode_worker if where is not None else "",
-            attempts=self.lost_attempts + (1 if where is not None else 0),
+            attempts=self.num_tried,
             transfer_bytes=self.transfer_bytes,
             preemptions=self.preemptions,
         )

@@ -1,0 +1,194 @@
+"""Short words for the events of a router's life, one attempt at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvtransfer.transport import Grant, TransferKey
+from pdserve.core.types import FinishReason, Role, TokenOut
+from router.commands import Command, WakeAt
+from router.events import (
+    AttemptFailed,
+    ClientLeft,
+    Event,
+    FailureKind,
+    FirstToken,
+    Granted,
+    LoadReported,
+    RefusalReason,
+    Refused,
+    Released,
+    TimePassed,
+    TokenRow,
+    TokensArrived,
+    TransferEnded,
+    WorkerLost,
+)
+from router.settings import RouterSettings
+from router.state import RouterState
+from tests.unit.router.world import FINGERPRINT, arrival, hello
+
+
+def grant(request_id: str = "a", attempt: int = 1, worker_id: str = "d0") -> Grant:
+    return Grant(
+        key=TransferKey(transfer_id=request_id, attempt=attempt, generation=1),
+        endpoint=f"{worker_id}:1",
+        worker_id=worker_id,
+        incarnation=f"{worker_id}.1",
+        fingerprint=FINGERPRINT,
+        blocks=(0, 1, 2),
+        held_blocks=0,
+    )
+
+
+class Given:
+    """Every method hands in one event and returns the commands, alarms left out."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.state = RouterState(settings)
+        self.now_s = 0.0
+
+    def hand(self, event: Event) -> list[Command]:
+        commands = self.state.handle(event, self.now_s)
+        self.state.check()
+        return [one for one in commands if not isinstance(one, WakeAt)]
+
+    def at(self, now_s: float) -> list[Command]:
+        """Time passes; workers are heard all along."""
+        commands: list[Command] = []
+        while self.now_s < now_s:
+            self.now_s = min(self.now_s + 1.0, now_s)
+            for worker in self.state.snapshot().workers:
+                if worker.is_connected:
+                    commands += self.hand(LoadReported(worker_id=worker.worker_id, steps=1, free_blocks=64))
+        return commands + self.hand(TimePassed())
+
+    def connect_prefill(self, worker_id: str, **facts: Any) -> list[Command]:
+        return self.hand(hello(worker_id, Role.PREFILL, **facts))
+
+    def connect_decode(self, worker_id: str, **facts: Any) -> list[Command]:
+        return self.hand(hello(worker_id, Role.DECODE, **facts))
+
+    def lost(self, worker_id: str) -> list[Command]:
+        return self.hand(WorkerLost(worker_id=worker_id))
+
+    def arrives(self, request_id: str = "a", **facts: Any) -> list[Command]:
+        return self.hand(arrival(request_id, **facts))
+
+    def granted(self, attempt: int = 1, worker_id: str = "d0", request_id: str = "a") -> list[Command]:
+        held = grant(request_id, attempt, worker_id)
+        return self.hand(Granted(worker_id=worker_id, request_id=request_id, attempt=attempt, grant=held))
+
+    def seated(self, attempt: int = 1, worker_id: str = "d0", request_id: str = "a") -> list[Command]:
+        return self.hand(Granted(worker_id=worker_id, request_id=request_id, attempt=attempt))
+
+    def refused(
+        self,
+        worker_id: str,
+        attempt: int = 1,
+        reason: RefusalReason = RefusalReason.INBOX_FULL,
+        retry_after_s: float = 0.1,
+        request_id: str = "a",
+    ) -> list[Command]:
+        return self.hand(
+            Refused(
+                worker_id=worker_id,
+                request_id=request_id,
+                attempt=attempt,
+                reason=reason,
+                retry_after_s=retry_after_s,
+            )
+        )
+
+    def first(
+        self,
+        token_id: int = 100,
+        attempt: int = 1,
+        worker_id: str = "p0",
+        finish: FinishReason | None = None,
+        request_id: str = "a",
+    ) -> list[Command]:
+        return self.hand(
+            FirstToken(
+                worker_id=worker_id,
+                request_id=request_id,
+                attempt=attempt,
+                token=TokenOut(token_id=token_id),
+                finish=finish,
+                queue_s=0.01,
+                prefill_s=0.2,
+                cached_tokens=16,
+            )
+        )
+
+    def committed(
+        self, is_committed: bool = True, attempt: int = 1, worker_id: str = "d0", request_id: str = "a"
+    ) -> list[Command]:
+        return self.hand(
+            TransferEnded(
+                worker_id=worker_id,
+                request_id=request_id,
+                attempt=attempt,
+                is_committed=is_committed,
+                transfer_s=0.05,
+                num_bytes=4096,
+                error="" if is_committed else "checksum",
+            )
+        )
+
+    def tokens(
+        self,
+        index: int,
+        token_ids: Sequence[int],
+        attempt: int = 1,
+        worker_id: str = "d0",
+        finish: FinishReason | None = None,
+        request_id: str = "a",
+    ) -> list[Command]:
+        row = TokenRow(
+            request_id=request_id,
+            attempt=attempt,
+            output_index=index,
+            tokens=tuple(TokenOut(token_id=one) for one in token_ids),
+            finish=finish,
+            decode_s=0.7 if finish else 0.0,
+        )
+        return self.hand(TokensArrived(worker_id=worker_id, rows=(row,)))
+
+    def failed(
+        self, worker_id: str, kind: FailureKind, attempt: int = 1, message: str = "broken", request_id: str = "a"
+    ) -> list[Command]:
+        return self.hand(
+            AttemptFailed(worker_id=worker_id, request_id=request_id, attempt=attempt, kind=kind, message=message)
+        )
+
+    def released(self, worker_id: str, attempt: int = 1, request_id: str = "a") -> list[Command]:
+        return self.hand(Released(worker_id=worker_id, request_id=request_id, attempt=attempt))
+
+    def leaves(self, request_id: str = "a") -> list[Command]:
+        return self.hand(ClientLeft(request_id=request_id))
+
+    def heard(self, worker_id: str) -> list[Command]:
+        return self.hand(LoadReported(worker_id=worker_id, steps=1, free_blocks=64))
+
+    # -- up to a stage, on p0 and d0 -----------------------------------------------------------------------------
+
+    def reserving(self) -> None:
+        self.arrives()
+
+    def prefilling(self) -> None:
+        self.arrives()
+        self.granted()
+
+    def landed(self) -> None:
+        self.prefilling()
+        self.committed()
+
+    def moving(self) -> None:
+        self.prefilling()
+        self.first(100)
+
+    def decoding(self) -> None:
+        self.moving()
+        self.committed()

@@ -1,0 +1,81 @@
+"""The lifecycle table itself, and the page that is drawn from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.core.types import Role
+from router.lifecycle import ENDED, LIVE, MOVES, WITH_WORKERS, IllegalMove, Move, Stage
+from router.lifecycle_page import MEANING, page
+from router.request import Request
+from router.settings import RouterSettings
+from router.state import RouterState
+from tests.unit.router.world import arrival, hello
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def test_docs_lifecycle_is_what_the_table_draws() -> None:
+    assert (DOCS / "lifecycle.md").read_text() == page(), "run: python -m router.lifecycle_page > docs/lifecycle.md"
+
+
+def test_every_stage_is_explained() -> None:
+    assert set(MEANING) == set(Stage)
+
+
+def test_every_stage_is_live_ended_or_forgotten() -> None:
+    assert set(LIVE) | set(ENDED) | {Stage.FORGOTTEN} == set(Stage)
+    assert not set(LIVE) & set(ENDED)
+
+
+def test_every_stage_can_be_reached_and_left() -> None:
+    reached = {Stage.QUEUED}
+    while True:
+        further = reached | {after for (stage, _), after in MOVES.items() if stage in reached}
+        if further == reached:
+            break
+        reached = further
+    assert reached == set(Stage)
+    assert {stage for stage, _ in MOVES} == set(Stage) - {Stage.FORGOTTEN}
+
+
+def test_an_ended_request_knows_only_release() -> None:
+    for stage in ENDED:
+        assert {move for start, move in MOVES if start is stage} == {Move.RELEASED}
+
+
+@pytest.mark.parametrize("move", [Move.CLIENT_LEFT, Move.DEADLINE, Move.GIVEN_UP, Move.LAST_TOKEN])
+def test_any_live_request_may_end_at_any_time(move: Move) -> None:
+    assert all(MOVES[stage, move] in ENDED for stage in LIVE)
+
+
+def test_any_attempt_may_be_lost() -> None:
+    assert {stage for stage, move in MOVES if move is Move.LOST} == set(WITH_WORKERS)
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+@pytest.mark.parametrize("move", list(Move))
+def test_the_table_is_obeyed_and_everything_else_is_illegal(stage: Stage, move: Move) -> None:
+    strict = RouterState(RouterSettings(is_strict=True))._ledger
+    lenient = RouterState(RouterSettings())._ledger
+    request = Request(facts=arrival("a"), arrived_s=0.0, deadline_at_s=None, serial=1, stage=stage)
+    after = MOVES.get((stage, move))
+    if after is not None:
+        assert strict.move(request, move)
+        assert request.stage is after
+        return
+    with pytest.raises(IllegalMove, match="request a"):
+        strict.move(request, move)
+    assert not lenient.move(request, move)
+    assert request.stage is stage, "an illegal event changes nothing"
+    assert lenient.counters["illegal"] == 1
+
+
+def test_an_arrival_with_an_id_in_use_is_illegal() -> None:
+    state = RouterState(RouterSettings(is_strict=True))
+    state.handle(hello("d0", Role.DECODE), 0.0)
+    state.handle(arrival("a"), 0.0)
+    with pytest.raises(IllegalMove):
+        state.handle(arrival("a"), 0.0)
