@@ -89,7 +89,7 @@ class Channel:
         self.waker = waker or Waker()
         self._outbox: deque[bytes] = deque()
         self._unsent = b""
-        self._is_stopped = False
+        self._stopped = ""
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._poll.register(self.waker, select.POLLIN)
@@ -100,9 +100,9 @@ class Channel:
         self._outbox.append(data)
         self.waker.set()
 
-    def stop(self) -> None:
+    def stop(self, reason: str) -> None:
         """Makes the owner's next wait raise Gone, from any thread."""
-        self._is_stopped = True
+        self._stopped = reason
         self.waker.set()
 
     @property
@@ -133,8 +133,8 @@ class Channel:
             self._events = events
         ready = self._poll.poll(_milliseconds(timeout_s))
         self.waker.clear()
-        if self._is_stopped:
-            raise Gone("closed on this side")
+        if self._stopped:
+            raise Gone(self._stopped)
         self.flush()
         return bool(ready)
 

@@ -65,8 +65,8 @@ class Inbound(threading.Thread):
         """Queues an answer, from any thread."""
         self._channel.post(data)
 
-    def stop(self) -> None:
-        self._channel.stop()
+    def stop(self, reason: str = "closed on this side") -> None:
+        self._channel.stop(reason)
 
     def run(self) -> None:
         error, is_peers_fault = "the connection's thread died", False

@@ -98,6 +98,12 @@ class StreamReceiver:
             return dataclasses.replace(self._book.stats)
 
     @property
+    def peers(self) -> list[str]:
+        """Ids of the senders that are connected."""
+        with self._lock:
+            return [one.peer.sender_id for one in self._connections.values() if one.peer is not None]
+
+    @property
     def open_keys(self) -> list[TransferKey]:
         """Transfers that have not ended."""
         with self._lock:
@@ -150,7 +156,7 @@ class StreamReceiver:
         with self._lock:
             old = [c for c in self._connections.values() if c.peer is not None and c.peer.sender_id == peer.sender_id]
         for one in old:
-            one.stop()
+            one.stop("replaced by its newer connection")
         log.info("kv sender connected", extra={"sender_id": peer.sender_id, "transport": transport})
         return peer
 

@@ -55,7 +55,8 @@ def main(argv: list[str]) -> None:
             transport=transport,
         )
         receiver.expect(grant("", num_blocks), lambda received: say(received=received.outcome.value))
-        say(port=GrpcHost(receiver.servicer).port)
+        host = GrpcHost(receiver.servicer)
+        say(port=host.port)
     say(ready=True)
     threading.Event().wait()
 

@@ -1,0 +1,364 @@
+"""What happens to memory and to owners when something breaks, on every transport."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvtransfer.frames import Frame, Kind
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, GrpcHost, Heard, HostPool, Pair, wait_for
+
+MakePair = Callable[..., Pair]
+STAMP = 0x5A
+
+
+class Gate:
+    """A proxy hook that lets chunks through one at a time, when told."""
+
+    def __init__(self) -> None:
+        self.held = threading.Semaphore(0)
+        self.allowed = threading.Semaphore(0)
+        self.is_open = False
+
+    def __call__(self, frame: Frame, message: bytearray, body: memoryview) -> bytearray:
+        if frame.kind is Kind.CHUNK and not self.is_open:
+            self.held.release()
+            assert self.allowed.acquire(timeout=WAIT_S)
+        return message
+
+    def wait_for_chunk(self) -> None:
+        assert self.held.acquire(timeout=WAIT_S)
+
+    def open(self) -> None:
+        self.is_open = True
+        self.allowed.release(1000)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.open()
+
+
+def test_after_drained_nothing_writes_into_the_memory(make_pair: MakePair, transport: str, gate: Gate) -> None:
+    pair = make_pair(transport, num_blocks=600, hook=gate)
+    blocks = tuple(range(600))
+    grant = pair.grant(blocks)
+    received, sent = pair.begin(grant)
+    pair.sender.push(grant.key, list(enumerate(blocks)), True)
+    gate.wait_for_chunk()
+    gate.allowed.release()  # the first chunk lands, the second is held on the wire
+    gate.wait_for_chunk()
+    wait_for(lambda: pair.landing.block(0) == pair.source.block(0), "the first chunk")
+    pair.receiver.abort(grant.key)
+    assert received.wait().outcome is ReceiveOutcome.DRAINED
+    pair.landing.fill(blocks, STAMP)
+    gate.open()
+    assert sent.wait().outcome is SendOutcome.FAILED
+    assert "aborted by the receiver" in sent.all[0].error
+    wait_for(lambda: pair.receiver.stats.late_messages >= 1, "the late chunk")
+    assert pair.move(pair.grant((), transfer_id="x"), ())[1].outcome is SendOutcome.SENT
+    assert pair.landing.memory == bytes([STAMP]) * len(pair.landing.memory)
+    assert received.outcomes == ["drained"]
+
+
+@pytest.mark.parametrize("attempt", range(8))
+def test_an_abort_at_any_moment_of_a_stream_of_chunks_fences_exactly(
+    make_pair: MakePair, transport: str, attempt: int
+) -> None:
+    """No proxy: the abort races with the thread that writes."""
+    pair = make_pair(transport, num_blocks=256, block_bytes=16_384)
+    blocks = tuple(range(256))
+    grant = pair.grant(blocks)
+    received, sent = pair.begin(grant)
+    pair.sender.push(grant.key, list(enumerate(blocks)), True)
+    wait_for(lambda: pair.receiver.stats.chunks > attempt // 2 or bool(received.all), "some chunks")
+    pair.receiver.abort(grant.key)
+    end = received.wait()
+    if end.outcome is ReceiveOutcome.VERIFIED:
+        return  # it was faster
+    pair.landing.fill(blocks, STAMP)
+    assert end.outcome is ReceiveOutcome.DRAINED
+    assert sent.wait().outcome is SendOutcome.FAILED
+    follower = pair.grant((255,), transfer_id="after")
+    pair.receiver.expect(follower, after := Heard())
+    pair.sender.start(follower, Heard())
+    pair.sender.push(follower.key, [(0, 0)], True)
+    assert after.wait().outcome is ReceiveOutcome.VERIFIED  # so every chunk before it has been dealt with
+    assert pair.landing.memory[: 255 * 16_384] == bytes([STAMP]) * (255 * 16_384)
+
+
+def test_the_same_blocks_granted_again_take_nothing_from_the_old_transfer(
+    make_pair: MakePair, transport: str, gate: Gate
+) -> None:
+    pair = make_pair(transport, num_blocks=64, hook=gate)
+    old = pair.grant((1, 2, 3), transfer_id="r")
+    received, sent = pair.begin(old)
+    pair.sender.push(old.key, [(0, 10), (1, 11), (2, 12)], True)
+    gate.wait_for_chunk()
+    pair.receiver.abort(old.key)
+    assert received.wait().outcome is ReceiveOutcome.DRAINED
+    new = pair.grant((1, 2, 3), transfer_id="r")
+    received, _ = pair.begin(new)
+    pair.sender.push(new.key, [(0, 20), (1, 21), (2, 22)], True)
+    gate.open()
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    pair.assert_equal(new, (20, 21, 22))
+    assert sent.wait().outcome is SendOutcome.FAILED
+    assert pair.receiver.stats.late_messages >= 1
+
+
+def test_an_abort_is_idempotent_and_of_the_unknown_is_nothing(pair: Pair) -> None:
+    grant = pair.grant((1, 2))
+    pair.receiver.abort(grant.key)
+    pair.sender.abort(grant.key)
+    received, sent = pair.begin(grant)
+    for _ in range(3):
+        pair.receiver.abort(grant.key)
+        pair.sender.abort(grant.key)
+    received.wait()
+    assert sent.wait().outcome is SendOutcome.FAILED
+    assert pair.move(pair.grant((3,)), (3,))[0].outcome is ReceiveOutcome.VERIFIED
+    assert received.outcomes == ["drained"]
+    assert sent.outcomes == ["failed"]
+
+
+def test_when_the_sender_gives_up_both_hear_of_it_at_once(pair: Pair) -> None:
+    grant = pair.grant((1, 2))
+    received, sent = pair.begin(grant)
+    pair.sender.push(grant.key, [(0, 0)], False)
+    pair.sender.abort(grant.key)
+    assert (sent.wait().outcome, sent.all[0].error) == (SendOutcome.FAILED, "aborted by the sender")
+    end = received.wait()
+    assert (end.outcome, end.error) == (ReceiveOutcome.FAILED, "the sender gave up: aborted by the sender")
+    pair.sender.push(grant.key, [(1, 1)], True)  # late, and harmless
+
+
+def test_an_aborting_sender_lets_go_of_its_blocks_while_the_receiver_is_stuck(
+    make_pair: MakePair, transport: str, gate: Gate
+) -> None:
+    pair = make_pair(transport, num_blocks=64, block_bytes=2**20, hook=gate)
+    grant = pair.grant(tuple(range(64)))
+    received, sent = pair.begin(grant)
+    pair.sender.push(grant.key, list(enumerate(range(64))), True)
+    gate.wait_for_chunk()
+    pair.sender.abort(grant.key)
+    assert sent.wait().outcome is SendOutcome.FAILED  # while the first chunk is still held
+    pair.source.fill(range(64), STAMP)
+    gate.open()
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    assert pair.receiver.stats.checksum_mismatches == 0
+
+
+def test_a_deadline_fails_both_sides_and_frees_the_memory(make_pair: MakePair, transport: str, gate: Gate) -> None:
+    pair = make_pair(transport, num_blocks=600, hook=gate)
+    blocks = tuple(range(600))
+    grant = pair.grant(blocks)
+    began_s = time.monotonic()
+    received, sent = pair.begin(grant, deadline_s=0.2)
+    pair.sender.push(grant.key, list(enumerate(blocks)), True)
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    assert sent.wait().outcome is SendOutcome.FAILED
+    assert 0.2 <= time.monotonic() - began_s < 1.2
+    assert received.all[0].error == "the deadline passed when 0 of 600 blocks had come"
+    assert "the deadline passed when" in sent.all[0].error  # its own, or the receiver's word for it
+    pair.landing.fill(blocks, STAMP)
+    gate.open()
+    wait_for(lambda: pair.receiver.stats.late_messages >= 1, "the late chunks")
+    assert pair.landing.memory == bytes([STAMP]) * len(pair.landing.memory)
+    assert pair.receiver.stats.expired == 1
+
+
+def test_a_deadline_ends_the_sender_that_cannot_reach_its_receiver(pair: Pair) -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(1)  # accepts, and never speaks HTTP/2
+        sent, began_s = Heard(), time.monotonic()
+        pair.sender.start(pair.grant((1,), endpoint=f"127.0.0.1:{deaf.getsockname()[1]}"), sent, 0.1)
+        end = sent.wait()
+    assert (end.outcome, end.error) == (SendOutcome.FAILED, "the deadline passed when 0 of 1 blocks were sent")
+    assert time.monotonic() - began_s < 1.1
+    assert pair.sender.stats.expired == 1
+
+
+def test_a_grant_that_nobody_uses_ends_at_its_deadline(pair: Pair) -> None:
+    received = Heard()
+    pair.receiver.expect(pair.grant((1,)), received, 0.05)
+    assert received.wait().error == "the deadline passed when 0 of 1 blocks had come"
+
+
+def test_a_cut_connection_fails_what_it_carried_and_the_next_transfer_connects_again(
+    make_pair: MakePair, transport: str
+) -> None:
+    cuts = [True]
+
+    def hook(frame: Frame, message: bytearray, body: memoryview) -> bytearray | None:
+        return None if frame.kind is Kind.CHUNK and cuts and cuts.pop() else message
+
+    pair = make_pair(transport, hook=hook)
+    grant, waiting = pair.grant((1, 2)), pair.grant((5,))
+    idle_received, idle_sent = pair.begin(waiting)
+    received, sent = pair.move(grant, (1, 2))
+    assert received.outcome is idle_received.wait().outcome is ReceiveOutcome.FAILED
+    assert sent.outcome is idle_sent.wait().outcome is SendOutcome.FAILED
+    assert received.error == "sender p0: connection closed by the peer"
+    assert sent.error.startswith(pair.host.endpoint)
+    assert pair.receiver.stats.cut == pair.sender.stats.cut == 2
+    again, _ = pair.move(pair.grant((1, 2)), (3, 4))
+    assert again.outcome is ReceiveOutcome.VERIFIED
+
+
+def test_a_receiver_that_is_not_there_fails_the_transfer_with_its_address(pair: Pair) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{unused.getsockname()[1]}"
+        sent = Heard()
+        pair.sender.start(pair.grant((1,), endpoint=endpoint), sent)
+        end = sent.wait()
+    assert end.outcome is SendOutcome.FAILED
+    assert f"{endpoint} refused: UNAVAILABLE" in end.error
+
+
+def test_a_receiver_that_restarted_since_the_grant_is_not_written_to(pair: Pair) -> None:
+    sent = Heard()
+    pair.sender.start(pair.grant((1,), incarnation="d0-0"), sent)
+    assert "has restarted since it granted this transfer" in sent.wait().error
+
+
+def test_a_transfer_that_the_receiver_does_not_expect_fails_at_once(pair: Pair) -> None:
+    sent = Heard()
+    pair.sender.start(pair.grant((1,)), sent)
+    assert sent.wait().error == "the receiver refused: the receiver does not expect this transfer"
+    assert pair.receiver.stats.late_messages == 1
+
+
+class Process:
+    """peer.py in a process of its own."""
+
+    def __init__(self, *argv: str) -> None:
+        command = [sys.executable, "-m", "tests.unit.kvtransfer.peer", *argv]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def say(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the peer has died"
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(WAIT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def start_process() -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def start(*argv: str) -> Process:
+        started.append(Process(*argv))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def test_a_killed_sender_fails_its_transfers_at_once_not_by_timeout(
+    pair: Pair, transport: str, start_process: Callable[..., Process]
+) -> None:
+    grant = pair.grant(tuple(range(32)), transfer_id="killed")
+    received, other = Heard(), Heard()
+    pair.receiver.expect(grant, received, 60.0)
+    sender = start_process("sender", transport, pair.host.endpoint, "32")
+    assert sender.say() == {"ready": True}
+    wait_for(lambda: pair.landing.block(30) == pair.source.block(30), "all blocks but the last")
+    killed_s = time.monotonic()
+    sender.kill()
+    end = received.wait()
+    assert time.monotonic() - killed_s < 2.0
+    assert end.outcome is ReceiveOutcome.FAILED
+    assert end.error.startswith("sender p9: connection ")
+    pair.landing.fill(range(32), STAMP)
+    unrelated = pair.grant((40,))
+    pair.receiver.expect(unrelated, other)
+    assert pair.landing.block(3) == bytes([STAMP]) * BLOCK_BYTES
+    pair.receiver.abort(unrelated.key)
+    assert other.wait().outcome is ReceiveOutcome.DRAINED
+
+
+def test_a_killed_receiver_fails_the_senders_transfers_at_once(
+    pair: Pair, transport: str, start_process: Callable[..., Process]
+) -> None:
+    receiver = start_process("receiver", transport, "32")
+    endpoint = f"127.0.0.1:{receiver.say()['port']}"
+    grant, sent = pair.grant(tuple(range(32)), transfer_id="killed", endpoint=endpoint), Heard()
+    pair.sender.start(grant, sent, 60.0)
+    pair.sender.push(grant.key, [(i, i) for i in range(31)], False)
+    wait_for(lambda: pair.sender.stats.chunks >= 1, "the first chunk")
+    killed_s = time.monotonic()
+    receiver.kill()
+    end = sent.wait()
+    assert time.monotonic() - killed_s < 2.0
+    assert end.outcome is SendOutcome.FAILED
+    assert end.error.startswith(f"{endpoint}: connection")
+
+
+def test_a_sender_that_comes_back_replaces_its_old_connection(make_pair: MakePair, transport: str) -> None:
+    """A half-open connection of a dead incarnation must not keep its transfers alive."""
+    from kvtransfer.endpoint import make_sender
+    from tests.unit.kvtransfer.harness import fingerprint
+
+    pair = make_pair(transport)
+    received, _ = pair.begin(pair.grant((1, 2)))
+    wait_for(lambda: pair.sender.stats.chunks == 0 and len(pair.receiver.peers) == 1, "the connection")
+    again = make_sender(HostPool(64, seed=7), fingerprint(), worker_id="p0", incarnation="p0-2", transport=transport)
+    grant, ok = pair.grant((5,)), Heard()
+    pair.receiver.expect(grant, ok)
+    again.start(grant, Heard())
+    again.push(grant.key, [(0, 5)], True)
+    assert ok.wait().outcome is ReceiveOutcome.VERIFIED
+    assert received.wait().error == "sender p0: replaced by its newer connection"
+    again.close()
+
+
+def test_a_dead_thread_of_the_receiver_ends_everything_visibly(
+    pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received, sent = pair.begin(pair.grant((1,)))
+    wait_for(lambda: len(pair.receiver.peers) == 1, "the connection")
+
+    def broken(now_s: float) -> list[Any]:
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr(pair.receiver, "_tick", broken)
+    pair.receiver.abort(pair.grant((2,)).key)  # wakes the thread
+    assert received.wait().error == "the receiver's thread died"
+    assert sent.wait().outcome is SendOutcome.FAILED
+    wait_for(lambda: not pair.receiver.is_healthy, "ill health")
+    assert "the KV receiver's thread died" in caplog.text
+
+
+def test_a_grpc_host_of_another_service_refuses(pair: Pair) -> None:
+    class Empty:
+        async def Open(self, request: Any, context: Any) -> Any:
+            raise NotImplementedError
+
+    host = GrpcHost(Empty())
+    sent = Heard()
+    pair.sender.start(pair.grant((1,), endpoint=host.endpoint), sent)
+    assert sent.wait().outcome is SendOutcome.FAILED
+    host.stop()
