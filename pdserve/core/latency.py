@@ -6,7 +6,8 @@
 
 The coefficients follow the batches that a worker reports by recursive least squares with forgetting, on relative
 errors, so that long and short batches weigh the same. A sample far outside the error band weighs less (Huber) and
-widens the band: one stall moves little, a machine that became slow is believed within a hundred samples.
+widens the band, so one stall moves little; several in a row on the same side are a machine that has changed, and
+are learnt from anew.
 Predictions are finite and never negative, whatever the samples were.
 """
 
@@ -20,6 +21,7 @@ from typing import Final
 LONGEST_S: Final = 86_400.0  # samples and predictions beyond a day are nonsense
 CLIP_SIGMAS: Final = 3.0  # residuals beyond weigh less in the coefficients
 BAND_SIGMAS: Final = 5.0  # and are clipped in the band, which so grows by at most a factor per sample
+CHANGE_STREAK: Final = 5  # residuals beyond CLIP_SIGMAS in a row, on one side, that are taken for a change
 BAND_GAIN: Final = 0.05
 SMALLEST_ERROR: Final = 0.02  # relative; a band never shrinks below it
 FIRST_ERROR: Final = 0.5  # relative; before any sample
@@ -57,7 +59,17 @@ class Fit:
     Works on features divided by their scale and on targets divided by the prediction.
     """
 
-    __slots__ = ("_covariance", "_scales", "_theta", "_widest", "coefficients", "error", "num_rejected", "num_samples")
+    __slots__ = (
+        "_covariance",
+        "_scales",
+        "_streak",
+        "_theta",
+        "_widest",
+        "coefficients",
+        "error",
+        "num_rejected",
+        "num_samples",
+    )
 
     def __init__(self, prior: Sequence[float], scales: Sequence[float]) -> None:
         self._scales = tuple(scales)
@@ -71,6 +83,7 @@ class Fit:
         self.error = FIRST_ERROR  # relative standard deviation of recent residuals
         self.num_samples = 0
         self.num_rejected = 0
+        self._streak = 0  # consecutive outliers; negative: below the prediction
 
     def predict(self, features: Sequence[float]) -> float:
         total = 0.0
@@ -87,6 +100,7 @@ class Fit:
         predicted = max(self.predict(features), 1e-3 * seconds, 1e-9)
         x = [feature / scale / predicted for feature, scale in zip(features, self._scales, strict=True)]
         residual = seconds / predicted - sum(theta * one for theta, one in zip(self._theta, x, strict=True))
+        self._watch(residual)
         self._correct(x, residual, noise=NOISE**2 * max(1.0, abs(residual) / (CLIP_SIGMAS * self.error)))
         shown = _clip(residual, BAND_SIGMAS * self.error)
         gain = max(BAND_GAIN, 1.0 / (self.num_samples + 3))
@@ -94,6 +108,17 @@ class Fit:
         self.error = min(max(math.sqrt(variance), SMALLEST_ERROR), 10.0)
         self.num_samples += 1
         return True
+
+    def _watch(self, residual: float) -> None:
+        if abs(residual) <= CLIP_SIGMAS * self.error:
+            self._streak = 0
+            return
+        side = 1 if residual > 0.0 else -1
+        self._streak = self._streak + side if self._streak * side >= 0 else side
+        if abs(self._streak) >= CHANGE_STREAK:
+            self._streak = 0
+            size = len(self._widest)
+            self._covariance = [[self._widest[i] if i == j else 0.0 for j in range(size)] for i in range(size)]
 
     def _correct(self, x: list[float], residual: float, noise: float) -> None:
         covariance = self._covariance

@@ -1,0 +1,201 @@
+"""The cost model: finite and non-negative whatever it is fed, close after a minute, calm about outliers."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.core.latency import LONGEST_S, CostModel, CostPrior, LinkModel
+
+TRUTH = CostPrior(
+    prefill_base_s=0.02,
+    prefill_per_token_s=1e-3,
+    prefill_per_token_context_s=2e-7,
+    decode_base_s=0.03,
+    decode_per_row_s=1e-3,
+    decode_per_context_token_s=2e-6,
+)
+anything = st.one_of(
+    st.floats(allow_nan=True, allow_infinity=True), st.floats(0.0, 10.0), st.sampled_from([0.0, 1e-300, 1e300])
+)
+counts = st.one_of(st.integers(-10, 10**7), st.just(10**300))
+samples = st.lists(st.tuples(counts, counts, anything, counts, anything), max_size=60)
+
+
+def feed(model: CostModel, truth: CostModel, rng: random.Random, batches: int, noise: float = 0.05) -> None:
+    for _ in range(batches):
+        rows = rng.randint(1, 32)
+        context = rows * rng.randint(10, 1000)
+        step_s = truth.decode_s(rows, context) * max(0.1, rng.gauss(1.0, noise))
+        model.observe(rows=rows, prefill_tokens=0, prefill_token_context=0.0, context_tokens=context, step_s=step_s)
+        tokens, cached = rng.randint(1, 512), rng.randint(0, 2000)
+        step_s = truth.prefill_s(tokens, cached) * max(0.1, rng.gauss(1.0, noise))
+        model.observe(
+            rows=0,
+            prefill_tokens=tokens,
+            prefill_token_context=tokens * (cached + tokens / 2),
+            context_tokens=0,
+            step_s=step_s,
+        )
+
+
+def assert_sane(model: CostModel) -> None:
+    for seconds in (
+        model.prefill_s(1),
+        model.prefill_s(10**6, 10**6, 512),
+        model.decode_s(1, 1),
+        model.decode_s(10**6, 10**12),
+    ):
+        assert math.isfinite(seconds)
+        assert 0.0 <= seconds <= LONGEST_S
+    for error in (model.prefill_error, model.decode_error):
+        assert 0.0 < error <= 10.0
+
+
+def test_the_closed_forms_are_those_of_the_design() -> None:
+    model = CostModel(TRUTH)
+    assert model.prefill_s(100, 400) == pytest.approx(0.02 + 1e-3 * 100 + 2e-7 * 100 * (400 + 50))
+    assert model.decode_s(8, 4000) == pytest.approx(0.03 + 1e-3 * 8 + 2e-6 * 4000)
+
+
+def test_a_chunked_prefill_pays_the_base_once_per_chunk_and_nothing_else() -> None:
+    model = CostModel(TRUTH)
+    chunks = [model.prefill_s(512, cached) for cached in (0, 512)]
+    assert model.prefill_s(1024, 0, chunk_tokens=512) == pytest.approx(sum(chunks))
+
+
+def test_nothing_to_do_takes_no_time() -> None:
+    model, link = CostModel(), LinkModel()
+    assert (model.prefill_s(0), model.decode_s(0, 0), link.transfer_s(0)) == (0.0, 0.0, 0.0)
+
+
+@given(prior=st.builds(CostPrior, *[], **dict.fromkeys(CostPrior.__dataclass_fields__, anything)), steps=samples)
+def test_predictions_are_finite_and_not_negative_whatever_is_observed(
+    prior: CostPrior, steps: list[tuple[int, int, float, int, float]]
+) -> None:
+    model = CostModel(prior)
+    for rows, prefill_tokens, load, context_tokens, step_s in steps:
+        model.observe(
+            rows=rows,
+            prefill_tokens=prefill_tokens,
+            prefill_token_context=load,
+            context_tokens=context_tokens,
+            step_s=step_s,
+        )
+        assert_sane(model)
+
+
+@given(
+    rows=st.integers(1, 256),
+    context=st.integers(0, 10**6),
+    more_rows=st.integers(0, 64),
+    more_context=st.integers(0, 10**5),
+    seed=st.integers(0, 20),
+)
+def test_more_work_is_never_predicted_to_take_less_time(
+    rows: int, context: int, more_rows: int, more_context: int, seed: int
+) -> None:
+    model = CostModel()
+    feed(model, CostModel(TRUTH), random.Random(seed), 20)
+    assert model.decode_s(rows + more_rows, context + more_context) >= model.decode_s(rows, context)
+    assert model.prefill_s(rows + more_rows, context) >= model.prefill_s(rows, context)
+    assert model.prefill_s(rows, context + more_context) >= model.prefill_s(rows, context)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_wrong_prior_is_forgotten_within_some_hundred_batches(seed: int) -> None:
+    model, truth = CostModel(), CostModel(TRUTH)
+    feed(model, truth, random.Random(seed), 400)
+    assert model.decode_s(16, 8000) == pytest.approx(truth.decode_s(16, 8000), rel=0.05)
+    assert model.decode_s(1, 100) == pytest.approx(truth.decode_s(1, 100), rel=0.1)
+    assert model.prefill_s(400, 100) == pytest.approx(truth.prefill_s(400, 100), rel=0.05)
+    assert model.prefill_s(10) == pytest.approx(truth.prefill_s(10), rel=0.1)
+    assert model.decode_error < 0.1
+    assert model.prefill_error < 0.1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_single_stall_moves_a_trained_model_by_a_few_percent(seed: int) -> None:
+    model, truth = CostModel(TRUTH), CostModel(TRUTH)
+    feed(model, truth, random.Random(seed), 200)
+    before_s = model.decode_s(16, 8000)
+    model.observe(rows=16, prefill_tokens=0, prefill_token_context=0.0, context_tokens=8000, step_s=50.0 * before_s)
+    assert model.decode_s(16, 8000) == pytest.approx(before_s, rel=0.05)
+    assert model.decode_error > 0.05, "the band says that something was odd"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_machine_that_became_three_times_slower_is_believed(seed: int) -> None:
+    slow = CostPrior(**{name: 3.0 * getattr(TRUTH, name) for name in CostPrior.__dataclass_fields__})
+    model = CostModel(TRUTH)
+    rng = random.Random(seed)
+    feed(model, CostModel(TRUTH), rng, 200)
+    feed(model, CostModel(slow), rng, 200)
+    assert model.decode_s(16, 8000) == pytest.approx(3.0 * CostModel(TRUTH).decode_s(16, 8000), rel=0.2)
+
+
+def test_equal_batches_do_not_unlearn_what_they_do_not_show() -> None:
+    model = CostModel(TRUTH)
+    feed(model, CostModel(TRUTH), random.Random(1), 300)
+    for _ in range(5000):
+        model.observe(
+            rows=4,
+            prefill_tokens=0,
+            prefill_token_context=0.0,
+            context_tokens=2000,
+            step_s=CostModel(TRUTH).decode_s(4, 2000),
+        )
+    assert model.decode_s(4, 2000) == pytest.approx(CostModel(TRUTH).decode_s(4, 2000), rel=0.02)
+    assert model.decode_s(32, 16000) == pytest.approx(CostModel(TRUTH).decode_s(32, 16000), rel=0.5)
+
+
+def test_mixed_batches_teach_the_prefill_part_what_the_decode_part_leaves() -> None:
+    truth = CostModel(TRUTH)
+    model = CostModel(CostPrior(**{**_fields(TRUTH), "prefill_per_token_s": 1e-4}))
+    for _ in range(200):
+        step_s = truth.decode_s(8, 4000) + 1e-3 * 256 + 2e-7 * 256 * 128
+        model.observe(rows=8, prefill_tokens=256, prefill_token_context=256 * 128, context_tokens=4000, step_s=step_s)
+    assert model.prefill_s(256) == pytest.approx(truth.prefill_s(256), rel=0.1)
+    assert model.decode_s(8, 4000) == truth.decode_s(8, 4000)
+
+
+@pytest.mark.parametrize("step_s", [0.0, -1.0, math.nan, math.inf, 1e9])
+def test_a_time_that_cannot_be_is_dropped(step_s: float) -> None:
+    model = CostModel(TRUTH)
+    before = model.coefficients
+    assert not model.observe(rows=1, prefill_tokens=0, prefill_token_context=0.0, context_tokens=10, step_s=step_s)
+    assert model.coefficients == before
+
+
+def test_a_prior_that_cannot_be_is_replaced_by_the_default() -> None:
+    prior = CostPrior(prefill_base_s=math.nan, decode_base_s=-1.0, decode_per_row_s=0.5)
+    assert CostModel(prior).coefficients == CostPrior(decode_per_row_s=0.5)
+
+
+def test_the_fastest_recent_transfer_tells_the_bandwidth() -> None:
+    link = LinkModel()
+    link.observe(10_000_000, 1.0)  # it overlapped a long prefill
+    link.observe(10_000_000, 0.01)
+    link.observe(10_000_000, 1.0)
+    assert link.bandwidth_bytes_s == pytest.approx(1e9, rel=0.03)
+    for _ in range(500):
+        link.observe(10_000_000, 1.0)
+    assert link.bandwidth_bytes_s == pytest.approx(1e7, rel=0.01)
+
+
+@given(st.lists(st.tuples(anything, anything), max_size=30), st.floats(0, 1e15))
+def test_a_transfer_is_predicted_finite_whatever_was_measured(
+    measured: list[tuple[float, float]], num_bytes: float
+) -> None:
+    link = LinkModel()
+    for size, seconds in measured:
+        link.observe(size, seconds)
+        assert 0.0 <= link.transfer_s(num_bytes) <= LONGEST_S
+
+
+def _fields(prior: CostPrior) -> dict[str, float]:
+    return {name: getattr(prior, name) for name in CostPrior.__dataclass_fields__}
