@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Final, TextIO, final
 
 from pdserve.core.errors import ConfigError
-from router import codec, replay
+from router import replay
 from router.commands import Command
 from router.events import Event
 from router.settings import RouterSettings
@@ -23,7 +22,7 @@ class RecordFile:
             self._file: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             raise ConfigError("record", path, f"a file that can be written ({error.strerror})") from error
-        self._file.write(json.dumps({"settings": codec.encode(settings)}) + "\n")
+        self._file.write(replay.encode_settings(settings) + "\n")
         self._unflushed = 0
 
     def step(self, now_s: float, event: Event, commands: list[Command]) -> None:

@@ -52,6 +52,7 @@ class Workers:
         self._complaints: dict[str, str] = {}  # endpoint -> why its worker is not wanted, to say it once
         self._static: tuple[str, ...] = ()
         self._registered: dict[str, str] = {}  # worker id -> endpoint
+        self._is_closing = False
         self.model: ModelFacts | None = None
 
     @property
@@ -78,6 +79,8 @@ class Workers:
         return session is not None and session.send(message)
 
     async def close(self) -> None:
+        """Ends all streams, and reports nothing any more."""
+        self._is_closing = True
         tasks = [task for _, task in self._tasks.values()]
         self._tasks.clear()
         for task in tasks:
@@ -127,7 +130,7 @@ class Workers:
             self._on_event(event)
 
     def detached(self, session: WorkerSession, reason: str) -> None:
-        if self._attached.get(session.worker_id) is session:
+        if self._attached.get(session.worker_id) is session and not self._is_closing:
             log.warning("a worker is lost", extra={"worker_id": session.worker_id, "why": reason})
             self._forget(session, reason)
             self._on_change()

@@ -1,0 +1,123 @@
+"""Real workers over the toy engine, as processes; routers on the test's own event loop or as processes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pdserve import AsyncClient
+from pdserve.client.retry import Retries
+from pdserve.config import RouterConfig
+from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
+from router.server import RouterServer
+from tests.unit.router_io.processes import Program, Start, programs
+
+SLOW_STEP_S = 0.02
+
+
+@pytest.fixture(scope="session")
+def start_for_session() -> Iterator[Start]:
+    with programs() as start:
+        yield start
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with programs() as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def decode(start_for_session: Start) -> Program:
+    return start_for_session("decode_worker", "--model=toy", "--worker-id=d0", "--heartbeat-s=0.05")
+
+
+@pytest.fixture(scope="session")
+def prefill(start_for_session: Start) -> Program:
+    return start_for_session("prefill_worker", "--model=toy", "--worker-id=p0", "--heartbeat-s=0.05")
+
+
+@pytest.fixture(scope="session")
+def slow_decode(start_for_session: Start) -> Program:
+    """Each step takes SLOW_STEP_S, so that a test can act in the middle of an answer."""
+    return start_for_session(
+        "decode_worker", "--model=toy", "--worker-id=d1", "--heartbeat-s=0.05", f"--toy-step-s={SLOW_STEP_S}"
+    )
+
+
+@dataclass
+class Front:
+    """A router and what a test calls it with."""
+
+    server: RouterServer
+    client: AsyncClient
+    channel: grpc.aio.Channel
+    stub: Any
+    cluster: Any
+
+    async def health(self, service: str = "pdserve.v1.InferenceService") -> str:
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+    async def topology(self) -> cluster_pb2.GetTopologyResponse:
+        return await self.cluster.GetTopology(cluster_pb2.GetTopologyRequest())
+
+    async def all_free(self) -> bool:
+        """No worker holds a block for anybody, and the router remembers no request."""
+        topology = await self.topology()
+        is_free = all(one.load.running == 0 and one.load.waiting == 0 for one in topology.workers)
+        return is_free and self.server.runtime.state.is_empty
+
+
+Connect = Callable[..., Awaitable[Front]]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """Starts a router on this loop; returns once as many workers as it was given are attached."""
+    fronts: list[Front] = []
+
+    async def start_router(*workers: Program, **settings: Any) -> Front:
+        settings = {"model": "toy", "port": 0, "workers": tuple(one.address for one in workers), **settings}
+        server = RouterServer(RouterConfig(**settings))
+        address = await server.start()
+        channel = grpc.aio.insecure_channel(address)
+        front = Front(
+            server,
+            AsyncClient(address, token=settings.get("token"), retries=Retries(limit=0)),
+            channel,
+            inference_pb2_grpc.InferenceServiceStub(channel),
+            cluster_pb2_grpc.ClusterServiceStub(channel),
+        )
+        fronts.append(front)
+        await until(lambda: sum(one.is_connected for one in server.runtime.state.snapshot().workers) == len(workers))
+        return front
+
+    yield start_router
+    for front in fronts:
+        await front.client.close()
+        await front.channel.close()
+        await front.server.stop()
+        front.server.runtime.state.check()
+
+
+async def until(holds: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    """Waits for a condition, plain or async."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        found = holds()
+        if asyncio.iscoroutine(found):
+            found = await found
+        if found:
+            return
+        assert time.monotonic() < deadline_s, "the condition did not come true in time"
+        await asyncio.sleep(0.005)

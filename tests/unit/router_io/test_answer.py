@@ -1,0 +1,111 @@
+"""An answer on its way to its client, without any connection."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.core.errors import Cancelled, KvLost
+from pdserve.core.types import FinishReason, Sampling, TokenOut
+from pdserve.text.tokenizer import ToyTokenizer
+from pdserve.v1 import inference_pb2
+from router.answer import Answer
+from router.commands import FinishRequest, Outcome, Timings, Usage
+
+
+def tokens(text: str) -> list[TokenOut]:
+    return [TokenOut(token_id=byte) for byte in text.encode()]
+
+
+def answer(**settings: object) -> Answer:
+    return Answer("r", 3, Sampling(**settings), ToyTokenizer().detokenizer(), (256,))  # type: ignore[arg-type]
+
+
+def end(completion_tokens: int, reason: FinishReason = FinishReason.LENGTH) -> FinishRequest:
+    return FinishRequest(
+        request_id="r",
+        reason=reason,
+        usage=Usage(prompt_tokens=3, completion_tokens=completion_tokens, cached_prompt_tokens=0),
+        timings=Timings(ttft_s=0.1, tpot_s=0.0, total_s=0.1),
+        outcome=Outcome.SERVED,
+    )
+
+
+def kinds(messages: list[inference_pb2.GenerateResponse]) -> list[str | None]:
+    return [one.WhichOneof("event") for one in messages]
+
+
+def test_nothing_goes_out_before_the_first_token() -> None:
+    one = answer()
+    assert one.drain() == []
+    one.take(tokens("a"))
+    assert kinds(one.drain()) == ["started", "delta"]
+
+
+def test_a_slow_reader_gets_larger_pieces() -> None:
+    one = answer()
+    for text in ("ab", "c", "de"):
+        one.take(tokens(text))
+    one.finish(end(5))
+    messages = one.drain()
+    assert kinds(messages) == ["started", "delta", "finished"]
+    assert (messages[1].delta.text, list(messages[1].delta.token_ids)) == ("abcde", list(b"abcde"))
+    assert one.drain() == []
+
+
+def test_a_reader_too_far_behind_is_given_up() -> None:
+    one = Answer("r", 3, Sampling(), ToyTokenizer().detokenizer(), max_pending_tokens=4)
+    one.take(tokens("abcde"))
+    assert isinstance(one.error, Cancelled)
+    assert one.take(tokens("f")) is None
+
+
+def test_a_stop_string_cuts_the_tokens_after_it_and_wins_over_the_workers_reason() -> None:
+    one = answer(stop=("cd",))
+    assert one.take(tokens("ab")) is None
+    assert one.take(tokens("cdef")) == 4
+    assert one.take(tokens("gh")) is None
+    one.finish(end(8))
+    messages = one.drain()
+    assert (messages[1].delta.text, bytes(messages[1].delta.token_ids)) == ("ab", b"abcd")
+    finished = messages[2].finished
+    assert (finished.reason, finished.stop, finished.usage.completion_tokens) == (
+        inference_pb2.FINISH_REASON_STOP,
+        "cd",
+        4,
+    )
+    assert not finished.HasField("stop_token_id")
+
+
+def test_what_was_held_back_goes_out_with_the_end() -> None:
+    one = answer(stop=("never",))
+    one.take([*tokens("ne"), TokenOut(token_id="é".encode()[0])])
+    one.finish(end(3))
+    messages = one.drain()
+    assert messages[1].delta.text == "ne\ufffd"
+
+
+def test_an_error_after_tokens_is_kept_and_the_first_error_stays() -> None:
+    one = answer()
+    one.take(tokens("a"))
+    one.fail(KvLost("gone"))
+    one.fail(Cancelled("late"))
+    assert isinstance(one.error, KvLost)
+    one.finish(end(1))
+    assert kinds(one.drain()) == ["started", "delta"]
+
+
+@pytest.mark.parametrize(("is_kept", "text"), [(False, "ab"), (True, "abc")])
+def test_a_stop_tokens_text_is_left_out_unless_asked_for(is_kept: bool, text: str) -> None:
+    one = answer(stop_token_ids=(ord("c"),), include_stop_in_output=is_kept)
+    one.take(tokens("abc"))
+    one.finish(end(3, FinishReason.STOP))
+    messages = one.drain()
+    assert messages[1].delta.text == text
+    assert messages[2].finished.stop_token_id == ord("c")
+
+
+def test_an_end_token_before_min_tokens_is_text_like_any_other() -> None:
+    one = answer(stop_token_ids=(ord("a"),), min_tokens=2)
+    one.take(tokens("ab"))
+    one.finish(end(2))
+    assert one.drain()[1].delta.text == "ab"

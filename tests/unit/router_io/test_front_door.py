@@ -1,0 +1,187 @@
+"""Who may call, health, reflection, draining, and the process as an operator starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.descriptor_pool import Default
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from pdserve import AsyncClient, Client
+from pdserve.client.retry import Retries
+from pdserve.core.errors import ConfigError, NotFound, Unauthenticated, Unavailable
+from pdserve.engine.toy import answer
+from router.auth import POLICY, refusal
+from router.program import RouterHost, make_router
+from router.replay import decode_step, replay
+from tests.unit.router_io.conftest import Connect, until
+from tests.unit.router_io.processes import Program, Start, spawn
+
+SERVICES = ("pdserve.v1.InferenceService", "pdserve.v1.ClusterService", "grpc.health.v1.Health")
+
+
+def test_every_method_that_is_served_has_a_policy() -> None:
+    import router.server  # noqa: F401 - puts the descriptors into the pool
+
+    names = (*SERVICES, "grpc.reflection.v1alpha.ServerReflection")
+    served = {
+        f"/{service}/{method.name}" for service in names for method in Default().FindServiceByName(service).methods
+    }
+    # A method of a newer health protocol that our servicer does not implement stays closed.
+    assert set(POLICY) <= served
+    assert served - set(POLICY) <= {"/grpc.health.v1.Health/List"}
+
+
+def test_a_method_without_a_policy_is_refused() -> None:
+    assert isinstance(refusal("/pdserve.v1.ClusterService/Explode", (), ""), NotFound)
+
+
+@pytest.mark.parametrize("given", [None, "wrong", "right", "rightx", "Right"])
+async def test_calls_need_the_token_and_health_does_not(connect: Connect, decode: Program, given: str | None) -> None:
+    front = await connect(decode, token="right")
+    async with AsyncClient(front.server.address, token=given, retries=Retries(limit=0)) as client:
+        if given == "right":
+            assert (await client.generate("hello", max_tokens=3, temperature=0)).text
+            assert (await client.topology()).router_id == "router-0"
+        else:
+            for call in (client.generate("hello"), client.topology(), client.model(), client.tokenize("x")):
+                with pytest.raises(Unauthenticated):
+                    await call
+    assert await front.health() == "SERVING"
+
+
+async def test_health_watch_tells_every_change(connect: Connect, start: Start) -> None:
+    decode = start("decode_worker", "--model=toy", "--worker-id=watched")
+    front = await connect()
+    watch = health_pb2_grpc.HealthStub(front.channel).Watch(
+        health_pb2.HealthCheckRequest(service="pdserve.v1.InferenceService")
+    )
+    seen = [(await watch.read()).status]
+    front.server._workers.dial([decode.address])
+    seen.append((await watch.read()).status)
+    decode.kill()
+    seen.append((await watch.read()).status)
+    names = [health_pb2.HealthCheckResponse.ServingStatus.Name(one) for one in seen]
+    assert names == ["NOT_SERVING", "SERVING", "NOT_SERVING"]
+    watch.cancel()
+
+
+async def test_reflection_lists_the_services(connect: Connect) -> None:
+    front = await connect()
+
+    def listed() -> list[str]:
+        with grpc.insecure_channel(front.server.address) as channel:
+            return list(ProtoReflectionDescriptorDatabase(channel).get_services())
+
+    assert set(SERVICES) <= set(await asyncio.to_thread(listed))
+
+
+async def test_draining_finishes_what_runs_and_refuses_what_comes(connect: Connect, slow_decode: Program) -> None:
+    front = await connect(slow_decode)
+    watch = health_pb2_grpc.HealthStub(front.channel).Watch(health_pb2.HealthCheckRequest(service=""))
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    running = asyncio.create_task(front.client.generate("hello", max_tokens=40, temperature=0))
+    await until(lambda: front.server.runtime.num_calls == 1)
+    draining = asyncio.create_task(front.server.drain())
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    with pytest.raises(Unavailable) as caught:
+        await front.client.generate("late")
+    assert "shutting down" in caught.value.message
+    done = await running
+    assert done.text.encode() == bytes(answer(list(b"hello"), 40))
+    await draining
+    assert not front.server.is_healthy
+
+
+async def test_a_port_in_use_is_a_config_error(connect: Connect) -> None:
+    front = await connect()
+    port = int(front.server.address.rsplit(":", 1)[1])
+    with pytest.raises(ConfigError) as caught:
+        await connect(port=port)
+    assert caught.value.field == "port"
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--model=/nowhere/at/all"], "model"),
+        (["--model=toy", "--host=0.0.0.0"], "host"),
+        (["--model=toy", "--policy=dice"], "policy"),
+        (["--model=toy", "--record=/nowhere/at/all"], "record"),
+    ],
+)
+def test_a_wrong_flag_ends_the_process_with_its_name(flags: list[str], word: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "router", "--port=0", *flags], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"router: {word}: got")
+    assert done.stdout == ""
+
+
+def test_a_port_in_use_ends_the_process_with_its_name() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = spawn("router", "--model=toy", f"--port={port}")
+        assert process.wait(60) == 2
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_a_router_process_serves_records_and_drains_on_sigterm(
+    start: Start, decode: Program, prefill: Program, tmp_path: Path
+) -> None:
+    record = tmp_path / "record.jsonl"
+    router = start(
+        "router", "--model=toy", "--port=0", f"--workers={decode.address},{prefill.address}", f"--record={record}"
+    )
+    prompt = "through three processes, with a prompt of more than sixteen tokens"
+    with Client(router.address) as client:
+        done = client.generate(prompt, max_tokens=10, temperature=0)
+    assert done.text.encode() == bytes(answer(list(prompt.encode()), 10))
+    router.process.send_signal(signal.SIGTERM)
+    assert router.process.wait(20) == 0
+    lines = record.read_text().splitlines()
+    assert list(replay(lines)) == []
+    kinds = {type(decode_step(line).event).__name__ for line in lines[1:]}
+    assert {"WorkerConnected", "RequestArrived", "FirstToken", "TokensArrived", "RouterClosing"} <= kinds
+    assert prompt not in record.read_text()
+
+
+def test_a_host_runs_a_router_on_its_own_thread(decode: Program) -> None:
+    from pdserve.config import RouterConfig
+
+    host: RouterHost = make_router(RouterConfig(model="toy", port=0, workers=(decode.address,)))
+    try:
+        address = host.start()
+        assert host.is_healthy()
+        with Client(address) as client:
+            assert client.generate("hello", max_tokens=5, temperature=0).text.encode() == bytes(
+                answer(list(b"hello"), 5)
+            )
+        host.drain()
+        assert host.wait(20)
+        assert not host.is_healthy()
+    finally:
+        host.stop()
+
+
+def test_a_router_process_never_loads_torch() -> None:
+    code = (
+        "import sys, router.__main__, router.program\n"
+        "from pdserve.config import RouterConfig\n"
+        "router.program.make_router(RouterConfig(model='toy', port=0))\n"
+        "assert not {'torch', 'ray', 'numpy', 'redis', 'opentelemetry'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,139 @@
+"""Requests through a real router and real workers; every text is compared with a computation by hand."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdserve.engine.toy import answer
+from tests.unit.router_io.conftest import Connect, until
+from tests.unit.router_io.processes import Program
+
+
+def text_of(prompt: str, num_tokens: int, seed: int | None = None) -> str:
+    return bytes(answer(list(prompt.encode()), num_tokens, seed=seed)).decode()
+
+
+async def test_a_short_prompt_is_answered_locally_with_the_right_text(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    done = await front.client.generate("hello", max_tokens=12, temperature=0)
+    assert done.text == text_of("hello", 12)
+    assert done.token_ids == tuple(done.text.encode())
+    assert (done.finish_reason, done.timings.path) == ("length", "local")
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (5, 12)
+
+
+async def test_a_long_prompt_goes_through_both_workers(connect: Connect, decode: Program, prefill: Program) -> None:
+    front = await connect(decode, prefill)
+    prompt = "a prompt that is long enough to be read by a prefill worker, and new"
+    done = await front.client.generate(prompt, max_tokens=30, temperature=0)
+    assert done.text == text_of(prompt, 30)
+    assert (done.timings.path, done.timings.prefill_worker, done.timings.decode_worker) == ("remote", "p0", "d0")
+    assert done.timings.transfer_bytes > 0
+    explanation = await front.client.explain(done.request_id)
+    assert [(one.prefill_worker, one.decode_worker) for one in explanation.candidates if one.is_chosen] == [
+        ("p0", "d0")
+    ]
+
+
+async def test_many_at_once_do_not_mix(connect: Connect, decode: Program, prefill: Program) -> None:
+    front = await connect(decode, prefill)
+    prompts = [f"{number} " + "words of a prompt " * (number % 5) for number in range(40)]
+    answers = await asyncio.gather(
+        *(front.client.generate(prompt, max_tokens=20, seed=number) for number, prompt in enumerate(prompts))
+    )
+    assert [done.text for done in answers] == [text_of(one, 20, seed=number) for number, one in enumerate(prompts)]
+    await until(front.all_free)
+
+
+async def test_token_ids_are_a_prompt_and_an_absent_seed_is_drawn(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    texts = {(await front.client.generate([104, 105], max_tokens=16)).text for _ in range(3)}
+    assert len(texts) > 1
+    done = await front.client.generate([104, 105], max_tokens=16, seed=9)
+    assert done.text == text_of("hi", 16, seed=9)
+
+
+async def test_a_stop_string_ends_the_text_wherever_it_lies(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    whole = text_of("hello", 40)
+    stop = whole[10:13]
+    start = whole.index(stop)
+    done = await front.client.generate("hello", max_tokens=400, temperature=0, stop=[stop, "never"])
+    assert (done.text, done.stop, done.finish_reason) == (whole[:start], stop, "stop")
+    assert done.usage.completion_tokens == start + len(stop)
+    assert done.token_ids == tuple(whole[: start + len(stop)].encode())
+    kept = await front.client.generate("hello", max_tokens=400, temperature=0, stop=[stop], include_stop_in_output=True)
+    assert kept.text == whole[: start + len(stop)]
+    await until(front.all_free)
+
+
+async def test_stop_strings_wait_for_min_tokens(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    whole = text_of("hello", 40)
+    stop = whole[2]
+    done = await front.client.generate("hello", max_tokens=40, min_tokens=20, temperature=0, stop=[stop])
+    assert done.text.startswith(whole[:20])
+    assert done.usage.completion_tokens >= 20
+
+
+async def test_the_end_of_sequence_ends_the_text_and_has_none_itself(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    prompt = b"hi\x05\x04".decode()
+    done = await front.client.generate(prompt, max_tokens=40, temperature=0)
+    assert done.text == bytes(answer(list(prompt.encode()), 5)).decode()
+    assert (done.finish_reason, done.stop, done.token_ids[-1], done.stop_token_id) == ("stop", None, 256, 256)
+
+
+async def test_a_stop_token_is_not_part_of_the_text_unless_asked_for(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    whole = text_of("hello", 40)
+    stop_id = ord(whole[7])
+    start = whole.index(whole[7])
+    done = await front.client.generate("hello", max_tokens=40, temperature=0, stop_token_ids=[stop_id])
+    assert (done.text, done.stop_token_id) == (whole[:start], stop_id)
+    kept = await front.client.generate(
+        "hello", max_tokens=40, temperature=0, stop_token_ids=[stop_id], include_stop_in_output=True
+    )
+    assert kept.text == whole[: start + 1]
+
+
+async def test_logprobs_come_with_each_token(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    pieces = [piece async for piece in front.client.stream("hello", max_tokens=6, temperature=0, logprobs=1)]
+    logprobs = [one for piece in pieces for one in piece.logprobs]
+    assert [one.token_id for one in logprobs] == list(text_of("hello", 6).encode())
+    assert all(one.top == ((one.token_id, 0.0),) for one in logprobs)
+
+
+async def test_truncation_keeps_the_last_tokens(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    done = await front.client.generate("x" * 20_000 + "hello", max_tokens=8, temperature=0, truncate_prompt_tokens=5)
+    assert done.text == text_of("hello", 8)
+    assert done.usage.prompt_tokens == 5
+
+
+async def test_one_id_may_be_used_again_and_by_two_at_once(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    calls = [front.client.generate("hello", max_tokens=8, temperature=0, request_id="mine") for _ in range(3)]
+    answers = await asyncio.gather(*calls)
+    assert [(done.request_id, done.text) for done in answers] == [("mine", text_of("hello", 8))] * 3
+
+
+async def test_the_model_and_tokenisation_are_told(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    model = await front.client.model()
+    assert (model.name, model.vocab_size, model.eos_token_ids) == ("toy", 257, (256,))
+    assert (model.max_new_tokens, model.has_chat_template) == (4096, False)
+    assert await front.client.tokenize("hé") == list("hé".encode())
+
+
+@pytest.mark.parametrize("length", [300, 5000])
+async def test_a_repeated_prompt_is_found_in_a_cache(connect: Connect, decode: Program, length: int) -> None:
+    front = await connect(decode)
+    prompt = f"{length} " * (length // 4)
+    first = await front.client.generate(prompt, max_tokens=4, temperature=0)
+    again = await front.client.generate(prompt, max_tokens=4, temperature=0)
+    assert again.text == first.text == text_of(prompt, 4)
+    assert again.usage.cached_prompt_tokens > first.usage.cached_prompt_tokens
