@@ -245,10 +245,10 @@ class DecodeProgram(RoleProgram):
         self._refused(effect)
 
 
-def build(context: ProgramContext) -> DecodeProgram:
-    """Loads the engine; runs on the engine thread. Raises ConfigError and ModelError."""
+def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] = load_engine) -> DecodeProgram:
+    """Runs on the engine thread. Raises ConfigError and ModelError."""
     config = context.config
-    engine = load_engine(config, context.role)
+    engine = load(config, context.role)
     receiver = make_receiver(
         engine.pool,
         fingerprint_of(engine.spec),

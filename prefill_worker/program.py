@@ -134,10 +134,10 @@ class PrefillProgram(RoleProgram):
         self._refused(effect)
 
 
-def build(context: ProgramContext) -> PrefillProgram:
-    """Loads the engine; runs on the engine thread. Raises ConfigError and ModelError."""
+def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] = load_engine) -> PrefillProgram:
+    """Runs on the engine thread. Raises ConfigError and ModelError."""
     config = context.config
-    engine = load_engine(config, context.role)
+    engine = load(config, context.role)
     sender = make_sender(
         engine.pool,
         fingerprint_of(engine.spec),

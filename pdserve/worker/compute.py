@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -13,7 +13,7 @@ from pdserve.engine.interface import Engine, Row
 
 log = logging.getLogger(__name__)
 
-MAX_BARREN_STEPS: Final = 3
+MAX_BARREN_STEPS: Final = 8
 
 
 class EngineBroken(InternalError):
@@ -34,12 +34,14 @@ class Isolation:
     Repeating is safe: a row writes the same KV again, and what it draws depends on the row alone.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, probe: Callable[[], Row | None]) -> None:
+        """`probe` makes a row that any engine in order can compute, or None where there is no block for it."""
         self._engine = engine
-        self._num_barren = 0  # steps in a row in which no row succeeded
+        self._probe = probe
+        self._num_barren = 0  # steps in a row in which nothing succeeded and nothing could be probed
 
     def step(self, rows: Sequence[Row]) -> list[TokenOut | RowFailed | None]:
-        """One entry per row. Raises EngineBroken after several steps in which nothing succeeded."""
+        """One entry per row. Raises EngineBroken where even the probe fails."""
         try:
             drawn = self._engine.step(rows)
         except Exception:  # whatever an engine may raise: the rows are tried one by one below
@@ -48,13 +50,24 @@ class Isolation:
             self._num_barren = 0
             return list(drawn)
         entries = [self._alone(row) for row in rows]
-        if any(not isinstance(entry, RowFailed) for entry in entries):
-            self._num_barren = 0
+        if all(isinstance(entry, RowFailed) for entry in entries):
+            self._suspect()
         else:
+            self._num_barren = 0
+        return entries
+
+    def _suspect(self) -> None:
+        """Every row failed: the rows are bad, or the engine is."""
+        probe = self._probe()
+        if probe is None:
             self._num_barren += 1
             if self._num_barren >= MAX_BARREN_STEPS:
                 raise EngineBroken(f"no row succeeded in {self._num_barren} steps; the last error is in the log")
-        return entries
+            return
+        self._num_barren = 0
+        outcome = self._alone(probe)
+        if isinstance(outcome, RowFailed):
+            raise EngineBroken(f"a probe failed after all rows of a step: {outcome.message}")
 
     def _alone(self, row: Row) -> TokenOut | RowFailed | None:
         try:

@@ -95,7 +95,7 @@ class RoleProgram(ABC):
         self.end_rule = EndRule(eos_token_ids=frozenset(spec.eos_token_ids), max_context_tokens=max_context_tokens)
         self.cost = self._measure(config.max_batch, config.max_batch_tokens)
         self.tracks: dict[AttemptKey, Track] = {}
-        self._isolation = Isolation(engine)
+        self._isolation = Isolation(engine, self._probe)
         self._ledger = AttemptLedger()
         self._pending: list[tuple[int, worker_pb2.AttachResponse]] = []
         self._routers: dict[int, bool] = {}  # session -> whether it wants KV events
@@ -328,6 +328,14 @@ class RoleProgram(ABC):
         return calibrate.measure_cost(
             self.engine, self.context.role, max_batch=max_batch, max_batch_tokens=max_batch_tokens
         )
+
+    def _probe(self) -> Row | None:
+        """Uses a block that nobody holds; its contents mean nothing to anybody."""
+        blocks = self.blocks.allocate(1)
+        if blocks is None:
+            return None
+        self.blocks.release(blocks)
+        return Row(tokens=[0], start=0, blocks=blocks)
 
     def _account(self, account: fx.StepAccount, drawn: Sequence[TokenOut | None], step_s: float, now_s: float) -> None:
         metrics = self.context.metrics

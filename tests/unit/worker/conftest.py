@@ -14,6 +14,8 @@ import pytest
 from decode_worker import program as decode_program
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role, Sampling
+from pdserve.engine.interface import Engine
+from pdserve.engine.load import load_engine
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.wire.convert import sampling_to_proto
 from pdserve.worker.host import WorkerHost
@@ -21,6 +23,7 @@ from pdserve.worker.program import RoleProgram
 from prefill_worker import program as prefill_program
 
 DEADLINE_S = 10.0
+Load = Callable[[WorkerConfig, Role], Engine]
 BUILDS: dict[Role, Callable[..., RoleProgram]] = {
     Role.PREFILL: prefill_program.build,
     Role.DECODE: decode_program.build,
@@ -43,15 +46,20 @@ def config(role: Role, **changes: Any) -> WorkerConfig:
     return dataclasses.replace(base, **changes)
 
 
+@pytest.fixture
+def worker_config() -> Callable[..., WorkerConfig]:
+    return config
+
+
 class Running:
     """A started host and the program inside it."""
 
-    def __init__(self, role: Role, settings: WorkerConfig) -> None:
+    def __init__(self, role: Role, settings: WorkerConfig, load: Load = load_engine) -> None:
         self.fatal: list[str] = []
         self.programs: list[RoleProgram] = []
 
         def build(context: Any) -> RoleProgram:
-            self.programs.append(BUILDS[role](context))
+            self.programs.append(BUILDS[role](context, load))
             return self.programs[-1]
 
         self.host = WorkerHost(
@@ -94,8 +102,8 @@ def start() -> Iterator[Callable[..., Running]]:
     """start(role, **config changes); at the end each worker is empty, its books balance, and it is stopped."""
     running: list[Running] = []
 
-    def begin(role: Role, **changes: Any) -> Running:
-        running.append(Running(role, config(role, **changes)))
+    def begin(role: Role, load: Load = load_engine, **changes: Any) -> Running:
+        running.append(Running(role, config(role, **changes), load))
         return running[-1]
 
     yield begin

@@ -1,0 +1,321 @@
+"""Routers that vanish, messages that come twice or late, prompts that are wrong, engines that break."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pdserve.config import WorkerConfig
+from pdserve.core.types import Role, TokenOut
+from pdserve.engine.interface import Row
+from pdserve.engine.load import load_engine
+from pdserve.engine.toy import answer
+from pdserve.v1 import worker_pb2, worker_pb2_grpc
+
+PROMPT = list(range(10, 70))
+POISON = 200  # a token that the toy never draws
+
+
+class FaultyEngine:
+    """A toy engine that raises on a row with the poison token, or on every row once it is broken."""
+
+    def __init__(self, config: WorkerConfig, role: Role) -> None:
+        self._engine = load_engine(config, role)
+        self.spec, self.pool = self._engine.spec, self._engine.pool
+        self.is_broken = False
+
+    def step(self, rows: Sequence[Row]) -> list[TokenOut | None]:
+        if self.is_broken or any(POISON in row.tokens for row in rows):
+            raise RuntimeError("the device is gone")
+        return self._engine.step(rows)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def is_empty(program: Any) -> bool:
+    program.check()
+    return program.is_idle and program.blocks.num_referenced == 0
+
+
+# -- routers ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_lost_stream_frees_everything_of_that_router_and_nothing_of_another(
+    start: Any, attach: Any, ask: Any
+) -> None:
+    p = start(Role.PREFILL, toy_step_s=0.01, max_batch_tokens=4)
+    d = start(Role.DECODE, toy_step_s=0.005)
+    lost, kept = await attach(p, d, name="lost"), await attach(p, d, name="kept")
+    await kept.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("k", PROMPT, max_tokens=60), is_local=True))
+    await lost.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("l", PROMPT, max_tokens=90), is_local=True))
+    sequence = ask("m", PROMPT)
+    await lost.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
+    granted = await lost.next("granted", "m")
+    await lost.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
+    await lost.wait_for(lambda: lost.rows("l"))
+    await lost.close()
+    await p.until(is_empty, "an empty prefill worker")
+    await d.until(lambda program: {key.request_id for key in program.batching.live()} <= {"k"}, "only the kept one")
+    assert await kept.finished("k") == answer(PROMPT, 60)
+    await d.until(is_empty, "an empty decode worker")
+
+
+async def test_a_router_that_attaches_again_replaces_its_old_stream(start: Any, attach: Any, ask: Any) -> None:
+    d = start(Role.DECODE, toy_step_s=0.005)
+    old = await attach(d)
+    await old.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("r", PROMPT, max_tokens=90), is_local=True))
+    await old.wait_for(lambda: old.rows("r"))
+    new = await attach(d)
+    await old.wait_for(lambda: old.all("ended"))
+    assert await new.local(ask("r", PROMPT)) == answer(PROMPT, 8)
+    await d.until(is_empty, "an empty worker")
+
+
+async def test_a_router_that_does_not_read_does_not_slow_the_others(start: Any, attach: Any, ask: Any) -> None:
+    d = start(Role.DECODE, heartbeat_s=0.005)
+    async with grpc.aio.insecure_channel(d.address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
+        deaf = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
+        hello = worker_pb2.RouterHello(router_id="deaf", wants_kv_events=True)
+        await deaf.write(worker_pb2.AttachRequest(hello=hello))
+        router = await attach(d)
+        for n in range(5):
+            assert await router.local(ask(f"r{n}", PROMPT)) == answer(PROMPT, 8)
+        deaf.cancel()
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        worker_pb2.AttachRequest(),
+        worker_pb2.AttachRequest(hello=worker_pb2.RouterHello()),
+        worker_pb2.AttachRequest(drain=worker_pb2.DrainWorker()),
+    ],
+)
+async def test_a_stream_that_does_not_begin_with_hello_is_refused(start: Any, first: Any) -> None:
+    d = start(Role.DECODE)
+    async with grpc.aio.insecure_channel(d.address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
+        stream = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
+        await stream.write(first)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(stream.read(), 10)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not await d.on_engine(lambda program: program.is_draining)
+
+
+# -- messages --------------------------------------------------------------------------------------------------
+
+
+async def test_messages_that_come_twice_or_late_are_counted_and_change_nothing(
+    start: Any, attach: Any, ask: Any
+) -> None:
+    p, d = start(Role.PREFILL), start(Role.DECODE, toy_step_s=0.005)
+    router = await attach(p, d)
+    sequence = ask("r", PROMPT, attempt=2)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("r", PROMPT), is_local=True))
+    granted = await router.next("granted", "r")
+    for _ in range(2):
+        await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
+    first = await router.next("first_token", "r")
+    for attempt in (2, 2, 1):
+        admit = worker_pb2.Admit(request_id="r", attempt=attempt, first_token_id=first.token.token_id)
+        await router.send(Role.DECODE, admit=admit)
+    tokens = [first.token.token_id, *await router.finished("r", attempt=2)]
+    assert tokens == answer(PROMPT, 8, prefilled=len(PROMPT))
+    assert len(router.all("granted")) == len(router.all("first_token")) == 1
+    await d.until(lambda program: program.counts["late or duplicate admit"] == 2, "two admits dropped")
+    assert d.program.counts["late or duplicate attempt"] == 2
+    assert p.program.counts["late or duplicate attempt"] == 1
+
+
+async def test_a_newer_attempt_ends_the_older_one(start: Any, attach: Any, ask: Any) -> None:
+    d = start(Role.DECODE, toy_step_s=0.005)
+    router = await attach(d)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("r", PROMPT, max_tokens=90), is_local=True))
+    await router.wait_for(lambda: router.rows("r"))
+    got = tuple(router.text("r"))
+    sequence = ask("r", PROMPT, attempt=2, output=got, max_tokens=len(got) + 5)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence, is_local=True))
+    await router.released("r", Role.DECODE, attempt=1)
+    assert [*got, *await router.finished("r", attempt=2)] == answer(PROMPT, len(got) + 5)
+
+
+async def test_messages_for_the_other_role_are_dropped(start: Any, attach: Any, ask: Any) -> None:
+    p, d = start(Role.PREFILL), start(Role.DECODE)
+    router = await attach(p, d)
+    await router.send(Role.PREFILL, reserve=worker_pb2.Reserve(sequence=ask("r", PROMPT)))
+    await router.send(Role.DECODE, prefill=worker_pb2.Prefill(sequence=ask("r", PROMPT)))
+    for worker in (p, d):
+        await worker.until(lambda program: program.counts["message for another role"] == 1, "a dropped message")
+
+
+async def test_a_stale_grant_loses_the_transfer_and_frees_both_sides(start: Any, attach: Any, ask: Any) -> None:
+    p, d = start(Role.PREFILL), start(Role.DECODE)
+    router = await attach(p, d)
+    sequence = ask("r", PROMPT)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
+    granted = await router.next("granted", "r")
+    await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="r", attempt=1))
+    await router.released("r", Role.DECODE)
+    await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
+    ended = await router.next("transfer_ended", "r", Role.PREFILL)
+    assert not ended.is_committed
+    await router.released("r", Role.PREFILL)
+    for worker in (p, d):
+        await worker.until(is_empty, "an empty worker")
+
+
+async def test_a_grant_of_a_worker_that_is_gone_loses_the_transfer(start: Any, attach: Any, ask: Any) -> None:
+    p, d = start(Role.PREFILL), start(Role.DECODE)
+    router = await attach(p, d)
+    sequence = ask("r", PROMPT)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
+    granted = await router.next("granted", "r")
+    d.host.stop()
+    await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
+    ended = await router.next("transfer_ended", "r", Role.PREFILL)
+    assert not ended.is_committed
+    await router.released("r", Role.PREFILL)
+
+
+async def test_a_decode_worker_of_another_model_is_not_written_to(start: Any, attach: Any, ask: Any) -> None:
+    p, d = start(Role.PREFILL, model="toy"), start(Role.DECODE, model="toy-marked")
+    router = await attach(p, d)
+    sequence = ask("r", PROMPT)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
+    granted = await router.next("granted", "r")
+    await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
+    ended = await router.next("transfer_ended", "r", Role.PREFILL)
+    assert "fingerprint.model" in ended.error
+    await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="r", attempt=1))
+    await router.released("r", Role.DECODE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"prompt": []}, "prompt_token_ids"),
+        ({"prompt": [300]}, "prompt_token_ids"),
+        ({"prompt": [1] * 257}, "prompt_token_ids"),
+        ({"output": (999,)}, "output_token_ids"),
+        ({"output": (1, 2), "max_tokens": 2}, "output_token_ids"),
+        ({"stop_token_ids": (4000,)}, "stop_token_ids"),
+        ({"deadline_s": float("nan")}, "deadline_s"),
+    ],
+)
+async def test_a_wrong_sequence_fails_with_the_field_that_is_wrong(
+    start: Any, attach: Any, ask: Any, changes: dict[str, Any], named: str
+) -> None:
+    d = start(Role.DECODE)
+    router = await attach(d)
+    sequence = ask("r", **{"prompt": PROMPT, **changes})
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence, is_local=True))
+    failed = await router.next("failed", "r")
+    assert failed.kind == worker_pb2.FAILURE_KIND_INVALID
+    assert named in failed.message
+    await router.released("r", Role.DECODE)
+
+
+async def test_wrong_sampling_fails_with_the_field_that_is_wrong(start: Any, attach: Any, ask: Any) -> None:
+    d = start(Role.DECODE)
+    router = await attach(d)
+    for name, field, value in (("a", "temperature", float("nan")), ("b", "top_p", 0.0), ("c", "max_tokens", 0)):
+        sequence = ask(name, PROMPT)
+        setattr(sequence.sampling, field, value)
+        await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence, is_local=True))
+        failed = await router.next("failed", name)
+        assert (failed.kind, field in failed.message) == (worker_pb2.FAILURE_KIND_INVALID, True)
+
+
+async def test_a_message_that_names_no_attempt_is_dropped(start: Any, attach: Any, ask: Any) -> None:
+    d = start(Role.DECODE)
+    router = await attach(d)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve())
+    await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="x" * 10_000, attempt=1))
+    await router.send(Role.DECODE, admit=worker_pb2.Admit(request_id="r", attempt=0))
+    await d.until(lambda program: program.counts["unusable message"] == 3, "three dropped messages")
+    assert await router.local(ask("r", PROMPT)) == answer(PROMPT, 8)
+
+
+async def test_a_deadline_ends_an_attempt_that_nobody_sends_kv_for(start: Any, attach: Any, ask: Any) -> None:
+    d = start(Role.DECODE)
+    router = await attach(d)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("r", PROMPT, deadline_s=0.1)))
+    await router.next("granted", "r")
+    await router.released("r", Role.DECODE)
+    ends = router.all("failed", "r") + router.all("transfer_ended", "r")
+    assert len(ends) == 1
+    await d.until(is_empty, "an empty worker")
+
+
+# -- engines ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_row_that_the_engine_cannot_compute_fails_alone(start: Any, attach: Any, ask: Any) -> None:
+    d = start(Role.DECODE, FaultyEngine)
+    router = await attach(d)
+    prompts = {"good": [10, 11, 12, 13], "bad": [10, POISON], "fine": [20, 21]}
+    for name, prompt in prompts.items():
+        sequence = ask(name, prompt, max_tokens=4)
+        await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence, is_local=True))
+    failed = await router.next("failed", "bad")
+    assert failed.kind == worker_pb2.FAILURE_KIND_INTERNAL
+    await router.released("bad", Role.DECODE)
+    assert await router.finished("good") == answer(prompts["good"], 4)
+    assert await router.finished("fine") == answer(prompts["fine"], 4)
+    assert d.host.is_healthy()
+
+
+async def test_bad_rows_alone_do_not_end_a_worker(start: Any, attach: Any, ask: Any) -> None:
+    d = start(Role.DECODE, FaultyEngine)
+    router = await attach(d)
+    for n in range(20):
+        reserve = worker_pb2.Reserve(sequence=ask(f"bad{n}", [10, POISON]), is_local=True)
+        await router.send(Role.DECODE, reserve=reserve)
+        await router.released(f"bad{n}", Role.DECODE)
+    assert await router.local(ask("good", PROMPT)) == answer(PROMPT, 8)
+    assert d.host.is_healthy()
+
+
+async def test_a_poisoned_prompt_on_a_prefill_worker_frees_the_landing_place(start: Any, attach: Any, ask: Any) -> None:
+    p, d = start(Role.PREFILL, FaultyEngine), start(Role.DECODE)
+    router = await attach(p, d)
+    sequence = ask("r", [1, 2, POISON])
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
+    granted = await router.next("granted", "r")
+    await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
+    failed = await router.next("failed", "r", Role.PREFILL)
+    assert failed.kind == worker_pb2.FAILURE_KIND_INTERNAL
+    await router.released("r", Role.PREFILL)
+    await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="r", attempt=1))
+    await router.released("r", Role.DECODE)
+    for worker in (p, d):
+        await worker.until(is_empty, "an empty worker")
+
+
+async def test_a_broken_engine_fails_everything_and_ends_the_worker(start: Any, attach: Any, ask: Any) -> None:
+    d = start(Role.DECODE, FaultyEngine, toy_step_s=0.005)
+    router = await attach(d)
+    async with grpc.aio.insecure_channel(d.address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
+        request = health_pb2.HealthCheckRequest(service="")
+        watch = health_pb2_grpc.HealthStub(channel).Watch(request)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        for n in range(3):
+            sequence = ask(f"r{n}", PROMPT, max_tokens=100)
+            await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence, is_local=True))
+        await router.wait_for(lambda: all(router.rows(f"r{n}") for n in range(3)))
+        await d.on_engine(lambda program: setattr(program.engine, "is_broken", True))
+        for n in range(3):
+            failed = await router.next("failed", f"r{n}")
+            assert failed.kind == worker_pb2.FAILURE_KIND_INTERNAL
+        status = await asyncio.wait_for(watch.read(), 10)
+        assert status.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert not d.host.is_healthy()
+    assert d.fatal == ["died"]

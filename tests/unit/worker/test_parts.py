@@ -1,0 +1,212 @@
+"""The small parts of a worker: the stall rule, the outbox, the cost prior, the isolation of bad rows."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from typing import Any
+
+import pytest
+
+from pdserve.core.attempt import AttemptKey, AttemptLedger
+from pdserve.core.errors import InternalError
+from pdserve.core.types import Role, Sampling
+from pdserve.engine.interface import Row
+from pdserve.engine.toy import ToyEngine
+from pdserve.v1 import worker_pb2
+from pdserve.worker import calibrate
+from pdserve.worker.compute import MAX_BARREN_STEPS, EngineBroken, Isolation, RowFailed
+from pdserve.worker.session import Outbox
+from pdserve.worker.watchdog import StallRule, Watchdog
+
+# -- the stall rule --------------------------------------------------------------------------------------------
+
+
+def test_a_thread_hangs_if_it_is_busy_with_one_beat_for_too_long() -> None:
+    rule = StallRule(stall_s=2.0)
+    looks = [(False, 0, 0.0), (True, 1, 1.0), (True, 1, 2.9), (True, 2, 3.0), (True, 2, 4.9), (True, 2, 5.0)]
+    assert [rule.look(is_busy=busy, beats=beats, now_s=now_s) for busy, beats, now_s in looks] == [False] * 5 + [True]
+
+
+def test_an_idle_thread_never_hangs() -> None:
+    rule = StallRule(stall_s=2.0)
+    assert not any(rule.look(is_busy=False, beats=7, now_s=now_s) for now_s in range(100))
+    assert not rule.look(is_busy=True, beats=8, now_s=100.0)
+
+
+def test_the_watchdog_calls_once() -> None:
+    class Hung:
+        is_busy, beats = True, 1
+
+    calls: list[float] = []
+    watchdog = Watchdog(Hung(), 0.05, lambda: calls.append(time.monotonic()))
+    watchdog.start()
+    watchdog._thread.join(5.0)
+    assert len(calls) == 1
+
+
+# -- the outbox ------------------------------------------------------------------------------------------------
+
+
+async def test_messages_leave_the_outbox_in_order() -> None:
+    outbox = Outbox()
+    messages = [worker_pb2.AttachResponse(load=worker_pb2.Load(steps=n)) for n in range(5)]
+    outbox.put(messages[:2])
+    seen = []
+
+    async def read() -> None:
+        async for message in outbox:
+            seen.append(message.load.steps)
+
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    outbox.put(messages[2:])
+    while len(seen) < 5:
+        await asyncio.sleep(0)
+    outbox.close()
+    await asyncio.wait_for(reader, 5)
+    assert seen == [0, 1, 2, 3, 4]
+
+
+async def test_an_outbox_that_nobody_reads_closes_at_its_limit() -> None:
+    outbox = Outbox(limit=3)
+    outbox.put([worker_pb2.AttachResponse()] * 3)
+    assert not outbox.is_closed
+    outbox.put([worker_pb2.AttachResponse()])
+    assert outbox.is_closed
+    assert [message async for message in outbox] == []
+
+
+# -- the cost prior --------------------------------------------------------------------------------------------
+
+
+class PricedEngine(ToyEngine):
+    """A toy whose clock says what the closed form says."""
+
+    def __init__(self, clock: Any) -> None:
+        super().__init__(num_blocks=512, max_context_tokens=4096)
+        self._clock = clock
+
+    def step(self, rows: Any) -> Any:
+        for row in rows:
+            count = len(row.tokens)
+            self._clock.now_s += 2e-5 * count + 3e-8 * count * (row.start + count / 2) + 4e-6
+        self._clock.now_s += 1e-3
+        return super().step(rows)
+
+
+class Clock:
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_the_prior_finds_the_coefficients_of_an_engine_that_obeys_the_closed_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(calibrate, "time", clock)
+    cost = calibrate.measure_cost(PricedEngine(clock), Role.DECODE, max_batch=32, max_batch_tokens=512, budget_s=10.0)
+    assert cost.prefill_base_s == pytest.approx(1.004e-3, rel=1e-3)
+    assert cost.prefill_per_token_s == pytest.approx(2e-5, rel=1e-3)
+    assert cost.prefill_per_token_context_s == pytest.approx(3e-8, rel=1e-3)
+    assert cost.decode_base_s == pytest.approx(1e-3, rel=1e-2)
+    assert cost.decode_per_row_s == pytest.approx(2.4e-5, rel=1e-2)
+    assert cost.decode_per_context_token_s == pytest.approx(3e-8, rel=1e-2)
+
+
+@pytest.mark.parametrize(("num_blocks", "max_batch", "max_batch_tokens"), [(1, 1, 1), (2, 64, 512), (3, 2, 1)])
+def test_a_small_pool_still_gives_a_prior(num_blocks: int, max_batch: int, max_batch_tokens: int) -> None:
+    engine = ToyEngine(num_blocks=num_blocks, block_size=2, step_s=0.001)
+    cost = calibrate.measure_cost(engine, Role.DECODE, max_batch=max_batch, max_batch_tokens=max_batch_tokens)
+    values = [getattr(cost, name) for name in cost.__dataclass_fields__]
+    assert all(value >= 0.0 and math.isfinite(value) for value in values)
+    assert cost.prefill_base_s + cost.prefill_per_token_s + cost.prefill_per_token_context_s > 0.0
+
+
+def test_measuring_keeps_to_its_budget() -> None:
+    engine = ToyEngine(num_blocks=256, step_s=0.05)
+    started_s = time.monotonic()
+    calibrate.measure_cost(engine, Role.DECODE, max_batch=64, max_batch_tokens=512, budget_s=0.1)
+    assert time.monotonic() - started_s < 2.0
+
+
+def test_an_engine_without_a_token_is_not_ready() -> None:
+    class Mute(ToyEngine):
+        def step(self, rows: Any) -> Any:
+            return [None for _ in rows]
+
+    with pytest.raises(InternalError, match="first token"):
+        calibrate.draw_one_token(Mute())
+
+
+# -- isolation -------------------------------------------------------------------------------------------------
+
+
+class Picky(ToyEngine):
+    """Raises on a step that holds token 7, and on every step once it is broken."""
+
+    is_broken = False
+
+    def step(self, rows: Any) -> Any:
+        if self.is_broken or any(7 in row.tokens for row in rows):
+            raise ValueError("no")
+        return super().step(rows)
+
+
+def row(token: int, block: int) -> Row:
+    greedy = Sampling(temperature=0.0)
+    return Row(tokens=[token], start=0, blocks=[block], sample=greedy, history=[token], prompt_len=1)
+
+
+def test_a_bad_row_fails_and_the_others_give_what_they_would_have_given() -> None:
+    engine = Picky()
+    isolation = Isolation(engine, lambda: row(1, 9))
+    good, bad, fine = isolation.step([row(1, 0), row(7, 1), row(2, 2)])
+    assert [good, fine] == engine.step([row(1, 0), row(2, 2)])
+    assert bad == RowFailed("ValueError: no")
+    assert isolation.step([row(7, 1)]) == [RowFailed("ValueError: no")]
+
+
+def test_an_engine_that_fails_the_probe_is_broken() -> None:
+    engine = Picky()
+    engine.is_broken = True
+    with pytest.raises(EngineBroken):
+        Isolation(engine, lambda: row(1, 9)).step([row(1, 0), row(2, 1)])
+
+
+def test_without_a_block_to_probe_with_several_barren_steps_are_needed() -> None:
+    engine = Picky()
+    isolation = Isolation(engine, lambda: None)
+    for _ in range(MAX_BARREN_STEPS - 1):
+        isolation.step([row(7, 0)])
+    isolation.step([row(1, 0)])
+    for _ in range(MAX_BARREN_STEPS - 1):
+        isolation.step([row(7, 0)])
+    with pytest.raises(EngineBroken):
+        isolation.step([row(7, 0)])
+
+
+# -- the ledger ------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_tells_new_attempts_from_late_ones() -> None:
+    ledger = AttemptLedger()
+    first, second, other = AttemptKey(1, "r", 1), AttemptKey(1, "r", 2), AttemptKey(2, "r", 1)
+    assert ledger.newest(first) is None
+    assert [ledger.begin(key) for key in (first, first, second, first, other)] == [True, False, True, False, True]
+    assert ledger.newest(first) == second
+    ledger.forget_router(1)
+    assert ledger.begin(first)
+    assert not ledger.begin(other)
+
+
+def test_the_ledger_is_bounded() -> None:
+    ledger = AttemptLedger(capacity=3)
+    for n in itertools.islice(itertools.count(), 10):
+        ledger.begin(AttemptKey(1, f"r{n}", 1))
+    assert ledger.newest(AttemptKey(1, "r0", 1)) is None
+    assert ledger.newest(AttemptKey(1, "r9", 1)) is not None
