@@ -1,0 +1,173 @@
+"""What one decision of the router costs: `python -m benchmarks.decision [--workers 16 64 256] [--seconds 2]`.
+
+Measures RouterState.handle(RequestArrived) with every worker loaded (an eighth prefill, the rest decode, and half and
+half), full scoring and explanations on, in one process and on one core. The remaining messages of the request are
+handed in outside the measured time, so that the load stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import platform
+import random
+import statistics
+import time
+
+from kvtransfer.transport import Fingerprint, Grant, TransferKey
+from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut
+from router.commands import Prefill, Reserve
+from router.events import (
+    FirstToken,
+    Granted,
+    LoadReported,
+    Released,
+    RequestArrived,
+    TokenRow,
+    TokensArrived,
+    TransferEnded,
+    WorkerConnected,
+)
+from router.settings import RouterSettings
+from router.state import RouterState
+
+FINGERPRINT = Fingerprint(
+    protocol=1, model="m", dtype="bf16", layout="block-major.v1", block_size=16, block_bytes=2**21, engine="none"
+)
+RESIDENTS = 8  # per decode worker
+
+
+class Bench:
+    def __init__(self, prefills: int, decodes: int, policy: str) -> None:
+        self.rng = random.Random(0)
+        self.now_s = 0.0
+        self.state = RouterState(RouterSettings(policy=policy))
+        self.serial = 0
+        names = [(f"p{i}", Role.PREFILL) for i in range(prefills)] + [(f"d{i}", Role.DECODE) for i in range(decodes)]
+        self.names = [name for name, _ in names]
+        for name, role in names:
+            self.state.handle(
+                WorkerConnected(
+                    worker_id=name,
+                    incarnation=name,
+                    role=role,
+                    block_size=16,
+                    num_blocks=20_000,
+                    max_context_tokens=131_072,
+                    max_batch=256,
+                    max_batch_tokens=8192,
+                    inbox_depth=16,
+                    block_bytes=2**21,
+                ),
+                self.now_s,
+            )
+        self.beat()
+        for _ in range(decodes * RESIDENTS):
+            self.run_one(finish=False)
+
+    def beat(self) -> None:
+        for name in self.names:
+            self.state.handle(LoadReported(worker_id=name, steps=1, free_blocks=15_000), self.now_s)
+
+    def run_one(self, *, finish: bool = True) -> tuple[float, bool]:
+        """Seconds of the decision, and whether it placed the request at once."""
+        self.serial += 1
+        self.now_s += 1e-4
+        if self.serial % 200 == 0:
+            self.beat()
+        name = f"r{self.serial}"
+        cached = {worker: self.rng.randint(0, 40) for worker in self.rng.sample(self.names, min(8, len(self.names)))}
+        event = RequestArrived(
+            request_id=name,
+            num_prompt_tokens=self.rng.randint(500, 4000),
+            sampling=Sampling(max_tokens=64),
+            slo=Slo(),
+            deadline_s=600.0,
+            cached_blocks=cached,
+        )
+        began_s = time.perf_counter()
+        commands = self.state.handle(event, self.now_s)
+        took_s = time.perf_counter() - began_s
+        reserve = next((one for one in commands if isinstance(one, Reserve)), None)
+        if reserve is not None:
+            self._answer(reserve, finish)
+        return took_s, reserve is not None
+
+    def _answer(self, reserve: Reserve, finish: bool) -> None:
+        name, attempt, decode = reserve.request_id, reserve.attempt, reserve.worker_id
+        state, now_s = self.state, self.now_s
+        grant = None
+        if not reserve.is_local:
+            grant = Grant(
+                key=TransferKey(transfer_id=name, attempt=attempt, generation=1),
+                endpoint=decode,
+                worker_id=decode,
+                incarnation=decode,
+                fingerprint=FINGERPRINT,
+                blocks=(),
+                held_blocks=0,
+            )
+        sent = state.handle(Granted(worker_id=decode, request_id=name, attempt=attempt, grant=grant), now_s)
+        prefill = next((one.worker_id for one in sent if isinstance(one, Prefill)), None)
+        token = TokenOut(token_id=1)
+        index = 0
+        if prefill is not None:
+            state.handle(FirstToken(worker_id=prefill, request_id=name, attempt=attempt, token=token), now_s)
+            state.handle(
+                TransferEnded(
+                    worker_id=decode,
+                    request_id=name,
+                    attempt=attempt,
+                    is_committed=True,
+                    transfer_s=0.01,
+                    num_bytes=10**8,
+                ),
+                now_s,
+            )
+            state.handle(Released(worker_id=prefill, request_id=name, attempt=attempt), now_s)
+            index = 1
+        last = FinishReason.STOP if finish else None
+        row = TokenRow(request_id=name, attempt=attempt, output_index=index, tokens=(token,), finish=last)
+        state.handle(TokensArrived(worker_id=decode, rows=(row,)), now_s)
+        if finish:
+            state.handle(Released(worker_id=decode, request_id=name, attempt=attempt), now_s)
+
+
+def measure(prefills: int, decodes: int, policy: str, seconds: float) -> None:
+    bench = Bench(prefills, decodes, policy)
+    gc.collect()
+    gc.disable()
+    times: list[float] = []
+    placed = 0
+    until_s = time.perf_counter() + seconds
+    while time.perf_counter() < until_s:
+        took_s, is_placed = bench.run_one()
+        times.append(took_s)
+        placed += is_placed
+    gc.enable()
+    times.sort()
+    p50, p95, p99 = (1e6 * times[int(len(times) * share)] for share in (0.5, 0.95, 0.99))
+    print(
+        f"{policy:<12} {prefills:>4} {decodes:>4} {len(times):>8} {placed / len(times):>7.0%}"
+        f" {1e6 * statistics.fmean(times):>8.0f} {p50:>8.0f} {p95:>8.0f} {p99:>8.0f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--seconds", type=float, default=2.0, help="per row")
+    parser.add_argument("--policies", nargs="+", default=["least-ttft", "round-robin", "colocated"])
+    options = parser.parse_args()
+    print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}; microseconds")
+    print(
+        f"{'policy':<12} {'P':>4} {'D':>4} {'decisions':>8} {'placed':>7} {'mean':>8} {'p50':>8} {'p95':>8} {'p99':>8}"
+    )
+    for policy in options.policies:
+        for workers in options.workers:
+            for prefills in sorted({max(1, workers // 8), workers // 2}):
+                measure(prefills, workers - prefills, policy, options.seconds)
+
+
+if __name__ == "__main__":
+    main()
