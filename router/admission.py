@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeVar, final
@@ -73,11 +73,11 @@ class Admission:
         truncate_to = _truncation(request, model)
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
-            prompt = self._fit(_checked_ids(request.token_ids.ids, model.vocab_size), model, truncate_to)
+            prompt = self._fit("token_ids", list(request.token_ids.ids), model, truncate_to)
         elif kind == "text":
-            prompt = self._fit(await self._tokenize_text(request.text), model, truncate_to)
+            prompt = self._fit("text", await self._tokenize_text(request.text), model, truncate_to)
         elif kind == "chat":
-            prompt = self._fit(await self._tokenize_chat(request.chat), model, truncate_to)
+            prompt = self._fit("chat", await self._tokenize_chat(request.chat), model, truncate_to)
         else:
             raise InvalidRequest("prompt", "nothing", "text, token_ids or chat")
         timeout_s = limits.request_timeout_s
@@ -115,11 +115,14 @@ class Admission:
                 raise InvalidRequest("stop_token_ids", token_id, f"ids below {model.vocab_size}")
         return sampling
 
-    def _fit(self, ids: list[int], model: ModelFacts, truncate_to: int | None) -> tuple[int, ...]:
+    def _fit(self, field: str, ids: list[int], model: ModelFacts, truncate_to: int | None) -> tuple[int, ...]:
         if not ids:
             raise InvalidRequest("prompt", "an empty prompt", "at least one token")
         if truncate_to is not None:
             ids = ids[-truncate_to:]
+        # Also of a text: a tokenizer may have grown tokens that the model has no row for.
+        if max(ids) >= model.vocab_size:
+            raise InvalidRequest(field, f"token id {max(ids)}", f"ids below {model.vocab_size}")
         if len(ids) > model.max_prompt_tokens:
             raise InvalidRequest(
                 "prompt",
@@ -179,10 +182,3 @@ def _truncation(request: inference_pb2.GenerateRequest, model: ModelFacts) -> in
     if not 1 <= count <= model.max_prompt_tokens:
         raise InvalidRequest("truncate_prompt_tokens", count, f"between 1 and {model.max_prompt_tokens}")
     return int(count)
-
-
-def _checked_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
-    checked = list(ids)
-    if checked and max(checked) >= vocab_size:
-        raise InvalidRequest("token_ids", max(checked), f"ids below {vocab_size}")
-    return checked

@@ -22,7 +22,7 @@ from pdserve.prefix.index import PrefixIndex
 from pdserve.prefix.lookup import MemoryLookup, PrefixLookup
 from pdserve.telemetry import names
 from pdserve.telemetry.interceptors import TracingServerInterceptor
-from pdserve.telemetry.metrics import make_metrics
+from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import make_tracing
 from pdserve.text.chat import ChatTemplate, load_chat_template
 from pdserve.text.tokenizer import TOYS, load_tokenizer
@@ -57,8 +57,17 @@ _SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Heal
 class RouterServer:
     """start() once, on the loop that it then lives on; drain() or stop() at the end."""
 
-    def __init__(self, config: RouterConfig, *, on_crash: Callable[[BaseException], None] = lambda error: None) -> None:
-        """Raises ModelError where the model's tokenizer cannot be read and ConfigError on an unknown policy."""
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        metrics: Metrics | None = None,
+        on_crash: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        """`metrics` in place of those that config.metrics_port serves.
+
+        Raises ModelError where the model's tokenizer cannot be read and ConfigError on an unknown policy.
+        """
         self._config = config
         self._on_crash = on_crash
         self._settings = RouterSettings(
@@ -76,7 +85,7 @@ class RouterServer:
         )
         self._admission = Admission(load_tokenizer(config.model), _chat_template(config.model), limits)
         self._tracing = make_tracing("pdserve-router", config.otlp, {"service.instance.id": config.router_id})
-        self._metrics = make_metrics("router", config.metrics_port)
+        self._metrics = metrics or make_metrics("router", config.metrics_port)
         self._measure = Measure(self._metrics, self._tracing)
         self._record = RecordFile(config.record, self._settings) if config.record else None
         self._index = None if config.redis else PrefixIndex()
@@ -91,6 +100,7 @@ class RouterServer:
         self._workers = Workers(
             self._hello,
             self._runtime.hand,
+            model_name=_model_name(config.model),
             index=self._index,
             on_change=self._workers_changed,
             on_crash=self._crashed,
@@ -269,6 +279,11 @@ class RouterServer:
         if not self._has_crashed:
             self._has_crashed = True
             self._on_crash(error)
+
+
+def _model_name(model: str) -> str:
+    """As an engine names it: of a folder, the last part."""
+    return model if model in TOYS else Path(model).resolve().name
 
 
 def _chat_template(model: str) -> ChatTemplate | None:

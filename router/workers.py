@@ -36,11 +36,14 @@ class Workers:
         hello: Callable[[], worker_pb2.RouterHello],
         on_event: Callable[[Event], None],
         *,
+        model_name: str,
         index: PrefixIndex | None = None,
         on_change: Callable[[], None] = lambda: None,
         on_crash: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """`index` is fed with KV events where routers share none. `on_change`: a worker came or went."""
+        """`model_name` is that of the router's own folder, whose tokenizer it uses. `index` is fed with KV events
+        where routers share none. `on_change`: a worker came or went."""
+        self._model_name = model_name
         self._hello = hello
         self._on_event = on_event
         self._index = index
@@ -147,6 +150,8 @@ class Workers:
             return f"its role {hello.role} is none that this router knows"
         if hello.block_size < 1 or hello.max_context_tokens < 2 or hello.vocab_size < 1:
             return "its block size, context or vocabulary is empty"
+        if hello.model != self._model_name:
+            return f"it serves {hello.model!r}, this router reads text for {self._model_name!r}"
         if self.model is not None and self._attached:
             return difference(self.model, facts_of(hello))
         return None

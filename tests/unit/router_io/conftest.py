@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve import AsyncClient
 from pdserve.client.retry import Retries
 from pdserve.config import RouterConfig
+from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from router.server import RouterServer
 from tests.unit.router_io.processes import Program, Start, programs
@@ -63,6 +64,10 @@ class Front:
     stub: Any
     cluster: Any
 
+    @property
+    def num_workers(self) -> int:
+        return sum(one.is_connected for one in self.server.runtime.state.snapshot().workers)
+
     async def health(self, service: str = "pdserve.v1.InferenceService") -> str:
         stub = health_pb2_grpc.HealthStub(self.channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
@@ -86,9 +91,9 @@ async def connect() -> AsyncIterator[Connect]:
     """Starts a router on this loop; returns once as many workers as it was given are attached."""
     fronts: list[Front] = []
 
-    async def start_router(*workers: Program, **settings: Any) -> Front:
+    async def start_router(*workers: Program, metrics: Metrics | None = None, **settings: Any) -> Front:
         settings = {"model": "toy", "port": 0, "workers": tuple(one.address for one in workers), **settings}
-        server = RouterServer(RouterConfig(**settings))
+        server = RouterServer(RouterConfig(**settings), metrics=metrics)
         address = await server.start()
         channel = grpc.aio.insecure_channel(address)
         front = Front(
@@ -99,7 +104,7 @@ async def connect() -> AsyncIterator[Connect]:
             cluster_pb2_grpc.ClusterServiceStub(channel),
         )
         fronts.append(front)
-        await until(lambda: sum(one.is_connected for one in server.runtime.state.snapshot().workers) == len(workers))
+        await until(lambda: front.num_workers >= len(workers))
         return front
 
     yield start_router
