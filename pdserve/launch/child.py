@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, final
 
 from pdserve.core.errors import PdserveError
@@ -93,7 +94,7 @@ class Child:
         """The exit status, negative for a signal, once the process has ended and its lines are read."""
         assert self._process is not None
         code = await self._process.wait()
-        # A grandchild may hold the pipes open for ever.
+        end_session(self._process.pid)  # what it has started must not outlive it, nor hold its pipes open
         await asyncio.wait(self._readers, timeout=1.0)
         return code
 
@@ -140,6 +141,16 @@ class Child:
             if not is_stdout:
                 self._tail.append(line)
             self._relay(line)
+
+
+def end_session(leader_pid: int) -> None:
+    """Kills what still runs in the session that an ended child has led. Linux only; no-op elsewhere."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # pid (name) state ppid pgrp session; the name may hold anything.
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == leader_pid and fields[0] != "Z":
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def outcome(code: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 from pdserve.core.errors import PdserveError
@@ -21,6 +22,28 @@ _LONGEST_BACKOFF_S: Final = 10.0
 _STEADY_S: Final = 30.0  # a process that lived so long starts its backoff anew
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One process of the crew. `on_line` takes its lines; the report's relay when None."""
+
+    name: str
+    program: tuple[str, ...]  # as the tether takes it
+    env: tuple[tuple[str, str], ...] = ()
+    start_s: float
+    drain_s: float
+    on_line: Callable[[str], None] | None = None
+
+
+def member(process: Process) -> Member:
+    return Member(
+        name=process.name,
+        program=("module", process.module, *process.argv[2:]),
+        env=process.env,
+        start_s=process.start_s,
+        drain_s=process.config.drain_s,
+    )
+
+
 @final
 class Crew:
     """Starts processes and, from `keep` on, brings back those that end. Belongs to one event loop."""
@@ -28,19 +51,19 @@ class Crew:
     def __init__(self, report: Report) -> None:
         self._report = report
         self._children: dict[str, Child] = {}
-        self._processes: dict[str, Process] = {}
+        self._members: dict[str, Member] = {}
         self._redis: EmbeddedRedis | None = None
         self._keepers: list[asyncio.Task[None]] = []
 
     def address(self, name: str) -> str:
         return self._children[name].address
 
-    async def start(self, process: Process, timeout_s: float) -> None:
+    async def start(self, one: Member) -> None:
         """Returns when the process listens. Raises StartFailed with its last error."""
-        self._processes[process.name] = process
-        self._report.say(process.name, f"starting {process.module}")
-        await self._start(process, timeout_s)
-        self._report.phase(process.name, self._children[process.name].start_s)
+        self._members[one.name] = one
+        self._report.say(one.name, "starting")
+        await self._start(one)
+        self._report.phase(one.name, self._children[one.name].start_s)
 
     async def start_redis(self, port: int) -> None:
         """A real Redis on loopback; its URL is redis://127.0.0.1:PORT/0."""
@@ -67,14 +90,18 @@ class Crew:
 
     def keep(self) -> None:
         """From now on, what ends is started again."""
-        for process in self._processes.values():
-            self._keepers.append(asyncio.create_task(self._keep(process)))
+        for one in self._members.values():
+            self._keepers.append(asyncio.create_task(self._keep(one)))
         if self._redis is not None:
             self._keepers.append(asyncio.create_task(self._keep_redis(self._redis.port)))
 
-    async def watch(self) -> None:
-        """Returns never; raises what ended a keeper, which is a fault of ours."""
-        await asyncio.gather(*self._keepers)
+    async def run(self, stop: asyncio.Event) -> None:
+        """Returns when `stop` is set; raises what ended a keeper, which is a fault of ours."""
+        stopping = asyncio.ensure_future(stop.wait())
+        done, _ = await asyncio.wait([stopping, *self._keepers], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        for task in done:
+            task.result()
 
     async def release(self) -> None:
         """What ends from now on stays ended."""
@@ -95,25 +122,24 @@ class Crew:
             await asyncio.to_thread(self._redis.stop)
             self._report.say(REDIS, "stopped")
 
-    async def _start(self, process: Process, timeout_s: float) -> None:
-        program = ("module", process.module, *process.argv[2:])
-        child = Child(process.name, program, dict(process.env), self._report.relay(process.name))
-        self._children[process.name] = child
-        await child.start(timeout_s)
-        self._report.say(process.name, f"pid {child.pid} listens on {child.address} after {child.start_s:.2f} s")
+    async def _start(self, one: Member) -> None:
+        relay = one.on_line or self._report.relay(one.name)
+        child = self._children[one.name] = Child(one.name, one.program, dict(one.env), relay)
+        await child.start(one.start_s)
+        self._report.say(one.name, f"pid {child.pid} listens on {child.address} after {child.start_s:.2f} s")
 
-    async def _keep(self, process: Process) -> None:
+    async def _keep(self, one: Member) -> None:
         backoff = _Backoff()
         while True:
-            child, began_s = self._children[process.name], time.monotonic()
+            child, began_s = self._children[one.name], time.monotonic()
             how = outcome(await child.wait())
             backoff_s = backoff.next_s(time.monotonic() - began_s)
-            self._report.say(child.name, f"pid {child.pid} {how}; starting it again in {backoff_s:.2g} s")
+            self._report.say(one.name, f"pid {child.pid} {how}; starting it again in {backoff_s:.2g} s")
             await asyncio.sleep(backoff_s)
             try:
-                await self._start(process, process.start_s)
+                await self._start(one)
             except PdserveError as error:
-                self._report.say(child.name, f"did not come back: {error}")
+                self._report.say(one.name, f"did not come back: {error}")
 
     async def _keep_redis(self, port: int) -> None:
         backoff, began_s = _Backoff(), time.monotonic()
@@ -132,7 +158,7 @@ class Crew:
                 self._report.say(REDIS, f"did not come back: {error}")
 
     def _grace_s(self, name: str) -> float:
-        return self._processes[name].config.drain_s + KILL_AFTER_S
+        return self._members[name].drain_s + KILL_AFTER_S
 
 
 class _Backoff:
@@ -146,9 +172,9 @@ class _Backoff:
         return chosen_s
 
 
-async def start_side_by_side(starts: Iterable[Callable[[], Awaitable[None]]]) -> None:
+async def side_by_side(starts: Iterable[Awaitable[None]]) -> None:
     """The first failure is raised; the other starts are given up, and their processes left to the caller to stop."""
-    tasks = [asyncio.ensure_future(start()) for start in starts]
+    tasks = [asyncio.ensure_future(start) for start in starts]
     try:
         await asyncio.gather(*tasks)
     finally:

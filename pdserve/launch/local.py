@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from functools import partial
 from typing import final
 
-from pdserve.launch.crew import Crew, start_side_by_side
+from pdserve.launch.crew import Crew, member, side_by_side
 from pdserve.launch.ports import check_free, free_ports
 from pdserve.launch.readiness import FIRST_ANSWER_S, first_answer
 from pdserve.launch.report import Report
@@ -22,19 +21,15 @@ class LocalCluster:
     def __init__(self, spec: ClusterSpec, report: Report) -> None:
         self._report = report
         self._crew = Crew(report)
-        self._redis_port = 0
-        if not spec.redis:
-            [self._redis_port] = free_ports(1)
-            spec = dataclasses.replace(spec, redis=f"redis://127.0.0.1:{self._redis_port}/0")
-        self.spec = with_ports(spec)
+        self.spec, self._redis_port = with_ports(spec)
 
     async def start(self) -> str:
         """Returns the router's address once a real token has come through it. Raises what stood in the way."""
         if self._redis_port:
             await self._crew.start_redis(self._redis_port)
         *workers, router = processes(self.spec)
-        await start_side_by_side(partial(self._crew.start, process, process.start_s) for process in workers)
-        await self._crew.start(router, router.start_s)
+        await side_by_side(self._crew.start(member(process)) for process in workers)
+        await self._crew.start(member(router))
         address = self._crew.address(router.name)
         await self._crew.unless_ended(ask_first(self.spec, address, self._report))
         self._crew.keep()
@@ -42,12 +37,7 @@ class LocalCluster:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set; restarts what dies until then."""
-        stopping, watching = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self._crew.watch())
-        done, _ = await asyncio.wait({stopping, watching}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        watching.cancel()
-        if watching in done:
-            watching.result()
+        await self._crew.run(stop)
 
     async def stop(self, *, is_graceful: bool) -> None:
         """The router first, so that no new work comes; then the workers together; Redis last."""
@@ -57,12 +47,22 @@ class LocalCluster:
         await self._crew.stop_redis()
 
 
-def with_ports(spec: ClusterSpec) -> ClusterSpec:
-    """Every open port filled in; raises ConfigError where the asked one is taken."""
-    if spec.port and not spec.worker_ports:
+def with_ports(spec: ClusterSpec) -> tuple[ClusterSpec, int]:
+    """Every open port filled in, and the port of the Redis to start (0 where a URL was given).
+
+    Raises ConfigError where the port that was asked for is taken.
+    """
+    if spec.port:
         check_free("port", spec.host, spec.port)
-    *workers, router = free_ports(spec.prefill + spec.decode + 1)
-    return dataclasses.replace(spec, worker_ports=tuple(workers), port=spec.port or router)
+    *workers, router, redis = free_ports(spec.prefill + spec.decode + 2)
+    redis = 0 if spec.redis else redis
+    filled = dataclasses.replace(
+        spec,
+        worker_ports=tuple(workers),
+        port=spec.port or router,
+        redis=spec.redis or f"redis://127.0.0.1:{redis}/0",
+    )
+    return filled, redis
 
 
 async def ask_first(spec: ClusterSpec, address: str, report: Report) -> None:

@@ -1,46 +1,56 @@
-"""A cluster whose workers are Ray actors. The only module that imports ray.
+"""The driver of `up --ray`: makes each worker a Ray actor and sees to it that all of them are there.
 
-Ray places the workers and starts them again; requests, tokens and KV never pass through it, so losing its control
-plane stops no request. The router and Redis are plain processes beside this launcher. A restarted worker has a new
-incarnation and a new port: routers find it through the registry in Redis.
+    python -m pdserve.launch.ray_cluster ADDRESS SPEC
+
+The only module that imports ray. Ray places the workers and starts them again; requests, tokens and KV never pass
+through it, so losing its control plane stops no request. Tells what happens on stdout as `@NAME TEXT`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import importlib
 import os
+import secrets
+import signal
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
+from pdserve.config import WorkerConfig, parse_flags, to_flags
+from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.launch.child import StartFailed
+from pdserve.launch.spec import MODULES, ClusterSpec, worker_config
+from pdserve.launch.with_ray import spec_from_json
+
+if __name__ == "__main__":
+    # Ray reads these while it is imported, for itself and for what it starts here.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if not sys.argv[1]:
+        # Its ports are open to other hosts and run what they are told: only who holds this token may ask.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        # By default a raylet ends, and its actors with it, a minute after the control plane went away.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
+
 import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from pdserve.config import WorkerConfig, parse_flags, to_flags
-from pdserve.core.errors import ConfigError, PdserveError
-from pdserve.launch.call_thread import CallThread
-from pdserve.launch.child import StartFailed
-from pdserve.launch.crew import Crew
-from pdserve.launch.local import ask_first, with_ports
-from pdserve.launch.ports import free_ports
-from pdserve.launch.report import Report
-from pdserve.launch.spec import MODULES, ClusterSpec, router, worker_config
-
 NAMESPACE: Final = "pdserve"
 # Small on purpose: the engine's threads are set by WorkerConfig, and any N + M workers fit on a laptop.
 WORKER_CPUS: Final = 0.01
-INIT_S: Final = 120.0
 PLACE_S: Final = 120.0
 START_S: Final = 600.0
-SHUTDOWN_S: Final = 20.0
+GIVE_BACK_S: Final = 5.0
 _OBJECT_STORE_BYTES: Final = 100 * 2**20  # nothing of ours goes there
 _HEALTH_S: Final = 2.0
 _WATCH_S: Final = 0.5
 _QUIET_S: Final = 10.0  # between two reports that Ray does not answer
+_LOOPBACK: Final = ("redis://127.", "redis://localhost", "unix:")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +64,7 @@ class Health:
 
 
 class WorkerActor:
-    """One worker process under Ray. The constructor runs again at each restart; a health call has its own thread."""
+    """One worker process under Ray. The constructor runs again at each restart; health has a thread of its own."""
 
     def __init__(self, module: str, flags: Sequence[str], is_on_many_hosts: bool) -> None:
         self._host: Any = None
@@ -69,6 +79,7 @@ class WorkerActor:
         except PdserveError as error:  # told by health(): Ray would wrap it in its own traceback
             self._error = str(error)
 
+    @ray.method(concurrency_group="health")
     def health(self) -> Health:
         is_healthy = not self._error and bool(self._host.is_healthy())
         return Health(pid=os.getpid(), address=self._address, is_healthy=is_healthy, error=self._error)
@@ -81,206 +92,173 @@ class WorkerActor:
 
 
 @final
-class RayCluster:
-    """`start`, then `run`, then `stop`, as LocalCluster. `address` is of a Ray cluster; empty starts one here."""
+class Driver:
+    """Owns the actors. `address` is of a Ray cluster; empty starts one on this host."""
 
-    def __init__(self, spec: ClusterSpec, address: str, report: Report) -> None:
-        self._report = report
-        self._ray_address = address
-        self._crew = Crew(report)
-        self._ray = CallThread("ray")  # also keeps alive what ray.init forks: it dies with the thread that forked it
+    def __init__(self, spec: ClusterSpec, address: str) -> None:
+        self._spec = spec
+        self._address = address
+        self._configs = {spec.worker_ids[index]: worker_config(spec, index) for index in range(len(spec.worker_ids))}
         self._actors: dict[str, Any] = {}
         self._last: dict[str, Health] = {}
         self._group: Any = None
         self._is_on_many_hosts = False
-        self._redis_port = 0
-        if not spec.redis:
-            [self._redis_port] = free_ports(1)
-            spec = dataclasses.replace(spec, redis=f"redis://127.0.0.1:{self._redis_port}/0")
-        self.spec = dataclasses.replace(with_ports(spec), worker_ports=())
+        self._actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerActor)
 
-    async def start(self) -> str:
-        """Returns the router's address once a real token has come through it. Raises what stood in the way."""
-        if self._redis_port:
-            await self._crew.start_redis(self._redis_port)
-        await self._phase("ray", self._ray.call(self._init, timeout_s=INIT_S))
-        await self._phase("placement", self._ray.call(self._place, timeout_s=PLACE_S))
-        await self._phase("workers", self._start_workers())
-        process = router(self.spec, ())
-        await self._crew.start(process, process.start_s)
-        address = self._crew.address(process.name)
-        await self._crew.unless_ended(ask_first(self.spec, address, self._report))
-        self._crew.keep()
-        return address
+    def start(self) -> str:
+        """Returns the address of Ray's control plane once every worker listens."""
+        for name, work in (("ray init", self._init), ("placement", self._place), ("workers", self._wait_for_workers)):
+            began_s = time.monotonic()
+            work()
+            tell(name.replace(" ", "_"), f"took {time.monotonic() - began_s:.2f} s")
+        return str(ray.get_runtime_context().gcs_address)
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Returns when `stop` is set. Brings back what ends: Ray its actors, the crew router and Redis."""
-        tasks = [asyncio.ensure_future(one) for one in (stop.wait(), self._crew.watch(), self._reconcile())]
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
-        for task in done:
-            task.result()
+    def reconcile(self, stop: threading.Event) -> None:
+        """Looks at each actor by turns until `stop`; makes one anew only when Ray itself has given it up."""
+        told_s = 0.0
+        while True:
+            for worker_id in self._actors:
+                if stop.wait(_WATCH_S):
+                    return
+                try:
+                    self._look(worker_id)
+                except (ray.exceptions.RayError, TimeoutError, ConnectionError, RuntimeError, ValueError) as error:
+                    if time.monotonic() - told_s > _QUIET_S:
+                        told_s = time.monotonic()
+                        tell("ray", f"no word of {worker_id} ({last_line(error)}); requests go on")
 
-    async def stop(self, *, is_graceful: bool) -> None:
-        """The router first, so that no new work comes; then the workers together; then Ray, if it is ours; Redis."""
-        await self._crew.release()
-        await self._crew.stop(["router"], is_graceful=is_graceful)
-        try:
-            if is_graceful:
-                drain_s = max(worker_config(self.spec, index)[1].drain_s for index in range(len(self.spec.worker_ids)))
-                await self._ray.call(self._drain, drain_s, timeout_s=drain_s + SHUTDOWN_S)
-            await self._ray.call(self._shutdown, timeout_s=SHUTDOWN_S)
-        except Exception as error:  # Ray may be gone; its processes are tied to ours and end with us
-            self._report.say("ray", f"did not shut down: {_last_line(error)}")
-        self._report.say("ray", "stopped")
-        await self._crew.stop_redis()
+    def stop(self) -> None:
+        """Drains the workers side by side, then gives back what was placed; ends Ray if it is ours."""
+        drain_s = max(config.drain_s for _, config in self._configs.values())
+        calls = [actor.drain.remote(drain_s) for actor in self._actors.values()]
+        ray.wait(calls, num_returns=len(calls), timeout=drain_s)
+        # Without its control plane Ray would wait for it here; whoever started us ends what is left.
+        ending = threading.Thread(target=self._give_back, daemon=True)
+        ending.start()
+        ending.join(GIVE_BACK_S)
+        if ending.is_alive():
+            os._exit(0)
 
-    async def _phase(self, name: str, work: Any) -> None:
-        began_s = time.monotonic()
-        self._report.say(name, "starting")
-        try:
-            await work
-        except TimeoutError:
-            raise StartFailed(f"{name} took longer than {time.monotonic() - began_s:.0f} s") from None
-        except PdserveError:
-            raise
-        except Exception as error:  # Ray raises RuntimeError, ConnectionError, RayError and its own ValueErrors
-            raise StartFailed(f"{name}: {_last_line(error)}") from error
-        self._report.phase(name, time.monotonic() - began_s)
-
-    # --- on Ray's thread ---------------------------------------------------------------------------------------
-
-    def _init(self) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        if self._ray_address:
-            ray.init(self._ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-        else:
-            # A raylet ends itself, and the actors with it, when its control plane stays away for a minute.
-            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
-            ray.init(
-                namespace=NAMESPACE,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-                object_store_memory=_OBJECT_STORE_BYTES,
-                _node_ip_address="127.0.0.1",
-            )
-        self._is_on_many_hosts = sum(bool(node["Alive"]) for node in ray.nodes()) > 1
-        if self._is_on_many_hosts and self._redis_port:
-            raise ConfigError("redis", "none", "a URL that every host of the Ray cluster reaches")
-
-    def _place(self) -> None:
-        needs_gpu = self._needs_gpu()
-        bundle = {"CPU": WORKER_CPUS, **({"GPU": 1.0} if needs_gpu else {})}
-        workers = len(self.spec.worker_ids)
-        self._group = placement_group([bundle] * workers, strategy="PACK", name=f"pdserve-{self.spec.cluster}")
-        if not self._group.wait(PLACE_S):
-            has = ray.cluster_resources()
-            raise StartFailed(f"Ray cannot place {workers} workers of {bundle}: it has {has.get('GPU', 0):g} GPUs")
-        for index in range(workers):
-            self._create(index)
-
-    def _create(self, index: int) -> None:
-        role, config = worker_config(self.spec, index)
-        options: dict[str, Any] = {
-            "name": f"pdserve-{self.spec.cluster}-{config.worker_id}",
-            "namespace": NAMESPACE,
-            "num_cpus": WORKER_CPUS,
-            "num_gpus": 1 if self._needs_gpu() else 0,
-            "max_restarts": -1,
-            "max_task_retries": 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index),
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
-        }
-        self._actors[config.worker_id] = (
-            _actor_class().options(**options).remote(MODULES[role], to_flags(config), self._is_on_many_hosts)
-        )
-
-    def _needs_gpu(self) -> bool:
-        device = worker_config(self.spec, 0)[1].device
-        return device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
-
-    def _health(self, worker_id: str, timeout_s: float) -> Health:
-        health: Health = ray.get(self._actors[worker_id].health.remote(), timeout=timeout_s)
-        return health
-
-    def _recreate(self, worker_id: str) -> None:
-        ray.kill(self._actors[worker_id], no_restart=True)
-        self._create(self.spec.worker_ids.index(worker_id))
-
-    def _drain(self, timeout_s: float) -> None:
-        calls = [actor.drain.remote(timeout_s) for actor in self._actors.values()]
-        ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
-
-    def _shutdown(self) -> None:
-        if not ray.is_initialized():
-            return
+    def _give_back(self) -> None:
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
         ray.shutdown()
 
-    # --- on the event loop -------------------------------------------------------------------------------------
+    def _init(self) -> None:
+        if self._address:
+            ray.init(self._address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        else:
+            ray.init(
+                namespace=NAMESPACE,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                object_store_memory=_OBJECT_STORE_BYTES,
+            )
+        self._is_on_many_hosts = sum(bool(node["Alive"]) for node in ray.nodes()) > 1
+        if self._is_on_many_hosts and self._spec.redis.startswith(_LOOPBACK):
+            raise ConfigError("redis", self._spec.redis, "a URL that every host of the Ray cluster reaches")
 
-    async def _start_workers(self) -> None:
-        for worker_id in self.spec.worker_ids:
-            health = await self._ray.call(self._health, worker_id, START_S)
+    def _place(self) -> None:
+        bundle = {"CPU": WORKER_CPUS, **({"GPU": 1.0} if self._needs_gpu() else {})}
+        workers = len(self._configs)
+        self._group = placement_group([bundle] * workers, strategy="PACK", name=f"pdserve-{self._spec.cluster}")
+        if not self._group.wait(PLACE_S):
+            has = ray.cluster_resources().get("GPU", 0)
+            raise StartFailed(f"Ray cannot place {workers} workers of {bundle}: it has {has:g} GPUs")
+        for worker_id in self._configs:
+            self._create(worker_id)
+
+    def _create(self, worker_id: str) -> None:
+        role, config = self._configs[worker_id]
+        options = self._actor_class.options(
+            name=f"pdserve-{self._spec.cluster}-{worker_id}",
+            num_cpus=WORKER_CPUS,
+            num_gpus=1 if self._needs_gpu() else 0,
+            max_restarts=-1,
+            max_task_retries=0,  # a generation is not idempotent
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, list(self._configs).index(worker_id)),
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
+        )
+        self._actors[worker_id] = options.remote(MODULES[role], to_flags(config), self._is_on_many_hosts)
+
+    def _wait_for_workers(self) -> None:
+        for worker_id in self._actors:
+            health = self._health(worker_id, START_S)
             if health.error:
-                raise StartFailed(f"{worker_id} ended: {health.error}")
+                raise StartFailed(health.error)
             self._note(worker_id, health)
 
-    async def _reconcile(self) -> None:
-        """Looks at each actor by turns; makes one anew only when Ray itself has given it up."""
-        told_s = -_QUIET_S
-        while True:
-            for worker_id in self.spec.worker_ids:
-                await asyncio.sleep(_WATCH_S)
-                try:
-                    health = await self._ray.call(self._health, worker_id, _HEALTH_S, timeout_s=2 * _HEALTH_S)
-                except ray.exceptions.ActorUnavailableError:
-                    self._lost(worker_id)
-                except ray.exceptions.ActorDiedError as error:
-                    self._lost(worker_id)
-                    self._report.say(worker_id, f"Ray has given it up ({_last_line(error)}); making it anew")
-                    await self._try(self._recreate, worker_id)
-                except (ray.exceptions.RayError, TimeoutError, ConnectionError, RuntimeError) as error:
-                    if time.monotonic() - told_s > _QUIET_S:
-                        told_s = time.monotonic()
-                        self._report.say("ray", f"no word of {worker_id} ({_last_line(error)}); requests go on")
-                else:
-                    if health.error:
-                        self._report.say(worker_id, f"did not come back: {health.error}; making it anew")
-                        await self._try(self._recreate, worker_id)
-                    else:
-                        self._note(worker_id, health)
-
-    async def _try(self, function: Any, *args: Any) -> None:
+    def _look(self, worker_id: str) -> None:
         try:
-            await self._ray.call(function, *args, timeout_s=PLACE_S)
-        except Exception as error:  # the next turn tries again
-            self._report.say("ray", _last_line(error))
+            health = self._health(worker_id, _HEALTH_S)
+        except ray.exceptions.ActorUnavailableError:  # it is being started again
+            self._lost(worker_id)
+        except ray.exceptions.ActorDiedError as error:
+            self._lost(worker_id)
+            tell(worker_id, f"Ray has given it up ({last_line(error)}); making it anew")
+            self._create_again(worker_id)
+        else:
+            if health.error:
+                tell(worker_id, f"did not come back: {health.error}; making it anew")
+                self._create_again(worker_id)
+            else:
+                self._note(worker_id, health)
+
+    def _create_again(self, worker_id: str) -> None:
+        ray.kill(self._actors[worker_id], no_restart=True)
+        self._create(worker_id)
+
+    def _health(self, worker_id: str, timeout_s: float) -> Health:
+        health: Health = ray.get(self._actors[worker_id].health.remote(), timeout=timeout_s)
+        return health
+
+    def _needs_gpu(self) -> bool:
+        devices = {config.device for _, config in self._configs.values()}
+        return "cuda" in devices or ("auto" in devices and ray.cluster_resources().get("GPU", 0) > 0)
 
     def _lost(self, worker_id: str) -> None:
         health = self._last.pop(worker_id, None)
         if health is not None:
-            self._report.say(worker_id, f"pid {health.pid} was lost; Ray starts it again")
+            tell(worker_id, f"pid {health.pid} was lost; Ray starts it again")
 
     def _note(self, worker_id: str, health: Health) -> None:
-        before = self._last.get(worker_id)
-        if before is None or before.pid != health.pid:
-            if before is not None:
-                self._lost(worker_id)
-            self._report.say(worker_id, f"pid {health.pid} listens on {health.address}")
+        if worker_id in self._last and self._last[worker_id].pid != health.pid:
+            self._lost(worker_id)
+        if worker_id not in self._last:
+            tell(worker_id, f"pid {health.pid} listens on {health.address}")
         self._last[worker_id] = health
 
 
-def _actor_class() -> Any:
-    ray.method(concurrency_group="health")(WorkerActor.health)  # marks the function
-    return ray.remote(concurrency_groups={"health": 1})(WorkerActor)
+def tell(name: str, text: str) -> None:
+    sys.stdout.write(f"@{name} {text}\n")
+    sys.stdout.flush()
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
+
+
+def main(address: str, spec: str) -> int:
+    driver = Driver(spec_from_json(spec), address)
+    stop = threading.Event()
+    try:
+        control = driver.start()
+    except Exception as error:  # Ray raises RuntimeError, ConnectionError, RayError and its own ValueErrors
+        sys.stderr.write(f"error: {last_line(error)}\n")
+        return 1
+    # Only now: Ray has set handlers of its own, which end the process.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    sys.stdout.write(f"ray_cluster {NAMESPACE} listening on {control}\n")
+    sys.stdout.flush()
+    driver.reconcile(stop)
+    driver.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

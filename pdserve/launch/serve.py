@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import signal
 from pathlib import Path
 from typing import Final, Protocol
 
+from pdserve.core.errors import ConfigError
 from pdserve.launch.local import LocalCluster
 from pdserve.launch.report import Report
 from pdserve.launch.settings import Asked
 from pdserve.launch.spec import ClusterSpec
+from pdserve.launch.with_ray import RayCluster
 
 INTERRUPTED: Final = 130
 
@@ -60,12 +63,8 @@ def ready_line(spec: ClusterSpec, address: str) -> str:
 def _cluster(asked: Asked, report: Report) -> Cluster:
     if asked.ray is None:
         return LocalCluster(asked.spec, report)
-    from pdserve.core.errors import ConfigError
-
-    try:
-        from pdserve.launch.ray_cluster import RayCluster
-    except ModuleNotFoundError as error:
-        raise ConfigError("ray", f"no module {error.name}", "pip install 'pdserve[ray]'") from None
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("ray", "no module ray", "pip install 'pdserve[ray]'")
     return RayCluster(asked.spec, asked.ray, report)
 
 

@@ -1,0 +1,92 @@
+"""A cluster whose workers are Ray actors, as the launcher sees it: Redis, a driver of Ray, the router.
+
+The driver is a process of its own: whatever befalls Ray, the router beside it goes on. Workers have a new port
+after each restart; the router finds them through the registry in Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import re
+from typing import Any, Final, final
+
+from pdserve.launch.crew import Crew, Member, member
+from pdserve.launch.local import ask_first, with_ports
+from pdserve.launch.report import Report
+from pdserve.launch.spec import ClusterSpec, router, worker_config
+
+DRIVER: Final = "ray"
+DRIVER_START_S: Final = 600.0
+SHUTDOWN_S: Final = 20.0  # of Ray itself, after the workers have drained
+_EVENT: Final = re.compile(r"^@(\w+) (.*)$")
+_PHASE: Final = re.compile(r"^took (\d+\.\d+) s$")
+
+
+@final
+class RayCluster:
+    """`start`, then `run`, then `stop`, as LocalCluster. `address` is of a Ray cluster; empty starts one here."""
+
+    def __init__(self, spec: ClusterSpec, address: str, report: Report) -> None:
+        self._report = report
+        self._crew = Crew(report)
+        spec, self._redis_port = with_ports(spec)
+        self.spec = dataclasses.replace(spec, worker_ports=())
+        self._driver = Member(
+            name=DRIVER,
+            program=("module", "pdserve.launch.ray_cluster", address, spec_to_json(self.spec)),
+            start_s=DRIVER_START_S,
+            drain_s=SHUTDOWN_S + max(worker_config(spec, index)[1].drain_s for index in range(len(spec.worker_ids))),
+            on_line=self._on_line,
+        )
+
+    async def start(self) -> str:
+        """Returns the router's address once a real token has come through it. Raises what stood in the way."""
+        if self._redis_port:
+            await self._crew.start_redis(self._redis_port)
+        await self._crew.start(self._driver)
+        process = router(self.spec, ())
+        await self._crew.start(member(process))
+        address = self._crew.address(process.name)
+        await self._crew.unless_ended(ask_first(self.spec, address, self._report))
+        self._crew.keep()
+        return address
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Returns when `stop` is set. Ray brings back its actors, the crew the driver, the router and Redis."""
+        await self._crew.run(stop)
+
+    async def stop(self, *, is_graceful: bool) -> None:
+        """The router first, so that no new work comes; then the workers, and Ray if it is ours; Redis last."""
+        await self._crew.release()
+        await self._crew.stop(["router"], is_graceful=is_graceful)
+        await self._crew.stop([DRIVER], is_graceful=is_graceful)
+        await self._crew.stop_redis()
+
+    def _on_line(self, line: str) -> None:
+        """The driver tells what happens as `@NAME TEXT`; anything else is Ray's own word."""
+        event = _EVENT.match(line)
+        if event is None:
+            self._report.relay(DRIVER)(line)
+            return
+        name, text = event.groups()
+        phase = _PHASE.match(text)
+        if phase is None:
+            self._report.say(name, text)
+        else:
+            self._report.phase(name, float(phase.group(1)))
+
+
+def spec_to_json(spec: ClusterSpec) -> str:
+    """For the driver, without what is the router's alone: it holds a secret, and others can read a command line."""
+    fields: dict[str, Any] = dataclasses.asdict(spec)
+    fields["settings"] = {kind: values for kind, values in spec.settings.items() if kind != "router"}
+    return json.dumps(fields)
+
+
+def spec_from_json(text: str) -> ClusterSpec:
+    fields = json.loads(text)
+    for name in ("gpus", "worker_ports"):
+        fields[name] = tuple(fields[name])
+    return ClusterSpec(**fields)
