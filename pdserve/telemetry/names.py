@@ -245,10 +245,3 @@ TRANSFER_BYTES_TOTAL: Final = _metric(
 TRANSFER_TIME: Final = _metric(
     "pdserve_kv_transfer_seconds", "histogram", "worker", "first byte to commit, by the receiver", (), TTFT_BUCKETS
 )
-INDEX_BATCHES: Final = _metric(
-    "pdserve_index_batches_total",
-    "counter",
-    "worker",
-    "batches of KV events sent to Redis: sent or failed",
-    ("outcome",),
-)

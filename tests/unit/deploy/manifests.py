@@ -1,0 +1,72 @@
+"""Reads deploy/kuberay as `kubectl apply -k` would: the resources of a kustomization, with its patches on them."""
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[3]
+KUBERAY = ROOT / "deploy/kuberay"
+
+Manifest = dict[str, Any]
+
+
+def load(folder: Path) -> list[Manifest]:
+    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    found: list[Manifest] = []
+    for name in kustomization["resources"]:
+        path = (folder / name).resolve()
+        found.extend(load(path) if path.is_dir() else (one for one in yaml.safe_load_all(path.read_text()) if one))
+    found = copy.deepcopy(found)
+    for patch in kustomization.get("patches", []):
+        [target] = [one for one in found if is_target(one, patch["target"])]
+        for operation in yaml.safe_load(patch["patch"]):
+            apply(target, operation)
+    return found
+
+
+def is_target(manifest: Manifest, target: dict[str, str]) -> bool:
+    return manifest["kind"] == target["kind"] and manifest["metadata"]["name"] == target["name"]
+
+
+def apply(document: Any, operation: dict[str, Any]) -> None:
+    """One JSON patch operation (RFC 6902): add or replace."""
+    *path, last = (part.replace("~1", "/").replace("~0", "~") for part in operation["path"].split("/")[1:])
+    for part in path:
+        document = document[int(part)] if isinstance(document, list) else document[part]
+    if isinstance(document, list):
+        if operation["op"] == "add" and last == "-":
+            document.append(operation["value"])
+        else:
+            assert operation["op"] == "replace", operation
+            document[int(last)] = operation["value"]
+    else:
+        assert operation["op"] in ("add", "replace"), operation
+        assert operation["op"] == "add" or last in document, f"nothing to replace at {operation['path']}"
+        document[last] = operation["value"]
+
+
+def pod_templates(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """Every pod template, with a name for it."""
+    for one in manifests:
+        spec = one.get("spec", {})
+        if one["kind"] == "RayCluster":
+            yield "ray-head", spec["headGroupSpec"]["template"]
+            for group in spec["workerGroupSpecs"]:
+                yield f"ray-{group['groupName']}", group["template"]
+        elif "template" in spec:
+            yield one["metadata"]["name"], spec["template"]
+
+
+def container(manifests: list[Manifest], template_name: str) -> Manifest:
+    [found] = [template for name, template in pod_templates(manifests) if name == template_name]
+    [only] = found["spec"]["containers"]
+    return dict(only)
+
+
+def expanded(words: list[str], values: dict[str, str]) -> list[str]:
+    """`$(NAME)` replaced, as the kubelet does. An unknown name is an error here; the kubelet would leave it."""
+    return [re.sub(r"\$\(([A-Z_]+)\)", lambda found: values[found.group(1)], word) for word in words]

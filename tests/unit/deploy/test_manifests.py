@@ -1,0 +1,230 @@
+"""Every manifest is valid by published schemas, names only what exists, and says flags that our programs take."""
+
+import argparse
+import importlib
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from ray.scripts.scripts import start as ray_start
+
+from pdserve.cli import up
+from pdserve.config import RouterConfig, parse_flags
+from pdserve.launch import settings
+from pdserve.launch.spec import ClusterSpec, worker_config
+from pdserve.launch.spec import router_config as router_config_of
+from tests.unit.deploy.manifests import KUBERAY, ROOT, Manifest, container, expanded, load, pod_templates
+
+KUBERNETES = "1.33"
+SECRETS = {"pdserve": {"token", "redis-password"}}  # made by hand, as kustomization.yaml says
+CLAIMS = {"models"}  # likewise, for gpu/
+VALUES = {"REDIS_PASSWORD": "secret", "POD_NAME": "pdserve-router-7d9c5b8d6f-abcde"}
+FOLDERS = [KUBERAY, KUBERAY / "gpu"]
+
+
+@pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
+def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
+    return load(request.param)
+
+
+@pytest.fixture
+def schemas() -> Any:
+    """Kubernetes' own schemas, in the wheel of the dev extra; imported here so that its lack fails three tests."""
+    return importlib.import_module("kubernetes_validate")
+
+
+def named(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
+    return {one["metadata"]["name"]: one for one in manifests if one["kind"] == kind}
+
+
+def launcher_words(manifests: list[Manifest]) -> list[str]:
+    return expanded(container(manifests, "pdserve-launcher")["args"], VALUES)
+
+
+def asked(manifests: list[Manifest]) -> settings.Asked:
+    """What the launcher's arguments come to, read by the program itself."""
+    program, command, *words = launcher_words(manifests)
+    assert (program, command) == ("pdserve", "up")
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    up.add_flags(parser)
+    args = vars(parser.parse_args(words))
+    flags = {name: value for name, value in args.items() if name not in ("config", "set")}
+    return settings.read(flags, args["config"], args["set"])
+
+
+def test_every_resource_is_valid_by_kubernetes_own_schemas(manifests: list[Manifest], schemas: Any) -> None:
+    for one in manifests:
+        if one["kind"] != "RayCluster":
+            schemas.validate(one, KUBERNETES, strict=True)
+
+
+def test_the_ray_cluster_and_its_pods_are_valid(manifests: list[Manifest], schemas: Any) -> None:
+    [cluster] = named(manifests, "RayCluster").values()
+    schema = json.loads((Path(__file__).parent / "schemas/raycluster.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(cluster)
+    for name, template in pod_templates([cluster]):
+        wrapped = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name}, "template": template}
+        schemas.validate(wrapped, KUBERNETES, strict=True)
+
+
+def test_a_misspelt_field_would_be_found(manifests: list[Manifest], schemas: Any) -> None:
+    deployment = named(manifests, "Deployment")["pdserve-router"]
+    deployment["spec"]["template"]["spec"]["containers"][0]["imagee"] = "x"
+    with pytest.raises(schemas.ValidationError):
+        schemas.validate(deployment, KUBERNETES, strict=True)
+
+
+def test_every_file_is_part_of_the_kustomization() -> None:
+    kustomization = yaml.safe_load((KUBERAY / "kustomization.yaml").read_text())
+    files = {path.name for path in KUBERAY.glob("*.yaml")} - {"kustomization.yaml"}
+    generated = {word.partition("=")[2] for one in kustomization["configMapGenerator"] for word in one["files"]}
+    assert files == set(kustomization["resources"]) | generated
+
+
+def test_the_launcher_runs_up_with_ray_and_flags_that_it_takes(
+    manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDSERVE_TOKEN", "token")
+    found = asked(manifests)
+    assert found.ray == "auto"
+    spec: ClusterSpec = found.spec
+    router = router_config_of(spec, ())
+    assert (router.token, router.redis) == ("token", "redis://:secret@pdserve-redis:6379/0")
+    ports = {port["name"]: port["containerPort"] for port in container(manifests, "pdserve-launcher")["ports"]}
+    assert ports == {"grpc": router.port, "metrics": router.metrics_port}
+    workers = [worker_config(spec, index)[1] for index in range(len(spec.worker_ids))]
+    declared = {port["name"]: port["containerPort"] for port in container(manifests, "ray-workers")["ports"]}
+    assert declared == {f"metrics-{one.worker_id}": one.metrics_port for one in workers}
+    assert {one.otlp for one in workers} == {router.otlp} == {"pdserve-otel-collector:4317"}
+
+
+def test_the_routers_run_with_flags_that_they_take(manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_TOKEN", "token")
+    router = container(manifests, "pdserve-router")
+    assert router["command"] == ["python", "-m", "router"]
+    config = parse_flags(RouterConfig, expanded(router["args"], VALUES), "router")
+    assert config.router_id == VALUES["POD_NAME"]
+    assert {port["containerPort"] for port in router["ports"]} == {config.port, config.metrics_port}
+    spec = asked(manifests).spec
+    assert (config.model, config.redis, config.cluster) == (spec.model, spec.redis, spec.cluster)
+
+
+def test_ray_takes_every_parameter(manifests: list[Manifest]) -> None:
+    [cluster] = named(manifests, "RayCluster").values()
+    script = container(manifests, "pdserve-launcher")["command"][2]
+    [line] = [line for line in script.splitlines() if line.startswith("ray start ")]
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    said = [[f"--{name}={value}" for name, value in group["rayStartParams"].items()] for group in groups]
+    for words in (line.split()[2:], *said):
+        ray_start.make_context("start", words)
+    assert f"--address={cluster['metadata']['name']}-head-svc:6379" in line.split()  # as KubeRay names the service
+
+
+def test_ray_is_the_version_in_the_image(manifests: list[Manifest]) -> None:
+    [cluster] = named(manifests, "RayCluster").values()
+    pins = dict(re.findall(r"^([a-z-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert cluster["spec"]["rayVersion"] == pins["ray"]
+
+
+def test_probes_of_ray_pods_ask_ports_that_ray_opens(manifests: list[Manifest]) -> None:
+    [cluster] = named(manifests, "RayCluster").values()
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        [only] = group["template"]["spec"]["containers"]
+        port = int(group["rayStartParams"]["node-manager-port"])
+        assert {only[probe]["tcpSocket"]["port"] for probe in ("readinessProbe", "livenessProbe")} == {port}
+
+
+def test_every_name_that_is_used_exists(manifests: list[Manifest]) -> None:
+    services = named(manifests, "Service")
+    text = json.dumps([template for _, template in pod_templates(manifests)])
+    used = set(re.findall(r"(pdserve-[a-z-]+):(\d+)", text)) - {("pdserve-head-svc", "6379")}
+    offered = {(name, str(port["port"])) for name, one in services.items() for port in one["spec"]["ports"]}
+    assert used <= offered
+    kustomization = yaml.safe_load((KUBERAY / "kustomization.yaml").read_text())
+    config_maps = {one["name"] for one in kustomization["configMapGenerator"]}
+    for name, template in pod_templates(manifests):
+        [only] = template["spec"]["containers"]
+        for variable in only.get("env", []):
+            secret = variable.get("valueFrom", {}).get("secretKeyRef")
+            assert secret is None or secret["key"] in SECRETS[secret["name"]], name
+        volumes = {volume["name"]: volume for volume in template["spec"].get("volumes", [])}
+        assert {mount["name"] for mount in only.get("volumeMounts", [])} == set(volumes), name
+        for volume in volumes.values():
+            assert volume.get("configMap", {}).get("name", "pdserve-otel-collector") in config_maps
+            assert volume.get("persistentVolumeClaim", {}).get("claimName", "models") in CLAIMS
+
+
+def selects(selector: dict[str, str], manifests: list[Manifest]) -> set[str]:
+    return {
+        name
+        for name, template in pod_templates(manifests)
+        if selector.items() <= template["metadata"]["labels"].items()
+    }
+
+
+def test_every_selector_finds_the_pods_that_it_means(manifests: list[Manifest]) -> None:
+    services = {name: selects(one["spec"]["selector"], manifests) for name, one in named(manifests, "Service").items()}
+    assert services == {
+        "pdserve": {"pdserve-launcher", "pdserve-router"},
+        "pdserve-redis": {"pdserve-redis"},
+        "pdserve-otel-collector": {"pdserve-otel-collector"},
+    }
+    everything = {name for name, _ in pod_templates(manifests)}
+    policies = named(manifests, "NetworkPolicy")
+    assert selects(policies["pdserve-inside"]["spec"]["podSelector"]["matchLabels"], manifests) == everything
+    assert selects(policies["pdserve-requests"]["spec"]["podSelector"]["matchLabels"], manifests) == services["pdserve"]
+    for name, one in named(manifests, "Deployment").items():
+        assert selects(one["spec"]["selector"]["matchLabels"], manifests) == {name}
+    [scaler] = named(manifests, "HorizontalPodAutoscaler").values()
+    assert scaler["spec"]["scaleTargetRef"]["name"] in named(manifests, "Deployment")
+
+
+def test_ports_of_services_lead_to_ports_of_pods(manifests: list[Manifest]) -> None:
+    for one in named(manifests, "Service").values():
+        for pod in selects(one["spec"]["selector"], manifests):
+            names = {port["name"] for port in container(manifests, pod)["ports"]}
+            assert {port["targetPort"] for port in one["spec"]["ports"]} <= names
+
+
+def test_every_pod_is_locked_down_and_bounded(manifests: list[Manifest]) -> None:
+    for name, template in pod_templates(manifests):
+        spec = template["spec"]
+        [only] = spec["containers"]
+        assert spec["automountServiceAccountToken"] is False, name
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        assert only["securityContext"]["allowPrivilegeEscalation"] is False, name
+        assert only["securityContext"]["capabilities"] == {"drop": ["ALL"]}, name
+        assert "memory" in only["resources"]["limits"], name
+        assert {"readinessProbe", "livenessProbe"} <= set(only), name
+        assert not only["image"].endswith(":latest"), name
+        assert ":" in only["image"], name
+
+
+def test_our_own_image_is_of_this_version(manifests: list[Manifest]) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    ours = {container(manifests, name)["image"] for name, _ in pod_templates(manifests)}
+    assert {image for image in ours if image.startswith("pdserve")} == {f"pdserve:{version}"}
+    kustomization = yaml.safe_load((KUBERAY / "kustomization.yaml").read_text())
+    assert [one["newTag"] for one in kustomization["images"]] == [version]
+
+
+def test_the_pods_have_time_to_drain(manifests: list[Manifest]) -> None:
+    drain_s = parse_flags(RouterConfig, ["--model=toy"], "router").drain_s
+    for name in ("pdserve-launcher", "pdserve-router"):
+        [spec] = [template["spec"] for found, template in pod_templates(manifests) if found == name]
+        assert spec["terminationGracePeriodSeconds"] > drain_s
+
+
+def test_the_gpu_overlay_changes_the_model_the_device_and_the_resources() -> None:
+    plain, gpu = load(KUBERAY), load(KUBERAY / "gpu")
+    assert container(gpu, "ray-workers")["resources"]["limits"]["nvidia.com/gpu"] == 1
+    changed = set(launcher_words(gpu)) ^ set(launcher_words(plain))
+    assert changed == {"--model=/models/bundled", "--model=/models/served", "--device=cuda"}
+    [cluster] = named(gpu, "RayCluster").values()
+    replicas: Any = cluster["spec"]["workerGroupSpecs"][0]["replicas"]
+    assert replicas >= len(asked(gpu).spec.worker_ids)
