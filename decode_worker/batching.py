@@ -212,7 +212,7 @@ class DecodeBatching:
             prefill_tokens=sum(count for _, count in reading),
             prefill_token_context=sum(count * (resident.computed + count / 2) for resident, count in reading),
         )
-        rows = [self._row(resident, count) for resident, count in shares]
+        rows = [resident.row(count, self._block_size) for resident, count in shares]
         return Step(rows=rows, keys=[resident.key for resident, _ in shares], account=account), effects
 
     def apply(self, step: Step, drawn: Sequence[TokenOut | None], now_s: float) -> list[DecodeEffect]:
@@ -222,9 +222,10 @@ class DecodeBatching:
             resident = self._residents.get(key)
             if resident is None or resident.stage is not Stage.RUNNING:
                 continue
-            computed = resident.computed
+            full = resident.computed // self._block_size
             resident.computed += len(row.tokens)
-            self._publish(resident, computed // self._block_size)
+            if resident.computed // self._block_size > full:
+                self._publish(resident, full)
             if token is not None:
                 effects += self._draw(resident, token, now_s)
         return effects
@@ -346,29 +347,15 @@ class DecodeBatching:
         insort(self._running, resident, key=_age)
         return []
 
-    def _row(self, resident: Resident, count: int) -> Row:
-        end = resident.computed + count
-        blocks = resident.blocks[: blocks_for(end, self._block_size)]
-        tokens = resident.tokens[resident.computed : end]
-        if end < len(resident.tokens):
-            return Row(tokens=tokens, start=resident.computed, blocks=blocks)
-        return Row(
-            tokens=tokens,
-            start=resident.computed,
-            blocks=blocks,
-            sample=resident.attempt.sampling,
-            history=resident.tokens,
-            prompt_len=len(resident.attempt.prompt_ids),
-        )
-
     def _draw(self, resident: Resident, token: TokenOut, now_s: float) -> list[DecodeEffect]:
         attempt = resident.attempt
         resident.tokens.append(token.token_id)
         resident.num_drawn += 1
         if resident.decoding_since_s is None:
             resident.decoding_since_s = now_s
-        finish = self._end_rule.finish(attempt.sampling, token.token_id, resident.num_output, len(resident.tokens))
-        drawn = Drawn(key=attempt.key, output_index=resident.num_output - 1, token=token, finish=finish)
+        num_output = resident.num_output
+        finish = self._end_rule.finish(attempt.sampling, token.token_id, num_output, len(resident.tokens))
+        drawn = Drawn(key=attempt.key, output_index=num_output - 1, token=token, finish=finish)
         if resident.is_local and resident.num_drawn == 1:
             assert resident.started_s is not None
             drawn = replace(

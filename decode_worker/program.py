@@ -16,6 +16,7 @@ from kvtransfer.transport import Grant, Received, ReceiveOutcome, Receiver, Tran
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core.attempt import AttemptKey, FailureKind
+from pdserve.core.errors import PdserveError
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
@@ -111,6 +112,10 @@ class DecodeProgram(RoleProgram):
         self._receiver.close()
         self.engine.close()
 
+    @property
+    def is_healthy(self) -> bool:
+        return self._receiver.is_healthy
+
     def check(self) -> None:
         super().check()
         live = set(self._batching.live())
@@ -177,8 +182,11 @@ class DecodeProgram(RoleProgram):
         )
         remaining_s = None if landing.deadline_at_s is None else max(0.0, landing.deadline_at_s - context.now())
         post = context.post
-        # Open before anybody hears of it.
-        self._receiver.expect(grant, lambda received: post(partial(self._received, key, received)), remaining_s)
+        try:  # open before anybody hears of it
+            self._receiver.expect(grant, lambda received: post(partial(self._received, key, received)), remaining_s)
+        except PdserveError as error:
+            self.act(self._batching.lost(key, error.message))
+            return
         granted = worker_pb2.Granted(request_id=key.request_id, attempt=key.attempt, grant=grant_to_proto(grant))
         self.emit(key.router, granted=granted)
 
@@ -223,6 +231,8 @@ class DecodeProgram(RoleProgram):
                     cached_tokens=one.cached_tokens,
                 )
             )
+            if one.preemptions:
+                self.context.metrics.add(names.PREEMPTED, one.preemptions)
             answer = self._answers.setdefault(key, Answer(since_s=now_s))
             answer.num_tokens += 1
             if one.prefill_s > 0.0:

@@ -1,11 +1,12 @@
-"""One attempt on a decode worker: where it stands and what it holds. Pure data."""
+"""One attempt on a decode worker: where it stands, what it holds, its row of a step. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdserve.core.attempt import Attempt, AttemptKey
+from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
+from pdserve.engine.interface import Row
 
 
 class Stage(Enum):
@@ -45,3 +46,25 @@ class Resident:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - len(self.attempt.prompt_ids)
+
+    def row(self, count: int, block_size: int) -> Row:
+        """Its next `count` positions; the row draws if no more remain."""
+        if count == 1 == self.remaining:  # nearly every row of a decode worker's life: no copies
+            return Row(
+                tokens=self.tokens[-1:],
+                start=self.computed,
+                blocks=self.blocks,
+                sample=self.attempt.sampling,
+                history=self.tokens,
+                prompt_len=len(self.attempt.prompt_ids),
+            )
+        end = self.computed + count
+        is_last = end == len(self.tokens)
+        return Row(
+            tokens=self.tokens[self.computed : end],
+            start=self.computed,
+            blocks=self.blocks[: blocks_for(end, block_size)],
+            sample=self.attempt.sampling if is_last else None,
+            history=self.tokens if is_last else (),
+            prompt_len=len(self.attempt.prompt_ids),
+        )

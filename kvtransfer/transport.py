@@ -83,6 +83,11 @@ class Sent:
 class Receiver(Protocol):
     """The decode side. Owns no blocks: it writes only into blocks of an open grant."""
 
+    @property
+    def is_healthy(self) -> bool:
+        """False once it can receive nothing any more; the worker then ends."""
+        ...
+
     def expect(self, grant: Grant, on_end: Callable[[Received], None], deadline_s: float | None = None) -> None:
         """Opens the grant for writing. `on_end` is called once with VERIFIED or FAILED, or through abort()."""
         ...

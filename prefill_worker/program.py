@@ -13,7 +13,7 @@ from kvtransfer.transport import Grant, Sender, SendOutcome, Sent
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core.attempt import AttemptKey, FailureKind
-from pdserve.core.errors import InvalidRequest
+from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
@@ -70,6 +70,10 @@ class PrefillProgram(RoleProgram):
         except InvalidRequest as error:
             self.act([fx.Failed(key=key, kind=FailureKind.INVALID, message=error.message), fx.Released(key=key)])
             return
+        if any(grant.key == other.key for other, _ in self._grants.values()):
+            why = "grant: another attempt writes to it already"
+            self.act([fx.Failed(key=key, kind=FailureKind.TRANSFER, message=why), fx.Released(key=key)])
+            return
         self._grants[key] = (grant, attempt.deadline_at_s)
         now_s = self.context.now()
         num_granted = len(grant.blocks)
@@ -94,7 +98,10 @@ class PrefillProgram(RoleProgram):
         grant, deadline_at_s = self._grants[key]
         remaining_s = None if deadline_at_s is None else max(0.0, deadline_at_s - self.context.now())
         post = self.context.post
-        self._sender.start(grant, lambda sent: post(partial(self._sent, key, sent)), remaining_s)
+        try:
+            self._sender.start(grant, lambda sent: post(partial(self._sent, key, sent)), remaining_s)
+        except PdserveError as error:
+            self.act(self._batching.sent(key, is_whole=False, error=error.message))
 
     def _blocks_done(self, effect: fx.BlocksDone) -> None:
         self._sender.push(self._grants[effect.key][0].key, effect.blocks, effect.is_last)

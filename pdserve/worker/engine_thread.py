@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, Protocol, final
 
 from pdserve.core.blocks import CacheChange
+from pdserve.core.errors import InternalError
 from pdserve.v1 import worker_pb2
 from pdserve.worker.program import RoleProgram
 
@@ -124,6 +125,8 @@ class EngineThread:
             has_rows = program.has_work and program.step()
             program.tick()
             self._hand_out(program)
+            if not program.is_healthy:
+                raise InternalError("a transfer thread died")
             self.is_draining = program.is_draining
             if program.is_draining and program.is_idle:
                 self.is_idle.set()

@@ -25,13 +25,14 @@ from pdserve.config import WorkerConfig
 from pdserve.core.blocks import CacheChange
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
+from pdserve.prefix.publisher import WorkerPublisher
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Tracing, make_tracing
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.engine_thread import EngineThread
 from pdserve.worker.program import RoleProgram
-from pdserve.worker.publish import Publishing, open_publishing
+from pdserve.worker.publish import make_publisher
 from pdserve.worker.session import WorkerServicer
 from pdserve.worker.watchdog import Watchdog, dump_and_exit
 
@@ -84,7 +85,7 @@ class WorkerHost:
         self._server: Any = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in its stubs
         self._servicer: WorkerServicer | None = None
-        self._publishing: Publishing | None = None
+        self._publisher: WorkerPublisher | None = None
         self._tracing, self._metrics = Tracing.off(), Metrics.off()
         self._has_ended = threading.Event()
         self._stop_lock = threading.Lock()
@@ -158,8 +159,8 @@ class WorkerHost:
                 return
 
     def offer(self, change: CacheChange) -> None:
-        if self._publishing is not None:
-            self._publishing.offer(change)
+        if self._publisher is not None:
+            self._publisher.offer(stored=change.stored, removed=change.removed)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -191,16 +192,20 @@ class WorkerHost:
         return int(port)
 
     async def _serve(self, program: RoleProgram) -> None:
+        self._publisher = make_publisher(
+            self._config, self._role, self._incarnation, self.address, program.limits.hash_seed
+        )
         self._servicer = WorkerServicer(program, self._engine.post, lambda: self._engine.num_waiting_calls)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         program.add_servicers(self._server)
         await self._health.set(SERVICE, _SERVING)
         await self._server.start()
-        self._publishing = await open_publishing(self._config, self._role, self._incarnation, self.address, program)
-        self._readiness = asyncio.create_task(self._follow_readiness())
+        if self._publisher is not None:  # routers hear of the worker once it answers
+            await self._publisher.start()
+        self._follower = asyncio.create_task(self._follow())
 
-    async def _follow_readiness(self) -> None:
+    async def _follow(self) -> None:
         """A drain may come by any router's stream; health says so within a heartbeat."""
         while not self._engine.is_draining:
             await asyncio.sleep(self._config.heartbeat_s)
@@ -208,8 +213,8 @@ class WorkerHost:
 
     async def _close(self) -> None:
         await self._health.enter_graceful_shutdown()
-        if self._publishing is not None:
-            await self._publishing.stop()
+        if self._publisher is not None:
+            await self._publisher.stop()
         if self._servicer is not None:
             self._servicer.close()
         if self._server is not None:

@@ -189,6 +189,11 @@ class RoleProgram(ABC):
             log.warning("a message was dropped", extra={"field": error.field, "expected": error.expected})
 
     @property
+    def is_healthy(self) -> bool:
+        """False once a part has died that the role cannot do without."""
+        return True
+
+    @property
     def has_work(self) -> bool:
         return self.batching.has_work
 

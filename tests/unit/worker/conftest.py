@@ -90,6 +90,13 @@ class Running:
         self.host._engine.post(run)
         return await asyncio.wait_for(done, DEADLINE_S)
 
+    async def until_fatal(self) -> None:
+        """The process would have ended."""
+        until_s = time.monotonic() + DEADLINE_S
+        while self.fatal != ["died"]:
+            assert time.monotonic() < until_s, self.fatal
+            await asyncio.sleep(0.005)
+
     async def until(self, holds: Callable[[RoleProgram], bool], what: str) -> None:
         until_s = time.monotonic() + DEADLINE_S
         while not await self.on_engine(holds):

@@ -172,6 +172,29 @@ async def test_a_stale_grant_loses_the_transfer_and_frees_both_sides(start: Any,
         await worker.until(is_empty, "an empty worker")
 
 
+async def test_a_grant_that_is_used_twice_is_written_to_by_one_request_only(start: Any, attach: Any, ask: Any) -> None:
+    p, d = start(Role.PREFILL, toy_step_s=0.01, max_batch_tokens=16), start(Role.DECODE)
+    router = await attach(p, d)
+    good, bad = ask("good", PROMPT), ask("bad", PROMPT[::-1])
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=good))
+    granted = await router.next("granted", "good")
+    for sequence in (good, bad):
+        await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
+    assert (await router.next("failed", "bad")).kind == worker_pb2.FAILURE_KIND_TRANSFER
+    first = await router.next("first_token", "good")
+    admit = worker_pb2.Admit(request_id="good", attempt=1, first_token_id=first.token.token_id)
+    await router.send(Role.DECODE, admit=admit)
+    tokens = [first.token.token_id, *await router.finished("good")]
+    assert tokens == answer(PROMPT, 8, prefilled=len(PROMPT))
+
+
+async def test_a_dead_receiver_ends_the_worker(start: Any) -> None:
+    d = start(Role.DECODE)
+    d.program._receiver.close()
+    await d.until_fatal()
+    assert not d.host.is_healthy()
+
+
 async def test_a_grant_of_a_worker_that_is_gone_loses_the_transfer(start: Any, attach: Any, ask: Any) -> None:
     p, d = start(Role.PREFILL), start(Role.DECODE)
     router = await attach(p, d)
@@ -317,5 +340,5 @@ async def test_a_broken_engine_fails_everything_and_ends_the_worker(start: Any, 
             assert failed.kind == worker_pb2.FAILURE_KIND_INTERNAL
         status = await asyncio.wait_for(watch.read(), 10)
         assert status.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    await d.until_fatal()
     assert not d.host.is_healthy()
-    assert d.fatal == ["died"]
