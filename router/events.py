@@ -50,6 +50,7 @@ class RequestArrived:
     num_prompt_tokens: int
     sampling: Sampling
     slo: Slo
+    spent_s: float = 0.0  # since the call came in: tokenising, asking the index; part of the TTFT
     deadline_s: float | None = None  # time that remains at arrival; None: none
     priority: int = 0  # larger goes first
     tenant: str = ""

@@ -122,6 +122,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             num_prompt_tokens=len(prepared.prompt_ids),
             sampling=prepared.sampling,
             slo=prepared.slo,
+            spent_s=spent_s,
             deadline_s=max(prepared.deadline_s - spent_s, 0.0),
             priority=prepared.priority,
             block_hashes=prepared.block_hashes,

@@ -87,7 +87,7 @@ class Runtime:
     def begin(self, arrival: RequestArrived, answer: Answer, sequence: worker_pb2.Sequence, told: Told) -> None:
         """From here on the answer hears of the request until its last word, or until `leave`."""
         assert not self.knows(arrival.request_id), arrival.request_id
-        call = Call(answer=answer, sequence=sequence, told=told, arrived_s=self._clock())
+        call = Call(answer=answer, sequence=sequence, told=told, arrived_s=self._clock() - arrival.spent_s)
         self._calls[arrival.request_id] = call
         self._no_calls.clear()
         self.hand(arrival)
@@ -156,15 +156,18 @@ class Runtime:
                 if call is not None:
                     call.answer.finish(command)
                     self._measure.finished(call.told, command)
+                    _log_end(command)
             case FailRequest():
                 call = self._end(command.request_id)
                 if call is not None:
                     call.answer.fail(command.to_error())
                     self._measure.failed(call.told, command)
+                    _log_end(command)
             case EndCancelled():
                 call = self._end(command.request_id)
                 if call is not None:
                     self._measure.cancelled(call.told, command)
+                    _log_end(command)
             case WakeAt():
                 self._wake_at(command.at_s)
 
@@ -200,3 +203,14 @@ class Runtime:
         else:
             self._timer = None
             self.hand(TimePassed())
+
+
+def _log_end(command: FinishRequest | FailRequest | EndCancelled) -> None:
+    extra: dict[str, object] = {"request_id": command.request_id}
+    extra["outcome"] = "cancelled" if isinstance(command, EndCancelled) else command.outcome.value
+    if command.timings is not None:
+        extra |= {"ttft_s": command.timings.ttft_s, "total_s": command.timings.total_s}
+    if isinstance(command, FailRequest):
+        log.warning("request failed", extra=extra | {"kind": command.kind.value, "why": command.message})
+    else:
+        log.info("request ended", extra=extra)

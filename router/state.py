@@ -178,7 +178,7 @@ def _on_arrived(ledger: Ledger, event: RequestArrived) -> None:
     ledger.serial += 1
     request = Request(
         facts=event,
-        arrived_s=ledger.now_s,
+        arrived_s=ledger.now_s - event.spent_s,
         deadline_at_s=deadline_at_s,
         serial=ledger.serial,
         cached_blocks=dict(event.cached_blocks),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parents[3]
 START_S = 60.0
@@ -18,6 +20,11 @@ START_S = 60.0
 class Program:
     process: subprocess.Popen[str]
     address: str
+    log: IO[bytes]
+
+    def log_tail(self) -> str:
+        self.log.seek(0)
+        return self.log.read()[-4000:].decode("utf-8", "replace")
 
     def kill(self) -> None:
         self.process.kill()
@@ -32,17 +39,18 @@ class Program:
                 self.kill()
         if self.process.stdout is not None:
             self.process.stdout.close()
+        self.log.close()
         return self.process.returncode
 
 
 Start = Callable[..., Program]
 
 
-def spawn(module: str, *flags: str) -> subprocess.Popen[str]:
+def spawn(module: str, *flags: str, stderr: IO[bytes] | int = subprocess.DEVNULL) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", module, *flags],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=stderr,
         text=True,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -55,12 +63,13 @@ def programs() -> Iterator[Start]:
     started: list[Program] = []
 
     def start(module: str, *flags: str) -> Program:
-        process = spawn(module, *flags)
-        program = Program(process, "")
+        log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the program
+        process = spawn(module, *flags, stderr=log)
+        program = Program(process, "", log)
         started.append(program)
         assert process.stdout is not None
         line = process.stdout.readline()
-        assert " listening on " in line, f"{module} did not start: {line!r}"
+        assert " listening on " in line, f"{module} did not start: {program.log_tail()}"
         program.address = line.rsplit(" ", 1)[1].strip()
         return program
 
