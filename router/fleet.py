@@ -36,10 +36,18 @@ class Fleet:
 
     def is_usable(self, view: WorkerView, now_s: float) -> bool:
         """May be given new work."""
-        return view.is_connected and now_s - view.heard_s < self.silence_s and not view.is_draining
+        return view.is_connected and view.heard_s > now_s - self.silence_s and not view.is_draining
 
-    def usable(self, role: Role, now_s: float) -> list[WorkerView]:
-        return [view for view in self.views.values() if view.role is role and self.is_usable(view, now_s)]
+    def usable(self, now_s: float) -> tuple[list[WorkerView], list[WorkerView]]:
+        """The prefill workers and the decode workers that may be given new work."""
+        heard_after_s = now_s - self.silence_s
+        able = [
+            view
+            for view in self.views.values()
+            if view.is_connected and view.heard_s > heard_after_s and not view.is_draining
+        ]
+        prefills = [view for view in able if view.hello.role is Role.PREFILL]
+        return prefills, [view for view in able if view.hello.role is Role.DECODE]
 
     def key(self, worker_id: str) -> tuple[str, str]:
         """Names a worker's present life, so that a restarted one starts with a clean slate."""

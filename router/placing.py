@@ -32,8 +32,7 @@ def place_waiting(ledger: Ledger) -> None:
     ledger.is_placing_due = False
     if not ledger.queue and not ledger.parked:
         return
-    prefills = ledger.fleet.usable(Role.PREFILL, ledger.now_s)
-    decodes = ledger.fleet.usable(Role.DECODE, ledger.now_s)
+    prefills, decodes = ledger.fleet.usable(ledger.now_s)
     if not decodes:
         _nobody_decodes(ledger)
         return
@@ -112,24 +111,25 @@ def _decide(ledger: Ledger, request: Request, prefills: list[WorkerView], decode
     if len(request.output) >= sampling.max_tokens:
         finish(ledger, request, FinishReason.LENGTH, cancel=False)
         return None
-    fitting = [view for view in decodes if _fits(ledger, request, view, request.num_tokens + 1)]
+    fitting = _large_enough(request, decodes, request.num_tokens + 1)
     if not fitting:
-        others = [view for view in ledger.fleet.views.values() if view.role is Role.DECODE]
-        largest = max((view for view in others), key=lambda view: view.hello.num_blocks * view.hello.block_size)
-        limit = min(largest.hello.num_blocks * largest.hello.block_size, largest.hello.max_context_tokens)
-        if any(_fits(ledger, request, view, request.num_tokens + 1) for view in others if view not in decodes):
+        everyone = [view for view in ledger.fleet.views.values() if view.role is Role.DECODE]
+        if _large_enough(request, everyone, request.num_tokens + 1):
             return Decision(
                 choice=Choice.WAIT, reason="the workers that are large enough are away", obstacle=Obstacle.WORKERS
             )
+        limit = max(view.most_tokens for view in everyone)
         message = f"{request.num_tokens} tokens, no decode worker holds more than {limit}"
         give_up(ledger, request, FailKind.INVALID, message, field="prompt")
         return None
-    able = [view for view in prefills if _fits(ledger, request, view, request.num_tokens)]
+    able = _large_enough(request, prefills, request.num_tokens)
     return ledger.policy(_ask(ledger, request), able, fitting, ledger.now_s)
 
 
-def _fits(ledger: Ledger, request: Request, view: WorkerView, tokens: int) -> bool:
-    return view.fits(tokens) and (view.worker_id, view.incarnation) not in request.too_large_for
+def _large_enough(request: Request, views: list[WorkerView], tokens: int) -> list[WorkerView]:
+    if request.too_large_for:
+        views = [view for view in views if (view.worker_id, view.incarnation) not in request.too_large_for]
+    return [view for view in views if tokens <= view.most_tokens]
 
 
 def _ask(ledger: Ledger, request: Request) -> Ask:

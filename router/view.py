@@ -7,12 +7,17 @@ believed now = reported + (booked now - booked when the report came).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
 from pdserve.core.latency import CostModel
 from pdserve.core.types import Role
 from router.events import LoadReported, WorkerConnected
+
+# (sequences that decode here or are on their way here, those of them that wait for their first step, tokens of all
+# of them, blocks that could be given to others)
+Beliefs = tuple[int, int, int, int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,12 +78,15 @@ class WorkerView:
         "hello",
         "is_connected",
         "is_drain_requested",
+        "most_tokens",
         "promises",
         "report",
         "totals",
+        "worker_id",
     )
 
     def __init__(self, hello: WorkerConnected, now_s: float) -> None:
+        self.worker_id = hello.worker_id
         self.hello = hello
         self.cost = CostModel(hello.cost)
         self.is_drain_requested = False
@@ -86,9 +94,11 @@ class WorkerView:
         self._start(now_s)
 
     def _start(self, now_s: float) -> None:
+        hello = self.hello
+        self.most_tokens = min(hello.num_blocks * hello.block_size, hello.max_context_tokens)  # of one sequence
         self.is_connected = True
         self.heard_s = now_s
-        self.report = LoadReported(worker_id=self.hello.worker_id, steps=0, free_blocks=self.hello.num_blocks)
+        self.report = LoadReported(worker_id=hello.worker_id, steps=0, free_blocks=hello.num_blocks)
         self.bookings: dict[tuple[str, int], Booking] = {}
         self.totals = Totals()
         self._at_report = Totals()
@@ -97,10 +107,6 @@ class WorkerView:
         self.closed_until_s = now_s  # it refused; not asked before
 
     # -- facts ---------------------------------------------------------------------------------------------------
-
-    @property
-    def worker_id(self) -> str:
-        return self.hello.worker_id
 
     @property
     def incarnation(self) -> str:
@@ -117,33 +123,22 @@ class WorkerView:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.hello.block_size)
 
-    def fits(self, tokens: int) -> bool:
-        """Could this worker, empty, hold a sequence of `tokens` tokens?"""
-        return self.blocks_for(tokens) <= self.hello.num_blocks and tokens <= self.hello.max_context_tokens
-
     # -- beliefs -------------------------------------------------------------------------------------------------
 
-    @property
-    def available_blocks(self) -> int:
-        report = self.report
-        return report.free_blocks + report.evictable_blocks + self._at_report.blocks - self.totals.blocks
-
-    @property
-    def num_rows(self) -> int:
-        """Sequences that decode here or are on their way here."""
-        report = self.report
-        return max(self.totals.rows, report.running + report.waiting + self.totals.rows - self._at_report.rows)
-
-    @property
-    def num_arriving(self) -> int:
-        """Those that are on their way or wait here for their first step."""
-        totals = self.totals
-        return max(totals.arriving, self.report.waiting + totals.arriving - self._at_report.arriving)
-
-    @property
-    def context_tokens(self) -> int:
-        """Of those sequences."""
-        return max(self.totals.tokens, self.report.context_tokens + self.totals.tokens - self._at_report.tokens)
+    def beliefs(self) -> Beliefs:
+        """The worker's present state, other routers' share included."""
+        report, totals, then = self.report, self.totals, self._at_report
+        rows, arriving, context = totals.rows, totals.arriving, totals.tokens
+        others = report.running + report.waiting - then.rows
+        if others > 0:
+            rows += others
+        others = report.waiting - then.arriving
+        if others > 0:
+            arriving += others
+        others = report.context_tokens - then.tokens
+        if others > 0:
+            context += others
+        return rows, arriving, context, report.free_blocks + report.evictable_blocks + then.blocks - totals.blocks
 
     def queue_s(self, now_s: float) -> float:
         """Predicted time until a prefill that is sent now starts."""
@@ -158,14 +153,10 @@ class WorkerView:
         """Time of one full prefill batch."""
         return self.cost.prefill_s(self.hello.max_batch_tokens)
 
-    def tpot_with_s(self, tokens: int) -> float:
-        """Step time once a sequence of `tokens` tokens has joined all that is here or on its way."""
-        return self.cost.decode_s(self.num_rows + 1, self.context_tokens + tokens)
-
     @property
     def tightest_tpot_s(self) -> float:
         """Strictest promise among this router's residents."""
-        return min(self.promises, default=float("inf"))
+        return min(self.promises) if self.promises else math.inf
 
     # -- bookings ------------------------------------------------------------------------------------------------
 

@@ -188,6 +188,11 @@ class CostModel:
         return self._prefill.observe((0.0, prefill_tokens, prefill_token_context), rest_s)
 
     @property
+    def decode_coefficients(self) -> tuple[float, ...]:
+        """(base, per row, per context token), for who prices many workers at once."""
+        return self._decode.coefficients
+
+    @property
     def coefficients(self) -> CostPrior:
         """The present ones, in the prior's form."""
         prefill, decode = self._prefill.coefficients, self._decode.coefficients

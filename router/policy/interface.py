@@ -56,15 +56,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to serve the request, as predicted; prefill_worker is empty on the local path."""
+    """One way to serve the request now, as predicted; prefill_worker is empty on the local path."""
 
     prefill_worker: str
     decode_worker: str
     ttft_s: float  # from now
     tpot_s: float
     slack: float  # min over both SLOs of (SLO - prediction) / SLO, waiting so far included
-    is_open: bool  # can be asked now
-    is_feasible: bool  # open, and every promised TPOT there is kept
+    is_feasible: bool  # every promised TPOT there is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ the best prediction, band included, is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Final
 
 from pdserve.core.latency import LinkModel
@@ -28,39 +29,44 @@ from router.policy.rooms import (
     wait_for_decode,
     wait_for_prefill,
 )
-from router.view import WorkerView
+from router.view import Beliefs, WorkerView
 
 Links = Callable[[str, str], LinkModel]
 
 LOCAL_ADVANTAGE: Final = 0.5  # residents pay for a local prefill, so it must be twice as fast
 PREFILLS_PAIRED: Final = 4  # cheapest of each role that are priced as pairs
 DECODES_PAIRED: Final = 8
+PAIRS_SHOWN: Final = 4  # in explanations, the best first
+SMALLEST_SHARE: Final = 0.05  # of a decode worker's time that local prefills get, promises or not
 TRUSTED_SAMPLES: Final = 16  # batches seen before a deadline is called hopeless
 HOPELESS_SIGMAS: Final = 2.0
 
 
 class _Landing:
-    """A decode worker, priced for one request."""
+    """A decode worker with room, priced for one request. Made for every one of them: kept short."""
 
-    __slots__ = ("is_open", "keeps", "local_ttft_s", "rank", "tpot_s", "uncached", "view")
+    __slots__ = ("keeps", "local_ttft_s", "num_bytes", "rank", "tpot_s", "uncached", "view")
 
-    def __init__(self, view: WorkerView, ask: Ask, now_s: float) -> None:
+    def __init__(self, view: WorkerView, beliefs: Beliefs, ask: Ask, now_s: float) -> None:
         self.view = view
-        self.tpot_s = view.tpot_with_s(ask.num_tokens)
+        tokens, hello = ask.num_tokens, view.hello
+        rows, _, context, _ = beliefs
+        base_s, per_row_s, per_context_token_s = view.cost.decode_coefficients
+        step_s = base_s + per_row_s * rows + per_context_token_s * context
+        self.tpot_s = tpot_s = step_s + per_row_s + per_context_token_s * tokens
         tightest_s = view.tightest_tpot_s
-        self.keeps = self.tpot_s <= ask.slo.tpot_s and self.tpot_s <= tightest_s
-        self.is_open = is_decode_open(view, ask, now_s)
-        cached = ask.cached_on(view)
-        self.uncached = ask.num_tokens - cached
-        alone_s = view.prefill_s(self.uncached, cached)
-        rows = view.num_rows
+        self.keeps = keeps = tpot_s <= ask.slo.tpot_s and tpot_s <= tightest_s
+        cached = ask.cached_tokens.get(view.worker_id, 0)
+        self.uncached = uncached = tokens - cached if cached < tokens else 1
+        self.num_bytes = -(-uncached // hello.block_size) * hello.block_bytes
+        alone_s = view.cost.prefill_s(uncached, tokens - uncached, hello.max_batch_tokens)
         if rows:
             # Chunks run between steps: per promised token time, a step's worth is taken already.
-            step_s = view.cost.decode_s(rows, view.context_tokens)
-            share = 1.0 - step_s / tightest_s if step_s < tightest_s else 0.0
-            alone_s = alone_s / max(share, 0.05)
-        self.local_ttft_s = view.queue_s(now_s) + alone_s + view.grant_wait_s
-        self.rank = (not self.keeps, view.grant_wait_s, self.tpot_s)
+            share = 1.0 - step_s / tightest_s
+            alone_s /= share if share > SMALLEST_SHARE else SMALLEST_SHARE
+        grant_s, queue_s = view.grant_wait_s, view.free_at_s - now_s
+        self.local_ttft_s = alone_s + grant_s + queue_s if queue_s > 0.0 else alone_s + grant_s
+        self.rank = (not keeps, grant_s, tpot_s)
 
 
 class LeastTtft:
@@ -71,94 +77,83 @@ class LeastTtft:
     def __call__(
         self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
-        landings = [_Landing(view, ask, now_s) for view in not_avoided(decodes, ask)]
-        landings.sort(key=lambda one: one.rank)
-        room = [one for one in landings if one.is_open]
+        room = []
+        for view in not_avoided(decodes, ask):
+            beliefs = view.beliefs()
+            if is_decode_open(view, beliefs, ask, now_s):
+                room.append(_Landing(view, beliefs, ask, now_s))
         if not room:
             return wait_for_decode(decodes, now_s)
-        local = min(room, key=lambda one: (not one.keeps, one.local_ttft_s, one.tpot_s))
-        local_candidate = _candidate(ask, None, local, local.local_ttft_s, is_open=True)
+        room.sort(key=_rank)
+        local = min(room, key=_local_rank)
         short = [one for one in room if one.uncached <= self._local_max_uncached_tokens]
         if short:
-            best = min(short, key=lambda one: (not one.keeps, one.local_ttft_s, one.tpot_s))
-            chosen = _candidate(ask, None, best, best.local_ttft_s, is_open=True)
-            return _local(chosen, (chosen,), f"{best.uncached} uncached tokens are cheapest where they are decoded")
+            local = min(short, key=_local_rank)
+            reason = f"{local.uncached} uncached tokens are cheapest where they are decoded"
+            return _local(_candidate(ask, None, local, local.local_ttft_s), (), reason)
+        candidate = _candidate(ask, None, local, local.local_ttft_s)
         if not prefills:
-            return self._or_refuse(ask, local, _local(local_candidate, (local_candidate,), "no prefill worker"))
-        return self._or_refuse(ask, local, self._compare(ask, prefills, decodes, room, local_candidate, now_s))
+            return _unless_hopeless(ask, local.view, _local(candidate, (), "no prefill worker"))
+        return _unless_hopeless(ask, local.view, self._compare(ask, prefills, room, candidate, now_s))
 
     def _compare(
-        self,
-        ask: Ask,
-        prefills: Sequence[WorkerView],
-        decodes: Sequence[WorkerView],
-        room: Sequence[_Landing],
-        local: Candidate,
-        now_s: float,
+        self, ask: Ask, prefills: Sequence[WorkerView], room: Sequence[_Landing], local: Candidate, now_s: float
     ) -> Decision:
-        starts = []  # (seconds until the first token is drawn, view, seconds of prefill alone)
+        starts = []  # (seconds until the first token is drawn, worker id, seconds of prefill alone, view)
+        tokens = ask.num_tokens
         for view in not_avoided(prefills, ask):
             cached = ask.cached_on(view)
-            prefill_s = view.prefill_s(ask.num_tokens - cached, cached)
-            starts.append((view.queue_s(now_s) + prefill_s, view, prefill_s))
-        starts.sort(key=lambda one: (one[0], one[1].worker_id))
-        soonest_s = starts[0][0]
-        ready = [one for one in starts if is_prefill_open(one[1], ask, now_s)]
-        best: tuple[bool, float, float] | None = None
-        chosen: Candidate | None = None
-        candidates: list[Candidate] = []
-        for start_s, prefill, prefill_s in ready[:PREFILLS_PAIRED]:
-            for landing in room[:DECODES_PAIRED]:
-                pair = (prefill.worker_id, landing.view.worker_id)
-                if pair in ask.avoid_pairs:
+            prefill_s = view.prefill_s(tokens - cached, cached)
+            starts.append((view.queue_s(now_s) + prefill_s, view.hello.worker_id, prefill_s, view))
+        starts.sort()  # worker ids differ, so views are never compared
+        ready = list(islice((one for one in starts if is_prefill_open(one[3], ask, now_s)), PREFILLS_PAIRED))
+        pairs = []
+        for start_s, prefill_id, prefill_s, prefill in ready:
+            for order, landing in enumerate(room[:DECODES_PAIRED]):
+                view = landing.view
+                if ask.avoid_pairs and (prefill_id, view.worker_id) in ask.avoid_pairs:
                     continue
-                unhidden_s = max(self._transfer_s(prefill, landing) - prefill_s, 0.0)
-                ttft_s = start_s + landing.view.grant_wait_s
-                rank = (not landing.keeps, ttft_s + unhidden_s, landing.tpot_s)
-                candidate = _candidate(ask, prefill, landing, ttft_s, is_open=True)
-                candidates.append(candidate)
-                if best is None or rank < best:
-                    best, chosen = rank, candidate
-        shown = (*candidates, local)
-        remote_s = chosen.ttft_s if chosen is not None else soonest_s
+                unhidden_s = self._links(prefill_id, view.worker_id).transfer_s(landing.num_bytes) - prefill_s
+                ttft_s = start_s + view.grant_wait_s
+                whole_s = ttft_s + unhidden_s if unhidden_s > 0.0 else ttft_s
+                pairs.append((not landing.keeps, whole_s, landing.tpot_s, prefill_id, order, ttft_s, prefill, landing))
+        pairs.sort()  # prefill id and order make each one different
+        shown = tuple([_candidate(ask, one[6], one[7], one[5]) for one in pairs[:PAIRS_SHOWN]])
+        remote_s = shown[0].ttft_s if shown else starts[0][0]
         if local.is_feasible and local.ttft_s < LOCAL_ADVANTAGE * remote_s:
             return _local(local, shown, f"local {local.ttft_s:.3f} s, best remote {remote_s:.3f} s")
-        if chosen is not None:
-            return _remote(chosen, shown)
-        if ready and ask.avoid_pairs:
+        if shown:
+            return _remote(shown[0], (*shown, local))
+        if ready:
             return _local(local, shown, "every pair that is open has failed this request")
         return wait_for_prefill(prefills, now_s)
 
-    def _transfer_s(self, prefill: WorkerView, landing: _Landing) -> float:
-        view = landing.view
-        num_bytes = view.blocks_for(landing.uncached) * view.hello.block_bytes
-        return self._links(prefill.worker_id, view.worker_id).transfer_s(num_bytes)
 
-    def _or_refuse(self, ask: Ask, local: _Landing, decision: Decision) -> Decision:
-        """Refuses what is certain to end in vain; `decision` otherwise."""
-        if ask.deadline_left_s is None or ask.is_resumed or decision.choice is Choice.WAIT:
-            return decision
-        chosen = next((one for one in decision.candidates if _is_chosen(one, decision)), None)
-        cost = local.view.cost
-        if chosen is None or cost.num_prefill_samples < TRUSTED_SAMPLES:
-            return decision
-        surely_s = chosen.ttft_s * (1.0 - HOPELESS_SIGMAS * cost.prefill_error)
-        if surely_s <= ask.deadline_left_s:
-            return decision
-        return Decision(
-            choice=Choice.REFUSE,
-            reason=f"the first token needs at least {surely_s:.3f} s, the deadline leaves {ask.deadline_left_s:.3f} s",
-            candidates=decision.candidates,
-            retry_in_s=1.0,
-        )
+def _rank(landing: _Landing) -> tuple[bool, float, float]:
+    return landing.rank
 
 
-def _is_chosen(candidate: Candidate, decision: Decision) -> bool:
-    pair = (decision.prefill_worker, decision.decode_worker)
-    return (candidate.prefill_worker, candidate.decode_worker) == pair
+def _local_rank(landing: _Landing) -> tuple[bool, float, float]:
+    return (not landing.keeps, landing.local_ttft_s, landing.tpot_s)
 
 
-def _candidate(ask: Ask, prefill: WorkerView | None, landing: _Landing, ttft_s: float, *, is_open: bool) -> Candidate:
+def _unless_hopeless(ask: Ask, decode: WorkerView, decision: Decision) -> Decision:
+    """Refuses what is certain to end in vain; `decision` otherwise. Who was begun is not refused."""
+    left_s, cost = ask.deadline_left_s, decode.cost
+    if left_s is None or ask.is_resumed or not decision.candidates or cost.num_prefill_samples < TRUSTED_SAMPLES:
+        return decision
+    surely_s = min(one.ttft_s for one in decision.candidates) * (1.0 - HOPELESS_SIGMAS * cost.prefill_error)
+    if surely_s <= left_s:
+        return decision
+    return Decision(
+        choice=Choice.REFUSE,
+        reason=f"the first token needs at least {surely_s:.3f} s, the deadline leaves {left_s:.3f} s",
+        candidates=decision.candidates,
+        retry_in_s=1.0,
+    )
+
+
+def _candidate(ask: Ask, prefill: WorkerView | None, landing: _Landing, ttft_s: float) -> Candidate:
     slo = ask.slo
     ttft_slack = (slo.ttft_s - ask.waited_s - ttft_s) / slo.ttft_s
     tpot_slack = (slo.tpot_s - landing.tpot_s) / slo.tpot_s
@@ -168,12 +163,12 @@ def _candidate(ask: Ask, prefill: WorkerView | None, landing: _Landing, ttft_s: 
         ttft_s=ttft_s,
         tpot_s=landing.tpot_s,
         slack=min(ttft_slack, tpot_slack),
-        is_open=is_open,
-        is_feasible=is_open and landing.keeps,
+        is_feasible=landing.keeps,
     )
 
 
-def _local(candidate: Candidate, shown: tuple[Candidate, ...], reason: str) -> Decision:
+def _local(candidate: Candidate, others: tuple[Candidate, ...], reason: str) -> Decision:
+    shown = (candidate, *others)
     return Decision(choice=Choice.LOCAL, decode_worker=candidate.decode_worker, reason=reason, candidates=shown)
 
 

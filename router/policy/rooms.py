@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.policy.interface import Ask, Choice, Decision, Obstacle
-from router.view import WorkerView
+from router.view import Beliefs, WorkerView
 
 SHORTEST_WAIT_S = 0.002
 LONGEST_WAIT_S = 0.25
@@ -17,23 +17,23 @@ def is_prefill_open(view: WorkerView, ask: Ask, now_s: float) -> bool:
         view.closed_until_s <= now_s
         and view.totals.prefills < view.hello.inbox_depth
         and view.free_at_s - now_s <= view.batch_s
-        and (view.available_blocks >= view.blocks_for(ask.num_tokens) or not view.bookings)
+        and (not view.bookings or view.beliefs()[3] >= view.blocks_for(ask.num_tokens))
     )
 
 
-def is_decode_open(view: WorkerView, ask: Ask, now_s: float) -> bool:
+def is_decode_open(view: WorkerView, beliefs: Beliefs, ask: Ask, now_s: float) -> bool:
     """A row is free, blocks for the sequence and for every other one to grow by one are, and its inbox has room.
 
     An empty worker is asked whatever its report says: the report may be old, and it knows best.
     """
-    rows = view.num_rows
-    return view.closed_until_s <= now_s and (
-        not view.bookings
-        or (
-            rows < view.hello.max_batch
-            and view.num_arriving < view.hello.inbox_depth
-            and view.available_blocks >= view.blocks_for(ask.num_tokens) + rows
-        )
+    if view.closed_until_s > now_s:
+        return False
+    rows, arriving, _, blocks = beliefs
+    hello = view.hello
+    return not view.bookings or (
+        rows < hello.max_batch
+        and arriving < hello.inbox_depth
+        and blocks - rows >= -(-ask.num_tokens // hello.block_size)
     )
 
 

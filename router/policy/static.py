@@ -27,7 +27,7 @@ class RoundRobin:
     def __call__(
         self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
-        decode = _after(self._last_decode, [v for v in not_avoided(decodes, ask) if is_decode_open(v, ask, now_s)])
+        decode = _after(self._last_decode, _with_room(ask, decodes, now_s))
         if decode is None:
             return wait_for_decode(decodes, now_s)
         pairs = [v for v in not_avoided(prefills, ask) if (v.worker_id, decode.worker_id) not in ask.avoid_pairs]
@@ -47,11 +47,15 @@ class RoundRobin:
 
 
 def colocated(ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float) -> Decision:
-    room = [view for view in not_avoided(decodes, ask) if is_decode_open(view, ask, now_s)]
+    room = _with_room(ask, decodes, now_s)
     if not room:
         return wait_for_decode(decodes, now_s)
-    chosen = min(room, key=lambda view: (view.num_rows, view.queue_s(now_s), view.worker_id))
+    chosen = min(room, key=lambda view: (view.beliefs()[0], view.queue_s(now_s), view.worker_id))
     return Decision(choice=Choice.LOCAL, decode_worker=chosen.worker_id, reason="fewest sequences")
+
+
+def _with_room(ask: Ask, decodes: Sequence[WorkerView], now_s: float) -> list[WorkerView]:
+    return [view for view in not_avoided(decodes, ask) if is_decode_open(view, view.beliefs(), ask, now_s)]
 
 
 def _after(last: str, views: Sequence[WorkerView]) -> WorkerView | None:
