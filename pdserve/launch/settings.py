@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import pdserve
 from pdserve.core.errors import ConfigError
-from pdserve.launch.spec import KINDS, ClusterSpec, check_settings
+from pdserve.launch.spec import KINDS, ClusterSpec, check_settings, processes
 
 _TOP: Final[Mapping[str, type]] = {
     "model": str,
@@ -71,6 +71,7 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         settings=tables,
         **{name: found[name] for name in ("prefill", "decode", "host", "port", "redis", "cluster") if name in found},
     )
+    processes(spec)  # every process checks its own settings, before any of them is started
     log_dir = found.get("log_dir")
     return Asked(spec=spec, ray=found.get("ray"), log_dir=Path(log_dir) if log_dir else None)
 

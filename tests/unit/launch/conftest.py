@@ -31,3 +31,10 @@ def toy() -> Iterator[Running]:
     """One prefill and one decode worker on the toy engine, as real processes."""
     with Running.start("--model", "toy") as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def breakable() -> Iterator[Running]:
+    """A cluster whose processes tests may kill; each waits until what it killed is back."""
+    with Running.start("--model", "toy") as cluster:
+        yield cluster

@@ -43,6 +43,19 @@ def test_a_short_prompt_is_answered_by_the_decode_worker_alone(toy: Running) -> 
     assert ask(toy, "hi").timings.path == "local"
 
 
+def test_a_stream_that_is_left_frees_what_it_held(toy: Running) -> None:
+    def idle(client: Client) -> bool:
+        topology = client.topology()
+        return topology.running_requests == topology.queued_requests == 0 and not any(
+            worker.num_blocks - worker.free_blocks - worker.evictable_blocks for worker in topology.workers
+        )
+
+    with Client(toy.target) as client:
+        for _ in client.stream(PROMPT, max_tokens=4000, ignore_eos=True):
+            break
+        until(lambda: idle(client))
+
+
 async def test_the_asyncio_client_gets_the_same_answer(toy: Running) -> None:
     async with AsyncClient(toy.target) as client:
         done = await client.generate(PROMPT, max_tokens=8, temperature=0)
@@ -74,40 +87,37 @@ def test_a_port_in_use_is_one_line_and_starts_nothing(toy: Running) -> None:
             Running.start("--model", "toy", "--port", port)
 
 
-def test_a_killed_worker_comes_back_under_its_id_and_on_its_port() -> None:
-    with Running.start("--model", "toy") as cluster:
-        for name in ("p0", "d0"):
-            pid, address = cluster.pid(name), cluster.address(name)
-            with Client(cluster.target) as client:
-                before = {one.worker_id: one.incarnation for one in client.topology().workers}
-                os.kill(pid, signal.SIGKILL)
-                cluster.wait_line(f"pid {pid} was ended by SIGKILL; starting it again")
-                assert cluster.wait_restarted(name, pid) != pid
-                assert cluster.address(name) == address
+def test_a_killed_worker_comes_back_under_its_id_and_on_its_port(breakable: Running) -> None:
+    for name in ("p0", "d0"):
+        pid, address = breakable.pid(name), breakable.address(name)
+        with Client(breakable.target) as client:
+            before = {one.worker_id: one.incarnation for one in client.topology().workers}
+            os.kill(pid, signal.SIGKILL)
+            breakable.wait_line(f"pid {pid} was ended by SIGKILL; starting it again")
+            assert breakable.wait_restarted(name, pid) != pid
+            assert breakable.address(name) == address
 
-                def has_come_back(name: str = name, before: dict[str, str] = before, client: Client = client) -> bool:
-                    seen = {one.worker_id: one for one in client.topology().workers}
-                    return name in seen and seen[name].is_connected and seen[name].incarnation != before[name]
+            def has_come_back(name: str = name, before: dict[str, str] = before, client: Client = client) -> bool:
+                seen = {one.worker_id: one for one in client.topology().workers}
+                return name in seen and seen[name].is_connected and seen[name].incarnation != before[name]
 
-                until(has_come_back)
-            assert ask(cluster).timings.path == "remote"
-
-
-def test_a_killed_router_comes_back_on_its_port() -> None:
-    with Running.start("--model", "toy") as cluster:
-        pid = cluster.pid("router")
-        os.kill(pid, signal.SIGKILL)
-        cluster.wait_restarted("router", pid)
-        assert len(ask(cluster).token_ids) == 8
+            until(has_come_back)
+        assert ask(breakable).timings.path == "remote"
 
 
-def test_a_killed_redis_fails_no_request_and_comes_back() -> None:
-    with Running.start("--model", "toy") as cluster:
-        pid = cluster.pid("redis")
-        os.kill(pid, signal.SIGKILL)
-        assert len(ask(cluster).token_ids) == 8
-        cluster.wait_restarted("redis", pid)
-        assert len(ask(cluster).token_ids) == 8
+def test_a_killed_router_comes_back_on_its_port(breakable: Running) -> None:
+    pid = breakable.pid("router")
+    os.kill(pid, signal.SIGKILL)
+    breakable.wait_restarted("router", pid)
+    assert len(ask(breakable).token_ids) == 8
+
+
+def test_a_killed_redis_fails_no_request_and_comes_back(breakable: Running) -> None:
+    pid = breakable.pid("redis")
+    os.kill(pid, signal.SIGKILL)
+    assert len(ask(breakable).token_ids) == 8
+    breakable.wait_restarted("redis", pid)
+    assert len(ask(breakable).token_ids) == 8
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

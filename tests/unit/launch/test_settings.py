@@ -93,6 +93,9 @@ def test_gpus_are_those_that_this_process_may_see(tmp_path: Path, monkeypatch: p
         ("worker = 3", "worker"),
         ("this is no toml", "config"),
         ("decode = 0", "decode"),
+        ("host = '0.0.0.0'", "host"),
+        ("[worker]\nblock_size = 0", "block_size"),
+        ("device = 'tpu'", "device"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(text: str, field: str, tmp_path: Path) -> None:

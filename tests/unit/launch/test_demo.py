@@ -1,0 +1,20 @@
+"""`make demo` shows what it promises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_demo_answers_four_prompts_and_shows_where_the_time_went() -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/demo.py"], capture_output=True, text=True, cwd=ROOT, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("  decode ") == 4
+    assert "local on d0" in done.stdout
+    assert "remote on p0 → d0" in done.stdout
+    assert "topology" in done.stdout
