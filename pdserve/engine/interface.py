@@ -18,7 +18,7 @@ class EngineSpec:
     """Facts of a loaded model that others plan with."""
 
     model: str  # name of the folder
-    weights_hash: str  # of the config and the weights' headers and sizes; part of the fingerprint
+    weights_hash: str  # of the config and of the weights' headers, sizes and samples; part of the fingerprint
     dtype: str
     layout: str  # names the KV layout, such as "block-major.v1"
     vocab_size: int

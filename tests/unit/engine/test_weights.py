@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve.core.errors import ConfigError, ModelError
+from pdserve.core.errors import ConfigError, InternalError, ModelError
 from pdserve.engine.config import read_config
-from pdserve.engine.interface import Engine
+from pdserve.engine.interface import Engine, Row
 from pdserve.engine.safetensors_file import checkpoint_hash, open_checkpoint
 from pdserve.engine.weights import load_weights
 
@@ -225,3 +225,12 @@ def test_settings_that_do_not_fit_the_model_are_refused(folder: Path, open_engin
         open_engine(folder, max_context_tokens=2000)
     with pytest.raises(ConfigError, match=r"kv_memory_bytes: got 100, expected at least 12288"):
         open_engine(folder, kv_blocks=0, kv_memory_bytes=100)
+
+
+def test_a_wrong_row_is_refused_before_anything_is_written(folder: Path, open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine(folder, kv_blocks=4)
+    fine, wrong = Row(tokens=[5], start=0, blocks=[1]), Row(tokens=[384], start=0, blocks=[2])
+    with pytest.raises(InternalError, match="row 1 cannot be computed: a token id lies outside the vocabulary of 384"):
+        engine.step([fine, wrong])
+    assert not any(engine.pool.buffer)
+    assert engine.step([]) == []
