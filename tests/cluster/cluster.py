@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections import deque
 from pathlib import Path
 from types import TracebackType
@@ -127,6 +129,26 @@ def pid_listening_on(port: int) -> int:
         except OSError:
             continue  # the process ended, or is not ours
     raise AssertionError(f"nobody listens on {port}")
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` consecutive ports that nobody listens on."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            first: int = found.getsockname()[1]
+        try:
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return first
+
+
+def scrape(port: int, metric: str) -> float:
+    """The sum of a metric's samples at a Prometheus endpoint."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((metric + " ", metric + "{")))
 
 
 def _drain(stream, keep) -> None:  # type: ignore[no-untyped-def]

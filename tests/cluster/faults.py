@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from pdserve import AsyncClient
+from pdserve import AsyncClient, Completion
 from pdserve.engine.toy import answer
 from tests.cluster.cluster import Cluster
 from tests.cluster.suite import toy_prompt
@@ -49,7 +49,7 @@ def a_prefill_worker_dies_while_it_prefills(cluster: Cluster) -> None:
     prompts = [toy_prompt(2500 + 100 * i, salt=17) for i in range(STREAMS)]
     expected = [answer(p, 24, seed=i) for i, p in enumerate(prompts)]
 
-    async def run() -> list[list[int]]:
+    async def run() -> list[Completion]:
         async with AsyncClient(cluster.target) as client:
             calls = [
                 asyncio.create_task(client.generate(p, max_tokens=24, temperature=0.7, seed=i))
@@ -60,9 +60,11 @@ def a_prefill_worker_dies_while_it_prefills(cluster: Cluster) -> None:
                 assert time.monotonic() < deadline, "p0 never had a prompt"
                 await asyncio.sleep(0.005)
             cluster.kill("p0")
-            return [list(done.token_ids) for done in await asyncio.gather(*calls)]
+            return await asyncio.gather(*calls)
 
-    assert asyncio.run(asyncio.wait_for(run(), 60)) == expected
+    done = asyncio.run(asyncio.wait_for(run(), 60))
+    assert [list(one.token_ids) for one in done] == expected
+    assert max(one.timings.attempts for one in done) > 1, "nobody was on the killed worker"
     cluster.wait_until_idle(within_s=60)
 
 

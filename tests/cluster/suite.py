@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdserve import AsyncClient, Completion
@@ -13,12 +13,27 @@ from tests.cluster.cluster import Cluster
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 128, 200, 257, 350, 511, 600, 700)
 
 
-def generate_all(cluster: Cluster, prompts: Sequence[Any], **options: Any) -> list[Completion]:
-    """All prompts at once."""
+def generate_all(
+    cluster: Cluster, prompts: Sequence[Any], *, meanwhile: Callable[[], object] | None = None, **options: Any
+) -> list[Completion]:
+    """All prompts at once; `meanwhile` is called once every request has its first tokens."""
+    pending = len(prompts)
+
+    async def one(client: AsyncClient, prompt: Any) -> Completion:
+        nonlocal pending
+        stream = client.stream(prompt, **options)
+        is_first = True
+        async for _ in stream:
+            if is_first:
+                is_first = False
+                pending -= 1
+                if pending == 0 and meanwhile is not None:
+                    meanwhile()
+        return stream.completion
 
     async def run() -> list[Completion]:
         async with AsyncClient(cluster.target) as client:
-            return await asyncio.gather(*(client.generate(prompt, **options) for prompt in prompts))
+            return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
 
     return asyncio.run(run())
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import Cluster
+from tests.cluster.cluster import Cluster, free_ports, scrape
 from tests.cluster.families import BUNDLED, FAMILIES, build, oracle, prompts
 from tests.cluster.suite import LENGTHS, generate_all
 
@@ -58,3 +58,23 @@ def test_the_bundled_model_writes_as_transformers_does_and_seeds_hold(tmp_path: 
     with Cluster("--model", str(folder), "--prefill", "0") as colocated:
         local = generate_all(colocated, texts, **seeded)
         assert [one.token_ids for one in local] == alone
+
+
+@pytest.mark.timeout(180)
+def test_seeds_hold_through_preemption_and_a_death_in_mid_stream(tmp_path: Path) -> None:
+    """Memory for a third of the requests, and a SIGKILL: every answer is that of a request served alone."""
+    texts = ["import os\n" * 9 + f"\n\ndef work_{i}(self, value):\n" for i in range(9)]
+    options = {"max_tokens": 96, "temperature": 0.8, "top_p": 0.95, "seed": 99, "ignore_eos": True}
+    with Cluster() as roomy:
+        expected = [roomy.client.generate(text, **options).token_ids for text in texts]
+    config = tmp_path / "narrow.toml"
+    port = free_ports(3)  # the launcher gives worker i the port after it
+    config.write_text(f"[decode_worker]\nkv_blocks = 40\nmetrics_port = {port}\n[worker]\nmax_context_tokens = 512\n")
+    with Cluster("--decode", "2", "--config", str(config)) as narrow:
+        done = generate_all(narrow, texts, **options)
+        assert [one.token_ids for one in done] == expected
+        assert sum(scrape(port + i, "pdserve_preemptions_total") for i in (1, 2)) > 0
+        done = generate_all(narrow, texts, **options, meanwhile=lambda: narrow.kill("d1"))
+        assert [one.token_ids for one in done] == expected
+        assert max(one.timings.attempts for one in done) > 1, "nobody was on the killed worker"
+        narrow.wait_until_idle(within_s=60)

@@ -58,12 +58,10 @@ def test_redis_may_die_under_load_and_the_index_refills(slow: Cluster) -> None:
             while done < 20:
                 await asyncio.sleep(0.02)
             pid = pid_listening_on(slow.redis_port)
-            argv = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
             os.kill(pid, signal.SIGKILL)
             before = done
             await asyncio.sleep(away_s)
             assert done > before, "nothing was answered without Redis"
-            assert argv
             stop.set()
             await asyncio.gather(*askers)
 
@@ -76,9 +74,10 @@ def test_redis_may_die_under_load_and_the_index_refills(slow: Cluster) -> None:
         except AssertionError:
             assert time.monotonic() < deadline, "Redis did not come back"
             time.sleep(0.1)
-    prompt = toy_prompt(320, salt=29)
-    slow.client.generate(prompt, max_tokens=2, temperature=0)
-    while _index_keys(slow.redis_port) == 0:
+    # The new Redis is empty: what it holds soon are the workers' snapshots, each block that any of them caches.
+    cached = max(worker.evictable_blocks for worker in slow.client.topology().workers)
+    assert cached > 20
+    while _index_keys(slow.redis_port) < cached:
         assert time.monotonic() < deadline, "the index did not refill"
         time.sleep(0.1)
 
