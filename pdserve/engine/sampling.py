@@ -6,10 +6,11 @@ distribution that the one before has left (truncation.py).
 
 The draw is the argmax of logits plus Gumbel noise keyed by (seed, position): see noise.py. Rows never mix, so what
 is drawn depends on the row's logits alone. Those do depend on company in their last bits: matrix products round
-differently at different batch sizes. In float32 that moves a logit by about 1e-6, and a seeded draw can change
-only if the two best scores are that close, or a token sits that close to the edge of top_p or min_p: about one
-draw in 10^5. In bfloat16 it is one in some hundreds: there a retry on another worker keeps the law, and not
-always the tokens. The same holds for greedy near-ties.
+differently at different batch sizes. In float32 that moves a logit by 7e-7 on average (bundled model, 16 rows
+against one), and a seeded draw changes only where the two best scores, or a token and the edge of top_p or min_p,
+are that close: about one draw in a million. In bfloat16 a logit moves by 2^-8 of its size if it moves at all, and
+some percent of the draws may change: there a retry on another worker keeps the law, and not always the tokens.
+The same holds for greedy near-ties.
 
 Logprobs are those of the model: log-softmax of the raw logits, before bans, penalties, temperature and filters.
 """
