@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Final, final
 
 from pdserve.core.blocks import CacheChange
@@ -55,6 +56,7 @@ class Workers:
         self._complaints: dict[str, str] = {}  # endpoint -> why its worker is not wanted, to say it once
         self._static: tuple[str, ...] = ()
         self._registered: dict[str, str] = {}  # worker id -> endpoint
+        self._departing: set[str] = set()  # left the registry; forgotten once their streams have ended
         self._is_closing = False
         self.model: ModelFacts | None = None
 
@@ -70,12 +72,12 @@ class Workers:
 
     def register(self, endpoints: Mapping[str, str]) -> None:
         """The registry's whole content: worker id -> endpoint."""
-        gone = self._registered.keys() - endpoints.keys()
+        self._departing |= self._registered.keys() - endpoints.keys()
+        self._departing -= endpoints.keys()
         self._registered = dict(list(endpoints.items())[:MAX_WORKERS])
         self._reconcile()
-        for worker_id in sorted(gone):
-            if worker_id not in self._attached:
-                self._on_event(WorkerForgotten(worker_id=worker_id))
+        for worker_id in sorted(self._departing - self._attached.keys()):
+            self._forget(worker_id)
 
     def send(self, worker_id: str, message: worker_pb2.AttachRequest) -> bool:
         session = self._attached.get(worker_id)
@@ -105,7 +107,7 @@ class Workers:
         event = messages.connected(hello, session.endpoint)
         former = self._attached.get(hello.worker_id)
         if former is not None:  # its successor is here before its own stream has broken
-            self._forget(former, "another incarnation came")
+            self._lose(former, "another incarnation came")
             former.hang_up()
         if not self._attached:
             self.model = facts_of(hello)
@@ -135,7 +137,9 @@ class Workers:
     def detached(self, session: WorkerSession, reason: str) -> None:
         if self._attached.get(session.worker_id) is session and not self._is_closing:
             log.warning("a worker is lost", extra={"worker_id": session.worker_id, "why": reason})
-            self._forget(session, reason)
+            self._lose(session, reason)
+            if session.worker_id in self._departing:
+                self._forget(session.worker_id)
             self._on_change()
 
     # ------------------------------------------------------------------------------------------------------------
@@ -156,7 +160,11 @@ class Workers:
             return difference(self.model, facts_of(hello))
         return None
 
-    def _forget(self, session: WorkerSession, reason: str) -> None:
+    def _forget(self, worker_id: str) -> None:
+        self._departing.discard(worker_id)
+        self._on_event(WorkerForgotten(worker_id=worker_id))
+
+    def _lose(self, session: WorkerSession, reason: str) -> None:
         del self._attached[session.worker_id]
         self._roles.pop(session.worker_id, None)
         if self._index is not None:
@@ -189,10 +197,18 @@ class Workers:
             self._complaints.pop(endpoint, None)
         for endpoint in wanted:
             if endpoint not in self._tasks:
-                session = WorkerSession(endpoint, self._hello, self)
+                session = WorkerSession(endpoint, partial(self._greeting, endpoint), self)
                 task = asyncio.create_task(session.run(), name=f"worker-{endpoint}")
                 task.add_done_callback(self._session_ended)
                 self._tasks[endpoint] = (session, task)
+
+    def _greeting(self, endpoint: str) -> worker_pb2.RouterHello:
+        """A worker keeps one stream per router id. Were ours the same on every endpoint, a worker that is listed
+        under two names would end the stream that works for the one that is then refused."""
+        hello = worker_pb2.RouterHello()
+        hello.CopyFrom(self._hello())
+        hello.router_id = f"{hello.router_id}@{endpoint}"
+        return hello
 
     def _session_ended(self, task: asyncio.Task[None]) -> None:
         """Sessions run until they are cancelled; one that ends otherwise is a fault of ours."""

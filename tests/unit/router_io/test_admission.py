@@ -1,0 +1,134 @@
+"""Checking and tokenising a request beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+
+import pytest
+
+from kvtransfer.transport import Fingerprint
+from pdserve.core.errors import InvalidRequest, Overloaded
+from pdserve.core.hashing import block_hashes, chain_key
+from pdserve.core.types import Slo
+from pdserve.text.detokenize import Detokenizer
+from pdserve.text.tokenizer import ToyTokenizer
+from pdserve.v1 import inference_pb2
+from router import admission
+from router.admission import Admission, Limits
+from router.model import ModelFacts, difference
+
+FINGERPRINT = Fingerprint(
+    protocol=1, model="toy", dtype="uint64", layout="toy.v1", block_size=16, block_bytes=128, engine="toy.v1"
+)
+MODEL = ModelFacts(
+    name="toy",
+    max_context_tokens=8192,
+    vocab_size=257,
+    eos_token_ids=(256,),
+    block_size=16,
+    hash_seed=b"s" * 32,
+    fingerprint=FINGERPRINT,
+)
+LIMITS = Limits(max_new_tokens=100, default_slo=Slo(), request_timeout_s=60.0)
+LONG = "x" * (admission.QUICK_CHARS + 1)
+
+
+class GatedTokenizer:
+    """The toy's, but a text waits until the gate is open."""
+
+    vocab_size = 257
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.has_begun = threading.Event()
+        self._toy = ToyTokenizer()
+
+    def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
+        if len(text) > admission.QUICK_CHARS:
+            self.has_begun.set()
+            assert self.gate.wait(30)
+        return self._toy.encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._toy.decode(token_ids)
+
+    def detokenizer(self, prompt_token_ids: Iterable[int] = ()) -> Detokenizer:
+        return self._toy.detokenizer(prompt_token_ids)
+
+
+@pytest.fixture
+def gated() -> Iterator[tuple[Admission, GatedTokenizer]]:
+    tokenizer = GatedTokenizer()
+    one = Admission(tokenizer, None, LIMITS)
+    yield one, tokenizer
+    tokenizer.gate.set()
+    one.close()
+
+
+def request(text: str, **fields: object) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(text=text, **fields)  # type: ignore[arg-type]
+
+
+async def test_a_long_text_leaves_the_event_loop_free(gated: tuple[Admission, GatedTokenizer]) -> None:
+    one, tokenizer = gated
+    slow = asyncio.create_task(one.prepare(request(LONG), MODEL, None))
+    assert await asyncio.to_thread(tokenizer.has_begun.wait, 10)
+    quick = await one.prepare(request("hello"), MODEL, None)
+    assert quick.prompt_ids == tuple(b"hello")
+    assert not slow.done()
+    tokenizer.gate.set()
+    assert (await slow).prompt_ids == tuple(LONG.encode())
+
+
+async def test_more_long_texts_than_may_wait_are_turned_away(
+    gated: tuple[Admission, GatedTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, tokenizer = gated
+    monkeypatch.setattr(admission, "MAX_WAITING", 1)
+    slow = asyncio.create_task(one.prepare(request(LONG), MODEL, None))
+    assert await asyncio.to_thread(tokenizer.has_begun.wait, 10)
+    with pytest.raises(Overloaded) as caught:
+        await one.prepare(request(LONG), MODEL, None)
+    assert caught.value.retry_after_s > 0
+    tokenizer.gate.set()
+    await slow
+    assert (await one.prepare(request(LONG), MODEL, None)).prompt_ids
+
+
+async def test_what_was_absent_is_filled_in(gated: tuple[Admission, GatedTokenizer]) -> None:
+    one, _ = gated
+    prompt = "a prompt of two full blocks and a bit more."
+    prepared = await one.prepare(request(prompt), MODEL, None)
+    assert prepared.request_id
+    assert prepared.sampling.max_tokens == LIMITS.max_new_tokens
+    assert (prepared.slo, prepared.deadline_s, prepared.priority) == (Slo(), 60.0, 0)
+    expected = block_hashes(list(prompt.encode()), 16, chain_key(b"", MODEL.hash_seed))
+    assert prepared.block_hashes == tuple(expected)
+    assert len(expected) == 2
+
+
+@pytest.mark.parametrize(("caller_s", "expected_s"), [(None, 60.0), (5.0, 5.0), (900.0, 60.0), (-1.0, 0.0)])
+async def test_the_shorter_deadline_counts(
+    gated: tuple[Admission, GatedTokenizer], caller_s: float | None, expected_s: float
+) -> None:
+    assert (await gated[0].prepare(request("hi"), MODEL, caller_s)).deadline_s == expected_s
+
+
+async def test_a_token_that_the_model_has_no_row_for_is_refused(gated: tuple[Admission, GatedTokenizer]) -> None:
+    import dataclasses
+
+    small = dataclasses.replace(MODEL, vocab_size=100)
+    with pytest.raises(InvalidRequest) as caught:
+        await gated[0].prepare(request("hello"), small, None)
+    assert (caught.value.field, caught.value.expected) == ("text", "ids below 100")
+
+
+def test_models_that_differ_say_in_what() -> None:
+    import dataclasses
+
+    assert difference(MODEL, MODEL) is None
+    other = dataclasses.replace(MODEL, fingerprint=dataclasses.replace(FINGERPRINT, dtype="float32"))
+    assert difference(MODEL, other) == "its dtype is 'float32', the cluster's is 'uint64'"
+    assert difference(MODEL, dataclasses.replace(MODEL, vocab_size=1)) == "its vocab_size differs from the cluster's"

@@ -1,0 +1,104 @@
+"""Which workers a router is attached to, as its list and the registry change."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from pdserve.core.types import Role
+from pdserve.prefix.index import PrefixIndex
+from pdserve.v1 import worker_pb2
+from router.events import Event, WorkerConnected, WorkerForgotten, WorkerLost
+from router.workers import Workers
+from tests.unit.router_io.conftest import until
+from tests.unit.router_io.processes import Program, Start
+
+
+class Log:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, WorkerConnected | WorkerLost | WorkerForgotten):
+            self.lines.append(f"{type(event).__name__} {event.worker_id}")
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Callable[..., tuple[Workers, Log]]]:
+    made: list[Workers] = []
+
+    def make_workers(**settings: object) -> tuple[Workers, Log]:
+        log = Log()
+        hello = worker_pb2.RouterHello(router_id=f"test-{len(made)}", router_incarnation="1", wants_kv_events=True)
+        workers = Workers(lambda: hello, log.take, model_name="toy", **settings)  # type: ignore[arg-type]
+        made.append(workers)
+        return workers, log
+
+    yield make_workers
+    for workers in made:
+        await workers.close()
+
+
+async def test_a_worker_that_leaves_the_registry_is_lost_then_forgotten(
+    make: Callable[..., tuple[Workers, Log]], decode: Program
+) -> None:
+    workers, log = make()
+    workers.register({"d0": decode.address})
+    await until(lambda: "d0" in workers.roles)
+    workers.register({})
+    await until(lambda: len(log.lines) == 3)
+    assert log.lines == ["WorkerConnected d0", "WorkerLost d0", "WorkerForgotten d0"]
+    workers.register({"d0": decode.address})
+    await until(lambda: "d0" in workers.roles)
+    assert log.lines[3:] == ["WorkerConnected d0"]
+
+
+async def test_a_listed_worker_stays_when_the_registry_forgets_it(
+    make: Callable[..., tuple[Workers, Log]], decode: Program
+) -> None:
+    workers, log = make()
+    workers.dial([decode.address])
+    workers.register({"d0": decode.address})
+    await until(lambda: "d0" in workers.roles)
+    workers.register({})
+    assert workers.roles == {"d0": Role.DECODE}
+    assert log.lines == ["WorkerConnected d0"]
+
+
+async def test_one_worker_under_two_names_is_attached_once(
+    make: Callable[..., tuple[Workers, Log]], decode: Program, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers, log = make()
+    port = decode.address.rsplit(":", 1)[1]
+    workers.dial([f"127.0.0.1:{port}"])
+    await until(lambda: "d0" in workers.roles)
+    workers.dial([f"localhost:{port}"])
+    await until(lambda: "a worker is refused" in caplog.text)
+    [refusal] = [one for one in caplog.records if one.message == "a worker is refused"]
+    assert refusal.__dict__["why"] == f"it is attached already, as 127.0.0.1:{port}"
+    assert log.lines == ["WorkerConnected d0"]
+
+
+async def test_an_index_that_nobody_shares_is_fed_from_the_streams(
+    make: Callable[..., tuple[Workers, Log]], start: Start
+) -> None:
+    from pdserve.client.sync import Client
+    from pdserve.config import RouterConfig
+    from router.program import make_router
+
+    decode = start("decode_worker", "--model=toy", "--worker-id=cached")
+    index = PrefixIndex()
+    workers, _ = make(index=index)
+    workers.dial([decode.address])
+    await until(lambda: "cached" in workers.roles)
+    router = make_router(RouterConfig(model="toy", port=0, workers=(decode.address,)))
+    try:
+        with Client(router.start()) as client:
+            client.generate("x" * 64, max_tokens=2)
+        await until(lambda: index.num_blocks("cached") >= 4)
+    finally:
+        router.stop()
+    decode.kill()
+    await until(lambda: index.num_blocks("cached") == 0)
+    index.check()
