@@ -1,0 +1,134 @@
+"""What others see of a worker from outside its streams: Redis, spans, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pdserve.core.hashing import block_hashes, chain_key
+from pdserve.core.types import Role
+from pdserve.engine.toy import answer
+from pdserve.prefix.embedded import EmbeddedRedis
+from pdserve.prefix.redis_index import RedisIndex
+from pdserve.prefix.registry import Registry
+from pdserve.telemetry import names
+from tests.unit.telemetry.otlp_sink import OtlpSink, running_sink
+
+PROMPT = list(range(10, 31))
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+@pytest.fixture
+def redis() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis.start(is_unix=True) as server:
+        yield server
+
+
+@pytest.fixture
+def sink() -> Iterator[OtlpSink]:
+    with running_sink() as sink:
+        yield sink
+
+
+async def eventually(holds: Callable[[], Awaitable[bool]], what: str, deadline_s: float = 10.0) -> None:
+    until_s = time.monotonic() + deadline_s
+    while not await holds():
+        assert time.monotonic() < until_s, f"never saw: {what}"
+        await asyncio.sleep(0.01)
+
+
+async def test_a_worker_registers_tells_its_cache_and_leaves(
+    start: Any, attach: Any, ask: Any, redis: EmbeddedRedis
+) -> None:
+    d = start(Role.DECODE, redis=redis.url)
+    router = await attach(d)
+    registry = Registry(redis.url, "default")
+    await eventually(lambda: has(registry, [("decode-0", d.address, Role.DECODE)]), "the registration")
+    assert await router.local(ask("r", PROMPT)) == answer(PROMPT, 8)
+    seed = router.hellos[Role.DECODE].hash_seed
+    index = RedisIndex(redis.url, "default", hash_seed=seed, timeout_s=1.0, refresh_s=0.02)
+    await index.start()
+    hashes = block_hashes(PROMPT, 4, chain_key(b"", seed))
+
+    async def is_found() -> bool:
+        return await index.lookup(hashes) == {"decode-0": 5}
+
+    await eventually(is_found, "the cached prefix")
+    await asyncio.to_thread(d.host.stop)
+    await eventually(lambda: has(registry, []), "the farewell")
+    await index.close()
+    await registry.close()
+
+
+async def has(registry: Registry, expected: list[tuple[str, str, Role]]) -> bool:
+    return [(one.worker_id, one.endpoint, one.role) for one in await registry.read()] == expected
+
+
+async def test_requests_go_on_without_redis(start: Any, attach: Any, ask: Any, redis: EmbeddedRedis) -> None:
+    p, d = start(Role.PREFILL, redis=redis.url), start(Role.DECODE, redis=redis.url)
+    router = await attach(p, d)
+    assert await router.remote(ask("before", PROMPT)) == answer(PROMPT, 8, prefilled=len(PROMPT))
+    redis.kill()
+    for n in range(5):
+        prompt = [50 + n, *PROMPT]
+        assert await router.remote(ask(f"r{n}", prompt)) == answer(prompt, 8, prefilled=len(prompt))
+    assert p.host.is_healthy()
+    assert d.host.is_healthy()
+
+
+async def test_a_worker_starts_without_redis(start: Any, attach: Any, ask: Any, redis: EmbeddedRedis) -> None:
+    redis.kill()
+    router = await attach(start(Role.DECODE, redis=redis.url))
+    assert await router.local(ask("r", PROMPT)) == answer(PROMPT, 8)
+
+
+async def test_each_worker_records_its_own_spans(start: Any, attach: Any, ask: Any, sink: OtlpSink) -> None:
+    p, d = start(Role.PREFILL, otlp=sink.endpoint), start(Role.DECODE, otlp=sink.endpoint)
+    router = await attach(p, d)
+    remote, local = ask("remote", PROMPT), ask("local", [99, *PROMPT])
+    for sequence, parent in ((remote, "b7ad6b7169203331"), (local, "b7ad6b7169203332")):
+        sequence.traceparent = f"00-{TRACE}-{parent}-01"
+    await router.remote(remote)
+    await router.local(local)
+
+    def is_complete(spans: list[Any]) -> bool:
+        return len(spans) >= 5
+
+    spans = await asyncio.to_thread(sink.wait, is_complete)
+    seen = {(span.name, span.attributes[names.WORKER_ID], span.parent_id) for span in spans}
+    assert seen == {
+        (names.SPAN_PREFILL, "prefill-0", "b7ad6b7169203331"),
+        (names.SPAN_TRANSFER, "decode-0", "b7ad6b7169203331"),
+        (names.SPAN_DECODE, "decode-0", "b7ad6b7169203331"),
+        (names.SPAN_PREFILL, "decode-0", "b7ad6b7169203332"),
+        (names.SPAN_DECODE, "decode-0", "b7ad6b7169203332"),
+    }
+    assert {span.trace_id for span in spans} == {TRACE}
+    [decode] = [span for span in spans if span.name == names.SPAN_DECODE and span.parent_id.endswith("1")]
+    assert decode.attributes[names.OUTPUT_TOKENS] == 7
+    [transfer] = [span for span in spans if span.name == names.SPAN_TRANSFER]
+    assert transfer.attributes[names.TRANSFER_BYTES] == 6 * 4 * 8
+
+
+async def test_a_worker_serves_its_metrics(start: Any, attach: Any, ask: Any, unused_tcp_port: int) -> None:
+    d = start(Role.DECODE, metrics_port=unused_tcp_port)
+    router = await attach(d)
+    await router.local(ask("r", PROMPT))
+    url = f"http://127.0.0.1:{unused_tcp_port}/metrics"
+
+    async def is_told() -> bool:
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+        wanted = (
+            "pdserve_drawn_tokens_total 8.0",
+            "pdserve_prefilled_tokens_total 21.0",
+            'pdserve_kv_blocks{state="cached"} 7.0',
+            'pdserve_kv_blocks{state="used"} 0.0',
+        )
+        return all(one in text for one in wanted)
+
+    await eventually(is_told, "the metrics of one request")
