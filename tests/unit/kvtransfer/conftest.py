@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.transfer_proxy import Hook, Proxy
 from kvtransfer.endpoint import make_receiver, make_sender
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, HostPool, Pair, fingerprint, wait_for
-from tests.unit.kvtransfer.proxy import Hook, Proxy
 
 
 @pytest.fixture

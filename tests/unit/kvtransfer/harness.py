@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import grpc
-
-from kvtransfer.dial import open_request
+from benchmarks.transfer_ends import BLOCK_BYTES, WAIT_S, GrpcHost, HostPool, fingerprint
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
-from kvtransfer.transport import Fingerprint, Grant, Received, Sent, TransferKey
-from pdserve.v1 import transfer_pb2_grpc
-
-WAIT_S = 20.0
-BLOCK_BYTES = 4096
-
-
-class HostPool:
-    """Plain memory in blocks."""
-
-    def __init__(self, num_blocks: int, block_bytes: int = BLOCK_BYTES, seed: int | None = None) -> None:
-        self.num_blocks, self.block_bytes = num_blocks, block_bytes
-        size = num_blocks * block_bytes
-        self.memory = bytearray(size) if seed is None else bytearray(random.Random(seed).randbytes(size))
-
-    @property
-    def buffer(self) -> memoryview:
-        return memoryview(self.memory)
-
-    def block(self, number: int) -> bytes:
-        return bytes(self.memory[number * self.block_bytes : (number + 1) * self.block_bytes])
-
-    def fill(self, blocks: range | tuple[int, ...], byte: int) -> None:
-        for number in blocks:
-            self.memory[number * self.block_bytes : (number + 1) * self.block_bytes] = bytes([byte]) * self.block_bytes
-
-
-def fingerprint(block_bytes: int = BLOCK_BYTES, **changes: Any) -> Fingerprint:
-    plain = Fingerprint(
-        protocol=1, model="m", dtype="float32", layout="l", block_size=16, block_bytes=block_bytes, engine="e"
-    )
-    return replace(plain, **changes)
+from kvtransfer.transport import Grant, Received, Sent, TransferKey
 
 
 def wait_for(holds: Callable[[], bool], what: str) -> None:
@@ -77,37 +42,6 @@ class Heard:
     @property
     def outcomes(self) -> list[str]:
         return [end.outcome.value for end in self.all]
-
-
-class GrpcHost:
-    """A grpc.aio server in a thread of its own, as in a worker."""
-
-    def __init__(self, servicer: Any, port: int = 0) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self.port = asyncio.run_coroutine_threadsafe(self._start(servicer, port), self._loop).result(WAIT_S)
-        self.endpoint = f"127.0.0.1:{self.port}"
-
-    async def _start(self, servicer: Any, port: int) -> int:
-        self._server = grpc.aio.server()
-        transfer_pb2_grpc.add_TransferServiceServicer_to_server(servicer, self._server)
-        bound: int = self._server.add_insecure_port(f"127.0.0.1:{port}")
-        await self._server.start()
-        return bound
-
-    def open(self, sender: StreamSender, **changes: Any) -> Any:
-        """A real Open call with this sender's words; raises grpc.RpcError."""
-        caller = replace(sender.caller, **changes)
-        request = open_request(caller, caller.transports)
-        with grpc.insecure_channel(self.endpoint) as channel:
-            return transfer_pb2_grpc.TransferServiceStub(channel).Open(request, timeout=WAIT_S)
-
-    def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._server.stop(None), self._loop).result(WAIT_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(WAIT_S)
-        self._loop.close()
 
 
 @dataclass
@@ -151,3 +85,6 @@ class Pair:
     def assert_equal(self, grant: Grant, sources: tuple[int, ...]) -> None:
         for index, source in enumerate(sources):
             assert self.landing.block(grant.blocks[index]) == self.source.block(source), f"block {index} differs"
+
+
+__all__ = ["BLOCK_BYTES", "WAIT_S", "GrpcHost", "Heard", "HostPool", "Pair", "fingerprint", "wait_for"]

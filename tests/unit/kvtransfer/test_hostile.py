@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.transfer_proxy import read_exactly
 from kvtransfer.checksum import Checksum, hasher
 from kvtransfer.dial import Line, dial
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, decode, encode_text, tag_of
@@ -22,7 +23,6 @@ from kvtransfer.inbound import AUTHENTICATION_S
 from kvtransfer.transport import Grant, ReceiveOutcome
 from pdserve.v1 import transfer_pb2
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Heard, Pair, fingerprint, wait_for
-from tests.unit.kvtransfer.proxy import read_exactly
 
 GARBAGE = random.Random(1).randbytes(4096)
 
