@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, final
 
 from pdserve.config import WorkerConfig, parse_flags, to_flags
@@ -29,7 +30,11 @@ from pdserve.launch.with_ray import spec_from_json
 if __name__ == "__main__":
     # Ray reads these while it is imported, for itself and for what it starts here.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if not sys.argv[1]:
+    if sys.argv[1]:
+        # Ray asks for a token where one has been made, but does not send it unless it is told to.
+        if (Path.home() / ".ray" / "auth_token").exists() or os.environ.get("RAY_AUTH_TOKEN"):
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+    else:
         # Its ports are open to other hosts and run what they are told: only who holds this token may ask.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -248,7 +253,9 @@ def main(address: str, spec: str) -> int:
     try:
         control = driver.start()
     except Exception as error:  # Ray raises RuntimeError, ConnectionError, RayError and its own ValueErrors
-        sys.stderr.write(f"error: {last_line(error)}\n")
+        mode = os.environ.get("RAY_AUTH_MODE", "unset")
+        hint = f" (RAY_AUTH_MODE is {mode} here; it must be as on the cluster)" if address else ""
+        sys.stderr.write(f"error: {last_line(error)}{hint}\n")
         return 1
     # Only now: Ray has set handlers of its own, which end the process.
     for number in (signal.SIGTERM, signal.SIGINT):
