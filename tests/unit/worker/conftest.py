@@ -22,7 +22,7 @@ from pdserve.worker.host import WorkerHost
 from pdserve.worker.program import RoleProgram
 from prefill_worker import program as prefill_program
 
-DEADLINE_S = 10.0
+DEADLINE_S = 20.0
 Load = Callable[[WorkerConfig, Role], Engine]
 BUILDS: dict[Role, Callable[..., RoleProgram]] = {
     Role.PREFILL: prefill_program.build,
@@ -133,7 +133,7 @@ class Router:
         self.seen: list[tuple[Role, str, Any]] = []
         self.hellos: dict[Role, worker_pb2.WorkerHello] = {}
         self._arrived = asyncio.Condition()
-        self._writing = asyncio.Lock()
+        self._outboxes: dict[Role, asyncio.Queue[worker_pb2.AttachRequest]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._channels: list[Any] = []
 
@@ -147,7 +147,14 @@ class Router:
         assert first.WhichOneof("message") == "hello"
         self.hellos[role] = first.hello
         self.streams[role] = stream
+        self._outboxes[role] = asyncio.Queue()
         self._tasks.append(asyncio.create_task(self._read(role, stream)))
+        self._tasks.append(asyncio.create_task(self._write(stream, self._outboxes[role])))
+
+    async def _write(self, stream: Any, outbox: asyncio.Queue[worker_pb2.AttachRequest]) -> None:
+        """One write at a time, and none that a test could cancel: that would cancel the stream."""
+        while True:
+            await stream.write(await outbox.get())
 
     async def _read(self, role: Role, stream: Any) -> None:
         try:
@@ -166,8 +173,8 @@ class Router:
                 self._arrived.notify_all()
 
     async def send(self, role: Role, **message: Any) -> None:
-        async with self._writing:  # one write at a time on a stream
-            await self.streams[role].write(worker_pb2.AttachRequest(**message))
+        self._outboxes[role].put_nowait(worker_pb2.AttachRequest(**message))
+        await asyncio.sleep(0)
 
     def all(self, kind: str, request_id: str | None = None, role: Role | None = None) -> list[Any]:
         return [
