@@ -112,6 +112,7 @@ class RouterServer:
         self._readiness = asyncio.Event()
         self._is_closing = False
         self._has_crashed = False
+        self._farewell: asyncio.Task[None] | None = None  # held, or the loop might drop it
         self._counted: Counter[str] = Counter()
         self.address = ""
 
@@ -278,6 +279,7 @@ class RouterServer:
     def _crashed(self, error: BaseException) -> None:
         if not self._has_crashed:
             self._has_crashed = True
+            self._farewell = asyncio.create_task(self._health.enter_graceful_shutdown())
             self._on_crash(error)
 
 

@@ -102,6 +102,21 @@ async def test_draining_finishes_what_runs_and_refuses_what_comes(connect: Conne
     assert not front.server.is_healthy
 
 
+async def test_a_router_whose_state_failed_says_so_and_ends(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    crashes: list[BaseException] = []
+    front.server._on_crash = crashes.append
+    with pytest.raises(KeyError):
+        front.server.runtime.hand("no event at all")  # type: ignore[arg-type]
+    assert [type(one) for one in crashes] == [KeyError]
+    assert not front.server.is_healthy
+
+    async def is_not_serving() -> bool:
+        return {await front.health(name) for name in ("", "pdserve.v1.InferenceService")} == {"NOT_SERVING"}
+
+    await until(is_not_serving)
+
+
 async def test_a_port_in_use_is_a_config_error(connect: Connect) -> None:
     front = await connect()
     port = int(front.server.address.rsplit(":", 1)[1])
