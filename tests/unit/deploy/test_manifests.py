@@ -21,7 +21,7 @@ from pdserve.launch.spec import router_config as router_config_of
 from tests.unit.deploy.manifests import KUBERAY, ROOT, Manifest, container, expanded, load, pod_templates
 
 KUBERNETES = "1.33"
-SECRETS = {"pdserve": {"token", "redis-password"}}  # made by hand, as kustomization.yaml says
+SECRETS = {"pdserve": {"token", "redis-password", "ray-token"}}  # made by hand, as kustomization.yaml says
 CLAIMS = {"models"}  # likewise, for gpu/
 VALUES = {"REDIS_PASSWORD": "secret", "POD_NAME": "pdserve-router-7d9c5b8d6f-abcde"}
 FOLDERS = [KUBERAY, KUBERAY / "gpu"]
@@ -30,6 +30,12 @@ FOLDERS = [KUBERAY, KUBERAY / "gpu"]
 @pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
 def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
     return load(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs refuse to listen beyond loopback without one; pods have it from a secret."""
+    monkeypatch.setenv("PDSERVE_TOKEN", "token")
 
 
 @pytest.fixture
@@ -86,10 +92,7 @@ def test_every_file_is_part_of_the_kustomization() -> None:
     assert files == set(kustomization["resources"]) | generated
 
 
-def test_the_launcher_runs_up_with_ray_and_flags_that_it_takes(
-    manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PDSERVE_TOKEN", "token")
+def test_the_launcher_runs_up_with_ray_and_flags_that_it_takes(manifests: list[Manifest]) -> None:
     found = asked(manifests)
     assert found.ray == "auto"
     spec: ClusterSpec = found.spec
@@ -103,8 +106,7 @@ def test_the_launcher_runs_up_with_ray_and_flags_that_it_takes(
     assert {one.otlp for one in workers} == {router.otlp} == {"pdserve-otel-collector:4317"}
 
 
-def test_the_routers_run_with_flags_that_they_take(manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PDSERVE_TOKEN", "token")
+def test_the_routers_run_with_flags_that_they_take(manifests: list[Manifest]) -> None:
     router = container(manifests, "pdserve-router")
     assert router["command"] == ["python", "-m", "router"]
     config = parse_flags(RouterConfig, expanded(router["args"], VALUES), "router")
@@ -129,6 +131,14 @@ def test_ray_is_the_version_in_the_image(manifests: list[Manifest]) -> None:
     [cluster] = named(manifests, "RayCluster").values()
     pins = dict(re.findall(r"^([a-z-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     assert cluster["spec"]["rayVersion"] == pins["ray"]
+
+
+def test_every_node_of_ray_brings_the_same_token(manifests: list[Manifest]) -> None:
+    for name in ("ray-head", "ray-workers", "pdserve-launcher"):
+        variables = {one["name"]: one for one in container(manifests, name)["env"]}
+        assert variables["RAY_AUTH_MODE"]["value"] == "token", name
+        assert variables["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "pdserve", "key": "ray-token"}, name
+        assert variables["RAY_gcs_rpc_server_reconnect_timeout_s"]["value"] == "86400", name
 
 
 def test_probes_of_ray_pods_ask_ports_that_ray_opens(manifests: list[Manifest]) -> None:
