@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
+from decode_worker.chunking import ChunkRule
 from decode_worker.resident import Resident, Stage
 from pdserve.core.attempt import (
     Attempt,
@@ -63,17 +64,14 @@ class DecodeBatching:
         blocks: BlockAllocator,
         block_size: int,
         max_batch: int,
-        max_batch_tokens: int,
-        max_mixed_tokens: int,
+        chunks: ChunkRule,
         inbox_depth: int,
         end_rule: EndRule,
     ) -> None:
-        """`max_mixed_tokens` bounds the prompt tokens of a step that others decode in, for their time per token."""
         self.blocks = blocks
         self._block_size = block_size
         self._max_batch = max_batch
-        self._max_batch_tokens = max_batch_tokens
-        self._max_mixed_tokens = max_mixed_tokens
+        self._chunks = chunks
         self._inbox_depth = inbox_depth
         self._end_rule = end_rule
         self._residents: dict[AttemptKey, Resident] = {}
@@ -197,7 +195,13 @@ class DecodeBatching:
         """The next step; the effects come before it. No rows: nothing can be computed now."""
         effects = self.expire(now_s)
         decoding, is_memory_short = self._grow()
-        budget = self._max_mixed_tokens if decoding else self._max_batch_tokens
+        context_tokens = sum(resident.computed for resident in decoding)
+        budget = self._chunks.tokens(
+            rows=len(decoding),
+            context_tokens=context_tokens,
+            tpot_s=min((each.attempt.tpot_s for each in decoding if each.attempt.tpot_s is not None), default=None),
+            cached=next((each.computed for each in self._running if each.remaining > 1), 0),
+        )
         reading: list[tuple[Resident, int]] = []
         for resident in self._readers(now_s, may_start=not is_memory_short):
             count = min(resident.remaining, budget)
@@ -208,7 +212,7 @@ class DecodeBatching:
         shares = [(resident, 1) for resident in decoding] + reading
         account = StepAccount(
             decode_rows=len(decoding),
-            context_tokens=sum(resident.computed for resident in decoding),
+            context_tokens=context_tokens,
             prefill_tokens=sum(count for _, count in reading),
             prefill_token_context=sum(count * (resident.computed + count / 2) for resident, count in reading),
         )

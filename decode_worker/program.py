@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, final
 
 from decode_worker.batching import DecodeBatching
+from decode_worker.chunking import ChunkRule
 from kvtransfer.endpoint import make_receiver
 from kvtransfer.grants import fingerprint_of, fingerprint_to_proto, grant_to_proto
 from kvtransfer.transport import Grant, Received, ReceiveOutcome, Receiver, TransferKey
@@ -17,6 +18,7 @@ from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core.attempt import AttemptKey, FailureKind
 from pdserve.core.errors import PdserveError
+from pdserve.core.latency import CostModel
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
@@ -30,8 +32,6 @@ from pdserve.worker.intake import key_of
 from pdserve.worker.program import RoleProgram
 
 log = logging.getLogger(__name__)
-
-MIXED_SHARE: Final = 4  # of max_batch_tokens: prompt tokens beside decode rows, at the price of their time per token
 
 
 @dataclass(slots=True)
@@ -61,12 +61,12 @@ class DecodeProgram(RoleProgram):
         self._landings: dict[AttemptKey, Landing] = {}
         self._answers: dict[AttemptKey, Answer] = {}
         self._num_grants = 0
+        self._chunks = ChunkRule(CostModel(self.cost), least=engine.spec.block_size, most=config.max_batch_tokens)
         self._batching = DecodeBatching(
             blocks=self.blocks,
             block_size=engine.spec.block_size,
             max_batch=config.max_batch,
-            max_batch_tokens=config.max_batch_tokens,
-            max_mixed_tokens=max(1, config.max_batch_tokens // MIXED_SHARE),
+            chunks=self._chunks,
             inbox_depth=config.inbox_depth,
             end_rule=self.end_rule,
         )
@@ -121,6 +121,9 @@ class DecodeProgram(RoleProgram):
         live = set(self._batching.live())
         assert set(self._landings) <= live, "landings are kept of attempts that are gone"
         assert set(self._answers) <= live, "answers are kept of attempts that are gone"
+
+    def observe(self, account: fx.StepAccount, step_s: float) -> None:
+        self._chunks.observe(account, step_s)
 
     # -- messages -----------------------------------------------------------------------------------------------
 

@@ -128,7 +128,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             block_hashes=prepared.block_hashes,
             cached_blocks=cached,
         )
-        sequence = messages.sequence_of(request_id, prepared.prompt_ids, prepared.sampling, span.traceparent, b"")
+        sequence = messages.sequence_of(
+            request_id, prepared.prompt_ids, prepared.sampling, span.traceparent, b"", prepared.slo.tpot_s
+        )
         self._runtime.begin(arrival, answer, sequence, told)
         return request_id
 

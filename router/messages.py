@@ -184,7 +184,12 @@ def _tokens(worker_id: str, message: worker_pb2.Tokens) -> events.TokensArrived:
 
 
 def sequence_of(
-    request_id: str, prompt_ids: tuple[int, ...], sampling: Sampling, traceparent: str, cache_salt: bytes
+    request_id: str,
+    prompt_ids: tuple[int, ...],
+    sampling: Sampling,
+    traceparent: str,
+    cache_salt: bytes,
+    tpot_s: float | None = None,
 ) -> worker_pb2.Sequence:
     """What stays the same over all attempts of a request."""
     return worker_pb2.Sequence(
@@ -193,6 +198,7 @@ def sequence_of(
         sampling=convert.sampling_to_proto(sampling),
         traceparent=traceparent,
         cache_salt=cache_salt,
+        tpot_s=tpot_s,
     )
 
 

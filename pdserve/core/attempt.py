@@ -48,6 +48,7 @@ class Attempt:
     chain_key: bytes = b""  # of the prefix cache's hash chain
     arrived_s: float = 0.0
     deadline_at_s: float | None = None  # on the clock of `now_s`
+    tpot_s: float | None = None  # promised time per output token
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., wants_kv_events: _Optional[bool] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_s", "traceparent", "cache_salt")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "deadline_s", "traceparent", "cache_salt", "tpot_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class Sequence(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -90,7 +91,8 @@ class Sequence(_message.Message):
     deadline_s: float
     traceparent: str
     cache_salt: bytes
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
+    tpot_s: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., cache_salt: _Optional[bytes] = ..., tpot_s: _Optional[float] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("sequence", "is_local")

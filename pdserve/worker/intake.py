@@ -57,6 +57,9 @@ def read_sequence(message: worker_pb2.Sequence, key: AttemptKey, limits: Limits,
     deadline_s = message.deadline_s if message.HasField("deadline_s") else None
     if deadline_s is not None and math.isnan(deadline_s):
         raise InvalidRequest("deadline_s", deadline_s, "a number")
+    tpot_s = message.tpot_s if message.HasField("tpot_s") else None
+    if tpot_s is not None and not tpot_s > 0.0:
+        raise InvalidRequest("tpot_s", tpot_s, "a number above 0")
     return Attempt(
         key=key,
         prompt_ids=prompt,
@@ -65,6 +68,7 @@ def read_sequence(message: worker_pb2.Sequence, key: AttemptKey, limits: Limits,
         chain_key=_chain_key(message.cache_salt, limits.hash_seed),
         arrived_s=now_s,
         deadline_at_s=None if deadline_s is None else now_s + deadline_s,
+        tpot_s=tpot_s,
     )
 
 

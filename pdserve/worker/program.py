@@ -134,6 +134,10 @@ class RoleProgram(ABC):
     def close(self) -> None:
         """Ends the role's transfer threads and the engine."""
 
+    def observe(self, account: fx.StepAccount, step_s: float) -> None:
+        """A step took `step_s`; for roles that plan with it."""
+        return
+
     # -- called by the host -------------------------------------------------------------------------------------
 
     def hello(self) -> worker_pb2.WorkerHello:
@@ -343,6 +347,7 @@ class RoleProgram(ABC):
         return Row(tokens=[0], start=0, blocks=blocks)
 
     def _account(self, account: fx.StepAccount, drawn: Sequence[TokenOut | None], step_s: float, now_s: float) -> None:
+        self.observe(account, step_s)
         metrics = self.context.metrics
         if metrics.is_on:
             metrics.add(names.STEPS)

@@ -8,14 +8,24 @@ from typing import Any
 import pytest
 
 from decode_worker.batching import DecodeBatching
+from decode_worker.chunking import ChunkRule
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.effects import DecodeEffect, Drawn, LandingHeld
+from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.types import Sampling
 from pdserve.engine.interface import Row
 from pdserve.engine.toy import EOS, ToyEngine
 
 BLOCK_SIZE = 4
+PRIOR = CostPrior(
+    prefill_base_s=0.0,
+    prefill_per_token_s=0.01,
+    prefill_per_token_context_s=0.0,
+    decode_base_s=0.02,
+    decode_per_row_s=0.01,
+    decode_per_context_token_s=0.0,
+)
 
 
 class Bench:
@@ -26,7 +36,6 @@ class Bench:
         num_blocks: int = 32,
         max_batch: int = 4,
         max_batch_tokens: int = 8,
-        max_mixed_tokens: int = 4,
         inbox_depth: int = 4,
     ) -> None:
         self.engine = ToyEngine(num_blocks=num_blocks, block_size=BLOCK_SIZE)
@@ -34,8 +43,7 @@ class Bench:
             blocks=BlockAllocator(num_blocks),
             block_size=BLOCK_SIZE,
             max_batch=max_batch,
-            max_batch_tokens=max_batch_tokens,
-            max_mixed_tokens=max_mixed_tokens,
+            chunks=ChunkRule(CostModel(PRIOR), least=4, most=max_batch_tokens),
             inbox_depth=inbox_depth,
             end_rule=EndRule(eos_token_ids=frozenset({EOS}), max_context_tokens=num_blocks * BLOCK_SIZE),
         )
@@ -57,6 +65,7 @@ class Bench:
         output: tuple[int, ...] = (),
         attempt: int = 1,
         deadline_at_s: float | None = None,
+        tpot_s: float | None = None,
         **sampling: Any,
     ) -> list[DecodeEffect]:
         key = self.key(name, attempt)
@@ -67,6 +76,7 @@ class Bench:
             sampling=Sampling(**{"temperature": 0.0, "max_tokens": 8, **sampling}),
             arrived_s=self.now_s,
             deadline_at_s=deadline_at_s,
+            tpot_s=tpot_s,
         )
         effects = self.batching.offer(one, is_local=is_local, now_s=self.now_s)
         self.prompts[key] = [*prompt, *output]

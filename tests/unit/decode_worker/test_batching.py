@@ -175,9 +175,26 @@ def test_residents_get_their_token_in_each_step_while_a_prompt_is_read(bench: An
         for one in bench.batching.apply(plan, bench.engine.step(plan.rows), bench.now_s):
             if isinstance(one, Drawn):
                 bench.drawn.setdefault(one.key.request_id, []).append(one.token.token_id)
-    assert chunks == [[1, 4], [1, 4], [1, 4]]  # the mixed budget, not the whole one
+    assert chunks == [[1, 4], [1, 4], [1, 4]]  # a share of the largest chunk of 8, but a block at least
     bench.run()
     assert bench.drawn == {"a": answer(PROMPT[:2], 6), "b": answer(list(range(12)), 1)}
+
+
+def test_chunks_beside_residents_keep_the_strictest_promise_among_them(make_bench: Any) -> None:
+    bench = make_bench(max_batch_tokens=64)
+    bench.offer("loose", PROMPT[:2], max_tokens=9, tpot_s=0.5)
+    bench.offer("strict", PROMPT[:3], max_tokens=4, tpot_s=0.2)
+    bench.step()
+    bench.offer("reader", list(range(100)), max_tokens=1)
+    chunks = []
+    while "reader" not in bench.drawn:
+        plan, _ = bench.batching.plan(bench.now_s)
+        chunks.append(plan.account.prefill_tokens)
+        bench.step()
+    # 0.8 * 0.2 - (0.02 + 2 * 0.01) leaves 12 tokens of 0.01 s; once the strict one has gone 0.8 * 0.5 - 0.03 leaves 37.
+    assert chunks == [12, 12, 12, 37, 27]
+    bench.run()
+    assert bench.drawn["reader"] == answer(list(range(100)), 1)
 
 
 def test_a_step_has_no_more_rows_than_the_batch(make_bench: Any) -> None:
