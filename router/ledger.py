@@ -40,7 +40,9 @@ class Timers:
 
     deadlines: list[tuple[float, str]] = field(default_factory=list)  # heap
     backoffs: list[tuple[float, str]] = field(default_factory=list)  # heap of requests that wait out a backoff
-    releases: deque[tuple[float, str]] = field(default_factory=deque)  # ended requests, in order of ending
+    releases: deque[tuple[float, str]] = field(
+        default_factory=deque
+    )  # ended ones; no alarm: silence rings while workers hold
     retry_at_s: float | None = None  # the head of the queue is worth another look
     silence_at_s: float | None = None  # look for silent workers
     wake_at_s: float | None = None  # the WakeAt that is out

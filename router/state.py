@@ -155,8 +155,6 @@ class RouterState:
             timers.silence_at_s = ledger.now_s + max(0.5 * self.settings.worker_silence_s, SHORTEST_WAKE_S)
         due = [at_s for at_s in (timers.retry_at_s, timers.silence_at_s) if at_s is not None]
         due += [heap[0][0] for heap in (timers.deadlines, timers.backoffs) if heap]
-        if timers.releases:
-            due.append(timers.releases[0][0])
         if due:
             at_s = max(min(due), ledger.now_s + SHORTEST_WAKE_S)
             if timers.wake_at_s is None or at_s < timers.wake_at_s:

@@ -1,0 +1,186 @@
+"""Who waits for what, and what ends the wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.core.latency import CostPrior
+from pdserve.core.types import FinishReason, Role, Slo
+from router.commands import Command, FailRequest, Reserve, WakeAt
+from router.events import DrainRequested, FailureKind, LoadReported, TimePassed
+from router.settings import RouterSettings
+from router.state import RouterState
+from tests.unit.router.given import Given
+from tests.unit.router.world import arrival, hello
+
+# 1 ms per prompt token, 100 tokens in a batch.
+COST = CostPrior(
+    prefill_base_s=0.0,
+    prefill_per_token_s=1e-3,
+    prefill_per_token_context_s=0.0,
+    decode_base_s=0.01,
+    decode_per_row_s=1e-3,
+    decode_per_context_token_s=0.0,
+)
+
+
+def start(policy: str = "round-robin", **decode_facts: object) -> Given:
+    given = Given(RouterSettings(policy=policy, is_strict=True))
+    given.connect_prefill("p0", cost=COST, max_batch_tokens=100)
+    given.connect_decode("d0", cost=COST, **decode_facts)
+    return given
+
+
+def placed(commands: list[Command]) -> list[str]:
+    return [one.request_id for one in commands if isinstance(one, Reserve)]
+
+
+def test_a_request_is_kept_back_until_the_prefill_worker_is_a_batch_from_done() -> None:
+    given = start()
+    assert placed(given.arrives("a", prompt=300)) == ["a"]
+    assert placed(given.arrives("b", prompt=300)) == []
+    given.now_s = 0.19
+    assert placed(given.hand(TimePassed())) == []
+    given.now_s = 0.21
+    assert placed(given.hand(TimePassed())) == ["b"]
+
+
+def test_the_alarm_is_set_for_the_time_when_a_prefill_worker_will_have_room() -> None:
+    state = RouterState(RouterSettings(policy="round-robin"))
+    given = start()
+    given.state = state
+    given.connect_prefill("p0", cost=COST, max_batch_tokens=100)
+    given.connect_decode("d0", cost=COST)
+    given.arrives("a", prompt=300)
+    alarms = [one for one in state.handle(arrival("b", prompt=300), 0.0) if isinstance(one, WakeAt)]
+    assert [one.at_s for one in alarms] == [pytest.approx(0.2)]
+
+
+def test_a_first_token_lets_the_next_request_go_to_the_prefill_worker() -> None:
+    given = start()
+    given.arrives("a", prompt=300)
+    given.arrives("b", prompt=300)
+    given.granted(request_id="a")
+    assert placed(given.first(request_id="a")) == ["b"]
+
+
+def test_released_memory_lets_the_next_request_in() -> None:
+    given = start("colocated", num_blocks=10)
+    given.arrives("a", prompt=100)
+    assert placed(given.arrives("b", prompt=100)) == []
+    given.seated(request_id="a")
+    assert placed(given.tokens(0, [1], request_id="a", finish=FinishReason.STOP)) == []
+    assert placed(given.released("d0", request_id="a")) == ["b"]
+
+
+def test_a_load_report_lets_the_next_request_in() -> None:
+    given = start("colocated", num_blocks=32)
+    given.arrives("a", prompt=100)
+    given.hand(LoadReported(worker_id="d0", steps=1, free_blocks=2, running=1, waiting=0))
+    assert placed(given.arrives("b", prompt=100)) == []
+    assert placed(given.hand(LoadReported(worker_id="d0", steps=2, free_blocks=20, running=1))) == ["b"]
+
+
+def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_memory() -> None:
+    given = start("colocated", num_blocks=12)
+    given.arrives("a", prompt=100)
+    assert placed(given.arrives("large", prompt=150)) == []
+    assert placed(given.arrives("small", prompt=16)) == []
+    given.seated(request_id="a")
+    given.tokens(0, [1], request_id="a", finish=FinishReason.STOP)
+    assert placed(given.released("d0", request_id="a")) == ["large", "small"]
+
+
+def test_a_short_prompt_overtakes_those_that_wait_for_a_prefill_worker() -> None:
+    given = start("least-ttft")
+    given.arrives("a", prompt=300)
+    assert placed(given.arrives("b", prompt=300)) == []
+    assert placed(given.arrives("short", prompt=10)) == ["short"]
+
+
+def test_requests_that_wait_for_the_only_prefill_worker_go_local_when_it_dies() -> None:
+    given = start("round-robin")
+    given.arrives("a")
+    given.granted(request_id="a")
+    given.refused("p0", request_id="a", retry_after_s=5.0)
+    given.released("d0", request_id="a")
+    assert placed(given.arrives("b")) == []
+    commands = given.lost("p0")
+    assert placed(commands) == ["a", "b"]
+    assert all(one.is_local for one in commands if isinstance(one, Reserve))
+
+
+def test_who_has_been_begun_goes_before_who_has_not() -> None:
+    given = start("colocated", inbox_depth=1)
+    given.connect_decode("d1", cost=COST, inbox_depth=1)
+    given.arrives("begun", slo=Slo(ttft_s=9.0))
+    given.seated(request_id="begun")
+    given.tokens(0, [1], request_id="begun")
+    given.arrives("x")
+    given.arrives("y")
+    given.arrives("new", slo=Slo(ttft_s=0.1))
+    # d0 dies; d1 has its inbox full with x or y, so both of those that are left wait.
+    given.lost("d0")
+    waiting = [key[-1] for key in given.state._ledger.queue]
+    assert waiting[0] == "begun"
+    assert set(waiting) >= {"begun", "new"}
+
+
+def test_a_hint_about_a_dead_workers_cache_is_forgotten() -> None:
+    given = start("least-ttft")
+    given.arrives("a", prompt=200)
+    given.granted(request_id="a")
+    given.first(request_id="a")
+    given.committed(request_id="a")
+    given.lost("d0")
+    (again,) = given.connect_decode("d0", cost=COST, life=2)
+    assert isinstance(again, Reserve)
+    assert not again.is_local, "the new d0 would have to compute all of it"
+
+
+def test_kv_that_an_attempt_left_behind_is_used_by_the_next() -> None:
+    given = start("least-ttft")
+    given.arrives("a", prompt=200)
+    given.granted(request_id="a")
+    given.first(request_id="a")
+    given.committed(request_id="a")
+    commands = given.lost("p0") + given.failed("d0", kind=FailureKind.TRANSFER, request_id="a")
+    (again,) = [one for one in commands if isinstance(one, Reserve)]
+    assert again.is_local
+    assert given.state._ledger.requests["a"].cached_blocks == {"d0": 200 // 16}
+
+
+def test_tokens_of_an_earlier_attempt_do_not_clear_a_request_that_kills_workers() -> None:
+    given = start("round-robin")
+    given.connect_decode("d1")
+    given.connect_decode("d2")
+    given.arrives("a", max_tokens=100)
+    given.granted(request_id="a")
+    given.first(100)
+    given.committed()
+    given.tokens(1, list(range(101, 120)))
+    given.lost("d0")
+    given.granted(2, "d1")
+    (failed,) = [one for one in given.lost("d1") if isinstance(one, FailRequest)]
+    assert "2 workers died" in failed.message
+
+
+def test_a_request_too_large_for_who_is_there_waits_for_the_large_worker_out_of_the_way() -> None:
+    given = start("round-robin", num_blocks=8)
+    given.connect_decode("big", num_blocks=64)
+    given.hand(DrainRequested(worker_id="big"))
+    assert placed(given.arrives("large", prompt=300)) == []
+    assert placed(given.arrives("small", prompt=50)) == ["small"]
+    given.lost("big")
+    assert placed(given.at(5.0)) == []
+    back = given.hand(hello("big", Role.DECODE, life=2))
+    assert placed(back + given.at(5.5)) == ["large"]
+
+
+def test_a_request_too_large_for_who_is_there_does_not_wait_for_ever() -> None:
+    given = start("round-robin", num_blocks=8)
+    given.connect_decode("big", num_blocks=64)
+    given.lost("big")
+    given.arrives("large", prompt=300)
+    (failed,) = [one for one in given.at(11.0) if isinstance(one, FailRequest)]
+    assert failed.role == "decode"
