@@ -156,6 +156,7 @@ class Driver:
             ray.init(self._address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         else:
             ray.init(
+                "local",  # and not one that somebody else runs on this host
                 namespace=NAMESPACE,
                 include_dashboard=False,
                 log_to_driver=False,

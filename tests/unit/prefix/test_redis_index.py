@@ -244,6 +244,32 @@ async def test_a_redis_that_hangs_is_given_up_after_a_few_late_answers(mortal: E
         await until_found(index, blocks, {"w": 8})
 
 
+async def test_a_callers_own_budget_counts_as_late_too(mortal: EmbeddedRedis) -> None:
+    async with following(mortal.url, timeout_s=0.02) as index, publishing(mortal.url, "w") as worker:
+        worker.offer(stored=chain(4))
+        await until_found(index, chain(4), {"w": 4})
+        os.kill(mortal.pid, signal.SIGSTOP)
+        try:
+            for _ in range(3):
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.019):
+                        await index.lookup(chain(4))
+            assert not index.is_available
+        finally:
+            os.kill(mortal.pid, signal.SIGCONT)
+
+
+async def test_binding_finds_workers_at_once(url: str) -> None:
+    async with publishing(url, "w") as worker, following(url, seed=b"") as index:
+        worker.offer(stored=chain(4))
+        await until(lambda: worker.num_waiting == 0)
+        assert await index.lookup(chain(4)) == {}
+        began_s = time.monotonic()
+        index.bind(SEED)
+        await until_found(index, chain(4), {"w": 4})
+        assert time.monotonic() - began_s < 0.5
+
+
 async def test_without_a_server_everything_starts_and_nothing_is_found() -> None:
     with EmbeddedRedis.start() as gone:
         pass
