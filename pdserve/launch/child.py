@@ -19,7 +19,9 @@ from pdserve.core.errors import PdserveError
 TAIL_LINES: Final = 40
 MAX_LINE_BYTES: Final = 1 << 16
 _LISTENING: Final = re.compile(r" listening on (\S+:\d+)$")
-_NOISE: Final = re.compile(r"^(\w+\.)*\w+(Error|Exit|Exception)?: ")
+_LOG_LINE: Final = re.compile(r" (DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
+_COMPLAINT: Final = re.compile(r"error|: got .+, expected ", re.IGNORECASE)
+_NOISE: Final = re.compile(r"^(pdserve\.core\.errors\.\w+|prefill_worker|decode_worker|router): |^error: ")
 
 
 class StartFailed(PdserveError):
@@ -118,11 +120,11 @@ class Child:
             self._process.send_signal(number)
 
     def last_error(self) -> str:
-        """The line to show a person: the last that speaks of an error, else the last."""
+        """The line to show a person: the last complaint that is no log line, else the last that is, else the last."""
         lines = [line.strip() for line in self._tail if line.strip()]
-        speaking = [line for line in lines if "error" in line.lower()]
-        line = (speaking or lines or ["it said nothing"])[-1]
-        return _NOISE.sub("", line).removeprefix("error: ")
+        complaints = [line for line in lines if _COMPLAINT.search(line)]
+        plain = [line for line in complaints if not _LOG_LINE.search(line)]
+        return _NOISE.sub("", (plain or complaints or lines or ["it said nothing"])[-1])
 
     async def _read(self, pipe: asyncio.StreamReader, *, is_stdout: bool, began_s: float) -> None:
         while True:

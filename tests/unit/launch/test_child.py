@@ -59,14 +59,21 @@ async def test_a_start_ends_with_the_address_that_the_process_names(make: Make, 
 
 
 async def test_a_process_that_ends_before_it_listens_is_a_failed_start_with_its_last_error(make: Make) -> None:
-    child = make("raise ValueError('model: got /x, expected a folder')\n")
+    child = make("from pdserve.core.errors import ModelError\nraise ModelError('model', '/x', 'a folder')\n")
     with pytest.raises(StartFailed, match=r"^p0 ended: model: got /x, expected a folder$"):
         await child.start(WAIT_S)
 
 
 async def test_the_error_line_is_found_among_log_lines_after_it(make: Make) -> None:
-    child = make("import sys; sys.stderr.write('x: error: port: got 5\\nbye\\n'); sys.exit(1)\n")
-    with pytest.raises(StartFailed, match="port: got 5"):
+    said = "router: port: got 5, expected 6\n12:00 ERROR log: failed\n12:01 INFO bye\n"
+    child = make(f"import sys\nsys.stderr.write({said!r})\n")
+    with pytest.raises(StartFailed, match=r"^p0 ended: port: got 5, expected 6$"):
+        await child.start(WAIT_S)
+
+
+async def test_a_fault_is_shown_with_its_class_rather_than_the_log_line_after_it(make: Make) -> None:
+    child = make("import sys\ntry:\n    1 / 0\nfinally:\n    sys.excepthook(*sys.exc_info())\n")
+    with pytest.raises(StartFailed, match="ZeroDivisionError: division by zero"):
         await child.start(WAIT_S)
 
 
