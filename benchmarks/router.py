@@ -15,7 +15,7 @@ import asyncio
 import json
 
 from benchmarks.openloop import open_loop, percentile
-from tests.cluster.cluster import Cluster
+from pdserve.launch.running import Running
 
 
 def main() -> None:
@@ -28,7 +28,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
     rows = []
-    with Cluster("--model", "toy", "--prefill", str(flags.workers), "--decode", str(flags.workers)) as cluster:
+    workers = ("--prefill", str(flags.workers), "--decode", str(flags.workers))
+    with Running.start("--model", "toy", *workers) as cluster:
         asyncio.run(open_loop(cluster.target, 20, 2, flags.prompt_tokens, flags.max_tokens, seed=0))  # warm-up
         print(f"{flags.workers} prefill and {flags.workers} decode toy workers, {flags.prompt_tokens} prompt tokens")
         print("   rate   sent  failed   p50 ms   p95 ms   p99 ms   worst client delay ms")
