@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol, final
 
@@ -153,6 +152,5 @@ class EngineThread:
         try:
             program.fail_all(f"{type(error).__name__}: {error}")
             self._hand_out(program)
-            time.sleep(0)  # the event loop's turn
         except Exception:  # the program is in an unknown state; routers learn it from the lost stream
             log.exception("routers could not be told")

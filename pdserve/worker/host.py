@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final, final
 
 import grpc
@@ -214,7 +214,7 @@ class WorkerHost:
     async def _close(self) -> None:
         await self._health.enter_graceful_shutdown()
         if self._publisher is not None:
-            await self._publisher.stop()
+            await _within(STOP_GRACE_S, self._publisher.stop())
         if self._servicer is not None:
             self._servicer.close()
         if self._server is not None:
@@ -222,7 +222,8 @@ class WorkerHost:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_GRACE_S)
 
     def _drain(self) -> None:
         until_s = time.monotonic() + self._config.drain_s
@@ -258,6 +259,14 @@ class WorkerHost:
 
     def _on_loop(self, coroutine: Any, timeout_s: float | None = None) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+
+async def _within(limit_s: float, farewell: Coroutine[Any, Any, None]) -> None:
+    """Waits no longer than told, even for what does not let itself be cancelled."""
+    task = asyncio.create_task(farewell)
+    done, _ = await asyncio.wait({task}, timeout=limit_s)
+    if not done or task.exception() is not None:
+        log.warning("a farewell failed", extra={"error": repr(task.exception()) if done else "it took too long"})
 
 
 def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -34,17 +34,6 @@ log = logging.getLogger(__name__)
 TIMED_BATCHES_PER_HEARTBEAT: Final = 10
 
 
-class Step(Protocol):
-    @property
-    def rows(self) -> list[Row]: ...
-
-    @property
-    def live(self) -> list[AttemptKey]: ...
-
-    @property
-    def account(self) -> fx.StepAccount: ...
-
-
 class Batching(Protocol):
     """What PrefillBatching and DecodeBatching have in common."""
 
