@@ -7,6 +7,7 @@ from typing import Any
 
 from pdserve.core.types import Role
 from pdserve.engine.toy import answer
+from pdserve.v1 import worker_pb2
 
 PROMPT = list(b"The quick brown fox jumps over it")
 
@@ -43,3 +44,38 @@ async def test_many_requests_at_once_do_not_mix(start: Any, attach: Any, ask: An
     )
     for n, (prompt, got) in enumerate(zip(prompts.values(), tokens, strict=True)):
         assert got == answer(prompt, 10 + n)
+
+
+async def test_a_prefix_that_the_decode_worker_holds_does_not_travel_again(start: Any, attach: Any, ask: Any) -> None:
+    p, d = start(Role.PREFILL, model="toy"), start(Role.DECODE, model="toy")
+    router = await attach(p, d)
+    assert await router.remote(ask("first", PROMPT)) == answer(PROMPT, 8)
+    again = [*PROMPT, 65, 66]
+    assert await router.remote(ask("again", again)) == answer(again, 8)
+    moved = {one.request_id: one.bytes // d.program.engine.spec.block_bytes for one in router.all("transfer_ended")}
+    assert moved == {"first": 9, "again": 1}  # the ninth block of "again" is not full in "first"'s prompt
+    assert router.all("first_token", "again")[0].cached_tokens == 32
+
+
+async def test_preemption_changes_no_token_and_is_told(start: Any, attach: Any, ask: Any) -> None:
+    d = start(Role.DECODE, kv_blocks=10, model="toy")
+    router = await attach(d)
+    prompts = {name: [n + 11, n + 12, n + 13] for n, name in enumerate("abc")}
+    tokens = await asyncio.gather(
+        *(router.local(ask(name, prompt, max_tokens=24, temperature=1.0, seed=7)) for name, prompt in prompts.items())
+    )
+    assert tokens == [answer(prompt, 24, seed=7) for prompt in prompts.values()]
+    assert sum(router.rows(name)[-1].preemptions for name in prompts) > 0
+
+
+async def test_an_empty_pool_refuses_rather_than_waits(start: Any, attach: Any, ask: Any) -> None:
+    d = start(Role.DECODE, kv_blocks=10)
+    router = await attach(d)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("a", list(range(10, 40)))))
+    await router.next("granted", "a")
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("b", list(range(10, 40)))))
+    refused = await router.next("refused", "b")
+    assert refused.reason == worker_pb2.REFUSAL_REASON_NO_BLOCKS
+    assert refused.retry_after_s > 0
+    await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="a", attempt=1))
+    await router.released("a", Role.DECODE)
