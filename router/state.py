@@ -242,7 +242,8 @@ def _on_closing(ledger: Ledger, event: RouterClosing) -> None:
 
 
 def _on_time(ledger: Ledger, event: TimePassed) -> None:
-    """All that is due by time is done before and after every event."""
+    """What is due by time is done before and after every event. The alarm has rung, be it a moment early."""
+    ledger.timers.wake_at_s = None
 
 
 def _heard(handler: Callable[[Ledger, Any], None]) -> Callable[[Ledger, Any], None]:

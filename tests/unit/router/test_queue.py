@@ -184,3 +184,34 @@ def test_a_request_too_large_for_who_is_there_does_not_wait_for_ever() -> None:
     given.arrives("large", prompt=300)
     (failed,) = [one for one in given.at(11.0) if isinstance(one, FailRequest)]
     assert failed.role == "decode"
+
+
+def test_an_alarm_that_rings_a_moment_early_is_set_again() -> None:
+    state = RouterState(RouterSettings(policy="round-robin"))
+    state.handle(hello("d0", Role.DECODE), 0.0)
+    (alarm,) = [one for one in state.handle(arrival("a", deadline_s=1.0), 0.0) if isinstance(one, WakeAt)]
+    (again,) = state.handle(TimePassed(), alarm.at_s - 1e-9)
+    assert isinstance(again, WakeAt)
+    assert alarm.at_s <= again.at_s <= alarm.at_s + 0.01
+
+
+def test_a_row_is_free_from_the_last_token_on() -> None:
+    given = start("colocated", max_batch=1)
+    given.connect_decode("d0", cost=COST, max_batch=2)
+    for name in "ab":
+        given.arrives(name)
+        given.seated(request_id=name)
+        given.tokens(0, [1], request_id=name)
+    assert placed(given.arrives("c")) == []
+    assert placed(given.tokens(1, [2], request_id="a", finish=FinishReason.STOP)) == ["c"]
+
+
+def test_workers_that_came_back_meanwhile_start_the_grace_anew() -> None:
+    given = start("colocated")
+    given.lost("d0")
+    given.arrives("a")
+    assert any(isinstance(one, FailRequest) for one in given.at(10.0))
+    given.connect_decode("d0", cost=COST, life=2)
+    given.at(20.0)
+    given.lost("d0")
+    assert given.arrives("b") == []
