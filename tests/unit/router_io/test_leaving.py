@@ -78,7 +78,7 @@ async def test_a_stream_goes_on_at_the_exact_next_token_when_its_worker_dies(con
     flags = ("--model=toy", "--heartbeat-s=0.05", "--toy-step-s=0.02")
     doomed = start("decode_worker", "--worker-id=doomed", *flags)
     front = await connect(doomed)
-    other = start("decode_worker", "--worker-id=other", *flags)
+    other = await asyncio.to_thread(start, "decode_worker", "--worker-id=other", *flags)
     stream = front.client.stream("hello", max_tokens=60, temperature=0)
     first = await anext(stream)
     front.server._workers.dial([other.address])
@@ -104,7 +104,7 @@ async def test_readiness_follows_decode_workers_and_a_restarted_one_is_redialled
     await until(is_not_serving)
     assert await front.health("") == "SERVING"
     port = decode.address.rsplit(":", 1)[1]
-    start("decode_worker", "--model=toy", "--worker-id=again", f"--port={port}")
+    await asyncio.to_thread(start, "decode_worker", "--model=toy", "--worker-id=again", f"--port={port}")
 
     async def is_serving() -> bool:
         return await front.health() == "SERVING"
