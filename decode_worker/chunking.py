@@ -30,6 +30,8 @@ class ChunkRule:
         if tpot_s is None:
             return max(self._least, self._most // BLIND_SHARE)
         spare_s = SLACK_SHARE * tpot_s - self._cost.decode_s(rows, context_tokens)
+        if spare_s <= 0.0:
+            return self._least
         coefficients = self._cost.coefficients
         per_token_s = coefficients.prefill_per_token_s + coefficients.prefill_per_token_context_s * cached
         if spare_s >= per_token_s * self._most:
