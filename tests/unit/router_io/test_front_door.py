@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import grpc
@@ -154,6 +155,13 @@ def test_a_port_in_use_ends_the_process_with_its_name() -> None:
         process.stdout.close()
 
 
+def wait_for_workers(client: Client, count: int) -> None:
+    deadline_s = time.monotonic() + 20.0
+    while sum(one.is_connected for one in client.topology().workers) < count:
+        assert time.monotonic() < deadline_s, "the workers were not attached in time"
+        time.sleep(0.01)
+
+
 def test_a_router_process_serves_records_and_drains_on_sigterm(
     start: Start, decode: Program, prefill: Program, tmp_path: Path
 ) -> None:
@@ -163,8 +171,10 @@ def test_a_router_process_serves_records_and_drains_on_sigterm(
     )
     prompt = "through three processes, with a prompt of more than sixteen tokens"
     with Client(router.address) as client:
+        wait_for_workers(client, 2)  # the line says that it listens, not that workers are attached
         done = client.generate(prompt, max_tokens=10, temperature=0)
     assert done.text.encode() == bytes(answer(list(prompt.encode()), 10))
+    assert done.timings.path == "remote"
     router.process.send_signal(signal.SIGTERM)
     assert router.process.wait(20) == 0
     lines = record.read_text().splitlines()
@@ -182,6 +192,7 @@ def test_a_host_runs_a_router_on_its_own_thread(decode: Program) -> None:
         address = host.start()
         assert host.is_healthy()
         with Client(address) as client:
+            wait_for_workers(client, 1)
             assert client.generate("hello", max_tokens=5, temperature=0).text.encode() == bytes(
                 answer(list(b"hello"), 5)
             )

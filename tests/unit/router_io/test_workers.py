@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from pdserve import Client
+from pdserve.config import RouterConfig
 from pdserve.core.types import Role
 from pdserve.prefix.index import PrefixIndex
 from pdserve.v1 import worker_pb2
 from router.events import Event, WorkerConnected, WorkerForgotten, WorkerLost
+from router.program import make_router
 from router.workers import Workers
 from tests.unit.router_io.conftest import until
 from tests.unit.router_io.processes import Program, Start
@@ -83,22 +87,22 @@ async def test_one_worker_under_two_names_is_attached_once(
 async def test_an_index_that_nobody_shares_is_fed_from_the_streams(
     make: Callable[..., tuple[Workers, Log]], start: Start
 ) -> None:
-    from pdserve.client.sync import Client
-    from pdserve.config import RouterConfig
-    from router.program import make_router
-
     decode = start("decode_worker", "--model=toy", "--worker-id=cached")
     index = PrefixIndex()
     workers, _ = make(index=index)
     workers.dial([decode.address])
     await until(lambda: "cached" in workers.roles)
     router = make_router(RouterConfig(model="toy", port=0, workers=(decode.address,)))
-    try:
-        with Client(router.start()) as client:
+
+    def ask() -> None:
+        with Client(router.start()) as client:  # its retries outlast a router that knows no worker yet
             client.generate("x" * 64, max_tokens=2)
+
+    try:
+        await asyncio.to_thread(ask)
         await until(lambda: index.num_blocks("cached") >= 4)
     finally:
-        router.stop()
+        await asyncio.to_thread(router.stop)
     decode.kill()
     await until(lambda: index.num_blocks("cached") == 0)
     index.check()
