@@ -87,6 +87,8 @@ class Channel:
         tune(sock)
         self.socket = sock
         self.waker = waker or Waker()
+        self.is_readable = False  # as the last wait saw it
+        self._owner = 0
         self._outbox: deque[bytes] = deque()
         self._unsent = b""
         self._stopped = ""
@@ -98,7 +100,8 @@ class Channel:
     def post(self, data: bytes) -> None:
         """Queues a small frame from any thread."""
         self._outbox.append(data)
-        self.waker.set()
+        if threading.get_ident() != self._owner:  # the owner flushes before it waits
+            self.waker.set()
 
     def stop(self, reason: str) -> None:
         """Makes the owner's next wait raise Gone, from any thread."""
@@ -133,6 +136,8 @@ class Channel:
             self._events = events
         ready = self._poll.poll(_milliseconds(timeout_s))
         self.waker.clear()
+        self._owner = threading.get_ident()
+        self.is_readable = any(fd != self.waker.fileno() and event != select.POLLOUT for fd, event in ready)
         if self._stopped:
             raise Gone(self._stopped)
         self.flush()

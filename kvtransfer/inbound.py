@@ -28,7 +28,7 @@ from kvtransfer.ring import Ring
 log = logging.getLogger(__name__)
 
 AUTHENTICATION_S: Final = 5.0
-RING_BYTES: Final = 2 * 2**20  # small enough to stay in the last-level cache
+RING_BYTES: Final = 8 * 2**20  # small enough to stay in the last-level cache
 MIN_SLOTS: Final = 4
 _SCRATCH_BYTES: Final = 64 * 1024
 

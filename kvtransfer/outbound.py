@@ -164,7 +164,8 @@ class Outbound(threading.Thread):
             progress = self._write(self._channel)
             timeout_s = 0.0 if progress is Progress.BUSY else self._timeout_s()
             self._channel.wait(timeout_s, is_writing=progress is Progress.BLOCKED)
-            self._read(self._channel)
+            if self._channel.is_readable:
+                self._read(self._channel)
 
     def _timeout_s(self) -> float | None:
         alarm_s = self._book.next_alarm_s

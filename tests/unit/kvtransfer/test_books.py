@@ -44,6 +44,7 @@ class Chunk:
 @dataclass
 class World:
     rng: random.Random
+    is_faulty: bool = True
     now_s: float = 0.0
     writer: int = 1
     book: Landings = field(default_factory=lambda: Landings(grace_s=1.0))
@@ -63,6 +64,9 @@ class World:
     returned: set[TransferKey] = field(default_factory=set)
     receiver_said: dict[TransferKey, list[ReceiveOutcome]] = field(default_factory=dict)
     sender_said: Counter[TransferKey] = field(default_factory=Counter)
+
+    def fault(self, chance: float) -> bool:
+        return self.rng.random() < chance and self.is_faulty
 
     # Acting on what the books decide.
 
@@ -117,7 +121,7 @@ class World:
         self.source.update({source: 100 + source for source in sources})
         self.landing.update(dict.fromkeys(blocks, 0))
         self.unpushed[grant.key] = list(enumerate(sources))
-        deadline_at_s = self.now_s + self.rng.uniform(1, 30) if self.rng.random() < 0.5 else None
+        deadline_at_s = self.now_s + self.rng.uniform(1, 30) if self.fault(0.5) else None
         self.receiver_acts(self.book.expect(grant, self.now_s, deadline_at_s))
         self.sender_acts(self.out.start(grant, self.now_s, deadline_at_s))
 
@@ -128,7 +132,7 @@ class World:
         key = self.rng.choice(waiting)
         rest = self.unpushed[key]
         blocks = rest[: self.rng.randint(0, len(rest))]
-        if self.rng.random() < 0.05 and self.grants[key].blocks:
+        if self.fault(0.05) and self.grants[key].blocks:
             blocks = [*blocks, (0, self.sources[key][0])]  # a block twice: the sender must notice
         self.unpushed[key] = rest[len(blocks) :]
         self.sender_acts(self.out.push(key, blocks, not self.unpushed[key], self.now_s))
@@ -151,12 +155,12 @@ class World:
         values = [self.source[source] for source in job.chunk.sources]
         assert SCRIBBLE not in values, "read after it was handed back"
         chunk = Chunk(job.departure.tag, job.chunk.first, values, hash(tuple(values)), job.is_last)
-        if self.rng.random() < 0.05:
+        if self.fault(0.05):
             chunk.payload[self.rng.randrange(len(values))] += 1
         self.to_receiver.append(chunk)
-        if self.rng.random() < 0.1:
+        if self.fault(0.1):
             self.to_receiver.append(chunk)
-        if self.rng.random() < 0.05:
+        if self.fault(0.05):
             self.rng.shuffle(self.to_receiver)
         self.sender_acts(self.out.written(job, self.now_s))
 
@@ -232,13 +236,15 @@ class World:
                 happen()
             if not (self.to_receiver or self.to_sender or self.job or self.writing):
                 self.tick()
-                self.abort_landing()
+                if self.is_faulty:
+                    self.abort_landing()
         raise AssertionError(f"stuck: {self.book.keys} {self.out.keys}")
 
 
+BENIGN = (World.grant, World.push, World.link, World.take, World.written, World.deliver, World.land, World.answer)
 HAPPENINGS = (
-    *[World.grant] * 2, *[World.push] * 4, *[World.link] * 2, *[World.take] * 5, *[World.written] * 5,
-    *[World.deliver] * 8, *[World.land] * 8, *[World.answer] * 4,
+    *[World.grant] * 5, *[World.push] * 10, *[World.link] * 10, *[World.take] * 20, *[World.written] * 20,
+    *[World.deliver] * 30, *[World.land] * 30, *[World.answer] * 15,
     World.repeat_an_answer, World.abort_landing, World.abort_departure, World.cut, World.tick,
 )  # fmt: skip
 
@@ -262,7 +268,20 @@ def test_long_random_schedules_end_cleanly(seed: int) -> None:
     world.drain()
     check_the_end(world)
     assert world.book.stats.verified > 10
+    assert world.out.stats.verified > 10
     assert world.book.stats.late_messages > 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_without_faults_every_transfer_is_verified_and_sent(seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(rng, is_faulty=False)
+    for _ in range(2000):
+        rng.choice(BENIGN)(world)
+    world.drain()
+    check_the_end(world)
+    assert world.book.stats.verified == world.out.stats.verified == len(world.grants) > 100
+    assert world.book.stats.late_messages == world.out.stats.late_messages == 0
 
 
 def check_the_end(world: World) -> None:

@@ -18,6 +18,7 @@ from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, HostPool, Pair, fingerprint, wait_for
 
 MakePair = Callable[..., Pair]
+CHUNK_BLOCKS = DEFAULT_CHUNK_BYTES // BLOCK_BYTES
 
 
 def test_both_ends_are_what_the_contract_says(pair: Pair) -> None:
@@ -172,9 +173,10 @@ def flip_in_chunk(number: int) -> Callable[..., bytes | bytearray]:
 def test_a_flipped_bit_on_the_way_fails_the_transfer_on_both_sides(
     make_pair: MakePair, transport: str, number: int
 ) -> None:
-    pair = make_pair(transport, num_blocks=300, hook=flip_in_chunk(number))
-    grant = pair.grant(tuple(range(300)))
-    received, sent = pair.move(grant, tuple(range(300)))
+    blocks = tuple(range(3 * CHUNK_BLOCKS))
+    pair = make_pair(transport, num_blocks=len(blocks), hook=flip_in_chunk(number))
+    grant = pair.grant(blocks)
+    received, sent = pair.move(grant, blocks)
     assert received.outcome is ReceiveOutcome.FAILED
     assert sent.outcome is SendOutcome.FAILED
     assert "checksum mismatch in blocks" in received.error
@@ -199,10 +201,11 @@ def test_a_lost_chunk_is_noticed_when_the_last_one_comes(make_pair: MakePair, tr
     def hook(frame: Frame, message: bytearray, body: memoryview) -> bytes | bytearray:
         return b"" if frame.kind is Kind.CHUNK and frame.first == 0 else message
 
-    pair = make_pair(transport, num_blocks=300, hook=hook)
-    received, sent = pair.move(pair.grant(tuple(range(300))), tuple(range(300)))
+    blocks = tuple(range(2 * CHUNK_BLOCKS))
+    pair = make_pair(transport, num_blocks=len(blocks), hook=hook)
+    received, sent = pair.move(pair.grant(blocks), blocks)
     assert received.outcome is ReceiveOutcome.FAILED
-    assert "of 300 blocks never came" in received.error
+    assert received.error == f"{CHUNK_BLOCKS} of {2 * CHUNK_BLOCKS} blocks never came"
     assert sent.outcome is SendOutcome.FAILED
 
 
