@@ -9,9 +9,9 @@ with the same bytes between the same two processes' kind of memory:
   copy    one thread copies the bytes once in large pieces (what shm would cost if sharing were free)
   socket  sendall in one process, recv_into in the other, one byte back (what tcp would cost without frames or checks)
 Rounds of all ways alternate, so that a noisy neighbour hits each alike. Medians are shown, with the quartiles of each
-round's ratio. `best` compares the fastest round of each way, which a crowded machine disturbs least. `checksum` is the
-time to hash the bytes once, chunk by chunk as the sender does, over the transfer's time; sender and receiver each do it,
-at the same time.
+round's ratio. `best` compares the fastest round of each way, which a crowded machine disturbs least. `checksum` is
+the time to hash the bytes once, chunk by chunk as the sender does, over the transfer's time; sender and receiver
+each do it, at the same time.
 """
 
 from __future__ import annotations

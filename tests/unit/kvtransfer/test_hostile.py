@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import struct
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.transfer_proxy import read_exactly
 from kvtransfer.checksum import Checksum, hasher
-from kvtransfer.dial import Line, dial
+from kvtransfer.dial import Line, _host_and_port, dial
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, decode, encode_text, tag_of
 from kvtransfer.gate import MAX_TICKETS, SHM
 from kvtransfer.host import host_id
@@ -145,6 +146,26 @@ def test_one_sender_cannot_write_into_or_end_anothers_transfer(pair: Pair, raw: 
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
     assert pair.landing.block(1) == b"a" * BLOCK_BYTES
     thief.close()
+
+
+def test_an_abort_under_a_write_that_does_not_end_is_quarantined_until_it_does(pair: Pair, raw: RawSender) -> None:
+    """The test is the writer here, as a transport with slow DMA would be."""
+    pair.receiver._book.grace_s = 0.05
+    grant, tag, received = expected(pair, (1, 2))
+    raw.announce(tag)
+    raw.announce(tag._replace(generation=0))
+    raw.hear()  # so the first announcement has been heard
+    [writer] = pair.receiver._connections
+    claim = pair.receiver.claim(tag, writer, 0, 2)
+    assert claim is not None
+    assert pair.receiver.enter(claim)
+    pair.receiver.abort(grant.key)
+    assert received.wait().outcome is ReceiveOutcome.QUARANTINED
+    assert not pair.receiver.enter(claim)
+    pair.receiver.leave(claim)
+    assert received.wait(2).outcome is ReceiveOutcome.DRAINED
+    assert received.outcomes == ["quarantined", "drained"]
+    assert pair.receiver.stats.quarantined == 1
 
 
 def bad_frames(tag: Tag) -> dict[str, bytes]:
@@ -321,10 +342,23 @@ def test_two_ends_without_xxhash_agree_on_blake2b(
     assert received.outcome is ReceiveOutcome.VERIFIED
 
 
+@pytest.mark.parametrize(
+    ("address", "endpoint", "target"),
+    [
+        ("127.0.0.1:5", "h:1", ("127.0.0.1", 5)),
+        ("0.0.0.0:5", "10.0.0.7:1", ("10.0.0.7", 5)),
+        ("[::]:5", "[fd00::7]:1", ("fd00::7", 5)),
+        ("[fd00::1]:5", "h:1", ("fd00::1", 5)),
+    ],
+)
+def test_a_receiver_on_every_address_is_reached_where_its_grpc_server_is(
+    address: str, endpoint: str, target: tuple[str, int]
+) -> None:
+    assert _host_and_port(address, endpoint) == target
+
+
 def mutate(data: bytes, rng: random.Random) -> bytes:
     """A valid conversation, damaged; CRCs are repaired half of the time so that the fields are reached."""
-    import zlib
-
     damaged = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         damaged[rng.randrange(len(damaged))] = rng.randrange(256)
