@@ -37,7 +37,8 @@ class Proxy:
 
     def __init__(self, receiver: Any, hook: Hook, block_bytes: int) -> None:
         self._receiver, self._hook, self._block_bytes = receiver, hook, block_bytes
-        self._sockets: list[socket.socket] = []
+        self._lock = threading.Lock()  # guards the two below
+        self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
 
     async def Open(self, request: Any, context: Any) -> Any:
@@ -55,41 +56,51 @@ class Proxy:
             answer.address = f"127.0.0.1:{door.getsockname()[1]}"
         door.listen(1)
         door.settimeout(10)
-        self._sockets.append(door)
+        self._keep(door)
         self._spawn(self._serve, door, upstream, is_shm)
         return answer
 
     def close(self) -> None:
-        for sock in self._sockets:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
+        self._shut(*self._sockets)
         for thread in self._threads:
             thread.join(10)
 
+    def _shut(self, *sockets: socket.socket) -> None:
+        for sock in sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
+            sock.close()
+        with self._lock:
+            self._sockets.difference_update(sockets)
+
+    def _keep(self, *sockets: socket.socket) -> None:
+        with self._lock:
+            self._sockets.update(sockets)
+
     def _spawn(self, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        with self._lock:
+            self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+            thread.start()
 
     def _serve(self, door: socket.socket, upstream: Any, is_shm: bool) -> None:
+        ring: Ring | None = None
+        ends = [door]
         with contextlib.suppress(OSError):
-            down, _ = door.accept()
-            up = socket.socket(down.family, socket.SOCK_STREAM)
-            self._sockets += [down, up]
-            up.connect(upstream)
-            up.sendall(read_exactly(down, TICKET_BYTES))
-            ring = None
-            if is_shm:
-                ring = Ring.accept(up)
-                ring.offer(down)
-            self._spawn(self._back, up, down)
             try:
+                ends.append(door.accept()[0])
+                ends.append(socket.socket(door.family, socket.SOCK_STREAM))
+                self._keep(*ends)
+                _, down, up = ends
+                up.connect(upstream)
+                up.sendall(read_exactly(down, TICKET_BYTES))
+                if is_shm:
+                    ring = Ring.accept(up)
+                    ring.offer(down)
+                self._spawn(self._back, up, down)
                 self._forward(down, up, ring)
             finally:
-                for sock in (down, up):
-                    with contextlib.suppress(OSError):
-                        sock.shutdown(socket.SHUT_RDWR)
+                self._shut(*ends)
                 if ring is not None:
                     ring.close()
 

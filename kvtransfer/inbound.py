@@ -61,6 +61,15 @@ class Inbound(threading.Thread):
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._began_s = time.monotonic()
 
+    def begun(self) -> Inbound:
+        """Starts it. Raises RuntimeError, and keeps nothing, where the process may have no more threads."""
+        try:
+            self.start()
+        except RuntimeError:
+            self._channel.close()
+            raise
+        return self
+
     def post(self, data: bytes) -> None:
         """Queues an answer, from any thread."""
         self._channel.post(data)

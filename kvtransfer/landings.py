@@ -15,6 +15,7 @@ from kvtransfer.frames import Tag, tag_of
 from kvtransfer.session import RECEIVER_MOVES, Event, Session, State
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Grant, Received, ReceiveOutcome, TransferKey
+from pdserve.core.errors import InvalidRequest
 
 REMEMBERED: Final = 4096  # ended transfers whose outcome a late sender still learns
 
@@ -98,10 +99,10 @@ class Landings:
         return self._alarms[0][0] if self._alarms else None
 
     def expect(self, grant: Grant, now_s: float, deadline_at_s: float | None) -> list[Action]:
-        """Opens the grant. Raises ValueError where the key is open already: its owner has lost count."""
+        """Opens the grant. Raises InvalidRequest where the key is open already: its owner has lost count."""
         tag = tag_of(grant.key)
         if tag in self._open:
-            raise ValueError(f"transfer {grant.key} is already expected")
+            raise InvalidRequest("grant.key", grant.key, "one that is not expected already")
         self._ended.pop(tag, None)
         landing = Landing(grant, tag, Session(RECEIVER_MOVES, len(grant.blocks)), deadline_at_s)
         self._open[tag] = landing

@@ -97,6 +97,15 @@ class Outbound(threading.Thread):
         self._scratch = memoryview(bytearray(4096))
         self._limit_blocks = 1
 
+    def begun(self) -> Outbound:
+        """Starts it. Raises RuntimeError, and keeps nothing, where the process may have no more threads."""
+        try:
+            self.start()
+        except RuntimeError:
+            self._waker.close()
+            raise
+        return self
+
     def post(self, command: Command) -> bool:
         """Queues a command from any thread; False where this connection is over, and nobody will read it."""
         with self._lock:

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 256
 _JOIN_S: Final = 5.0
+_ACCEPT_PAUSE_S: Final = 0.05
 
 OnReceived = Callable[[Received], None]
 
@@ -259,18 +260,23 @@ class StreamReceiver:
         self._deliver()
 
     def _accept(self, door: socket.socket, kind: int) -> None:
+        sock: socket.socket | None = None
         try:
             sock, _ = door.accept()
-        except OSError:  # the peer has left again
-            return
-        with self._lock:
-            if self._is_closed or len(self._connections) >= MAX_CONNECTIONS:
+            with self._lock:
+                if self._is_closed or len(self._connections) >= MAX_CONNECTIONS:
+                    raise OSError(f"{MAX_CONNECTIONS} connections are open already")
+                self._number += 1
+                inbound = Inbound(self, sock, self._number, kind)
+                self._connections[inbound.number] = inbound.begun()
+        except (OSError, RuntimeError) as error:  # the peer has left again, or descriptors or threads are used up
+            log.warning("kv connection not taken", extra={"error": str(error)})
+            with self._lock:
                 self._book.stats.refused_connections += 1
+            if sock is not None:
                 sock.close()
-                return
-            self._number += 1
-            inbound = self._connections[self._number] = Inbound(self, sock, self._number, kind)
-        inbound.start()
+            else:
+                time.sleep(_ACCEPT_PAUSE_S)  # the door stays ready, and the clock must not spin on it
 
 
 def _encode(answer: Answer) -> bytes:

@@ -61,7 +61,10 @@ class StreamSender:
             return list(self._transfers)
 
     def start(self, grant: Grant, on_end: OnSent, deadline_s: float | None = None) -> None:
-        """Raises Unavailable after close(); everything else reaches `on_end`."""
+        """Raises Unavailable after close() or where no connection can be made for want of descriptors or threads.
+
+        Raises InvalidRequest where the transfer has been started already; everything else reaches `on_end`.
+        """
         error = ""
         try:
             compare(grant.fingerprint, self.caller.fingerprint)
@@ -74,7 +77,7 @@ class StreamSender:
             if self._is_closed:
                 raise Unavailable("the KV sender is closed")
             if grant.key in self._transfers:
-                raise ValueError(f"transfer {grant.key} has been started already")
+                raise InvalidRequest("grant.key", grant.key, "one that has not been started already")
             outbound = self._pairs.get(pair)
             if outbound is None or not outbound.post(command):
                 outbound = self._connect(pair)
@@ -115,8 +118,11 @@ class StreamSender:
         """With the lock held. Forgets the connections that have ended."""
         for old in [one for one, outbound in self._pairs.items() if outbound.is_over]:
             self._past = _sum([self._past, self._pairs.pop(old).stats])
-        outbound = self._pairs[pair] = Outbound(self.caller, self._memory, pair[0], pair[2], self._clock)
-        outbound.start()
+        try:
+            outbound = Outbound(self.caller, self._memory, pair[0], pair[2], self._clock).begun()
+        except (OSError, RuntimeError) as error:
+            raise Unavailable(f"no KV connection to {pair[0]} can be made: {error}") from error
+        self._pairs[pair] = outbound
         return outbound
 
     def _forgetting(self, key: TransferKey, on_end: OnSent) -> OnSent:

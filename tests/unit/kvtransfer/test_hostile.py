@@ -3,75 +3,19 @@
 from __future__ import annotations
 
 import random
-import socket
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
-import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.transfer_proxy import read_exactly
-from kvtransfer.checksum import Checksum, hasher
-from kvtransfer.dial import Line, _host_and_port, dial
-from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, decode, encode_text, tag_of
-from kvtransfer.gate import MAX_TICKETS, SHM
-from kvtransfer.host import host_id
-from kvtransfer.inbound import AUTHENTICATION_S
-from kvtransfer.transport import Grant, ReceiveOutcome
-from pdserve.v1 import transfer_pb2
-from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Heard, Pair, fingerprint, wait_for
-
-GARBAGE = random.Random(1).randbytes(4096)
-
-
-class RawSender:
-    """Speaks frames by hand, over a connection that was opened as it should be."""
-
-    def __init__(self, pair: Pair, name: str = "raw") -> None:
-        caller = replace(pair.sender.caller, worker_id=name)
-        self.line: Line = dial(caller, pair.host.endpoint, "d0-1")
-        self.line.socket.settimeout(WAIT_S)
-        self._digest = hasher(self.line.checksum)
-
-    def send(self, data: bytes) -> None:
-        self.line.socket.sendall(data)
-
-    def announce(self, tag: Tag) -> None:
-        self.send(Frame(Kind.ANNOUNCE, tag).encode())
-
-    def chunk(self, tag: Tag, first: int, payload: bytes, slot: int = 0, is_last: bool = False) -> None:
-        count, checksum = len(payload) // BLOCK_BYTES, self._digest([memoryview(payload)])
-        if self.line.ring is None:
-            frame = Frame(Kind.CHUNK, tag, first, count, 0, len(payload), checksum, is_last)
-            self.send(frame.encode() + payload)
-        else:
-            self.line.ring.slot(slot, len(payload))[:] = payload
-            self.send(Frame(Kind.CHUNK, tag, first, count, slot, 0, checksum, is_last).encode())
-
-    def hear(self) -> Frame:
-        """The next frame that is not a credit."""
-        while True:
-            frame = decode(read_exactly(self.line.socket, HEADER_BYTES), 0)
-            read_exactly(self.line.socket, frame.length)
-            if frame.kind is not Kind.CREDIT:
-                return frame
-
-    def is_cut(self) -> bool:
-        try:
-            while self.line.socket.recv(4096):
-                pass
-        except ConnectionError:
-            pass
-        except TimeoutError:
-            return False
-        return True
-
-    def close(self) -> None:
-        self.line.close()
+from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, encode_text
+from kvtransfer.transport import ReceiveOutcome
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for
+from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves, expected
 
 
 @pytest.fixture
@@ -79,17 +23,6 @@ def raw(pair: Pair) -> Iterator[RawSender]:
     sender = RawSender(pair)
     yield sender
     sender.close()
-
-
-def expected(pair: Pair, blocks: tuple[int, ...]) -> tuple[Grant, Tag, Heard]:
-    grant, received = pair.grant(blocks), Heard()
-    pair.receiver.expect(grant, received)
-    return grant, tag_of(grant.key), received
-
-
-def assert_still_serves(pair: Pair) -> None:
-    assert pair.receiver.is_healthy
-    assert pair.move(pair.grant((60,)), (7,))[0].outcome is ReceiveOutcome.VERIFIED
 
 
 def test_a_duplicate_chunk_changes_nothing_and_is_counted(pair: Pair, raw: RawSender) -> None:
@@ -213,148 +146,6 @@ def test_indices_outside_the_grant_write_nothing(pair: Pair, raw: RawSender) -> 
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
     assert pair.landing.block(0) + pair.landing.block(3) == bytes(2 * BLOCK_BYTES)
     assert pair.receiver.stats.duplicate_chunks == 2
-
-
-def connect(pair: Pair, answer: transfer_pb2.OpenResponse) -> socket.socket:
-    if answer.transport == SHM:
-        sock = socket.socket(socket.AF_UNIX)
-        sock.connect("\0" + answer.address)
-    else:
-        host, port = answer.address.split(":")
-        sock = socket.create_connection((host, int(port)))
-    sock.settimeout(WAIT_S)
-    return sock
-
-
-@pytest.mark.parametrize(
-    "first_bytes", [b"\0" * 16, GARBAGE, b"GET / HTTP/1.1\r\n\r\n"], ids=["zeros", "noise", "http"]
-)
-def test_without_its_ticket_a_connection_is_closed(pair: Pair, first_bytes: bytes) -> None:
-    answer = pair.host.open(pair.sender)
-    with connect(pair, answer) as sock:
-        sock.sendall(first_bytes)
-        assert RawSender.is_cut(type("S", (), {"line": Line(sock, None, Checksum.XXH3_64, 1)})())  # type: ignore[arg-type]
-    wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
-    assert_still_serves(pair)
-
-
-def test_a_ticket_admits_once(pair: Pair) -> None:
-    answer = pair.host.open(pair.sender)
-    with connect(pair, answer) as first, connect(pair, answer) as second:
-        first.sendall(answer.ticket)
-        wait_for(lambda: len(pair.receiver.peers) == 1, "the first")
-        second.sendall(answer.ticket)
-        wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
-
-
-def test_a_ticket_for_one_transport_does_not_admit_to_another(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair("auto")
-    shm = pair.host.open(pair.sender)
-    tcp = pair.host.open(pair.sender, transports=(2,))
-    with connect(pair, tcp) as sock:
-        sock.sendall(shm.ticket)
-        wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
-
-
-def test_a_silent_connection_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.inbound.AUTHENTICATION_S", 0.05)
-    assert AUTHENTICATION_S == 5.0
-    with connect(pair, pair.host.open(pair.sender)):
-        wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
-
-
-@pytest.mark.parametrize(
-    ("changes", "field", "seen", "expected"),
-    [
-        ({"dtype": "bfloat16"}, "dtype", "'bfloat16'", "'float32'"),
-        ({"block_bytes": 8}, "block_bytes", "8", "4096"),
-        ({"protocol": 9}, "protocol", "9", "1"),
-    ],
-)
-def test_open_refuses_another_fingerprint_naming_the_field_and_both_values(
-    pair: Pair, changes: dict[str, object], field: str, seen: str, expected: str
-) -> None:
-    with pytest.raises(grpc.RpcError) as refused:
-        pair.host.open(pair.sender, fingerprint=fingerprint(**changes))
-    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert refused.value.details() == (
-        f"fingerprint.{field}: got {seen}, expected {expected}, as on the receiving worker"
-    )
-    assert pair.receiver.stats.refused_opens == 1
-
-
-def test_open_refuses_transports_checksums_and_names_that_do_not_fit(pair: Pair, transport: str) -> None:
-    for changes, details in (
-        ({"transports": (3,)}, f"transports: got 3, expected {transport}"),
-        ({"transports": ()}, f"transports: got none, expected {transport}"),
-        ({"checksums": ()}, "checksums: got none that is known, expected xxh3-64 or blake2b-64"),
-        ({"worker_id": ""}, "sender_id: got 0 characters, expected 1 to 256"),
-        ({"worker_id": "x" * 999}, "sender_id: got 999 characters, expected 1 to 256"),
-    ):
-        with pytest.raises(grpc.RpcError) as refused:
-            pair.host.open(pair.sender, **changes)  # type: ignore[arg-type]
-        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert refused.value.details() == details
-
-
-def test_shared_memory_is_not_offered_to_another_host(
-    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shm, auto = make_pair("shm"), make_pair("auto")
-    monkeypatch.setattr("kvtransfer.dial.host_id", lambda: "elsewhere")
-    with pytest.raises(grpc.RpcError) as refused:
-        shm.host.open(shm.sender)
-    assert refused.value.details() == "transports: got shm (another host, so not shm), expected shm"
-    assert auto.host.open(auto.sender).transport == 2
-    assert auto.move(auto.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
-
-
-def test_the_host_id_is_of_this_boot_and_stable() -> None:
-    assert host_id() == host_id() != ""
-
-
-def test_auto_falls_back_to_tcp_when_shared_memory_cannot_be_had(
-    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError("no descriptors for you")
-
-    monkeypatch.setattr("kvtransfer.ring.Ring.accept", refuse)
-    pair = make_pair("auto")
-    assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
-
-
-def test_tickets_are_bounded_and_leave_with_time(pair: Pair) -> None:
-    for _ in range(MAX_TICKETS):
-        pair.host.open(pair.sender)
-    with pytest.raises(grpc.RpcError) as refused:
-        pair.host.open(pair.sender)
-    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-def test_two_ends_without_xxhash_agree_on_blake2b(
-    make_pair: Callable[..., Pair], transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtransfer.checksum.available", lambda: (Checksum.BLAKE2B_64,))
-    pair = make_pair(transport)
-    assert pair.host.open(pair.sender).checksum == transfer_pb2.CHECKSUM_KIND_BLAKE2B_64
-    received, _ = pair.move(pair.grant((1, 2)), (3, 4))
-    assert received.outcome is ReceiveOutcome.VERIFIED
-
-
-@pytest.mark.parametrize(
-    ("address", "endpoint", "target"),
-    [
-        ("127.0.0.1:5", "h:1", ("127.0.0.1", 5)),
-        ("0.0.0.0:5", "10.0.0.7:1", ("10.0.0.7", 5)),
-        ("[::]:5", "[fd00::7]:1", ("fd00::7", 5)),
-        ("[fd00::1]:5", "h:1", ("fd00::1", 5)),
-    ],
-)
-def test_a_receiver_on_every_address_is_reached_where_its_grpc_server_is(
-    address: str, endpoint: str, target: tuple[str, int]
-) -> None:
-    assert _host_and_port(address, endpoint) == target
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:

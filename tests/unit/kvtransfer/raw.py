@@ -1,0 +1,72 @@
+"""A sender that speaks frames by hand, for tests of what no sender of ours would say."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from benchmarks.transfer_proxy import read_exactly
+from kvtransfer.checksum import hasher
+from kvtransfer.dial import Line, dial
+from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, decode, tag_of
+from kvtransfer.transport import Grant, ReceiveOutcome
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Heard, Pair
+
+GARBAGE = random.Random(1).randbytes(4096)
+
+
+class RawSender:
+    """Speaks frames by hand, over a connection that was opened as it should be."""
+
+    def __init__(self, pair: Pair, name: str = "raw") -> None:
+        caller = replace(pair.sender.caller, worker_id=name)
+        self.line: Line = dial(caller, pair.host.endpoint, "d0-1")
+        self.line.socket.settimeout(WAIT_S)
+        self._digest = hasher(self.line.checksum)
+
+    def send(self, data: bytes) -> None:
+        self.line.socket.sendall(data)
+
+    def announce(self, tag: Tag) -> None:
+        self.send(Frame(Kind.ANNOUNCE, tag).encode())
+
+    def chunk(self, tag: Tag, first: int, payload: bytes, slot: int = 0, is_last: bool = False) -> None:
+        count, checksum = len(payload) // BLOCK_BYTES, self._digest([memoryview(payload)])
+        if self.line.ring is None:
+            frame = Frame(Kind.CHUNK, tag, first, count, 0, len(payload), checksum, is_last)
+            self.send(frame.encode() + payload)
+        else:
+            self.line.ring.slot(slot, len(payload))[:] = payload
+            self.send(Frame(Kind.CHUNK, tag, first, count, slot, 0, checksum, is_last).encode())
+
+    def hear(self) -> Frame:
+        """The next frame that is not a credit."""
+        while True:
+            frame = decode(read_exactly(self.line.socket, HEADER_BYTES), 0)
+            read_exactly(self.line.socket, frame.length)
+            if frame.kind is not Kind.CREDIT:
+                return frame
+
+    def is_cut(self) -> bool:
+        try:
+            while self.line.socket.recv(4096):
+                pass
+        except ConnectionError:
+            pass
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.line.close()
+
+
+def expected(pair: Pair, blocks: tuple[int, ...]) -> tuple[Grant, Tag, Heard]:
+    grant, received = pair.grant(blocks), Heard()
+    pair.receiver.expect(grant, received)
+    return grant, tag_of(grant.key), received
+
+
+def assert_still_serves(pair: Pair) -> None:
+    assert pair.receiver.is_healthy
+    assert pair.move(pair.grant((60,)), (7,))[0].outcome is ReceiveOutcome.VERIFIED
