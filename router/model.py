@@ -12,7 +12,7 @@ from pdserve.v1 import worker_pb2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     name: str
-    max_context_tokens: int
+    max_context_tokens: int  # of the roomiest decode worker; workers may differ, each request goes where it fits
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     block_size: int
@@ -38,12 +38,15 @@ def facts_of(hello: worker_pb2.WorkerHello) -> ModelFacts:
 
 
 def difference(ours: ModelFacts, theirs: ModelFacts) -> str | None:
-    """The first fact in which two workers' models differ, in words; None when they may work together."""
+    """The first fact in which two workers' models differ, in words; None when they may work together.
+
+    How long a sequence may be is not among them: it depends on each worker's memory.
+    """
     for name in ("protocol", "model", "dtype", "layout", "block_size", "block_bytes", "engine"):
         one, other = getattr(ours.fingerprint, name), getattr(theirs.fingerprint, name)
         if one != other:
             return f"its {name} is {other!r}, the cluster's is {one!r}"
-    for name in ("max_context_tokens", "vocab_size", "eos_token_ids", "hash_seed"):
+    for name in ("vocab_size", "eos_token_ids", "hash_seed"):
         if getattr(ours, name) != getattr(theirs, name):
             return f"its {name} differs from the cluster's"
     return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Final, final
 
@@ -58,6 +59,7 @@ class Workers:
         self._registered: dict[str, str] = {}  # worker id -> endpoint
         self._departing: set[str] = set()  # left the registry; forgotten once their streams have ended
         self._is_closing = False
+        self._contexts: dict[str, int] = {}  # longest sequence of each attached decode worker
         self.model: ModelFacts | None = None
 
     @property
@@ -113,6 +115,9 @@ class Workers:
             self.model = facts_of(hello)
         self._attached[hello.worker_id] = session
         self._roles[hello.worker_id] = event.role
+        if event.role is Role.DECODE:
+            self._contexts[hello.worker_id] = hello.max_context_tokens
+            self._set_context()
         extra = {"worker_id": hello.worker_id, "role": event.role.value, "endpoint": session.endpoint}
         log.info("a worker is attached", extra=extra)
         self._on_event(event)
@@ -160,6 +165,11 @@ class Workers:
             return difference(self.model, facts_of(hello))
         return None
 
+    def _set_context(self) -> None:
+        """The last decode worker's limit holds while none is attached: clients are told of that in another way."""
+        if self.model is not None and self._contexts:
+            self.model = replace(self.model, max_context_tokens=max(self._contexts.values()))
+
     def _forget(self, worker_id: str) -> None:
         self._departing.discard(worker_id)
         self._on_event(WorkerForgotten(worker_id=worker_id))
@@ -167,6 +177,8 @@ class Workers:
     def _lose(self, session: WorkerSession, reason: str) -> None:
         del self._attached[session.worker_id]
         self._roles.pop(session.worker_id, None)
+        if self._contexts.pop(session.worker_id, None) is not None:
+            self._set_context()
         if self._index is not None:
             self._index.remove(session.worker_id, session.incarnation)
         self._on_event(WorkerLost(worker_id=session.worker_id, reason=reason))

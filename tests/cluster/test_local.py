@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from pdserve import InvalidRequest
+from pdserve.engine.toy import answer
 from tests.cluster import suite
 from tests.cluster.cluster import Cluster
 
@@ -17,3 +19,17 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize("requests", suite.ALL)
 def test_two_prefill_and_two_decode_workers(cluster: Cluster, requests: Callable[[Cluster], None]) -> None:
     requests(cluster)
+
+
+def test_workers_of_different_memory_serve_together() -> None:
+    """A prompt that only the decode worker can hold is read there; one that nobody can hold names the limit."""
+    sizes = ("--set", "prefill_worker.kv_blocks=32", "--set", "decode_worker.kv_blocks=64")
+    with Cluster("--model", "toy", *sizes) as uneven:
+        assert uneven.client.model().max_context_tokens == 1024
+        small = uneven.client.generate(suite.toy_prompt(200), max_tokens=4, temperature=0)
+        large = uneven.client.generate(suite.toy_prompt(700), max_tokens=4, temperature=0)
+        assert (small.timings.path, large.timings.path) == ("remote", "local")
+        assert list(large.token_ids) == answer(suite.toy_prompt(700), 4)
+        with pytest.raises(InvalidRequest, match="1024"):
+            uneven.client.generate(suite.toy_prompt(1024), max_tokens=4)
+        uneven.wait_until_idle()
