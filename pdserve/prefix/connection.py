@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 from typing import Any, Final, final
@@ -32,6 +33,17 @@ def connect(url: str, *, timeout_s: float, max_connections: int) -> Any:
         )
     except ValueError as error:
         raise ConfigError("redis", hide_password(url), "redis://HOST:PORT/DB or unix:///path/to/socket") from error
+
+
+def heed_cancellation() -> None:
+    """Raises CancelledError when this task was asked to end and a library lost the word.
+
+    redis-py sends under asyncio.wait_for, which in Python 3.11 returns as if nothing had happened when the
+    cancellation comes together with the end of the sending. A loop that did not look would then go on forever.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def hide_password(url: str) -> str:

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Final, final
 
 from pdserve.core.hashing import HASH_BYTES
-from pdserve.prefix.connection import TROUBLE, Backoff, connect, hide_password
+from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation, hide_password
 from pdserve.prefix.keys import fingerprint_of, index_tag, registry_tag
 from pdserve.prefix.lease import Batch, Gap, IndexLease, LeaseLost, RegistryLease, Superseded, Sweeper
 from pdserve.prefix.registry import REDIS_TIMEOUT_S, Registration
@@ -176,6 +176,7 @@ class WorkerPublisher:
                     log.warning("Redis is out of reach", extra={"redis": self._where, "why": repr(error)})
             self._is_connected = False
             self.num_failures += 1
+            heed_cancellation()
             await asyncio.sleep(backoff.next_s())
 
     async def _register(self) -> None:
@@ -205,7 +206,9 @@ class WorkerPublisher:
             if now_s >= next_repeat_s:
                 self._notes.repeat_held()
                 next_repeat_s = now_s + self._repeat_s
-            if await self._send_batch():
+            was_sent = await self._send_batch()
+            heed_cancellation()
+            if was_sent:
                 continue
             self._has_notes.clear()
             if len(self._notes):  # offered between the two lines above

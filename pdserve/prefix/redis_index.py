@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from pdserve.prefix.connection import TROUBLE, Backoff, connect, hide_password
+from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation, hide_password
 from pdserve.prefix.index import leading_blocks
 from pdserve.prefix.keys import bitmap, fingerprint_of, index_tag, slots_bits, worker_of
 
@@ -98,12 +98,16 @@ class RedisIndex:
         task = asyncio.create_task(self._ask(hashes))
         self._in_flight.add(task)
         task.add_done_callback(self._ended)
-        done, _ = await asyncio.wait((task,), timeout=self._timeout_s)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            done, _ = await asyncio.wait((task,), timeout=self._timeout_s)
+        except asyncio.CancelledError:
+            if loop.time() - began_s > 0.9 * self._timeout_s:  # by the caller's own budget, at the same moment
+                self._note_late()
+            raise
         if not done:
-            self.num_unanswered += 1
-            self._late += 1
-            if self._late >= LATE_IN_A_ROW:
-                self._trip("answers are late")
+            self._note_late()
             return _NOTHING
         if task.cancelled() or task.exception() is not None:
             self.num_unanswered += 1
@@ -153,18 +157,22 @@ class RedisIndex:
         # A server that is so slow would only be tripped over again.
         patience_s = max(0.05, 5.0 * self._timeout_s)
         while True:
-            was_available = self._is_available
+            if not self._tag:
+                await self._wake.wait()
+                self._wake.clear()
+                continue
             try:
-                if self._tag:
-                    async with asyncio.timeout(REDIS_TIMEOUT_S if was_available else patience_s):
-                        await self._read_slots()
-                    self._recover()
+                async with asyncio.timeout(REDIS_TIMEOUT_S if self._is_available else patience_s):
+                    await self._read_slots()
+                self._recover()
             except TROUBLE as error:
                 self._trip(repr(error))
+            heed_cancellation()
             if self._is_available and self._late == 0:
                 backoff.reset()
             wait_s = self._refresh_s if self._is_available else backoff.next_s()
-            if await self._woken_within(wait_s) and not self._is_available:
+            is_woken = await self._woken_within(wait_s)
+            if is_woken and not self._is_available and self._slots is not _NOBODY:  # a trip, and not bind()
                 await asyncio.sleep(backoff.next_s())
 
     async def _woken_within(self, wait_s: float) -> bool:
@@ -191,6 +199,12 @@ class RedisIndex:
         if not isinstance(error, TROUBLE):
             log.error("a prefix lookup broke", exc_info=error)
         self._trip(repr(error))
+
+    def _note_late(self) -> None:
+        self.num_unanswered += 1
+        self._late += 1
+        if self._late >= LATE_IN_A_ROW:
+            self._trip("answers are late")
 
     def _trip(self, why: str) -> None:
         """From now on nothing is asked until the background task has seen Redis answer."""

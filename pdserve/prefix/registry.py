@@ -14,7 +14,7 @@ from typing import Any, Final, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
-from pdserve.prefix.connection import TROUBLE, Backoff, connect, hide_password
+from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation, hide_password
 from pdserve.prefix.keys import MAX_FACTS_BYTES, MAX_WORKERS, checked_name, registry_tag
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,7 @@ class Registry:
                     self._note(True, None)
                     if self._take(found, loop.time()):
                         on_change(self.workers)
+                heed_cancellation()
                 await asyncio.sleep(wait_s)
         finally:
             await self.close()
