@@ -23,9 +23,12 @@ PURE = [
     "router.policy",
     "prefill_worker.batching",
     "decode_worker.batching",
-    "kvtransfer.plan",
-    "kvtransfer.session",
-    "kvtransfer.transport",
+    "decode_worker.chunking",
+    "decode_worker.resident",
+    *(
+        f"kvtransfer.{name}"
+        for name in ("departures", "frames", "landings", "memory", "plan", "session", "stats", "transport")
+    ),
 ]
 
 # An interpreter may load some of these by itself (site hooks, coverage); only what the import adds counts.
