@@ -73,6 +73,16 @@ def slots_bits(value: bytes | None) -> int:
     return int.from_bytes(value, "little") if value else 0
 
 
+def fetched(reply: bytes) -> list[bytes]:
+    """The values that scripts.FETCH packed."""
+    values, at, end = [], 0, len(reply)
+    while at < end:
+        begin = at + 2
+        at = begin + (reply[begin - 2] << 8 | reply[begin - 1])
+        values.append(reply[begin:at])
+    return values
+
+
 def bitmap(slots: Iterable[int]) -> int:
     bits = 0
     for slot in slots:

@@ -13,14 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+from pdserve.prefix import scripts
 from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation, hide_password
 from pdserve.prefix.index import leading_blocks
-from pdserve.prefix.keys import bitmap, fingerprint_of, index_tag, slots_bits, worker_of
+from pdserve.prefix.keys import bitmap, fetched, fingerprint_of, index_tag, slots_bits, worker_of
 
 log = logging.getLogger(__name__)
 
 REDIS_TIMEOUT_S: Final = 1.0
-ONE_PHASE_BLOCKS: Final = 48  # up to here one MGET of all blocks is cheaper than two of fewer
+ONE_PHASE_BLOCKS: Final = 64  # up to here one question for all blocks is cheaper than two for fewer
+FETCH_BLOCKS: Final = 1024  # asked in one go, while Redis serves nobody else
 MAX_IN_FLIGHT: Final = 32
 LATE_IN_A_ROW: Final = 3
 _NOTHING: Final[Mapping[str, int]] = {}
@@ -30,7 +32,7 @@ _NOTHING: Final[Mapping[str, int]] = {}
 class _Slots:
     """Who the slots are leased to, as of `epoch`."""
 
-    epoch: bytes | None = None
+    epoch: bytes = b""
     worker_of_slot: Mapping[int, str]
     alive: int = 0  # one bit per slot with a live lease
 
@@ -49,6 +51,7 @@ class RedisIndex:
         its lease. Without `hash_seed` nothing is found until bind()."""
         self._redis = connect(url, timeout_s=REDIS_TIMEOUT_S, max_connections=MAX_IN_FLIGHT + 2)
         self._where = hide_password(url)
+        self._fetch = self._redis.register_script(scripts.FETCH)
         self._cluster = cluster
         self._timeout_s, self._refresh_s = timeout_s, refresh_s
         self._tag = b""
@@ -117,23 +120,31 @@ class RedisIndex:
         return task.result()
 
     async def _ask(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
-        prefix = self._tag + b":b:"
         probes = _probes(len(hashes))
-        reply = await self._redis.mget([self._tag + b":epoch", *(prefix + hashes[at] for at in probes)])
+        epoch, holders = await self._holders(hashes, probes)
         slots = self._slots
-        if reply[0] != slots.epoch:
+        if epoch != slots.epoch:
             slots = await self._read_slots()
-        holders = dict(zip(probes, map(slots_bits, reply[1:]), strict=True))
         between = _between(probes, holders, slots.alive)
         if between:
-            reply = await self._redis.mget([prefix + hashes[at] for at in between])
-            holders.update(zip(between, map(slots_bits, reply), strict=True))
+            holders.update((await self._holders(hashes, between))[1])
         depths = leading_blocks(sorted(holders.items()), slots.alive, len(hashes))
         found: dict[str, int] = {}
         for slot, depth in depths.items():
             worker_id = slots.worker_of_slot[slot]
             found[worker_id] = max(depth, found.get(worker_id, 0))
         return found
+
+    async def _holders(self, hashes: Sequence[bytes], places: Sequence[int]) -> tuple[bytes, dict[int, int]]:
+        """The epoch, and by place in the chain one bit per slot that holds the block."""
+        epoch = b""
+        holders: dict[int, int] = {}
+        for first in range(0, len(places), FETCH_BLOCKS):
+            asked = places[first : first + FETCH_BLOCKS]
+            reply = await self._fetch(keys=[self._tag], args=[b"".join([hashes[at] for at in asked])])
+            epoch, *values = fetched(reply)
+            holders.update(zip(asked, map(slots_bits, values), strict=True))
+        return epoch, holders
 
     async def _read_slots(self) -> _Slots:
         tag = self._tag
@@ -147,7 +158,7 @@ class RedisIndex:
             for (slot, owner), lease in zip(owners.items(), leases, strict=True)
             if lease == owner
         }
-        slots = _Slots(epoch=epoch, worker_of_slot=alive, alive=bitmap(alive))
+        slots = _Slots(epoch=epoch or b"", worker_of_slot=alive, alive=bitmap(alive))
         if tag == self._tag:
             self._slots = slots
         return slots

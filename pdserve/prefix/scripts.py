@@ -158,6 +158,20 @@ return 1
 """
 )
 
+# ARGV: hashes in one string. Returns the epoch and each block's bitmap in one string, each after its length in two
+# bytes: a client in Python takes one long reply in a fraction of the time that an array of short ones needs.
+FETCH: Final = """
+local tag, hashes = KEYS[1], ARGV[1]
+local keys = {tag .. ':epoch'}
+for at = 1, #hashes, 16 do keys[#keys + 1] = tag .. ':b:' .. string.sub(hashes, at, at + 15) end
+local values = redis.call('MGET', unpack(keys))
+for at = 1, #keys do
+  local value = values[at] or ''
+  values[at] = struct.pack('>Hc0', #value, value)
+end
+return table.concat(values)
+"""
+
 # Registry. ARGV: worker id, incarnation, facts, lease ms, "1" when this incarnation has just begun.
 # Returns 0 when a newer incarnation has taken the name, else 1.
 REGISTER: Final = """
