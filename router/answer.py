@@ -17,6 +17,7 @@ from pdserve.wire import convert
 from router.commands import FinishRequest
 
 MAX_PENDING_TOKENS: Final = 8192  # a reader so far behind is taken for gone
+MAX_DELTA_TOKENS: Final = 256  # in one message: a late reader gets larger pieces, but none that outgrows its window
 
 
 @final
@@ -48,9 +49,8 @@ class Answer:
         self._num_tokens = 0
         self._last_id: int | None = None
         self._stop: str | None = None
-        self._text: list[str] = []
-        self._ids: list[int] = []
-        self._logprobs: list[inference_pb2.TokenLogprobs] = []
+        self._deltas: list[inference_pb2.Delta] = []  # pending, oldest first
+        self._num_pending = 0  # tokens in them
         self._finished: inference_pb2.Finished | None = None
 
     def take(self, tokens: Iterable[TokenOut]) -> int | None:
@@ -61,7 +61,7 @@ class Answer:
             self._add(token)
             if self._stop is not None:
                 break
-        if len(self._ids) > self._max_pending_tokens:
+        if self._num_pending > self._max_pending_tokens:
             self.fail(Cancelled(f"the reader is more than {self._max_pending_tokens} tokens behind"))
         self.changed.set()
         return None if self._stop is None else self._num_tokens
@@ -71,9 +71,9 @@ class Answer:
         if self.is_over:
             return
         if self._stop is None:
-            self._text.append(self._match(self._detokenizer.finish()))
+            self._write(self._match(self._detokenizer.finish()))
         if self._stop is None:
-            self._text.append(self._stops.finish())
+            self._write(self._stops.finish())
         is_stopped = self._stop is not None
         reason = FinishReason.STOP if is_stopped else end.reason
         self._finished = inference_pb2.Finished(
@@ -99,15 +99,11 @@ class Answer:
         """Everything that may go out now, in as few messages as there can be. Nothing before the first token."""
         self.changed.clear()
         messages: list[inference_pb2.GenerateResponse] = []
-        text = "".join(self._text)
-        has_delta = bool(text or self._ids)
-        if self._started is not None and (has_delta or self._finished is not None):
+        if self._started is not None and (self._deltas or self._finished is not None):
             messages.append(inference_pb2.GenerateResponse(started=self._started))
             self._started = None
-        if has_delta:
-            delta = inference_pb2.Delta(text=text, token_ids=self._ids, logprobs=self._logprobs)
-            messages.append(inference_pb2.GenerateResponse(delta=delta))
-            self._text, self._ids, self._logprobs = [], [], []
+        messages += [inference_pb2.GenerateResponse(delta=delta) for delta in self._deltas]
+        self._deltas, self._num_pending = [], 0
         if self._finished is not None:
             messages.append(inference_pb2.GenerateResponse(finished=self._finished))
             self._finished = None
@@ -116,12 +112,22 @@ class Answer:
     def _add(self, token: TokenOut) -> None:
         self._num_tokens += 1
         self._last_id = token.token_id
-        self._ids.append(token.token_id)
+        if not self._deltas or len(self._deltas[-1].token_ids) == MAX_DELTA_TOKENS:
+            self._deltas.append(inference_pb2.Delta())
+        self._num_pending += 1
+        delta = self._deltas[-1]
+        delta.token_ids.append(token.token_id)
         if token.logprob is not None:
-            self._logprobs.append(convert.logprobs_to_proto(token))
+            delta.logprobs.append(convert.logprobs_to_proto(token))
         is_end = token.token_id in self._end_ids and self._num_tokens > self._sampling.min_tokens
         if not is_end or self._sampling.include_stop_in_output:
-            self._text.append(self._match(self._detokenizer.push((token.token_id,))))
+            self._write(self._match(self._detokenizer.push((token.token_id,))))
+
+    def _write(self, text: str) -> None:
+        if text:
+            if not self._deltas:
+                self._deltas.append(inference_pb2.Delta())
+            self._deltas[-1].text += text
 
     def _match(self, text: str) -> str:
         """What may go out once `text` has come. Stop strings do not count before min_tokens."""

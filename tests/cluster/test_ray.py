@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster("--model", "toy", "--ray", "--prefill", "2", "--decode", "2", start_s=150) as cluster:
+    flags = ("--model", "toy", "--ray", "--prefill", "2", "--decode", "2", "--set", "worker.toy_step_s=0.01")
+    with Cluster(*flags, start_s=150) as cluster:
         yield cluster
 
 

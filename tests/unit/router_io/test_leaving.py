@@ -56,8 +56,9 @@ async def test_a_reader_that_takes_nothing_is_given_up(
 ) -> None:
     monkeypatch.setattr(InferenceServicer.__init__, "__kwdefaults__", {"write_s": 0.3})
     front = await connect(decode, max_new_tokens=8000)
-    # Logprobs make an answer larger than the stream's window of 64 KiB, which without probing does not grow.
-    channel = grpc.aio.insecure_channel(front.server.address, options=[("grpc.http2.bdp_probe", 0)])
+    # Logprobs make the answer many times larger than this stream's window, which without probing does not grow.
+    window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
+    channel = grpc.aio.insecure_channel(front.server.address, options=window)
     sampling = inference_pb2.SamplingParams(max_tokens=8000, temperature=0.0, logprobs=1)
     call = InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest(text="hello", sampling=sampling))
     assert (await call.read()).HasField("started")

@@ -58,7 +58,7 @@ async def test_a_prefix_that_the_decode_worker_holds_does_not_travel_again(start
 
 
 async def test_preemption_changes_no_token_and_is_told(start: Any, attach: Any, ask: Any) -> None:
-    d = start(Role.DECODE, kv_blocks=10, model="toy")
+    d = start(Role.DECODE, kv_blocks=10, model="toy", toy_step_s=0.01)  # slow enough for all three to meet
     router = await attach(d)
     prompts = {name: [n + 11, n + 12, n + 13] for n, name in enumerate("abc")}
     tokens = await asyncio.gather(
