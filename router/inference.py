@@ -153,7 +153,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 cached = await self._lookup.lookup(hashes)
         except TimeoutError:
             pass  # no answer means no prefix
-        most = None if cached is None else max(cached.values(), default=0)
+        is_told = cached is not None and (bool(cached) or self._lookup.is_available)
+        most = max(cached.values(), default=0) if cached is not None and is_told else None
         self._measure.looked_up(span, time.monotonic() - started_s, most)
         return cached or {}
 

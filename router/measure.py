@@ -53,6 +53,8 @@ class Measure:
 
     def placed(self, path: str, attempt: int) -> None:
         self.metrics.add(names.PLACEMENTS, path=path)
+        if attempt > 1:
+            self.metrics.add(names.REPLACEMENTS)
 
     def emitted(self, num_tokens: int) -> None:
         self.metrics.add(names.GENERATED_TOKENS, num_tokens)

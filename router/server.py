@@ -85,7 +85,7 @@ class RouterServer:
         )
         self._admission = Admission(load_tokenizer(config.model), _chat_template(config.model), limits)
         self._tracing = make_tracing("pdserve-router", config.otlp, {"service.instance.id": config.router_id})
-        self._metrics = metrics or make_metrics("router", config.metrics_port)
+        self._metrics = metrics or make_metrics("router", config.metrics_port, config.host)
         self._measure = Measure(self._metrics, self._tracing)
         self._record = RecordFile(config.record, self._settings) if config.record else None
         self._index = None if config.redis else PrefixIndex()

@@ -9,6 +9,11 @@ from pdserve.prefix.index import PrefixIndex
 
 
 class PrefixLookup(Protocol):
+    @property
+    def is_available(self) -> bool:
+        """False while the index is out of reach: an empty answer then says nothing."""
+        ...
+
     async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
         """Leading blocks that each worker holds of the chain `hashes`, by worker id.
 
@@ -23,6 +28,7 @@ class MemoryLookup:
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
+        self.is_available = True
 
     async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
         return self._index.lookup(hashes)

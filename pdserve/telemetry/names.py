@@ -166,7 +166,7 @@ QUEUED: Final = _metric("pdserve_requests_queued", "gauge", "router", "requests 
 RUNNING: Final = _metric("pdserve_requests_running", "gauge", "router", "requests that are placed on workers")
 PLACEMENTS: Final = _metric("pdserve_placements_total", "counter", "router", "requests placed, by path", ("path",))
 REPLACEMENTS: Final = _metric(
-    "pdserve_replacements_total", "counter", "router", "placements after the first of a request, by cause", ("reason",)
+    "pdserve_replacements_total", "counter", "router", "placements after the first of a request"
 )
 GEN_AI_DURATION: Final = _metric(
     "gen_ai_server_request_duration_seconds",

@@ -168,7 +168,7 @@ class WorkerHost:
         config = self._config
         attributes = {"service.instance.id": config.worker_id}
         self._tracing = make_tracing(f"pdserve-{self._role.value}", config.otlp, attributes)
-        self._metrics = make_metrics("worker", config.metrics_port)
+        self._metrics = make_metrics("worker", config.metrics_port, config.host)
         context = ProgramContext(
             config=config,
             role=self._role,
