@@ -11,6 +11,11 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -q $(ARGS)
 
+# What is too long or too heavy for every run: Redis away for a minute, 100,000 faulty transfers on each transport.
+test-slow: $(STAMP)
+	PDSERVE_REDIS_AWAY_S=60 $(BIN)/python -m pytest -q tests/cluster/test_faults.py
+	$(BIN)/python -m benchmarks.transfer --storm 100000 --seed 1
+
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
