@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from decode_worker.program import make_host
-from pdserve.worker.main import run
+from pdserve.config import WorkerConfig
+from pdserve.program import run
 
 if __name__ == "__main__":
-    sys.exit(run("decode_worker", make_host, sys.argv[1:]))
+    sys.exit(run("decode_worker", WorkerConfig, make_host, sys.argv[1:]))

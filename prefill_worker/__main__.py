@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from pdserve.worker.main import run
+from pdserve.config import WorkerConfig
+from pdserve.program import run
 from prefill_worker.program import make_host
 
 if __name__ == "__main__":
-    sys.exit(run("prefill_worker", make_host, sys.argv[1:]))
+    sys.exit(run("prefill_worker", WorkerConfig, make_host, sys.argv[1:]))

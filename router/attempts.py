@@ -9,21 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from pdserve.core.attempt import FailureKind, RefusalReason
 from pdserve.core.types import FinishReason, TokenOut
 from router.commands import Admit, EmitTokens, FailKind, Prefill
 from router.ending import expire, finish, forget_if_free, give_up
-from router.events import (
-    AttemptFailed,
-    FailureKind,
-    FirstToken,
-    Granted,
-    RefusalReason,
-    Refused,
-    Released,
-    TokenRow,
-    TokensArrived,
-    TransferEnded,
-)
+from router.events import AttemptFailed, FirstToken, Granted, Refused, Released, TokenRow, TokensArrived, TransferEnded
 from router.ledger import Ledger
 from router.lifecycle import Move, Stage
 from router.recovery import Cause, lose, requeue

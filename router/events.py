@@ -9,31 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
 from kvtransfer.transport import Grant
+from pdserve.core.attempt import FailureKind, RefusalReason
 from pdserve.core.latency import CostPrior
 from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut
-
-
-class RefusalReason(Enum):
-    """Why a worker did not take an attempt."""
-
-    INBOX_FULL = "inbox_full"
-    NO_BLOCKS = "no_blocks"
-    DRAINING = "draining"
-    TOO_LARGE = "too_large"  # the sequence can never fit this worker
-    DEADLINE = "deadline"
-
-
-class FailureKind(Enum):
-    """Why a worker gave an attempt up."""
-
-    DEADLINE = "deadline"
-    INTERNAL = "internal"
-    INVALID = "invalid"  # the request itself is wrong; no other worker will take it either
-    TRANSFER = "transfer"  # the landing place is gone; a new grant may work
-
 
 # -- from clients ------------------------------------------------------------------------------------------------
 

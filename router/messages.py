@@ -9,24 +9,25 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvtransfer.grants import grant_from_proto, grant_to_proto
+from pdserve.core.attempt import FailureKind, RefusalReason
 from pdserve.core.latency import CostPrior
 from pdserve.core.types import Sampling
 from pdserve.v1 import worker_pb2
 from pdserve.wire import convert
 from router import commands, events
 
-_REFUSALS: Final[Mapping[int, events.RefusalReason]] = {
-    worker_pb2.REFUSAL_REASON_INBOX_FULL: events.RefusalReason.INBOX_FULL,
-    worker_pb2.REFUSAL_REASON_NO_BLOCKS: events.RefusalReason.NO_BLOCKS,
-    worker_pb2.REFUSAL_REASON_DRAINING: events.RefusalReason.DRAINING,
-    worker_pb2.REFUSAL_REASON_TOO_LARGE: events.RefusalReason.TOO_LARGE,
-    worker_pb2.REFUSAL_REASON_DEADLINE: events.RefusalReason.DEADLINE,
+_REFUSALS: Final[Mapping[int, RefusalReason]] = {
+    worker_pb2.REFUSAL_REASON_INBOX_FULL: RefusalReason.INBOX_FULL,
+    worker_pb2.REFUSAL_REASON_NO_BLOCKS: RefusalReason.NO_BLOCKS,
+    worker_pb2.REFUSAL_REASON_DRAINING: RefusalReason.DRAINING,
+    worker_pb2.REFUSAL_REASON_TOO_LARGE: RefusalReason.TOO_LARGE,
+    worker_pb2.REFUSAL_REASON_DEADLINE: RefusalReason.DEADLINE,
 }
-_FAILURES: Final[Mapping[int, events.FailureKind]] = {
-    worker_pb2.FAILURE_KIND_DEADLINE: events.FailureKind.DEADLINE,
-    worker_pb2.FAILURE_KIND_INTERNAL: events.FailureKind.INTERNAL,
-    worker_pb2.FAILURE_KIND_INVALID: events.FailureKind.INVALID,
-    worker_pb2.FAILURE_KIND_TRANSFER: events.FailureKind.TRANSFER,
+_FAILURES: Final[Mapping[int, FailureKind]] = {
+    worker_pb2.FAILURE_KIND_DEADLINE: FailureKind.DEADLINE,
+    worker_pb2.FAILURE_KIND_INTERNAL: FailureKind.INTERNAL,
+    worker_pb2.FAILURE_KIND_INVALID: FailureKind.INVALID,
+    worker_pb2.FAILURE_KIND_TRANSFER: FailureKind.TRANSFER,
 }
 
 
@@ -82,7 +83,7 @@ def event_of(worker_id: str, message: worker_pb2.AttachResponse) -> events.Event
             worker_id=worker_id,
             request_id=refused.request_id,
             attempt=refused.attempt,
-            reason=_REFUSALS.get(refused.reason, events.RefusalReason.INBOX_FULL),
+            reason=_REFUSALS.get(refused.reason, RefusalReason.INBOX_FULL),
             retry_after_s=refused.retry_after_s,
         )
     if kind == "first_token":
@@ -114,7 +115,7 @@ def event_of(worker_id: str, message: worker_pb2.AttachResponse) -> events.Event
             worker_id=worker_id,
             request_id=failed.request_id,
             attempt=failed.attempt,
-            kind=_FAILURES.get(failed.kind, events.FailureKind.INTERNAL),
+            kind=_FAILURES.get(failed.kind, FailureKind.INTERNAL),
             message=failed.message,
         )
     if kind == "released":

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtransfer.transport import Grant, TransferKey
+from pdserve.core.attempt import FailureKind, RefusalReason
 from pdserve.core.types import FinishReason, Role, TokenOut
 from router.commands import Command, WakeAt
 from router.events import (
     AttemptFailed,
     ClientLeft,
     Event,
-    FailureKind,
     FirstToken,
     Granted,
     LoadReported,
-    RefusalReason,
     Refused,
     Released,
     TimePassed,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pdserve.core.attempt import FailureKind, RefusalReason
 from pdserve.core.errors import (
     DeadlineExceeded,
     InternalError,
@@ -30,15 +31,7 @@ from router.commands import (
     Prefill,
     Reserve,
 )
-from router.events import (
-    DrainRequested,
-    FailureKind,
-    RefusalReason,
-    RouterClosing,
-    StopMatched,
-    TimePassed,
-    WorkerForgotten,
-)
+from router.events import DrainRequested, RouterClosing, StopMatched, TimePassed, WorkerForgotten
 from router.lifecycle import IllegalMove, Stage
 from router.settings import RouterSettings
 from tests.unit.router.given import Given, grant

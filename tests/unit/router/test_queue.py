@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.core.attempt import FailureKind
 from pdserve.core.latency import CostPrior
 from pdserve.core.types import FinishReason, Role, Slo
 from router.commands import Command, FailRequest, Reserve, WakeAt
-from router.events import DrainRequested, FailureKind, LoadReported, TimePassed
+from router.events import DrainRequested, LoadReported, TimePassed
 from router.settings import RouterSettings
 from router.state import RouterState
 from tests.unit.router.given import Given

@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvtransfer.transport import Fingerprint, Grant, TransferKey
+from pdserve.core.attempt import FailureKind, RefusalReason
 from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut
 from router.commands import (
     Admit,
@@ -32,11 +33,9 @@ from router.events import (
     BatchTimed,
     ClientLeft,
     Event,
-    FailureKind,
     FirstToken,
     Granted,
     LoadReported,
-    RefusalReason,
     Refused,
     Released,
     RequestArrived,

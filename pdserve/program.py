@@ -1,0 +1,64 @@
+"""What `python -m` of each role shares: flags, logs on stderr, signals, one line on stdout when it listens."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from pdserve.config import Config, RouterConfig, parse_flags
+from pdserve.core.errors import PdserveError
+from pdserve.telemetry.logs import log_to_stderr
+
+USAGE_EXIT_CODE: Final = 2
+
+
+class Host(Protocol):
+    """A role that runs on threads of its own."""
+
+    def start(self) -> str:
+        """Returns HOST:PORT once it listens. Raises PdserveError."""
+        ...
+
+    def drain(self) -> None:
+        """Returns at once; the host stops itself when its work is done or its time is over."""
+        ...
+
+    def stop(self) -> None: ...
+
+    def wait(self, timeout_s: float | None = None) -> bool: ...
+
+
+def run(name: str, kind: type[Config], make_host: Callable[[Config], Host], argv: Sequence[str]) -> int:
+    """Serves until a signal: SIGTERM and SIGINT drain, a second one stops at once."""
+    log_to_stderr(name)
+    try:
+        config = parse_flags(kind, argv, f"python -m {name}")
+        host = make_host(config)
+        address = host.start()
+    except PdserveError as error:
+        sys.stderr.write(f"{name}: {error.message}\n")
+        return USAGE_EXIT_CODE
+    _follow_signals(host)  # until here a signal just ends the process: nobody depends on it yet
+    own_id = config.router_id if isinstance(config, RouterConfig) else config.worker_id
+    sys.stdout.write(f"{name} {own_id} listening on {address}\n")
+    sys.stdout.flush()
+    host.wait()
+    return 0
+
+
+def _follow_signals(host: Host) -> None:
+    signals_seen = 0
+
+    def on_signal(number: int, frame: object) -> None:
+        nonlocal signals_seen
+        signals_seen += 1
+        if signals_seen == 1:
+            host.drain()
+        else:
+            threading.Thread(target=host.stop, name="stop", daemon=True).start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
