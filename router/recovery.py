@@ -127,15 +127,17 @@ def _worker_gone(ledger: Ledger, worker_id: str, cause: Cause) -> None:
         elif not booking.is_sent:
             lose(ledger, request, Cause.PLAN, culprit=worker_id)
         else:
-            _count_death(request, was_draining)
+            _count_death(request, is_planned=was_draining)
             lose(ledger, request, cause, culprit=worker_id, message=worker_id)
 
 
-def _count_death(request: Request, was_draining: bool) -> None:
-    """A request that kills its workers is told from one that was there by chance by the tokens it got meanwhile."""
+def _count_death(request: Request, *, is_planned: bool) -> None:
+    """A request that kills its workers is told from one that was there by chance: one whose attempt lived well is
+    no suspect, and a worker that had only been asked for a place had computed nothing of it. So a host that dies
+    with several workers at once is not blamed on its requests."""
     if len(request.output) - request.attempt_output >= INNOCENT_TOKENS:
         request.deaths = 0
-    if not was_draining:
+    elif not is_planned and request.stage not in (Stage.RESERVING, Stage.SEATING):
         request.deaths += 1
 
 

@@ -17,7 +17,9 @@ class RouterSettings:
     max_attempts: int = 4  # attempts that may be lost; refusals are not counted
     max_worker_deaths: int = 2  # a request that was on so many workers when they died is failed
     worker_silence_s: float = 5.0  # routed around after this, its attempts given up after twice this
-    workers_grace_s: float = 10.0  # how long requests wait for a decode worker to come back
+    # How long requests wait for a decode worker to come back: longer than its watchdog takes to end a hung one
+    # (WorkerConfig.stall_s) and its successor to load. Whoever cannot wait brings a deadline.
+    workers_grace_s: float = 60.0
     release_timeout_s: float = 120.0  # after the end of a request, until Released is no longer waited for
     explain_capacity: int = 1024  # requests whose decision is kept
     is_strict: bool = False  # raise IllegalMove instead of counting it

@@ -151,8 +151,12 @@ class RouterState:
     def _set_alarm(self) -> None:
         """Asks for TimePassed at the earliest time at which something is due, unless that is asked already."""
         ledger, timers = self._ledger, self._ledger.timers
-        if timers.silence_at_s is None and any(view.is_connected for view in ledger.fleet.views.values()):
-            timers.silence_at_s = ledger.now_s + max(0.5 * self.settings.worker_silence_s, SHORTEST_WAKE_S)
+        if timers.silence_at_s is None:
+            limit_s = 2.0 * self.settings.worker_silence_s
+            ends = [view.heard_s + limit_s for view in ledger.fleet.views.values() if view.is_connected]
+            if ends:  # whoever is past it was given up; its attempts that come back late are looked for again
+                ahead = [at_s for at_s in ends if at_s > ledger.now_s]
+                timers.silence_at_s = min(ahead, default=ledger.now_s + max(0.25 * limit_s, SHORTEST_WAKE_S))
         due = [at_s for at_s in (timers.retry_at_s, timers.silence_at_s) if at_s is not None]
         due += [heap[0][0] for heap in (timers.deadlines, timers.backoffs) if heap]
         if due:

@@ -14,6 +14,8 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import Slo
 from pdserve.v1 import inference_pb2
 
+MAX_TIMEOUT_S: Final = 1e9  # gRPC turns much larger ones into the past
+
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
@@ -153,8 +155,8 @@ def _check_timeout(_request: inference_pb2.GenerateRequest, name: str, value: An
 def checked_timeout_s(name: str, value: object) -> float:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise _wrong(name, "float", value)
-    if not 0 < float(value) < float("inf"):
-        raise InvalidRequest(name, value, "a positive number of seconds")
+    if not 0 < float(value) <= MAX_TIMEOUT_S:
+        raise InvalidRequest(name, value, f"a positive number of seconds, at most {MAX_TIMEOUT_S:g}")
     return float(value)
 
 

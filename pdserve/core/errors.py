@@ -89,7 +89,7 @@ class NoWorkers(Unavailable):
     reason = "NO_WORKERS"
 
     def __init__(self, role: str, retry_after_s: float | None = 1.0) -> None:
-        super().__init__(f"no {role} worker is connected", retry_after_s)
+        super().__init__(f"no {role} worker is there to answer", retry_after_s)
         self.role = role
 
 

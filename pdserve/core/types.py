@@ -44,7 +44,7 @@ class Sampling:
     top_k: int = 0  # 0 keeps every token
     top_p: float = 1.0  # in (0, 1]
     min_p: float = 0.0  # in [0, 1]
-    repetition_penalty: float = 1.0  # > 0; over prompt and output
+    repetition_penalty: float = 1.0  # in [0.01, 100]; over prompt and output
     presence_penalty: float = 0.0  # in [-2, 2]; over output
     frequency_penalty: float = 0.0  # in [-2, 2]; over output
     seed: int = 0
@@ -61,7 +61,8 @@ class Sampling:
         _require("top_k", self.top_k, self.top_k >= 0, "at least 0; 0 keeps every token")
         _require_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _require_number("min_p", self.min_p, 0.0, 1.0)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        # Logits are divided by it: a tiny one would overflow them.
+        _require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _require("seed", self.seed, 0 <= self.seed <= MAX_SEED, "an unsigned 64-bit integer")

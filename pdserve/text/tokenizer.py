@@ -93,7 +93,8 @@ class HuggingFaceTokenizer:
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=has_special_tokens).ids
+        # The batch call lets other threads run meanwhile; encode() would hold them, and with them every stream.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=has_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

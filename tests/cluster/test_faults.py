@@ -35,6 +35,10 @@ def test_a_killed_decode_worker_costs_no_token_and_comes_back(slow: Cluster) -> 
     a_decode_worker_dies_in_mid_stream(slow)
 
 
+def test_all_decode_workers_killed_at_once_cost_no_token_and_come_back(slow: Cluster) -> None:
+    a_decode_worker_dies_in_mid_stream(slow, all_die=True)
+
+
 def test_a_killed_prefill_worker_costs_no_token_and_comes_back(slow: Cluster) -> None:
     a_prefill_worker_dies_while_it_prefills(slow)
 

@@ -333,6 +333,21 @@ def test_a_request_that_lived_well_between_two_deaths_goes_on(given: Given) -> N
     assert given.lost("d1")[-1] == reserve(3, "d2", tuple(range(100, 111)))
 
 
+def test_workers_that_die_together_are_not_blamed_on_their_requests(given: Given) -> None:
+    """d0 dies in mid-answer, d1 before it has granted a place, d2 before it has computed a token."""
+    for index in range(1, 4):
+        given.connect_decode(f"d{index}")
+    given.arrives(max_tokens=100)
+    given.granted()
+    given.first(100, 1)
+    given.committed()
+    given.tokens(1, list(range(101, 111)))
+    assert given.lost("d0")[-1] == reserve(2, "d1", tuple(range(100, 111)))
+    assert given.lost("d1")[-1] == reserve(3, "d2", tuple(range(100, 111)))
+    given.granted(3, "d2")
+    assert given.lost("d2")[-1] == reserve(4, "d3", tuple(range(100, 111)))
+
+
 def test_a_draining_worker_that_leaves_is_no_death(given: Given) -> None:
     for index in range(1, 4):
         given.connect_decode(f"d{index}")
@@ -537,7 +552,7 @@ def test_requests_wait_a_while_for_decode_workers_to_come_back(given: Given) -> 
 def test_requests_that_waited_long_enough_for_workers_are_refused(given: Given) -> None:
     given.lost("d0")
     given.arrives()
-    assert isinstance(failure(given.at(10.0)).to_error(), NoWorkers)
+    assert isinstance(failure(given.at(60.0)).to_error(), NoWorkers)
     assert isinstance(failure(given.arrives("b")).to_error(), NoWorkers), "now everybody knows"
 
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,18 @@ def test_text_imports_no_torch_and_toy_does_not_load_the_tokenizers_library() ->
         "t.load_tokenizer('toy'); assert not {'torch', 'transformers', 'tokenizers', 'grpc'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_long_text_leaves_other_threads_running() -> None:
+    """The router tokenises beside its event loop; a call that kept the interpreter would stop every stream."""
+    tokenizer = load_tokenizer(str(next((Path(__file__).parents[3] / "pdserve/models").glob("stdlib-*"))))
+    text = "def value(self, name):\n    return self\n" * 20_000
+    worker = threading.Thread(target=tokenizer.encode, args=(text,))
+    longest_s, last_s = 0.0, time.perf_counter()
+    began_s = last_s
+    worker.start()
+    while worker.is_alive():
+        time.sleep(0.0005)
+        now_s = time.perf_counter()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    assert longest_s < 0.5 * (last_s - began_s), f"{longest_s:.3f} s of {last_s - began_s:.3f} s"
