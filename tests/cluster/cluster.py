@@ -1,4 +1,4 @@
-"""A real cluster as a user starts it: `python -m pdserve up`, found by its ready line, ended by SIGTERM.
+"""A real cluster as a user starts it: `python -m pdserve up`, ended by SIGTERM.
 
 Processes are found by the ports that they listen on, so that the same tests drive plain processes and Ray actors.
 """
@@ -6,60 +6,27 @@ Processes are found by the ports that they listen on, so that the same tests dri
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
-import sys
-import threading
 import time
 import urllib.request
-from collections import deque
 from pathlib import Path
 from types import TracebackType
 
 from pdserve import Client
-
-ROOT = Path(__file__).parents[2]
-READY = re.compile(r"\bready\b.*?127\.0\.0\.1:(\d+)")
-REDIS = re.compile(r"redis 127\.0\.0\.1:(\d+)")
+from pdserve.launch.running import Running
 
 
 class Cluster:
     """`pdserve up` with these flags. Use as a context manager; `client` speaks to its router."""
 
     def __init__(self, *flags: str, start_s: float = 90.0) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve", "up", "--port", "0", *flags],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self.stderr: deque[str] = deque(maxlen=2000)
-        self._ready = threading.Event()
-        self._line = ""
-        for stream, keep in ((self.process.stderr, self.stderr.append), (self.process.stdout, self._read_ready)):
-            threading.Thread(target=_drain, args=(stream, keep), daemon=True).start()
-        deadline = time.monotonic() + start_s
-        while not self._ready.wait(0.1):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.stop()
-                raise AssertionError(f"no ready line (exit {self.process.poll()}):\n{''.join(self.stderr)}")
-        found = READY.search(self._line)
-        assert found is not None, self._line
-        self.port = int(found[1])
-        redis = REDIS.search(self._line)
-        self.redis_port = int(redis[1]) if redis else None
-        self.target = f"127.0.0.1:{self.port}"
+        self._running = Running.start(*flags, timeout_s=start_s, env={"OMP_NUM_THREADS": "1"})
+        self.process = self._running.process
+        self.target = self._running.target
+        self.port = int(self.target.rpartition(":")[2])
         self.client = Client(self.target)
-
-    def _read_ready(self, line: str) -> None:
-        if READY.search(line):
-            self._line = line
-            self._ready.set()
 
     def workers(self) -> list[str]:
         """Ids of the connected workers."""
@@ -88,27 +55,25 @@ class Cluster:
             )
             if idle:
                 return
-            assert time.monotonic() < deadline, f"not idle: {topology}\n{''.join(self.stderr)[-3000:]}"
+            assert time.monotonic() < deadline, f"not idle: {topology}\n{self._last_lines(30)}"
             time.sleep(0.05)
 
     def stop(self) -> None:
-        if hasattr(self, "client"):
-            self.client.close()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(45)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait(10)
-                raise AssertionError(f"up did not drain:\n{''.join(self.stderr)[-3000:]}") from None
+        self.client.close()
+        try:
+            self._running.stop(45.0)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"up did not drain:\n{self._last_lines(30)}") from None
+
+    def _last_lines(self, count: int) -> str:
+        return "\n".join(self._running.lines[-count:])
 
     def __enter__(self) -> Cluster:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is not None:
-            print("".join(self.stderr)[-6000:])
+            print(self._last_lines(60))
         self.stop()
 
 
@@ -149,8 +114,3 @@ def scrape(port: int, metric: str) -> float:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((metric + " ", metric + "{")))
-
-
-def _drain(stream, keep) -> None:  # type: ignore[no-untyped-def]
-    for line in stream:
-        keep(line)
