@@ -218,10 +218,6 @@ class CostModel:
     def num_prefill_samples(self) -> int:
         return self._prefill.num_samples
 
-    @property
-    def num_decode_samples(self) -> int:
-        return self._decode.num_samples
-
 
 class LinkModel:
     """Seconds that KV needs between one pair of workers.

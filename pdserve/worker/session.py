@@ -95,10 +95,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._outboxes: dict[int, Outbox] = {}
         self._session_of: dict[str, int] = {}  # router id -> its newest session
 
-    @property
-    def num_sessions(self) -> int:
-        return len(self._outboxes)
-
     def deliver(self, messages: Mapping[int, list[worker_pb2.AttachResponse]]) -> None:
         for session, batch in messages.items():
             outbox = self._outboxes.get(session)
