@@ -69,7 +69,7 @@ def test_seeds_hold_through_preemption_and_a_death_in_mid_stream(tmp_path: Path)
         expected = [roomy.client.generate(text, **options).token_ids for text in texts]
     config = tmp_path / "narrow.toml"
     port = free_ports(3)  # the launcher gives worker i the port after it
-    config.write_text(f"[decode_worker]\nkv_blocks = 40\nmetrics_port = {port}\n[worker]\nmax_context_tokens = 512\n")
+    config.write_text(f"[decode_worker]\nkv_blocks = 24\nmetrics_port = {port}\n[worker]\nmax_context_tokens = 256\n")
     with Cluster("--decode", "2", "--config", str(config)) as narrow:
         done = generate_all(narrow, texts, **options)
         assert [one.token_ids for one in done] == expected
