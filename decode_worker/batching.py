@@ -44,7 +44,7 @@ from pdserve.core.effects import (
 )
 from pdserve.core.hashing import block_hashes, extend_hashes
 from pdserve.core.types import TokenOut
-from pdserve.engine.interface import Row
+from pdserve.engine.interface import Row, RowOut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,10 +219,10 @@ class DecodeBatching:
         rows = [resident.row(count, self._block_size) for resident, count in shares]
         return Step(rows=rows, keys=[resident.key for resident, _ in shares], account=account), effects
 
-    def apply(self, step: Step, drawn: Sequence[TokenOut | None], now_s: float) -> list[DecodeEffect]:
+    def apply(self, step: Step, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
         """What the computed step means; sequences that left meanwhile are passed over."""
         effects: list[DecodeEffect] = []
-        for key, row, token in zip(step.keys, step.rows, drawn, strict=True):
+        for key, row, out in zip(step.keys, step.rows, outs, strict=True):
             resident = self._residents.get(key)
             if resident is None or resident.stage is not Stage.RUNNING:
                 continue
@@ -230,7 +230,7 @@ class DecodeBatching:
             resident.computed += len(row.tokens)
             if resident.computed // self._block_size > full:
                 self._publish(resident, full)
-            if token is not None:
+            for token in out.drawn:
                 effects += self._draw(resident, token, now_s)
         return effects
 

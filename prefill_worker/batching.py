@@ -40,7 +40,7 @@ from pdserve.core.effects import (
 )
 from pdserve.core.hashing import block_hashes
 from pdserve.core.types import TokenOut
-from pdserve.engine.interface import Row
+from pdserve.engine.interface import Row, RowOut
 
 
 class Stage(Enum):
@@ -165,10 +165,10 @@ class PrefillBatching:
         account = StepAccount(prefill_tokens=self._max_batch_tokens - budget, prefill_token_context=load)
         return Step(rows=rows, keys=keys, account=account), effects
 
-    def apply(self, step: Step, drawn: Sequence[TokenOut | None], now_s: float) -> list[PrefillEffect]:
+    def apply(self, step: Step, outs: Sequence[RowOut], now_s: float) -> list[PrefillEffect]:
         """What the computed step means; prompts that left meanwhile are passed over."""
         effects: list[PrefillEffect] = []
-        for key, row, token in zip(step.keys, step.rows, drawn, strict=True):
+        for key, row, out in zip(step.keys, step.rows, outs, strict=True):
             prompt = self._computing.get(key)
             if prompt is None:
                 continue
@@ -178,8 +178,8 @@ class PrefillBatching:
                 self.blocks.publish(prompt.blocks[index], prompt.hashes[index])
             effects += self._done(prompt)
             if prompt.remaining == 0:
-                assert token is not None, "the last chunk draws"
-                effects.append(self._first(prompt, token, now_s))
+                assert len(out.drawn) == 1, "the last chunk draws one token"
+                effects.append(self._first(prompt, out.drawn[0], now_s))
                 prompt.stage = Stage.SENDING
                 del self._computing[key]
         return effects

@@ -37,6 +37,11 @@ class Row:
     `blocks` covers start + len(tokens) positions. When `sample` is set, the token at position
     start + len(tokens) is drawn; `history` (all token ids up to there, prompt first) and `prompt_len`
     feed the penalties and min_tokens, and may be empty when the row does not sample.
+
+    `drafts` are guesses of the tokens at positions start + len(tokens), ..., only for a row that samples; `blocks`
+    covers them too. The engine computes them after `tokens`, draws at each position with that position's noise, and
+    keeps what it has drawn up to the first that is not the guess. KV past the kept ones is garbage, which the next
+    rows of the sequence overwrite.
     """
 
     tokens: Sequence[int]
@@ -45,6 +50,19 @@ class Row:
     sample: Sampling | None = None
     history: Sequence[int] = field(default_factory=tuple)
     prompt_len: int = 0
+    drafts: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowOut:
+    """What a row of a step has given.
+
+    `drawn`: the tokens at positions start + len(tokens) and on: one, and one more for each accepted draft; none
+    where the row does not sample. `scored`: the prompt's own tokens with their logprobs, where those were asked for.
+    """
+
+    drawn: tuple[TokenOut, ...] = ()
+    scored: tuple[TokenOut, ...] = ()
 
 
 class KvPool(Protocol):
@@ -69,12 +87,11 @@ class Engine(Protocol):
     @property
     def pool(self) -> KvPool: ...
 
-    def step(self, rows: Sequence[Row]) -> list[TokenOut | None]:
+    def step(self, rows: Sequence[Row]) -> list[RowOut]:
         """Computes all rows, prefill chunks and decode rows mixed, and writes their KV.
 
-        Returns one entry per row: the drawn token, or None where the row does not sample.
-        The drawn token depends on the row alone (its tokens, sampling, seed and position), never on the
-        other rows, the slot, the blocks' numbers or the worker.
+        Returns one entry per row. A drawn token depends on the row alone (its tokens, sampling, seed and position),
+        never on the other rows, the slot, the blocks' numbers, the worker or the drafts.
         """
         ...
 

@@ -12,10 +12,9 @@ import torch
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
-from pdserve.core.types import TokenOut
 from pdserve.engine.batch import pack
 from pdserve.engine.config import ModelConfig, read_config
-from pdserve.engine.interface import EngineSpec, Row
+from pdserve.engine.interface import EngineSpec, Row, RowOut
 from pdserve.engine.model import Decoder
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rows import check_rows
@@ -38,13 +37,13 @@ class TorchEngine:
         self._device = pool.tensor.device
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[Row]) -> list[TokenOut | None]:
+    def step(self, rows: Sequence[Row]) -> list[RowOut]:
         check_rows(self.spec, rows)
         if not rows:
             return []
         batch = pack(rows, self._windows, self.spec.block_size, self._device)
         x_TE = self._model.hidden(batch, self.pool)
-        outs: list[TokenOut | None] = [None] * len(rows)
+        outs = [RowOut()] * len(rows)
         asking, draws = [], []
         for index, row in enumerate(rows):
             if row.sample is not None:
@@ -54,7 +53,7 @@ class TorchEngine:
             last = torch.tensor([batch.last_R[index] for index in asking], device=self._device)
             logits_BV = self._model.logits(x_TE[last])
             for index, out in zip(asking, sample(logits_BV, draws, self.spec.eos_token_ids), strict=True):
-                outs[index] = out
+                outs[index] = RowOut((out,))
         return outs
 
     def close(self) -> None:

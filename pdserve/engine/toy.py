@@ -34,8 +34,8 @@ from collections.abc import Sequence
 from operator import mul
 from typing import Final, final
 
-from pdserve.core.types import Role, TokenOut
-from pdserve.engine.interface import EngineSpec, Row
+from pdserve.core.types import Role, Sampling, TokenOut
+from pdserve.engine.interface import EngineSpec, Row, RowOut
 from pdserve.engine.rows import check_rows
 
 EOS: Final = 256
@@ -91,13 +91,13 @@ class ToyEngine:
         self._role_mark = role_mark
         self._step_s = step_s
 
-    def step(self, rows: Sequence[Row]) -> list[TokenOut | None]:
+    def step(self, rows: Sequence[Row]) -> list[RowOut]:
         check_rows(self.spec, rows)
         if self._step_s > 0.0:
             time.sleep(self._step_s)
         for row in rows:
             self._write(row)
-        return [self._draw(row) for row in rows]
+        return [RowOut((self._draw(row, row.sample),)) if row.sample is not None else RowOut() for row in rows]
 
     def close(self) -> None:
         """Nothing to free: the pool goes with its last reader."""
@@ -108,10 +108,7 @@ class ToyEngine:
             slot = row.blocks[position // block_size] * block_size + position % block_size
             self._cells[slot] = cell(token, position, self._role_mark)
 
-    def _draw(self, row: Row) -> TokenOut | None:
-        if row.sample is None:
-            return None
-        sampling = row.sample
+    def _draw(self, row: Row, sampling: Sampling) -> TokenOut:
         end = row.start + len(row.tokens)
         total = self._sum(row.blocks, end)
         if not sampling.is_greedy:

@@ -34,9 +34,9 @@ class Sample:
 
 def draw_one_token(engine: Engine) -> None:
     """Raises InternalError unless the engine draws a token of its vocabulary. Uses block 0."""
-    drawn = engine.step([_reading(engine, count=1, start=0)])[0]
-    if drawn is None or not 0 <= drawn.token_id < engine.spec.vocab_size:
-        raise InternalError(f"the engine's first token is {drawn}, expected one of {engine.spec.vocab_size}")
+    drawn = engine.step([_reading(engine, count=1, start=0)])[0].drawn
+    if len(drawn) != 1 or not 0 <= drawn[0].token_id < engine.spec.vocab_size:
+        raise InternalError(f"the engine's first step drew {drawn}, expected one of {engine.spec.vocab_size} tokens")
 
 
 def measure_cost(

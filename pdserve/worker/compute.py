@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from pdserve.core.errors import InternalError
-from pdserve.core.types import TokenOut
-from pdserve.engine.interface import Engine, Row
+from pdserve.engine.interface import Engine, Row, RowOut
 
 log = logging.getLogger(__name__)
 
@@ -40,15 +39,15 @@ class Isolation:
         self._probe = probe
         self._num_barren = 0  # steps in a row in which nothing succeeded and nothing could be probed
 
-    def step(self, rows: Sequence[Row]) -> list[TokenOut | RowFailed | None]:
+    def step(self, rows: Sequence[Row]) -> list[RowOut | RowFailed]:
         """One entry per row. Raises EngineBroken where even the probe fails."""
         try:
-            drawn = self._engine.step(rows)
+            outs = self._engine.step(rows)
         except Exception:  # whatever an engine may raise: the rows are tried one by one below
             log.exception("a step failed; its rows are tried one by one", extra={"rows": len(rows)})
         else:
             self._num_barren = 0
-            return list(drawn)
+            return list(outs)
         entries = [self._alone(row) for row in rows]
         if all(isinstance(entry, RowFailed) for entry in entries):
             self._suspect()
@@ -69,7 +68,7 @@ class Isolation:
         if isinstance(outcome, RowFailed):
             raise EngineBroken(f"a probe failed after all rows of a step: {outcome.message}")
 
-    def _alone(self, row: Row) -> TokenOut | RowFailed | None:
+    def _alone(self, row: Row) -> RowOut | RowFailed:
         try:
             return self._engine.step([row])[0]
         except Exception as error:  # reported to the request's router

@@ -19,8 +19,7 @@ from pdserve.core.blocks import BlockAllocator, CacheChange
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.hashing import hash_seed
 from pdserve.core.latency import CostPrior
-from pdserve.core.types import TokenOut
-from pdserve.engine.interface import Engine, Row
+from pdserve.engine.interface import Engine, Row, RowOut
 from pdserve.telemetry import names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.wire.convert import role_to_proto
@@ -51,7 +50,7 @@ class Batching(Protocol):
 
     def plan(self, now_s: float) -> tuple[Any, list[Any]]: ...
 
-    def apply(self, step: Any, drawn: Sequence[TokenOut | None], now_s: float) -> list[Any]: ...
+    def apply(self, step: Any, outs: Sequence[RowOut], now_s: float) -> list[Any]: ...
 
     def fail(self, key: AttemptKey, kind: FailureKind, message: str) -> list[Any]: ...
 
@@ -214,15 +213,15 @@ class RoleProgram(ABC):
         entries = self._isolation.step(step.rows)
         ended_s = now()
         self.num_steps += 1
-        drawn: list[TokenOut | None] = []
+        outs: list[RowOut] = []
         for key, entry in zip(step.keys, entries, strict=True):
             if isinstance(entry, RowFailed):
                 self.act(self.batching.fail(key, FailureKind.INTERNAL, entry.message))
-                drawn.append(None)
+                outs.append(RowOut())
             else:
-                drawn.append(entry)
-        self.act(self.batching.apply(step, drawn, ended_s))
-        self._account(step.account, drawn, ended_s - started_s, ended_s)
+                outs.append(entry)
+        self.act(self.batching.apply(step, outs, ended_s))
+        self._account(step.account, outs, ended_s - started_s, ended_s)
         return True
 
     def tick(self) -> None:
@@ -335,14 +334,14 @@ class RoleProgram(ABC):
         self.blocks.release(blocks)
         return Row(tokens=[0], start=0, blocks=blocks)
 
-    def _account(self, account: fx.StepAccount, drawn: Sequence[TokenOut | None], step_s: float, now_s: float) -> None:
+    def _account(self, account: fx.StepAccount, outs: Sequence[RowOut], step_s: float, now_s: float) -> None:
         self.observe(account, step_s)
         metrics = self.context.metrics
         if metrics.is_on:
             metrics.add(names.STEPS)
             metrics.observe(names.STEP_TIME, step_s)
             metrics.add(names.PREFILLED_TOKENS, account.prefill_tokens)
-            metrics.add(names.DRAWN_TOKENS, sum(token is not None for token in drawn))
+            metrics.add(names.DRAWN_TOKENS, sum(len(out.drawn) for out in outs))
         if now_s - self._timed_at_s < self.context.config.heartbeat_s / TIMED_BATCHES_PER_HEARTBEAT:
             return
         self._timed_at_s = now_s

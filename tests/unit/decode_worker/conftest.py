@@ -91,8 +91,7 @@ class Bench:
         blocks = list(range(-(-len(tokens) // BLOCK_SIZE)))
         greedy = Sampling(temperature=0.0)
         row = Row(tokens=tokens, start=0, blocks=blocks, sample=greedy, history=tokens, prompt_len=len(tokens))
-        first = source.step([row])[0]
-        assert first is not None
+        [first] = source.step([row])[0].drawn
         size = source.pool.block_bytes
         for landing, block in zip(grant.blocks, blocks[grant.held_blocks :], strict=True):
             self.engine.pool.buffer[landing * size : (landing + 1) * size] = source.pool.buffer[

@@ -212,9 +212,8 @@ def serve() -> Callable[..., list[list[int]]]:
                 asking.append(one)
             for one, row, out in zip(asking, rows, engine.step(rows), strict=True):
                 one.num_computed += len(row.tokens)
-                assert (out is None) == (row.sample is None)
-                if out is not None:
-                    one.outs.append(out)
+                assert len(out.drawn) == (row.sample is not None)
+                one.outs += out.drawn
             step += 1
         return [[out.token_id for out in one.outs] for one in requests]
 

@@ -106,8 +106,7 @@ def test_blocks_moved_as_bytes_to_another_engine_go_on_with_the_same_tokens(
     prefill, decode = open_engine(tiny("qwen3")), open_engine(tiny("qwen3"))
     prompt = make_prompt(75)
     source, target = [9, 3, 100, 8, 50], [1, 0, 2, 399, 7]
-    [first] = prefill.step([row_of(prompt, 0, source, len(prompt))])
-    assert first is not None
+    [first] = prefill.step([row_of(prompt, 0, source, len(prompt))])[0].drawn
     size = prefill.spec.block_bytes
     for ours, theirs in zip(source, target, strict=True):
         decode.pool.buffer[theirs * size : (theirs + 1) * size] = prefill.pool.buffer[ours * size : (ours + 1) * size]
@@ -115,8 +114,7 @@ def test_blocks_moved_as_bytes_to_another_engine_go_on_with_the_same_tokens(
     while len(history) < len(prompt) + 20:
         if len(history) > len(target) * 16:
             target.append(200 + len(target))
-        [out] = decode.step([row_of(history, len(history) - 1, target, len(prompt))])
-        assert out is not None
+        [out] = decode.step([row_of(history, len(history) - 1, target, len(prompt))])[0].drawn
         history.append(out.token_id)
     assert history[len(prompt) :] == reference(tiny("qwen3"), prompt, 20)
 
@@ -160,13 +158,11 @@ def test_prefill_logprobs_equal_those_of_transformers(
     prompt = make_prompt(90)
     engine = open_engine(tiny("qwen2-window-by-layer"))
     asked = Sampling(temperature=0.0, logprobs=20, repetition_penalty=1.3, min_tokens=1)
-    [out] = engine.step(
-        [Row(tokens=prompt, start=0, blocks=list(range(6)), sample=asked, history=prompt, prompt_len=90)]
-    )
+    row = Row(tokens=prompt, start=0, blocks=list(range(6)), sample=asked, history=prompt, prompt_len=90)
+    [out] = engine.step([row])[0].drawn
     model = AutoModelForCausalLM.from_pretrained(tiny("qwen2-window-by-layer"), dtype=torch.float32)
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
-    assert out is not None
     tokens = [token for token, _ in out.top]
     assert tokens == expected.topk(20).indices.tolist()
     torch.testing.assert_close(torch.tensor([value for _, value in out.top]), expected[tokens], atol=1e-4, rtol=0)
@@ -177,8 +173,6 @@ def test_bfloat16_stays_close_to_float32(tiny: Tiny, open_engine: OpenEngine, ma
     prompt = make_prompt(60)
     asked = Sampling(temperature=0.0, logprobs=5)
     row = Row(tokens=prompt, start=0, blocks=list(range(4)), sample=asked, history=prompt, prompt_len=60)
-    [exact], [rounded] = (open_engine(BUNDLED, dtype=dtype).step([row]) for dtype in ("float32", "bfloat16"))
-    assert exact is not None
-    assert rounded is not None
+    [exact], [rounded] = (open_engine(BUNDLED, dtype=dtype).step([row])[0].drawn for dtype in ("float32", "bfloat16"))
     assert dict(rounded.top).keys() & dict(exact.top).keys()
     assert rounded.top[0][1] == pytest.approx(exact.top[0][1], abs=0.3)

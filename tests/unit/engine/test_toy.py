@@ -11,7 +11,7 @@ from pdserve.config import WorkerConfig
 from pdserve.core.errors import InternalError
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine import toy
-from pdserve.engine.interface import Row
+from pdserve.engine.interface import Row, RowOut
 from pdserve.engine.load import load_engine
 from pdserve.engine.toy import EOS, ToyEngine
 
@@ -32,10 +32,10 @@ def generate(engine: ToyEngine, prompt: list[int], num_tokens: int, sampling: Sa
             history=history if is_last else (),
             prompt_len=len(prompt),
         )
-        [out] = engine.step([row])
+        drawn = engine.step([row])[0].drawn
         start += 3
     while True:
-        assert out is not None
+        [out] = drawn
         history.append(out.token_id)
         if out.token_id == EOS or len(history) == len(prompt) + num_tokens:
             return history[len(prompt) :]
@@ -47,14 +47,15 @@ def generate(engine: ToyEngine, prompt: list[int], num_tokens: int, sampling: Sa
             history=history,
             prompt_len=len(prompt),
         )
-        [out] = engine.step([row])
+        drawn = engine.step([row])[0].drawn
 
 
-def one(engine: ToyEngine, prompt: list[int], sampling: Sampling = GREEDY) -> TokenOut | None:
+def one(engine: ToyEngine, prompt: list[int], sampling: Sampling = GREEDY) -> TokenOut:
     [out] = engine.step(
         [Row(tokens=prompt, start=0, blocks=[0, 1], sample=sampling, history=prompt, prompt_len=len(prompt))]
     )
-    return out
+    [token] = out.drawn
+    return token
 
 
 def test_the_answer_in_the_docstring_is_right() -> None:
@@ -79,7 +80,7 @@ def test_blocks_moved_as_bytes_give_the_same_answer_and_a_lost_block_another() -
     prefill, decode = ToyEngine(block_size=4, num_blocks=8), ToyEngine(block_size=4, num_blocks=8)
     prompt = list(b"moving bytes")
     one_row = Row(tokens=prompt, start=0, blocks=[5, 1, 6])
-    assert prefill.step([one_row]) == [None]
+    assert prefill.step([one_row]) == [RowOut()]
     size = prefill.spec.block_bytes
     for source, target in ((5, 2), (1, 7), (6, 0)):
         decode.pool.buffer[target * size : (target + 1) * size] = prefill.pool.buffer[
@@ -89,7 +90,7 @@ def test_blocks_moved_as_bytes_give_the_same_answer_and_a_lost_block_another() -
     history = [*prompt, expected[0]]
     for blocks, is_equal in (([2, 7, 0, 4], True), ([2, 0, 7, 4], False), ([2, 7, 6, 4], False)):
         row = Row(tokens=history[-1:], start=12, blocks=blocks, sample=GREEDY, history=history, prompt_len=len(prompt))
-        assert (decode.step([row]) == [TokenOut(token_id=expected[1])]) is is_equal
+        assert (decode.step([row]) == [RowOut((TokenOut(token_id=expected[1]),))]) is is_equal
 
 
 def test_marks_show_who_read_the_prompt() -> None:

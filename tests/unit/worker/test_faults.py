@@ -11,8 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.config import WorkerConfig
-from pdserve.core.types import Role, TokenOut
-from pdserve.engine.interface import Row
+from pdserve.core.types import Role
+from pdserve.engine.interface import Row, RowOut
 from pdserve.engine.load import load_engine
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
@@ -29,7 +29,7 @@ class FaultyEngine:
         self.spec, self.pool = self._engine.spec, self._engine.pool
         self.is_broken = False
 
-    def step(self, rows: Sequence[Row]) -> list[TokenOut | None]:
+    def step(self, rows: Sequence[Row]) -> list[RowOut]:
         if self.is_broken or any(POISON in row.tokens for row in rows):
             raise RuntimeError("the device is gone")
         return self._engine.step(rows)

@@ -13,7 +13,7 @@ import pytest
 from pdserve.core.attempt import AttemptKey, AttemptLedger
 from pdserve.core.errors import InternalError
 from pdserve.core.types import Role, Sampling
-from pdserve.engine.interface import Row
+from pdserve.engine.interface import Row, RowOut
 from pdserve.engine.toy import ToyEngine
 from pdserve.v1 import worker_pb2
 from pdserve.worker import calibrate
@@ -137,9 +137,9 @@ def test_measuring_keeps_to_its_budget() -> None:
 def test_an_engine_without_a_token_is_not_ready() -> None:
     class Mute(ToyEngine):
         def step(self, rows: Any) -> Any:
-            return [None for _ in rows]
+            return [RowOut() for _ in rows]
 
-    with pytest.raises(InternalError, match="first token"):
+    with pytest.raises(InternalError, match="first step"):
         calibrate.draw_one_token(Mute())
 
 
