@@ -1,7 +1,7 @@
 """Attention over the paged pool: what each row may see (built once per step), and the product (once per layer)."""
 
 # Shapes: B rows, Q query tokens per row, H query heads, K kv heads, G = H / K, D head dim,
-#         P blocks per row, C tokens per block, S = P * C positions.
+#         P blocks per row, C tokens per block, S = P * C positions, R = G * Q queries of one kv head.
 
 from __future__ import annotations
 
@@ -52,9 +52,17 @@ def make_context(
     return Context(block_BP, is_seen_BQS)
 
 
-def attend(pool: TorchPool, layer: int, q_BQHD: Tensor, context: Context) -> Tensor:
-    """softmax(q k / sqrt(D)) v over the context, [B * Q, H * D].
+def attend(
+    pool: TorchPool,
+    layer: int,
+    q_BQHD: Tensor,
+    context: Context,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """softmax(cap(scale * q k)) v over the context, [B * Q, H * D].
 
+    `scale` is 1 / sqrt(D) where None; cap(x) is softcap * tanh(x / softcap), or x where softcap is None.
     The G query heads that share a kv head are folded into its query axis, so that keys and values are never
     repeated, whichever kernel torch picks.
     """
@@ -64,7 +72,13 @@ def attend(pool: TorchPool, layer: int, q_BQHD: Tensor, context: Context) -> Ten
     group = num_heads // num_kv_heads
     q_BKGQD = q_BQHD.view(num_rows, num_queries, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     is_seen_B1GQS = context.is_seen_BQS[:, None, None].expand(-1, -1, group, -1, -1)
-    out_BKGQD = F.scaled_dot_product_attention(
-        q_BKGQD.flatten(2, 3), k_BKSD, v_BKSD, attn_mask=is_seen_B1GQS.flatten(2, 3)
-    ).view(num_rows, num_kv_heads, group, num_queries, head_dim)
+    q_BKRD, is_seen_B1RS = q_BKGQD.flatten(2, 3), is_seen_B1GQS.flatten(2, 3)
+    if softcap is None:
+        out_BKRD = F.scaled_dot_product_attention(q_BKRD, k_BKSD, v_BKSD, attn_mask=is_seen_B1RS, scale=scale)
+    else:
+        score_BKRS = (q_BKRD @ k_BKSD.mT).float() * (head_dim**-0.5 if scale is None else scale)
+        score_BKRS = (score_BKRS / softcap).tanh() * softcap
+        weight_BKRS = score_BKRS.masked_fill(~is_seen_B1RS, -torch.inf).softmax(-1)
+        out_BKRD = weight_BKRS.to(v_BKSD.dtype) @ v_BKSD
+    out_BKGQD = out_BKRD.view(num_rows, num_kv_heads, group, num_queries, head_dim)
     return out_BKGQD.permute(0, 3, 1, 2, 4).reshape(num_rows * num_queries, num_heads * head_dim)
