@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from pdserve.core.errors import ConfigError
 
 TRANSPORTS: Final = ("auto", "shm", "tcp", "nccl", "cuda_ipc", "nixl")
-DTYPES: Final = ("auto", "float32", "bfloat16")
+DTYPES: Final = ("auto", "float32", "bfloat16", "int8")
 DEVICES: Final = ("auto", "cpu", "cuda")
 
 

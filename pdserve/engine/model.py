@@ -41,7 +41,7 @@ class Decoder:
 
     def logits(self, x_TE: Tensor) -> Tensor:
         """float32, [T, V]."""
-        return F.linear(self._norm(x_TE, self._weights.norm_E), self._weights.head_VE).float()
+        return self._weights.head(self._norm(x_TE, self._weights.norm_E)).float()
 
     def _attention(
         self,
@@ -53,7 +53,7 @@ class Decoder:
         pool: TorchPool,
     ) -> Tensor:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
-        qkv_TND = F.linear(x_TE, layer.qkv_weight, layer.qkv_bias).view(x_TE.shape[0], -1, self._config.head_dim)
+        qkv_TND = layer.qkv(x_TE).view(x_TE.shape[0], -1, self._config.head_dim)
         q_THD, k_TKD, v_TKD = qkv_TND.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         if layer.q_norm_D is not None and layer.k_norm_D is not None:
             q_THD, k_TKD = self._norm(q_THD, layer.q_norm_D), self._norm(k_TKD, layer.k_norm_D)
@@ -64,11 +64,11 @@ class Decoder:
             shape = (group.num_rows, group.num_queries, num_heads, self._config.head_dim)
             q_BQHD = q_THD[group.first : group.first + group.num_rows * group.num_queries].view(shape)
             parts.append(attend(pool, index, q_BQHD, group.contexts[layer.window]))
-        return F.linear(torch.cat(parts) if len(parts) > 1 else parts[0], layer.o_weight, layer.o_bias_E)
+        return layer.o(torch.cat(parts) if len(parts) > 1 else parts[0])
 
     def _mlp(self, layer: LayerWeights, x_TE: Tensor) -> Tensor:
-        gate_TF, up_TF = F.linear(x_TE, layer.gate_up_weight, layer.gate_up_bias).chunk(2, dim=-1)
-        return F.linear(F.silu(gate_TF) * up_TF, layer.down_weight, layer.down_bias_E)
+        gate_TF, up_TF = layer.gate_up(x_TE).chunk(2, dim=-1)
+        return layer.down(F.silu(gate_TF) * up_TF)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self._config.norm_eps)

@@ -69,7 +69,7 @@ def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) ->
     model_config = read_config(folder)
     device, dtype = choose_device(config.device), choose_dtype(config.dtype, config.device)
     checkpoint = open_checkpoint(folder)
-    weights = load_weights(model_config, checkpoint, device, dtype, progress)
+    weights = load_weights(model_config, checkpoint, device, dtype, progress, is_int8=config.dtype == "int8")
     spec = make_spec(config, model_config, dtype, checkpoint_hash(folder, checkpoint))
     pool = TorchPool(
         num_blocks=spec.num_blocks,
@@ -109,7 +109,7 @@ def make_spec(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, weig
     return EngineSpec(
         model=Path(config.model).resolve().name,
         weights_hash=weights_hash,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype="int8" if config.dtype == "int8" else str(dtype).removeprefix("torch."),
         layout=LAYOUT,
         vocab_size=model.vocab_size,
         max_context_tokens=min(config.max_context_tokens or model.max_context_tokens, num_blocks * config.block_size),
@@ -128,6 +128,10 @@ def choose_device(name: str) -> torch.device:
 
 def choose_dtype(name: str, device_name: str) -> torch.dtype:
     """auto: float32 on a CPU, where bfloat16 products are emulated and slow, and bfloat16 on CUDA."""
+    if name == "int8":
+        if choose_device(device_name).type != "cpu":
+            raise ConfigError("dtype", name, "float32 or bfloat16 on CUDA; int8 products are for CPUs")
+        name = "float32"  # what is not a weight: activations between products, norms, KV
     if name == "auto":
         name = "bfloat16" if choose_device(device_name).type == "cuda" else "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdserve.core.errors import InternalError, ModelError
 from pdserve.engine.config import ModelConfig
+from pdserve.engine.linear import Linear, make_linear
 from pdserve.engine.safetensors_file import ITEM_BYTES, Checkpoint, StoredTensor
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
@@ -22,7 +23,9 @@ _IGNORED_SUFFIX: Final = ".rotary_emb.inv_freq"  # old Llama checkpoints store w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
+class LayerTensors:
+    """One layer's parameters as they are read."""
+
     attention_norm_E: Tensor
     qkv_weight: Tensor  # [(H + 2K) D, E]: queries, keys, values
     qkv_bias: Tensor | None
@@ -38,12 +41,35 @@ class LayerWeights:
     window: int | None
 
 
+@dataclass(slots=True, kw_only=True)
+class Tensors:
+    embedding_VE: Tensor
+    layers: list[LayerTensors]
+    norm_E: Tensor
+    head_VE: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One layer as it is computed with."""
+
+    attention_norm_E: Tensor
+    qkv: Linear  # to (H + 2K) D: queries, keys, values
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    o: Linear
+    mlp_norm_E: Tensor
+    gate_up: Linear  # to 2F: gate, up
+    down: Linear
+    window: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     embedding_VE: Tensor
     layers: tuple[LayerWeights, ...]
     norm_E: Tensor
-    head_VE: Tensor
+    head: Linear
 
 
 def load_weights(
@@ -52,9 +78,11 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress | None = None,
+    *,
+    is_int8: bool = False,
 ) -> Weights:
     """Raises ModelError on a missing, left over or misshapen tensor, before anything is read."""
-    weights, targets = allocate(config, device, dtype)
+    tensors, targets = allocate(config, device, dtype)
     stored = dict(checkpoint.tensors)
     for name in checkpoint.tensors:
         is_copy_of_embedding = config.is_tied and name == "lm_head.weight"
@@ -71,10 +99,39 @@ def load_weights(
         done += tensor.num_bytes
         if progress is not None:
             progress(done, total)
-    return weights
+    targets.clear()
+    return pack(tensors, is_int8=is_int8)
 
 
-def allocate(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Weights, dict[str, Tensor]]:
+def pack(tensors: Tensors, *, is_int8: bool) -> Weights:
+    """Layer by layer, each given back before the next is packed: there is never a second copy of the model."""
+    layers: list[LayerWeights] = []
+    tensors.layers.reverse()
+    while tensors.layers:
+        layers.append(_pack_layer(tensors.layers.pop(), is_int8))
+    return Weights(
+        embedding_VE=tensors.embedding_VE,
+        layers=tuple(layers),
+        norm_E=tensors.norm_E,
+        head=make_linear(tensors.head_VE, is_int8=is_int8),
+    )
+
+
+def _pack_layer(layer: LayerTensors, is_int8: bool) -> LayerWeights:
+    return LayerWeights(
+        attention_norm_E=layer.attention_norm_E,
+        qkv=make_linear(layer.qkv_weight, layer.qkv_bias, is_int8=is_int8),
+        q_norm_D=layer.q_norm_D,
+        k_norm_D=layer.k_norm_D,
+        o=make_linear(layer.o_weight, layer.o_bias_E, is_int8=is_int8),
+        mlp_norm_E=layer.mlp_norm_E,
+        gate_up=make_linear(layer.gate_up_weight, layer.gate_up_bias, is_int8=is_int8),
+        down=make_linear(layer.down_weight, layer.down_bias_E, is_int8=is_int8),
+        window=layer.window,
+    )
+
+
+def allocate(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Tensors, dict[str, Tensor]]:
     """Empty parameters, and under each checkpoint name the part of them that it fills.
 
     Fused matrices (qkv, gate and up) are one parameter with several names, so that no second copy is ever made.
@@ -101,7 +158,7 @@ def allocate(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> t
         assert whole is not None
         return whole
 
-    def layer(index: int) -> LayerWeights:
+    def layer(index: int) -> LayerTensors:
         at = f"model.layers.{index}."
         qkv = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
         gate_up = {"gate_proj": config.mlp_size, "up_proj": config.mlp_size}
@@ -109,7 +166,7 @@ def allocate(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> t
         def names(group: str, sizes: Mapping[str, int], kind: str) -> dict[str, int]:
             return {f"{at}{group}.{part}.{kind}": size for part, size in sizes.items()}
 
-        return LayerWeights(
+        return LayerTensors(
             attention_norm_E=required({f"{at}input_layernorm.weight": hidden}),
             qkv_weight=required(names("self_attn", qkv, "weight"), hidden),
             qkv_bias=parameter(names("self_attn", qkv, "bias"), exists=config.has_qkv_bias),
@@ -126,13 +183,13 @@ def allocate(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> t
         )
 
     embedding_VE = required({"model.embed_tokens.weight": config.vocab_size}, hidden)
-    weights = Weights(
+    tensors = Tensors(
         embedding_VE=embedding_VE,
-        layers=tuple(layer(index) for index in range(config.num_layers)),
+        layers=[layer(index) for index in range(config.num_layers)],
         norm_E=required({"model.norm.weight": hidden}),
         head_VE=embedding_VE if config.is_tied else required({"lm_head.weight": config.vocab_size}, hidden),
     )
-    return weights, targets
+    return tensors, targets
 
 
 def _check_names(targets: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> None:

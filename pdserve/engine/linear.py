@@ -1,0 +1,127 @@
+"""Matrix products with weights that are stored once, in the form that the device multiplies fastest.
+
+plain    any device and dtype, as the checkpoint has it.
+packed   float32 on a CPU: oneDNN's blocked layout, made at load. Against the plain layout 2 to 4 times at 4 to 32
+         rows, where decode lives; the plain copy is given back.
+int8     a CPU with VNNI: weights rounded per output channel, activations per token, sums in int32.
+
+        w[n, k] ~ q_w[n, k] * s_w[n]          s_w[n] = max_k |w[n, k]| / 127
+        x[t, k] ~ q_x[t, k] * s_x[t]          s_x[t] = max_k |x[t, k]| / 127
+        y[t, n] ~ s_x[t] * s_w[n] * sum_k q_x[t, k] q_w[n, k]
+
+A token's scale comes from itself alone, so company never moves another row's result by more than float32 rounding.
+"""
+
+# Shapes: T tokens, K inputs, N outputs.
+
+from __future__ import annotations
+
+from typing import Final, Protocol, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_LEAST_ROWS: Final = 4  # oneDNN reads packed weights faster for four rows than for one, two or three
+_HINT_ROWS: Final = 32  # the layout that it picks is the same for 4 to 32 rows
+_LEVELS: Final = 127  # int8 without -128, so that a weight and its negative round alike
+_ZERO_POINT: Final = 128  # activations travel as uint8: VNNI multiplies unsigned by signed
+_LEAST_SCALE: Final = 1e-12  # a token of zeros would divide by zero
+
+
+class Linear(Protocol):
+    """y = x w^T + b over the last axis: [T, K] -> [T, N]."""
+
+    @property
+    def num_outputs(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """What one product reads of the weights."""
+        ...
+
+    def __call__(self, x_TK: Tensor) -> Tensor: ...
+
+
+def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None, *, is_int8: bool = False) -> Linear:
+    """The fastest form for where the weight lies; the caller lets go of `weight_NK`."""
+    if weight_NK.device.type == "cpu":
+        if is_int8:
+            return Int8Linear(weight_NK, bias_N)
+        if weight_NK.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+            return PackedLinear(weight_NK, bias_N)
+    return PlainLinear(weight_NK, bias_N)
+
+
+@final
+class PlainLinear:
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        self._weight_NK = weight_NK
+        self._bias_N = bias_N
+        self.num_outputs = int(weight_NK.shape[0])
+        self.num_bytes = weight_NK.numel() * weight_NK.element_size()
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        return F.linear(x_TK, self._weight_NK, self._bias_N)
+
+
+@final
+class PackedLinear:
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), _HINT_ROWS)
+        self._bias_N = bias_N
+        self.num_outputs = int(weight_NK.shape[0])
+        self.num_bytes = weight_NK.numel() * weight_NK.element_size()
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        num_tokens = x_TK.shape[0]
+        if num_tokens >= _LEAST_ROWS:
+            return _product(x_TK, self._packed, self._bias_N)
+        padded = F.pad(x_TK, (0, 0, 0, _LEAST_ROWS - num_tokens))
+        return _product(padded, self._packed, self._bias_N)[:num_tokens]
+
+
+def _product(x_TK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x_TK, packed, bias_N, "none", [], "")
+    return out
+
+
+@final
+class Int8Linear:
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        # Without VNNI two products are summed in 16 bits, which seven-bit weights cannot overflow.
+        levels = _LEVELS if torch.cpu._is_vnni_supported() else _LEVELS // 2
+        scale_N = weight_NK.abs().amax(dim=1).float().clamp_(min=_LEAST_SCALE).div_(levels)
+        rounded_NK = (weight_NK / scale_N[:, None]).round_().to(torch.int8)
+        self._packed = torch.ops.onednn.qlinear_prepack(rounded_NK, None)
+        self._scale_N = scale_N
+        self._zero_N = torch.zeros(scale_N.shape, dtype=torch.int64)
+        self._bias_N = bias_N
+        self.num_outputs = int(weight_NK.shape[0])
+        self.num_bytes = weight_NK.numel()
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        quantised_TK, scale_T1 = quantise(x_TK)
+        out_TN: Tensor = torch.ops.onednn.qlinear_pointwise(
+            quantised_TK,
+            1.0,
+            _ZERO_POINT,
+            self._packed,
+            self._scale_N,
+            self._zero_N,
+            None,  # the bias comes after the tokens' scales
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
+        )
+        out_TN.mul_(scale_T1)
+        return out_TN if self._bias_N is None else out_TN.add_(self._bias_N)
+
+
+def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """uint8 around 128, and the scale of each token [T, 1]."""
+    scale_T1 = x_TK.abs().amax(dim=-1, keepdim=True).clamp_(min=_LEAST_SCALE).div_(_LEVELS)
+    return (x_TK / scale_T1).round_().add_(_ZERO_POINT).to(torch.uint8), scale_T1

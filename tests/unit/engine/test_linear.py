@@ -1,0 +1,71 @@
+"""Products with packed and with int8 weights against plain ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.engine.linear import Int8Linear, PackedLinear, PlainLinear, make_linear
+
+SHAPES = [(64, 64), (768, 1280), (70, 129), (2048, 96), (33, 1)]
+
+
+def tensors(num_inputs: int, num_outputs: int, *, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+    torch.manual_seed(num_inputs + num_outputs)
+    weight = torch.randn(num_outputs, num_inputs) * num_inputs**-0.5
+    return weight, torch.randn(num_outputs) if has_bias else None
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
+def test_packed_equals_plain_for_any_number_of_rows(num_inputs: int, num_outputs: int, has_bias: bool) -> None:
+    weight, bias = tensors(num_inputs, num_outputs, has_bias=has_bias)
+    packed = PackedLinear(weight, bias)
+    for rows in (1, 2, 3, 4, 5, 31, 64):
+        x = torch.randn(rows, num_inputs)
+        torch.testing.assert_close(packed(x), F.linear(x, weight, bias), rtol=0, atol=2e-5)
+    assert packed.num_bytes == weight.nbytes
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
+def test_int8_is_the_product_of_the_rounded_numbers(num_inputs: int, num_outputs: int, has_bias: bool) -> None:
+    weight, bias = tensors(num_inputs, num_outputs, has_bias=has_bias)
+    linear = Int8Linear(weight, bias)
+    levels = 127 if torch.cpu._is_vnni_supported() else 63
+    scale_N = weight.abs().amax(1) / levels
+    weight_NK = (weight / scale_N[:, None]).round().double() * scale_N[:, None].double()
+    for rows in (1, 4, 33):
+        x = torch.randn(rows, num_inputs) * 10 ** torch.linspace(-3, 3, rows)[:, None]  # tokens of all sizes
+        x[0, 0] = 0.0
+        scale_T1 = x.abs().amax(1, keepdim=True) / 127
+        x_TK = (x / scale_T1).round().double() * scale_T1.double()
+        expected = F.linear(x_TK, weight_NK, None if bias is None else bias.double())
+        tolerance = 1e-5 * (x.abs().amax(1, keepdim=True) * num_inputs**0.5 + 1)
+        assert ((linear(x).double() - expected).abs() <= tolerance).all()
+
+
+def test_an_int8_row_does_not_depend_on_its_company() -> None:
+    weight, _ = tensors(768, 512, has_bias=False)
+    linear = Int8Linear(weight, None)
+    x = torch.randn(16, 768)
+    company = x.clone()
+    company[1:] *= 1000
+    torch.testing.assert_close(linear(x)[0], linear(company)[0], rtol=0, atol=0)
+    torch.testing.assert_close(linear(x)[:1], linear(x[:1]), rtol=0, atol=1e-6)
+
+
+def test_a_token_of_zeros_stays_zero() -> None:
+    weight, _ = tensors(64, 64, has_bias=False)
+    assert not Int8Linear(weight, None)(torch.zeros(2, 64)).any()
+
+
+def test_the_form_follows_the_weight() -> None:
+    weight, _ = tensors(64, 64, has_bias=False)
+    assert isinstance(make_linear(weight), PackedLinear)
+    assert isinstance(make_linear(weight.bfloat16()), PlainLinear)
+    assert isinstance(make_linear(weight.bfloat16(), is_int8=True), Int8Linear)
+    x = torch.randn(3, 64).bfloat16()
+    assert torch.equal(make_linear(weight.bfloat16())(x), F.linear(x, weight.bfloat16()))
