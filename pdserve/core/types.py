@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sized
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -12,7 +13,13 @@ from pdserve.core.errors import InvalidRequest
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 64
-MAX_LOGPROBS: Final = 20
+MAX_LOGPROBS: Final = 64  # 2 * width of a beam search, and some
+MAX_PROMPT_LOGPROBS: Final = 20
+MAX_LOGIT_BIASES: Final = 1024
+MAX_LOGIT_BIAS: Final = 100.0
+MAX_ALLOWED_TOKEN_IDS: Final = 8192
+MAX_BAD_WORDS: Final = 256  # token sequences: a word is up to two, with a space before it and without
+MAX_BAD_WORD_TOKENS: Final = 256
 MAX_SEED: Final = 2**64 - 1
 
 
@@ -53,6 +60,10 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; 0: the drawn token's; k: and of the k most likely
     include_stop_in_output: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, in [-100, 100]), added to the logit; ids ascend
+    allowed_token_ids: tuple[int, ...] = ()  # no other token can be drawn; empty: any
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that the output never contains
+    prompt_logprobs: int | None = None  # as logprobs, of the prompt's own tokens
 
     def __post_init__(self) -> None:
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
@@ -66,7 +77,7 @@ class Sampling:
         _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _require("seed", self.seed, 0 <= self.seed <= MAX_SEED, "an unsigned 64-bit integer")
-        _require("stop", f"{len(self.stop)} strings", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS}")
+        _require_at_most("stop", "strings", self.stop, MAX_STOP_STRINGS)
         for text in self.stop:
             _require(
                 "stop",
@@ -74,14 +85,17 @@ class Sampling:
                 1 <= len(text) <= MAX_STOP_STRING_CHARS,
                 f"strings of 1 to {MAX_STOP_STRING_CHARS} characters",
             )
-        _require(
-            "stop_token_ids",
-            f"{len(self.stop_token_ids)} ids",
-            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            f"at most {MAX_STOP_TOKEN_IDS}",
-        )
-        if self.logprobs is not None:
-            _require("logprobs", self.logprobs, 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+        _require_at_most("stop_token_ids", "ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        _require_between("logprobs", self.logprobs, MAX_LOGPROBS)
+        _require_between("prompt_logprobs", self.prompt_logprobs, MAX_PROMPT_LOGPROBS)
+        _require_at_most("logit_bias", "tokens", self.logit_bias, MAX_LOGIT_BIASES)
+        for _, bias in self.logit_bias:
+            _require_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        _require_at_most("allowed_token_ids", "ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+        _require_at_most("bad_words", "token sequences", self.bad_token_ids, MAX_BAD_WORDS)
+        for word in self.bad_token_ids:
+            _require("bad_words", "a word without tokens", len(word) > 0, "words of at least one token")
+            _require_at_most("bad_words", "tokens in a word", word, MAX_BAD_WORD_TOKENS)
 
     @property
     def is_greedy(self) -> bool:
@@ -112,6 +126,15 @@ class TokenOut:
 def _require(field: str, seen: object, holds: bool, expected: str) -> None:
     if not holds:
         raise InvalidRequest(field, seen, expected)
+
+
+def _require_at_most(field: str, noun: str, values: Sized, most: int) -> None:
+    _require(field, f"{len(values)} {noun}", len(values) <= most, f"at most {most}")
+
+
+def _require_between(field: str, value: int | None, most: int) -> None:
+    if value is not None:
+        _require(field, value, 0 <= value <= most, f"between 0 and {most}")
 
 
 def _require_number(field: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:

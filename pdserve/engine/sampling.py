@@ -1,7 +1,7 @@
 """Draws one token per row from its logits.
 
-Order, as in vLLM: min_tokens bans ends -> repetition, presence and frequency penalties -> (greedy: the most likely
-token, the lowest id among equals) -> temperature -> min_p -> top_k -> top_p -> draw. Each filter sees the
+Order, as in vLLM: bans and logit_bias (masks.py) -> repetition, presence and frequency penalties -> (greedy: the most
+likely token, the lowest id among equals) -> temperature -> min_p -> top_k -> top_p -> draw. Each filter sees the
 distribution that the one before has left (truncation.py).
 
 The draw is the argmax of logits plus Gumbel noise keyed by (seed, position): see noise.py. Rows never mix, so what
@@ -19,29 +19,21 @@ Logprobs are those of the model: log-softmax of the raw logits, before bans, pen
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from pdserve.core.types import Sampling, TokenOut
+from pdserve.core.types import TokenOut
+from pdserve.engine.masks import Draw, is_masked, mask
 from pdserve.engine.noise import gumbel, streams
 from pdserve.engine.truncation import cutoffs, is_truncated
 
+__all__ = ["Draw", "sample"]
+
 LEAST_TEMPERATURE: Final = 1e-5  # below it only ties are drawn; float32 would divide by zero in the end
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """What one row asks for; the drawn token will stand at position len(history)."""
-
-    sampling: Sampling
-    history: Sequence[int]
-    prompt_len: int
 
 
 def sample(logits_BV: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> list[TokenOut]:
@@ -52,7 +44,7 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int
             continue
         if adjusted_BV is logits_BV:
             adjusted_BV = logits_BV.clone()
-        ban_ends(adjusted_BV[row], draw, eos_token_ids)
+        mask(adjusted_BV[row], draw, eos_token_ids)
         penalise(adjusted_BV[row], draw)
     chosen = adjusted_BV.argmax(dim=-1).tolist()  # documented to be the first of equal maxima
     random = [row for row, draw in enumerate(draws) if not draw.sampling.is_greedy]
@@ -64,22 +56,14 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int
 
 
 def is_plain(draw: Draw) -> bool:
-    """True where no ban and no penalty applies."""
+    """True where no ban, bias or penalty applies."""
     sampling = draw.sampling
     return (
-        len(draw.history) - draw.prompt_len >= sampling.min_tokens
-        and sampling.repetition_penalty == 1.0
+        sampling.repetition_penalty == 1.0
         and sampling.presence_penalty == 0.0
         and sampling.frequency_penalty == 0.0
+        and not is_masked(draw)
     )
-
-
-def ban_ends(logits_V: Tensor, draw: Draw, eos_token_ids: Sequence[int]) -> None:
-    if len(draw.history) - draw.prompt_len < draw.sampling.min_tokens:
-        size = logits_V.shape[0]
-        ends = [token for token in (*eos_token_ids, *draw.sampling.stop_token_ids) if 0 <= token < size]
-        if ends:
-            logits_V[torch.tensor(ends, device=logits_V.device)] = -math.inf
 
 
 def penalise(logits_V: Tensor, draw: Draw) -> None:

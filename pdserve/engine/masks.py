@@ -1,0 +1,123 @@
+"""Which tokens a row may not draw, and the bias on the others: the one place where logits are masked.
+
+BANS go from the strongest to the weakest. A ban that would leave no token at all, after the stronger ones, is passed
+over: min_tokens gives way to a finished grammar, bad words to the last token that is allowed. So every draw has a
+token to draw, and none is a NaN. Where emptiness can be known beforehand, admission refuses the request instead.
+
+Each ban is a function of the row's own content (its sampling, its tokens so far), so a token is banned at a position
+or not whoever computes it: after a preemption, a migration, a recovery, or behind guessed tokens.
+"""
+
+# Shapes: V vocabulary.
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from pdserve.core.types import Sampling
+
+_KEPT_LISTS: Final = 64  # id lists that stay on the device, as tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one row asks for; the drawn token will stand at position len(history)."""
+
+    sampling: Sampling
+    history: Sequence[int]
+    prompt_len: int
+
+    @property
+    def num_output(self) -> int:
+        return len(self.history) - self.prompt_len
+
+
+@dataclass(frozen=True, slots=True)
+class Ban:
+    """`applies` is asked of every row of every step: it must be cheap. `ban` sets logits to -inf in place."""
+
+    applies: Callable[[Draw], bool]
+    ban: Callable[[Tensor, Draw, Sequence[int]], None]  # logits_V, draw, eos_token_ids
+
+
+def is_masked(draw: Draw) -> bool:
+    """Whether any ban or bias applies to the row."""
+    for one in BANS:
+        if one.applies(draw):
+            return True
+    return bool(draw.sampling.logit_bias)
+
+
+def mask(logits_V: Tensor, draw: Draw, eos_token_ids: Sequence[int]) -> None:
+    """Bans, then bias, in place."""
+    bans = [one.ban for one in BANS if one.applies(draw)]
+    if bans:
+        raw_V = logits_V.clone()
+        for ban in bans:
+            ban(logits_V, draw, eos_token_ids)
+        if logits_V.amax() == -math.inf:
+            logits_V.copy_(_as_far_as_it_goes(raw_V, bans, draw, eos_token_ids))
+    if draw.sampling.logit_bias:
+        token_N, bias_N = _bias(draw.sampling.logit_bias, logits_V.device)
+        logits_V[token_N] += bias_N
+
+
+def _as_far_as_it_goes(
+    raw_V: Tensor, bans: Sequence[Callable[[Tensor, Draw, Sequence[int]], None]], draw: Draw, ends: Sequence[int]
+) -> Tensor:
+    for ban in bans:
+        tried_V = raw_V.clone()
+        ban(tried_V, draw, ends)
+        if tried_V.amax() > -math.inf:
+            raw_V = tried_V
+    return raw_V
+
+
+def _ban_all_but_allowed(logits_V: Tensor, draw: Draw, _ends: Sequence[int]) -> None:
+    token_N = _index(draw.sampling.allowed_token_ids, logits_V.device)
+    allowed_N = logits_V[token_N]
+    logits_V.fill_(-math.inf)
+    logits_V[token_N] = allowed_N
+
+
+def _ban_bad_words(logits_V: Tensor, draw: Draw, _ends: Sequence[int]) -> None:
+    """The last token of each bad word that the output so far would complete, as in vLLM."""
+    last = []
+    for word in draw.sampling.bad_token_ids:
+        before = len(word) - 1
+        if before <= draw.num_output and tuple(draw.history[len(draw.history) - before :]) == word[:-1]:
+            last.append(word[-1])
+    if last:
+        logits_V[torch.tensor(last, device=logits_V.device)] = -math.inf
+
+
+def _ban_ends(logits_V: Tensor, draw: Draw, eos_token_ids: Sequence[int]) -> None:
+    size = logits_V.shape[0]
+    ends = [token for token in (*eos_token_ids, *draw.sampling.stop_token_ids) if 0 <= token < size]
+    if ends:
+        logits_V[torch.tensor(ends, device=logits_V.device)] = -math.inf
+
+
+BANS: Final = (
+    Ban(lambda draw: bool(draw.sampling.allowed_token_ids), _ban_all_but_allowed),
+    Ban(lambda draw: bool(draw.sampling.bad_token_ids), _ban_bad_words),
+    Ban(lambda draw: draw.num_output < draw.sampling.min_tokens, _ban_ends),
+)
+
+
+@functools.lru_cache(maxsize=_KEPT_LISTS)
+def _index(token_ids: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(token_ids, device=device)
+
+
+@functools.lru_cache(maxsize=_KEPT_LISTS)
+def _bias(biases: tuple[tuple[int, float], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    token_ids, values = zip(*biases, strict=True)
+    return torch.tensor(token_ids, device=device), torch.tensor(values, device=device)
