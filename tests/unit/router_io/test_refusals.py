@@ -57,7 +57,7 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
             ("top_p", "(0, 1]", 0.0),
             ("top_p", "(0, 1]", 1.01),
             ("min_p", "[0, 1]", -0.1),
-            ("logprobs", "between 0 and 20", 21),
+            ("logprobs", "between 0 and 64", 65),
             ("stop", "at most 16", ["x"] * 1000),
             ("stop", "1 to 256", ["x" * 300]),
             ("stop_token_ids", "below 257", [257]),

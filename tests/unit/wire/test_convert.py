@@ -74,7 +74,7 @@ def test_the_default_of_max_tokens_makes_room_for_min_tokens() -> None:
         ("stop", ["x"] * 1000),
         ("stop", [""]),
         ("stop_token_ids", list(range(100))),
-        ("logprobs", 21),
+        ("logprobs", 65),
         ("min_tokens", 1000),
     ],
 )
