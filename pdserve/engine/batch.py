@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -32,31 +33,37 @@ class Batch:
     offset_T: Tensor
     fresh_blocks: Tensor  # begin a life in this step and are not filled by it
     groups: tuple[Group, ...]
-    last_R: tuple[int, ...]  # packed index of each row's last token, in the order of the rows
+    last_R: tuple[int, ...]  # packed index of each row's last token, in the order of the rows; its drafts follow
 
 
 def pack(rows: Sequence[Row], windows: Iterable[int | None], block_size: int, device: torch.device) -> Batch:
-    """All decode rows (one token) form one group; each prefill chunk is a group of its own."""
+    """Decode rows form a group for each number of drafts; each prefill chunk is a group of its own."""
     kinds = tuple(dict.fromkeys(windows))
-    decode = [index for index, row in enumerate(rows) if len(row.tokens) == 1]
-    prefill = [index for index, row in enumerate(rows) if len(row.tokens) > 1]
+    decode: defaultdict[int, list[int]] = defaultdict(list)
+    prefill: list[list[int]] = []
+    for index, row in enumerate(rows):
+        if len(row.tokens) == 1:
+            decode[len(row.drafts)].append(index)
+        else:
+            prefill.append([index])
     tokens: list[int] = []
     positions: list[int] = []
     blocks: list[int] = []
     fresh: list[int] = []
     last_R = [0] * len(rows)
     groups: list[Group] = []
-    for members in ([decode] if decode else []) + [[index] for index in prefill]:
-        first, num_queries = len(tokens), len(rows[members[0]].tokens)
+    for members in [*(decode[count] for count in sorted(decode)), *prefill]:
+        first, num_queries = len(tokens), rows[members[0]].num_queries
         for index in members:
             row = rows[index]
             end = row.start + num_queries
+            last_R[index] = len(tokens) + len(row.tokens) - 1
             tokens += row.tokens
+            tokens += row.drafts
             positions += range(row.start, end)
             blocks += [row.blocks[position // block_size] for position in range(row.start, end)]
             if end % block_size and end - end % block_size >= row.start:
                 fresh.append(row.blocks[end // block_size])
-            last_R[index] = len(tokens) - 1
         tables, starts = [rows[index].blocks for index in members], [rows[index].start for index in members]
         contexts = {window: make_context(tables, starts, num_queries, window, block_size, device) for window in kinds}
         groups.append(Group(first, len(members), num_queries, contexts))

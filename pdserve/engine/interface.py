@@ -52,6 +52,16 @@ class Row:
     prompt_len: int = 0
     drafts: Sequence[int] = ()
 
+    @property
+    def num_queries(self) -> int:
+        """Positions that the step computes."""
+        return len(self.tokens) + len(self.drafts)
+
+    @property
+    def num_draws(self) -> int:
+        """Positions that the step draws at, if every guess is right."""
+        return 0 if self.sample is None else 1 + len(self.drafts)
+
 
 @dataclass(frozen=True, slots=True)
 class RowOut:
@@ -63,6 +73,17 @@ class RowOut:
 
     drawn: tuple[TokenOut, ...] = ()
     scored: tuple[TokenOut, ...] = ()
+
+
+def kept(drawn: Sequence[TokenOut], drafts: Sequence[int]) -> tuple[TokenOut, ...]:
+    """What counts of the draws at a row's positions: up to the first that is not the guess.
+
+    A draw behind a wrong guess was made after a text that is not the sequence's.
+    """
+    for index, (token, draft) in enumerate(zip(drawn, drafts, strict=False)):
+        if token.token_id != draft:
+            return tuple(drawn[: index + 1])
+    return tuple(drawn)
 
 
 class KvPool(Protocol):

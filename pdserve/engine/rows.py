@@ -16,7 +16,7 @@ def check_rows(spec: EngineSpec, rows: Sequence[Row]) -> None:
     """Raises InternalError unless every row can be computed and no two rows write the same block."""
     writers: dict[int, int] = {}
     for index, row in enumerate(rows):
-        end = row.start + len(row.tokens)
+        end = row.start + row.num_queries
         _require(index, len(row.tokens) > 0, "it has no tokens")
         _require(index, row.start >= 0, f"it starts at {row.start}")
         _require(
@@ -28,11 +28,14 @@ def check_rows(spec: EngineSpec, rows: Sequence[Row]) -> None:
         in_range = min(held) >= 0 and max(held) < spec.num_blocks
         _require(index, in_range, f"a block lies outside the pool of {spec.num_blocks}")
         _require(index, len(set(held)) == num_needed, "a block appears twice")
-        in_vocab = min(row.tokens) >= 0 and max(row.tokens) < spec.vocab_size
+        in_vocab = all(min(ids) >= 0 and max(ids) < spec.vocab_size for ids in (row.tokens, row.drafts) if ids)
         _require(index, in_vocab, f"a token id lies outside the vocabulary of {spec.vocab_size}")
         if row.sample is not None:
-            _require(index, len(row.history) == end, f"its history has {len(row.history)} tokens, not {end}")
-            _require(index, 0 <= row.prompt_len <= end, f"its prompt_len is {row.prompt_len}")
+            known = row.start + len(row.tokens)
+            _require(index, len(row.history) == known, f"its history has {len(row.history)} tokens, not {known}")
+            _require(index, 0 <= row.prompt_len <= known, f"its prompt_len is {row.prompt_len}")
+        else:
+            _require(index, not row.drafts, "it has drafts and does not sample")
         for block in held[row.start // spec.block_size :]:
             _require(index, block not in writers, f"block {block} is also written by row {writers.get(block)}")
             writers[block] = index

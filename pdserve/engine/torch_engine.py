@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Final, final
 
@@ -14,7 +15,7 @@ from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.engine.batch import pack
 from pdserve.engine.config import ModelConfig, read_config
-from pdserve.engine.interface import EngineSpec, Row, RowOut
+from pdserve.engine.interface import EngineSpec, Row, RowOut, kept
 from pdserve.engine.model import Decoder
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rows import check_rows
@@ -43,21 +44,29 @@ class TorchEngine:
             return []
         batch = pack(rows, self._windows, self.spec.block_size, self._device)
         x_TE = self._model.hidden(batch, self.pool)
-        outs = [RowOut()] * len(rows)
-        asking, draws = [], []
-        for index, row in enumerate(rows):
-            if row.sample is not None:
-                asking.append(index)
-                draws.append(Draw(row.sample, row.history, row.prompt_len))
-        if asking:
-            last = torch.tensor([batch.last_R[index] for index in asking], device=self._device)
-            logits_BV = self._model.logits(x_TE[last])
-            for index, out in zip(asking, sample(logits_BV, draws, self.spec.eos_token_ids), strict=True):
-                outs[index] = RowOut((out,))
-        return outs
+        asked: list[int] = []
+        draws: list[Draw] = []
+        for row, last in zip(rows, batch.last_R, strict=True):
+            asked += range(last, last + row.num_draws)
+            draws += draws_of(row)
+        if not asked:
+            return [RowOut()] * len(rows)
+        logits_BV = self._model.logits(x_TE[torch.tensor(asked, device=self._device)])
+        drawn = iter(sample(logits_BV, draws, self.spec.eos_token_ids))
+        return [RowOut(kept(list(islice(drawn, row.num_draws)), row.drafts)) for row in rows]
 
     def close(self) -> None:
         """Nothing to free: weights and pool go with their last reader."""
+
+
+def draws_of(row: Row) -> list[Draw]:
+    """The row's draw, and one behind each of its drafts as if that and the ones before it were right."""
+    if row.sample is None:
+        return []
+    draws = [Draw(row.sample, row.history, row.prompt_len)]
+    for count in range(1, len(row.drafts) + 1):
+        draws.append(Draw(row.sample, [*row.history, *row.drafts[:count]], row.prompt_len))
+    return draws
 
 
 def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) -> TorchEngine:

@@ -35,7 +35,7 @@ from operator import mul
 from typing import Final, final
 
 from pdserve.core.types import Role, Sampling, TokenOut
-from pdserve.engine.interface import EngineSpec, Row, RowOut
+from pdserve.engine.interface import EngineSpec, Row, RowOut, kept
 from pdserve.engine.rows import check_rows
 
 EOS: Final = 256
@@ -97,19 +97,27 @@ class ToyEngine:
             time.sleep(self._step_s)
         for row in rows:
             self._write(row)
-        return [RowOut((self._draw(row, row.sample),)) if row.sample is not None else RowOut() for row in rows]
+        return [RowOut(kept(self._draws(row), row.drafts)) for row in rows]
 
     def close(self) -> None:
         """Nothing to free: the pool goes with its last reader."""
 
     def _write(self, row: Row) -> None:
         block_size = self.spec.block_size
-        for position, token in enumerate(row.tokens, row.start):
+        for position, token in enumerate((*row.tokens, *row.drafts), row.start):
             slot = row.blocks[position // block_size] * block_size + position % block_size
             self._cells[slot] = cell(token, position, self._role_mark)
 
-    def _draw(self, row: Row, sampling: Sampling) -> TokenOut:
-        end = row.start + len(row.tokens)
+    def _draws(self, row: Row) -> list[TokenOut]:
+        """The row's draw, and one behind each of its drafts as if that and the ones before it were right."""
+        if row.sample is None:
+            return []
+        history = [*row.history, *row.drafts]
+        ends = range(len(row.history), len(history) + 1)
+        return [self._draw(row, row.sample, history[:end]) for end in ends]
+
+    def _draw(self, row: Row, sampling: Sampling, history: Sequence[int]) -> TokenOut:
+        end = len(history)
         total = self._sum(row.blocks, end)
         if not sampling.is_greedy:
             total += noise(sampling.seed, end)
@@ -121,7 +129,7 @@ class ToyEngine:
                 if token not in banned:
                     break
                 token = _FIRST + (token + 1 - _FIRST) % _NUM_ANSWERS
-        elif _ends_here(row.history, row.prompt_len, num_output):
+        elif _ends_here(history, row.prompt_len, num_output):
             token = EOS
         if sampling.logprobs is None:
             return TokenOut(token_id=token)

@@ -183,9 +183,19 @@ def reference() -> Callable[..., list[int]]:
 
 @pytest.fixture(scope="session")
 def serve() -> Callable[..., list[list[int]]]:
-    """Serves requests together: decode rows and prefill chunks mixed, blocks scattered. Returns their tokens."""
+    """Serves requests together: decode rows and prefill chunks mixed, blocks scattered. Returns their tokens.
 
-    def run(engine: Engine, requests: Sequence[Request], *, chunk: int = 10_000, seed: int = 0) -> list[list[int]]:
+    `guess` gives drafts for a request that decodes.
+    """
+
+    def run(
+        engine: Engine,
+        requests: Sequence[Request],
+        *,
+        chunk: int = 10_000,
+        seed: int = 0,
+        guess: Callable[[Request], list[int]] = lambda one: [],
+    ) -> list[list[int]]:
         free = list(range(engine.spec.num_blocks))
         random.Random(seed).shuffle(free)
         step = 0
@@ -196,9 +206,11 @@ def serve() -> Callable[..., list[list[int]]]:
                     continue
                 tokens = one.history[one.num_computed :][:chunk]
                 end = one.num_computed + len(tokens)
-                while len(one.blocks) * engine.spec.block_size < end:
-                    one.blocks.append(free.pop())
                 is_last = end == len(one.history)
+                room = one.sampling.max_tokens - len(one.outs) - 1
+                drafts = guess(one)[:room] if is_last and one.outs else []
+                while len(one.blocks) * engine.spec.block_size < end + len(drafts):
+                    one.blocks.append(free.pop())
                 rows.append(
                     Row(
                         tokens=tokens,
@@ -207,12 +219,14 @@ def serve() -> Callable[..., list[list[int]]]:
                         sample=one.sampling if is_last else None,
                         history=one.history if is_last else (),
                         prompt_len=len(one.prompt),
+                        drafts=drafts,
                     )
                 )
                 asking.append(one)
             for one, row, out in zip(asking, rows, engine.step(rows), strict=True):
-                one.num_computed += len(row.tokens)
-                assert len(out.drawn) == (row.sample is not None)
+                assert bool(out.drawn) == (row.sample is not None)
+                assert len(out.drawn) <= 1 + len(row.drafts)
+                one.num_computed += len(row.tokens) + max(0, len(out.drawn) - 1)
                 one.outs += out.drawn
             step += 1
         return [[out.token_id for out in one.outs] for one in requests]

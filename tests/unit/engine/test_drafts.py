@@ -1,0 +1,166 @@
+"""Drafts change how many tokens a step gives, never which: right, wrong and half right ones, in mixed company."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.core.errors import InternalError
+from pdserve.core.types import Sampling, TokenOut
+from pdserve.engine import toy
+from pdserve.engine.interface import Engine, Row, kept
+from pdserve.engine.toy import ToyEngine
+
+FAMILIES = [
+    "llama",
+    "llama-tied-biased",
+    "llama-llama3-rope",
+    "llama-linear-rope",
+    "llama-yarn-rope",
+    "mistral-window",
+    "qwen2-window-by-layer",
+    "qwen3",
+]
+ASKED = {
+    "greedy": Sampling(temperature=0.0, max_tokens=40),
+    "seeded": Sampling(temperature=1.0, top_p=0.9, top_k=40, seed=7, max_tokens=40),
+    "penalised": Sampling(
+        temperature=0.0,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=0.3,
+        min_tokens=30,
+        logprobs=3,
+        max_tokens=40,
+    ),
+    "seeded and penalised": Sampling(temperature=1.5, seed=3, frequency_penalty=1.0, logprobs=0, max_tokens=40),
+}
+
+Tiny = Callable[[str], Path]
+OpenEngine = Callable[..., Engine]
+Serve = Callable[..., list[list[int]]]
+MakePrompt = Callable[..., list[int]]
+
+
+class Guesser:
+    """Drafts out of a known answer, some of them spoilt."""
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], seed: int) -> None:
+        self._answers = answers
+        self._random = random.Random(seed)
+
+    def __call__(self, one: Any) -> list[int]:
+        answer = self._answers[(*one.prompt, one.sampling.seed)]
+        drafts = answer[len(one.outs) :][: self._random.choice([0, 1, 3, 3, 7, 15])]
+        if drafts and self._random.random() < 0.5:
+            drafts[self._random.randrange(len(drafts))] ^= 1
+        return drafts
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_drafts_give_the_tokens_and_logprobs_of_none(
+    name: str, tiny: Tiny, open_engine: OpenEngine, serve: Serve, request_of: Any, make_prompt: MakePrompt
+) -> None:
+    engine = open_engine(tiny(name))
+    engine.pool.buffer[:] = b"\xff" * len(engine.pool.buffer)  # every float is NaN
+
+    def requests() -> list[Any]:
+        asked = list(ASKED.values())
+        return [
+            request_of(prompt=make_prompt(length, seed=index), sampling=asked[index % 4], arrival=2 * index)
+            for index, length in enumerate((3, 16, 40, 65, 130, 20, 90, 17))
+        ]
+
+    plain, guessed = requests(), requests()
+    expected = serve(engine, plain, chunk=48)
+    answers = {(*one.prompt, one.sampling.seed): tokens for one, tokens in zip(plain, expected, strict=True)}
+    num_steps = 0
+    step = engine.step
+
+    class Counted:
+        spec, pool = engine.spec, engine.pool
+
+        def step(self, rows: Any) -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            return step(rows)
+
+    assert serve(Counted(), guessed, chunk=48, seed=1, guess=Guesser(answers, seed=5)) == expected
+    assert num_steps < 40  # of the 54 that it takes without: the last arrives at step 14
+    for one, other in zip(plain, guessed, strict=True):
+        for ours, theirs in zip(one.outs, other.outs, strict=True):
+            assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+            if ours.logprob is not None:
+                assert theirs.logprob == pytest.approx(ours.logprob, abs=2e-3)
+
+
+def test_a_rejected_draft_leaves_no_trace_in_what_is_read_later(tiny: Tiny, open_engine: OpenEngine) -> None:
+    """Drafts run over into a fresh block; its tail is finite, and the next step overwrites what was rejected."""
+    engine = open_engine(tiny("llama"))
+    engine.pool.buffer[:] = b"\xff" * len(engine.pool.buffer)
+    greedy = Sampling(temperature=0.0)
+    history = [5, 6, 7, 8] * 4
+    engine.step([Row(tokens=history[:15], start=0, blocks=[4])])
+    plain = Row(tokens=history[15:], start=15, blocks=[4], sample=greedy, history=history, prompt_len=16)
+    [first] = engine.step([plain])[0].drawn
+    wrong = [first.token_id ^ 1, 9, 10]
+    row = Row(tokens=history[15:], start=15, blocks=[4, 2], sample=greedy, history=history, prompt_len=16, drafts=wrong)
+    assert engine.step([row])[0].drawn == (first,)
+    size = engine.spec.block_bytes
+    block = torch.frombuffer(engine.pool.buffer[2 * size : 3 * size], dtype=torch.float32)
+    assert block.isfinite().all()
+    longer = [*history, first.token_id]
+    again = Row(tokens=longer[16:], start=16, blocks=[4, 2], sample=greedy, history=longer, prompt_len=16)
+    [after] = engine.step([again])[0].drawn
+    fresh = open_engine(tiny("llama"))
+    whole = Row(tokens=longer, start=0, blocks=[0, 1], sample=greedy, history=longer, prompt_len=16)
+    assert [after] == list(fresh.step([whole])[0].drawn)
+
+
+def test_drafts_count_up_to_the_first_wrong_one() -> None:
+    drawn = [TokenOut(token_id=token) for token in (1, 2, 3)]
+    assert kept(drawn, [1, 2]) == tuple(drawn)
+    assert kept(drawn, [1, 9]) == tuple(drawn[:2])
+    assert kept(drawn, [9, 2]) == tuple(drawn[:1])
+    assert kept(drawn[:1], []) == tuple(drawn[:1])
+    assert kept([], []) == ()
+
+
+@pytest.mark.parametrize("seed", [None, 11])
+def test_the_toy_keeps_the_same_rule(seed: int | None) -> None:
+    engine = ToyEngine(block_size=4, num_blocks=8)
+    prompt = list(b"toy drafts")
+    expected = toy.answer(prompt, 5, seed=seed)
+    sampling = Sampling(temperature=0.0 if seed is None else 1.0, seed=seed or 0)
+
+    def draw(drafts: list[int]) -> list[int]:
+        row = Row(
+            tokens=prompt,
+            start=0,
+            blocks=[3, 1, 6, 2],
+            sample=sampling,
+            history=prompt,
+            prompt_len=len(prompt),
+            drafts=drafts,
+        )
+        return [token.token_id for token in engine.step([row])[0].drawn]
+
+    assert draw(expected[:4]) == expected
+    assert draw([*expected[:2], 31, expected[3]]) == expected[:3]
+    assert draw([31]) == expected[:1]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "is_asked", "problem"),
+    [([1, 2, 3], True, "1 blocks cannot hold 5"), ([257], True, "outside the vocabulary"), ([1], False, "drafts and")],
+)
+def test_wrong_drafts_are_refused(drafts: list[int], is_asked: bool, problem: str) -> None:
+    engine = ToyEngine(block_size=4, num_blocks=8)
+    sample = Sampling(temperature=0.0) if is_asked else None
+    with pytest.raises(InternalError, match=problem):
+        engine.step([Row(tokens=[1, 2], start=0, blocks=[0], sample=sample, history=[1, 2], drafts=drafts)])
