@@ -17,9 +17,9 @@ from torch import Tensor
 from pdserve.engine.attention import attend
 from pdserve.engine.batch import Batch
 from pdserve.engine.config import ModelConfig
+from pdserve.engine.parameters import LayerWeights, Weights
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rope import inverse_frequencies, rotate, rotation
-from pdserve.engine.weights import LayerWeights, Weights
 
 
 @final
