@@ -15,7 +15,8 @@ from typing import Final, TypeVar, final
 
 from pdserve.core.errors import InvalidRequest, Overloaded
 from pdserve.core.hashing import block_hashes, chain_key
-from pdserve.core.types import Sampling, Slo
+from pdserve.core.types import Sampling, Slo, check_bad_words, check_token_ids
+from pdserve.text.bad_words import bad_word_ids
 from pdserve.text.chat import ChatTemplate, Message
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
@@ -28,6 +29,7 @@ TOKENIZER_THREADS: Final = 2
 MAX_WAITING: Final = 512
 QUICK_CHARS: Final = 256  # tokenised at once: a thread's hand-over takes longer
 QUICK_TOKENS: Final = 4096  # hashed at once
+QUICK_WORDS: Final = 16  # tokenised at once
 
 Result = TypeVar("Result")
 
@@ -68,7 +70,7 @@ class Admission:
         """Raises InvalidRequest, naming the field and its limit; Overloaded when too many wait for a thread."""
         limits = self.limits
         request_id = _request_id(request)
-        sampling = self._sampling(request.sampling, model)
+        sampling = await self._sampling(request.sampling, model)
         slo = convert.slo_from_proto(request.slo, limits.default_slo)
         truncate_to = _truncation(request, model)
         kind = request.WhichOneof("prompt")
@@ -103,16 +105,19 @@ class Admission:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _sampling(self, message: inference_pb2.SamplingParams, model: ModelFacts) -> Sampling:
-        most = self.limits.max_new_tokens
+    async def _sampling(self, message: inference_pb2.SamplingParams, model: ModelFacts) -> Sampling:
+        most, words = self.limits.max_new_tokens, list(message.bad_words)
+        check_bad_words(words)
+        bad = await self._run(len(words) <= QUICK_WORDS, lambda: bad_word_ids(words, self.tokenizer)) if words else []
         sampling = convert.sampling_from_proto(
-            message, draw_seed=lambda: secrets.randbits(64), default_max_tokens=min(DEFAULT_MAX_TOKENS, most)
+            message,
+            draw_seed=lambda: secrets.randbits(64),
+            default_max_tokens=min(DEFAULT_MAX_TOKENS, most),
+            bad_words=bad,
         )
         if sampling.max_tokens > most:
             raise InvalidRequest("max_tokens", sampling.max_tokens, f"at most {most}")
-        for token_id in sampling.stop_token_ids:
-            if token_id >= model.vocab_size:
-                raise InvalidRequest("stop_token_ids", token_id, f"ids below {model.vocab_size}")
+        check_token_ids(sampling, model.vocab_size)
         return sampling
 
     def _fit(self, field: str, ids: list[int], model: ModelFacts, truncate_to: int | None) -> tuple[int, ...]:

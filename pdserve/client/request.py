@@ -20,23 +20,29 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of generate() and stream(). Absent (or None) is not zero: the server's default holds."""
+    """Keyword arguments of generate() and stream(). Absent (or None) is not zero: the server's default holds.
 
-    max_tokens: int | None
-    min_tokens: int | None
-    temperature: float | None  # 0 is greedy
+    The server checks the ranges. docs/sampling.md tells in which order they are applied.
+    """
+
+    max_tokens: int | None  # 1 to the server's limit
+    min_tokens: int | None  # 0 to max_tokens; neither end of sequence nor stop counts before
+    temperature: float | None  # 0 (greedy) to 100
     top_k: int | None  # 0 keeps every token
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    seed: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
+    top_p: float | None  # above 0, to 1
+    min_p: float | None  # 0 to 1
+    repetition_penalty: float | None  # 0.01 to 100; over prompt and output
+    presence_penalty: float | None  # -2 to 2; over the output
+    frequency_penalty: float | None  # -2 to 2; over the output
+    seed: int | None  # unsigned, 64 bits; drawn where absent
+    stop: str | Sequence[str] | None  # at most 16 strings of 1 to 256 characters
+    stop_token_ids: Sequence[int] | None  # at most 64
     ignore_eos: bool | None
-    logprobs: int | None  # 0: of the drawn token; k: and of the k most likely ones
+    logprobs: int | None  # 0: of the drawn token; k, at most 64: and of the k most likely ones
     include_stop_in_output: bool | None
+    logit_bias: Mapping[int, float] | None  # token id to -100 to 100, added to its logit; at most 1024
+    allowed_token_ids: Sequence[int] | None  # no other token is drawn; 1 to 8192
+    bad_words: str | Sequence[str] | None  # texts that are not written; at most 128, of 1 to 256 characters
     slo: Slo | None
     timeout_s: float | None  # of the whole call, its retries included
     request_id: str | None
@@ -122,17 +128,33 @@ def _set_flag(request: inference_pb2.GenerateRequest, name: str, value: Any) -> 
     setattr(request.sampling, name, value)
 
 
-def _set_stop(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
+def _set_texts(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
     words = [value] if isinstance(value, str) else value
     if not _is_list(words) or not all(isinstance(word, str) for word in words):
         raise _wrong(name, "str or a list of str", value)
-    request.sampling.stop.extend(_utf8(name, word) for word in words)
+    getattr(request.sampling, name).extend(_utf8(name, word) for word in words)
 
 
-def _set_stop_token_ids(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
+def _set_token_ids(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
     if not _is_list(value):
         raise _wrong(name, "a list of int", value)
-    request.sampling.stop_token_ids.extend(_token_ids(name, value))
+    getattr(request.sampling, name).extend(_token_ids(name, value))
+
+
+def _set_allowed(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
+    _set_token_ids(request, name, value)
+    if len(value) == 0:
+        # On the wire none means any.
+        raise InvalidRequest(name, "an empty list", "at least one token id, or None for any")
+
+
+def _set_logit_bias(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise _wrong(name, "a dict of token id to number", value)
+    for token_id, bias in zip(_token_ids(name, list(value)), value.values(), strict=True):
+        if not isinstance(bias, Real) or isinstance(bias, bool):
+            raise _wrong(f"{name}[{token_id}]", "float", bias)
+        request.sampling.logit_bias[token_id] = float(bias)
 
 
 def _set_slo(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
@@ -167,8 +189,10 @@ _SETTERS: Final[dict[str, _Setter]] = {
     **dict.fromkeys(("temperature", "top_p", "min_p"), _set_real),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _set_real),
     **dict.fromkeys(("ignore_eos", "include_stop_in_output"), _set_flag),
-    "stop": _set_stop,
-    "stop_token_ids": _set_stop_token_ids,
+    **dict.fromkeys(("stop", "bad_words"), _set_texts),
+    "stop_token_ids": _set_token_ids,
+    "allowed_token_ids": _set_allowed,
+    "logit_bias": _set_logit_bias,
     "slo": _set_slo,
     "timeout_s": _check_timeout,
     "request_id": _set_request_id,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -18,8 +18,10 @@ MAX_PROMPT_LOGPROBS: Final = 20
 MAX_LOGIT_BIASES: Final = 1024
 MAX_LOGIT_BIAS: Final = 100.0
 MAX_ALLOWED_TOKEN_IDS: Final = 8192
-MAX_BAD_WORDS: Final = 256  # token sequences: a word is up to two, with a space before it and without
-MAX_BAD_WORD_TOKENS: Final = 256
+MAX_BAD_WORDS: Final = 128
+MAX_BAD_WORD_CHARS: Final = 256
+MAX_BAD_SEQUENCES: Final = 2 * MAX_BAD_WORDS  # of tokens: a word has one as it begins a text and one after a space
+MAX_BAD_SEQUENCE_TOKENS: Final = 1024
 MAX_SEED: Final = 2**64 - 1
 
 
@@ -92,10 +94,10 @@ class Sampling:
         for _, bias in self.logit_bias:
             _require_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         _require_at_most("allowed_token_ids", "ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
-        _require_at_most("bad_words", "token sequences", self.bad_token_ids, MAX_BAD_WORDS)
+        _require_at_most("bad_words", "token sequences", self.bad_token_ids, MAX_BAD_SEQUENCES)
         for word in self.bad_token_ids:
             _require("bad_words", "a word without tokens", len(word) > 0, "words of at least one token")
-            _require_at_most("bad_words", "tokens in a word", word, MAX_BAD_WORD_TOKENS)
+            _require_at_most("bad_words", "tokens in a word", word, MAX_BAD_SEQUENCE_TOKENS)
 
     @property
     def is_greedy(self) -> bool:
@@ -121,6 +123,38 @@ class TokenOut:
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+def check_bad_words(words: Sequence[str]) -> None:
+    """Before they are tokenised. Raises InvalidRequest."""
+    _require_at_most("bad_words", "words", words, MAX_BAD_WORDS)
+    for word in words:
+        _require(
+            "bad_words",
+            f"a word of {len(word)} characters",
+            1 <= len(word) <= MAX_BAD_WORD_CHARS,
+            f"words of 1 to {MAX_BAD_WORD_CHARS} characters",
+        )
+
+
+def check_token_ids(sampling: Sampling, vocab_size: int, of: str = "") -> None:
+    """Raises InvalidRequest where a token id is none of the model's, or where the bans leave nothing to draw.
+
+    `of` goes before the names of the fields.
+    """
+    named = {
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": tuple(token_id for token_id, _ in sampling.logit_bias),
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "bad_words": tuple(token_id for word in sampling.bad_token_ids for token_id in word),
+    }
+    for field, token_ids in named.items():
+        if token_ids and max(token_ids) >= vocab_size:
+            raise InvalidRequest(of + field, max(token_ids), f"ids below {vocab_size}")
+    never = {word[0] for word in sampling.bad_token_ids if len(word) == 1}
+    if never and never.issuperset(sampling.allowed_token_ids or range(vocab_size)):
+        field = "allowed_token_ids" if sampling.allowed_token_ids else "bad_words"
+        raise InvalidRequest(of + field, "bad_words ban every token", "at least one token that they do not ban")
 
 
 def _require(field: str, seen: object, holds: bool, expected: str) -> None:

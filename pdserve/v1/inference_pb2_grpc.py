@@ -55,7 +55,8 @@ class InferenceServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams one Started, then Deltas, then one Finished. Errors are gRPC statuses with google.rpc details.
+        """Streams one Started, PromptLogprobs if asked for, then Deltas, then one Finished for each of the `n` answers, whose
+        messages are mixed and told apart by their index. Errors are gRPC statuses with google.rpc details and end all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

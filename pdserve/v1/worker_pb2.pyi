@@ -133,7 +133,7 @@ class DrainWorker(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("hello", "load", "granted", "refused", "first_token", "transfer_ended", "tokens", "failed", "released", "kv_events", "batch_timed")
+    __slots__ = ("hello", "load", "granted", "refused", "first_token", "transfer_ended", "tokens", "failed", "released", "kv_events", "batch_timed", "prompt_scored")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class AttachResponse(_message.Message):
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     BATCH_TIMED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SCORED_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     load: Load
     granted: Granted
@@ -156,7 +157,8 @@ class AttachResponse(_message.Message):
     released: Released
     kv_events: KvEvents
     batch_timed: BatchTimed
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., batch_timed: _Optional[_Union[BatchTimed, _Mapping]] = ...) -> None: ...
+    prompt_scored: PromptScored
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., batch_timed: _Optional[_Union[BatchTimed, _Mapping]] = ..., prompt_scored: _Optional[_Union[PromptScored, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "model", "fingerprint", "block_size", "num_blocks", "max_context_tokens", "vocab_size", "eos_token_ids", "max_batch", "max_batch_tokens", "inbox_depth", "cost", "hash_seed")
@@ -277,6 +279,16 @@ class FirstToken(_message.Message):
     cached_tokens: int
     finish: _inference_pb2.FinishReason
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token: _Optional[_Union[Token, _Mapping]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., finish: _Optional[_Union[_inference_pb2.FinishReason, str]] = ...) -> None: ...
+
+class PromptScored(_message.Message):
+    __slots__ = ("request_id", "attempt", "scores")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    scores: _inference_pb2.PromptLogprobs
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., scores: _Optional[_Union[_inference_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class TransferEnded(_message.Message):
     __slots__ = ("request_id", "attempt", "is_committed", "transfer_s", "bytes", "error")

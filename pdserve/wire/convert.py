@@ -26,6 +26,7 @@ _SCALARS: Final = (
     "ignore_eos",
     "logprobs",
     "include_stop_in_output",
+    "prompt_logprobs",
 )
 Word = TypeVar("Word")
 # More landing blocks than any pool has; a larger extent is nonsense or an attack on the reader's memory.
@@ -50,23 +51,39 @@ def sampling_from_proto(
     *,
     draw_seed: Callable[[], int] | None = None,
     default_max_tokens: int | None = None,
+    bad_words: Iterable[tuple[int, ...]] = (),
 ) -> Sampling:
     """Absent fields take Sampling's defaults; an absent seed is drawn, or 0 where `draw_seed` is None.
 
-    A worker needs neither argument: the router has filled every field.
+    `bad_words` are those of the message, tokenised. A worker needs none of the arguments: the router has filled
+    every field.
     """
     values: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     if "seed" not in values and draw_seed is not None:
         values["seed"] = draw_seed()
     if "max_tokens" not in values and default_max_tokens is not None:
         values["max_tokens"] = max(default_max_tokens, values.get("min_tokens", 0))
-    return Sampling(stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids), **values)
+    return Sampling(
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_token_ids=(*(tuple(one.ids) for one in message.bad_token_ids), *bad_words),
+        **values,
+    )
 
 
 def sampling_to_proto(sampling: Sampling) -> inference_pb2.SamplingParams:
-    """Complete but for `logprobs`, whose absence means something."""
+    """Complete but for `logprobs` and `prompt_logprobs`, whose absence means something."""
     values = {name: getattr(sampling, name) for name in _SCALARS if getattr(sampling, name) is not None}
-    return inference_pb2.SamplingParams(stop=sampling.stop, stop_token_ids=sampling.stop_token_ids, **values)
+    return inference_pb2.SamplingParams(
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        logit_bias=dict(sampling.logit_bias),
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_token_ids=[inference_pb2.TokenIds(ids=word) for word in sampling.bad_token_ids],
+        **values,
+    )
 
 
 def slo_from_proto(message: inference_pb2.Slo, default: Slo) -> Slo:

@@ -11,6 +11,7 @@ from typing import Final
 from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.hashing import chain_key
+from pdserve.core.types import check_token_ids
 from pdserve.v1 import worker_pb2
 from pdserve.wire.convert import sampling_from_proto
 
@@ -47,7 +48,7 @@ def read_sequence(message: worker_pb2.Sequence, key: AttemptKey, limits: Limits,
     _check_ids("prompt_token_ids", prompt, limits.vocab_size)
     _check_ids("output_token_ids", output, limits.vocab_size)
     sampling = sampling_from_proto(message.sampling)
-    _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
+    check_token_ids(sampling, limits.vocab_size, "sampling.")
     if len(output) >= sampling.max_tokens:
         raise InvalidRequest(
             "output_token_ids", f"{len(output)} tokens", f"fewer than max_tokens {sampling.max_tokens}"

@@ -61,6 +61,18 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
             ("stop", "at most 16", ["x"] * 1000),
             ("stop", "1 to 256", ["x" * 300]),
             ("stop_token_ids", "below 257", [257]),
+            ("logit_bias", "below 257", {257: 1.0}),
+            ("allowed_token_ids", "below 257", [1, 257]),
+            ("bad_words", "at most 128", ["x"] * 129),
+            ("bad_words", "1 to 256", [""]),
+        ]
+    ),
+    *(
+        (name, expected, {"sampling": inference_pb2.SamplingParams(**fields)})
+        for name, expected, fields in [
+            ("bad_words", "below 257", {"bad_token_ids": [ids(1, 257)]}),
+            ("bad_words", "at least one", {"bad_token_ids": [ids()]}),
+            ("allowed_token_ids", "do not ban", {"allowed_token_ids": [104], "bad_words": ["h"]}),
         ]
     ),
 ]

@@ -30,6 +30,14 @@ SAMPLINGS = st.builds(
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
     include_stop_in_output=st.booleans(),
+    logit_bias=st.dictionaries(st.integers(0, 2**32 - 1), st.floats(-100.0, 100.0, **SINGLE), max_size=8).map(
+        lambda bias: tuple(sorted(bias.items()))
+    ),
+    allowed_token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=8).map(tuple),
+    bad_token_ids=st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4).map(tuple), max_size=4).map(
+        tuple
+    ),
+    prompt_logprobs=st.none() | st.integers(0, 20),
 )
 
 
@@ -75,6 +83,11 @@ def test_the_default_of_max_tokens_makes_room_for_min_tokens() -> None:
         ("stop", [""]),
         ("stop_token_ids", list(range(100))),
         ("logprobs", 65),
+        ("prompt_logprobs", 21),
+        ("logit_bias", {1: 100.5}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        ("allowed_token_ids", range(8193)),
         ("min_tokens", 1000),
     ],
 )
@@ -82,6 +95,14 @@ def test_a_bad_value_names_its_field(field: str, value: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
         convert.sampling_from_proto(inference_pb2.SamplingParams(**{field: value}))  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("words", [[[]], [[1]] * 257, [[1] * 1025]])
+def test_bad_token_ids_are_bounded(words: list[list[int]]) -> None:
+    message = inference_pb2.SamplingParams(bad_token_ids=[inference_pb2.TokenIds(ids=word) for word in words])
+    with pytest.raises(InvalidRequest) as caught:
+        convert.sampling_from_proto(message)
+    assert caught.value.field == "bad_words"
 
 
 def test_an_slo_takes_absent_halves_from_the_default() -> None:

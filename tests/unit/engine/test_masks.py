@@ -1,0 +1,160 @@
+"""Bans and bias against transformers' logits processors; bans that leave nothing give way from the weakest on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from pdserve.core.types import Sampling
+from pdserve.engine.masks import Draw, is_masked, mask
+from pdserve.engine.sampling import is_plain, penalise, sample
+
+VOCAB = 40
+EOS = 39
+
+
+def logits(seed: int) -> Tensor:
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def masked(sampling: Sampling, history: list[int], prompt_len: int = 0, seed: int = 0) -> Tensor:
+    logits_V = logits(seed)
+    mask(logits_V, Draw(sampling, history, prompt_len), (EOS,))
+    return logits_V
+
+
+def by_transformers(processor: Any, history: list[int], seed: int = 0) -> Tensor:
+    scores: Tensor = processor(torch.tensor([history], dtype=torch.int64), logits(seed)[None].clone())[0]
+    return scores
+
+
+def test_bad_words_ban_what_transformers_bans() -> None:
+    """Few tokens, so that prefixes are met often. transformers reads the prompt too; here there is none."""
+    rng = random.Random(5)
+    seen = 0
+    for case in range(300):
+        words = {tuple(rng.randrange(4) for _ in range(rng.randint(1, 3))) for _ in range(3)}
+        history = [rng.randrange(4) for _ in range(rng.randint(1, 6))]
+        ours = masked(Sampling(bad_token_ids=tuple(words)), history, seed=case)
+        theirs = by_transformers(NoBadWordsLogitsProcessor([list(word) for word in words], EOS), history, case)
+        assert torch.equal(ours, theirs)
+        seen += any(len(word) == 3 and float(ours[word[-1]]) == -math.inf for word in words)
+    assert seen > 20
+
+
+def test_a_bad_word_that_begins_in_the_prompt_is_not_the_outputs_as_in_vllm() -> None:
+    sampling = Sampling(bad_token_ids=((1, 2),))
+    assert masked(sampling, [1], prompt_len=1)[2] > -math.inf
+    assert masked(sampling, [1], prompt_len=0)[2] == -math.inf
+
+
+def test_bias_is_that_of_transformers() -> None:
+    bias = {3: 7.5, 11: -100.0, 38: 0.25}
+    theirs = by_transformers(SequenceBiasLogitsProcessor([[[one], value] for one, value in bias.items()]), [5, 3])
+    assert torch.equal(masked(Sampling(logit_bias=tuple(bias.items())), [5, 3]), theirs)
+
+
+def test_allowed_tokens_are_what_is_left_when_all_others_are_suppressed() -> None:
+    allowed = (2, 9, 30)
+    others = [token for token in range(VOCAB) if token not in allowed]
+    theirs = by_transformers(SuppressTokensLogitsProcessor(others), [1])
+    assert torch.equal(masked(Sampling(allowed_token_ids=allowed), [1]), theirs)
+
+
+@pytest.mark.parametrize("num_output", [0, 1, 2, 3])
+def test_min_tokens_bans_the_end_as_transformers_does(num_output: int) -> None:
+    history = list(range(4 + num_output))
+    theirs = by_transformers(MinNewTokensLengthLogitsProcessor(4, 2, EOS, device="cpu"), history)
+    assert torch.equal(masked(Sampling(min_tokens=2), history, prompt_len=4), theirs)
+
+
+def test_bias_comes_before_penalties() -> None:
+    sampling = Sampling(logit_bias=((3, -5.0), (5, 5.0)), repetition_penalty=1.7)
+    draw = Draw(sampling, [5, 3, 5], 1)
+    ours = logits(2)
+    mask(ours, draw, (EOS,))
+    penalise(ours, draw)
+    biased = by_transformers(SequenceBiasLogitsProcessor([[[3], -5.0], [[5], 5.0]]), [5, 3, 5], 2)
+    theirs = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[5, 3, 5]]), biased[None].clone())[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+def test_a_ban_that_would_leave_nothing_gives_way_to_the_stronger() -> None:
+    allowed = Sampling(allowed_token_ids=(EOS,), min_tokens=3)
+    assert masked(allowed, [1], 1).isfinite().nonzero().flatten().tolist() == [EOS]
+    bad = Sampling(allowed_token_ids=(2, 3), bad_token_ids=((7, 2), (8, 3), (1, 7, 3)), logit_bias=((2, 1.0),))
+    assert masked(bad, [7]).isfinite().nonzero().flatten().tolist() == [3]
+    assert masked(bad, [8]).isfinite().nonzero().flatten().tolist() == [2]
+    # All that is allowed would end a bad word: the bad words are passed over, the allowed tokens are not.
+    both = masked(bad, [1, 7])
+    assert both.isfinite().nonzero().flatten().tolist() == [2, 3]
+    assert both[2] == logits(0)[2] + 1.0
+    # Bad words still count where only min_tokens must give way.
+    last = Sampling(allowed_token_ids=(4, EOS), bad_token_ids=((4,),), min_tokens=9)
+    assert masked(last, [1], 1).isfinite().nonzero().flatten().tolist() == [EOS]
+
+
+def test_whatever_is_banned_every_draw_is_a_token_that_may_be_drawn() -> None:
+    """Masks, penalties, temperature, truncation and logprobs together, in a batch with plain rows."""
+    rng = random.Random(8)
+    draws = []
+    for row in range(60):
+        history = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
+        draws.append(
+            Draw(
+                Sampling(
+                    seed=row,
+                    max_tokens=99,
+                    temperature=rng.choice([0.0, 0.7, 2.0]),
+                    top_k=rng.choice([0, 3]),
+                    top_p=rng.choice([1.0, 0.5]),
+                    min_p=rng.choice([0.0, 0.2]),
+                    min_tokens=rng.choice([0, 99]),
+                    repetition_penalty=rng.choice([1.0, 1.5]),
+                    allowed_token_ids=tuple(rng.sample(range(VOCAB), rng.choice([0, 1, 5]))),
+                    bad_token_ids=tuple((one,) for one in rng.sample(range(VOCAB), rng.choice([0, 3, 20]))),
+                    logit_bias=tuple((one, rng.uniform(-100, 100)) for one in rng.sample(range(VOCAB), 2)),
+                    logprobs=rng.choice([None, 3]),
+                ),
+                history,
+                1,
+            )
+        )
+        draws.append(Draw(Sampling(seed=row), history, 1))
+    logits_BV = torch.stack([logits(row) for row in range(len(draws))])
+    before = logits_BV.clone()
+    together = sample(logits_BV, draws, (EOS,))
+    assert torch.equal(logits_BV, before)
+    for row, (draw, out) in enumerate(zip(draws, together, strict=True)):
+        may = logits_BV[row].clone()
+        mask(may, draw, (EOS,))
+        assert may[out.token_id] > -math.inf
+        assert out == sample(logits_BV[row : row + 1], [draw], (EOS,))[0]
+        if out.logprob is not None:  # the model's own, whatever was banned
+            assert out.logprob == pytest.approx(float(logits_BV[row].log_softmax(0)[out.token_id]), abs=1e-6)
+
+
+def test_a_row_that_asks_for_nothing_is_not_touched() -> None:
+    assert is_plain(Draw(Sampling(), [1, 2], 1))
+    for own in (
+        {"logit_bias": ((1, 1.0),)},
+        {"allowed_token_ids": (1,)},
+        {"bad_token_ids": ((1,),)},
+        {"min_tokens": 2},
+    ):
+        draw = Draw(dataclasses.replace(Sampling(), **own), [1, 2], 1)  # type: ignore[arg-type]
+        assert is_masked(draw)
+        assert not is_plain(draw)
