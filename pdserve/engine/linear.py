@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.engine.kernels import rows
+
 _LEAST_ROWS: Final = 4  # oneDNN reads packed weights faster for four rows than for one, two or three
 _HINT_ROWS: Final = 32  # the layout that it picks is the same for 4 to 32 rows
 _LEVELS: Final = 127  # int8 without -128, so that a weight and its negative round alike
-_ZERO_POINT: Final = 128  # activations travel as uint8: VNNI multiplies unsigned by signed
-_LEAST_SCALE: Final = 1e-12  # a token of zeros would divide by zero
 
 
 class Linear(Protocol):
@@ -91,7 +91,7 @@ class Int8Linear:
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         # Without VNNI two products are summed in 16 bits, which seven-bit weights cannot overflow.
         levels = _LEVELS if torch.cpu._is_vnni_supported() else _LEVELS // 2
-        scale_N = weight_NK.abs().amax(dim=1).float().clamp_(min=_LEAST_SCALE).div_(levels)
+        scale_N = weight_NK.abs().amax(dim=1).float().clamp_(min=rows.LEAST_SCALE).div_(levels)
         rounded_NK = (weight_NK / scale_N[:, None]).round_().to(torch.int8)
         self._packed = torch.ops.onednn.qlinear_prepack(rounded_NK, None)
         self._scale_N = scale_N
@@ -105,7 +105,7 @@ class Int8Linear:
         out_TN: Tensor = torch.ops.onednn.qlinear_pointwise(
             quantised_TK,
             1.0,
-            _ZERO_POINT,
+            rows.ZERO_POINT,
             self._packed,
             self._scale_N,
             self._zero_N,
@@ -123,5 +123,7 @@ class Int8Linear:
 
 def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     """uint8 around 128, and the scale of each token [T, 1]."""
-    scale_T1 = x_TK.abs().amax(dim=-1, keepdim=True).clamp_(min=_LEAST_SCALE).div_(_LEVELS)
-    return (x_TK / scale_T1).round_().add_(_ZERO_POINT).to(torch.uint8), scale_T1
+    if rows.fits(x_TK):
+        return rows.quantise(x_TK)
+    scale_T1 = x_TK.abs().amax(dim=-1, keepdim=True).clamp_(min=rows.LEAST_SCALE).div_(_LEVELS)
+    return (x_TK / scale_T1).round_().add_(rows.ZERO_POINT).to(torch.uint8), scale_T1

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.engine import ops
 from pdserve.engine.attention import attend
 from pdserve.engine.batch import Batch
 from pdserve.engine.config import ModelConfig
@@ -34,10 +35,13 @@ class Decoder:
         pool.clear(batch.fresh_blocks)
         x_TE = F.embedding(batch.token_T, self._weights.embedding_VE)
         cos_sin = rotation(self._frequency_R, self._config.rope.attention_factor, batch.position_T, x_TE.dtype)
+        delta_TE: Tensor | None = None  # what the last sublayer adds
         for index, layer in enumerate(self._weights.layers):
-            x_TE = x_TE + self._attention(index, layer, self._norm(x_TE, layer.attention_norm_E), cos_sin, batch, pool)
-            x_TE = x_TE + self._mlp(layer, self._norm(x_TE, layer.mlp_norm_E))
-        return x_TE
+            normed_TE = self._add_norm(x_TE, delta_TE, layer.attention_norm_E)
+            delta_TE = self._attention(index, layer, normed_TE, cos_sin, batch, pool)
+            normed_TE = self._add_norm(x_TE, delta_TE, layer.mlp_norm_E)
+            delta_TE = layer.down(ops.silu_mul(layer.gate_up(normed_TE)))
+        return x_TE if delta_TE is None else x_TE.add_(delta_TE)
 
     def logits(self, x_TE: Tensor) -> Tensor:
         """float32, [T, V]."""
@@ -66,9 +70,11 @@ class Decoder:
             parts.append(attend(pool, index, q_BQHD, group.contexts[layer.window]))
         return layer.o(torch.cat(parts) if len(parts) > 1 else parts[0])
 
-    def _mlp(self, layer: LayerWeights, x_TE: Tensor) -> Tensor:
-        gate_TF, up_TF = layer.gate_up(x_TE).chunk(2, dim=-1)
-        return layer.down(F.silu(gate_TF) * up_TF)
+    def _add_norm(self, x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor) -> Tensor:
+        """The norm of x after `delta_TE`, if any, is added to it in place."""
+        if delta_TE is None:
+            return self._norm(x_TE, weight_E)
+        return ops.add_rms_norm(x_TE, delta_TE, weight_E, self._config.norm_eps)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._config.norm_eps)
+        return ops.rms_norm(x, weight, self._config.norm_eps)

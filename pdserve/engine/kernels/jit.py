@@ -1,0 +1,65 @@
+"""Compiles a kernel with numba where it is installed; GPU machines do without.
+
+Kernels are serial and give the GIL away; `split_rows` spreads a large call over threads of our own. So there is no
+second pool of OpenMP threads that spins beside torch's, and a row's bits never depend on how the work was split.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+try:
+    import numba
+except ImportError:  # a machine whose engine runs on CUDA
+    numba = None
+
+# Reductions may be reordered into vector lanes; NaN and infinity keep their meaning.
+_FAST_MATH: Final = {"nsz", "arcp", "contract", "afn", "reassoc"}
+_LEAST_ELEMENTS: Final = 1 << 17  # below it, waking a thread costs more than it takes over
+
+
+def is_available() -> bool:
+    return numba is not None
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as machine code, kept on disk between runs where a folder can be written; itself without numba."""
+    if numba is None:
+        return function
+    options = {"fastmath": _FAST_MATH, "error_model": "numpy", "boundscheck": False, "nogil": True}
+    try:
+        return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
+    except RuntimeError:  # nowhere to keep it: compiled anew at each start
+        return numba.njit(**options)(function)  # type: ignore[no-any-return]
+
+
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A part of other kernels."""
+    if numba is None:
+        return function
+    options = {"fastmath": _FAST_MATH, "error_model": "numpy", "boundscheck": False}
+    return numba.njit(inline="always", **options)(function)  # type: ignore[no-any-return]
+
+
+def split_rows(kernel: Callable[[int, int], object], num_rows: int, num_elements: int) -> None:
+    """Calls kernel(first, end) over all rows, in as many parts as torch has threads where that pays."""
+    num_parts = min(torch.get_num_threads(), num_rows) if num_elements >= _LEAST_ELEMENTS else 1
+    if num_parts <= 1:
+        kernel(0, num_rows)
+        return
+    edges = [num_rows * part // num_parts for part in range(num_parts + 1)]
+    others = [_pool().submit(kernel, edges[part], edges[part + 1]) for part in range(1, num_parts)]
+    kernel(edges[0], edges[1])
+    for other in others:
+        other.result()
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 2) - 1), thread_name_prefix="kernel")

@@ -1,0 +1,127 @@
+"""Row-wise kernels between the products: norm, gated activation, rounding to int8. float32, one pass over memory each.
+
+Each row is computed alone and in the same order, whatever stands beside it.
+"""
+
+# Shapes: T tokens, E hidden size, F mlp size, K inputs of a product. Tensors are contiguous float32 on the CPU.
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.engine.kernels.jit import compiled, inlined, is_available, split_rows
+
+LEAST_SCALE: Final = 1e-12  # a token of zeros would divide by zero
+ZERO_POINT: Final = 128  # VNNI multiplies unsigned by signed
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether the kernels can take these tensors."""
+    return is_available() and all(
+        tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors
+    )
+
+
+def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    out_TE = torch.empty_like(x_TE)
+    x, weight, out = x_TE.numpy(), weight_E.numpy(), out_TE.numpy()
+    split_rows(lambda first, end: _rms_norm(x, weight, np.float32(eps), out, first, end), len(x), x.size)
+    return out_TE
+
+
+def add_rms_norm(x_TE: Tensor, delta_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Adds `delta_TE` to `x_TE` in place, and returns the norm of the sum."""
+    out_TE = torch.empty_like(x_TE)
+    x, delta, weight, out = x_TE.numpy(), delta_TE.numpy(), weight_E.numpy(), out_TE.numpy()
+    split_rows(lambda first, end: _add_rms_norm(x, delta, weight, np.float32(eps), out, first, end), len(x), x.size)
+    return out_TE
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for [T, 2F]: gate, then up."""
+    out_TF = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    source, out = gate_up.numpy(), out_TF.numpy()
+    split_rows(lambda first, end: _silu_mul(source, out, first, end), len(out), 8 * out.size)
+    return out_TF
+
+
+def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """x / scale rounded to [-127, 127], stored as uint8 around 128; and the scale of each token [T, 1]."""
+    rounded_TK = torch.empty(x_TK.shape, dtype=torch.uint8)
+    scale_T1 = x_TK.new_empty(x_TK.shape[0], 1)
+    x, rounded, scale = x_TK.numpy(), rounded_TK.numpy(), scale_T1.numpy()
+    split_rows(lambda first, end: _quantise(x, rounded, scale, first, end), len(x), x.size)
+    return rounded_TK, scale_T1
+
+
+@compiled
+def _rms_norm(x: Any, weight: Any, eps: Any, out: Any, first: int, end: int) -> None:
+    size = np.uint64(x.shape[1])
+    for row in range(first, end):
+        source, target, total = x[row], out[row], np.float32(0)
+        for i in range(size):
+            total += source[i] * source[i]
+        factor = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
+        for i in range(size):
+            target[i] = source[i] * factor * weight[i]
+
+
+@compiled
+def _add_rms_norm(x: Any, delta: Any, weight: Any, eps: Any, out: Any, first: int, end: int) -> None:
+    size = np.uint64(x.shape[1])
+    for row in range(first, end):
+        source, change, target, total = x[row], delta[row], out[row], np.float32(0)
+        for i in range(size):
+            value = source[i] + change[i]
+            source[i] = value
+            total += value * value
+        factor = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
+        for i in range(size):
+            target[i] = source[i] * factor * weight[i]
+
+
+@inlined
+def exp32(x: Any) -> Any:
+    """e^x to a relative 3e-7 for |x| < 80, 1.2e-7 for |x| < 20.
+
+    It is 2^n * e^r with |r| < ln(2) / 2, and e^r by its Taylor series.
+    ln 2 is taken away in two parts, so that x - n ln 2 keeps all its bits. The terms are those of a float32
+    calculation of e^r to r^7 / 7!; the next one is below 2^-27.
+    """
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
+    r = x - n * np.float32(0.693145751953125) - n * np.float32(1.42860682030941723e-6)
+    p = np.float32(1 / 5040)
+    p = p * r + np.float32(1 / 720)
+    p = p * r + np.float32(1 / 120)
+    p = p * r + np.float32(1 / 24)
+    p = p * r + np.float32(1 / 6)
+    p = p * r + np.float32(0.5)
+    p = p * r * r + r + np.float32(1)
+    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@compiled
+def _silu_mul(gate_up: Any, out: Any, first: int, end: int) -> None:
+    size = np.uint64(out.shape[1])
+    for row in range(first, end):
+        gate, up, target = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :], out[row]
+        for i in range(size):
+            target[i] = gate[i] / (np.float32(1) + exp32(-gate[i])) * up[i]
+
+
+@compiled
+def _quantise(x: Any, rounded: Any, scale: Any, first: int, end: int) -> None:
+    size = np.uint64(x.shape[1])
+    for row in range(first, end):
+        source, target, most = x[row], rounded[row], np.float32(LEAST_SCALE)
+        for i in range(size):
+            most = max(most, abs(source[i]))
+        scale[row, 0] = most / np.float32(127)
+        factor = np.float32(127) / most
+        for i in range(size):
+            target[i] = np.uint8(np.int32(np.rint(source[i] * factor)) + np.int32(ZERO_POINT))

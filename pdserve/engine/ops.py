@@ -1,0 +1,32 @@
+"""What happens between the products, in the fastest form for where the numbers lie."""
+
+# Shapes: T tokens, E hidden size, F mlp size.
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.engine.kernels import rows
+
+
+def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Over the last axis, of any tensor."""
+    if x_TE.ndim == 2 and rows.fits(x_TE, weight_E):
+        return rows.rms_norm(x_TE, weight_E, eps)
+    return F.rms_norm(x_TE, weight_E.shape, weight_E, eps)
+
+
+def add_rms_norm(x_TE: Tensor, delta_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Adds `delta_TE` to `x_TE` in place, and returns the norm of the sum."""
+    if rows.fits(x_TE, delta_TE, weight_E):
+        return rows.add_rms_norm(x_TE, delta_TE, weight_E, eps)
+    return F.rms_norm(x_TE.add_(delta_TE), weight_E.shape, weight_E, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for [T, 2F]: gate, then up."""
+    if rows.fits(gate_up):
+        return rows.silu_mul(gate_up)
+    gate_TF, up_TF = gate_up.chunk(2, dim=-1)
+    return F.silu(gate_TF) * up_TF
