@@ -21,6 +21,7 @@ from pdserve.text.chat import ChatTemplate, Message
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
+from router import group
 from router.model import ModelFacts
 
 MAX_REQUEST_ID_CHARS: Final = 128
@@ -48,6 +49,8 @@ class Prepared:
     request_id: str  # the client's, or ours where it gave none
     prompt_ids: tuple[int, ...]
     sampling: Sampling
+    num_answers: int  # that the client gets
+    samplings: tuple[Sampling, ...]  # of the answers that are drawn for them
     slo: Slo
     deadline_s: float
     priority: int
@@ -71,6 +74,7 @@ class Admission:
         limits = self.limits
         request_id = _request_id(request)
         sampling = await self._sampling(request.sampling, model)
+        n, best_of = group.counts(request, sampling)
         slo = convert.slo_from_proto(request.slo, limits.default_slo)
         truncate_to = _truncation(request, model)
         kind = request.WhichOneof("prompt")
@@ -87,6 +91,8 @@ class Admission:
             request_id=request_id,
             prompt_ids=prompt,
             sampling=sampling,
+            num_answers=n,
+            samplings=tuple(group.samplings(sampling, n, best_of)),
             slo=slo,
             deadline_s=timeout_s if time_remaining_s is None else min(timeout_s, max(time_remaining_s, 0.0)),
             priority=request.priority,

@@ -33,10 +33,15 @@ class Answer:
         eos_token_ids: Iterable[int] = (),
         *,
         max_pending_tokens: int = MAX_PENDING_TOKENS,
+        changed: asyncio.Event | None = None,
+        shows_logprobs: bool = True,
     ) -> None:
-        self.changed = asyncio.Event()
+        """`changed` is shared among the answers of one call; without `shows_logprobs` they only rank the answer."""
+        self.changed = asyncio.Event() if changed is None else changed
         self.error: PdserveError | None = None
         self.is_over = False  # its last message is pending or taken, or `error` is set
+        self.usage = inference_pb2.Usage()  # with its last message
+        self.num_tokens = 0
         self._started: inference_pb2.Started | None = inference_pb2.Started(
             request_id=request_id, prompt_tokens=num_prompt_tokens
         )
@@ -46,7 +51,9 @@ class Answer:
         ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
         self._end_ids = ends
         self._max_pending_tokens = max_pending_tokens
-        self._num_tokens = 0
+        self._logprob_sum = 0.0
+        self._has_logprobs = sampling.logprobs is not None
+        self._shows_logprobs = shows_logprobs
         self._last_id: int | None = None
         self._stop: str | None = None
         self._deltas: list[inference_pb2.Delta] = []  # pending, oldest first
@@ -64,7 +71,7 @@ class Answer:
         if self._num_pending > self._max_pending_tokens:
             self.fail(Cancelled(f"the reader is more than {self._max_pending_tokens} tokens behind"))
         self.changed.set()
-        return None if self._stop is None else self._num_tokens
+        return None if self._stop is None else self.num_tokens
 
     def finish(self, end: FinishRequest) -> None:
         """The answer is complete: what was held back goes out, and the last message behind it."""
@@ -76,16 +83,18 @@ class Answer:
             self._write(self._stops.finish())
         is_stopped = self._stop is not None
         reason = FinishReason.STOP if is_stopped else end.reason
+        self.usage = inference_pb2.Usage(
+            prompt_tokens=end.usage.prompt_tokens,
+            completion_tokens=self.num_tokens if is_stopped else end.usage.completion_tokens,
+            cached_prompt_tokens=end.usage.cached_prompt_tokens,
+        )
         self._finished = inference_pb2.Finished(
             reason=convert.finish_to_proto(reason),
-            usage=inference_pb2.Usage(
-                prompt_tokens=end.usage.prompt_tokens,
-                completion_tokens=self._num_tokens if is_stopped else end.usage.completion_tokens,
-                cached_prompt_tokens=end.usage.cached_prompt_tokens,
-            ),
+            usage=self.usage,
             timings=_timings(end),
             stop=self._stop,
             stop_token_id=self._last_id if reason is FinishReason.STOP and not is_stopped else None,
+            cumulative_logprob=self._logprob_sum if self._has_logprobs else None,
         )
         self.is_over = True
         self.changed.set()
@@ -95,13 +104,19 @@ class Answer:
             self.error, self.is_over = error, True
             self.changed.set()
 
+    @property
+    def mean_logprob(self) -> float:
+        return self._logprob_sum / max(self.num_tokens, 1)
+
+    def opening(self) -> list[inference_pb2.GenerateResponse]:
+        """What comes once, before everything else."""
+        started, self._started = self._started, None
+        return [] if started is None else [inference_pb2.GenerateResponse(started=started)]
+
     def drain(self) -> list[inference_pb2.GenerateResponse]:
         """Everything that may go out now, in as few messages as there can be. Nothing before the first token."""
         self.changed.clear()
-        messages: list[inference_pb2.GenerateResponse] = []
-        if self._started is not None and (self._deltas or self._finished is not None):
-            messages.append(inference_pb2.GenerateResponse(started=self._started))
-            self._started = None
+        messages = self.opening() if self._deltas or self._finished is not None else []
         messages += [inference_pb2.GenerateResponse(delta=delta) for delta in self._deltas]
         self._deltas, self._num_pending = [], 0
         if self._finished is not None:
@@ -110,7 +125,7 @@ class Answer:
         return messages
 
     def _add(self, token: TokenOut) -> None:
-        self._num_tokens += 1
+        self.num_tokens += 1
         self._last_id = token.token_id
         if not self._deltas or len(self._deltas[-1].token_ids) == MAX_DELTA_TOKENS:
             self._deltas.append(inference_pb2.Delta())
@@ -118,8 +133,10 @@ class Answer:
         delta = self._deltas[-1]
         delta.token_ids.append(token.token_id)
         if token.logprob is not None:
+            self._logprob_sum += token.logprob
+        if token.logprob is not None and self._shows_logprobs:
             delta.logprobs.append(convert.logprobs_to_proto(token))
-        is_end = token.token_id in self._end_ids and self._num_tokens > self._sampling.min_tokens
+        is_end = token.token_id in self._end_ids and self.num_tokens > self._sampling.min_tokens
         if not is_end or self._sampling.include_stop_in_output:
             self._write(self._match(self._detokenizer.push((token.token_id,))))
 
@@ -131,7 +148,7 @@ class Answer:
 
     def _match(self, text: str) -> str:
         """What may go out once `text` has come. Stop strings do not count before min_tokens."""
-        if self._num_tokens <= self._sampling.min_tokens:
+        if self.num_tokens <= self._sampling.min_tokens:
             return self._stops.push_unmatched(text).text
         piece = self._stops.push(text)
         self._stop = piece.stop

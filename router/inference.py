@@ -20,8 +20,9 @@ from pdserve.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
 from router import messages
 from router.admission import Admission, Prepared
-from router.answer import Answer
+from router.answer import MAX_PENDING_TOKENS, Answer
 from router.events import RequestArrived
+from router.group import Group
 from router.measure import Measure, Told
 from router.model import ModelFacts
 from router.runtime import Runtime
@@ -98,38 +99,102 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         tokenized_s = time.monotonic()
         self._measure.tokenized(span, tokenized_s - arrived_s)
         cached = await self._cached_blocks(prepared.block_hashes, span)
-        answer = Answer(
+        spent_s = time.monotonic() - arrived_s
+        if len(prepared.samplings) == 1:
+            answer = self._answer(prepared, 0, model)
+            request_id = self._begin(prepared, 0, cached, answer, span, spent_s=spent_s)
+            try:
+                await self._stream(answer, context)
+            finally:
+                self._runtime.leave(request_id)
+        else:
+            await self._generate_many(prepared, model, cached, context, span, arrived_s)
+
+    async def _generate_many(
+        self,
+        prepared: Prepared,
+        model: ModelFacts,
+        cached: Mapping[str, int],
+        context: Any,
+        span: OpenSpan,
+        arrived_s: float,
+    ) -> None:
+        """All answers or none: nothing goes out before each is admitted, and the first error ends all."""
+        changed = asyncio.Event()
+        answers = [self._answer(prepared, index, model, changed) for index in range(len(prepared.samplings))]
+        group = Group(answers, changed, num_kept=prepared.num_answers)
+        begun: list[str] = []
+        try:
+            for index, answer in enumerate(answers):
+                spent_s = time.monotonic() - arrived_s
+                begun.append(self._begin(prepared, index, cached, answer, span, spent_s=spent_s))
+                if index == 0 and prepared.block_hashes:
+                    await _is_shared(answer)
+                    cached = self._shared_blocks(begun[0], len(prepared.block_hashes)) or cached
+                if group.error is not None:
+                    raise group.error
+            changed.set()
+            await self._stream(group, context)
+        finally:
+            for request_id in begun:
+                self._runtime.leave(request_id)
+
+    def _answer(
+        self, prepared: Prepared, index: int, model: ModelFacts, changed: asyncio.Event | None = None
+    ) -> Answer:
+        sampling = prepared.samplings[index]
+        is_ranked = len(prepared.samplings) > prepared.num_answers
+        return Answer(
             prepared.request_id,
             len(prepared.prompt_ids),
-            prepared.sampling,
+            sampling,
             self._admission.tokenizer.detokenizer(prepared.prompt_ids),
             model.eos_token_ids,
+            # Ranked answers wait for the last of them, not for their reader.
+            max_pending_tokens=sampling.max_tokens if is_ranked else MAX_PENDING_TOKENS,
+            changed=changed,
+            shows_logprobs=prepared.sampling.logprobs is not None,
         )
-        request_id = self._begin(prepared, cached, answer, span, spent_s=time.monotonic() - arrived_s)
-        try:
-            await self._stream(answer, context)
-        finally:
-            self._runtime.leave(request_id)
+
+    def _shared_blocks(self, request_id: str, num_blocks: int) -> Mapping[str, int]:
+        """Where the prompt lies now that the first answer has read it."""
+        held = self._runtime.state.cached_blocks(request_id)
+        return {worker_id: min(blocks, num_blocks) for worker_id, blocks in held.items()}
 
     def _begin(
-        self, prepared: Prepared, cached: Mapping[str, int], answer: Answer, span: OpenSpan, *, spent_s: float
+        self,
+        prepared: Prepared,
+        index: int,
+        cached: Mapping[str, int],
+        answer: Answer,
+        span: OpenSpan,
+        *,
+        spent_s: float,
     ) -> str:
-        request_id = self._unused(prepared.request_id)
-        told = Told(span=span, slo=prepared.slo, operation=names.CHAT if prepared.is_chat else names.TEXT_COMPLETION)
-        self._measure.arrived(told, request_id, len(prepared.prompt_ids), prepared.sampling.max_tokens)
+        """Hands answer number `index` to the state and says under which id."""
+        name = prepared.request_id if index == 0 else f"{prepared.request_id}#{index}"
+        request_id, sampling = self._unused(name), prepared.samplings[index]
+        told = Told(
+            span=span.without_attributes() if index else span,
+            slo=prepared.slo,
+            operation=names.CHAT if prepared.is_chat else names.TEXT_COMPLETION,
+            is_sibling=index > 0,
+        )
+        self._measure.arrived(told, request_id, len(prepared.prompt_ids), sampling.max_tokens)
         arrival = RequestArrived(
             request_id=request_id,
             num_prompt_tokens=len(prepared.prompt_ids),
-            sampling=prepared.sampling,
+            sampling=sampling,
             slo=prepared.slo,
-            spent_s=spent_s,
+            # A sibling is late only by its own fault: it was made to wait for the prompt's KV.
+            spent_s=0.0 if index else spent_s,
             deadline_s=max(prepared.deadline_s - spent_s, 0.0),
             priority=prepared.priority,
             block_hashes=prepared.block_hashes,
             cached_blocks=cached,
         )
         sequence = messages.sequence_of(
-            request_id, prepared.prompt_ids, prepared.sampling, span.traceparent, b"", prepared.slo.tpot_s
+            request_id, prepared.prompt_ids, sampling, span.traceparent, b"", prepared.slo.tpot_s
         )
         self._runtime.begin(arrival, answer, sequence, told)
         return request_id
@@ -158,7 +223,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._measure.looked_up(span, time.monotonic() - started_s, most)
         return cached or {}
 
-    async def _stream(self, answer: Answer, context: Any) -> None:
+    async def _stream(self, answer: Answer | Group, context: Any) -> None:
         while True:
             await answer.changed.wait()
             messages_out = answer.drain()
@@ -172,3 +237,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 raise Cancelled(f"the reader took nothing for {self._write_s:g} s") from None
             if answer.is_over and not answer.changed.is_set():
                 return
+
+
+async def _is_shared(first: Answer) -> None:
+    """Until the prompt's KV is where the other answers find it: the decode worker has drawn from it, or all is over.
+
+    The first token alone may be a prefill worker's, with the KV still on its way.
+    """
+    while first.num_tokens < 2 and not first.is_over:
+        first.changed.clear()
+        await first.changed.wait()

@@ -19,6 +19,7 @@ class Told:
     span: OpenSpan
     slo: Slo
     operation: str  # names.CHAT or names.TEXT_COMPLETION
+    is_sibling: bool = False  # one more answer to a prompt that is counted already
 
 
 @final
@@ -75,6 +76,8 @@ class Measure:
             metrics.observe(names.TPOT, timings.tpot_s, path=path)
             metrics.observe(names.GEN_AI_TPOT, timings.tpot_s, gen_ai_operation_name=told.operation)
         metrics.add(names.SLO_KEPT, kept=_kept(timings, told.slo))
+        if told.is_sibling:
+            return
         metrics.add(names.PROMPT_TOKENS, end.usage.prompt_tokens)
         metrics.add(names.CACHED_PROMPT_TOKENS, end.usage.cached_prompt_tokens)
 

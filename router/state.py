@@ -106,6 +106,11 @@ class RouterState:
         request = self._ledger.requests.get(request_id)
         return None if request is None else request.stage
 
+    def cached_blocks(self, request_id: str) -> Mapping[str, int]:
+        """Worker id -> leading blocks of the request's tokens that it may hold; nothing of an unknown request."""
+        request = self._ledger.requests.get(request_id)
+        return {} if request is None else dict(request.cached_blocks)
+
     def explain(self, request_id: str) -> Explanation | None:
         """Why a recent request was placed where it was; None when it is not among the last ones."""
         return self._ledger.explanations.get(request_id)

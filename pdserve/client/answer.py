@@ -6,7 +6,7 @@ The span is one per call, retries included, and nothing at all unless the caller
 from __future__ import annotations
 
 from pdserve.client import results
-from pdserve.client.results import Completion, Piece
+from pdserve.client.results import Completion, Piece, TokenLogprob
 from pdserve.core.errors import InternalError, PdserveError
 from pdserve.telemetry import names
 from pdserve.telemetry.propagate import AttributeValue, ClientSpan
@@ -20,7 +20,10 @@ class Answer:
         self._span = ClientSpan(_attributes(request))
         self.request_id = request.request_id
         self.prompt_tokens: int | None = None
+        self._num_answers = request.n if request.HasField("n") else 1
         self._pieces: list[Piece] = []
+        self._finished: list[inference_pb2.Finished] = []
+        self._prompt_logprobs: list[TokenLogprob | None] = []
         self._completion: Completion | None = None
 
     @property
@@ -42,9 +45,31 @@ class Answer:
             piece = results.piece(message.delta)
             self._pieces.append(piece)
             return piece
+        elif event == "prompt_logprobs":
+            self._scored(message.prompt_logprobs)
         elif event == "finished":
-            self._completion = results.completion(self.request_id, self._pieces, message.finished)
+            self._finished.append(message.finished)
+            if len(self._finished) == self._num_answers:
+                self._completion = self._complete()
         return None
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        """There with the first piece."""
+        return tuple(self._prompt_logprobs)
+
+    def _scored(self, message: inference_pb2.PromptLogprobs) -> None:
+        if not self._prompt_logprobs:
+            self._prompt_logprobs.append(None)
+        del self._prompt_logprobs[message.first_position :]
+        self._prompt_logprobs += map(results.token_logprob, message.tokens)
+
+    def _complete(self) -> Completion:
+        choices = [
+            results.choice([one for one in self._pieces if one.index == finished.index], finished)
+            for finished in sorted(self._finished, key=lambda one: one.index)
+        ]
+        return results.completion(self.request_id, choices, self._finished, self._prompt_logprobs)
 
     def end(self) -> None:
         """The stream ended in order. Raises InternalError where no finish reason came before."""

@@ -16,6 +16,8 @@ from pdserve.v1 import inference_pb2
 
 MAX_TIMEOUT_S: Final = 1e9  # gRPC turns much larger ones into the past
 
+_WHOLE_OF_REQUEST: Final = ("priority", "truncate_prompt_tokens", "n", "best_of")
+
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
@@ -43,6 +45,9 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None  # token id to -100 to 100, added to its logit; at most 1024
     allowed_token_ids: Sequence[int] | None  # no other token is drawn; 1 to 8192
     bad_words: str | Sequence[str] | None  # texts that are not written; at most 128, of 1 to 256 characters
+    prompt_logprobs: int | None  # as logprobs, of the prompt's own tokens; 0 to 20
+    n: int | None  # answers, 1 to 16; over 1 only with a temperature
+    best_of: int | None  # n to 16: draws so many and gives the n likeliest per token, at the end
     slo: Slo | None
     timeout_s: float | None  # of the whole call, its retries included
     request_id: str | None
@@ -107,7 +112,7 @@ def _chat(messages: Sequence[Any]) -> inference_pb2.ChatPrompt:
 def _set_whole(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
     if not _is_whole(value):
         raise _wrong(name, "int", value)
-    target = request if name in ("priority", "truncate_prompt_tokens") else request.sampling
+    target = request if name in _WHOLE_OF_REQUEST else request.sampling
     try:
         setattr(target, name, int(value))
     except ValueError:
@@ -184,8 +189,8 @@ def checked_timeout_s(name: str, value: object) -> float:
 
 _Setter = Callable[[inference_pb2.GenerateRequest, str, Any], None]
 _SETTERS: Final[dict[str, _Setter]] = {
-    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "logprobs"), _set_whole),
-    **dict.fromkeys(("priority", "truncate_prompt_tokens"), _set_whole),
+    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"), _set_whole),
+    **dict.fromkeys(_WHOLE_OF_REQUEST, _set_whole),
     **dict.fromkeys(("temperature", "top_p", "min_p"), _set_real),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _set_real),
     **dict.fromkeys(("ignore_eos", "include_stop_in_output"), _set_flag),

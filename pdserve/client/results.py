@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -35,10 +36,13 @@ class Piece:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    index: int = 0  # which of the n answers it belongs to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
+    """Of a whole call: the prompt once, and the tokens of all answers that were drawn."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_prompt_tokens: int  # of the prompt's tokens, those whose KV came from a prefix cache
@@ -67,8 +71,22 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One of the n answers."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] = ()
+    stop: str | None = None
+    stop_token_id: int | None = None
+    cumulative_logprob: float | None = None  # sum over its tokens, where logprobs or best_of were asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A finished answer."""
+    """A finished call. `text` to `stop_token_id` are those of the first of its `choices`; `timings` too."""
 
     request_id: str
     text: str
@@ -79,6 +97,9 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] = ()  # empty unless asked for
     stop: str | None = None  # the stop string that ended the text
     stop_token_id: int | None = None
+    choices: tuple[Choice, ...] = ()
+    #: Of each prompt token given those before it; None for the first. Empty unless asked for.
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,30 +168,57 @@ def piece(delta: inference_pb2.Delta) -> Piece:
     return Piece(
         text=delta.text,
         token_ids=tuple(delta.token_ids),
-        logprobs=tuple(
-            TokenLogprob(
-                token_id=one.token_id, logprob=one.logprob, top=tuple((top.token_id, top.logprob) for top in one.top)
-            )
-            for one in delta.logprobs
-        ),
+        logprobs=tuple(map(token_logprob, delta.logprobs)),
+        index=delta.index,
     )
 
 
-def completion(request_id: str, pieces: list[Piece], finished: inference_pb2.Finished) -> Completion:
-    return Completion(
-        request_id=request_id,
+def token_logprob(seen: inference_pb2.TokenLogprobs) -> TokenLogprob:
+    return TokenLogprob(
+        token_id=seen.token_id, logprob=seen.logprob, top=tuple((top.token_id, top.logprob) for top in seen.top)
+    )
+
+
+def choice(pieces: Sequence[Piece], finished: inference_pb2.Finished) -> Choice:
+    """`pieces` of this answer alone."""
+    return Choice(
+        index=finished.index,
         text="".join(one.text for one in pieces),
         token_ids=tuple(token_id for one in pieces for token_id in one.token_ids),
         finish_reason=_REASONS.get(finished.reason, "stop"),
-        usage=Usage(
-            prompt_tokens=finished.usage.prompt_tokens,
-            completion_tokens=finished.usage.completion_tokens,
-            cached_prompt_tokens=finished.usage.cached_prompt_tokens,
-        ),
-        timings=_timings(finished.timings),
         logprobs=tuple(logprob for one in pieces for logprob in one.logprobs),
         stop=finished.stop if finished.HasField("stop") else None,
         stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
+        cumulative_logprob=finished.cumulative_logprob if finished.HasField("cumulative_logprob") else None,
+    )
+
+
+def completion(
+    request_id: str,
+    choices: Sequence[Choice],
+    finished: Sequence[inference_pb2.Finished],
+    prompt_logprobs: Sequence[TokenLogprob | None] = (),
+) -> Completion:
+    """`choices` by index; `finished` as they came: the last one knows the total where there are several."""
+    first, last = choices[0], finished[-1]
+    used = last.total_usage if last.HasField("total_usage") else last.usage
+    timings = next(one.timings for one in finished if one.index == first.index)
+    return Completion(
+        request_id=request_id,
+        text=first.text,
+        token_ids=first.token_ids,
+        finish_reason=first.finish_reason,
+        usage=Usage(
+            prompt_tokens=used.prompt_tokens,
+            completion_tokens=used.completion_tokens,
+            cached_prompt_tokens=used.cached_prompt_tokens,
+        ),
+        timings=_timings(timings),
+        logprobs=first.logprobs,
+        stop=first.stop,
+        stop_token_id=first.stop_token_id,
+        choices=tuple(choices),
+        prompt_logprobs=tuple(prompt_logprobs),
     )
 
 

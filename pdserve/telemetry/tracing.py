@@ -37,6 +37,10 @@ class OpenSpan:
         self._span = span
         self.traceparent = traceparent
 
+    def without_attributes(self) -> Self:
+        """For work under the same span that shall not write over what is said on it."""
+        return type(self)(None, self.traceparent)
+
     def set(self, key: str, value: AttributeValue) -> None:
         if self._span is not None:
             self._span.set_attributes(as_otel({key: value}))

@@ -62,6 +62,9 @@ def test_every_option_reaches_its_field() -> None:
             "logit_bias": {3: -100, 9: 0.5},
             "allowed_token_ids": [3, 9],
             "bad_words": "ugly",
+            "prompt_logprobs": 2,
+            "n": 3,
+            "best_of": 4,
         },
     )
     assert request == inference_pb2.GenerateRequest(
@@ -85,7 +88,10 @@ def test_every_option_reaches_its_field() -> None:
             logit_bias={3: -100.0, 9: 0.5},
             allowed_token_ids=[3, 9],
             bad_words=["ugly"],
+            prompt_logprobs=2,
         ),
+        n=3,
+        best_of=4,
         slo=inference_pb2.Slo(ttft_s=1.0, tpot_s=0.5),
         request_id="mine",
         priority=-3,

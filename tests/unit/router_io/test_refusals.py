@@ -45,6 +45,12 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
     ("truncate_prompt_tokens", "between 1 and", {"truncate_prompt_tokens": CONTEXT}),
     ("request_id", "1 to 128", {"request_id": "x" * 129}),
     ("request_id", "1 to 128", {"request_id": "two\nlines"}),
+    ("n", "between 1 and 16", {"n": 0}),
+    ("n", "between 1 and 16", {"n": 17}),
+    ("best_of", "between n (2) and 16", {"n": 2, "best_of": 1}),
+    ("best_of", "between n (1) and 16", {"best_of": 17}),
+    ("n", "1 where temperature is 0", {"n": 2, "sampling": inference_pb2.SamplingParams(temperature=0.0)}),
+    ("best_of", "1 where temperature is 0", {"best_of": 2, "sampling": inference_pb2.SamplingParams(temperature=0.0)}),
     ("slo.ttft_s", "number", {"slo": inference_pb2.Slo(ttft_s=math.nan)}),
     ("slo.tpot_s", "number", {"slo": inference_pb2.Slo(tpot_s=-1.0)}),
     *(

@@ -1,0 +1,105 @@
+"""Several answers to one prompt (n, best_of) as one stream. Decides who they are and how they mix; no I/O.
+
+To everything behind the edge each answer is a request of its own: placed, preempted, recovered and ended by itself.
+The first draws with the request's own seed, so it is the answer that n = 1 gives; the others with seeds made from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Final, final
+
+from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.types import Sampling
+from pdserve.v1 import inference_pb2
+from router.answer import Answer
+
+MAX_ANSWERS: Final = 16
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MASK: Final = 2**64 - 1
+
+
+def counts(request: inference_pb2.GenerateRequest, sampling: Sampling) -> tuple[int, int]:
+    """How many answers are given, and how many are drawn for it."""
+    n = request.n if request.HasField("n") else 1
+    best_of = request.best_of if request.HasField("best_of") else n
+    if not 1 <= n <= MAX_ANSWERS:
+        raise InvalidRequest("n", n, f"between 1 and {MAX_ANSWERS}")
+    if not n <= best_of <= MAX_ANSWERS:
+        raise InvalidRequest("best_of", best_of, f"between n ({n}) and {MAX_ANSWERS}")
+    if best_of > 1 and sampling.is_greedy:
+        field = "n" if n > 1 else "best_of"
+        raise InvalidRequest(field, max(n, best_of), "1 where temperature is 0: every answer would be the same")
+    return n, best_of
+
+
+def samplings(sampling: Sampling, n: int, best_of: int) -> list[Sampling]:
+    """One for each answer that is drawn. The prompt is scored once; ranking needs the drawn tokens' logprobs."""
+    if best_of > n and sampling.logprobs is None:
+        sampling = dataclasses.replace(sampling, logprobs=0)
+    others = [
+        dataclasses.replace(sampling, seed=_sibling_seed(sampling.seed, index), prompt_logprobs=None)
+        for index in range(1, best_of)
+    ]
+    return [sampling, *others]
+
+
+@final
+class Group:
+    """Drained like one Answer. The answers share `changed`."""
+
+    def __init__(self, answers: Sequence[Answer], changed: asyncio.Event, *, num_kept: int) -> None:
+        """Fewer kept than there are answers: the likeliest per token, best first, once all are over."""
+        self.changed = changed
+        self.answers = tuple(answers)
+        self._num_kept = num_kept
+        self._is_told = False  # the total has gone out
+
+    @property
+    def error(self) -> PdserveError | None:
+        """Of any answer: the call stands or falls as a whole."""
+        return next((one.error for one in self.answers if one.error is not None), None)
+
+    @property
+    def is_over(self) -> bool:
+        return all(one.is_over for one in self.answers)
+
+    def drain(self) -> list[inference_pb2.GenerateResponse]:
+        self.changed.clear()
+        kept: Sequence[Answer] = self.answers
+        if self._num_kept < len(kept):
+            if not self.is_over:
+                return []
+            kept = sorted(kept, key=lambda one: one.mean_logprob, reverse=True)[: self._num_kept]
+        messages = self.answers[0].opening()
+        for sibling in self.answers[1:]:
+            sibling.opening()  # has been said
+        for index, answer in enumerate(kept):
+            for message in answer.drain():
+                if message.HasField("delta"):
+                    message.delta.index = index
+                elif message.HasField("finished"):
+                    message.finished.index = index
+                messages.append(message)
+        if self.is_over and not self._is_told and self.error is None:
+            self._is_told = True
+            messages[-1].finished.total_usage.CopyFrom(self._total())
+        return messages
+
+    def _total(self) -> inference_pb2.Usage:
+        used = [one.usage for one in self.answers]
+        return inference_pb2.Usage(
+            prompt_tokens=used[0].prompt_tokens,
+            completion_tokens=sum(one.completion_tokens for one in used),
+            cached_prompt_tokens=used[0].cached_prompt_tokens,
+        )
+
+
+def _sibling_seed(seed: int, index: int) -> int:
+    """splitmix64 (Steele, Lea, Flood 2014), `index` steps from `seed`: no pattern of seeds makes siblings meet."""
+    value = (seed + index * _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
