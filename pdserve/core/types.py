@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Final
 
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.grammar import Grammar
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 256
@@ -66,6 +67,7 @@ class Sampling:
     allowed_token_ids: tuple[int, ...] = ()  # no other token can be drawn; empty: any
     bad_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that the output never contains
     prompt_logprobs: int | None = None  # as logprobs, of the prompt's own tokens
+    grammar: Grammar | None = None  # what the output must look like; its end is drawn whatever ignore_eos says
 
     def __post_init__(self) -> None:
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")

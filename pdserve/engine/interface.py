@@ -69,10 +69,12 @@ class RowOut:
 
     `drawn`: the tokens at positions start + len(tokens) and on: one, and one more for each accepted draft; none
     where the row does not sample. `scored`: the prompt's own tokens with their logprobs, where those were asked for.
+    `failed`: why the request itself lets no token be drawn; it cannot go on, here or elsewhere.
     """
 
     drawn: tuple[TokenOut, ...] = ()
     scored: tuple[TokenOut, ...] = ()
+    failed: str | None = None
 
 
 def kept(drawn: Sequence[TokenOut], drafts: Sequence[int]) -> tuple[TokenOut, ...]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,7 @@ class Draw:
     sampling: Sampling
     history: Sequence[int]
     prompt_len: int
+    allowed: bytes | None = None  # by the row's grammar: one bit per token, little-endian (grammars.py)
 
     @property
     def num_output(self) -> int:
@@ -80,6 +82,13 @@ def _as_far_as_it_goes(
     return raw_V
 
 
+def _ban_what_grammar_forbids(logits_V: Tensor, draw: Draw, _ends: Sequence[int]) -> None:
+    assert draw.allowed is not None
+    bit_V = np.unpackbits(np.frombuffer(draw.allowed, np.uint8), bitorder="little", count=logits_V.shape[0])
+    is_banned_V = torch.from_numpy(bit_V == 0).to(logits_V.device)
+    logits_V.masked_fill_(is_banned_V, -math.inf)
+
+
 def _ban_all_but_allowed(logits_V: Tensor, draw: Draw, _ends: Sequence[int]) -> None:
     token_N = _index(draw.sampling.allowed_token_ids, logits_V.device)
     allowed_N = logits_V[token_N]
@@ -106,6 +115,7 @@ def _ban_ends(logits_V: Tensor, draw: Draw, eos_token_ids: Sequence[int]) -> Non
 
 
 BANS: Final = (
+    Ban(lambda draw: draw.allowed is not None, _ban_what_grammar_forbids),
     Ban(lambda draw: bool(draw.sampling.allowed_token_ids), _ban_all_but_allowed),
     Ban(lambda draw: bool(draw.sampling.bad_token_ids), _ban_bad_words),
     Ban(lambda draw: draw.num_output < draw.sampling.min_tokens, _ban_ends),

@@ -13,8 +13,10 @@ import torch
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
+from pdserve.core.types import TokenOut
 from pdserve.engine.batch import pack
 from pdserve.engine.config import ModelConfig, read_config
+from pdserve.engine.grammars import Grammars, RowMasks, open_grammars
 from pdserve.engine.interface import EngineSpec, Row, RowOut, kept
 from pdserve.engine.model import Decoder
 from pdserve.engine.pool import TorchPool
@@ -30,7 +32,15 @@ log = logging.getLogger(__name__)
 
 @final
 class TorchEngine:
-    def __init__(self, spec: EngineSpec, model: Decoder, pool: TorchPool, windows: Sequence[int | None]) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        model: Decoder,
+        pool: TorchPool,
+        windows: Sequence[int | None],
+        grammars: Grammars,
+    ) -> None:
+        self._grammars = grammars
         self.spec = spec
         self.pool = pool
         self._model = model
@@ -42,31 +52,42 @@ class TorchEngine:
         check_rows(self.spec, rows)
         if not rows:
             return []
+        pending = self._grammars.begin(rows)
         batch = pack(rows, self._windows, self.spec.block_size, self._device)
         x_TE = self._model.hidden(batch, self.pool)
         asked: list[int] = []
-        draws: list[Draw] = []
         for row, last in zip(rows, batch.last_R, strict=True):
             asked += range(last, last + row.num_draws)
-            draws += draws_of(row)
         if not asked:
             return [RowOut()] * len(rows)
         logits_BV = self._model.logits(x_TE[torch.tensor(asked, device=self._device)])
+        masks_of = pending.result() if pending is not None else {}
+        draws = [draw for index, row in enumerate(rows) for draw in draws_of(row, masks_of.get(index))]
         drawn = iter(sample(logits_BV, draws, self.spec.eos_token_ids))
-        return [RowOut(kept(list(islice(drawn, row.num_draws)), row.drafts)) for row in rows]
+        return [row_out(row, list(islice(drawn, row.num_draws)), masks_of.get(index)) for index, row in enumerate(rows)]
 
     def close(self) -> None:
-        """Nothing to free: weights and pool go with their last reader."""
+        """Nothing else to free: weights and pool go with their last reader."""
+        self._grammars.close()
 
 
-def draws_of(row: Row) -> list[Draw]:
+def draws_of(row: Row, masks: RowMasks | None) -> list[Draw]:
     """The row's draw, and one behind each of its drafts as if that and the ones before it were right."""
     if row.sample is None:
         return []
-    draws = [Draw(row.sample, row.history, row.prompt_len)]
-    for count in range(1, len(row.drafts) + 1):
-        draws.append(Draw(row.sample, [*row.history, *row.drafts[:count]], row.prompt_len))
+    draws = []
+    for count in range(len(row.drafts) + 1):
+        history = [*row.history, *row.drafts[:count]] if count else row.history
+        allowed = masks.masks[count] if masks is not None and count < len(masks.masks) else None
+        draws.append(Draw(row.sample, history, row.prompt_len, allowed))
     return draws
+
+
+def row_out(row: Row, drawn: Sequence[TokenOut], masks: RowMasks | None) -> RowOut:
+    """What counts of the row's draws; under a grammar only those that had a mask."""
+    if masks is None:
+        return RowOut(kept(drawn, row.drafts))
+    return RowOut(kept(drawn[: len(masks.masks)], row.drafts), failed=masks.failed)
 
 
 def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) -> TorchEngine:
@@ -80,6 +101,7 @@ def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) ->
     checkpoint = open_checkpoint(folder)
     weights = load_weights(model_config, checkpoint, device, dtype, progress, is_int8=config.dtype == "int8")
     spec = make_spec(config, model_config, dtype, checkpoint_hash(folder, checkpoint))
+    grammars = open_grammars(folder, spec)
     pool = TorchPool(
         num_blocks=spec.num_blocks,
         num_layers=model_config.num_layers,
@@ -99,7 +121,7 @@ def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) ->
             "load_s": round(time.monotonic() - began_s, 3),
         },
     )
-    return TorchEngine(spec, Decoder(model_config, weights), pool, model_config.windows)
+    return TorchEngine(spec, Decoder(model_config, weights), pool, model_config.windows, grammars)
 
 
 def make_spec(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, weights_hash: str) -> EngineSpec:

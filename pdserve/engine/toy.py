@@ -97,7 +97,7 @@ class ToyEngine:
             time.sleep(self._step_s)
         for row in rows:
             self._write(row)
-        return [RowOut(kept(self._draws(row), row.drafts)) for row in rows]
+        return [self._out(row) for row in rows]
 
     def close(self) -> None:
         """Nothing to free: the pool goes with its last reader."""
@@ -107,6 +107,11 @@ class ToyEngine:
         for position, token in enumerate((*row.tokens, *row.drafts), row.start):
             slot = row.blocks[position // block_size] * block_size + position % block_size
             self._cells[slot] = cell(token, position, self._role_mark)
+
+    def _out(self, row: Row) -> RowOut:
+        if row.sample is not None and row.sample.grammar is not None:
+            return RowOut(failed=f"{row.sample.grammar.field}: the toy follows no grammar")
+        return RowOut(kept(self._draws(row), row.drafts))
 
     def _draws(self, row: Row) -> list[TokenOut]:
         """The row's draw, and one behind each of its drafts as if that and the ones before it were right."""

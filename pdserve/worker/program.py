@@ -218,6 +218,9 @@ class RoleProgram(ABC):
             if isinstance(entry, RowFailed):
                 self.act(self.batching.fail(key, FailureKind.INTERNAL, entry.message))
                 outs.append(RowOut())
+            elif entry.failed is not None:
+                self.act(self.batching.fail(key, FailureKind.INVALID, entry.failed))
+                outs.append(RowOut())
             else:
                 outs.append(entry)
         self.act(self.batching.apply(step, outs, ended_s))

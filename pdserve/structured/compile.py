@@ -1,0 +1,150 @@
+"""Compiles a grammar against a model's vocabulary, with llguidance. One module knows that library's dialect.
+
+Limits are llguidance's own counts of work, so that what is admitted on one machine compiles on every other.
+docs/decisions/0004-structured-output.md has the figures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, final
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.core.grammar import Grammar, GrammarKind
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_REASON_CHARS: Final = 300
+NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+# At most one space after a comma or a colon, and no other: a weak model must not end in endless whitespace.
+_JSON: Final[JsonCompileOptions] = {
+    "item_separator": ",[ ]?",
+    "key_separator": ":[ ]?",
+    "whitespace_flexible": False,
+    "lenient": False,  # an unsupported keyword is an error and not ignored
+    "coerce_one_of": False,
+}
+_PER_GRAMMAR: Final = "x-guidance"  # a schema's own options; they could undo those above
+
+
+@final
+class Compiler:
+    """Thread-safe. Compiling lets other threads run."""
+
+    def __init__(self, model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Raises ModelError where no mask can be made for the model: no end of sequence, or an unknown tokenizer."""
+        ends = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
+        if not ends:
+            raise ModelError("eos_token_id", "none", "an end of sequence, which ends a structured answer")
+        text = _tokenizer_text(model)
+        known = _num_tokens(text)
+        try:
+            # A tokenizer may have grown tokens that the model has no row for: the mask is cut to the model's.
+            self._tokenizer = LLTokenizer(json.dumps(text), n_vocab=max(vocab_size, known), eos_token=ends)
+        except Exception as error:  # the Rust binding raises plain exceptions for whatever it cannot read
+            raise ModelError("tokenizer.json", _short(str(error)), "a tokenizer that llguidance reads") from error
+        self._limits = LLParserLimits(
+            initial_lexer_fuel=1_000_000,
+            step_lexer_fuel=50_000,
+            step_max_items=50_000,
+            max_lexer_states=50_000,
+            max_grammar_size=200_000,
+            verbose_errors=False,
+        )
+
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """A matcher at the start of the document. Raises InvalidRequest with the reason."""
+        try:
+            source = _source(grammar)
+            matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        except (ValueError, RecursionError) as error:
+            raise refused(grammar, str(error)) from None
+        if matcher.is_error():
+            raise refused(grammar, matcher.get_error())
+        warnings = matcher.get_grammar_warnings()
+        if warnings:
+            raise refused(grammar, "; ".join(warnings))
+        return matcher
+
+
+def refused(grammar: Grammar, reason: str) -> InvalidRequest:
+    return InvalidRequest(grammar.field, _short(reason), "a grammar that compiles and can be met")
+
+
+def why_stuck(matcher: LLMatcher) -> str:
+    """Why nothing may follow where `matcher` stands."""
+    reason = _short(matcher.get_error()) if matcher.is_error() else ""
+    return "no document meets it" if reason in ("", "NoExtension", "NoExtensionBias") else reason
+
+
+def _source(grammar: Grammar) -> str:
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(_schema(grammar), overrides=_JSON)
+        case GrammarKind.JSON_OBJECT:
+            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON)
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case GrammarKind.CHOICE:
+            # A terminal (upper case) is one automaton; as a rule each string would cost a row item at every step.
+            strings = " | ".join(json.dumps(one, ensure_ascii=False) for one in grammar.choices())
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {strings}")
+        case GrammarKind.LARK:
+            return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _schema(grammar: Grammar) -> dict[str, Any]:
+    schema = json.loads(grammar.text)
+    if schema is True:
+        return {}
+    if schema is False:
+        raise ValueError("Unsatisfiable schema: false allows no document")
+    if not isinstance(schema, dict):
+        raise ValueError("a schema is a JSON object, true or false")
+    if _PER_GRAMMAR in schema:
+        raise ValueError(f'Unimplemented keys: ["{_PER_GRAMMAR}"]')
+    return schema
+
+
+def _tokenizer_text(model: Path) -> dict[str, Any]:
+    """tokenizer.json, in which the tokens that tokenizer_config.json names are special, as for the detokenizer."""
+    text = _read(model / "tokenizer.json")
+    config_path = model / "tokenizer_config.json"
+    config = _read(config_path) if config_path.is_file() else {}
+    held = [config.get(name) for name in NAMED_TOKENS]
+    named = {one.get("content") if isinstance(one, Mapping) else one for one in held}
+    added = text.get("added_tokens")
+    for token in added if isinstance(added, list) else []:
+        if isinstance(token, dict) and token.get("content") in named:
+            token["special"] = True
+    return text
+
+
+def _num_tokens(text: Mapping[str, Any]) -> int:
+    """One more than the largest id."""
+    model, added = text.get("model"), text.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab) - 1] if isinstance(vocab, list) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    return max((token_id for token_id in ids if isinstance(token_id, int)), default=-1) + 1
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(path.name, type(error).__name__, "a JSON object") from error
+    if not isinstance(found, dict):
+        raise ModelError(path.name, type(found).__name__, "a JSON object")
+    return found
+
+
+def _short(reason: str) -> str:
+    """On one line; the parser's own state, which follows, is of no use to the caller."""
+    line = " ".join(reason.split("<non-verbose/>")[0].split())
+    return line if len(line) <= MAX_REASON_CHARS else line[: MAX_REASON_CHARS - 3] + "..."

@@ -1,0 +1,276 @@
+"""Rows under a grammar: every document is valid, whoever computes it, and unconstrained company notices nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+import transformers
+from llguidance import LLParserLimits
+
+from pdserve.core.attempt import EndRule
+from pdserve.core.grammar import Grammar, GrammarKind, choice
+from pdserve.core.types import FinishReason, Sampling, TokenOut
+from pdserve.engine.grammars import Grammars
+from pdserve.engine.interface import Engine, Row
+from pdserve.engine.toy import ToyEngine
+from pdserve.structured.compile import Compiler
+from pdserve.text.tokenizer import load_tokenizer
+from tests.unit.structured.schemas import schema
+
+MODEL = next((Path(__file__).parents[3] / "pdserve/models").glob("stdlib-*"))
+TOKENIZER = load_tokenizer(str(MODEL))
+EOS = 0
+NUM_SCHEMAS = 40
+PROMPT = TOKENIZER.encode("def config():\n    return ")
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 4},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+DEAD_END = Grammar(GrammarKind.LARK, 'start: "ab" X\nX: /a/ & /b/')
+
+
+def json_schema(one: object) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(one))
+
+
+@dataclass(kw_only=True)
+class Writer:
+    """One request until its end of sequence."""
+
+    sampling: Sampling
+    first_block: int
+    drafts: Callable[[int], list[int]] = lambda num_output: []
+    tokens: list[int] = field(default_factory=lambda: list(PROMPT))
+    outs: list[TokenOut] = field(default_factory=list)
+    num_computed: int = 0
+    failed: str | None = None
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(PROMPT) :]
+
+    @property
+    def text(self) -> str:
+        return TOKENIZER.decode(self.output)
+
+    @property
+    def is_over(self) -> bool:
+        return self.failed is not None or self.output[-1:] == [EOS] or len(self.output) >= self.sampling.max_tokens
+
+
+def write(engine: Engine, samplings: Sequence[Sampling], **settings: Any) -> list[Writer]:
+    """All in one batch, each to its end."""
+    size = engine.spec.num_blocks // len(samplings)
+    writers = [Writer(sampling=one, first_block=index * size, **settings) for index, one in enumerate(samplings)]
+    while going := [one for one in writers if not one.is_over]:
+        rows = []
+        for one in going:
+            room = one.sampling.max_tokens - len(one.output) - 1
+            rows.append(
+                Row(
+                    tokens=one.tokens[one.num_computed :],
+                    start=one.num_computed,
+                    blocks=list(range(one.first_block, one.first_block + size)),
+                    sample=one.sampling,
+                    history=list(one.tokens),
+                    prompt_len=len(PROMPT),
+                    drafts=one.drafts(len(one.output))[:room] if one.output else [],
+                )
+            )
+        for one, out in zip(going, engine.step(rows), strict=True):
+            one.failed = out.failed
+            one.num_computed = len(one.tokens) + len(out.drawn) - 1
+            one.outs += out.drawn
+            one.tokens += [token.token_id for token in out.drawn]
+            if EOS in one.output:
+                one.tokens = one.tokens[: len(PROMPT) + one.output.index(EOS) + 1]
+    return writers
+
+
+@pytest.fixture(scope="module")
+def engine(open_engine: Callable[..., Engine]) -> Engine:
+    return open_engine(MODEL, kv_blocks=5000)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_document_of_random_schemas_is_valid(engine: Engine, temperature: float) -> None:
+    rng = random.Random(2026)
+    asked = [schema(rng) for _ in range(NUM_SCHEMAS)]
+    samplings = [
+        Sampling(temperature=temperature, seed=seed, max_tokens=num_bytes + 1, grammar=json_schema(one))
+        for seed, (one, num_bytes) in enumerate(asked)
+    ]
+    for (one, _), writer in zip(asked, write(engine, samplings), strict=True):
+        assert writer.failed is None
+        assert writer.output[-1] == EOS, (one, writer.text)
+        checker = jsonschema.FormatChecker(["date", "uuid", "ipv4"])
+        jsonschema.validate(json.loads(writer.text), one, jsonschema.Draft202012Validator, format_checker=checker)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "num_tokens"),
+    [
+        (json_schema(PERSON), 120),
+        (Grammar(GrammarKind.REGEX, "[a-z_]+\\([a-z]{1,9}(, [a-z]{1,9}){1,3}\\)"), 60),
+        (Grammar(GrammarKind.JSON_OBJECT), 40),
+        (choice(["self", "selfish", "None", "[]", "{'a': 1}"]), 20),
+    ],
+    ids=lambda one: one.field if isinstance(one, Grammar) else "",
+)
+def test_greedy_tokens_are_those_of_transformers_under_the_same_masks(
+    engine: Engine, grammar: Grammar, num_tokens: int
+) -> None:
+    compiler = Compiler(MODEL, engine.spec.vocab_size, (EOS,))
+
+    class Masked(transformers.LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            matcher = compiler.compile(grammar)
+            assert matcher.consume_tokens(ids[0, len(PROMPT) :].tolist())
+            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            return scores.masked_fill(torch.from_numpy(bits[: scores.shape[1]] == 0)[None], -torch.inf)
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    [done] = model.generate(
+        torch.tensor([PROMPT]),
+        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.int64),
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
+        logits_processor=transformers.LogitsProcessorList([Masked()]),
+    )
+    [writer] = write(engine, [Sampling(temperature=0.0, max_tokens=num_tokens, grammar=grammar)])
+    assert writer.output == done[len(PROMPT) :].tolist()
+
+
+def test_right_wrong_and_forbidden_drafts_change_no_token(engine: Engine) -> None:
+    samplings = [
+        Sampling(temperature=temperature, seed=5, max_tokens=200, grammar=json_schema(PERSON))
+        for temperature in (0.0, 0.8, 1.0)
+    ]
+    plain = [one.output for one in write(engine, samplings)]
+    rng = random.Random(4)
+    for sampling, expected in zip(samplings, plain, strict=True):
+
+        def guess(num_output: int, expected: list[int] = expected) -> list[int]:
+            drafts = expected[num_output : num_output + rng.choice([0, 1, 4, 15])]
+            if drafts and rng.random() < 0.5:
+                drafts[rng.randrange(len(drafts))] = rng.randrange(engine.spec.vocab_size)
+            return drafts
+
+        [guessed] = write(engine, [sampling], drafts=guess)
+        assert guessed.output == expected
+
+
+def test_a_matcher_made_again_from_the_output_gives_the_same_masks() -> None:
+    """After a preemption, on another worker: from any prefix on."""
+    compiler = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,))
+    going, grammar = Grammars(compiler), json_schema(PERSON)
+    output = tuple(TOKENIZER.encode('{"name": "Ada", "age": 36, "tags": ["red", "blue"]}'))
+    masks = [going.masks(grammar, output[:count], ()) for count in range(len(output) + 1)]
+    assert going.num_replays == 0
+    for count in range(len(output) + 1):
+        assert Grammars(compiler).masks(grammar, output[:count], ()) == masks[count]
+    assert all(one.failed is None for one in masks)
+    [end] = masks[-1].masks
+    assert [at for at in range(8 * len(end)) if end[at // 8] >> at % 8 & 1] == [EOS]
+
+
+def test_two_requests_that_share_a_beginning_keep_their_own_matchers() -> None:
+    grammars = Grammars(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
+    grammar = choice(["abc", "abd"])
+    a, b, c, d = (TOKENIZER.encode(letter)[0] for letter in "abcd")
+    for _ in range(3):
+        assert grammars.masks(grammar, (a, b), ()).failed is None
+        one, other = grammars.masks(grammar, (a, b, c), ()), grammars.masks(grammar, (a, b, d), ())
+        assert one == other != grammars.masks(grammar, (a, b), ())
+    assert grammars.masks(grammar, (b,), ()).failed is not None
+
+
+def test_what_other_requests_have_met_does_not_fail_a_row() -> None:
+    """The lexer that requests of one grammar share counts its states; past the limit it is made afresh."""
+    compiler = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,))
+    compiler._limits = LLParserLimits(max_lexer_states=2000, verbose_errors=False)
+    grammar = Grammar(GrammarKind.REGEX, "(a|b){0,5}(a|b|c)*a(a|b|c){14}(d|e).{3}[^x]*y.{40}")
+    grammars, rng = Grammars(compiler), random.Random(1)
+    for _ in range(60):
+        output: tuple[int, ...] = ()
+        for _ in range(30):
+            row = grammars.masks(grammar, output, ())
+            assert row.failed is None
+            [mask] = row.masks
+            allowed = [at for at in range(1, TOKENIZER.vocab_size) if mask[at // 8] >> at % 8 & 1]
+            if not allowed:
+                break
+            output = (*output, rng.choice(allowed))
+    assert grammars.num_replays > 0, "the limit was never met"
+
+
+def test_a_dead_end_fails_its_row_alone(engine: Engine) -> None:
+    free = Sampling(temperature=0.0, max_tokens=12)
+    [alone] = write(engine, [free])
+    stuck, beside = write(engine, [Sampling(temperature=0.0, max_tokens=12, grammar=DEAD_END), free])
+    assert stuck.failed == "grammar: stuck after 1 tokens: no document meets it"
+    assert beside.output == alone.output
+
+
+def test_drafts_that_run_into_a_dead_end_fail_nothing_before_it(engine: Engine) -> None:
+    [first] = write(engine, [Sampling(temperature=0.0, max_tokens=1, grammar=DEAD_END)])
+    assert first.failed is None
+    grammars = Grammars(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
+    row = grammars.masks(DEAD_END, (), [*first.output, 5, 6])
+    assert (len(row.masks), row.failed) == (1, None)
+    assert grammars.masks(DEAD_END, tuple(first.output), ()).failed is not None
+
+
+def test_a_grammar_that_does_not_compile_or_a_model_without_tokens_fails_the_row() -> None:
+    bad = Grammar(GrammarKind.REGEX, "(")
+    assert "unclosed" in (Grammars(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,))).masks(bad, (), ()).failed or "")
+    assert "cannot be masked" in (Grammars(None).masks(bad, (), ()).failed or "")
+    [out] = ToyEngine().step(
+        [Row(tokens=[65], start=0, blocks=[0], sample=Sampling(grammar=bad), history=[65], prompt_len=1)]
+    )
+    assert (out.drawn, out.failed) == ((), "regex: the toy follows no grammar")
+
+
+def test_a_finished_grammar_ends_the_text_whatever_min_tokens_and_ignore_eos_say(engine: Engine) -> None:
+    sampling = Sampling(
+        temperature=0.0, max_tokens=30, min_tokens=20, ignore_eos=True, grammar=choice(["yes", "yes, no"])
+    )
+    [writer] = write(engine, [sampling])
+    assert writer.text == "yes, no"  # the longer one: min_tokens bans the end while anything else may follow
+    rule = EndRule(eos_token_ids=frozenset({EOS}), max_context_tokens=100)
+    assert rule.finish(sampling, EOS, 3, 10) is FinishReason.STOP
+    assert rule.finish(dataclasses.replace(sampling, grammar=None), EOS, 3, 10) is None
+
+
+def test_logprobs_are_those_of_the_model_without_the_grammar(engine: Engine) -> None:
+    free = Sampling(temperature=0.0, max_tokens=1, logprobs=5)
+    bound = dataclasses.replace(free, grammar=Grammar(GrammarKind.REGEX, "~+"))
+    [one], [other] = (write(engine, [sampling])[0].outs for sampling in (free, bound))
+    assert other.top == one.top
+    assert other.token_id not in dict(one.top)
+    assert other.logprob is not None
+    assert other.logprob < min(value for _, value in one.top)
+
+
+def test_a_step_without_grammars_asks_for_no_mask() -> None:
+    grammars = Grammars(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
+    row = Row(tokens=[1], start=0, blocks=[0], sample=Sampling(), history=[1], prompt_len=1)
+    assert grammars.begin([row, dataclasses.replace(row, sample=None)]) is None

@@ -1,0 +1,154 @@
+"""What compiles, what is refused with which reason, and that the checker bounds both time and memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, choice
+from pdserve.structured.checker import reason_against
+from pdserve.structured.compile import Compiler
+from pdserve.text.tokenizer import load_tokenizer
+
+MODEL = next((Path(__file__).parents[3] / "pdserve/models").glob("stdlib-*"))
+TOKENIZER = load_tokenizer(str(MODEL))
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler(MODEL, TOKENIZER.vocab_size, (0,))
+
+
+def json_schema(schema: object) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def accepts(compiler: Compiler, grammar: Grammar, text: str) -> bool:
+    """Whether `text` is a whole document."""
+    matcher = compiler.compile(grammar)
+    ids = TOKENIZER.encode(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+REFUSED: dict[str, tuple[Grammar, str]] = {
+    "a string longer than its longest": (json_schema({"type": "string", "minLength": 5, "maxLength": 2}), "minLength"),
+    "false": (json_schema(False), "false allows no document"),
+    "an empty enum": (json_schema({"enum": []}), "Unsatisfiable"),
+    "an enum of another type": (json_schema({"type": "string", "enum": [1]}), "Unsatisfiable"),
+    "enum and const that differ": (json_schema({"enum": ["a"], "const": "b"}), "Unsatisfiable"),
+    "an empty range": (json_schema({"type": "integer", "minimum": 5, "maximum": 2}), "minimum"),
+    "a pattern over maxLength": (json_schema({"type": "string", "pattern": "^a{5}$", "maxLength": 2}), "Unsatisfiable"),
+    "a required property that cannot be": (
+        json_schema({"type": "object", "properties": {"a": False}, "required": ["a"]}),
+        "required property",
+    ),
+    "a reference to itself": (json_schema({"$ref": "#"}), "no document meets it"),
+    "a reference to nothing": (json_schema({"$ref": "#/$defs/a"}), "does not exist"),
+    "a reference to elsewhere": (json_schema({"$ref": "https://example.org/a"}), "does not fetch"),
+    "an unknown type": (json_schema({"type": "text"}), "Invalid type"),
+    "an unknown format": (json_schema({"type": "string", "format": "iri"}), "Unknown format"),
+    "its own options": (json_schema({"x-guidance": {"lenient": True}, "not": {}}), "x-guidance"),
+    "no JSON": (Grammar(GrammarKind.JSON_SCHEMA, '{"type"'), "delimiter"),
+    "no schema": (json_schema([1]), "a JSON object"),
+    "a deep one": (Grammar(GrammarKind.JSON_SCHEMA, '{"items":' * 3000 + "{}" + "}" * 3000), "recursion"),
+    "look-around": (Grammar(GrammarKind.REGEX, "(?=a)b"), "look-around"),
+    "an open group": (Grammar(GrammarKind.REGEX, "(a"), "unclosed group"),
+    "a regex that nothing meets": (Grammar(GrammarKind.REGEX, "[^\\s\\S]"), "no document meets it"),
+    "half a rule": (Grammar(GrammarKind.LARK, 'start: "a'), "lexer error"),
+    "no start": (Grammar(GrammarKind.LARK, 'one: "a"'), "start"),
+    "a rule that never ends": (Grammar(GrammarKind.LARK, 'start: one\none: "a" one'), "Too many items"),
+    "lenient JSON within a grammar": (
+        Grammar(GrammarKind.LARK, 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'),
+        "not",
+    ),
+    "a row too many": (Grammar(GrammarKind.LARK, 'start: "a"{1000000}'), "Too many items"),
+}
+UNSUPPORTED: dict[str, Any] = {
+    "not": {"type": "string"},
+    "if": {},
+    "contains": {},
+    "uniqueItems": True,
+    "dependentRequired": {"a": ["b"]},
+    "dependentSchemas": {},
+    "unevaluatedProperties": False,
+    "unevaluatedItems": False,
+    "propertyNames": {"pattern": "a"},
+    "$dynamicRef": "#",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_met_or_read_is_refused_with_the_reason(compiler: Compiler, name: str) -> None:
+    grammar, reason = REFUSED[name]
+    seen = reason_against(compiler, grammar)
+    assert seen is not None
+    assert reason in seen
+    assert len(seen) <= 300
+
+
+@pytest.mark.parametrize("keyword", UNSUPPORTED)
+def test_an_unsupported_keyword_is_refused_and_not_ignored(compiler: Compiler, keyword: str) -> None:
+    nested = {"type": "object", "properties": {"a": {keyword: UNSUPPORTED[keyword]}}}
+    for schema in ({keyword: UNSUPPORTED[keyword]}, nested):
+        assert f'"{keyword}"' in (reason_against(compiler, json_schema(schema)) or "")
+
+
+def test_a_document_has_at_most_one_space_after_comma_and_colon_and_no_other(compiler: Compiler) -> None:
+    grammar = json_schema({"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]})
+    for text in ('{"a":[1,2]}', '{"a": [1, 2]}', '{"a": [1,2], "b":{}}'):
+        assert accepts(compiler, grammar, text), text
+    for text in ('{ "a":[]}', '{"a" :[]}', '{"a":  []}', '{"a":[]}\n', ' {"a":[]}', '{\n"a":[]}', '{"a":[1 ]}'):
+        assert not accepts(compiler, grammar, text), text
+
+
+def test_each_kind_admits_its_documents_alone(compiler: Compiler) -> None:
+    odd = ["yes", "no", "", "é 😀", 'a "b" \\', "a/b\n", "(.*)"]
+    for text in odd:
+        assert accepts(compiler, choice(odd), text), text
+    assert not accepts(compiler, choice(odd), "yesno")
+    assert accepts(compiler, Grammar(GrammarKind.REGEX, "[ab]{2,4}c?"), "abac")
+    assert not accepts(compiler, Grammar(GrammarKind.REGEX, "[ab]{2,4}c?"), "abcc")
+    assert accepts(compiler, Grammar(GrammarKind.JSON_OBJECT), '{"a": [1, {"b": null}]}')
+    assert not accepts(compiler, Grammar(GrammarKind.JSON_OBJECT), "[1]")
+    assert accepts(compiler, json_schema(True), "[1]")
+    lark = Grammar(GrammarKind.LARK, 'start: sum\nsum: NUMBER | NUMBER "+" sum\nNUMBER: /[0-9]+/')
+    assert accepts(compiler, lark, "1+22+333")
+    assert not accepts(compiler, lark, "1++2")
+
+
+def test_a_grammar_is_checked_for_size_and_shape_before_anything_else() -> None:
+    with pytest.raises(InvalidRequest, match="regex: got 65537 bytes"):
+        Grammar(GrammarKind.REGEX, "a" * (MAX_GRAMMAR_BYTES + 1))
+    with pytest.raises(InvalidRequest, match="json_schema: got an empty text"):
+        Grammar(GrammarKind.JSON_SCHEMA, "")
+    for text in ("[]", "[1]", '"a"', "[", json.dumps(["a"] * 5000)):
+        with pytest.raises(InvalidRequest, match="choice: got"):
+            Grammar(GrammarKind.CHOICE, text)
+
+
+def test_a_model_that_cannot_be_masked_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="end of sequence"):
+        Compiler(MODEL, TOKENIZER.vocab_size, ())
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Compiler(tmp_path, 10, (0,))
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "none"}}')
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Compiler(tmp_path, 10, (0,))
+
+
+def test_a_token_that_the_configuration_names_is_never_part_of_a_document(tmp_path: Path) -> None:
+    """As the detokenizer has it: its text is not shown, so it must not count as text."""
+    text = json.loads((MODEL / "tokenizer.json").read_text())
+    text["added_tokens"].append({**text["added_tokens"][0], "id": 4096, "content": "PADDING", "special": False})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(text))
+    shutil.copy(MODEL / "tokenizer_config.json", tmp_path)
+    any_text = Grammar(GrammarKind.REGEX, "[\\s\\S]*")
+    assert Compiler(tmp_path, 4097, (0,)).compile(any_text).try_consume_tokens([4096]) == 1
+    config = json.loads((MODEL / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "PADDING"}))
+    assert Compiler(tmp_path, 4097, (0,)).compile(any_text).try_consume_tokens([4096]) == 0
