@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 from pdserve.core.errors import ModelError
 from pdserve.engine.config_fields import Fields
+from pdserve.engine.quantisation_config import PLAIN, Quantisation, read_quantisation
 from pdserve.engine.rope_config import RopeConfig, read_rope
 
 CHECKPOINT_DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -69,6 +70,7 @@ class ModelConfig:
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
     dtype: str  # of the checkpoint
+    quantisation: Quantisation = PLAIN  # which of its matrices are stored in eight bits
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -85,8 +87,6 @@ def parse_config(values: Mapping[str, Any], generation: Mapping[str, Any]) -> Mo
     fields = Fields(values)
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
-    if fields.get("quantization_config") is not None:
-        raise fields.error("quantization_config", "a quantised checkpoint", "float32, bfloat16 or float16 weights")
     fields.choice("hidden_act", ("silu",), "silu")
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", family.default_kv_heads or num_heads)
@@ -118,6 +118,7 @@ def parse_config(values: Mapping[str, Any], generation: Mapping[str, Any]) -> Mo
         max_context_tokens=max_context_tokens,
         eos_token_ids=_eos_token_ids(fields, Fields(generation, path="generation_config.json: "), vocab_size),
         dtype=_dtype(fields),
+        quantisation=read_quantisation(fields.get("quantization_config")),
     )
     fields.refuse_unread()
     return config

@@ -26,6 +26,7 @@ from pdserve.engine.kernels import rows
 
 _LEAST_ROWS: Final = 4  # oneDNN reads packed weights faster for four rows than for one, two or three
 _HINT_ROWS: Final = 32  # the layout that it picks is the same for 4 to 32 rows
+_ROUNDED_AT_ONCE: Final = 2**20  # weights: what a cache holds
 _LEVELS: Final = 127  # int8 without -128, so that a weight and its negative round alike
 
 
@@ -45,12 +46,14 @@ class Linear(Protocol):
 
 def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None, *, is_int8: bool = False) -> Linear:
     """The fastest form for where the weight lies; the caller lets go of `weight_NK`."""
-    if weight_NK.device.type == "cpu":
-        if is_int8:
-            return Int8Linear(weight_NK, bias_N)
-        if weight_NK.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-            return PackedLinear(weight_NK, bias_N)
-    return PlainLinear(weight_NK, bias_N)
+    if not is_repacked(weight_NK.device, weight_NK.dtype, is_int8=is_int8):
+        return PlainLinear(weight_NK, bias_N)
+    return Int8Linear(*round_weights(weight_NK), bias_N) if is_int8 else PackedLinear(weight_NK, bias_N)
+
+
+def is_repacked(device: torch.device, dtype: torch.dtype, *, is_int8: bool) -> bool:
+    """Whether `make_linear` keeps another form of the weight, so that its memory is free at once."""
+    return device.type == "cpu" and (is_int8 or (dtype == torch.float32 and torch.backends.mkldnn.is_available()))
 
 
 @final
@@ -88,17 +91,15 @@ def _product(x_TK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
 
 @final
 class Int8Linear:
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
-        # Without VNNI two products are summed in 16 bits, which seven-bit weights cannot overflow.
-        levels = _LEVELS if torch.cpu._is_vnni_supported() else _LEVELS // 2
-        scale_N = weight_NK.abs().amax(dim=1).float().clamp_(min=rows.LEAST_SCALE).div_(levels)
-        rounded_NK = (weight_NK / scale_N[:, None]).round_().to(torch.int8)
+    """`scale_N` times `rounded_NK` are the weights; integers beyond `weight_levels()` could overflow."""
+
+    def __init__(self, rounded_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> None:
         self._packed = torch.ops.onednn.qlinear_prepack(rounded_NK, None)
         self._scale_N = scale_N
         self._zero_N = torch.zeros(scale_N.shape, dtype=torch.int64)
         self._bias_N = bias_N
-        self.num_outputs = int(weight_NK.shape[0])
-        self.num_bytes = weight_NK.numel()
+        self.num_outputs = int(rounded_NK.shape[0])
+        self.num_bytes = rounded_NK.numel()
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         quantised_TK, scale_T1 = quantise(x_TK)
@@ -119,6 +120,24 @@ class Int8Linear:
         )
         out_TN.mul_(scale_T1)
         return out_TN if self._bias_N is None else out_TN.add_(self._bias_N)
+
+
+def weight_levels() -> int:
+    """The largest integer of a weight: without VNNI two products are summed in 16 bits, which 63 cannot overflow."""
+    return _LEVELS if torch.cpu._is_vnni_supported() else _LEVELS // 2
+
+
+def round_weights(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [N, K] and the scale of each output [N]; a few outputs at a time, since the steps between are as large."""
+    rounded_NK = torch.empty(weight_NK.shape, dtype=torch.int8)
+    scale_N = torch.empty(weight_NK.shape[0])
+    num_at_once = max(1, _ROUNDED_AT_ONCE // weight_NK.shape[1])
+    parts = (tensor.split(num_at_once) for tensor in (weight_NK, rounded_NK, scale_N))
+    for weight_PK, rounded_PK, scale_P in zip(*parts, strict=True):
+        largest_P = torch.linalg.vector_norm(weight_PK, torch.inf, dim=1)
+        torch.div(largest_P.float().clamp_(min=rows.LEAST_SCALE), weight_levels(), out=scale_P)
+        rounded_PK.copy_((weight_PK / scale_P[:, None]).round_())
+    return rounded_NK, scale_N
 
 
 def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:

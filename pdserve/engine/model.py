@@ -33,7 +33,7 @@ class Decoder:
     def hidden(self, batch: Batch, pool: TorchPool) -> Tensor:
         """Computes all tokens and writes their KV; returns the state before the last norm, [T, E]."""
         pool.clear(batch.fresh_blocks)
-        x_TE = F.embedding(batch.token_T, self._weights.embedding_VE)
+        x_TE = F.embedding(batch.token_T, self._weights.embedding_VE).to(self._weights.norm_E.dtype)
         cos_sin = rotation(self._frequency_R, self._config.rope.attention_factor, batch.position_T, x_TE.dtype)
         delta_TE: Tensor | None = None  # what the last sublayer adds
         for index, layer in enumerate(self._weights.layers):

@@ -1,23 +1,34 @@
 """Fills a model's parameters from a checkpoint: each exactly once, in the compute dtype, packed as it comes."""
 
+# Shapes: N outputs, K inputs.
+
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Final, final
 
 import torch
 from torch import Tensor
 
-from pdserve.core.errors import InternalError, ModelError
+from pdserve.engine import quantised
 from pdserve.engine.config import ModelConfig
-from pdserve.engine.linear import Linear, PlainLinear, make_linear
+from pdserve.engine.linear import Int8Linear, Linear, is_repacked, make_linear, weight_levels
+from pdserve.engine.needs import Needs
 from pdserve.engine.parameters import Weights, build_weights
-from pdserve.engine.safetensors_file import ITEM_BYTES, Checkpoint, StoredTensor
+from pdserve.engine.quantisation_config import Quantisation, Scheme
+from pdserve.engine.reading import Reader
+from pdserve.engine.safetensors_file import Checkpoint, StoredTensor
+from pdserve.engine.scratch import Scratch
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
 
-_DTYPES: Final[Mapping[str, torch.dtype]] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+}
 _IGNORED_SUFFIX: Final = ".rotary_emb.inv_freq"  # old Llama checkpoints store what config.json already says
 
 
@@ -36,40 +47,13 @@ def load_weights(
         is_copy_of_embedding = config.is_tied and name == "lm_head.weight"
         if name.endswith(_IGNORED_SUFFIX) or is_copy_of_embedding:
             del stored[name]
-    needs = Needs()
+    needs = Needs(config.quantisation)
     build_weights(config, needs)
-    _check_names(needs.shapes, stored)
-    return build_weights(config, CheckpointSource(stored, device, dtype, progress, is_int8=is_int8))
-
-
-@final
-class Needs:
-    """A Source that gives nothing: it notes every tensor that is asked for, in order, with its shape."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = {}
-
-    def vector(self, name: str, size: int) -> Tensor:
-        return self._note(name, size)
-
-    def table(self, name: str, num_rows: int, num_columns: int) -> Tensor:
-        return self._note(name, num_rows, num_columns)
-
-    def matrix(self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False) -> Linear:
-        for module, num_outputs in parts.items():
-            self._note(f"{module}.weight", num_outputs, num_inputs)
-            if has_bias:
-                self._note(f"{module}.bias", num_outputs)
-        return PlainLinear(torch.empty((sum(parts.values()), num_inputs), device="meta"), None)
-
-    def product(self, table_NK: Tensor) -> Linear:
-        return PlainLinear(table_NK, None)
-
-    def _note(self, name: str, *shape: int) -> Tensor:
-        if name in self.shapes:
-            raise InternalError(f"two parameters are called {name}")
-        self.shapes[name] = shape
-        return torch.empty(shape, device="meta")
+    needs.check(stored)
+    order = [stored[name] for name in needs.tensors]
+    with Reader(order) as reader:
+        source = CheckpointSource(stored, reader, config.quantisation, device, dtype, progress, is_int8=is_int8)
+        return build_weights(config, source)
 
 
 @final
@@ -77,6 +61,8 @@ class CheckpointSource:
     def __init__(
         self,
         stored: Mapping[str, StoredTensor],
+        reader: Reader,
+        quantisation: Quantisation,
         device: torch.device,
         dtype: torch.dtype,
         progress: Progress | None,
@@ -84,53 +70,98 @@ class CheckpointSource:
         is_int8: bool,
     ) -> None:
         self._stored = stored
+        self._reader = reader
+        self._quantisation = quantisation
         self._device = device
         self._dtype = dtype
         self._progress = progress
         self._is_int8 = is_int8
-        self._done = 0
-        self._total = sum(tensor.num_bytes for tensor in stored.values())
+        self._is_repacked = is_repacked(device, dtype, is_int8=is_int8)
+        self._raw, self._wide, self._scale = Scratch(), Scratch(), Scratch()
+        self._num_read_bytes = 0
+        self._num_bytes = sum(tensor.num_bytes for tensor in stored.values())
 
     def vector(self, name: str, size: int) -> Tensor:
-        return self._fused({name: size})
+        return self._read_into(name, torch.empty(size, device=self._device, dtype=self._dtype))
 
     def table(self, name: str, num_rows: int, num_columns: int) -> Tensor:
-        return self._fused({name: num_rows}, num_columns)
+        """In the narrower of the stored and the compute dtype: a row that is looked up can be widened then."""
+        stored = _DTYPES[self._stored[name].dtype]
+        dtype = stored if stored.itemsize < self._dtype.itemsize else self._dtype
+        return self._read_into(name, torch.empty((num_rows, num_columns), device=self._device, dtype=dtype))
 
     def matrix(self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False) -> Linear:
-        weight_NK = self._fused({f"{module}.weight": size for module, size in parts.items()}, num_inputs)
-        bias_N = self._fused({f"{module}.bias": size for module, size in parts.items()}) if has_bias else None
-        return make_linear(weight_NK, bias_N, is_int8=self._is_int8)
+        schemes = {module: self._quantisation.scheme(module) for module in parts}
+        if self._is_int8 and all(_is_kept(scheme) for scheme in schemes.values()):
+            return self._kept_matrix(parts, schemes, num_inputs, has_bias)
+        weight_NK = self._place(sum(parts.values()), num_inputs)
+        biases = []
+        for (module, scheme), part_NK in zip(schemes.items(), weight_NK.split(list(parts.values())), strict=True):
+            if scheme is None:
+                self._read_into(f"{module}.weight", part_NK)
+            else:
+                stored_NK = self._read_raw(f"{module}.weight").to(self._device)
+                quantised.dequantise(stored_NK, self._read_scale(f"{module}.{scheme.scale_name}"), scheme, part_NK)
+            if has_bias:
+                biases.append(self._bias(module, part_NK.shape[0]))
+        return make_linear(weight_NK, torch.cat(biases) if has_bias else None, is_int8=self._is_int8)
 
     def product(self, table_NK: Tensor) -> Linear:
+        if table_NK.dtype != self._dtype:
+            table_NK = self._place(*table_NK.shape).copy_(table_NK)
         return make_linear(table_NK, is_int8=self._is_int8)
 
-    def _fused(self, parts: Mapping[str, int], *columns: int) -> Tensor:
-        """Tensors above one another, each read straight to its place: no second copy is made."""
-        whole = torch.empty((sum(parts.values()), *columns), device=self._device, dtype=self._dtype)
-        for name, target in zip(parts, whole.split(list(parts.values())), strict=True):
-            stored = self._stored[name]
-            target.copy_(_read(stored))
-            self._done += stored.num_bytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
-        return whole
+    def _kept_matrix(
+        self, parts: Mapping[str, int], schemes: Mapping[str, Scheme | None], num_inputs: int, has_bias: bool
+    ) -> Linear:
+        """The checkpoint's own integers and scales: rounding them again would lose a little once more."""
+        rounded_NK = self._wide.take_matrix(sum(parts.values()), num_inputs, torch.int8)
+        scales, biases = [], []
+        for (module, scheme), part_NK in zip(schemes.items(), rounded_NK.split(list(parts.values())), strict=True):
+            assert scheme is not None
+            self._read_into(f"{module}.weight", part_NK)
+            scale = self._read_scale(f"{module}.{scheme.scale_name}")
+            scales.append(scale.flatten().expand(part_NK.shape[0]))
+            if has_bias:
+                biases.append(self._bias(module, part_NK.shape[0]))
+        return Int8Linear(rounded_NK, torch.cat(scales), torch.cat(biases) if has_bias else None)
+
+    def _place(self, num_rows: int, num_columns: int) -> Tensor:
+        """Where a matrix stands before `make_linear`: in memory of its own where that is its final form."""
+        if self._is_repacked:
+            return self._wide.take_matrix(num_rows, num_columns, self._dtype)
+        return torch.empty((num_rows, num_columns), device=self._device, dtype=self._dtype)
+
+    def _bias(self, module: str, size: int) -> Tensor:
+        return self.vector(f"{module}.bias", size)
+
+    def _read_scale(self, name: str) -> Tensor:
+        scale = self._read_raw(name, self._scale).float().to(self._device, copy=True)
+        quantised.check_scale(name, scale)
+        return scale
+
+    def _read_into(self, name: str, target: Tensor) -> Tensor:
+        """Straight to its place where that has the stored form, else by way of the scratch."""
+        if target.dtype != _DTYPES[self._stored[name].dtype] or target.device.type != "cpu":
+            return target.copy_(self._read_raw(name))
+        self._read(name, target)
+        return target
+
+    def _read_raw(self, name: str, scratch: Scratch | None = None) -> Tensor:
+        """As stored; gone with the next one that is read into the same scratch."""
+        stored = self._stored[name]
+        raw = (scratch or self._raw).take(stored.num_bytes)
+        self._read(name, raw)
+        return raw.view(_DTYPES[stored.dtype]).view(stored.shape)
+
+    def _read(self, name: str, target: Tensor) -> None:
+        stored = self._stored[name]
+        self._reader.read(stored, target.view(-1).view(torch.uint8).numpy().data)
+        self._num_read_bytes += stored.num_bytes
+        if self._progress is not None:
+            self._progress(self._num_read_bytes, self._num_bytes)
 
 
-def _check_names(shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredTensor]) -> None:
-    if missing := sorted(shapes.keys() - stored.keys()):
-        raise ModelError(missing[0], f"no such tensor ({len(missing)} are missing)", "every parameter of the model")
-    if left := sorted(stored.keys() - shapes.keys()):
-        raise ModelError(left[0], f"a tensor that nothing uses ({len(left)} such)", "only the model's parameters")
-    for name, shape in shapes.items():
-        if stored[name].shape != shape:
-            raise ModelError(name, f"shape {list(stored[name].shape)}", f"{list(shape)}, as config.json says")
-
-
-def _read(stored: StoredTensor) -> Tensor:
-    raw = torch.empty(math.prod(stored.shape) * ITEM_BYTES[stored.dtype], dtype=torch.uint8)
-    with stored.file.open("rb") as file:
-        file.seek(stored.begin)
-        if file.readinto(raw.numpy().data) != stored.num_bytes:
-            raise ModelError(stored.name, "the end of the file", f"{stored.num_bytes} bytes, as the header promises")
-    return raw.view(_DTYPES[stored.dtype]).view(stored.shape)
+def _is_kept(scheme: Scheme | None) -> bool:
+    """Integers that Int8Linear multiplies as they are: one scale for a whole output, and no overflow."""
+    return scheme is not None and scheme.stored == "I8" and scheme.block[1] is None and weight_levels() == 127

@@ -133,7 +133,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("rms_norm_eps", LLAMA, {"rms_norm_eps": 0}),
     ("rms_norm_eps", LLAMA, {"rms_norm_eps": float("nan")}),
     ("tie_word_embeddings", LLAMA, {"tie_word_embeddings": "yes"}),
-    ("quantization_config", LLAMA, {"quantization_config": {"quant_method": "awq"}}),
+    ("quantization_config.quant_method", LLAMA, {"quantization_config": {"quant_method": "awq"}}),
     ("dtype", LLAMA, {"torch_dtype": "float8_e4m3fn"}),
     ("eos_token_id", LLAMA, {"eos_token_id": 1000}),
     ("eos_token_id", LLAMA, {"eos_token_id": [1, "2"]}),

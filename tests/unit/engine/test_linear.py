@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.engine.linear import Int8Linear, PackedLinear, PlainLinear, make_linear
+from pdserve.engine.linear import Int8Linear, PackedLinear, PlainLinear, make_linear, round_weights
 
 SHAPES = [(64, 64), (768, 1280), (70, 129), (2048, 96), (33, 1)]
 
@@ -33,7 +33,7 @@ def test_packed_equals_plain_for_any_number_of_rows(num_inputs: int, num_outputs
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
 def test_int8_is_the_product_of_the_rounded_numbers(num_inputs: int, num_outputs: int, has_bias: bool) -> None:
     weight, bias = tensors(num_inputs, num_outputs, has_bias=has_bias)
-    linear = Int8Linear(weight, bias)
+    linear = Int8Linear(*round_weights(weight), bias)
     levels = 127 if torch.cpu._is_vnni_supported() else 63
     scale_N = weight.abs().amax(1) / levels
     weight_NK = (weight / scale_N[:, None]).round().double() * scale_N[:, None].double()
@@ -49,7 +49,7 @@ def test_int8_is_the_product_of_the_rounded_numbers(num_inputs: int, num_outputs
 
 def test_an_int8_row_does_not_depend_on_its_company() -> None:
     weight, _ = tensors(768, 512, has_bias=False)
-    linear = Int8Linear(weight, None)
+    linear = Int8Linear(*round_weights(weight), None)
     x = torch.randn(16, 768)
     company = x.clone()
     company[1:] *= 1000
@@ -59,7 +59,7 @@ def test_an_int8_row_does_not_depend_on_its_company() -> None:
 
 def test_a_token_of_zeros_stays_zero() -> None:
     weight, _ = tensors(64, 64, has_bias=False)
-    assert not Int8Linear(weight, None)(torch.zeros(2, 64)).any()
+    assert not Int8Linear(*round_weights(weight), None)(torch.zeros(2, 64)).any()
 
 
 def test_the_form_follows_the_weight() -> None:

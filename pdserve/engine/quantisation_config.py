@@ -1,0 +1,176 @@
+"""Reads quantization_config of config.json: which matrices are stored rounded, and how. Pure.
+
+We serve rounded weights with one positive scale per group of them. A recipe that also rounds activations with
+scales found at run time is served too, with the activations as they are: nearer to what was trained, not further.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from pdserve.core.errors import ModelError
+
+SUPPORTED: Final = (
+    "fp8 (e4m3 per tensor or block), fbgemm_fp8, or compressed-tensors with format float-quantized, "
+    "int-quantized or naive-quantized: 8 bits, symmetric, weights per tensor, channel, group or block"
+)
+_FIELD: Final = "quantization_config"
+_STORED: Final[Mapping[str, str]] = {"float": "F8_E4M3", "int": "I8"}
+_FORMATS: Final = ("float-quantized", "int-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """w = stored * scale; `block` says how many outputs and inputs share a scale (None: all of them)."""
+
+    stored: Literal["F8_E4M3", "I8"]
+    scale_name: str  # weight_scale or weight_scale_inv, beside the weight
+    block: tuple[int | None, int | None]
+
+    def scale_counts(self, num_outputs: int, num_inputs: int) -> tuple[int, int]:
+        rows, columns = self.block
+        return -(-num_outputs // (rows or num_outputs)), -(-num_inputs // (columns or num_inputs))
+
+    def scale_shapes(self, num_outputs: int, num_inputs: int) -> tuple[tuple[int, ...], ...]:
+        """What checkpoints store: [N, 1] or [N] per channel; [], [1] or [1, 1] per tensor."""
+        counts = self.scale_counts(num_outputs, num_inputs)
+        is_per_tensor, is_flat = self.block == (None, None), self.block[1] is None
+        return (counts, *(((counts[0],),) if is_flat else ()), *(((),) if is_per_tensor else ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A module name, the end or beginning of one, `Linear` for all, or a pattern after `re:`."""
+
+    text: str
+
+    def matches(self, module: str) -> bool:
+        if self.text.startswith("re:"):
+            return re.match(self.text[3:], module) is not None
+        return self.text == "Linear" or f".{self.text}." in f".{module}."
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    groups: tuple[tuple[tuple[Rule, ...], Scheme], ...]
+    ignored: tuple[Rule, ...]
+
+    def scheme(self, module: str) -> Scheme | None:
+        """None: stored as plain numbers."""
+        if any(rule.matches(module) for rule in self.ignored):
+            return None
+        return next((scheme for rules, scheme in self.groups if any(rule.matches(module) for rule in rules)), None)
+
+
+PLAIN: Final = Quantisation((), ())
+
+
+def read_quantisation(value: Any) -> Quantisation:
+    """`value` is quantization_config, None where there is none. Raises ModelError, which names the scheme."""
+    if value is None:
+        return PLAIN
+    if not isinstance(value, dict):
+        raise ModelError(_FIELD, f"a {type(value).__name__}", "an object")
+    method = value.get("quant_method")
+    if method == "fp8":
+        return _fp8(value)
+    if method == "fbgemm_fp8":
+        rules = _rules(value, "modules_to_not_convert")
+        scheme = Scheme("F8_E4M3", "weight_scale", (1, None))
+        return Quantisation((((Rule("Linear"),), scheme),), (*rules, Rule("lm_head")))
+    if method == "compressed-tensors":
+        return _compressed_tensors(value)
+    raise ModelError(f"{_FIELD}.quant_method", method, SUPPORTED)
+
+
+def _fp8(value: Mapping[str, Any]) -> Quantisation:
+    _choice(value, "activation_scheme", ("dynamic", None))
+    _choice(value, "fmt", ("e4m3", "float8_e4m3fn", None))
+    block = value.get("weight_block_size")
+    if block is None:
+        scheme = Scheme("F8_E4M3", "weight_scale", (None, None))
+    else:
+        scheme = Scheme("F8_E4M3", "weight_scale_inv", _block(block, "weight_block_size"))
+    ignored = _rules(value, "modules_to_not_convert") + _rules(value, "ignored_layers")
+    return Quantisation((((Rule("Linear"),), scheme),), (*ignored, Rule("lm_head")))
+
+
+def _compressed_tensors(value: Mapping[str, Any]) -> Quantisation:
+    _choice(value, "quantization_status", ("compressed", "frozen", None))
+    if value.get("kv_cache_scheme") is not None:
+        raise ModelError(f"{_FIELD}.kv_cache_scheme", "a scheme for the KV cache", "null")
+    for name in ("sparsity_config", "transform_config"):
+        inner = value.get(name) or {}
+        if inner and not (name == "sparsity_config" and inner.get("format") == "dense"):
+            raise ModelError(f"{_FIELD}.{name}", inner, "none: weights are stored dense and as they are multiplied")
+    groups = value.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise ModelError(f"{_FIELD}.config_groups", groups, "an object of groups, each with targets and weights")
+    found = []
+    for name, group in groups.items():
+        at = f"{_FIELD}.config_groups.{name}"
+        if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+            raise ModelError(at, group, "an object with targets and weights")
+        form = group.get("format") or value.get("format")
+        if form not in _FORMATS:
+            raise ModelError(f"{_FIELD}.format", form, SUPPORTED)
+        _check_activations(group.get("input_activations"), f"{at}.input_activations")
+        _check_activations(group.get("output_activations"), f"{at}.output_activations")
+        found.append((_rules(group, "targets"), _weights_scheme(group["weights"], f"{at}.weights")))
+    return Quantisation(tuple(found), _rules(value, "ignore"))
+
+
+def _check_activations(value: Any, at: str) -> None:
+    if value is not None and (not isinstance(value, dict) or value.get("dynamic") not in (True, "local")):
+        raise ModelError(at, "static scales of activations", "null, or dynamic: true")
+
+
+def _weights_scheme(weights: Mapping[str, Any], at: str) -> Scheme:
+    kind = weights.get("type")
+    if kind not in _STORED or weights.get("num_bits") != 8:
+        raise ModelError(at, f"{kind} of {weights.get('num_bits')} bits", SUPPORTED)
+    if weights.get("symmetric") is not True:
+        raise ModelError(f"{at}.symmetric", weights.get("symmetric"), "true: zero points are not served")
+    if weights.get("actorder") not in (None, "static", "weight"):
+        raise ModelError(f"{at}.actorder", weights.get("actorder"), "null: groups of neighbouring inputs")
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    block: tuple[int | None, int | None]
+    if strategy == "tensor":
+        block = (None, None)
+    elif strategy == "channel":
+        block = (1, None)
+    elif strategy == "group" and isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        block = (1, size)
+    elif strategy == "block":
+        block = _block(weights.get("block_structure"), f"{at}.block_structure")
+    else:
+        raise ModelError(f"{at}.strategy", strategy, "tensor, channel, block, or group with a group_size")
+    return Scheme("F8_E4M3" if kind == "float" else "I8", "weight_scale", block)
+
+
+def _block(value: Any, at: str) -> tuple[int, int]:
+    is_pair = isinstance(value, list) and len(value) == 2
+    if not is_pair or not all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in value):
+        raise ModelError(at, value, "two positive integers: outputs and inputs that share a scale")
+    return value[0], value[1]
+
+
+def _rules(value: Mapping[str, Any], name: str) -> tuple[Rule, ...]:
+    texts: Sequence[Any] = value.get(name) or []
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise ModelError(f"{_FIELD}.{name}", texts, "a list of module names")
+    for text in texts:
+        try:
+            re.compile(text.removeprefix("re:") if text.startswith("re:") else "")
+        except re.error as error:
+            raise ModelError(f"{_FIELD}.{name}", text, f"a regular expression after re: ({error})") from error
+    return tuple(Rule(text) for text in texts)
+
+
+def _choice(value: Mapping[str, Any], name: str, choices: Sequence[str | None]) -> None:
+    seen = value.get(name)
+    if seen not in choices:
+        raise ModelError(f"{_FIELD}.{name}", seen, " or ".join("none" if one is None else one for one in choices))

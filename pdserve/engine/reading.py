@@ -1,0 +1,118 @@
+"""Reads tensors from files at the disk's speed, straight to where they belong.
+
+Several threads read chunks of one tensor at a time, and one more asks the kernel for what comes next, a bounded
+distance ahead, so that the disk works on while weights are packed. What is ahead lies in the page cache, not in
+our memory. Every tensor of the order is read exactly once, which `close` proves.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self, final
+
+from pdserve.core.errors import InternalError, ModelError
+from pdserve.engine.safetensors_file import StoredTensor
+
+NUM_THREADS: Final = 8  # outstanding reads, not cores: they wait for the disk most of the time
+AHEAD_BYTES: Final = 256 * 2**20
+
+_CHUNK_BYTES: Final = 2**20
+_ADVICE_BYTES: Final = 128 * 2**10  # of one longer advice the kernel takes only its readahead size, often 128 KiB
+
+
+@final
+class Reader:
+    def __init__(
+        self, order: Sequence[StoredTensor], *, num_threads: int = NUM_THREADS, ahead_bytes: int = AHEAD_BYTES
+    ) -> None:
+        self._unread = {tensor.name: tensor for tensor in order}
+        if len(self._unread) != len(order):
+            raise InternalError("a tensor stands twice in the order of reading")
+        self._files: dict[Path, int] = {}
+        for tensor in order:
+            if tensor.file not in self._files:
+                self._files[tensor.file] = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="read")
+        self._moved = threading.Condition()
+        self._num_read_bytes = 0
+        self._is_closing = False
+        self._ahead = threading.Thread(target=self._read_ahead, args=(tuple(order), ahead_bytes), name="read-ahead")
+        self._ahead.start()
+
+    def read(self, tensor: StoredTensor, target: memoryview) -> None:
+        """Fills `target` with the tensor's bytes. Raises ModelError where the file ends early or cannot be read."""
+        if self._unread.pop(tensor.name, None) != tensor:
+            raise InternalError(f"{tensor.name} is read a second time, or was not announced")
+        if target.nbytes != tensor.num_bytes:
+            raise InternalError(f"{tensor.name} has {tensor.num_bytes} bytes, its place {target.nbytes}")
+        starts = range(0, tensor.num_bytes, _CHUNK_BYTES)
+        try:
+            if len(starts) == 1:
+                self._read_chunk(tensor, target, 0)
+            else:
+                list(self._pool.map(lambda start: self._read_chunk(tensor, target, start), starts))
+        except OSError as error:
+            raise ModelError(tensor.name, f"{error} in {tensor.file.name}", "a file that can be read") from error
+
+    def close(self) -> None:
+        """Raises InternalError where a tensor was not read."""
+        self._stop()
+        if self._unread:
+            raise InternalError(f"{next(iter(self._unread))} was never read ({len(self._unread)} such)")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        with self._moved:
+            self._is_closing = True
+            self._moved.notify()
+        self._ahead.join()
+        self._pool.shutdown()
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _read_chunk(self, tensor: StoredTensor, target: memoryview, start: int) -> None:
+        end = min(start + _CHUNK_BYTES, tensor.num_bytes)
+        at = start
+        while at < end:
+            num = os.preadv(self._files[tensor.file], [target[at:end]], tensor.begin + at)
+            if num == 0:
+                expected = f"{tensor.num_bytes} bytes, as its header promises"
+                raise ModelError(tensor.name, f"{tensor.file.name} ends after {at} bytes of it", expected)
+            at += num
+        with self._moved:
+            self._num_read_bytes += end - start
+            self._moved.notify()
+
+    def _read_ahead(self, order: Sequence[StoredTensor], ahead_bytes: int) -> None:
+        num_asked_bytes = 0
+        for tensor in order:
+            for start in range(0, tensor.num_bytes, _ADVICE_BYTES):
+                size = min(_ADVICE_BYTES, tensor.num_bytes - start)
+                with self._moved:
+                    self._moved.wait_for(
+                        lambda asked=num_asked_bytes: (  # type: ignore[misc]
+                            self._is_closing or asked < self._num_read_bytes + ahead_bytes
+                        )
+                    )
+                    if self._is_closing:
+                        return
+                    is_late = num_asked_bytes + size <= self._num_read_bytes
+                num_asked_bytes += size
+                if not is_late and hasattr(os, "posix_fadvise"):
+                    offset = tensor.begin + start
+                    os.posix_fadvise(self._files[tensor.file], offset, size, os.POSIX_FADV_WILLNEED)
