@@ -146,3 +146,39 @@ def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
         return rows.quantise(x_TK)
     scale_T1 = x_TK.abs().amax(dim=-1, keepdim=True).clamp_(min=rows.LEAST_SCALE).div_(_LEVELS)
     return (x_TK / scale_T1).round_().add_(rows.ZERO_POINT).to(torch.uint8), scale_T1
+
+
+_FIXED_ROWS: Final = 64
+_TRIED_ROWS: Final = (1, 2, 3, 5, 8, 17, 33)
+
+
+def make_invariant(linear: Linear, num_inputs: int) -> Linear:
+    """`linear`, where a row's bits do not depend on the number of rows; else one that always multiplies 64 rows.
+
+    oneDNN's packed and int8 products add up a row in the same order for any number of rows on the CPUs that we have
+    seen; that is nobody's promise, so it is tried out on numbers whose sums round at every step.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x_TK = torch.randn(2 * _FIXED_ROWS, num_inputs, generator=generator)
+    whole = linear(x_TK)
+    is_invariant = all(
+        torch.equal(linear(x_TK[first : first + rows].contiguous()), whole[first : first + rows])
+        for rows in _TRIED_ROWS
+        for first in (0, 7)
+    )
+    return linear if is_invariant else FixedRowsLinear(linear)
+
+
+@final
+class FixedRowsLinear:
+    """Products of always 64 rows, the last ones padded: every row goes through one and the same kernel."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+        self.num_outputs = linear.num_outputs
+        self.num_bytes = linear.num_bytes
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        num_tokens = x_TK.shape[0]
+        padded = F.pad(x_TK, (0, 0, 0, -num_tokens % _FIXED_ROWS))
+        return torch.cat([self._linear(part) for part in padded.split(_FIXED_ROWS)])[:num_tokens]

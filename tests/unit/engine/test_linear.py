@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.engine.linear import Int8Linear, PackedLinear, PlainLinear, make_linear, round_weights
+from pdserve.engine.linear import (
+    FixedRowsLinear,
+    Int8Linear,
+    PackedLinear,
+    PlainLinear,
+    make_invariant,
+    make_linear,
+    round_weights,
+)
 
 SHAPES = [(64, 64), (768, 1280), (70, 129), (2048, 96), (33, 1)]
 
@@ -69,3 +77,32 @@ def test_the_form_follows_the_weight() -> None:
     assert isinstance(make_linear(weight.bfloat16(), is_int8=True), Int8Linear)
     x = torch.randn(3, 64).bfloat16()
     assert torch.equal(make_linear(weight.bfloat16())(x), F.linear(x, weight.bfloat16()))
+
+
+@pytest.mark.parametrize("kind", [PackedLinear, Int8Linear])
+def test_packed_and_int8_rows_have_the_same_bits_in_any_number(kind: type[PackedLinear] | type[Int8Linear]) -> None:
+    """What the deterministic mode is cheap by; where a CPU's kernels differ, `make_invariant` pays for it."""
+    for num_inputs, num_outputs in SHAPES:
+        weight, bias = tensors(num_inputs, num_outputs, has_bias=True)
+        linear = make_invariant(kind(weight, bias), num_inputs)
+        x = torch.randn(300, num_inputs)
+        whole = linear(x)
+        for rows in (1, 4, 6, 31, 63, 64, 65, 200):
+            assert torch.equal(linear(x[11 : 11 + rows]), whole[11 : 11 + rows])
+
+
+def test_a_product_that_rounds_by_company_is_given_a_fixed_number_of_rows() -> None:
+    weight, _ = tensors(96, 32, has_bias=False)
+
+    class Fickle:
+        num_outputs, num_bytes = 32, weight.nbytes
+
+        def __call__(self, x_TK: Tensor) -> Tensor:
+            return F.linear(x_TK, weight) + x_TK.shape[0] * 1e-3
+
+    linear = make_invariant(Fickle(), 96)
+    assert isinstance(linear, FixedRowsLinear)
+    x = torch.randn(70, 96)
+    assert linear(x).shape == (70, 32)
+    torch.testing.assert_close(linear(x), F.linear(x, weight) + 64e-3)
+    assert torch.equal(linear(x[:1]), linear(x)[:1])

@@ -1,0 +1,152 @@
+"""Our engine against transformers on a CUDA device, float32 and bfloat16, eager, every family. Prints a table.
+
+    python -m tests.gpu.check_engine [--device cuda] [--tokens 64]
+
+Rule (research/engine.md section 7, as vLLM's tests have it): where two greedy texts part for the first time, each
+side's token must be among the other's five likeliest. float32 must moreover never part by more than a near-tie: the
+two logprobs within 1e-3. Exit code 1 where a family breaks the rule; 2 where there is no such device. It runs on a
+CPU too (--device cpu), where nothing is proved about CUDA, but that this script works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pdserve.config import WorkerConfig
+from pdserve.core.types import Sampling, TokenOut
+from pdserve.engine.interface import Engine, Row
+from pdserve.engine.torch_engine import open_torch_engine
+from tests.unit.engine.conftest import TINY, build_tiny
+
+BUNDLED: Final = Path(__file__).parent.parent.parent / "pdserve/models/stdlib-5m"
+TOP: Final = 5
+PROMPTS: Final = (1, 17, 80, 300)
+NEAR_TIE: Final = {"float32": 1e-3, "bfloat16": float("inf")}
+
+
+@dataclass
+class Outcome:
+    num_equal: int = 0
+    num_texts: int = 0
+    worst_gap: float = 0.0  # of the logprobs where two texts part
+    broken: str = ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tokens", type=int, default=64)
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device: nothing was checked", file=sys.stderr)
+        return 2
+    transformers.utils.logging.disable_progress_bar()
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}")
+    print("| model | dtype | texts equal | worst logprob gap where they part | s |\n|---|---|---|---|---|")
+    is_broken = False
+    with tempfile.TemporaryDirectory() as parent:
+        folders = {family: build_tiny(family, Path(parent) / family) for family in TINY} | {"stdlib-5m": BUNDLED}
+        for family, folder in folders.items():
+            for dtype in ("float32", "bfloat16"):
+                began_s = time.monotonic()
+                outcome = compare(folder, dtype, args.device, args.tokens)
+                is_broken |= bool(outcome.broken)
+                print(
+                    f"| {family} | {dtype} | {outcome.num_equal} of {outcome.num_texts} | {outcome.worst_gap:.2g} "
+                    f"{outcome.broken}| {time.monotonic() - began_s:.1f} |",
+                    flush=True,
+                )
+    return int(is_broken)
+
+
+def compare(folder: Path, dtype: str, device: str, num_tokens: int) -> Outcome:
+    vocab_size = AutoConfig.from_pretrained(folder).vocab_size
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in PROMPTS]
+    engine = open_torch_engine(
+        WorkerConfig(
+            worker_id="gpu", model=str(folder), device=device, dtype=dtype, kv_blocks=256, block_size=16, threads=2
+        )
+    )
+    ours = write(engine, prompts, num_tokens)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device)
+    outcome = Outcome(num_texts=len(prompts))
+    for prompt, outs in zip(prompts, ours, strict=True):
+        given = torch.tensor([prompt], device=device)
+        answer = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        judge(outs, answer.sequences[0, len(prompt) :].tolist(), torch.stack(answer.logits)[:, 0], dtype, outcome)
+    return outcome
+
+
+def judge(outs: list[TokenOut], theirs: list[int], logits_TV: torch.Tensor, dtype: str, outcome: Outcome) -> None:
+    parted = next((at for at, (one, token) in enumerate(zip(outs, theirs, strict=True)) if one.token_id != token), None)
+    if parted is None:
+        outcome.num_equal += 1
+        return
+    their_top = logits_TV[parted].float().log_softmax(-1)
+    gap = abs(float(their_top[theirs[parted]] - their_top[outs[parted].token_id]))
+    outcome.worst_gap = max(outcome.worst_gap, gap)
+    in_theirs = outs[parted].token_id in their_top.topk(TOP).indices.tolist()
+    in_ours = theirs[parted] in [token for token, _ in outs[parted].top]
+    if not (in_theirs and in_ours and gap <= NEAR_TIE[dtype]):
+        outcome.broken = f"**broken at token {parted}** "
+
+
+def write(engine: Engine, prompts: list[list[int]], num_tokens: int) -> list[list[TokenOut]]:
+    """All prompts at once: one step that reads them (in two chunks), then decode steps; no end of sequence."""
+    sampling = Sampling(temperature=0.0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, logprobs=TOP)
+    size = engine.spec.block_size
+    histories = [list(prompt) for prompt in prompts]
+    tables, taken = [], 0
+    for prompt in prompts:
+        need = -(-(len(prompt) + num_tokens) // size)
+        tables.append(list(range(taken, taken + need)))
+        taken += need
+    outs: list[list[TokenOut]] = [[] for _ in prompts]
+    starts = [len(prompt) // 2 for prompt in prompts]
+    first = [
+        Row(tokens=prompt[:start], start=0, blocks=table)
+        for prompt, start, table in zip(prompts, starts, tables, strict=True)
+        if start
+    ]
+    engine.step(first)
+    for _ in range(num_tokens):
+        rows = [
+            Row(
+                tokens=history[start:],
+                start=start,
+                blocks=table,
+                sample=sampling,
+                history=history,
+                prompt_len=len(prompt),
+            )
+            for history, start, table, prompt in zip(histories, starts, tables, prompts, strict=True)
+        ]
+        for index, out in enumerate(engine.step(rows)):
+            outs[index] += out.drawn
+            starts[index] = len(histories[index])
+            histories[index].append(out.drawn[0].token_id)
+    return outs
+
+
+if __name__ == "__main__":
+    sys.exit(main())
