@@ -35,6 +35,7 @@ from pdserve.core.effects import (
     KvCommitted,
     LandingHeld,
     Load,
+    PromptScored,
     ReceiveAborted,
     Refused,
     Released,
@@ -230,6 +231,8 @@ class DecodeBatching:
             resident.computed += len(row.tokens)
             if resident.computed // self._block_size > full:
                 self._publish(resident, full)
+            if out.scored:
+                effects.append(PromptScored(key=key, first_position=row.start + 1, tokens=out.scored))
             for token in out.drawn:
                 effects += self._draw(resident, token, now_s)
         return effects
@@ -264,7 +267,8 @@ class DecodeBatching:
     def _take_blocks(self, resident: Resident) -> bool:
         """Blocks for all of the resident's tokens, those found in the prefix cache first."""
         size, num_tokens = self._block_size, len(resident.tokens)
-        matched = self.blocks.match(resident.hashes[: shareable_blocks(num_tokens, size)])
+        shared = [] if resident.is_scored else resident.hashes[: shareable_blocks(num_tokens, size)]
+        matched = self.blocks.match(shared)
         missing = blocks_for(num_tokens, size) - len(matched)
         # One block for each running sequence to grow into, else the newcomer only causes preemptions.
         fresh = self.blocks.allocate(missing) if missing + len(self._running) <= self.blocks.num_available else None

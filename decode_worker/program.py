@@ -86,12 +86,15 @@ class DecodeProgram(RoleProgram):
         }
 
     def act(self, effects: Iterable[Any]) -> None:
-        """Drawn tokens of one call go first, one message per router: a request's Released must not overtake them."""
+        """Scores of prompts go first, then the drawn tokens of one call, one message per router: a request's Released
+        must not overtake them."""
         effects = list(effects)
         drawn = [effect for effect in effects if isinstance(effect, fx.Drawn)]
         if drawn:
+            super().act(effect for effect in effects if isinstance(effect, fx.PromptScored))
             self._tell(drawn)
-        super().act(effect for effect in effects if not isinstance(effect, fx.Drawn))
+            effects = [effect for effect in effects if not isinstance(effect, fx.Drawn | fx.PromptScored)]
+        super().act(effects)
 
     def take(self, session: int, message: worker_pb2.AttachRequest) -> None:
         match message.WhichOneof("message"):

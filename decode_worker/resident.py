@@ -47,6 +47,11 @@ class Resident:
     def num_output(self) -> int:
         return len(self.tokens) - len(self.attempt.prompt_ids)
 
+    @property
+    def is_scored(self) -> bool:
+        """It reads its prompt for the prompt's logprobs too, from the beginning: a cache holds none."""
+        return self.is_local and self.num_output == 0 and self.attempt.num_top_of_prompt is not None
+
     def row(self, count: int, block_size: int) -> Row:
         """Its next `count` positions; the row draws if no more remain."""
         if count == 1 == self.remaining:  # nearly every row of a decode worker's life: no copies
@@ -67,4 +72,6 @@ class Resident:
             sample=self.attempt.sampling if is_last else None,
             history=self.tokens if is_last else (),
             prompt_len=len(self.attempt.prompt_ids),
+            targets=self.attempt.targets(self.computed, end) if self.is_scored else (),
+            num_top=self.attempt.num_top_of_prompt or 0,
         )

@@ -31,6 +31,7 @@ from pdserve.core.effects import (
     FirstDrawn,
     Load,
     PrefillEffect,
+    PromptScored,
     Refused,
     Released,
     SendAborted,
@@ -176,6 +177,8 @@ class PrefillBatching:
             prompt.computed += len(row.tokens)
             for index in range(full, prompt.computed // self._block_size):
                 self.blocks.publish(prompt.blocks[index], prompt.hashes[index])
+            if out.scored:
+                effects.append(PromptScored(key=key, first_position=row.start + 1, tokens=out.scored))
             effects += self._done(prompt)
             if prompt.remaining == 0:
                 assert len(out.drawn) == 1, "the last chunk draws one token"
@@ -238,7 +241,9 @@ class PrefillBatching:
 
     def _start(self, prompt: Prompt, now_s: float) -> bool:
         size = self._block_size
-        matched = self.blocks.match(prompt.hashes[: shareable_blocks(len(prompt.tokens), size)])
+        # A prompt that is scored is computed whole: a cache holds no logprobs.
+        is_scored = prompt.attempt.num_top_of_prompt is not None
+        matched = [] if is_scored else self.blocks.match(prompt.hashes[: shareable_blocks(len(prompt.tokens), size)])
         fresh = self.blocks.allocate(blocks_for(len(prompt.tokens), size) - len(matched))
         if fresh is None:
             self.blocks.release(matched)
@@ -256,8 +261,9 @@ class PrefillBatching:
         end = prompt.computed + count
         blocks = prompt.blocks[: blocks_for(end, self._block_size)]
         tokens = prompt.tokens[prompt.computed : end]
+        targets, num_top = prompt.attempt.targets(prompt.computed, end), prompt.attempt.num_top_of_prompt or 0
         if end < len(prompt.tokens):
-            return Row(tokens=tokens, start=prompt.computed, blocks=blocks)
+            return Row(tokens=tokens, start=prompt.computed, blocks=blocks, targets=targets, num_top=num_top)
         return Row(
             tokens=tokens,
             start=prompt.computed,
@@ -265,6 +271,8 @@ class PrefillBatching:
             sample=prompt.attempt.sampling,
             history=prompt.tokens,
             prompt_len=len(prompt.attempt.prompt_ids),
+            targets=targets,
+            num_top=num_top,
         )
 
     def _done(self, prompt: Prompt) -> list[PrefillEffect]:

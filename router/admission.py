@@ -30,6 +30,7 @@ TOKENIZER_THREADS: Final = 2
 MAX_WAITING: Final = 512
 QUICK_CHARS: Final = 256  # tokenised at once: a thread's hand-over takes longer
 QUICK_TOKENS: Final = 4096  # hashed at once
+MAX_SCORES: Final = 2**19  # logprobs of a prompt, all its positions together: 6 MB on the wire
 QUICK_WORDS: Final = 16  # tokenised at once
 
 Result = TypeVar("Result")
@@ -86,6 +87,7 @@ class Admission:
             prompt = self._fit("chat", await self._tokenize_chat(request.chat), model, truncate_to)
         else:
             raise InvalidRequest("prompt", "nothing", "text, token_ids or chat")
+        _check_scores(sampling, len(prompt))
         timeout_s = limits.request_timeout_s
         return Prepared(
             request_id=request_id,
@@ -173,6 +175,17 @@ class Admission:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:
             self._num_waiting -= 1
+
+
+def _check_scores(sampling: Sampling, num_tokens: int) -> None:
+    """They are kept and sent as one."""
+    if sampling.prompt_logprobs is not None and num_tokens * (1 + sampling.prompt_logprobs) > MAX_SCORES:
+        most = MAX_SCORES // (1 + sampling.prompt_logprobs)
+        raise InvalidRequest(
+            "prompt_logprobs",
+            f"{sampling.prompt_logprobs} for a prompt of {num_tokens} tokens",
+            f"at most {most} tokens, or fewer logprobs of each",
+        )
 
 
 def _request_id(request: inference_pb2.GenerateRequest) -> str:

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Final, final
 
-from pdserve.core.errors import Cancelled, PdserveError
+from pdserve.core.errors import Cancelled, InternalError, PdserveError
 from pdserve.core.types import FinishReason, Sampling, TokenOut
 from pdserve.text.detokenize import Detokenizer
 from pdserve.text.stops import StopMatcher
@@ -54,15 +54,27 @@ class Answer:
         self._logprob_sum = 0.0
         self._has_logprobs = sampling.logprobs is not None
         self._shows_logprobs = shows_logprobs
+        self._num_to_score = 0 if sampling.prompt_logprobs is None else num_prompt_tokens - 1
+        self._scores: list[inference_pb2.PromptLogprobs] = []
         self._last_id: int | None = None
         self._stop: str | None = None
         self._deltas: list[inference_pb2.Delta] = []  # pending, oldest first
         self._num_pending = 0  # tokens in them
         self._finished: inference_pb2.Finished | None = None
 
+    def score(self, scores: inference_pb2.PromptLogprobs) -> None:
+        """More of the prompt's logprobs. A new attempt sends them from the beginning; they are the same."""
+        if scores.first_position == 1:
+            self._scores.clear()
+        if self._started is not None and scores.first_position == 1 + self._num_scored():
+            self._scores.append(scores)
+
     def take(self, tokens: Iterable[TokenOut]) -> int | None:
         """More tokens. Returns the number of output tokens when one of these completed a stop string."""
         if self.is_over or self._stop is not None:
+            return None
+        if self.num_tokens == 0 and self._num_scored() < self._num_to_score:
+            self.fail(InternalError(f"{self._num_scored()} of {self._num_to_score} prompt tokens were scored"))
             return None
         for token in tokens:
             self._add(token)
@@ -110,8 +122,12 @@ class Answer:
 
     def opening(self) -> list[inference_pb2.GenerateResponse]:
         """What comes once, before everything else."""
-        started, self._started = self._started, None
-        return [] if started is None else [inference_pb2.GenerateResponse(started=started)]
+        if self._started is None:
+            return []
+        messages = [inference_pb2.GenerateResponse(started=self._started)]
+        messages += [inference_pb2.GenerateResponse(prompt_logprobs=scores) for scores in self._scores]
+        self._started, self._scores = None, []
+        return messages
 
     def drain(self) -> list[inference_pb2.GenerateResponse]:
         """Everything that may go out now, in as few messages as there can be. Nothing before the first token."""
@@ -123,6 +139,9 @@ class Answer:
             messages.append(inference_pb2.GenerateResponse(finished=self._finished))
             self._finished = None
         return messages
+
+    def _num_scored(self) -> int:
+        return sum(len(scores.tokens) for scores in self._scores)
 
     def _add(self, token: TokenOut) -> None:
         self.num_tokens += 1

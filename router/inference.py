@@ -98,7 +98,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         prepared = await self._admission.prepare(request, model, context.time_remaining())
         tokenized_s = time.monotonic()
         self._measure.tokenized(span, tokenized_s - arrived_s)
-        cached = await self._cached_blocks(prepared.block_hashes, span)
+        # A prompt that is scored is computed whole, whoever holds it.
+        is_scored = prepared.sampling.prompt_logprobs is not None
+        cached = await self._cached_blocks(() if is_scored else prepared.block_hashes, span)
         spent_s = time.monotonic() - arrived_s
         if len(prepared.samplings) == 1:
             answer = self._answer(prepared, 0, model)

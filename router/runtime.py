@@ -97,6 +97,12 @@ class Runtime:
         if request_id in self._calls:
             self.hand(ClientLeft(request_id=request_id))
 
+    def scored(self, message: worker_pb2.PromptScored) -> None:
+        """Past the state, which records what it hears: a recording holds no prompt."""
+        call = self._calls.get(message.request_id)
+        if call is not None:
+            call.answer.score(message.scores)
+
     def hand(self, event: Event) -> None:
         self._events.append(event)
         if self._is_handling:

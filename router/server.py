@@ -103,6 +103,7 @@ class RouterServer:
             model_name=_model_name(config.model),
             index=self._index,
             on_change=self._workers_changed,
+            on_scored=self._runtime.scored,
             on_crash=self._crashed,
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]

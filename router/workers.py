@@ -40,15 +40,18 @@ class Workers:
         *,
         model_name: str,
         index: PrefixIndex | None = None,
+        on_scored: Callable[[worker_pb2.PromptScored], None] = lambda message: None,
         on_change: Callable[[], None] = lambda: None,
         on_crash: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         """`model_name` is that of the router's own folder, whose tokenizer it uses. `index` is fed with KV events
-        where routers share none. `on_change`: a worker came or went."""
+        where routers share none. `on_scored` gets prompts' logprobs, before the first token's event. `on_change`: a
+        worker came or went."""
         self._model_name = model_name
         self._hello = hello
         self._on_event = on_event
         self._index = index
+        self._on_scored = on_scored
         self._on_change = on_change
         self._on_crash = on_crash
         self._tasks: dict[str, tuple[WorkerSession, asyncio.Task[None]]] = {}  # by endpoint
@@ -130,6 +133,9 @@ class Workers:
         try:
             if message.HasField("kv_events"):
                 self._feed_index(session, message.kv_events)
+                return
+            if message.HasField("prompt_scored"):
+                self._on_scored(message.prompt_scored)
                 return
             event = messages.event_of(session.worker_id, message)
         except InvalidRequest as error:

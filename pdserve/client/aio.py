@@ -17,7 +17,7 @@ from pdserve.client import connect, results
 from pdserve.client.answer import Answer
 from pdserve.client.connect import Target, Tls
 from pdserve.client.request import Options, Prompt, checked_timeout_s, generate_request, tokenize_request
-from pdserve.client.results import Completion, Explanation, Model, Piece, Topology
+from pdserve.client.results import Completion, Explanation, Model, Piece, TokenLogprob, Topology
 from pdserve.client.retry import Retries
 from pdserve.client.sync import DEFAULT_TARGET
 from pdserve.core.errors import PdserveError
@@ -145,6 +145,11 @@ class AsyncStream(AsyncIterator[Piece]):
     def request_id(self) -> str:
         """Known once the server has accepted the request; empty before."""
         return self._answer.request_id
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        """Of each prompt token, None for the first; there with the first piece, where they were asked for."""
+        return self._answer.prompt_logprobs
 
     @property
     def completion(self) -> Completion:

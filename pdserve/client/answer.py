@@ -24,6 +24,8 @@ class Answer:
         self._pieces: list[Piece] = []
         self._finished: list[inference_pb2.Finished] = []
         self._prompt_logprobs: list[TokenLogprob | None] = []
+        if request.sampling.HasField("prompt_logprobs"):
+            self._prompt_logprobs.append(None)  # nothing comes before the first token
         self._completion: Completion | None = None
 
     @property
@@ -59,8 +61,6 @@ class Answer:
         return tuple(self._prompt_logprobs)
 
     def _scored(self, message: inference_pb2.PromptLogprobs) -> None:
-        if not self._prompt_logprobs:
-            self._prompt_logprobs.append(None)
         del self._prompt_logprobs[message.first_position :]
         self._prompt_logprobs += map(results.token_logprob, message.tokens)
 

@@ -16,7 +16,7 @@ from pdserve.client import connect, results
 from pdserve.client.answer import Answer
 from pdserve.client.connect import Target, Tls
 from pdserve.client.request import Options, Prompt, checked_timeout_s, generate_request, tokenize_request
-from pdserve.client.results import Completion, Explanation, Model, Piece, Topology
+from pdserve.client.results import Completion, Explanation, Model, Piece, TokenLogprob, Topology
 from pdserve.client.retry import Retries
 from pdserve.core.errors import PdserveError
 from pdserve.telemetry import propagate
@@ -139,6 +139,11 @@ class Stream(Iterator[Piece]):
     def request_id(self) -> str:
         """Known once the server has accepted the request; empty before."""
         return self._answer.request_id
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        """Of each prompt token, None for the first; there with the first piece, where they were asked for."""
+        return self._answer.prompt_logprobs
 
     @property
     def completion(self) -> Completion:

@@ -59,6 +59,18 @@ class Attempt:
         """Positions whose KV must be there before the next token can be drawn."""
         return len(self.prompt_ids) + len(self.output_ids)
 
+    @property
+    def num_top_of_prompt(self) -> int | None:
+        """How many most likely tokens to tell of each prompt position; None where the prompt is not scored.
+
+        The scores come before the first token, so who has a token has them.
+        """
+        return None if self.output_ids else self.sampling.prompt_logprobs
+
+    def targets(self, first: int, end: int) -> tuple[int, ...]:
+        """The tokens to score when positions `first` to `end` - 1 are computed."""
+        return () if self.num_top_of_prompt is None else self.prompt_ids[first + 1 : end + 1]
+
     def is_late(self, now_s: float) -> bool:
         return self.deadline_at_s is not None and now_s >= self.deadline_at_s
 

@@ -46,6 +46,15 @@ class Released:
     key: AttemptKey
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScored:
+    """Logprobs of the prompt's tokens from `first_position` on. Comes before the attempt's first token."""
+
+    key: AttemptKey
+    first_position: int
+    tokens: tuple[TokenOut, ...]
+
+
 # -- prefill -----------------------------------------------------------------------------------------------------
 
 
@@ -130,9 +139,20 @@ class Drawn:
     cached_tokens: int = 0
 
 
-PrefillEffect = Refused | Failed | TransferLost | Released | SendStarted | BlocksDone | SendAborted | FirstDrawn
+PrefillEffect = (
+    Refused | Failed | TransferLost | Released | PromptScored | SendStarted | BlocksDone | SendAborted | FirstDrawn
+)
 DecodeEffect = (
-    Refused | Failed | TransferLost | Released | LandingHeld | SeatHeld | ReceiveAborted | KvCommitted | Drawn
+    Refused
+    | Failed
+    | TransferLost
+    | Released
+    | PromptScored
+    | LandingHeld
+    | SeatHeld
+    | ReceiveAborted
+    | KvCommitted
+    | Drawn
 )
 
 

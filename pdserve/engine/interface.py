@@ -42,6 +42,9 @@ class Row:
     covers them too. The engine computes them after `tokens`, draws at each position with that position's noise, and
     keeps what it has drawn up to the first that is not the guess. KV past the kept ones is garbage, which the next
     rows of the sequence overwrite.
+
+    `targets` are the prompt tokens that follow tokens[0], tokens[1], ..., for a row whose prompt is to be scored: each
+    gets its logprob and those of the `num_top` most likely tokens in its place.
     """
 
     tokens: Sequence[int]
@@ -51,6 +54,8 @@ class Row:
     history: Sequence[int] = field(default_factory=tuple)
     prompt_len: int = 0
     drafts: Sequence[int] = ()
+    targets: Sequence[int] = ()
+    num_top: int = 0
 
     @property
     def num_queries(self) -> int:
@@ -68,7 +73,7 @@ class RowOut:
     """What a row of a step has given.
 
     `drawn`: the tokens at positions start + len(tokens) and on: one, and one more for each accepted draft; none
-    where the row does not sample. `scored`: the prompt's own tokens with their logprobs, where those were asked for.
+    where the row does not sample. `scored`: the row's targets with their logprobs.
     `failed`: why the request itself lets no token be drawn; it cannot go on, here or elsewhere.
     """
 

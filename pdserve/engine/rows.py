@@ -28,8 +28,11 @@ def check_rows(spec: EngineSpec, rows: Sequence[Row]) -> None:
         in_range = min(held) >= 0 and max(held) < spec.num_blocks
         _require(index, in_range, f"a block lies outside the pool of {spec.num_blocks}")
         _require(index, len(set(held)) == num_needed, "a block appears twice")
-        in_vocab = all(min(ids) >= 0 and max(ids) < spec.vocab_size for ids in (row.tokens, row.drafts) if ids)
+        given = (row.tokens, row.drafts, row.targets)
+        in_vocab = all(min(ids) >= 0 and max(ids) < spec.vocab_size for ids in given if ids)
         _require(index, in_vocab, f"a token id lies outside the vocabulary of {spec.vocab_size}")
+        num_targets = len(row.targets)
+        _require(index, num_targets <= len(row.tokens), f"{num_targets} targets for {len(row.tokens)} tokens")
         if row.sample is not None:
             known = row.start + len(row.tokens)
             _require(index, len(row.history) == known, f"its history has {len(row.history)} tokens, not {known}")

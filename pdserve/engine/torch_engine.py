@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Final, final
 
 import torch
+from torch import Tensor
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
@@ -23,6 +25,7 @@ from pdserve.engine.pool import TorchPool
 from pdserve.engine.rows import check_rows
 from pdserve.engine.safetensors_file import checkpoint_hash, open_checkpoint
 from pdserve.engine.sampling import Draw, sample
+from pdserve.engine.scoring import score
 from pdserve.engine.weights import Progress, load_weights
 
 LAYOUT: Final = "block-major.v1"
@@ -58,13 +61,23 @@ class TorchEngine:
         asked: list[int] = []
         for row, last in zip(rows, batch.last_R, strict=True):
             asked += range(last, last + row.num_draws)
-        if not asked:
-            return [RowOut()] * len(rows)
-        logits_BV = self._model.logits(x_TE[torch.tensor(asked, device=self._device)])
-        masks_of = pending.result() if pending is not None else {}
-        draws = [draw for index, row in enumerate(rows) for draw in draws_of(row, masks_of.get(index))]
-        drawn = iter(sample(logits_BV, draws, self.spec.eos_token_ids))
-        return [row_out(row, list(islice(drawn, row.num_draws)), masks_of.get(index)) for index, row in enumerate(rows)]
+        outs = [RowOut()] * len(rows)
+        if asked:
+            logits_BV = self._model.logits(x_TE[torch.tensor(asked, device=self._device)])
+            masks_of = pending.result() if pending is not None else {}
+            draws = [draw for index, row in enumerate(rows) for draw in draws_of(row, masks_of.get(index))]
+            drawn = iter(sample(logits_BV, draws, self.spec.eos_token_ids))
+            outs = [
+                row_out(row, list(islice(drawn, row.num_draws)), masks_of.get(index)) for index, row in enumerate(rows)
+            ]
+        for index, (row, last) in enumerate(zip(rows, batch.last_R, strict=True)):
+            if row.targets:
+                outs[index] = replace(outs[index], scored=self._scored(row, x_TE[last + 1 - len(row.tokens) :]))
+        return outs
+
+    def _scored(self, row: Row, x_TE: Tensor) -> tuple[TokenOut, ...]:
+        """`x_TE` begins with the row's first position."""
+        return score(self._model.logits, x_TE, row.targets, row.num_top, self.spec.vocab_size)
 
     def close(self) -> None:
         """Nothing else to free: weights and pool go with their last reader."""

@@ -111,7 +111,13 @@ class ToyEngine:
     def _out(self, row: Row) -> RowOut:
         if row.sample is not None and row.sample.grammar is not None:
             return RowOut(failed=f"{row.sample.grammar.field}: the toy follows no grammar")
-        return RowOut(kept(self._draws(row), row.drafts))
+        return RowOut(kept(self._draws(row), row.drafts), self._scored(row))
+
+    def _scored(self, row: Row) -> tuple[TokenOut, ...]:
+        tops = [((token, 0.0),) if row.num_top else () for token in row.targets]
+        return tuple(
+            TokenOut(token_id=token, logprob=0.0, top=top) for token, top in zip(row.targets, tops, strict=True)
+        )
 
     def _draws(self, row: Row) -> list[TokenOut]:
         """The row's draw, and one behind each of its drafts as if that and the ones before it were right."""

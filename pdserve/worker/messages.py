@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from pdserve.core import effects as fx
 from pdserve.core.attempt import FailureKind, RefusalReason
 from pdserve.core.blocks import CacheChange
 from pdserve.core.latency import CostPrior
-from pdserve.v1 import worker_pb2
+from pdserve.v1 import inference_pb2, worker_pb2
+from pdserve.wire.convert import logprobs_to_proto
 
+MAX_SCORED: Final = 16_384  # logprobs in one message: some 200 kB
 RETRY_AFTER_S: Final = 0.05  # about the time in which a batch ends
 
 _REASONS: Final[Mapping[RefusalReason, worker_pb2.RefusalReason]] = {
@@ -54,6 +56,18 @@ def transfer_lost(effect: fx.TransferLost) -> worker_pb2.TransferEnded:
 
 def released(effect: fx.Released) -> worker_pb2.Released:
     return worker_pb2.Released(request_id=effect.key.request_id, attempt=effect.key.attempt)
+
+
+def prompt_scored(effect: fx.PromptScored) -> Iterator[worker_pb2.PromptScored]:
+    """As many messages as keep each far below any limit on message size."""
+    width = 1 + max(len(token.top) for token in effect.tokens)
+    size = max(1, MAX_SCORED // width)
+    for first in range(0, len(effect.tokens), size):
+        scores = inference_pb2.PromptLogprobs(
+            first_position=effect.first_position + first,
+            tokens=[logprobs_to_proto(token) for token in effect.tokens[first : first + size]],
+        )
+        yield worker_pb2.PromptScored(request_id=effect.key.request_id, attempt=effect.key.attempt, scores=scores)
 
 
 def load(account: fx.Load, *, steps: int, is_draining: bool) -> worker_pb2.Load:

@@ -94,6 +94,7 @@ class RoleProgram(ABC):
             fx.Failed: self._failed,
             fx.TransferLost: self._transfer_lost,
             fx.Released: self._released,
+            fx.PromptScored: self._prompt_scored,
             **self.actions(),
         }
 
@@ -320,6 +321,10 @@ class RoleProgram(ABC):
     def _released(self, effect: fx.Released) -> None:
         self.tracks.pop(effect.key, None)
         self.emit(effect.key.router, released=messages.released(effect))
+
+    def _prompt_scored(self, effect: fx.PromptScored) -> None:
+        for message in messages.prompt_scored(effect):
+            self.emit(effect.key.router, prompt_scored=message)
 
     # -- reports ------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ EOF: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in it
 
 HELLO_S: Final = 10.0
 MAX_OUTBOX: Final = 131_072  # messages and the token rows in them: about 10 MB, a minute of 16 rows at 130 steps/s
+ROW_BYTES: Final = 80  # about what a token row takes
 MAX_MERGED_ROWS: Final = 1024  # in one message: far below any limit on message size
 MAX_INBOX: Final = 4096  # calls that wait for the engine thread before streams are read on
 INBOX_PAUSE_S: Final = 0.005
@@ -77,6 +78,9 @@ class Outbox:
 
 
 def _size(message: worker_pb2.AttachResponse) -> int:
+    """In token rows."""
+    if message.HasField("prompt_scored"):
+        return 1 + message.prompt_scored.ByteSize() // ROW_BYTES
     return 1 + len(message.tokens.rows)
 
 

@@ -97,6 +97,20 @@ async def test_more_long_texts_than_may_wait_are_turned_away(
     assert (await one.prepare(request(LONG), MODEL, None)).prompt_ids
 
 
+async def test_a_prompt_with_too_many_logprobs_is_refused(
+    gated: tuple[Admission, GatedTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_SCORES", 15)
+    sampling = inference_pb2.SamplingParams(prompt_logprobs=2)
+    assert (await gated[0].prepare(request("hello", sampling=sampling), MODEL, None)).sampling.prompt_logprobs == 2
+    with pytest.raises(InvalidRequest) as caught:
+        await gated[0].prepare(request("hello!", sampling=sampling), MODEL, None)
+    assert (caught.value.field, caught.value.expected) == (
+        "prompt_logprobs",
+        "at most 5 tokens, or fewer logprobs of each",
+    )
+
+
 async def test_what_was_absent_is_filled_in(gated: tuple[Admission, GatedTokenizer]) -> None:
     one, _ = gated
     prompt = "a prompt of two full blocks and a bit more."

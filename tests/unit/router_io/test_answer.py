@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.core.errors import Cancelled, KvLost
+from pdserve.core.errors import Cancelled, InternalError, KvLost
 from pdserve.core.types import FinishReason, Sampling, TokenOut
 from pdserve.text.tokenizer import ToyTokenizer
 from pdserve.v1 import inference_pb2
@@ -109,3 +109,48 @@ def test_an_end_token_before_min_tokens_is_text_like_any_other() -> None:
     one.take(tokens("ab"))
     one.finish(end(2))
     assert one.drain()[1].delta.text == "ab"
+
+
+def scores(first: int, *token_ids: int) -> inference_pb2.PromptLogprobs:
+    tokens = [inference_pb2.TokenLogprobs(token_id=one, logprob=-0.5) for one in token_ids]
+    return inference_pb2.PromptLogprobs(first_position=first, tokens=tokens)
+
+
+def scored(messages: list[inference_pb2.GenerateResponse]) -> list[int]:
+    found = [one.prompt_logprobs for one in messages if one.HasField("prompt_logprobs")]
+    return [token.token_id for one in found for token in one.tokens]
+
+
+def scored_answer() -> Answer:
+    return Answer("r", 4, Sampling(prompt_logprobs=0), ToyTokenizer().detokenizer(), (256,))
+
+
+def test_the_prompts_logprobs_come_once_before_the_first_piece() -> None:
+    one = scored_answer()
+    one.score(scores(1, 11, 12))
+    one.score(scores(3, 13))
+    assert one.drain() == []
+    one.take(tokens("a"))
+    messages = one.drain()
+    assert kinds(messages) == ["started", "prompt_logprobs", "prompt_logprobs", "delta"]
+    assert scored(messages) == [11, 12, 13]
+    one.score(scores(1, 11))  # of a worker that had not heard of its end
+    one.take(tokens("b"))
+    assert kinds(one.drain()) == ["delta"]
+
+
+def test_a_new_attempt_begins_the_prompts_logprobs_anew() -> None:
+    one = scored_answer()
+    one.score(scores(1, 11, 12))
+    one.score(scores(1, 11))
+    one.score(scores(3, 13))  # late, of the attempt before
+    one.score(scores(2, 12, 13))
+    one.take(tokens("a"))
+    assert scored(one.drain()) == [11, 12, 13]
+
+
+def test_a_first_token_without_all_of_the_prompts_logprobs_is_a_failure_of_ours() -> None:
+    one = scored_answer()
+    one.score(scores(1, 11))
+    one.take(tokens("a"))
+    assert isinstance(one.error, InternalError)

@@ -137,3 +137,31 @@ async def test_a_repeated_prompt_is_found_in_a_cache(connect: Connect, decode: P
     again = await front.client.generate(prompt, max_tokens=4, temperature=0)
     assert again.text == first.text == text_of(prompt, 4)
     assert again.usage.cached_prompt_tokens > first.usage.cached_prompt_tokens
+
+
+@pytest.mark.parametrize("length", [1, 40, 3000])
+async def test_prompt_logprobs_come_for_the_whole_prompt_and_with_the_first_piece(
+    connect: Connect, decode: Program, prefill: Program, length: int
+) -> None:
+    """Local, remote, in chunks; and again when every block of it is in a cache."""
+    front = await connect(decode, prefill)
+    prompt = [33 + index % 90 for index in range(length)]
+    for _ in range(2):
+        stream = front.client.stream(prompt, max_tokens=4, temperature=0, prompt_logprobs=1)
+        async for _ in stream:
+            assert len(stream.prompt_logprobs) == length
+        done = stream.completion
+        assert done.token_ids == tuple(answer(prompt, 4))
+        first, *others = done.prompt_logprobs
+        assert first is None
+        assert [one.token_id for one in others if one is not None] == prompt[1:]
+        assert all(one is not None and one.top == ((one.token_id, 0.0),) for one in others)
+        assert done.usage.cached_prompt_tokens == 0
+    await until(front.all_free)
+
+
+async def test_several_answers_share_one_scoring_of_the_prompt(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    done = await front.client.generate("a prompt of some blocks, for three", n=3, max_tokens=4, prompt_logprobs=0)
+    assert len(done.prompt_logprobs) == done.usage.prompt_tokens == 34
+    assert len(done.choices) == 3

@@ -67,6 +67,7 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
             ("stop", "at most 16", ["x"] * 1000),
             ("stop", "1 to 256", ["x" * 300]),
             ("stop_token_ids", "below 257", [257]),
+            ("prompt_logprobs", "between 0 and 20", 21),
             ("logit_bias", "below 257", {257: 1.0}),
             ("allowed_token_ids", "below 257", [1, 257]),
             ("bad_words", "at most 128", ["x"] * 129),

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from pdserve.core.attempt import AttemptKey, AttemptLedger
+from pdserve.core.effects import PromptScored
 from pdserve.core.errors import InternalError
-from pdserve.core.types import Role, Sampling
+from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine.interface import Row, RowOut
 from pdserve.engine.toy import ToyEngine
-from pdserve.v1 import worker_pb2
-from pdserve.worker import calibrate
+from pdserve.v1 import inference_pb2, worker_pb2
+from pdserve.worker import calibrate, messages
 from pdserve.worker.compute import MAX_BARREN_STEPS, EngineBroken, Isolation, RowFailed
 from pdserve.worker.session import Outbox
 from pdserve.worker.watchdog import StallRule, Watchdog
@@ -45,6 +46,26 @@ def test_the_watchdog_calls_once() -> None:
     watchdog.start()
     watchdog._thread.join(5.0)
     assert len(calls) == 1
+
+
+# -- messages --------------------------------------------------------------------------------------------------
+
+
+def test_the_scores_of_a_long_prompt_travel_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_SCORED", 12)
+    tokens = tuple(TokenOut(token_id=n, logprob=-1.0, top=((n, -1.0), (0, -2.0))) for n in range(9))
+    effect = PromptScored(key=AttemptKey(1, "a", 2), first_position=5, tokens=tokens)
+    sent = list(messages.prompt_scored(effect))
+    assert [(one.scores.first_position, len(one.scores.tokens)) for one in sent] == [(5, 4), (9, 4), (13, 1)]
+    assert [token.token_id for one in sent for token in one.scores.tokens] == list(range(9))
+    assert {(one.request_id, one.attempt) for one in sent} == {("a", 2)}
+
+
+async def test_scores_fill_an_outbox_as_token_rows_do() -> None:
+    scores = inference_pb2.PromptLogprobs(tokens=[inference_pb2.TokenLogprobs(token_id=1, logprob=-1.0)] * 1000)
+    outbox = Outbox(limit=100)
+    outbox.put([worker_pb2.AttachResponse(prompt_scored=worker_pb2.PromptScored(scores=scores))])
+    assert outbox.is_closed
 
 
 # -- the outbox ------------------------------------------------------------------------------------------------

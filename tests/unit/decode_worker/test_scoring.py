@@ -1,0 +1,57 @@
+"""Who reads a prompt locally scores it as a prefill worker does; preemption only repeats scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdserve.core.effects import DecodeEffect, Drawn, PromptScored
+from pdserve.engine.toy import answer
+
+PROMPT = list(range(40, 62))
+ALL = dict(enumerate(PROMPT[1:], 1))
+
+
+def scores(effects: list[DecodeEffect], name: str) -> list[tuple[int, int]]:
+    found = []
+    for one in effects:
+        if isinstance(one, PromptScored) and one.key.request_id == name:
+            found += [(one.first_position + index, token.token_id) for index, token in enumerate(one.tokens)]
+    return found
+
+
+def test_a_local_prompt_is_scored_whole_whatever_the_cache_holds(bench: Any) -> None:
+    bench.offer("a", PROMPT)
+    bench.run()
+    bench.offer("b", PROMPT, prompt_logprobs=2)
+    effects = bench.run()
+    assert scores(effects, "b") == list(ALL.items())
+    assert bench.drawn["b"] == answer(PROMPT, 8)
+    kinds = [type(one) for one in effects]
+    assert kinds.index(Drawn) > max(index for index, kind in enumerate(kinds) if kind is PromptScored)
+    bench.offer("c", PROMPT, output=(bench.drawn["b"][0],), prompt_logprobs=2)
+    assert scores(bench.run(), "c") == []
+
+
+def test_a_landed_prompt_is_scored_by_who_read_it(bench: Any) -> None:
+    bench.offer("a", PROMPT, is_local=False, prompt_logprobs=2)
+    first = bench.write("a")
+    bench.land("a")
+    bench.admit("a", first)
+    assert scores(bench.run(), "a") == []
+
+
+def test_a_prompt_that_is_preempted_while_it_is_read_is_scored_anew(make_bench: Any) -> None:
+    """Memory ends while "b" reads: it starts over; after its first token a preemption scores nothing."""
+    bench = make_bench(num_blocks=12, max_batch_tokens=4)
+    bench.offer("a", [1, 2, 3], max_tokens=30)
+    bench.step()
+    bench.offer("b", PROMPT, max_tokens=16, prompt_logprobs=0)
+    effects = bench.run()
+    found = scores(effects, "b")
+    assert dict(found) == ALL
+    assert bench.batching.num_preemptions > 0
+    first_drawn = next(
+        index for index, one in enumerate(effects) if isinstance(one, Drawn) and one.key.request_id == "b"
+    )
+    assert scores(effects[first_drawn:], "b") == []
+    assert bench.drawn == {"a": answer([1, 2, 3], 30), "b": answer(PROMPT, 16)}

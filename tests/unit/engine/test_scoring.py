@@ -1,0 +1,95 @@
+"""A prompt's own logprobs equal transformers', however the prompt is cut and whoever shares the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from pdserve.core.errors import InternalError
+from pdserve.core.types import Sampling, TokenOut
+from pdserve.engine import scoring
+from pdserve.engine.interface import Engine, Row
+from pdserve.engine.scoring import score
+
+
+def by_transformers(folder: Path, prompt: list[int]) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([prompt])).logits[0]
+    return logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("chunk", [1000, 7, 1])
+def test_scores_are_those_of_transformers(
+    chunk: int,
+    tiny: Callable[[str], Path],
+    open_engine: Callable[..., Engine],
+    make_prompt: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second row decodes beside it; the vocabulary is projected a few positions at a time."""
+    folder = tiny("llama")
+    engine, prompt, other = open_engine(folder), make_prompt(40), make_prompt(5, seed=3)
+    monkeypatch.setattr(scoring, "MAX_LOGITS", 3 * engine.spec.vocab_size)
+    blocks, scored, drawn = [3, 1, 2], list[TokenOut](), list[TokenOut]()
+    greedy = Sampling(temperature=0.0)
+    for start in range(0, len(prompt), chunk):
+        tokens = prompt[start : start + chunk]
+        end = start + len(tokens)
+        is_last = end == len(prompt)
+        row = Row(
+            tokens=tokens,
+            start=start,
+            blocks=blocks,
+            targets=prompt[start + 1 : end + 1],
+            num_top=3,
+            sample=greedy if is_last else None,
+            history=prompt if is_last else (),
+            prompt_len=len(prompt),
+        )
+        beside = Row(
+            tokens=other[-1:] if start else other,
+            start=len(other) - 1 if start else 0,
+            blocks=[0],
+            sample=greedy,
+            history=other,
+            prompt_len=5,
+        )
+        mine, theirs = engine.step([row, beside])
+        scored += mine.scored
+        drawn += mine.drawn
+        assert theirs.scored == ()
+        other = [*other, theirs.drawn[0].token_id] if len(other) < 16 else other
+    expected = by_transformers(folder, prompt)
+    assert [one.token_id for one in scored] == prompt[1:]
+    for position, one in enumerate(scored):
+        assert one.logprob == pytest.approx(float(expected[position, prompt[position + 1]]), abs=2e-4)
+        top = expected[position].topk(3)
+        assert [token for token, _ in one.top] == top.indices.tolist()
+        assert [value for _, value in one.top] == pytest.approx(top.values.tolist(), abs=2e-4)
+    assert [one.token_id for one in drawn] == [int(expected[-1].argmax())]
+
+
+def test_no_more_than_a_few_positions_are_projected_at_once() -> None:
+    sizes: list[int] = []
+
+    def project(x_TE: Tensor) -> Tensor:
+        sizes.append(len(x_TE))
+        return x_TE @ torch.ones(4, 2**20)
+
+    assert len(score(project, torch.randn(40, 4), range(33), 0, 2**20)) == 33
+    assert sizes == [16, 16, 1]
+
+
+def test_targets_are_checked_before_anything_is_written(
+    tiny: Callable[[str], Path], open_engine: Callable[..., Engine]
+) -> None:
+    engine = open_engine(tiny("llama"))
+    for targets in ([1, 2, 3], [engine.spec.vocab_size]):
+        with pytest.raises(InternalError):
+            engine.step([Row(tokens=[1, 2], start=0, blocks=[0], targets=targets)])
