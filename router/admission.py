@@ -22,6 +22,7 @@ from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
 from router import group
+from router.grammars import GrammarCheck
 from router.model import ModelFacts
 
 MAX_REQUEST_ID_CHARS: Final = 128
@@ -61,7 +62,15 @@ class Prepared:
 
 @final
 class Admission:
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, limits: Limits) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        limits: Limits,
+        grammars: GrammarCheck | None = None,
+    ) -> None:
+        """`grammars` is closed by its maker; without it none is admitted."""
+        self._grammars = GrammarCheck(None) if grammars is None else grammars
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.limits = limits
@@ -88,6 +97,8 @@ class Admission:
         else:
             raise InvalidRequest("prompt", "nothing", "text, token_ids or chat")
         _check_scores(sampling, len(prompt))
+        if sampling.grammar is not None:
+            await self._grammars.check(sampling.grammar, model)
         timeout_s = limits.request_timeout_s
         return Prepared(
             request_id=request_id,

@@ -50,6 +50,8 @@ class Answer:
         self._stops = StopMatcher(sampling.stop, is_stop_included=sampling.include_stop_in_output)
         ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
         self._end_ids = ends
+        # The end of a document counts whatever ignore_eos and min_tokens say (pdserve/core/attempt.py).
+        self._document_end_ids = frozenset() if sampling.grammar is None else frozenset(eos_token_ids)
         self._max_pending_tokens = max_pending_tokens
         self._logprob_sum = 0.0
         self._has_logprobs = sampling.logprobs is not None
@@ -155,7 +157,9 @@ class Answer:
             self._logprob_sum += token.logprob
         if token.logprob is not None and self._shows_logprobs:
             delta.logprobs.append(convert.logprobs_to_proto(token))
-        is_end = token.token_id in self._end_ids and self.num_tokens > self._sampling.min_tokens
+        is_end = token.token_id in self._document_end_ids or (
+            token.token_id in self._end_ids and self.num_tokens > self._sampling.min_tokens
+        )
         if not is_end or self._sampling.include_stop_in_output:
             self._write(self._match(self._detokenizer.push((token.token_id,))))
 

@@ -31,6 +31,7 @@ from router.admission import Admission, Limits
 from router.auth import AuthInterceptor
 from router.cluster import ClusterServicer
 from router.events import RouterClosing
+from router.grammars import GrammarCheck
 from router.inference import InferenceServicer
 from router.measure import Measure
 from router.recording import RecordFile
@@ -83,7 +84,8 @@ class RouterServer:
             default_slo=Slo(ttft_s=config.slo_ttft_s, tpot_s=config.slo_tpot_s),
             request_timeout_s=config.request_timeout_s,
         )
-        self._admission = Admission(load_tokenizer(config.model), _chat_template(config.model), limits)
+        self._grammars = GrammarCheck(_folder(config.model))
+        self._admission = Admission(load_tokenizer(config.model), _chat_template(config.model), limits, self._grammars)
         self._tracing = make_tracing("pdserve-router", config.otlp, {"service.instance.id": config.router_id})
         self._metrics = metrics or make_metrics("router", config.metrics_port, config.host)
         self._measure = Measure(self._metrics, self._tracing)
@@ -178,6 +180,7 @@ class RouterServer:
         if self._redis_index is not None:
             await self._redis_index.close()
         self._admission.close()
+        await self._grammars.close()
         if self._record is not None:
             self._record.close()
         self._metrics.close()
@@ -287,6 +290,10 @@ class RouterServer:
 def _model_name(model: str) -> str:
     """As an engine names it: of a folder, the last part."""
     return model if model in TOYS else Path(model).resolve().name
+
+
+def _folder(model: str) -> Path | None:
+    return None if model in TOYS else Path(model)
 
 
 def _chat_template(model: str) -> ChatTemplate | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any, Final
 
 _FLAGS: Final = (
@@ -18,6 +19,8 @@ _FLAGS: Final = (
     ("--seed", int, "N", "same seed, same text"),
 )
 
+_SHAPES: Final = ("json_schema", "json_object", "regex", "choice", "grammar")
+
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
@@ -25,14 +28,30 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, type=kind, metavar=metavar, help=text)
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be given again")
     group.add_argument("--ignore-eos", action="store_const", const=True, help="go on past the end of sequence")
+    shape = group.add_mutually_exclusive_group()
+    shape.add_argument("--json-schema", type=_text, metavar="JSON", help="the answer is a document of it; or @FILE")
+    shape.add_argument("--json-object", action="store_const", const=True, help="the answer is any JSON object")
+    shape.add_argument("--regex", metavar="REGEX", help="the whole answer matches it")
+    shape.add_argument("--choice", action="append", metavar="TEXT", help="the answer is one of them; give it again")
+    shape.add_argument("--grammar", type=_text, metavar="LARK", help="the answer follows it; or @FILE")
     group.add_argument("--slo-ttft", type=float, metavar="SECONDS", help="promised time to the first token")
     group.add_argument("--slo-tpot", type=float, metavar="SECONDS", help="promised time per token after it")
+
+
+def _text(value: str) -> str:
+    """The text itself, or of the file behind an @."""
+    if not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {value[1:]}: {error}") from None
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
     from pdserve.core.types import Slo
 
-    names = [flag[2:].replace("-", "_") for flag, *_ in _FLAGS] + ["stop", "ignore_eos"]
+    names = [flag[2:].replace("-", "_") for flag, *_ in _FLAGS] + ["stop", "ignore_eos", *_SHAPES]
     found = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     slo = {"ttft_s": args.slo_ttft, "tpot_s": args.slo_tpot}
     given = {name: value for name, value in slo.items() if value is not None}

@@ -6,6 +6,7 @@ server's to say, once for every client; only what the wire itself cannot carry i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Final, TypedDict
@@ -46,6 +47,11 @@ class Options(TypedDict, total=False):
     allowed_token_ids: Sequence[int] | None  # no other token is drawn; 1 to 8192
     bad_words: str | Sequence[str] | None  # texts that are not written; at most 128, of 1 to 256 characters
     prompt_logprobs: int | None  # as logprobs, of the prompt's own tokens; 0 to 20
+    json_schema: Mapping[str, Any] | bool | str | None  # the answer is a document of it; docs/structured-output.md
+    json_object: bool | None  # the answer is any JSON object
+    regex: str | None  # the whole answer matches it
+    choice: Sequence[str] | None  # the answer is one of them
+    grammar: str | None  # Lark; of these five at most one
     n: int | None  # answers, 1 to 16; over 1 only with a temperature
     best_of: int | None  # n to 16: draws so many and gives the n likeliest per token, at the end
     slo: Slo | None
@@ -162,6 +168,29 @@ def _set_logit_bias(request: inference_pb2.GenerateRequest, name: str, value: An
         request.sampling.logit_bias[token_id] = float(bias)
 
 
+def _set_structured(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
+    output = request.sampling.structured_output
+    held = output.WhichOneof("kind")
+    if held is not None:
+        raise InvalidRequest(name, f"also {held}", "one of json_schema, json_object, regex, choice and grammar")
+    if name == "json_object":
+        if not isinstance(value, bool):
+            raise _wrong(name, "bool", value)
+        if value:
+            output.json_object = True
+    elif name == "choice":
+        if not _is_list(value) or not all(isinstance(one, str) for one in value):
+            raise _wrong(name, "a list of str", value)
+        output.choice.strings.extend(_utf8(name, one) for one in value)
+        output.choice.SetInParent()
+    elif name == "json_schema" and isinstance(value, Mapping | bool):
+        output.json_schema = _utf8(name, json.dumps(value, ensure_ascii=False))
+    elif isinstance(value, str):
+        setattr(output, name, _utf8(name, value))
+    else:
+        raise _wrong(name, "dict or str" if name == "json_schema" else "str", value)
+
+
 def _set_slo(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
     if not isinstance(value, Slo):
         raise _wrong(name, "pdserve.Slo", value)
@@ -198,6 +227,7 @@ _SETTERS: Final[dict[str, _Setter]] = {
     "stop_token_ids": _set_token_ids,
     "allowed_token_ids": _set_allowed,
     "logit_bias": _set_logit_bias,
+    **dict.fromkeys(("json_schema", "json_object", "regex", "choice", "grammar"), _set_structured),
     "slo": _set_slo,
     "timeout_s": _check_timeout,
     "request_id": _set_request_id,

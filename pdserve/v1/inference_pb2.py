@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/v1/inference.proto\x12\npdserve.v1\"\x8e\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x1c\n\x03slo\x18\x05 \x01(\x0b\x32\x0f.pdserve.v1.Slo\x12\x17\n\nrequest_id\x18\x06 \x01(\tH\x01\x88\x01\x01\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x02\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x08 \x01(\rH\x03\x88\x01\x01\x12\x0e\n\x01n\x18\t \x01(\rH\x04\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\n \x01(\rH\x05\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_request_idB\x0b\n\t_priorityB\x19\n\x17_truncate_prompt_tokensB\x04\n\x02_nB\n\n\x08_best_of\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xda\x06\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x04H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x1a\n\x0estop_token_ids\x18\x0c \x03(\rB\x02\x10\x01\x12\x17\n\nignore_eos\x18\r \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12#\n\x16include_stop_in_output\x18\x0f \x01(\x08H\x0c\x88\x01\x01\x12=\n\nlogit_bias\x18\x10 \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x1d\n\x11\x61llowed_token_ids\x18\x11 \x03(\rB\x02\x10\x01\x12\x11\n\tbad_words\x18\x12 \x03(\t\x12+\n\rbad_token_ids\x18\x13 \x03(\x0b\x32\x14.pdserve.v1.TokenIds\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\rH\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x19\n\x17_include_stop_in_outputB\x12\n\x10_prompt_logprobs\"E\n\x03Slo\x12\x13\n\x06ttft_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06tpot_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\t\n\x07_ttft_sB\t\n\x07_tpot_s\"\xc8\x01\n\x10GenerateResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.StartedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.FinishedH\x00\x12\x35\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"4\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\"h\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\x12\r\n\x05index\x18\x04 \x01(\r\"S\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12)\n\x06tokens\x18\x02 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\"W\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xb5\x02\n\x08\x46inished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12$\n\x07timings\x18\x03 \x01(\x0b\x32\x13.pdserve.v1.Timings\x12\x11\n\x04stop\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\r\n\x05index\x18\x06 \x01(\r\x12\x1f\n\x12\x63umulative_logprob\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12&\n\x0btotal_usage\x18\x08 \x01(\x0b\x32\x11.pdserve.v1.UsageB\x07\n\x05_stopB\x10\n\x0e_stop_token_idB\x15\n\x13_cumulative_logprob\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\"\xfd\x01\n\x07Timings\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x02 \x01(\x01\x12\x0f\n\x07total_s\x18\x03 \x01(\x01\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x12\n\ntransfer_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\x12\x1e\n\x04path\x18\x08 \x01(\x0e\x32\x10.pdserve.v1.Path\x12\x16\n\x0eprefill_worker\x18\t \x01(\t\x12\x15\n\rdecode_worker\x18\n \x01(\t\x12\x10\n\x08\x61ttempts\x18\x0b \x01(\r\x12\x16\n\x0etransfer_bytes\x18\x0c \x01(\x04\"\x11\n\x0fGetModelRequest\"\x9f\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\reos_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x16\n\x0emax_new_tokens\x18\x06 \x01(\r\"S\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x42\x08\n\x06prompt\")\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*=\n\x04Path\x12\x14\n\x10PATH_UNSPECIFIED\x10\x00\x12\x0f\n\x0bPATH_REMOTE\x10\x01\x12\x0e\n\nPATH_LOCAL\x10\x02\x32\xe9\x01\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x45\n\x08GetModel\x12\x1b.pdserve.v1.GetModelRequest\x1a\x1c.pdserve.v1.GetModelResponse\x12\x45\n\x08Tokenize\x12\x1b.pdserve.v1.TokenizeRequest\x1a\x1c.pdserve.v1.TokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/v1/inference.proto\x12\npdserve.v1\"\x8e\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x1c\n\x03slo\x18\x05 \x01(\x0b\x32\x0f.pdserve.v1.Slo\x12\x17\n\nrequest_id\x18\x06 \x01(\tH\x01\x88\x01\x01\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x02\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x08 \x01(\rH\x03\x88\x01\x01\x12\x0e\n\x01n\x18\t \x01(\rH\x04\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\n \x01(\rH\x05\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_request_idB\x0b\n\t_priorityB\x19\n\x17_truncate_prompt_tokensB\x04\n\x02_nB\n\n\x08_best_of\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x93\x07\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x04H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x1a\n\x0estop_token_ids\x18\x0c \x03(\rB\x02\x10\x01\x12\x17\n\nignore_eos\x18\r \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12#\n\x16include_stop_in_output\x18\x0f \x01(\x08H\x0c\x88\x01\x01\x12=\n\nlogit_bias\x18\x10 \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x1d\n\x11\x61llowed_token_ids\x18\x11 \x03(\rB\x02\x10\x01\x12\x11\n\tbad_words\x18\x12 \x03(\t\x12+\n\rbad_token_ids\x18\x13 \x03(\x0b\x32\x14.pdserve.v1.TokenIds\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\rH\r\x88\x01\x01\x12\x37\n\x11structured_output\x18\x15 \x01(\x0b\x32\x1c.pdserve.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x19\n\x17_include_stop_in_outputB\x12\n\x10_prompt_logprobs\"\x92\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12$\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x19\n\x06\x43hoice\x12\x0f\n\x07strings\x18\x01 \x03(\t\"E\n\x03Slo\x12\x13\n\x06ttft_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06tpot_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\t\n\x07_ttft_sB\t\n\x07_tpot_s\"\xc8\x01\n\x10GenerateResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.StartedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.FinishedH\x00\x12\x35\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"4\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\"h\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\x12\r\n\x05index\x18\x04 \x01(\r\"S\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12)\n\x06tokens\x18\x02 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\"W\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xb5\x02\n\x08\x46inished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12$\n\x07timings\x18\x03 \x01(\x0b\x32\x13.pdserve.v1.Timings\x12\x11\n\x04stop\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\r\n\x05index\x18\x06 \x01(\r\x12\x1f\n\x12\x63umulative_logprob\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12&\n\x0btotal_usage\x18\x08 \x01(\x0b\x32\x11.pdserve.v1.UsageB\x07\n\x05_stopB\x10\n\x0e_stop_token_idB\x15\n\x13_cumulative_logprob\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\"\xfd\x01\n\x07Timings\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x02 \x01(\x01\x12\x0f\n\x07total_s\x18\x03 \x01(\x01\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x12\n\ntransfer_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\x12\x1e\n\x04path\x18\x08 \x01(\x0e\x32\x10.pdserve.v1.Path\x12\x16\n\x0eprefill_worker\x18\t \x01(\t\x12\x15\n\rdecode_worker\x18\n \x01(\t\x12\x10\n\x08\x61ttempts\x18\x0b \x01(\r\x12\x16\n\x0etransfer_bytes\x18\x0c \x01(\x04\"\x11\n\x0fGetModelRequest\"\x9f\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\reos_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x16\n\x0emax_new_tokens\x18\x06 \x01(\r\"S\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x42\x08\n\x06prompt\")\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*=\n\x04Path\x12\x14\n\x10PATH_UNSPECIFIED\x10\x00\x12\x0f\n\x0bPATH_REMOTE\x10\x01\x12\x0e\n\nPATH_LOCAL\x10\x02\x32\xe9\x01\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x45\n\x08GetModel\x12\x1b.pdserve.v1.GetModelRequest\x1a\x1c.pdserve.v1.GetModelResponse\x12\x45\n\x08Tokenize\x12\x1b.pdserve.v1.TokenizeRequest\x1a\x1c.pdserve.v1.TokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,10 +45,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELRESPONSE'].fields_by_name['eos_token_ids']._serialized_options = b'\020\001'
   _globals['_TOKENIZERESPONSE'].fields_by_name['token_ids']._loaded_options = None
   _globals['_TOKENIZERESPONSE'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_FINISHREASON']._serialized_start=3059
-  _globals['_FINISHREASON']._serialized_end=3154
-  _globals['_PATH']._serialized_start=3156
-  _globals['_PATH']._serialized_end=3217
+  _globals['_FINISHREASON']._serialized_start=3292
+  _globals['_FINISHREASON']._serialized_end=3387
+  _globals['_PATH']._serialized_start=3389
+  _globals['_PATH']._serialized_end=3450
   _globals['_GENERATEREQUEST']._serialized_start=43
   _globals['_GENERATEREQUEST']._serialized_end=441
   _globals['_TOKENIDS']._serialized_start=443
@@ -58,37 +58,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=529
   _globals['_CHATMESSAGE']._serialized_end=573
   _globals['_SAMPLINGPARAMS']._serialized_start=576
-  _globals['_SAMPLINGPARAMS']._serialized_end=1434
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1160
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1208
-  _globals['_SLO']._serialized_start=1436
-  _globals['_SLO']._serialized_end=1505
-  _globals['_GENERATERESPONSE']._serialized_start=1508
-  _globals['_GENERATERESPONSE']._serialized_end=1708
-  _globals['_STARTED']._serialized_start=1710
-  _globals['_STARTED']._serialized_end=1762
-  _globals['_DELTA']._serialized_start=1764
-  _globals['_DELTA']._serialized_end=1868
-  _globals['_PROMPTLOGPROBS']._serialized_start=1870
-  _globals['_PROMPTLOGPROBS']._serialized_end=1953
-  _globals['_TOKENLOGPROBS']._serialized_start=1955
-  _globals['_TOKENLOGPROBS']._serialized_end=2042
-  _globals['_TOPLOGPROB']._serialized_start=2044
-  _globals['_TOPLOGPROB']._serialized_end=2091
-  _globals['_FINISHED']._serialized_start=2094
-  _globals['_FINISHED']._serialized_end=2403
-  _globals['_USAGE']._serialized_start=2405
-  _globals['_USAGE']._serialized_end=2492
-  _globals['_TIMINGS']._serialized_start=2495
-  _globals['_TIMINGS']._serialized_end=2748
-  _globals['_GETMODELREQUEST']._serialized_start=2750
-  _globals['_GETMODELREQUEST']._serialized_end=2767
-  _globals['_GETMODELRESPONSE']._serialized_start=2770
-  _globals['_GETMODELRESPONSE']._serialized_end=2929
-  _globals['_TOKENIZEREQUEST']._serialized_start=2931
-  _globals['_TOKENIZEREQUEST']._serialized_end=3014
-  _globals['_TOKENIZERESPONSE']._serialized_start=3016
-  _globals['_TOKENIZERESPONSE']._serialized_end=3057
-  _globals['_INFERENCESERVICE']._serialized_start=3220
-  _globals['_INFERENCESERVICE']._serialized_end=3453
+  _globals['_SAMPLINGPARAMS']._serialized_end=1491
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1217
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1265
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=1494
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=1640
+  _globals['_CHOICE']._serialized_start=1642
+  _globals['_CHOICE']._serialized_end=1667
+  _globals['_SLO']._serialized_start=1669
+  _globals['_SLO']._serialized_end=1738
+  _globals['_GENERATERESPONSE']._serialized_start=1741
+  _globals['_GENERATERESPONSE']._serialized_end=1941
+  _globals['_STARTED']._serialized_start=1943
+  _globals['_STARTED']._serialized_end=1995
+  _globals['_DELTA']._serialized_start=1997
+  _globals['_DELTA']._serialized_end=2101
+  _globals['_PROMPTLOGPROBS']._serialized_start=2103
+  _globals['_PROMPTLOGPROBS']._serialized_end=2186
+  _globals['_TOKENLOGPROBS']._serialized_start=2188
+  _globals['_TOKENLOGPROBS']._serialized_end=2275
+  _globals['_TOPLOGPROB']._serialized_start=2277
+  _globals['_TOPLOGPROB']._serialized_end=2324
+  _globals['_FINISHED']._serialized_start=2327
+  _globals['_FINISHED']._serialized_end=2636
+  _globals['_USAGE']._serialized_start=2638
+  _globals['_USAGE']._serialized_end=2725
+  _globals['_TIMINGS']._serialized_start=2728
+  _globals['_TIMINGS']._serialized_end=2981
+  _globals['_GETMODELREQUEST']._serialized_start=2983
+  _globals['_GETMODELREQUEST']._serialized_end=3000
+  _globals['_GETMODELRESPONSE']._serialized_start=3003
+  _globals['_GETMODELRESPONSE']._serialized_end=3162
+  _globals['_TOKENIZEREQUEST']._serialized_start=3164
+  _globals['_TOKENIZEREQUEST']._serialized_end=3247
+  _globals['_TOKENIZERESPONSE']._serialized_start=3249
+  _globals['_TOKENIZERESPONSE']._serialized_end=3290
+  _globals['_INFERENCESERVICE']._serialized_start=3453
+  _globals['_INFERENCESERVICE']._serialized_end=3686
 # @@protoc_insertion_point(module_scope)

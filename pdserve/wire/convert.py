@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.grammar import Grammar, GrammarKind, choice
 from pdserve.core.types import FinishReason, Path, Role, Sampling, Slo, TokenOut
 from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
 
@@ -69,6 +70,7 @@ def sampling_from_proto(
         logit_bias=tuple(sorted(message.logit_bias.items())),
         allowed_token_ids=tuple(message.allowed_token_ids),
         bad_token_ids=(*(tuple(one.ids) for one in message.bad_token_ids), *bad_words),
+        grammar=grammar_from_proto(message.structured_output) if message.HasField("structured_output") else None,
         **values,
     )
 
@@ -82,8 +84,31 @@ def sampling_to_proto(sampling: Sampling) -> inference_pb2.SamplingParams:
         logit_bias=dict(sampling.logit_bias),
         allowed_token_ids=sampling.allowed_token_ids,
         bad_token_ids=[inference_pb2.TokenIds(ids=word) for word in sampling.bad_token_ids],
+        structured_output=None if sampling.grammar is None else grammar_to_proto(sampling.grammar),
         **values,
     )
+
+
+def grammar_from_proto(message: inference_pb2.StructuredOutput) -> Grammar | None:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest("structured_output", "nothing", "one of its kinds")
+    if kind == "choice":
+        return choice(message.choice.strings)
+    if kind == "json_object":
+        return Grammar(GrammarKind.JSON_OBJECT) if message.json_object else None
+    return Grammar(GrammarKind(kind), getattr(message, kind))
+
+
+def grammar_to_proto(grammar: Grammar) -> inference_pb2.StructuredOutput:
+    message = inference_pb2.StructuredOutput()
+    if grammar.kind is GrammarKind.CHOICE:
+        message.choice.strings.extend(grammar.choices())
+    elif grammar.kind is GrammarKind.JSON_OBJECT:
+        message.json_object = True
+    else:
+        setattr(message, grammar.kind.value, grammar.text)
+    return message
 
 
 def slo_from_proto(message: inference_pb2.Slo, default: Slo) -> Slo:

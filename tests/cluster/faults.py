@@ -37,7 +37,7 @@ def a_decode_worker_dies_in_mid_stream(cluster: Cluster, *, all_die: bool = Fals
             while not all(len(tokens) >= 12 for tokens in seen):
                 await asyncio.sleep(0.01)
             assert not any(len(tokens) >= TOKENS - 20 for tokens in seen), "too fast to be killed in mid-stream"
-            busiest = await _busiest_decode_worker(client)
+            busiest = await busiest_decode_worker(client)
             others = [worker for worker in ("d0", "d1") if all_die and worker != busiest]
             for worker in (busiest, *others):
                 cluster.kill(worker)
@@ -73,7 +73,7 @@ def a_prefill_worker_dies_while_it_prefills(cluster: Cluster) -> None:
     cluster.wait_until_idle(within_s=60)
 
 
-async def _busiest_decode_worker(client: AsyncClient) -> str:
+async def busiest_decode_worker(client: AsyncClient) -> str:
     workers = (await client.topology()).of_role("decode")
     return max(workers, key=lambda worker: worker.running).worker_id
 

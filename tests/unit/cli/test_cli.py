@@ -124,3 +124,22 @@ def test_a_reader_that_leaves_is_no_traceback(target: str) -> None:
     command = f"{sys.executable} -m pdserve generate hi --target {target} --max-tokens 400 --ignore-eos | head -c 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
     assert "Traceback" not in done.stderr
+
+
+def test_a_shape_of_the_answer_reaches_the_router_as_text_or_from_a_file(
+    target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The toy follows no grammar: the refusal names the field that the flag has filled."""
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    for field, flags in {
+        "json_schema": ["--json-schema", f"@{tmp_path / 'schema.json'}"],
+        "json_object": ["--json-object"],
+        "regex": ["--regex", "a+"],
+        "choice": ["--choice", "yes", "--choice", "no"],
+        "grammar": ["--grammar", 'start: "a"'],
+    }.items():
+        assert main(["generate", PROMPT, "--target", target, *flags]) == 1
+        assert f"{field}: got a grammar" in capsys.readouterr().err
+    for flags in (["--regex", "a", "--json-object"], ["--grammar", f"@{tmp_path / 'absent'}"]):
+        with pytest.raises(SystemExit):
+            main(["generate", PROMPT, "--target", target, *flags])

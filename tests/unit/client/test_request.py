@@ -176,3 +176,26 @@ def test_tokenize_takes_text_or_messages_but_no_ids() -> None:
     assert tokenize_request([{"role": "user", "content": "hi"}]).chat.messages[0].content == "hi"
     with pytest.raises(TypeError, match="prompt"):
         tokenize_request(3)  # type: ignore[arg-type]
+
+
+def test_each_kind_of_structured_output_reaches_its_field() -> None:
+    def output(**options: object) -> inference_pb2.StructuredOutput:
+        return generate_request("hi", options).sampling.structured_output
+
+    assert output(json_schema={"const": "é"}).json_schema == '{"const": "é"}'
+    assert output(json_schema=True).json_schema == "true"
+    assert output(json_schema='{"const": 1}').json_schema == '{"const": 1}'
+    assert output(regex="a+").regex == "a+"
+    assert output(grammar='start: "a"').grammar == 'start: "a"'
+    assert list(output(choice=["a", "b"]).choice.strings) == ["a", "b"]
+    assert output(choice=[]).WhichOneof("kind") == "choice"
+    assert output(json_object=True).json_object
+    assert not generate_request("hi", {"json_object": False}).sampling.HasField("structured_output")
+
+
+def test_two_kinds_of_structured_output_or_a_wrong_type_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="regex: got also json_schema"):
+        generate_request("hi", {"json_schema": {}, "regex": "a"})
+    for options in ({"json_schema": 1}, {"regex": b"a"}, {"choice": "yes"}, {"choice": [1]}, {"json_object": "yes"}):
+        with pytest.raises(TypeError, match=next(iter(options))):
+            generate_request("hi", options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.errors import Cancelled, InternalError, KvLost
+from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import FinishReason, Sampling, TokenOut
 from pdserve.text.tokenizer import ToyTokenizer
 from pdserve.v1 import inference_pb2
@@ -154,3 +155,21 @@ def test_a_first_token_without_all_of_the_prompts_logprobs_is_a_failure_of_ours(
     one.score(scores(1, 11))
     one.take(tokens("a"))
     assert isinstance(one.error, InternalError)
+
+
+def test_the_end_of_a_document_is_not_text_even_before_min_tokens_or_where_eos_is_ignored() -> None:
+    class Loud:
+        """Shows each token that it is given."""
+
+        def push(self, token_ids: tuple[int, ...]) -> str:
+            return "".join(f"<{token_id}>" for token_id in token_ids)
+
+        def finish(self) -> str:
+            return ""
+
+    for grammar, text in ((None, "<97><256>"), (Grammar(GrammarKind.REGEX, "a"), "<97>")):
+        sampling = Sampling(min_tokens=5, ignore_eos=True, grammar=grammar)
+        one = Answer("r", 3, sampling, Loud(), (256,))
+        one.take([*tokens("a"), TokenOut(token_id=256)])
+        one.finish(end(2, FinishReason.STOP))
+        assert "".join(message.delta.text for message in one.drain()) == text

@@ -8,11 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.grammar import Grammar, GrammarKind, choice
 from pdserve.core.types import FinishReason, Path, Role, Sampling, Slo, TokenOut
 from pdserve.v1 import inference_pb2, worker_pb2
 from pdserve.wire import convert
 
 SINGLE = {"width": 32, "allow_nan": False, "allow_infinity": False}
+TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+GRAMMARS = (
+    st.builds(Grammar, st.sampled_from([GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK]), TEXTS)
+    | st.just(Grammar(GrammarKind.JSON_OBJECT))
+    | st.builds(choice, st.lists(TEXTS, min_size=1, max_size=5))
+)
 SAMPLINGS = st.builds(
     Sampling,
     max_tokens=st.integers(10, 2**32 - 1),
@@ -38,6 +45,7 @@ SAMPLINGS = st.builds(
         tuple
     ),
     prompt_logprobs=st.none() | st.integers(0, 20),
+    grammar=st.none() | GRAMMARS,
 )
 
 
@@ -150,3 +158,14 @@ def test_an_absurd_extent_is_refused_before_memory_is_spent() -> None:
 
     with pytest.raises(InvalidRequest):
         convert.blocks_from_extents([transfer_pb2.Extent(first_block=0, num_blocks=2**32 - 1)])
+
+
+def test_a_structured_output_without_a_kind_is_refused_and_a_false_json_object_asks_for_nothing() -> None:
+    message = inference_pb2.SamplingParams(structured_output=inference_pb2.StructuredOutput())
+    with pytest.raises(InvalidRequest, match="structured_output: got nothing"):
+        convert.sampling_from_proto(message)
+    message.structured_output.json_object = False
+    assert convert.sampling_from_proto(message).grammar is None
+    message.structured_output.choice.SetInParent()
+    with pytest.raises(InvalidRequest, match="choice: got 0 strings"):
+        convert.sampling_from_proto(message)

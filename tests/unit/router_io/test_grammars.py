@@ -1,0 +1,139 @@
+"""Admission of grammars: reasons, bounds, and that nobody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.transport import Fingerprint
+from pdserve.core.errors import InvalidRequest, Overloaded
+from pdserve.core.grammar import Grammar, GrammarKind, choice
+from pdserve.core.types import Slo
+from pdserve.text.tokenizer import load_tokenizer
+from pdserve.v1 import inference_pb2
+from router import grammars
+from router.admission import Admission, Limits
+from router.grammars import GrammarCheck
+from router.model import ModelFacts
+
+FOLDER = next((Path(__file__).parents[3] / "pdserve/models").glob("stdlib-*"))
+MODEL = ModelFacts(
+    name=FOLDER.name,
+    max_context_tokens=2048,
+    vocab_size=4096,
+    eos_token_ids=(0,),
+    block_size=16,
+    hash_seed=b"s" * 32,
+    fingerprint=Fingerprint(
+        protocol=1, model=FOLDER.name, dtype="float32", layout="a", block_size=16, block_bytes=1, engine="e"
+    ),
+)
+ENDLESS = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 99999989}))
+HUGE = Grammar(GrammarKind.REGEX, "(a{1000}){1000}")
+GOOD = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}}))
+
+
+@pytest.fixture
+async def check() -> AsyncIterator[GrammarCheck]:
+    one = GrammarCheck(FOLDER)
+    yield one
+    await one.close()
+
+
+async def refusal(check: GrammarCheck, grammar: Grammar, model: ModelFacts = MODEL) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        await check.check(grammar, model)
+    assert caught.value.field in (grammar.field, "structured_output")
+    return str(caught.value)
+
+
+async def test_a_refused_grammar_has_its_reason_and_an_admitted_one_is_asked_for_once(check: GrammarCheck) -> None:
+    await check.check(GOOD, MODEL)
+    process = check._process
+    assert process is not None
+    for _ in range(2):
+        assert "Unimplemented keys" in await refusal(check, Grammar(GrammarKind.JSON_SCHEMA, '{"not": {}}'))
+    assert "unclosed group" in await refusal(check, Grammar(GrammarKind.REGEX, "(a"))
+    await check.close()
+    await check.check(GOOD, MODEL)  # remembered: no process is needed
+    assert "Unimplemented keys" in await refusal(check, Grammar(GrammarKind.JSON_SCHEMA, '{"not": {}}'))
+    assert check._process is None
+    assert await asyncio.wait_for(process.wait(), 10) != 0
+
+
+async def test_a_grammar_that_takes_too_long_is_ended_and_the_loop_stays_free() -> None:
+    check = GrammarCheck(FOLDER, check_s=0.5)
+    try:
+        await check.check(GOOD, MODEL)
+        began_s, longest_s = time.monotonic(), 0.0
+        slow = asyncio.create_task(refusal(check, ENDLESS))
+        behind = asyncio.create_task(check.check(choice(["a", "b"]), MODEL))
+        while not slow.done():
+            at_s = time.monotonic()
+            await asyncio.sleep(0.005)
+            longest_s = max(longest_s, time.monotonic() - at_s)
+        assert await slow == f"json_schema: got {grammars.TOO_LONG}, expected {grammars.EXPECTED}"
+        assert time.monotonic() - began_s < 5
+        assert longest_s < 0.4, "the event loop was held"
+        await behind
+        assert await refusal(check, ENDLESS) == await slow  # remembered: it costs no second
+    finally:
+        await check.close()
+
+
+async def test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_is_not() -> None:
+    check = GrammarCheck(FOLDER, check_s=30.0)
+    try:
+        assert grammars.TOO_LARGE in await refusal(check, HUGE)
+        await check.check(GOOD, MODEL)
+    finally:
+        await check.close()
+
+
+async def test_a_caller_that_leaves_costs_the_next_one_nothing(check: GrammarCheck) -> None:
+    leaving = asyncio.create_task(check.check(GOOD, MODEL))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert "unclosed" in await refusal(check, Grammar(GrammarKind.REGEX, "(a"))
+    await check.check(GOOD, MODEL)
+
+
+async def test_a_crowd_with_one_grammar_asks_once_and_one_with_many_is_turned_away(check: GrammarCheck) -> None:
+    await asyncio.gather(*(check.check(GOOD, MODEL) for _ in range(200)))
+    many = [check.check(choice([str(number)]), MODEL) for number in range(grammars.MAX_WAITING + 5)]
+    results = await asyncio.gather(*many, return_exceptions=True)
+    assert [type(one) for one in results if one is not None] == [Overloaded] * 5
+
+
+async def test_a_model_that_follows_no_grammar_refuses_each() -> None:
+    assert "follows no grammar" in await refusal(GrammarCheck(None), GOOD)
+    for folder, ends in ((FOLDER, ()), (FOLDER.parent, (0,))):
+        check = GrammarCheck(folder)
+        model = ModelFacts(
+            **{name: getattr(MODEL, name) for name in MODEL.__slots__ if name != "eos_token_ids"}, eos_token_ids=ends
+        )
+        assert "expected none" in await refusal(check, GOOD, model)
+        await check.close()
+
+
+async def test_admission_refuses_before_a_request_is_placed() -> None:
+    limits = Limits(max_new_tokens=100, default_slo=Slo(), request_timeout_s=60.0)
+    check = GrammarCheck(FOLDER)
+    admission = Admission(load_tokenizer(str(FOLDER)), None, limits, check)
+    try:
+        message = inference_pb2.GenerateRequest(text="hello")
+        message.sampling.structured_output.json_schema = GOOD.text
+        assert (await admission.prepare(message, MODEL, None)).sampling.grammar == GOOD
+        message.sampling.structured_output.json_schema = "false"
+        with pytest.raises(InvalidRequest, match="json_schema: got Unsatisfiable"):
+            await admission.prepare(message, MODEL, None)
+    finally:
+        admission.close()
+        await check.close()
