@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -33,10 +33,7 @@ class Reader:
         self._unread = {tensor.name: tensor for tensor in order}
         if len(self._unread) != len(order):
             raise InternalError("a tensor stands twice in the order of reading")
-        self._files: dict[Path, int] = {}
-        for tensor in order:
-            if tensor.file not in self._files:
-                self._files[tensor.file] = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
+        self._files = _open_files(dict.fromkeys(tensor.file for tensor in order))
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="read")
         self._moved = threading.Condition()
         self._num_read_bytes = 0
@@ -116,3 +113,15 @@ class Reader:
                 if not is_late and hasattr(os, "posix_fadvise"):
                     offset = tensor.begin + start
                     os.posix_fadvise(self._files[tensor.file], offset, size, os.POSIX_FADV_WILLNEED)
+
+
+def _open_files(paths: Iterable[Path]) -> dict[Path, int]:
+    files: dict[Path, int] = {}
+    for path in paths:
+        try:
+            files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            while files:
+                os.close(files.popitem()[1])
+            raise ModelError(path.name, str(error), "a file that can be read") from error
+    return files

@@ -79,13 +79,15 @@ def read_header(file: Path) -> list[StoredTensor]:
     return tensors
 
 
-def checkpoint_hash(folder: Path, checkpoint: Checkpoint) -> str:
+def checkpoint_hash(folder: Path, checkpoint: Checkpoint, *choices: str) -> str:
     """Names the weights: config.json, and of every file the size, the header and samples of the data.
+
+    `choices` are what the loader decides beside them that changes results.
 
     Not the whole data: a worker starts in the time that it takes to read 70B weights once, and hashing them would
     take longer. Two fine-tunes of one model share config, headers and sizes, but hardly a page of their data.
     """
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b("\n".join(choices).encode(), digest_size=16)
     digest.update((folder / "config.json").read_bytes())
     for file in sorted(checkpoint.files):
         size = file.stat().st_size

@@ -18,10 +18,14 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.types import TokenOut
 from pdserve.engine.batch import pack
 from pdserve.engine.config import ModelConfig, read_config
+from pdserve.engine.dummy import dummy_hash, dummy_weights
 from pdserve.engine.grammars import Grammars, RowMasks, open_grammars
 from pdserve.engine.interface import EngineSpec, Row, RowOut, kept
+from pdserve.engine.linear import weight_levels
+from pdserve.engine.memory import available_bytes, check_fits, weight_bytes
 from pdserve.engine.model import Decoder
 from pdserve.engine.pool import TorchPool
+from pdserve.engine.progress import loading_line
 from pdserve.engine.rows import check_rows
 from pdserve.engine.safetensors_file import checkpoint_hash, open_checkpoint
 from pdserve.engine.sampling import Draw, sample
@@ -111,9 +115,21 @@ def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) ->
     folder = Path(config.model)
     model_config = read_config(folder)
     device, dtype = choose_device(config.device), choose_dtype(config.dtype, config.device)
-    checkpoint = open_checkpoint(folder)
-    weights = load_weights(model_config, checkpoint, device, dtype, progress, is_int8=config.dtype == "int8")
-    spec = make_spec(config, model_config, dtype, checkpoint_hash(folder, checkpoint))
+    is_int8 = config.dtype == "int8"
+    choices = (f"integers to {weight_levels()}",) if is_int8 else ()
+    checkpoint = open_checkpoint(folder) if config.load == "auto" else None
+    name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, *choices)
+    spec = make_spec(config, model_config, dtype, name)
+    num_bytes = weight_bytes(model_config, dtype, is_int8=is_int8)
+    check_fits(num_bytes, spec.num_blocks * spec.block_bytes, available_bytes(device))
+    load_began_s = time.monotonic()
+    if checkpoint is None:
+        weights = dummy_weights(model_config, device, dtype, is_int8=is_int8)
+    else:
+        num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+        progress = progress or loading_line(config.worker_id)
+        weights = load_weights(model_config, checkpoint, device, dtype, progress, is_int8=is_int8)
+    load_s = time.monotonic() - load_began_s
     grammars = open_grammars(folder, spec)
     pool = TorchPool(
         num_blocks=spec.num_blocks,
@@ -131,7 +147,10 @@ def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) ->
             "dtype": spec.dtype,
             "device": str(device),
             "kv_blocks": spec.num_blocks,
+            "load": config.load,
             "load_s": round(time.monotonic() - began_s, 3),
+            "gb": round(num_bytes / 1e9, 3),
+            "gb_per_s": round(num_bytes / 1e9 / max(load_s, 1e-6), 2),
         },
     )
     return TorchEngine(spec, Decoder(model_config, weights), pool, model_config.windows, grammars)

@@ -31,9 +31,10 @@ _TOP: Final[Mapping[str, type]] = {
     "transport": str,
     "device": str,
     "dtype": str,
+    "load": str,
     "otlp": str,
 }
-_OF_WORKERS: Final = ("transport", "device", "dtype", "otlp")
+_OF_WORKERS: Final = ("transport", "device", "dtype", "load", "otlp")
 _TOY_MODELS: Final = ("toy", "toy-marked")
 
 

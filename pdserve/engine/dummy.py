@@ -1,0 +1,90 @@
+"""Makes weights up from config.json alone, so that speed can be measured without a download.
+
+Uniform noise with the spread fan-in^-0.5, norms of one, drawn in chunks that are seeded by the parameter's name and
+their place in it: every worker has the same weights, however many threads made them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, final
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.config import ModelConfig
+from pdserve.engine.linear import Linear, is_repacked, make_linear
+from pdserve.engine.parameters import Weights, build_weights
+from pdserve.engine.scratch import Scratch
+
+_CHUNK: Final = 2**20  # weights
+_CPU: Final = torch.device("cpu")
+
+
+def dummy_weights(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, *, is_int8: bool = False, num_threads: int = 0
+) -> Weights:
+    """`num_threads` 0: as many as torch computes with."""
+    with ThreadPoolExecutor(num_threads or torch.get_num_threads(), thread_name_prefix="dummy") as threads:
+        return build_weights(config, DummySource(threads, device, dtype, is_int8=is_int8))
+
+
+def dummy_hash(folder: Path, *choices: str) -> str:
+    """Names the weights: config.json, and some noise as this build of torch draws it."""
+    digest = hashlib.blake2b("\n".join(("dummy", *choices)).encode(), digest_size=16)
+    digest.update((folder / "config.json").read_bytes())
+    sample = torch.empty(4096)
+    _fill_chunk(sample, "sample", 0, 1.0)
+    digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()
+
+
+@final
+class DummySource:
+    def __init__(self, threads: ThreadPoolExecutor, device: torch.device, dtype: torch.dtype, *, is_int8: bool) -> None:
+        self._threads = threads
+        self._device = device
+        self._dtype = dtype
+        self._is_int8 = is_int8
+        self._is_scratch = device.type != "cpu" or is_repacked(device, dtype, is_int8=is_int8)
+        self._scratch = Scratch()
+
+    def vector(self, name: str, size: int) -> Tensor:
+        return torch.ones(size, device=self._device, dtype=self._dtype)
+
+    def table(self, name: str, num_rows: int, num_columns: int) -> Tensor:
+        table_VE = torch.empty((num_rows, num_columns), dtype=self._dtype)
+        return self._fill(table_VE, name, num_columns).to(self._device)
+
+    def matrix(self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False) -> Linear:
+        num_outputs = sum(parts.values())
+        if self._is_scratch:
+            weight_NK = self._scratch.take_matrix(num_outputs, num_inputs, self._dtype)
+        else:
+            weight_NK = torch.empty((num_outputs, num_inputs), dtype=self._dtype)
+        name = "+".join(parts)
+        self._fill(weight_NK, f"{name}.weight", num_inputs)
+        bias_N: Tensor | None = None
+        if has_bias:
+            bias_N = self._fill(torch.empty(num_outputs, dtype=self._dtype), f"{name}.bias", num_inputs)
+            bias_N = bias_N.to(self._device)
+        return make_linear(weight_NK.to(self._device), bias_N, is_int8=self._is_int8)
+
+    def product(self, table_NK: Tensor) -> Linear:
+        return make_linear(table_NK, is_int8=self._is_int8)
+
+    def _fill(self, target: Tensor, name: str, fan_in: int) -> Tensor:
+        chunks = target.view(-1).split(_CHUNK)
+        list(self._threads.map(lambda at: _fill_chunk(chunks[at], name, at, fan_in**-0.5), range(len(chunks))))
+        return target
+
+
+def _fill_chunk(chunk: Tensor, name: str, at: int, spread: float) -> None:
+    seed = hashlib.blake2b(f"{name}/{at}".encode(), digest_size=8).digest()
+    generator = torch.Generator(device=_CPU).manual_seed(int.from_bytes(seed, "little") >> 1)
+    width = math.sqrt(3.0) * spread  # uniform over +-width has a standard deviation of width / sqrt(3)
+    chunk.uniform_(-width, width, generator=generator)

@@ -1,0 +1,42 @@
+"""A line on a terminal that says how far a long load is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Final, TextIO, final
+
+_PATIENCE_S: Final = 1.0  # what ends sooner needs no line
+_BETWEEN_S: Final = 0.1
+_WIDTH: Final = 24
+
+
+@final
+class LoadingLine:
+    """Called with bytes read and bytes in all."""
+
+    def __init__(self, label: str, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._label = label
+        self._stream = stream
+        self._clock = clock
+        self._began_s = clock()
+        self._shown_s = self._began_s + _PATIENCE_S - _BETWEEN_S
+        self._is_shown = False
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = self._clock()
+        is_last = done >= total
+        if not (is_last and self._is_shown) and now_s - self._shown_s < _BETWEEN_S:
+            return
+        self._shown_s, self._is_shown = now_s, True
+        bar = "#" * (_WIDTH * done // max(total, 1))
+        speed = done / max(now_s - self._began_s, 1e-9) / 1e9
+        text = f"\r{self._label} [{bar:<{_WIDTH}}] {done / 1e9:.2f} of {total / 1e9:.2f} GB, {speed:.2f} GB/s"
+        self._stream.write(text + ("\n" if is_last else ""))
+        self._stream.flush()
+
+
+def loading_line(label: str) -> LoadingLine | None:
+    """None where nobody watches."""
+    return LoadingLine(label, sys.stderr) if sys.stderr.isatty() else None

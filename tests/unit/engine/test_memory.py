@@ -1,0 +1,54 @@
+"""A model that does not fit is refused with both numbers, before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.core.errors import ConfigError
+from pdserve.engine import torch_engine
+from pdserve.engine.config import read_config
+from pdserve.engine.interface import Engine
+from pdserve.engine.memory import available_bytes, cgroup_bytes, check_fits, host_bytes, weight_bytes
+
+
+def test_the_estimate_counts_every_matrix(tiny: Callable[[str], Path]) -> None:
+    config = read_config(tiny("llama"))
+    layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96
+    assert weight_bytes(config, torch.float32, is_int8=False) == 4 * (3 * layer + 2 * 384 * 64)
+    assert weight_bytes(config, torch.bfloat16, is_int8=False) == 2 * (3 * layer + 2 * 384 * 64)
+    assert weight_bytes(config, torch.float32, is_int8=True) == 3 * layer + 384 * 64 + 4 * 384 * 64
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
+    check_fits(10, 5, 15)
+    check_fits(10, 5, None)
+    with pytest.raises(ConfigError, match=r"model: got 8.00 GB of weights and 1.00 GB of KV.* the 8.50 GB that are"):
+        check_fits(8_000_000_000, 1_000_000_000, 8_500_000_000)
+
+
+def test_the_engine_asks_before_it_loads(
+    tiny: Callable[[str], Path], open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_engine, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(torch_engine, "load_weights", None)
+    with pytest.raises(ConfigError, match="of weights and"):
+        open_engine(tiny("llama"))
+
+
+def test_memory_is_read_from_the_host_and_from_the_container(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 100 kB\nMemAvailable:   64 kB\n")
+    assert host_bytes(meminfo) == 64 * 1024
+    assert host_bytes(tmp_path / "none") is None
+    assert cgroup_bytes(tmp_path) is None
+    for name, text in (("max", "5000\n"), ("current", "3000\n"), ("stat", "anon 1\ninactive_file 700\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert cgroup_bytes(tmp_path) == 2700
+    (tmp_path / "memory.max").write_text("max\n")
+    assert cgroup_bytes(tmp_path) is None
+    seen = available_bytes(torch.device("cpu"))
+    assert seen is None or seen > 0

@@ -1,0 +1,107 @@
+"""Tensors are read byte for byte, each once, and what goes wrong on the way has a name."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from pdserve.core.errors import InternalError, ModelError
+from pdserve.engine.progress import LoadingLine
+from pdserve.engine.reading import Reader
+from pdserve.engine.safetensors_file import StoredTensor
+from pdserve.engine.scratch import Scratch
+
+MIB = 2**20
+
+
+def tensors(folder: Path, *sizes: int) -> tuple[list[StoredTensor], bytes]:
+    file, data = folder / "data", os.urandom(7 + sum(sizes))
+    file.write_bytes(data)
+    begins = [7 + sum(sizes[:index]) for index in range(len(sizes))]
+    return [
+        StoredTensor(file, f"t{index}", "I8", (size,), begins[index], size) for index, size in enumerate(sizes)
+    ], data
+
+
+def read(order: list[StoredTensor], *tensors: StoredTensor, size: int = 0) -> None:
+    with Reader(order) as reader:
+        for tensor in tensors:
+            reader.read(tensor, memoryview(bytearray(size or tensor.num_bytes)))
+
+
+@pytest.mark.parametrize("ahead_bytes", [1, 10**12])
+@pytest.mark.parametrize("num_threads", [1, 8])
+def test_every_byte_arrives(tmp_path: Path, num_threads: int, ahead_bytes: int) -> None:
+    order, data = tensors(tmp_path, 1, 5 * MIB + 3, 0, MIB, 1000)
+    with Reader(order, num_threads=num_threads, ahead_bytes=ahead_bytes) as reader:
+        for tensor in order:
+            target = bytearray(tensor.num_bytes)
+            reader.read(tensor, memoryview(target))
+            assert target == data[tensor.begin : tensor.begin + tensor.num_bytes]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read")]
+
+
+def test_a_tensor_is_read_exactly_once(tmp_path: Path) -> None:
+    order, _ = tensors(tmp_path, 10, 20)
+    read(order, *order)
+    with pytest.raises(InternalError, match="t0 is read a second time"):
+        read(order, order[0], order[0])
+    with pytest.raises(InternalError, match="was not announced"):
+        read(order[:1], *order)
+    with pytest.raises(InternalError, match=r"t1 was never read \(1 such\)"):
+        read(order, order[0])
+    with pytest.raises(InternalError, match="t0 has 10 bytes, its place 11"):
+        read(order, order[0], size=11)
+    with pytest.raises(InternalError, match="twice in the order"):
+        Reader([*order, order[0]])
+
+
+def test_a_file_that_shrinks_after_its_header_was_read_is_named(tmp_path: Path) -> None:
+    order, _ = tensors(tmp_path, 4 * MIB)
+    os.truncate(order[0].file, 3 * MIB)
+    with pytest.raises(ModelError, match=r"t0: got data ends after \d+ bytes of it"):
+        read(order, *order)
+    order[0].file.unlink()
+    with pytest.raises(ModelError, match=r"data: got .*No such file"):
+        read(order, *order)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, _ = tensors(tmp_path, 10)
+
+    def broken(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(ModelError, match=r"t0: got .*Input/output error in data"):
+        read(order, *order)
+
+
+def test_scratch_is_used_again_and_a_far_too_large_one_is_given_back() -> None:
+    scratch = Scratch()
+    large = scratch.take(300 * MIB).data_ptr()
+    assert scratch.take(60 * MIB).data_ptr() == large
+    scratch.take(20 * MIB)
+    assert scratch._bytes is not None
+    assert scratch._bytes.numel() == 20 * MIB
+    assert scratch.take(0).numel() == 0
+
+
+def test_a_long_load_shows_a_line_and_a_short_one_none() -> None:
+    stream, now_s = io.StringIO(), [0.0]
+    line = LoadingLine("w0", stream, lambda: now_s[0])
+    for step in range(1, 101):
+        now_s[0] = step / 20
+        line(step * 10**7, 10**9)
+    lines = stream.getvalue().split("\r")
+    assert 30 <= len(lines) <= 51  # ten in a second, after the first one
+    assert lines[-1] == f"w0 [{'#' * 24}] 1.00 of 1.00 GB, 0.20 GB/s\n"
+    stream = io.StringIO()
+    short = LoadingLine("w0", stream, lambda: 0.5)
+    short(1, 2)
+    short(2, 2)
+    assert not stream.getvalue()
