@@ -1,0 +1,69 @@
+"""The process that a peer of benchmarks.engine computes in: a JSON order a line on stdin, an answer a line on stdout.
+
+Only the standard library is imported here: the same file serves in a peer's own environment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+PR_SET_PDEATHSIG: Final = 1
+RESET_PEAK: Final = "5"  # what /proc/self/clear_refs takes to forget the peak of resident memory
+
+Orders = Mapping[str, Callable[..., dict[str, Any]]]
+
+
+def serve(load: Callable[[], Orders]) -> None:
+    """Loads, then obeys until stdin closes. An order that raises is answered with its error and ends the process."""
+    # The kernel ends this process with the one that started it, even while it stands stopped.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Libraries print to stdout: the answers get a descriptor of their own.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(value: dict[str, Any]) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    try:
+        began_s = time.perf_counter()
+        orders: Orders = {"memory": memory, **load()}
+        answer({"load_s": time.perf_counter() - began_s, **memory()})
+        for line in sys.stdin:
+            order: dict[str, Any] = json.loads(line)
+            answer(orders[order.pop("do")](**order))
+    # Whatever it was, the reader waits for an answer.
+    except Exception as error:
+        traceback.print_exc()
+        answer({"error": f"{type(error).__name__}: {error}"})
+        sys.exit(1)
+
+
+def memory() -> dict[str, Any]:
+    """The most resident memory since the last call, and what of it is the process's own now, in bytes."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    Path("/proc/self/clear_refs").write_text(RESET_PEAK)
+    peak, own = (int(status[name].split()[0]) * 1024 for name in ("VmHWM", "RssAnon"))
+    return {"peak_bytes": peak, "own_bytes": own}
+
+
+def prompts(batch: int, tokens: int, vocab_size: int, salt: int) -> list[list[int]]:
+    """The same for every peer; `salt` keeps turns apart, so that no cache of prefixes can help."""
+    state = 2_654_435_761 * (salt + 1) % 2**32
+    rows = []
+    for _ in range(batch):
+        row = []
+        for _ in range(tokens):
+            state = (1_664_525 * state + 1_013_904_223) % 2**32
+            row.append(1 + (state >> 8) % (vocab_size - 1))
+        rows.append(row)
+    return rows

@@ -1,0 +1,153 @@
+"""The peers of benchmarks.engine as processes, and the turns they take: one computes, all others stand stopped.
+
+A stopped process (SIGSTOP to its group) cannot spin in its thread pool and so cannot take from the one that is
+measured; each peer keeps the thread settings that it chose for itself. In every round of a point the peers come in
+another order, and before and after each of their turns the machine's limits are measured, since those of a shared
+machine move within seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROMPT_TOKENS = 32  # of a decode point
+WARM_STEPS = 2
+#: What the caller's shell says of threads would bind some peers and not others.
+UNSAID = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "LD_PRELOAD")
+
+
+class PeerFailed(Exception):
+    """A peer's process gave an error or ended; `log` is what it wrote to stderr."""
+
+    def __init__(self, name: str, reason: str, log: Path) -> None:
+        super().__init__(f"{name}: {reason}; its output is in {log}")
+        self.name, self.reason, self.log = name, reason, log
+
+
+class Peer:
+    """One child process. It stands stopped except while it answers an order."""
+
+    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        self.name = name
+        self._log = log
+        with log.open("w") as stderr:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env={**{name: value for name, value in os.environ.items() if name not in UNSAID}, **env},
+                text=True,
+                start_new_session=True,
+            )
+        try:
+            self.loaded = self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, do: str, **values: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        self._process.stdin.write(json.dumps({"do": do, **values}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise PeerFailed(self.name, f"ended with {self._process.wait()} and no answer", self._log)
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise PeerFailed(self.name, answer["error"], self._log)
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def _signal(self, number: signal.Signals) -> None:
+        os.killpg(self._process.pid, number)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What every peer is asked at one point: `size` is the batch of a decode step, or the tokens of a prefill."""
+
+    kind: str  # decode or prefill
+    size: int
+
+    def order(self, steps: int, salt: int) -> dict[str, Any]:
+        if self.kind == "prefill":
+            return {"do": "prefill", "tokens": self.size, "salt": salt}
+        return {
+            "do": "decode",
+            "batch": self.size,
+            "prompt_tokens": PROMPT_TOKENS,
+            "warm": WARM_STEPS,
+            "steps": steps,
+            "salt": salt,
+        }
+
+    @property
+    def label(self) -> str:
+        return f"decode, batch {self.size}" if self.kind == "decode" else f"prefill, {self.size} tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One peer at one point in one round."""
+
+    point: Point
+    round: int
+    peer: str
+    seconds: float  # the median of the turn's steps, or the prefill
+    tokens: tuple[int, ...]  # of the first sequence, where the peer tells
+    read_bytes_per_s: float  # what the machine could do just before and after, the mean of both
+    flops_per_s: float
+
+
+def take_turns(
+    peers: Sequence[Peer], limits: Peer, points: Sequence[Point], rounds: int, steps: int
+) -> Iterator[list[Turn]]:
+    """Yields the turns of each round; a first one per point warms up and is thrown away."""
+    for index, point in enumerate(points):
+        for peer in peers:
+            peer.ask(**point.order(steps, salt=index))
+        before = limits.ask("probe")
+        for number in range(rounds):
+            turns = []
+            first = number % len(peers)
+            for peer in (*peers[first:], *peers[:first]):
+                answer = peer.ask(**point.order(steps, salt=(index + 1) * 1000 + number))
+                after = limits.ask("probe")
+                turns.append(
+                    Turn(
+                        point=point,
+                        round=number,
+                        peer=peer.name,
+                        seconds=_seconds(answer),
+                        tokens=tuple(answer.get("tokens", ())),
+                        read_bytes_per_s=(before["read_bytes_per_s"] + after["read_bytes_per_s"]) / 2,
+                        flops_per_s=(before["flops_per_s"] + after["flops_per_s"]) / 2,
+                    )
+                )
+                before = after
+            yield turns
+
+
+def _seconds(answer: Mapping[str, Any]) -> float:
+    if "prefill_s" in answer:
+        return float(answer["prefill_s"])
+    steps = sorted(answer["step_s"])
+    return float(steps[len(steps) // 2])
