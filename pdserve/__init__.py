@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from pdserve.client.aio import AsyncClient as AsyncClient
     from pdserve.client.aio import AsyncStream as AsyncStream
+    from pdserve.client.beam import Beam as Beam
     from pdserve.client.connect import Tls as Tls
+    from pdserve.client.results import Choice as Choice
     from pdserve.client.results import Completion as Completion
     from pdserve.client.results import Piece as Piece
     from pdserve.client.results import Timings as Timings
@@ -41,8 +43,9 @@ __version__ = "0.1.0"
 _HOMES: Final = {
     "pdserve.client.sync": ("Client", "Stream"),
     "pdserve.client.aio": ("AsyncClient", "AsyncStream"),
+    "pdserve.client.beam": ("Beam",),
     "pdserve.client.connect": ("Tls",),
-    "pdserve.client.results": ("Completion", "Piece", "Timings", "Usage"),
+    "pdserve.client.results": ("Choice", "Completion", "Piece", "Timings", "Usage"),
     "pdserve.client.retry": ("Retries",),
     "pdserve.core.types": ("Slo",),
     "pdserve.core.errors": (

@@ -121,6 +121,18 @@ class Admission:
             return await self._tokenize_chat(request.chat)
         raise InvalidRequest("prompt", "nothing", "text or chat")
 
+    async def detokenize(self, request: inference_pb2.DetokenizeRequest, model: ModelFacts) -> str:
+        prompt, ids = list(request.prompt_token_ids), list(request.token_ids)
+        for field, given in (("token_ids", ids), ("prompt_token_ids", prompt)):
+            if given and max(given) >= model.vocab_size:
+                raise InvalidRequest(field, max(given), f"ids below {model.vocab_size}")
+
+        def text() -> str:
+            detokenizer = self.tokenizer.detokenizer(prompt)
+            return detokenizer.push(ids) + detokenizer.finish()
+
+        return await self._run(len(prompt) + len(ids) <= QUICK_TOKENS, text)
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 

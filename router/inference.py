@@ -88,6 +88,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             return await status.abort(context, error)
         return inference_pb2.TokenizeResponse(token_ids=ids)
 
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Any
+    ) -> inference_pb2.DetokenizeResponse:
+        try:
+            model = self._model()
+            if model is None:
+                raise NoWorkers("decode")
+            text = await self._admission.detokenize(request, model)
+        except PdserveError as error:
+            return await status.abort(context, error)
+        return inference_pb2.DetokenizeResponse(text=text)
+
     # ------------------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: inference_pb2.GenerateRequest, context: Any, span: OpenSpan) -> None:

@@ -7,16 +7,26 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, final
+from typing import Any, Self, TypeVar, Unpack, cast, final
 
 import grpc
 import grpc.aio
 
-from pdserve.client import connect, results
+from pdserve.client import beam, connect, results
 from pdserve.client.answer import Answer
+from pdserve.client.beam import Beam, BeamSearch, EarlyStopping, Tops
 from pdserve.client.connect import Target, Tls
-from pdserve.client.request import Options, Prompt, checked_timeout_s, generate_request, tokenize_request
+from pdserve.client.request import (
+    Options,
+    Prompt,
+    checked_timeout_s,
+    detokenize_request,
+    generate_request,
+    token_ids_of,
+    tokenize_request,
+)
 from pdserve.client.results import Completion, Explanation, Model, Piece, TokenLogprob, Topology
 from pdserve.client.retry import Retries
 from pdserve.client.sync import DEFAULT_TARGET
@@ -60,6 +70,48 @@ class AsyncClient:
         """The answer piece by piece, without await. Closing, leaving or forgetting the stream cancels the request."""
         return self._start(prompt, options, "stream")
 
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        *,
+        width: int = beam.WIDTH,
+        max_tokens: int = beam.MAX_TOKENS,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        ignore_eos: bool = False,
+        timeout_s: float | None = None,
+    ) -> tuple[Beam, ...]:
+        """As Client.beam_search."""
+        deadline_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        model = await self.model()
+        ids = token_ids_of(prompt)
+        if ids is None:
+            ids = await self.tokenize(cast("str | Sequence[Mapping[str, str]]", prompt))
+        search = BeamSearch(
+            width=width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            end_ids=() if ignore_eos else model.eos_token_ids,
+            room=model.max_context_tokens - len(ids),
+        )
+        while not search.is_over:
+            options = search.options(deadline_s - time.monotonic())
+            search.take(await self._tops([[*ids, *tokens] for tokens in search.living], options))
+        return tuple([replace(one, text=await self.detokenize(one.text_ids, ids)) for one in search.found])
+
+    async def _tops(self, prompts: Sequence[Sequence[int]], options: Options) -> list[Tops]:
+        """The likeliest next tokens of each prompt; all are asked for at once."""
+        streams = [self._start(prompt, options, "beam_search") for prompt in prompts]
+        try:
+            for stream in streams:
+                async for _ in stream:
+                    pass
+            return [stream.completion.logprobs[0].top for stream in streams]
+        finally:
+            for stream in streams:
+                stream.close()
+
     async def model(self) -> Model:
         stub = inference_pb2_grpc.InferenceServiceStub(self._connection())
         return results.model(await self._call(stub.GetModel, inference_pb2.GetModelRequest()))
@@ -67,6 +119,11 @@ class AsyncClient:
     async def tokenize(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
         stub = inference_pb2_grpc.InferenceServiceStub(self._connection())
         return list((await self._call(stub.Tokenize, tokenize_request(prompt))).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
+        """The text that `token_ids` add to that of the token ids `prompt`; special tokens have none."""
+        stub = inference_pb2_grpc.InferenceServiceStub(self._connection())
+        return str((await self._call(stub.Detokenize, detokenize_request(token_ids, prompt))).text)
 
     async def topology(self) -> Topology:
         stub = cluster_pb2_grpc.ClusterServiceStub(self._connection())

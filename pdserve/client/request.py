@@ -86,6 +86,21 @@ def tokenize_request(prompt: str | Sequence[Mapping[str, str]]) -> inference_pb2
     return request
 
 
+def detokenize_request(token_ids: Sequence[int], prompt: Sequence[int] = ()) -> inference_pb2.DetokenizeRequest:
+    for name, given in (("token_ids", token_ids), ("prompt", prompt)):
+        if not _is_list(given):
+            raise _wrong(name, "a list of int", given)
+    return inference_pb2.DetokenizeRequest(
+        token_ids=_token_ids("token_ids", token_ids), prompt_token_ids=_token_ids("prompt", prompt)
+    )
+
+
+def token_ids_of(prompt: Any) -> list[int] | None:
+    """None of a text or of messages, which the server tokenises."""
+    is_ids = _is_list(prompt) and (len(prompt) == 0 or _is_whole(prompt[0]))
+    return _token_ids("prompt", prompt) if is_ids else None
+
+
 def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Any) -> None:
     if isinstance(prompt, str):
         request.text = _utf8("prompt", prompt)

@@ -7,15 +7,25 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar, Unpack, final
+from typing import Any, Final, Self, TypeVar, Unpack, cast, final
 
 import grpc
 
-from pdserve.client import connect, results
+from pdserve.client import beam, connect, results
 from pdserve.client.answer import Answer
+from pdserve.client.beam import Beam, BeamSearch, EarlyStopping, Tops
 from pdserve.client.connect import Target, Tls
-from pdserve.client.request import Options, Prompt, checked_timeout_s, generate_request, tokenize_request
+from pdserve.client.request import (
+    Options,
+    Prompt,
+    checked_timeout_s,
+    detokenize_request,
+    generate_request,
+    token_ids_of,
+    tokenize_request,
+)
 from pdserve.client.results import Completion, Explanation, Model, Piece, TokenLogprob, Topology
 from pdserve.client.retry import Retries
 from pdserve.core.errors import PdserveError
@@ -65,11 +75,62 @@ class Client:
         """The answer piece by piece. Closing, leaving or forgetting the stream cancels the request."""
         return self._start(prompt, options, "stream")
 
+    def beam_search(
+        self,
+        prompt: Prompt,
+        *,
+        width: int = beam.WIDTH,
+        max_tokens: int = beam.MAX_TOKENS,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        ignore_eos: bool = False,
+        timeout_s: float | None = None,
+    ) -> tuple[Beam, ...]:
+        """The `width` best continuations that beam search finds, best first, as transformers would.
+
+        `length_penalty` above 0 favours long ones. `early_stopping` True ends when `width` are finished; False when
+        the best living beam is no better than they are; "never" when it cannot become better. `width` is 1 to 32,
+        less where the model has several end tokens; each step is one request per living beam.
+        """
+        deadline_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        model = self.model()
+        ids = token_ids_of(prompt)
+        if ids is None:
+            ids = self.tokenize(cast("str | Sequence[Mapping[str, str]]", prompt))
+        search = BeamSearch(
+            width=width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            end_ids=() if ignore_eos else model.eos_token_ids,
+            room=model.max_context_tokens - len(ids),
+        )
+        while not search.is_over:
+            options = search.options(deadline_s - time.monotonic())
+            search.take(self._tops([[*ids, *tokens] for tokens in search.living], options))
+        return tuple([replace(one, text=self.detokenize(one.text_ids, ids)) for one in search.found])
+
+    def _tops(self, prompts: Sequence[Sequence[int]], options: Options) -> list[Tops]:
+        """The likeliest next tokens of each prompt; all are asked for at once."""
+        streams = [self._start(prompt, options, "beam_search") for prompt in prompts]
+        try:
+            for stream in streams:
+                for _ in stream:
+                    pass
+            return [stream.completion.logprobs[0].top for stream in streams]
+        finally:
+            for stream in streams:
+                stream.close()
+
     def model(self) -> Model:
         return results.model(self._call(self._inference.GetModel, inference_pb2.GetModelRequest()))
 
     def tokenize(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
         return list(self._call(self._inference.Tokenize, tokenize_request(prompt)).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
+        """The text that `token_ids` add to that of the token ids `prompt`; special tokens have none."""
+        return str(self._call(self._inference.Detokenize, detokenize_request(token_ids, prompt)).text)
 
     def topology(self) -> Topology:
         return results.topology(self._call(self._cluster.GetTopology, cluster_pb2.GetTopologyRequest()))

@@ -49,6 +49,11 @@ class InferenceServiceStub:
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/pdserve.v1.InferenceService/Detokenize',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -74,6 +79,12 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Detokenize(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +102,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=pdserve_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +190,33 @@ class InferenceService:
             '/pdserve.v1.InferenceService/Tokenize',
             pdserve_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
             pdserve_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/Detokenize',
+            pdserve_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -65,6 +65,7 @@ def test_seeds_hold_through_preemption_and_a_death_in_mid_stream(tmp_path: Path)
     """Memory for a third of the requests, and a SIGKILL: every answer is that of a request served alone."""
     texts = ["import os\n" * 9 + f"\n\ndef work_{i}(self, value):\n" for i in range(9)]
     options = {"max_tokens": 96, "temperature": 0.8, "top_p": 0.95, "seed": 99, "ignore_eos": True}
+    options |= {"bad_words": ["return", "self.value"], "logit_bias": {10: -1.5}, "repetition_penalty": 1.1}
     with Cluster() as roomy:
         expected = [roomy.client.generate(text, **options).token_ids for text in texts]
     config = tmp_path / "narrow.toml"

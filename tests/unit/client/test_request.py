@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.client.request import generate_request, tokenize_request
+from pdserve.client.request import detokenize_request, generate_request, token_ids_of, tokenize_request
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import Slo
 from pdserve.v1 import inference_pb2
@@ -199,3 +199,20 @@ def test_two_kinds_of_structured_output_or_a_wrong_type_are_refused() -> None:
     for options in ({"json_schema": 1}, {"regex": b"a"}, {"choice": "yes"}, {"choice": [1]}, {"json_object": "yes"}):
         with pytest.raises(TypeError, match=next(iter(options))):
             generate_request("hi", options)
+
+
+def test_detokenize_takes_ids() -> None:
+    request = detokenize_request([1, 2], prompt=[3])
+    assert (list(request.token_ids), list(request.prompt_token_ids)) == ([1, 2], [3])
+    with pytest.raises(TypeError, match="token_ids"):
+        detokenize_request("hi")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="token_ids"):
+        detokenize_request([-1])
+
+
+def test_token_ids_are_told_from_text_and_messages() -> None:
+    assert token_ids_of([1, 2]) == [1, 2]
+    assert token_ids_of("hi") is None
+    assert token_ids_of([{"role": "user", "content": "hi"}]) is None
+    with pytest.raises(TypeError, match=r"prompt\[1\]"):
+        token_ids_of([1, "2"])

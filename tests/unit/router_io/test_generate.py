@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from pdserve.core.errors import InvalidRequest
 from pdserve.engine.toy import answer
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program
@@ -165,3 +166,21 @@ async def test_several_answers_share_one_scoring_of_the_prompt(connect: Connect,
     done = await front.client.generate("a prompt of some blocks, for three", n=3, max_tokens=4, prompt_logprobs=0)
     assert len(done.prompt_logprobs) == done.usage.prompt_tokens == 34
     assert len(done.choices) == 3
+
+
+async def test_beams_of_a_model_with_one_answer_are_that_answer(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    for prompt in ("hello", list(b"hello")):
+        [beam] = await front.client.beam_search(prompt, width=3, max_tokens=12)
+        assert (beam.text, beam.score, beam.finish_reason) == (text_of("hello", 12), 0.0, "length")
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        await front.client.beam_search("hello", max_tokens=8192)
+    await until(front.all_free)
+
+
+async def test_tokens_become_text(connect: Connect, decode: Program) -> None:
+    front = await connect(decode)
+    assert await front.client.detokenize(list("hé".encode())) == "hé"
+    assert await front.client.detokenize([104, 105, 256], prompt=[1, 2]) == "hi"
+    with pytest.raises(InvalidRequest, match="token_ids"):
+        await front.client.detokenize([257])
