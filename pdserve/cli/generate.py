@@ -1,4 +1,7 @@
-"""`pdserve generate`: one prompt, streamed to the terminal or printed as one JSON object."""
+"""`pdserve generate`: one prompt, streamed to the terminal or printed as one JSON object.
+
+Several answers (-n, --best-of, --beams) are printed at the end, each under a line with its number.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,24 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
+from typing import Any, Final
 
 from pdserve.cli.sampling import add_sampling_flags, options
 from pdserve.cli.stats import stats_line
 from pdserve.cli.target import add_target_flags, connect
+from pdserve.client.beam import EarlyStopping
+from pdserve.core.errors import InvalidRequest
 
 HELP = "answer one prompt"
+_NUMBERS: Final = {
+    "n": "answers, 1 to 16; over 1 only with a temperature",
+    "best_of": "draw so many and print the -n likeliest per token",
+    "logprobs": "of each token of the answer, and of the N most likely in its place; at most 64",
+    "prompt_logprobs": "the same of the prompt's tokens; at most 20",
+    "beams": "beam search of that width, with --max-tokens and --ignore-eos",
+}
+_STOPPING: Final[dict[str, EarlyStopping]] = {"no": False, "yes": True, "never": "never"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -20,23 +35,62 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stats", action="store_true", help="print a line of times on stderr after the answer")
     parser.add_argument("--truncate-prompt-tokens", type=int, metavar="N", help="keep only the last N prompt tokens")
     add_sampling_flags(parser)
+    many = parser.add_argument_group("several answers, and logprobs (with --json)")
+    for name, text in _NUMBERS.items():
+        flags = [f"--{name.replace('_', '-')}"] if len(name) > 1 else [f"-{name}"]
+        many.add_argument(*flags, dest=name, type=int, metavar="N", help=text)
+    many.add_argument(
+        "--length-penalty", type=float, metavar="X", default=1.0, help="of beams; above 0 favours long ones"
+    )
+    many.add_argument(
+        "--early-stopping", choices=list(_STOPPING), default="no", help="of beams: at the first --beams finished ones"
+    )
     add_target_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     chosen = options(args)
-    if args.truncate_prompt_tokens is not None:
-        chosen["truncate_prompt_tokens"] = args.truncate_prompt_tokens
+    names = ("truncate_prompt_tokens", "n", "best_of", "logprobs", "prompt_logprobs")
+    chosen |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.beams is not None:
+        return _search(args, prompt, chosen)
+    is_streamed = not args.json and (args.n or 1) == 1
     with connect(args) as client, client.stream(prompt, **chosen) as stream:
         for piece in stream:
-            if not args.json:
+            if is_streamed:
                 print(piece.text, end="", flush=True)
         done = stream.completion
     if args.json:
         print(json.dumps(dataclasses.asdict(done)))
-    else:
+    elif is_streamed:
         print()
+    else:
+        _print([(str(choice.index), choice.text) for choice in done.choices])
     if args.stats:
         print(stats_line(done), file=sys.stderr)
     return 0
+
+
+def _search(args: argparse.Namespace, prompt: str, chosen: dict[str, Any]) -> int:
+    strange = sorted(chosen.keys() - {"max_tokens", "ignore_eos"})
+    if strange:
+        raise InvalidRequest(strange[0], "a value for it", "none beside --beams, which draw nothing")
+    with connect(args) as client:
+        beams = client.beam_search(
+            prompt,
+            width=args.beams,
+            length_penalty=args.length_penalty,
+            early_stopping=_STOPPING[args.early_stopping],
+            **chosen,
+        )
+    if args.json:
+        print(json.dumps([dataclasses.asdict(beam) for beam in beams]))
+    else:
+        _print([(f"{index}: score {beam.score:.4f}", beam.text) for index, beam in enumerate(beams)])
+    return 0
+
+
+def _print(answers: Sequence[tuple[str, str]]) -> None:
+    for title, text in answers:
+        print(f"[{title}]\n{text}")

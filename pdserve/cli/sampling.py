@@ -19,6 +19,7 @@ _FLAGS: Final = (
     ("--seed", int, "N", "same seed, same text"),
 )
 
+_LISTS: Final = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 _SHAPES: Final = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
@@ -27,6 +28,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     for flag, kind, metavar, text in _FLAGS:
         group.add_argument(flag, type=kind, metavar=metavar, help=text)
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be given again")
+    group.add_argument("--stop-token-ids", type=_ids, metavar="ID,...", help="tokens that end the answer")
+    group.add_argument(
+        "--logit-bias", action="append", type=_bias, metavar="ID=X", help="added to a token's logit, -100 to 100; again"
+    )
+    group.add_argument("--allowed-token-ids", type=_ids, metavar="ID,...", help="no other token is drawn")
+    group.add_argument("--bad-words", action="append", metavar="TEXT", help="never written; may be given again")
     group.add_argument("--ignore-eos", action="store_const", const=True, help="go on past the end of sequence")
     shape = group.add_mutually_exclusive_group()
     shape.add_argument("--json-schema", type=_text, metavar="JSON", help="the answer is a document of it; or @FILE")
@@ -48,11 +55,22 @@ def _text(value: str) -> str:
         raise argparse.ArgumentTypeError(f"cannot read {value[1:]}: {error}") from None
 
 
+def _ids(value: str) -> list[int]:
+    return [int(one) for one in value.split(",")]
+
+
+def _bias(value: str) -> tuple[int, float]:
+    token_id, _, bias = value.partition("=")
+    return int(token_id), float(bias)
+
+
 def options(args: argparse.Namespace) -> dict[str, Any]:
     from pdserve.core.types import Slo
 
-    names = [flag[2:].replace("-", "_") for flag, *_ in _FLAGS] + ["stop", "ignore_eos", *_SHAPES]
+    names = [flag[2:].replace("-", "_") for flag, *_ in _FLAGS] + [*_LISTS, "ignore_eos", *_SHAPES]
     found = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.logit_bias is not None:
+        found["logit_bias"] = dict(args.logit_bias)
     slo = {"ttft_s": args.slo_ttft, "tpot_s": args.slo_tpot}
     given = {name: value for name, value in slo.items() if value is not None}
     if given:

@@ -65,6 +65,45 @@ def test_a_refused_value_is_one_line_that_names_the_field(target: str, capsys: p
     assert "top_p" in line
 
 
+def test_several_answers_are_printed_under_their_numbers(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--target", target, "--max-tokens", "8", "--seed", "3"]
+    assert main(["generate", PROMPT, *flags, "-n", "2", "--best-of", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line in ("[0]", "[1]", "[2]")] == ["[0]", "[1]"]
+    assert main(["generate", PROMPT, *flags, "-n", "2", "--prompt-logprobs", "1", "--logprobs", "0", "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert [len(choice["logprobs"]) for choice in done["choices"]] == [8, 8]
+    assert len(done["prompt_logprobs"]) == len(PROMPT)
+
+
+def test_beams_are_printed_with_their_scores(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", PROMPT, "--target", target, "--max-tokens", "4", "--beams", "2"]) == 0
+    assert capsys.readouterr().out.startswith("[0: score 0.0000]\n")
+    assert main(["generate", PROMPT, "--target", target, "--max-tokens", "4", "--beams", "2", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)[0]["token_ids"]) == 4
+    assert main(["generate", PROMPT, "--target", target, "--beams", "2", "--seed", "3"]) == 1
+    assert "seed" in capsys.readouterr().err
+
+
+def test_bans_and_biases_reach_the_server(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, value in (("--logit-bias", "257=1"), ("--allowed-token-ids", "1,257"), ("--stop-token-ids", "257")):
+        assert main(["generate", PROMPT, "--target", target, flag, value]) == 1
+        line = capsys.readouterr().err
+        assert flag[2:].replace("-", "_") in line
+        assert "below 257" in line
+    assert main(["generate", PROMPT, "--target", target, "--bad-words", "x" * 300]) == 1
+    assert "bad_words" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags", [["--logit-bias", "5"], ["--logit-bias", "a=1"], ["--stop-token-ids", "1,x"], ["--beams", "two"]]
+)
+def test_a_flag_that_cannot_be_read_is_a_usage_error(flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["generate", PROMPT, *flags])
+    assert caught.value.code == 2
+
+
 def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "--target", "127.0.0.1:1", "--timeout", "1"]) == 1
     [line] = capsys.readouterr().err.splitlines()
