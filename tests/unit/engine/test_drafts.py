@@ -164,3 +164,24 @@ def test_wrong_drafts_are_refused(drafts: list[int], is_asked: bool, problem: st
     sample = Sampling(temperature=0.0) if is_asked else None
     with pytest.raises(InternalError, match=problem):
         engine.step([Row(tokens=[1, 2], start=0, blocks=[0], sample=sample, history=[1, 2], drafts=drafts)])
+
+
+def test_a_draft_completes_no_bad_word(
+    tiny: Tiny, open_engine: OpenEngine, serve: Serve, request_of: Any, make_prompt: MakePrompt
+) -> None:
+    """Guessed are the tokens of the unbanned text, so that bad words end inside the drafts again and again."""
+    engine, prompt = open_engine(tiny("llama")), make_prompt(20)
+    for own in ({"temperature": 0.0}, {"temperature": 0.7, "seed": 5}):
+        [free] = serve(engine, [request_of(prompt=prompt, sampling=Sampling(max_tokens=40, **own))])
+        bad = tuple(tuple(free[at : at + size]) for at, size in ((2, 2), (6, 3), (11, 1), (15, 2), (20, 4), (30, 2)))
+        sampling = Sampling(
+            max_tokens=40, bad_token_ids=bad, logit_bias=((free[0], -0.5), (free[1], 0.5)), min_tokens=40, **own
+        )
+        [expected] = serve(engine, [request_of(prompt=prompt, sampling=sampling)])
+        assert expected != free
+        for text in (expected, free):
+            one = request_of(prompt=prompt, sampling=sampling)
+            guesses = [text[at : at + 6] for at in range(41)]
+            assert serve(engine, [one], guess=lambda one, guesses=guesses: guesses[len(one.outs)]) == [expected]
+        for word in bad:
+            assert word not in [tuple(expected[at : at + len(word)]) for at in range(40)]
