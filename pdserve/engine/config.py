@@ -1,8 +1,7 @@
 """Reads config.json of a Hugging Face folder into the facts that the decoder needs. Pure but for reading files.
 
-Our own reader, because a default that is taken silently (a rope base, a window) gives fluent wrong text. FAMILIES
-says how the architectures that we serve differ; where config.json is silent they take the defaults of
-transformers. Everything unknown is refused with a ModelError that names the field.
+Our own reader, because a default that is taken silently (a rope base, a window) gives fluent wrong text. families.py
+says how the architectures that we serve differ. Everything unknown is refused with a ModelError that names the field.
 """
 
 from __future__ import annotations
@@ -11,42 +10,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from pdserve.core.errors import ModelError
 from pdserve.engine.config_fields import Fields
+from pdserve.engine.families import FAMILIES, Activation, Family
+from pdserve.engine.layers_config import ExpertsConfig, read_experts, read_windows
 from pdserve.engine.quantisation_config import PLAIN, Quantisation, read_quantisation
-from pdserve.engine.rope_config import RopeConfig, read_rope
+from pdserve.engine.rope_config import RopeConfig, read_local_rope, read_rope
 
 CHECKPOINT_DTYPES: Final = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    model_type: str
-    default_kv_heads: int | None = None  # None: as many as query heads
-    default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    attention_bias: Literal["none", "qkv", "field"] = "none"  # field: attention_bias puts one on q, k, v and o
-    has_mlp_bias_field: bool = False
-    has_qk_norm: bool = False
-    window: Literal["none", "every_layer", "by_layer"] = "none"
-
-
-FAMILIES: Final[Mapping[str, Family]] = {
-    "LlamaForCausalLM": Family(model_type="llama", attention_bias="field", has_mlp_bias_field=True),
-    "MistralForCausalLM": Family(model_type="mistral", default_kv_heads=8, window="every_layer"),
-    "Qwen2ForCausalLM": Family(model_type="qwen2", default_kv_heads=32, attention_bias="qkv", window="by_layer"),
-    "Qwen3ForCausalLM": Family(
-        model_type="qwen3",
-        default_kv_heads=32,
-        default_head_dim=128,
-        attention_bias="field",
-        has_qk_norm=True,
-        window="by_layer",
-    ),
-}
-_DEFAULT_WINDOW: Final = 4096  # of Mistral and Qwen where the field is absent
-_DEFAULT_FULL_LAYERS: Final = 28  # Qwen's max_window_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +33,17 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    rope: RopeConfig
+    ropes: tuple[RopeConfig, ...]  # per layer
     windows: tuple[int | None, ...]  # per layer: how many last positions it sees, its own included; None: all
+    activation: Activation
+    embedding_scale: float
+    attention_scale: float  # of query times key
+    attention_softcap: float | None  # scores and logits are bent to +- this by a tanh
+    logit_softcap: float | None
+    experts: ExpertsConfig | None
     is_tied: bool  # the output head is the embedding
+    is_norm_offset: bool  # norms are stored without the 1 that their weights are around
+    has_post_norms: bool  # what attention and mlp add is normed before it is added
     has_qkv_bias: bool
     has_o_bias: bool
     has_mlp_bias: bool
@@ -87,7 +68,6 @@ def parse_config(values: Mapping[str, Any], generation: Mapping[str, Any]) -> Mo
     fields = Fields(values)
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
-    fields.choice("hidden_act", ("silu",), "silu")
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", family.default_kv_heads or num_heads)
     if num_heads % num_kv_heads:
@@ -97,20 +77,34 @@ def parse_config(values: Mapping[str, Any], generation: Mapping[str, Any]) -> Mo
         raise fields.error("head_dim", head_dim, "an even number: rotation works on pairs")
     num_layers, vocab_size = fields.integer("num_hidden_layers"), fields.integer("vocab_size")
     has_attention_bias = family.attention_bias == "field" and fields.flag("attention_bias", False)
-    rope, max_context_tokens = read_rope(fields, fields.integer("max_position_embeddings"))
+    rope, max_context_tokens, local_rope = _ropes(fields, family)
+    windows = read_windows(fields, family, num_layers)
+    mlp_size = fields.integer("intermediate_size")
     config = ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        mlp_size=fields.integer("intermediate_size"),
+        mlp_size=mlp_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=rope,
-        windows=_windows(fields, family, num_layers),
-        is_tied=fields.flag("tie_word_embeddings", False),
+        norm_eps=fields.number("rms_norm_eps", family.default_norm_eps),
+        ropes=tuple(rope if window is None else local_rope for window in windows),
+        windows=windows,
+        activation=_activation(fields, family),
+        embedding_scale=hidden_size**0.5 if family.is_gemma else 1.0,
+        attention_scale=(fields.number("query_pre_attn_scalar", 256.0) if family.is_gemma else head_dim) ** -0.5,
+        attention_softcap=_softcap(fields, "attn_logit_softcapping", family.default_attention_softcap)
+        if family.has_attention_softcap
+        else None,
+        logit_softcap=_softcap(fields, "final_logit_softcapping", family.default_logit_softcap)
+        if family.is_gemma
+        else None,
+        experts=read_experts(fields, family.experts, mlp_size, num_layers) if family.experts is not None else None,
+        is_tied=fields.flag("tie_word_embeddings", family.default_is_tied),
+        is_norm_offset=family.is_gemma,
+        has_post_norms=family.is_gemma,
         has_qkv_bias=has_attention_bias or family.attention_bias == "qkv",
         has_o_bias=has_attention_bias,
         has_mlp_bias=family.has_mlp_bias_field and fields.flag("mlp_bias", False),
@@ -136,26 +130,24 @@ def _architecture(fields: Fields) -> str:
     return str(names[0])
 
 
-def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    if family.window == "none":
-        return (None,) * num_layers
-    is_absent = "sliding_window" not in fields
-    window = _DEFAULT_WINDOW if is_absent else fields.optional_integer("sliding_window")
-    if family.window == "every_layer":
-        return (window,) * num_layers
-    is_used = fields.flag("use_sliding_window", False)
-    num_full = fields.integer("max_window_layers", _DEFAULT_FULL_LAYERS, low=0)
-    kinds = fields.get("layer_types")
-    if kinds is None:
-        is_sliding = [is_used and window is not None and layer >= num_full for layer in range(num_layers)]
-    else:
-        known = {"full_attention": False, "sliding_attention": True}
-        if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
-            raise fields.error("layer_types", kinds, f"{num_layers} times full_attention or sliding_attention")
-        is_sliding = [known[kind] for kind in kinds]
-    if any(is_sliding) and (window is None or not is_used):
-        raise fields.error("layer_types", "sliding_attention", "use_sliding_window and a sliding_window beside it")
-    return tuple(window if sliding else None for sliding in is_sliding)
+def _ropes(fields: Fields, family: Family) -> tuple[RopeConfig, int, RopeConfig]:
+    """The rope of layers that see all positions, the longest context, and the rope of layers with a window."""
+    max_positions, local_theta = fields.integer("max_position_embeddings"), family.default_local_theta
+    if local_theta is None:
+        rope, max_context_tokens = read_rope(fields, max_positions, family.default_theta)
+        return rope, max_context_tokens, rope
+    rope, _ = read_rope(fields, max_positions, family.default_theta, layer_type="full_attention")
+    return rope, max_positions, read_local_rope(fields, max_positions, local_theta)
+
+
+def _activation(fields: Fields, family: Family) -> Activation:
+    for name in (family.activation_field, "hidden_act"):  # where the first is another, some files have both
+        fields.choice(name, (family.activation,), family.activation)
+    return family.activation
+
+
+def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
+    return fields.optional_number(name) if name in fields else default
 
 
 def _eos_token_ids(fields: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:

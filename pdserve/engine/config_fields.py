@@ -14,17 +14,17 @@ from pdserve.core.errors import ModelError
 
 # Any value of these leaves the logits as they are.
 _HARMLESS_NAMES: Final = """
-    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path
-    architectures attention_dropout attn_implementation attn_pdrop begin_suppress_tokens bos_token_id
+    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path architectures
+    attention_dropout attn_implementation attn_pdrop begin_suppress_tokens bos_token_id cache_implementation
     chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop
     encoder_no_repeat_ngram_size eos_token_id finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout
     id2label initializer_range keys_to_ignore_at_inference label2id length_penalty max_length max_sequence_length
     min_length model_type no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
     output_attentions output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp
     problem_type remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
-    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
-    top_k top_p torch_dtype torchscript transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16
-    use_cache use_return_dict
+    router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version
+    typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict
 """
 HARMLESS: Final = frozenset(_HARMLESS_NAMES.split())
 
@@ -44,6 +44,7 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "pruned_heads": ({},),
     "residual_multiplier": (1, 1.0),
     "rope_interleaved": (False,),
+    "use_bidirectional_attention": (False,),
     "use_mrope": (False,),
     "use_sliding_window": (False,),
 }

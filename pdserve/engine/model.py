@@ -1,4 +1,5 @@
-"""The decoder: Llama 2/3, Mistral, Qwen2 and Qwen3 are one text, told apart by which parameters exist.
+"""The decoder: Llama, Mistral, Mixtral, Qwen and Gemma are one text, told apart by a few numbers of the config and by
+which parameters exist.
 
 Prefill chunks and decode rows run through the same matrices in one packed batch; only attention treats them apart.
 """
@@ -18,7 +19,8 @@ from pdserve.engine import ops
 from pdserve.engine.attention import attend
 from pdserve.engine.batch import Batch
 from pdserve.engine.config import ModelConfig
-from pdserve.engine.parameters import LayerWeights, Weights
+from pdserve.engine.experts import apply_experts
+from pdserve.engine.parameters import ExpertWeights, LayerWeights, MlpWeights, Weights
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rope import inverse_frequencies, rotate, rotation
 
@@ -28,24 +30,42 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self._config = config
         self._weights = weights
-        self._frequency_R = inverse_frequencies(config.rope, config.head_dim).to(weights.norm_E.device)
+        device = weights.norm_E.device
+        self._ropes = tuple(dict.fromkeys(config.ropes))
+        self._rope_of_layer = tuple(self._ropes.index(rope) for rope in config.ropes)
+        self._frequencies = tuple(inverse_frequencies(rope, config.head_dim).to(device) for rope in self._ropes)
+        # Rounded to the compute dtype, as the models were trained: 55.5 and not 55.4256 in bfloat16.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
+        self._gated = ops.GATED[config.activation]
 
     def hidden(self, batch: Batch, pool: TorchPool) -> Tensor:
         """Computes all tokens and writes their KV; returns the state before the last norm, [T, E]."""
         pool.clear(batch.fresh_blocks)
-        x_TE = F.embedding(batch.token_T, self._weights.embedding_VE).to(self._weights.norm_E.dtype)
-        cos_sin = rotation(self._frequency_R, self._config.rope.attention_factor, batch.position_T, x_TE.dtype)
+        x_TE = F.embedding(batch.token_T, self._weights.embedding_VE).to(self._weights.dtype)
+        if self._embedding_scale != 1.0:
+            x_TE.mul_(self._embedding_scale)
+        rotations = [
+            rotation(frequency_R, rope.attention_factor, batch.position_T, x_TE.dtype)
+            for rope, frequency_R in zip(self._ropes, self._frequencies, strict=True)
+        ]
         delta_TE: Tensor | None = None  # what the last sublayer adds
         for index, layer in enumerate(self._weights.layers):
             normed_TE = self._add_norm(x_TE, delta_TE, layer.attention_norm_E)
+            cos_sin = rotations[self._rope_of_layer[index]]
             delta_TE = self._attention(index, layer, normed_TE, cos_sin, batch, pool)
+            if layer.attention_post_norm_E is not None:
+                delta_TE = self._norm(delta_TE, layer.attention_post_norm_E)
             normed_TE = self._add_norm(x_TE, delta_TE, layer.mlp_norm_E)
-            delta_TE = layer.down(ops.silu_mul(layer.gate_up(normed_TE)))
+            delta_TE = self._mlp(layer.mlp, normed_TE)
+            if layer.mlp_post_norm_E is not None:
+                delta_TE = self._norm(delta_TE, layer.mlp_post_norm_E)
         return x_TE if delta_TE is None else x_TE.add_(delta_TE)
 
     def logits(self, x_TE: Tensor) -> Tensor:
         """float32, [T, V]."""
-        return self._weights.head(self._norm(x_TE, self._weights.norm_E)).float()
+        logits_TV = self._weights.head(self._norm(x_TE, self._weights.norm_E)).float()
+        softcap = self._config.logit_softcap
+        return logits_TV if softcap is None else (logits_TV / softcap).tanh_().mul_(softcap)
 
     def _attention(
         self,
@@ -57,6 +77,7 @@ class Decoder:
         pool: TorchPool,
     ) -> Tensor:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
+        scale, softcap = self._config.attention_scale, self._config.attention_softcap
         qkv_TND = layer.qkv(x_TE).view(x_TE.shape[0], -1, self._config.head_dim)
         q_THD, k_TKD, v_TKD = qkv_TND.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         if layer.q_norm_D is not None and layer.k_norm_D is not None:
@@ -67,8 +88,14 @@ class Decoder:
         for group in batch.groups:
             shape = (group.num_rows, group.num_queries, num_heads, self._config.head_dim)
             q_BQHD = q_THD[group.first : group.first + group.num_rows * group.num_queries].view(shape)
-            parts.append(attend(pool, index, q_BQHD, group.contexts[layer.window]))
+            parts.append(attend(pool, index, q_BQHD, group.contexts[layer.window], scale, softcap))
         return layer.o(torch.cat(parts) if len(parts) > 1 else parts[0])
+
+    def _mlp(self, mlp: MlpWeights | ExpertWeights, x_TE: Tensor) -> Tensor:
+        if isinstance(mlp, MlpWeights):
+            return mlp.down(self._gated(mlp.gate_up(x_TE)))
+        assert self._config.experts is not None
+        return apply_experts(self._config.experts, mlp, self._gated, x_TE)
 
     def _add_norm(self, x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor) -> Tensor:
         """The norm of x after `delta_TE`, if any, is added to it in place."""

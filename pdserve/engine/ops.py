@@ -4,9 +4,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Final
+
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.engine.families import Activation
 from pdserve.engine.kernels import rows
 
 
@@ -14,14 +18,14 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """Over the last axis, of any tensor."""
     if x_TE.ndim == 2 and rows.fits(x_TE, weight_E):
         return rows.rms_norm(x_TE, weight_E, eps)
-    return F.rms_norm(x_TE, weight_E.shape, weight_E, eps)
+    return _rms_norm(x_TE, weight_E, eps)
 
 
 def add_rms_norm(x_TE: Tensor, delta_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """Adds `delta_TE` to `x_TE` in place, and returns the norm of the sum."""
     if rows.fits(x_TE, delta_TE, weight_E):
         return rows.add_rms_norm(x_TE, delta_TE, weight_E, eps)
-    return F.rms_norm(x_TE.add_(delta_TE), weight_E.shape, weight_E, eps)
+    return _rms_norm(x_TE.add_(delta_TE), weight_E, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -30,3 +34,19 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         return rows.silu_mul(gate_up)
     gate_TF, up_TF = gate_up.chunk(2, dim=-1)
     return F.silu(gate_TF) * up_TF
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, with the tanh form of gelu."""
+    gate_TF, up_TF = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate_TF, approximate="tanh") * up_TF
+
+
+GATED: Final[Mapping[Activation, Callable[[Tensor], Tensor]]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
+
+
+def _rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """A float32 weight is multiplied before the result is rounded to x's dtype."""
+    if weight_E.dtype == x_TE.dtype:
+        return F.rms_norm(x_TE, weight_E.shape, weight_E, eps)
+    return F.rms_norm(x_TE.float(), weight_E.shape, weight_E, eps).to(x_TE.dtype)

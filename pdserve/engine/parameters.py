@@ -5,18 +5,21 @@ for (to prove a checkpoint whole before a byte is read), read it from files, or 
 here alone: its names, its sizes, and what its layers hold.
 """
 
-# Shapes: E hidden size, F mlp size, V vocabulary, H query heads, K kv heads, D head dim.
+# Shapes: X experts, E hidden size, F mlp size, V vocabulary, H query heads, K kv heads, D head dim.
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
+import torch
 from torch import Tensor
 
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.linear import Linear
+
+MLP_PARTS: Final = ("gate_proj", "up_proj", "down_proj")
 
 
 class Source(Protocol):
@@ -40,6 +43,18 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MlpWeights:
+    gate_up: Linear  # to 2F: gate, up
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    router_XE: Tensor  # float32
+    experts: tuple[MlpWeights, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """One layer as it is computed with."""
 
@@ -48,9 +63,10 @@ class LayerWeights:
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
     o: Linear
+    attention_post_norm_E: Tensor | None  # of what attention adds
     mlp_norm_E: Tensor
-    gate_up: Linear  # to 2F: gate, up
-    down: Linear
+    mlp: MlpWeights | ExpertWeights
+    mlp_post_norm_E: Tensor | None  # of what the mlp adds
     window: int | None
 
 
@@ -60,6 +76,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm_E: Tensor
     head: Linear
+    dtype: torch.dtype  # of what is computed
 
 
 def build_weights(config: ModelConfig, source: Source) -> Weights:
@@ -69,11 +86,10 @@ def build_weights(config: ModelConfig, source: Source) -> Weights:
         head = source.product(embedding_VE)
     else:
         head = source.matrix({"lm_head": config.vocab_size}, config.hidden_size)
+    layers = tuple(build_layer(config, index, source) for index in range(config.num_layers))
+    norm_E = source.vector("model.norm.weight", config.hidden_size)
     return Weights(
-        embedding_VE=embedding_VE,
-        layers=tuple(build_layer(config, index, source) for index in range(config.num_layers)),
-        norm_E=source.vector("model.norm.weight", config.hidden_size),
-        head=head,
+        embedding_VE=embedding_VE, layers=layers, norm_E=_offset(config, norm_E), head=head, dtype=norm_E.dtype
     )
 
 
@@ -82,16 +98,49 @@ def build_layer(config: ModelConfig, index: int, source: Source) -> LayerWeights
     hidden, head_dim = config.hidden_size, config.head_dim
     query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     qkv = {f"{at}self_attn.q_proj": query_size, f"{at}self_attn.k_proj": kv_size, f"{at}self_attn.v_proj": kv_size}
-    gate_up = {f"{at}mlp.gate_proj": config.mlp_size, f"{at}mlp.up_proj": config.mlp_size}
-    has_norm = config.has_qk_norm
+
+    def norm(name: str, size: int = hidden) -> Tensor:
+        return _offset(config, source.vector(f"{at}{name}.weight", size))
+
+    has_post = config.has_post_norms  # it takes the name that elsewhere the norm before the mlp has
     return LayerWeights(
-        attention_norm_E=source.vector(f"{at}input_layernorm.weight", hidden),
+        attention_norm_E=norm("input_layernorm"),
         qkv=source.matrix(qkv, hidden, has_bias=config.has_qkv_bias),
-        q_norm_D=source.vector(f"{at}self_attn.q_norm.weight", head_dim) if has_norm else None,
-        k_norm_D=source.vector(f"{at}self_attn.k_norm.weight", head_dim) if has_norm else None,
+        q_norm_D=norm("self_attn.q_norm", head_dim) if config.has_qk_norm else None,
+        k_norm_D=norm("self_attn.k_norm", head_dim) if config.has_qk_norm else None,
         o=source.matrix({f"{at}self_attn.o_proj": hidden}, query_size, has_bias=config.has_o_bias),
-        mlp_norm_E=source.vector(f"{at}post_attention_layernorm.weight", hidden),
-        gate_up=source.matrix(gate_up, hidden, has_bias=config.has_mlp_bias),
-        down=source.matrix({f"{at}mlp.down_proj": hidden}, config.mlp_size, has_bias=config.has_mlp_bias),
+        attention_post_norm_E=norm("post_attention_layernorm") if has_post else None,
+        mlp_norm_E=norm("pre_feedforward_layernorm" if has_post else "post_attention_layernorm"),
+        mlp=_mlp_or_experts(config, index, source),
+        mlp_post_norm_E=norm("post_feedforward_layernorm") if has_post else None,
         window=config.windows[index],
     )
+
+
+def _mlp_or_experts(config: ModelConfig, index: int, source: Source) -> MlpWeights | ExpertWeights:
+    at, hidden, experts = f"model.layers.{index}.", config.hidden_size, config.experts
+    if experts is None or index not in experts.layers:
+        return _mlp(source, f"{at}mlp.", MLP_PARTS, hidden, config.mlp_size, has_bias=config.has_mlp_bias)
+    block = at + experts.names.block
+    return ExpertWeights(
+        router_XE=source.table(f"{block}.gate.weight", experts.num_experts, hidden).float(),
+        experts=tuple(
+            _mlp(source, f"{block}.experts.{expert}.", experts.names.parts, hidden, experts.mlp_size)
+            for expert in range(experts.num_experts)
+        ),
+    )
+
+
+def _mlp(
+    source: Source, at: str, parts: tuple[str, str, str], hidden_size: int, mlp_size: int, *, has_bias: bool = False
+) -> MlpWeights:
+    gate, up, down = (at + part for part in parts)
+    return MlpWeights(
+        gate_up=source.matrix({gate: mlp_size, up: mlp_size}, hidden_size, has_bias=has_bias),
+        down=source.matrix({down: hidden_size}, mlp_size, has_bias=has_bias),
+    )
+
+
+def _offset(config: ModelConfig, weight: Tensor) -> Tensor:
+    """A norm's weight. An offset one is float32 whatever the compute dtype: near 1 its own bits would be lost."""
+    return weight.float() + 1 if config.is_norm_offset else weight

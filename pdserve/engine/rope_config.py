@@ -35,6 +35,7 @@ ROPE_TYPES: Final[Mapping[str, frozenset[str]]] = {
         }
     ),
 }
+LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 _COMMON: Final = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor"})
 
 
@@ -54,14 +55,34 @@ class RopeConfig:
     is_truncated: bool = True  # yarn rounds its ramp to whole dimensions
 
 
-def read_rope(config: Fields, max_positions: int) -> tuple[RopeConfig, int]:
+def read_rope(
+    config: Fields, max_positions: int, default_theta: float = DEFAULT_THETA, *, layer_type: str | None = None
+) -> tuple[RopeConfig, int]:
     """Returns the rope and the longest context that it serves.
 
     linear and yarn stretch the context by their factor. `dynamic` (NTK) leaves the frequencies alone up to
     max_position_embeddings and beyond it makes them depend on the current length, which cached keys cannot
-    follow: it is served as `default`, up to there.
+    follow: it is served as `default`, up to there. Where layers rotate differently, `layer_type` says whose rope
+    is read; what transformers 4 wrote is that of full_attention.
     """
-    name, values = _rope_object(config)
+    name, values = _rope_object(config, layer_type)
+    theta = config.number("rope_theta", default_theta, above=1.0)
+    outer_original = config.optional_integer("original_max_position_embeddings")
+    return _parse(name, values, theta, outer_original, max_positions)
+
+
+def read_local_rope(config: Fields, max_positions: int, default_theta: float) -> RopeConfig:
+    """The rope of layers with a window, where it is another: rope_local_base_freq, or an object of its own."""
+    theta = config.number("rope_local_base_freq", default_theta, above=1.0)
+    parameters = config.get("rope_parameters")
+    values = parameters.get("sliding_attention") if isinstance(parameters, dict) else None
+    rope, _ = _parse("rope_parameters.sliding_attention", values or {}, theta, None, max_positions)
+    return rope
+
+
+def _parse(
+    name: str, values: Mapping[str, Any], default_theta: float, outer_original: int | None, max_positions: int
+) -> tuple[RopeConfig, int]:
     fields = Fields(values, path=name + ".")
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind not in ROPE_TYPES:
@@ -71,8 +92,7 @@ def read_rope(config: Fields, max_positions: int) -> tuple[RopeConfig, int]:
             raise fields.error(field, values[field], f"no such field beside rope type {kind}")
     if fields.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise fields.error("partial_rotary_factor", fields.get("partial_rotary_factor"), "1: whole heads rotate")
-    theta = fields.number("rope_theta", config.number("rope_theta", DEFAULT_THETA, above=1.0), above=1.0)
-    outer_original = config.optional_integer("original_max_position_embeddings")
+    theta = fields.number("rope_theta", default_theta, above=1.0)
     if kind in ("default", "dynamic"):
         return RopeConfig(theta=theta), max_positions
     if kind == "linear":
@@ -96,13 +116,18 @@ def read_rope(config: Fields, max_positions: int) -> tuple[RopeConfig, int]:
     return rope, max(max_positions, int(original * rope.factor))
 
 
-def _rope_object(config: Fields) -> tuple[str, Mapping[str, Any]]:
+def _rope_object(config: Fields, layer_type: str | None) -> tuple[str, Mapping[str, Any]]:
+    """Its name and its fields. `rope_scaling` (transformers 4) goes before `rope_parameters`."""
     for name in ("rope_scaling", "rope_parameters"):
         values = config.get(name)
         if values is None or values == {}:
             continue
         if not isinstance(values, dict):
             raise config.error(name, values, "an object")
+        if name == "rope_parameters" and layer_type is not None:
+            if not values.keys() <= LAYER_TYPES or not all(isinstance(one, dict) for one in values.values()):
+                raise config.error(name, sorted(values), "an object for each of " + ", ".join(sorted(LAYER_TYPES)))
+            return f"{name}.{layer_type}", values.get(layer_type, {})
         for field, value in values.items():
             if isinstance(value, dict):
                 raise config.error(f"{name}.{field}", "an object", "one rope for all layers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,6 +104,60 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
     ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],  # of layers 1 and 3, which the step leaves
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen3-moe-renormalised": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral-window": (
+        "Mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 25},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 24,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 5,
+            "sliding_window": 19,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "final_logit_softcapping": 20.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 3,
+            "sliding_window": 33,
+            "attn_logit_softcapping": 9.0,
+            "final_logit_softcapping": 15.0,
+        },
+    ),
 }
 
 
@@ -123,16 +178,19 @@ class Request:
 def build_tiny(name: str, folder: Path) -> Path:
     """Random weights, wide enough that no two tokens are nearly as likely; norms and biases are random too."""
     family, own = TINY[name]
-    config = getattr(transformers, family + "Config")(**COMMON | own)
+    config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else family + "Config")(**COMMON | own)
     torch.manual_seed(20_26)
     model = getattr(transformers, family + "ForCausalLM")(config)
     for parameter_name, parameter in model.named_parameters():
         if "norm" in parameter_name:
-            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+            is_offset = "Gemma" in family and not re.search("post_|q_norm", parameter_name)  # stored less 1
+            torch.nn.init.normal_(parameter, mean=0.0 if is_offset else 1.0, std=0.3)
         else:
             torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.25)
-        if "q_proj" in parameter_name or "q_norm" in parameter_name:
+        if "q_proj" in parameter_name or ("q_norm" in parameter_name and "Gemma" not in family):
             parameter.data *= 4.0  # attention that chooses: an even one would forget the order of a long prompt
+    if "Gemma" in family:  # its large tied embedding would repeat the last token: signs that make no token its own next
+        torch.nn.init.normal_(model.model.norm.weight, mean=-1.0)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ LLAMA: dict[str, Any] = {
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+MOE = LLAMA | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 
 
 def parse(values: dict[str, Any], **own: Any) -> ModelConfig:
@@ -45,9 +50,17 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes() -> None:
         num_kv_heads=2,
         head_dim=8,
         norm_eps=1e-5,
-        rope=RopeConfig(theta=10_000.0),
+        ropes=(RopeConfig(theta=10_000.0), RopeConfig(theta=10_000.0)),
         windows=(None, None),
+        activation="silu",
+        embedding_scale=1.0,
+        attention_scale=8**-0.5,
+        attention_softcap=None,
+        logit_softcap=None,
+        experts=None,
         is_tied=False,
+        is_norm_offset=False,
+        has_post_norms=False,
         has_qkv_bias=False,
         has_o_bias=False,
         has_mlp_bias=False,
@@ -62,15 +75,95 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes() -> None:
     assert parse(MISTRAL).windows == (4096, 4096)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma2"])
 def test_configs_that_transformers_writes_are_read(family: str, tmp_path: Path) -> None:
     config = getattr(transformers, family + "Config")(architectures=[family + "ForCausalLM"])
     config.save_pretrained(tmp_path)
     ours = read_config(tmp_path)
-    assert ours.head_dim == getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert ours.head_dim == head_dim
     assert ours.num_kv_heads == config.num_key_value_heads
-    assert ours.rope == RopeConfig(theta=config.rope_parameters["rope_theta"])
+    assert set(ours.ropes) == {RopeConfig(theta=config.rope_parameters["rope_theta"])}
     assert ours.max_context_tokens == config.max_position_embeddings
+    assert ours.attention_scale == getattr(config, "query_pre_attn_scalar", head_dim) ** -0.5
+    assert ours.attention_softcap == getattr(config, "attn_logit_softcapping", None)
+    assert ours.logit_softcap == getattr(config, "final_logit_softcapping", None)
+    assert ours.norm_eps == config.rms_norm_eps
+    assert ours.is_tied == config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma2", "Gemma3"])
+def test_an_absent_field_means_what_the_full_config_says(family: str, tmp_path: Path) -> None:
+    """What transformers fills in for a config without a single number is what we fill in."""
+    name = "Gemma3TextConfig" if family == "Gemma3" else family + "Config"
+    config = getattr(transformers, name)(architectures=[family + "ForCausalLM"], num_hidden_layers=13)
+    config.save_pretrained(tmp_path)
+    full = json.loads((tmp_path / "config.json").read_text())
+    required = {
+        "architectures",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    }
+    bare = {key: value for key, value in full.items() if key in required}
+    same = {"eos_token_ids": (), "dtype": "float32"}
+    assert replace(parse_config(bare, {}), **same) == replace(parse_config(full, {}), **same)
+
+
+def test_experts_are_read_under_each_of_their_names() -> None:
+    old = parse(MOE, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=24, norm_topk_prob=True)
+    assert old == parse(MOE, num_local_experts=16, num_experts_per_tok=4, moe_intermediate_size=24, norm_topk_prob=True)
+    assert old.experts is not None
+    assert (old.experts.num_experts, old.experts.num_chosen, old.experts.mlp_size) == (16, 4, 24)
+    assert (old.experts.is_renormalised, old.experts.layers) == (True, {0, 1})
+    mixtral = parse(MIXTRAL).experts
+    assert mixtral is not None
+    assert (mixtral.num_experts, mixtral.num_chosen, mixtral.mlp_size) == (8, 2, 128)
+    assert mixtral.is_renormalised
+
+
+def test_the_step_and_the_list_say_which_layers_have_experts() -> None:
+    def layers(**own: Any) -> set[int]:
+        experts = parse(MOE, num_hidden_layers=6, **own).experts
+        assert experts is not None
+        return set(experts.layers)
+
+    assert layers() == {0, 1, 2, 3, 4, 5}
+    assert layers(decoder_sparse_step=2) == {1, 3, 5}
+    assert layers(decoder_sparse_step=2, mlp_only_layers=[3, 4]) == {1, 5}
+    assert layers(decoder_sparse_step=7) == set()
+
+
+def test_both_spellings_of_gemma_ropes_and_windows_are_read() -> None:
+    old = parse(
+        GEMMA3,
+        num_hidden_layers=4,
+        rope_theta=1e6,
+        rope_local_base_freq=5e3,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        sliding_window=512,
+        sliding_window_pattern=3,
+    )
+    ropes = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+    }
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    assert old == parse(GEMMA3, num_hidden_layers=4, rope_parameters=ropes, sliding_window=512, layer_types=kinds)
+    local, whole = RopeConfig(theta=5e3), RopeConfig(kind="linear", theta=1e6, factor=8.0)
+    assert old.ropes == (local, local, whole, local)
+    assert old.windows == (512, 512, None, 512)
+    assert old.max_context_tokens == 4096  # of Gemma it is the length after stretching
+
+
+def test_a_null_softcap_is_none_and_an_absent_one_the_default() -> None:
+    assert (parse(GEMMA2).attention_softcap, parse(GEMMA2).logit_softcap) == (50.0, 30.0)
+    bare = parse(GEMMA2, attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (bare.attention_softcap, bare.logit_softcap) == (None, None)
+    assert parse(GEMMA3, final_logit_softcapping=7.0).logit_softcap == 7.0
 
 
 def test_both_spellings_of_rope_are_read() -> None:
@@ -78,8 +171,8 @@ def test_both_spellings_of_rope_are_read() -> None:
     old = parse(QWEN2, rope_theta=1e6, rope_scaling={"type": "yarn", **scaling})
     new = parse(QWEN2, rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, **scaling})
     assert old == new
-    assert old.rope.theta == 1e6
-    assert old.rope.attention_factor == pytest.approx(1.1386294361)
+    assert old.ropes[0].theta == 1e6
+    assert old.ropes[0].attention_factor == pytest.approx(1.1386294361)
     assert old.max_context_tokens == 4096
 
 
@@ -88,7 +181,7 @@ def test_scaled_ropes_serve_their_longer_context_and_dynamic_serves_the_plain_on
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
     assert parse(LLAMA, rope_scaling=yarn).max_context_tokens == 16_384
     dynamic = parse(LLAMA, rope_scaling={"type": "dynamic", "factor": 2.0})
-    assert (dynamic.rope, dynamic.max_context_tokens) == (RopeConfig(), 4096)
+    assert (dynamic.ropes[0], dynamic.max_context_tokens) == (RopeConfig(), 4096)
 
 
 def test_windows_follow_each_family() -> None:
@@ -158,6 +251,37 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("auto_map", LLAMA, {"auto_map": {"AutoModelForCausalLM": "modeling.Other"}}),
     ("final_logit_softcapping", LLAMA, {"final_logit_softcapping": 30.0}),
     ("num_experts", QWEN3, {"num_experts": 8}),
+    ("architectures", LLAMA, {"architectures": ["Gemma3ForConditionalGeneration"]}),
+    ("hidden_act", MOE, {"hidden_act": "gelu"}),
+    ("num_experts", MOE, {"num_experts": 0}),
+    ("num_local_experts", MOE, {"num_experts": 8, "num_local_experts": 4}),
+    ("num_experts_per_tok", MOE, {"num_experts": 8, "num_experts_per_tok": 9}),
+    ("norm_topk_prob", MOE, {"norm_topk_prob": "yes"}),
+    ("decoder_sparse_step", MOE, {"decoder_sparse_step": 0}),
+    ("mlp_only_layers", MOE, {"mlp_only_layers": [2]}),
+    ("mlp_only_layers", MOE, {"mlp_only_layers": [True]}),
+    ("use_sliding_window", MOE, {"use_sliding_window": True}),
+    ("scoring_func", MOE, {"scoring_func": "sigmoid"}),
+    ("shared_expert_intermediate_size", MOE, {"shared_expert_intermediate_size": 64}),
+    ("n_group", MIXTRAL, {"n_group": 2}),
+    ("norm_topk_prob", MIXTRAL, {"norm_topk_prob": False}),
+    ("hidden_activation", GEMMA3, {"hidden_activation": "gelu"}),
+    ("hidden_act", GEMMA3, {"hidden_act": "silu"}),
+    ("query_pre_attn_scalar", GEMMA3, {"query_pre_attn_scalar": 0}),
+    ("attn_logit_softcapping", GEMMA3, {"attn_logit_softcapping": 50.0}),  # transformers reads it and does not use it
+    ("final_logit_softcapping", GEMMA3, {"final_logit_softcapping": -1.0}),
+    ("use_bidirectional_attention", GEMMA3, {"use_bidirectional_attention": True}),
+    ("sliding_window_pattern", GEMMA3, {"sliding_window_pattern": 0}),
+    ("layer_types", GEMMA3, {"sliding_window": None}),
+    ("rope_local_base_freq", GEMMA3, {"rope_local_base_freq": 0.5}),
+    ("rope_local_base_freq", QWEN3, {"rope_local_base_freq": 1e4}),
+    ("rope_parameters", GEMMA3, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    ("rope_parameters", GEMMA3, {"rope_parameters": {"chunked_attention": {"rope_theta": 1e4}}}),
+    (
+        "rope_parameters.sliding_attention.rope_type",
+        GEMMA3,
+        {"rope_parameters": {"sliding_attention": {"rope_type": "su"}}},
+    ),
     ("attention_multiplier", LLAMA, {"attention_multiplier": 0.5}),
 ]
 

@@ -43,7 +43,7 @@ def test_noise_has_the_spread_of_its_fan_in_and_no_two_parameters_share_it(folde
         assert matrix.mean().item() == pytest.approx(0, abs=1e-3)
         assert not torch.equal(matrix[:16_384], matrix[16_384:32_768])  # one chunk and the next
     assert not torch.equal(head_VE, weights.embedding_VE)
-    assert weights.layers[0].down(torch.eye(96)).std().item() == pytest.approx(96**-0.5, rel=0.05)
+    assert weights.layers[0].mlp.down(torch.eye(96)).std().item() == pytest.approx(96**-0.5, rel=0.05)
     assert torch.equal(weights.norm_E, torch.ones(64))
 
 

@@ -23,6 +23,11 @@ FAMILIES = [
     "mistral-window",
     "qwen2-window-by-layer",
     "qwen3",
+    "qwen3-moe",
+    "qwen3-moe-renormalised",
+    "mixtral-window",
+    "gemma3",
+    "gemma2",
 ]
 GREEDY = Sampling(temperature=0.0, max_tokens=64)
 BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"

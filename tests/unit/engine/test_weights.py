@@ -82,7 +82,7 @@ def test_half_precision_weights_are_widened_exactly(folder: Path, dtype: torch.d
     rewrite(folder, lambda stored: stored.update({name: one.to(dtype) for name, one in stored.items()}))
     weights = load(folder)
     assert torch.equal(weights.embedding_VE, tensors["model.embed_tokens.weight"].to(dtype))  # widened row by row
-    assert torch.equal(matrix(weights.layers[1].gate_up, 64)[96:], tensors[NAME].to(dtype).float())
+    assert torch.equal(matrix(weights.layers[1].mlp.gate_up, 64)[96:], tensors[NAME].to(dtype).float())
 
 
 def test_stored_rotary_frequencies_and_a_tied_copy_of_the_head_are_passed_over(
