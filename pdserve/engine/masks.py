@@ -8,13 +8,13 @@ Each ban is a function of the row's own content (its sampling, its tokens so far
 or not whoever computes it: after a preemption, a migration, a recovery, or behind guessed tokens.
 """
 
-# Shapes: V vocabulary.
+# Shapes: B rows, V vocabulary, N token ids.
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -57,18 +57,22 @@ def is_masked(draw: Draw) -> bool:
     return bool(draw.sampling.logit_bias)
 
 
-def mask(logits_V: Tensor, draw: Draw, eos_token_ids: Sequence[int]) -> None:
-    """Bans, then bias, in place."""
-    bans = [one.ban for one in BANS if one.applies(draw)]
-    if bans:
-        raw_V = logits_V.clone()
-        for ban in bans:
-            ban(logits_V, draw, eos_token_ids)
-        if logits_V.amax() == -math.inf:
-            logits_V.copy_(_as_far_as_it_goes(raw_V, bans, draw, eos_token_ids))
-    if draw.sampling.logit_bias:
-        token_N, bias_N = _bias(draw.sampling.logit_bias, logits_V.device)
-        logits_V[token_N] += bias_N
+def mask(logits_BV: Tensor, raw_BV: Tensor, draws: Mapping[int, Draw], eos_token_ids: Sequence[int]) -> None:
+    """Bans, then bias, in place, in the rows that `draws` names; `raw_BV` holds the same logits and is only read."""
+    bans_of = {row: [one.ban for one in BANS if one.applies(draw)] for row, draw in draws.items()}
+    banned = [row for row, bans in bans_of.items() if bans]
+    for row in banned:
+        for ban in bans_of[row]:
+            ban(logits_BV[row], draws[row], eos_token_ids)
+    if banned:
+        best = torch.stack([logits_BV[row].amax() for row in banned]).tolist()  # together: one wait for the device
+        for row, value in zip(banned, best, strict=True):
+            if value == -math.inf:
+                logits_BV[row] = _as_far_as_it_goes(raw_BV[row], bans_of[row], draws[row], eos_token_ids)
+    for row, draw in draws.items():
+        if draw.sampling.logit_bias:
+            token_N, bias_N = _bias(draw.sampling.logit_bias, logits_BV.device)
+            logits_BV[row, token_N] += bias_N
 
 
 def _as_far_as_it_goes(
@@ -98,11 +102,17 @@ def _ban_all_but_allowed(logits_V: Tensor, draw: Draw, _ends: Sequence[int]) -> 
 
 def _ban_bad_words(logits_V: Tensor, draw: Draw, _ends: Sequence[int]) -> None:
     """The last token of each bad word that the output so far would complete, as in vLLM."""
+    history, num_output = draw.history, draw.num_output
+    newest = history[-1] if num_output else None
     last = []
     for word in draw.sampling.bad_token_ids:
         before = len(word) - 1
-        if before <= draw.num_output and tuple(draw.history[len(draw.history) - before :]) == word[:-1]:
-            last.append(word[-1])
+        if before > 0:
+            if word[-2] != newest or before > num_output:  # nearly always
+                continue
+            if tuple(history[len(history) - before :]) != word[:-1]:
+                continue
+        last.append(word[-1])
     if last:
         logits_V[torch.tensor(last, device=logits_V.device)] = -math.inf
 

@@ -39,13 +39,12 @@ LEAST_TEMPERATURE: Final = 1e-5  # below it only ties are drawn; float32 would d
 def sample(logits_BV: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> list[TokenOut]:
     """`logits_BV` is float32 and is not changed."""
     adjusted_BV = logits_BV
-    for row, draw in enumerate(draws):
-        if is_plain(draw):
-            continue
-        if adjusted_BV is logits_BV:
-            adjusted_BV = logits_BV.clone()
-        mask(adjusted_BV[row], draw, eos_token_ids)
-        penalise(adjusted_BV[row], draw)
+    adjusted = {row: draw for row, draw in enumerate(draws) if not is_plain(draw)}
+    if adjusted:
+        adjusted_BV = logits_BV.clone()
+        mask(adjusted_BV, logits_BV, adjusted, eos_token_ids)
+        for row, draw in adjusted.items():
+            penalise(adjusted_BV[row], draw)
     chosen = adjusted_BV.argmax(dim=-1).tolist()  # documented to be the first of equal maxima
     random = [row for row, draw in enumerate(draws) if not draw.sampling.is_greedy]
     if random:

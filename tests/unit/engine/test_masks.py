@@ -31,9 +31,16 @@ def logits(seed: int) -> Tensor:
 
 
 def masked(sampling: Sampling, history: list[int], prompt_len: int = 0, seed: int = 0) -> Tensor:
-    logits_V = logits(seed)
-    mask(logits_V, Draw(sampling, history, prompt_len), (EOS,))
-    return logits_V
+    return mask_row(logits(seed), Draw(sampling, history, prompt_len))
+
+
+def mask_row(logits_V: Tensor, draw: Draw) -> Tensor:
+    """Between two rows that are not to be touched."""
+    raw_BV = torch.stack([logits(98), logits_V, logits(99)])
+    masked_BV = raw_BV.clone()
+    mask(masked_BV, raw_BV, {1: draw}, (EOS,))
+    assert torch.equal(masked_BV[::2], raw_BV[::2])
+    return masked_BV[1]
 
 
 def by_transformers(processor: Any, history: list[int], seed: int = 0) -> Tensor:
@@ -84,8 +91,7 @@ def test_min_tokens_bans_the_end_as_transformers_does(num_output: int) -> None:
 def test_bias_comes_before_penalties() -> None:
     sampling = Sampling(logit_bias=((3, -5.0), (5, 5.0)), repetition_penalty=1.7)
     draw = Draw(sampling, [5, 3, 5], 1)
-    ours = logits(2)
-    mask(ours, draw, (EOS,))
+    ours = mask_row(logits(2), draw)
     penalise(ours, draw)
     biased = by_transformers(SequenceBiasLogitsProcessor([[[3], -5.0], [[5], 5.0]]), [5, 3, 5], 2)
     theirs = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[5, 3, 5]]), biased[None].clone())[0]
@@ -139,8 +145,7 @@ def test_whatever_is_banned_every_draw_is_a_token_that_may_be_drawn() -> None:
     together = sample(logits_BV, draws, (EOS,))
     assert torch.equal(logits_BV, before)
     for row, (draw, out) in enumerate(zip(draws, together, strict=True)):
-        may = logits_BV[row].clone()
-        mask(may, draw, (EOS,))
+        may = mask_row(logits_BV[row], draw)
         assert may[out.token_id] > -math.inf
         assert out == sample(logits_BV[row : row + 1], [draw], (EOS,))[0]
         if out.logprob is not None:  # the model's own, whatever was banned
