@@ -25,7 +25,7 @@ def draw(panels: Sequence[tuple[str, str, Mapping[str, Series], Series]], title:
         parts.append(f'<g transform="translate({index * (WIDTH + 20)},{TOP - 20})">')
         parts += _panel(name, axis, lines, floor, colour)
         parts.append("</g>")
-    for index, name in enumerate([*names, "floor of float32"]):
+    for index, name in enumerate([*names, "float32 at the machine's rates"]):
         x, y = MARGIN + 170 * (index % 5), TOP + HEIGHT + 14 + 18 * (index // 5)
         stroke = colour.get(name, FLOOR_COLOUR)
         parts.append(f'<line x1="{x}" y1="{y}" x2="{x + 20}" y2="{y}" stroke="{stroke}" stroke-width="3"/>')
