@@ -15,11 +15,13 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +53,23 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "mistral": lambda: MistralConfig(**COMMON, head_dim=16, sliding_window=40),
     "qwen2": lambda: Qwen2Config(**COMMON, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**COMMON, head_dim=32),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **COMMON,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+    ),
+    "gemma-3": lambda: Gemma3TextConfig(
+        **COMMON,
+        head_dim=24,
+        query_pre_attn_scalar=8,
+        sliding_window=40,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        tie_word_embeddings=False,
+    ),
 }
 
 
