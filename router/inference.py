@@ -162,7 +162,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             prepared.request_id,
             len(prepared.prompt_ids),
             sampling,
-            self._admission.tokenizer.detokenizer(prepared.prompt_ids),
+            self._admission.tokenizer.detokenizer(
+                prepared.prompt_ids, has_special_tokens=not sampling.skip_special_tokens
+            ),
             model.eos_token_ids,
             # Ranked answers wait for the last of them, not for their reader.
             max_pending_tokens=sampling.max_tokens if is_ranked else MAX_PENDING_TOKENS,

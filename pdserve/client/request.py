@@ -43,6 +43,7 @@ class Options(TypedDict, total=False):
     ignore_eos: bool | None
     logprobs: int | None  # 0: of the drawn token; k, at most 64: and of the k most likely ones
     include_stop_in_output: bool | None
+    skip_special_tokens: bool | None  # False spells them out in the text
     logit_bias: Mapping[int, float] | None  # token id to -100 to 100, added to its logit; at most 1024
     allowed_token_ids: Sequence[int] | None  # no other token is drawn; 1 to 8192
     bad_words: str | Sequence[str] | None  # texts that are not written; at most 128, of 1 to 256 characters
@@ -237,7 +238,7 @@ _SETTERS: Final[dict[str, _Setter]] = {
     **dict.fromkeys(_WHOLE_OF_REQUEST, _set_whole),
     **dict.fromkeys(("temperature", "top_p", "min_p"), _set_real),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _set_real),
-    **dict.fromkeys(("ignore_eos", "include_stop_in_output"), _set_flag),
+    **dict.fromkeys(("ignore_eos", "include_stop_in_output", "skip_special_tokens"), _set_flag),
     **dict.fromkeys(("stop", "bad_words"), _set_texts),
     "stop_token_ids": _set_token_ids,
     "allowed_token_ids": _set_allowed,

@@ -63,6 +63,7 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; 0: the drawn token's; k: and of the k most likely
     include_stop_in_output: bool = False
+    skip_special_tokens: bool = True  # in the text; they are always among the token ids
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, in [-100, 100]), added to the logit; ids ascend
     allowed_token_ids: tuple[int, ...] = ()  # no other token can be drawn; empty: any
     bad_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that the output never contains

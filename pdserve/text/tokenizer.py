@@ -26,11 +26,11 @@ class Tokenizer(Protocol):
         """Token ids of `text`; with those that the tokenizer puts around a text (BOS) when asked."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens."""
+    def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:
+        """Text, with special tokens as they are spelt or without them."""
         ...
 
-    def detokenizer(self, prompt_token_ids: Iterable[int] = ()) -> Detokenizer:
+    def detokenizer(self, prompt_token_ids: Iterable[int] = (), *, has_special_tokens: bool = False) -> Detokenizer:
         """For the tokens that follow a prompt: the text that they add to the prompt's text."""
         ...
 
@@ -97,15 +97,16 @@ class HuggingFaceTokenizer:
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=has_special_tokens)[0].ids
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=not has_special_tokens)
         return text
 
-    def detokenizer(self, prompt_token_ids: Iterable[int] = ()) -> Detokenizer:
-        if self._rule.join is Join.BYTES:
+    def detokenizer(self, prompt_token_ids: Iterable[int] = (), *, has_special_tokens: bool = False) -> Detokenizer:
+        if self._rule.join is Join.BYTES and not has_special_tokens:
             return ByteDetokenizer(self._byte_piece)
-        is_continued = any(self._token(token_id) for token_id in prompt_token_ids)
-        return make_detokenizer(self._rule, self._token, is_continued=is_continued)
+        lookup = self._any_token if has_special_tokens else self._token
+        is_continued = any(lookup(token_id) for token_id in prompt_token_ids)
+        return make_detokenizer(self._rule, lookup, is_continued=is_continued)
 
     def _token(self, token_id: int) -> str | None:
         """Remembered: the vocabulary bounds what is kept."""
@@ -116,6 +117,9 @@ class HuggingFaceTokenizer:
             if token is not None:
                 self._tokens[token_id] = token
             return token
+
+    def _any_token(self, token_id: int) -> str | None:
+        return self._backend.id_to_token(token_id) if token_id in self._special else self._token(token_id)
 
     def _byte_piece(self, token_id: int) -> bytes:
         try:
@@ -130,17 +134,17 @@ class HuggingFaceTokenizer:
 
 @final
 class ToyTokenizer:
-    """Token id = byte value; TOY_EOS ends the text."""
+    """Token id = byte value; TOY_EOS ends the text and has no spelling."""
 
     vocab_size = 257
 
     def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:
         return b"".join(map(_toy_piece, token_ids)).decode("utf-8", "replace")
 
-    def detokenizer(self, prompt_token_ids: Iterable[int] = ()) -> Detokenizer:
+    def detokenizer(self, prompt_token_ids: Iterable[int] = (), *, has_special_tokens: bool = False) -> Detokenizer:
         return ByteDetokenizer(_toy_piece)
 
 

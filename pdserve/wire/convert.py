@@ -28,6 +28,7 @@ _SCALARS: Final = (
     "logprobs",
     "include_stop_in_output",
     "prompt_logprobs",
+    "skip_special_tokens",
 )
 Word = TypeVar("Word")
 # More landing blocks than any pool has; a larger extent is nonsense or an attack on the reader's memory.

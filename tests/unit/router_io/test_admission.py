@@ -51,10 +51,10 @@ class GatedTokenizer:
             assert self.gate.wait(30)
         return self._toy.encode(text)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:
         return self._toy.decode(token_ids)
 
-    def detokenizer(self, prompt_token_ids: Iterable[int] = ()) -> Detokenizer:
+    def detokenizer(self, prompt_token_ids: Iterable[int] = (), *, has_special_tokens: bool = False) -> Detokenizer:
         return self._toy.detokenizer(prompt_token_ids)
 
 

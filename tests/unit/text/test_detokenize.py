@@ -32,6 +32,16 @@ def test_any_ids_give_the_text_of_decoding_them_at_once(tokenizer: Tokenizer, da
 
 
 @SHARED_FOLDER
+@given(data=st.data())
+def test_special_tokens_are_spelt_out_where_asked(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, 3) | st.integers(0, tokenizer.vocab_size - 1), max_size=20))
+    assume(longest_byte_run(tokenizer, ids) <= detokenize.RUN_HELD_BYTES)
+    detokenizer = tokenizer.detokenizer([], has_special_tokens=True)
+    pieces = [*(detokenizer.push([token_id]) for token_id in ids), detokenizer.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids, has_special_tokens=True)
+
+
+@SHARED_FOLDER
 @given(text=st.text(max_size=40))
 def test_real_text_gives_the_same_and_no_piece_holds_half_a_character(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)

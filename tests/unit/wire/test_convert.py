@@ -37,6 +37,7 @@ SAMPLINGS = st.builds(
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
     include_stop_in_output=st.booleans(),
+    skip_special_tokens=st.booleans(),
     logit_bias=st.dictionaries(st.integers(0, 2**32 - 1), st.floats(-100.0, 100.0, **SINGLE), max_size=8).map(
         lambda bias: tuple(sorted(bias.items()))
     ),
