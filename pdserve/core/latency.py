@@ -126,7 +126,13 @@ class Fit:
         px = [sum(row[j] * x[j] for j in range(size)) for row in covariance]
         denominator = noise + sum(x[i] * px[i] for i in range(size))
         gain = [one / denominator for one in px]
-        theta = [max(0.0, old + step * residual) for old, step in zip(self._theta, gain, strict=True)]
+        theta = [old + step * residual for old, step in zip(self._theta, gain, strict=True)]
+        if min(theta) < 0.0:
+            # Correlated coefficients move against each other. Where one may go no lower, its partner would go on
+            # alone, away from the sample: here all move the same way, each by its own variance.
+            px = [covariance[i][i] * x[i] for i in range(size)]
+            gain = [one / (noise + sum(px[i] * x[i] for i in range(size))) for one in px]
+            theta = [max(0.0, old + step * residual) for old, step in zip(self._theta, gain, strict=True)]
         # Directions that no sample excites would grow without bound: forgetting stops at the prior's spread.
         forget = FORGETTING if all(covariance[i][i] < self._widest[i] for i in range(size)) else 1.0
         updated = [[(covariance[i][j] - gain[i] * px[j]) / forget for j in range(size)] for i in range(size)]

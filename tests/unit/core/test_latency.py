@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.core.latency import LONGEST_S, CostModel, CostPrior, LinkModel
+from pdserve.core.latency import LONGEST_S, CostModel, CostPrior, Fit, LinkModel
 
 TRUTH = CostPrior(
     prefill_base_s=0.02,
@@ -151,6 +151,17 @@ def test_equal_batches_do_not_unlearn_what_they_do_not_show() -> None:
         )
     assert model.decode_s(4, 2000) == pytest.approx(CostModel(TRUTH).decode_s(4, 2000), rel=0.02)
     assert model.decode_s(32, 16000) == pytest.approx(CostModel(TRUTH).decode_s(32, 16000), rel=0.5)
+
+
+@pytest.mark.parametrize("factor", [0.05, 0.5, 20.0])
+def test_equal_batches_far_from_their_prior_are_believed(factor: float) -> None:
+    """Nothing tells the coefficients apart, and one that has come to zero must not send the others astray."""
+    fit = Fit((0.01, 0.001, 0.0, 0.1), (1.0, 16.0, 16.0 * 1024.0, 16.0))
+    features = (1.0, 1.0, 9.0, 2.0)
+    seconds = factor * fit.predict(features)
+    for _ in range(60):
+        fit.observe(features, seconds)
+    assert fit.predict(features) == pytest.approx(seconds, rel=0.01)
 
 
 def test_mixed_batches_teach_the_prefill_part_what_the_decode_part_leaves() -> None:
