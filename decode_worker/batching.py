@@ -6,7 +6,8 @@
     given up while somebody may write: -> ENDING     blocks are held until the receiver says that nobody does
 
 A running sequence is one that has tokens to compute: one while it decodes, more while it reads its prompt. Decode
-rows go first; what they leave of the budget is for prompt chunks.
+rows go first; what they leave of the budget is for prompt chunks. A step that reads no prompt may carry drafts
+beside its decode rows; they take memory that nobody else is about to need, and never anybody's place.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from decode_worker.chunking import ChunkRule
+from decode_worker.drafting import DraftRule
 from decode_worker.resident import Resident, Stage
+from decode_worker.speculation import Guesser
 from pdserve.core.attempt import (
     Attempt,
     AttemptKey,
@@ -68,6 +71,7 @@ class DecodeBatching:
         chunks: ChunkRule,
         inbox_depth: int,
         end_rule: EndRule,
+        drafting: DraftRule | None = None,
     ) -> None:
         self.blocks = blocks
         self._block_size = block_size
@@ -75,6 +79,7 @@ class DecodeBatching:
         self._chunks = chunks
         self._inbox_depth = inbox_depth
         self._end_rule = end_rule
+        self._drafting = drafting
         self._residents: dict[AttemptKey, Resident] = {}
         self._running: list[Resident] = []  # by age
         self._waiting: list[Resident] = []  # by age, so that a preempted one is the first to start again
@@ -197,10 +202,11 @@ class DecodeBatching:
         effects = self.expire(now_s)
         decoding, is_memory_short = self._grow()
         context_tokens = sum(resident.computed for resident in decoding)
+        tpot_s = min((each.attempt.tpot_s for each in decoding if each.attempt.tpot_s is not None), default=None)
         budget = self._chunks.tokens(
             rows=len(decoding),
             context_tokens=context_tokens,
-            tpot_s=min((each.attempt.tpot_s for each in decoding if each.attempt.tpot_s is not None), default=None),
+            tpot_s=tpot_s,
             cached=next((each.computed for each in self._running if each.remaining > 1), 0),
         )
         reading: list[tuple[Resident, int]] = []
@@ -210,15 +216,22 @@ class DecodeBatching:
             budget -= count
             if budget == 0:
                 break
-        shares = [(resident, 1) for resident in decoding] + reading
+        drafts = None if reading else self._draft(decoding, context_tokens, tpot_s)
         account = StepAccount(
             decode_rows=len(decoding),
             context_tokens=context_tokens,
             prefill_tokens=sum(count for _, count in reading),
             prefill_token_context=sum(count * (resident.computed + count / 2) for resident, count in reading),
+            draft_tokens=0 if drafts is None else sum(map(len, drafts)),
         )
-        rows = [resident.row(count, self._block_size) for resident, count in shares]
-        return Step(rows=rows, keys=[resident.key for resident, _ in shares], account=account), effects
+        size = self._block_size
+        if drafts is None:
+            rows = [resident.row(1, size) for resident in decoding]
+        else:
+            rows = [resident.row(1, size, each) for resident, each in zip(decoding, drafts, strict=True)]
+        rows += [resident.row(count, size) for resident, count in reading]
+        keys = [resident.key for resident in decoding] + [resident.key for resident, _ in reading]
+        return Step(rows=rows, keys=keys, account=account), effects
 
     def apply(self, step: Step, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
         """What the computed step means; sequences that left meanwhile are passed over."""
@@ -227,14 +240,15 @@ class DecodeBatching:
             resident = self._residents.get(key)
             if resident is None or resident.stage is not Stage.RUNNING:
                 continue
-            full = resident.computed // self._block_size
-            resident.computed += len(row.tokens)
-            if resident.computed // self._block_size > full:
-                self._publish(resident, full)
+            self._advance(resident, len(row.tokens))
             if out.scored:
                 effects.append(PromptScored(key=key, first_position=row.start + 1, tokens=out.scored))
-            for token in out.drawn:
+            for index, token in enumerate(out.drawn):
+                if index > 0:  # the token before was a draft that proved right: its KV is there
+                    self._advance(resident, 1)
                 effects += self._draw(resident, token, now_s)
+                if key not in self._residents:
+                    break
         return effects
 
     def check(self) -> None:
@@ -246,6 +260,7 @@ class DecodeBatching:
             assert (resident in self._waiting) == (stage is Stage.WAITING), resident
             assert not resident.blocks or stage is not Stage.WAITING, resident
             assert len(resident.blocks) * size >= resident.computed, resident
+            assert resident.computed <= len(resident.tokens), resident
         for group in (self._running, self._waiting):
             assert [each.order for each in group] == sorted(each.order for each in group)
             assert all(self._residents.get(each.key) is each for each in group)
@@ -328,6 +343,54 @@ class DecodeBatching:
             del self._waiting[0]
             insort(self._running, oldest, key=_age)
             yield oldest
+
+    def _draft(self, decoding: list[Resident], context_tokens: int, tpot_s: float | None) -> list[list[int]] | None:
+        """Guesses for each decode row, with blocks for them; None where they do not pay."""
+        rule = self._drafting
+        if rule is None or not decoding:
+            return None
+        least = rule.least_chance(len(decoding))
+        guesses: list[list[int]] = []
+        chances: list[list[float]] = []
+        for resident in decoding:
+            if resident.guesser is None:
+                resident.guesser = Guesser()
+            resident.guesser.read(resident.tokens)
+            chances.append(resident.guesser.chances(rule.most, least))
+            guesses.append(self._cut(resident, resident.guesser.guess(resident.tokens, len(chances[-1]))))
+            del chances[-1][len(guesses[-1]) :]
+        counts = rule.counts(chances, context_tokens=context_tokens, tpot_s=tpot_s)
+        if counts is None:
+            return None
+        for resident, guess, count in zip(decoding, guesses, counts, strict=True):
+            del guess[self._extend(resident, count) :]
+        return guesses if any(guesses) else None
+
+    def _cut(self, resident: Resident, guess: list[int]) -> list[int]:
+        """Without what would be drawn behind the text's end."""
+        sampling = resident.attempt.sampling
+        room = min(
+            sampling.max_tokens - resident.num_output - 1, self._end_rule.max_context_tokens - len(resident.tokens) - 1
+        )
+        for index, token in enumerate(guess[: max(0, room)]):
+            if self._end_rule.is_end(sampling, token):
+                return guess[:index]
+        return guess[: max(0, room)]
+
+    def _extend(self, resident: Resident, count: int) -> int:
+        """How many of `count` drafts there are blocks for, taking those that nobody will need in the next step."""
+        while resident.computed + 1 + count > len(resident.blocks) * self._block_size:
+            if self.blocks.num_available <= len(self._running):
+                return len(resident.blocks) * self._block_size - resident.computed - 1
+            resident.blocks += self.blocks.allocate(1) or ()
+        return count
+
+    def _advance(self, resident: Resident, count: int) -> None:
+        """`count` more positions of its text are computed."""
+        full = resident.computed // self._block_size
+        resident.computed += count
+        if resident.computed // self._block_size > full:
+            self._publish(resident, full)
 
     def _publish(self, resident: Resident, first: int) -> None:
         """Makes the computed full blocks from number `first` on findable."""

@@ -11,6 +11,7 @@ from typing import Any, final
 
 from decode_worker.batching import DecodeBatching
 from decode_worker.chunking import ChunkRule
+from decode_worker.drafting import DraftRule
 from kvtransfer.endpoint import make_receiver
 from kvtransfer.grants import fingerprint_of, fingerprint_to_proto, grant_to_proto
 from kvtransfer.transport import Grant, Received, ReceiveOutcome, Receiver, TransferKey
@@ -62,6 +63,11 @@ class DecodeProgram(RoleProgram):
         self._answers: dict[AttemptKey, Answer] = {}
         self._num_grants = 0
         self._chunks = ChunkRule(CostModel(self.cost), least=engine.spec.block_size, most=config.max_batch_tokens)
+        self._drafting = (
+            DraftRule(self.cost, most=config.max_drafts, most_together=config.max_batch_tokens)
+            if config.speculation == "ngram"
+            else None
+        )
         self._batching = DecodeBatching(
             blocks=self.blocks,
             block_size=engine.spec.block_size,
@@ -69,6 +75,7 @@ class DecodeProgram(RoleProgram):
             chunks=self._chunks,
             inbox_depth=config.inbox_depth,
             end_rule=self.end_rule,
+            drafting=self._drafting,
         )
 
     @property
@@ -126,7 +133,10 @@ class DecodeProgram(RoleProgram):
         assert set(self._answers) <= live, "answers are kept of attempts that are gone"
 
     def observe(self, account: fx.StepAccount, step_s: float) -> None:
-        self._chunks.observe(account, step_s)
+        if account.draft_tokens == 0:
+            self._chunks.observe(account, step_s)
+        if account.prefill_tokens == 0 and self._drafting is not None:
+            self._drafting.observe(account, step_s)
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -221,8 +231,13 @@ class DecodeProgram(RoleProgram):
     def _tell(self, drawn: Iterable[fx.Drawn]) -> None:
         by_router: defaultdict[int, list[worker_pb2.TokenRow]] = defaultdict(list)
         now_s = self.context.now()
+        last: AttemptKey | None = None
         for one in drawn:
             key = one.key
+            if key == last:  # one more token of the same step: an accepted draft was before it
+                self._lengthen(by_router[key.router][-1], one)
+                continue
+            last = key
             by_router[key.router].append(
                 worker_pb2.TokenRow(
                     request_id=key.request_id,
@@ -237,8 +252,7 @@ class DecodeProgram(RoleProgram):
                     cached_tokens=one.cached_tokens,
                 )
             )
-            if one.preemptions:
-                self.context.metrics.add(names.PREEMPTED, one.preemptions)
+            self._count(one)
             answer = self._answers.setdefault(key, Answer(since_s=now_s))
             answer.num_tokens += 1
             if one.prefill_s > 0.0:
@@ -247,6 +261,17 @@ class DecodeProgram(RoleProgram):
                 self.record_span(names.SPAN_PREFILL, key, one.prefill_s, attributes)
         for session, rows in by_router.items():
             self.emit(session, tokens=worker_pb2.Tokens(rows=rows))
+
+    def _lengthen(self, row: worker_pb2.TokenRow, one: fx.Drawn) -> None:
+        row.tokens.append(token_to_proto(one.token))
+        row.finish = finish_to_proto(one.finish)
+        row.decode_s, row.preemptions = one.decode_s, one.preemptions
+        self._answers[one.key].num_tokens += 1
+        self._count(one)
+
+    def _count(self, one: fx.Drawn) -> None:
+        if one.preemptions:
+            self.context.metrics.add(names.PREEMPTED, one.preemptions)
 
     def _gone(self, effect: fx.Released) -> None:
         answer = self._answers.pop(effect.key, None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from decode_worker.speculation import Guesser
 from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
 from pdserve.engine.interface import Row
 
@@ -33,6 +35,7 @@ class Resident:
     preemptions: int = 0
     started_s: float | None = None  # when computing first began
     decoding_since_s: float | None = None  # when its first token was there
+    guesser: Guesser | None = None  # where the worker speculates
 
     @property
     def key(self) -> AttemptKey:
@@ -52,8 +55,8 @@ class Resident:
         """It reads its prompt for the prompt's logprobs too, from the beginning: a cache holds none."""
         return self.is_local and self.num_output == 0 and self.attempt.num_top_of_prompt is not None
 
-    def row(self, count: int, block_size: int) -> Row:
-        """Its next `count` positions; the row draws if no more remain."""
+    def row(self, count: int, block_size: int, drafts: Sequence[int] = ()) -> Row:
+        """Its next `count` positions; the row draws if no more remain, and may then have drafts."""
         if count == 1 == self.remaining:  # nearly every row of a decode worker's life: no copies
             return Row(
                 tokens=self.tokens[-1:],
@@ -62,6 +65,7 @@ class Resident:
                 sample=self.attempt.sampling,
                 history=self.tokens,
                 prompt_len=len(self.attempt.prompt_ids),
+                drafts=drafts,
             )
         end = self.computed + count
         is_last = end == len(self.tokens)

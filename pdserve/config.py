@@ -22,6 +22,8 @@ TRANSPORTS: Final = ("auto", "shm", "tcp", "nccl", "cuda_ipc", "nixl")
 DTYPES: Final = ("auto", "float32", "bfloat16", "int8")
 LOADS: Final = ("auto", "dummy")
 DEVICES: Final = ("auto", "cpu", "cuda")
+SPECULATIONS: Final = ("ngram", "off")
+MOST_DRAFTS: Final = 15  # a row of as many and its own token is what attention computes at once
 
 
 def _doc(text: str, default: Any = dataclasses.MISSING, env: str = "") -> Any:
@@ -49,6 +51,10 @@ class WorkerConfig:
     max_context_tokens: int = _doc("longest sequence; 0 takes the model's own limit", 0)
     max_batch: int = _doc("sequences in one decode step", 64)
     max_batch_tokens: int = _doc("prompt tokens in one prefill step", 512)
+    speculation: str = _doc(
+        "guesses that decode steps verify: ngram (what followed before in the text) or off", "ngram"
+    )
+    max_drafts: int = _doc("guessed tokens of one sequence in one step, at most", 8)
     inbox_depth: int = _doc("requests that may wait on the worker before it refuses", 16)
     threads: int = _doc("compute threads; 0 shares the cores among this host's workers", 0)
     heartbeat_s: float = _doc("seconds between load reports", 0.25)
@@ -69,6 +75,9 @@ class WorkerConfig:
         _at_least("kv_blocks", self.kv_blocks, 0)
         _at_least("max_batch", self.max_batch, 1)
         _at_least("max_batch_tokens", self.max_batch_tokens, 1)
+        _choice("speculation", self.speculation, SPECULATIONS)
+        if not 1 <= self.max_drafts <= MOST_DRAFTS:
+            raise ConfigError("max_drafts", self.max_drafts, f"between 1 and {MOST_DRAFTS}")
         _at_least("inbox_depth", self.inbox_depth, 1)
         _port("port", self.port)
         _port("metrics_port", self.metrics_port)

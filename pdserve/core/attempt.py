@@ -91,12 +91,17 @@ class EndRule:
     eos_token_ids: frozenset[int]
     max_context_tokens: int
 
+    def is_end(self, sampling: Sampling, token_id: int) -> bool:
+        """Whether the token ends a text that is long enough; where a grammar is asked for, any."""
+        if token_id in self.eos_token_ids and (sampling.grammar is not None or not sampling.ignore_eos):
+            return True
+        return token_id in sampling.stop_token_ids
+
     def finish(self, sampling: Sampling, token_id: int, num_output: int, num_tokens: int) -> FinishReason | None:
         """After `token_id` was drawn as output token number `num_output`, token number `num_tokens` of all."""
         if sampling.grammar is not None and token_id in self.eos_token_ids:
             return FinishReason.STOP  # the grammar lets nothing follow, so neither min_tokens nor ignore_eos has a say
-        is_stop = token_id in sampling.stop_token_ids or (token_id in self.eos_token_ids and not sampling.ignore_eos)
-        if is_stop and num_output > sampling.min_tokens:
+        if self.is_end(sampling, token_id) and num_output > sampling.min_tokens:
             return FinishReason.STOP
         if num_output >= sampling.max_tokens or num_tokens >= self.max_context_tokens:
             return FinishReason.LENGTH

@@ -164,6 +164,7 @@ class StepAccount:
     context_tokens: int = 0  # of the decode rows
     prefill_tokens: int = 0
     prefill_token_context: float = 0.0  # sum over prefill rows of tokens * (cached + tokens / 2)
+    draft_tokens: int = 0  # guesses beside the decode rows' own tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,9 +129,11 @@ class Fit:
         theta = [old + step * residual for old, step in zip(self._theta, gain, strict=True)]
         if min(theta) < 0.0:
             # Correlated coefficients move against each other. Where one may go no lower, its partner would go on
-            # alone, away from the sample: here all move the same way, each by its own variance.
+            # alone, away from the sample: so they are taken for independent, and all move the same way.
+            covariance = [[covariance[i][i] if i == j else 0.0 for j in range(size)] for i in range(size)]
             px = [covariance[i][i] * x[i] for i in range(size)]
-            gain = [one / (noise + sum(px[i] * x[i] for i in range(size))) for one in px]
+            denominator = noise + sum(x[i] * px[i] for i in range(size))
+            gain = [one / denominator for one in px]
             theta = [max(0.0, old + step * residual) for old, step in zip(self._theta, gain, strict=True)]
         # Directions that no sample excites would grow without bound: forgetting stops at the prior's spread.
         forget = FORGETTING if all(covariance[i][i] < self._widest[i] for i in range(size)) else 1.0

@@ -41,12 +41,12 @@ from pdserve.engine.rows import check_rows
 EOS: Final = 256
 EOT: Final = 4
 VOCAB_SIZE: Final = 257
+NUM_ANSWERS: Final = 95  # up to "~"; with few of them text repeats itself
 CELL_BYTES: Final = 8
 MARKS: Final = {Role.PREFILL: 1, Role.DECODE: 0}
 
 _SUM_MODULUS: Final = 7919
 _FIRST: Final = 32  # space
-_NUM_ANSWERS: Final = 95  # up to "~"
 _MASK: Final = 2**64 - 1
 
 
@@ -73,6 +73,7 @@ class ToyEngine:
         role_mark: int = 0,
         is_marked: bool = False,
         step_s: float = 0.0,
+        num_answers: int = NUM_ANSWERS,
     ) -> None:
         self.spec = EngineSpec(
             model="toy-marked" if is_marked else "toy",
@@ -90,6 +91,7 @@ class ToyEngine:
         self._cells = self.pool.buffer.cast("Q")
         self._role_mark = role_mark
         self._step_s = step_s
+        self._num_answers = num_answers
 
     def step(self, rows: Sequence[Row]) -> list[RowOut]:
         check_rows(self.spec, rows)
@@ -132,14 +134,14 @@ class ToyEngine:
         total = self._sum(row.blocks, end)
         if not sampling.is_greedy:
             total += noise(sampling.seed, end)
-        token = _FIRST + total % _SUM_MODULUS % _NUM_ANSWERS
+        token = _FIRST + total % _SUM_MODULUS % self._num_answers
         num_output = end - row.prompt_len
         if num_output < sampling.min_tokens:
             banned = sampling.stop_token_ids
-            for _ in range(_NUM_ANSWERS):
+            for _ in range(self._num_answers):
                 if token not in banned:
                     break
-                token = _FIRST + (token + 1 - _FIRST) % _NUM_ANSWERS
+                token = _FIRST + (token + 1 - _FIRST) % self._num_answers
         elif _ends_here(history, row.prompt_len, num_output):
             token = EOS
         if sampling.logprobs is None:
@@ -169,7 +171,14 @@ def noise(seed: int, position: int) -> int:
     return (mixed ^ (mixed >> 31)) % _SUM_MODULUS
 
 
-def answer(prompt: Sequence[int], num_tokens: int, *, seed: int | None = None, prefilled: int = 0) -> list[int]:
+def answer(
+    prompt: Sequence[int],
+    num_tokens: int,
+    *,
+    seed: int | None = None,
+    prefilled: int = 0,
+    num_answers: int = NUM_ANSWERS,
+) -> list[int]:
     """The `num_tokens` tokens that follow `prompt` (fewer if the end of sequence comes), for tests.
 
     `seed` None is greedy. `prefilled` is how many leading cells a prefill worker wrote on `toy-marked`.
@@ -180,7 +189,7 @@ def answer(prompt: Sequence[int], num_tokens: int, *, seed: int | None = None, p
     )
     while len(tokens) < len(prompt) + num_tokens:
         drawn = total if seed is None else total + noise(seed, len(tokens))
-        token = _FIRST + drawn % _SUM_MODULUS % _NUM_ANSWERS
+        token = _FIRST + drawn % _SUM_MODULUS % num_answers
         if _ends_here(tokens, len(prompt), len(tokens) - len(prompt)):
             token = EOS
         total += (len(tokens) + 1) * cell(token, len(tokens))

@@ -232,6 +232,14 @@ KV_BLOCKS: Final = _metric(
 PREFILLED_TOKENS: Final = _metric("pdserve_prefilled_tokens_total", "counter", "worker", "prompt tokens computed")
 REUSED_TOKENS: Final = _metric("pdserve_reused_tokens_total", "counter", "worker", "prompt tokens found in the cache")
 DRAWN_TOKENS: Final = _metric("pdserve_drawn_tokens_total", "counter", "worker", "tokens drawn")
+DRAFT_TOKENS: Final = _metric(
+    "pdserve_draft_tokens_total",
+    "counter",
+    "worker",
+    "guessed tokens that were computed, and proved right or wrong",
+    ("outcome",),
+)  # outcome: accepted, rejected
+SPECULATED_STEPS: Final = _metric("pdserve_speculated_steps_total", "counter", "worker", "steps that carried drafts")
 PREEMPTED: Final = _metric("pdserve_preemptions_total", "counter", "worker", "sequences recomputed for want of memory")
 REFUSED_BY_WORKER: Final = _metric(
     "pdserve_worker_refusals_total", "counter", "worker", "reservations and prefills refused", ("reason",)

@@ -344,15 +344,23 @@ class RoleProgram(ABC):
 
     def _account(self, account: fx.StepAccount, outs: Sequence[RowOut], step_s: float, now_s: float) -> None:
         self.observe(account, step_s)
+        num_drawn = sum(len(out.drawn) for out in outs)
         metrics = self.context.metrics
         if metrics.is_on:
             metrics.add(names.STEPS)
             metrics.observe(names.STEP_TIME, step_s)
             metrics.add(names.PREFILLED_TOKENS, account.prefill_tokens)
-            metrics.add(names.DRAWN_TOKENS, sum(len(out.drawn) for out in outs))
+            metrics.add(names.DRAWN_TOKENS, num_drawn)
+            if account.draft_tokens:
+                num_accepted = sum(max(0, len(out.drawn) - 1) for out in outs)
+                metrics.add(names.SPECULATED_STEPS)
+                metrics.add(names.DRAFT_TOKENS, num_accepted, outcome="accepted")
+                metrics.add(names.DRAFT_TOKENS, account.draft_tokens - num_accepted, outcome="rejected")
         if now_s - self._timed_at_s < self.context.config.heartbeat_s / TIMED_BATCHES_PER_HEARTBEAT:
             return
         self._timed_at_s = now_s
+        if account.draft_tokens:  # routers plan with the time per token, which accepted drafts shorten
+            step_s *= account.decode_rows / max(1, num_drawn)
         timed = messages.batch_timed(account, step_s)
         for session in self._routers:
             self.emit(session, batch_timed=timed)

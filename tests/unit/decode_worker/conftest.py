@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from decode_worker.batching import DecodeBatching
 from decode_worker.chunking import ChunkRule
+from decode_worker.drafting import DraftRule
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.blocks import BlockAllocator
-from pdserve.core.effects import DecodeEffect, Drawn, LandingHeld
+from pdserve.core.effects import DecodeEffect, Drawn, LandingHeld, StepAccount
 from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.types import Sampling
 from pdserve.engine.interface import Row
-from pdserve.engine.toy import EOS, ToyEngine
+from pdserve.engine.toy import EOS, NUM_ANSWERS, ToyEngine
 
 BLOCK_SIZE = 4
 PRIOR = CostPrior(
@@ -26,6 +28,7 @@ PRIOR = CostPrior(
     decode_per_row_s=0.01,
     decode_per_context_token_s=0.0,
 )
+CHEAP_DRAFTS = replace(PRIOR, prefill_per_token_s=0.0001)
 
 
 class Bench:
@@ -37,14 +40,19 @@ class Bench:
         max_batch: int = 4,
         max_batch_tokens: int = 8,
         inbox_depth: int = 4,
+        num_answers: int = NUM_ANSWERS,
+        max_drafts: int = 0,
     ) -> None:
-        self.engine = ToyEngine(num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        self.num_answers = num_answers
+        self.engine = ToyEngine(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_answers=num_answers)
+        self.accounts: list[StepAccount] = []
         self.batching = DecodeBatching(
             blocks=BlockAllocator(num_blocks),
             block_size=BLOCK_SIZE,
             max_batch=max_batch,
             chunks=ChunkRule(CostModel(PRIOR), least=4, most=max_batch_tokens),
             inbox_depth=inbox_depth,
+            drafting=DraftRule(CHEAP_DRAFTS, most=max_drafts, most_together=64) if max_drafts else None,
             end_rule=EndRule(eos_token_ids=frozenset({EOS}), max_context_tokens=num_blocks * BLOCK_SIZE),
         )
         self.now_s = 0.0
@@ -87,7 +95,9 @@ class Bench:
         """What a prefill worker does: writes the prompt's KV into the granted blocks, and draws the first token."""
         key = self.key(name, attempt)
         tokens, grant = self.prompts[key], self.grants[key]
-        source = ToyEngine(num_blocks=len(tokens) // BLOCK_SIZE + 1, block_size=BLOCK_SIZE)
+        source = ToyEngine(
+            num_blocks=len(tokens) // BLOCK_SIZE + 1, block_size=BLOCK_SIZE, num_answers=self.num_answers
+        )
         blocks = list(range(-(-len(tokens) // BLOCK_SIZE)))
         greedy = Sampling(temperature=0.0)
         row = Row(tokens=tokens, start=0, blocks=blocks, sample=greedy, history=tokens, prompt_len=len(tokens))
@@ -116,6 +126,7 @@ class Bench:
         self.now_s += 1.0
         if not plan.rows:
             return before
+        self.accounts.append(plan.account)
         after = self.batching.apply(plan, self.engine.step(plan.rows), self.now_s)
         self.batching.check()
         for one in after:

@@ -27,11 +27,13 @@ MOVES = st.lists(
 )
 
 
-@pytest.mark.parametrize("num_blocks", [5, 9])
+@pytest.mark.parametrize(("num_blocks", "num_answers", "max_drafts"), [(5, 95, 0), (9, 95, 0), (5, 2, 6), (9, 1, 15)])
 @given(moves=MOVES)
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_tokens_are_right_and_no_block_is_lost(make_bench: Any, num_blocks: int, moves: list[Any]) -> None:
-    bench = make_bench(num_blocks=num_blocks, max_batch=3)
+def test_tokens_are_right_and_no_block_is_lost(
+    make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, moves: list[Any]
+) -> None:
+    bench = make_bench(num_blocks=num_blocks, max_batch=3, num_answers=num_answers, max_drafts=max_drafts)
     batching, blocks = bench.batching, bench.batching.blocks
     attempts = dict.fromkeys(NAMES, 0)
     first: dict[str, int] = {}
@@ -57,7 +59,7 @@ def test_tokens_are_right_and_no_block_is_lost(make_bench: Any, num_blocks: int,
             prompt = [10 + which] * length
             bench.drawn.pop(name, None)
             max_tokens += 1  # so that the first token never ends the text
-            expected[name] = answer(prompt, max_tokens)[: num_blocks * 4 - length]
+            expected[name] = answer(prompt, max_tokens, num_answers=num_answers)[: num_blocks * 4 - length]
             effects = bench.offer(name, prompt, is_local=move == "local", attempt=attempts[name], max_tokens=max_tokens)
             if isinstance(effects[0], LandingHeld):
                 first[name] = bench.write(name, attempts[name])

@@ -1,0 +1,179 @@
+"""How many drafts each row of a step gets: as many as make the step's tokens per second largest, often none. Pure.
+
+A step of B rows with D drafts gives B tokens and the accepted drafts. What it takes is measured: steps of about as
+many rows have a price, a level without drafts and a line over D / B with them, both in units of what the worker's
+first calibration says of a plain step. Only the ratio of the two counts, so both forget soon, and while drafts pay a
+plain step now and then keeps them comparable.
+
+Drafts are taken in the order of their chances while the rate grows, and only where the best rate is better than a
+plain step's by a margin. All rows wait for the step, so it must also keep the strictest promise among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, final
+
+from decode_worker.chunking import SLACK_SHARE
+from pdserve.core.effects import StepAccount
+from pdserve.core.latency import CostPrior
+
+MARGIN: Final = 1.05  # of the plain rate; for what the prices and the chances do not know
+LEAST_CHANCE: Final = 0.02
+REFERENCE_STEPS: Final = 24  # speculated ones in a row, after which one is plain
+FIRST_PROBE_STEPS: Final = 32  # plain ones that had promising drafts, after which their price is tried again
+LAST_PROBE_STEPS: Final = 1024
+PROBE_GAIN: Final = 0.5  # accepted drafts per row that are promising
+DECAY: Final = 0.95  # of a measurement, per newer one
+FIRST_DRAFTS: Final = 4.0  # drafts per row at which a guess is believed like a measurement, as it is at none
+HOLD: Final = (0.1, 1.0)  # on base and slope, in measurements: what too equal ones cannot tell stays as it is
+OUTLIER: Final = 3.0  # times what was expected; a measurement counts as no more
+SURPRISE: Final = 0.6  # of what was expected; a stall makes no step that fast, so older measurements are wrong
+
+
+@final
+class Price:
+    """What steps of about as many rows take, with and without drafts; `base` and `per_draft` are a first guess."""
+
+    __slots__ = (
+        "_moments",
+        "_num_plain",
+        "_weights",
+        "base",
+        "first_per_draft",
+        "num_refused",
+        "per_draft",
+        "plain",
+        "probe_steps",
+    )
+
+    def __init__(self, base: float, per_draft: float) -> None:
+        self.plain = 1.0
+        self._num_plain = 0
+        self.base, self.per_draft = base, per_draft
+        self.first_per_draft = per_draft
+        self._weights = (0.0, 0.0, 0.0)  # sums over measurements: 1, d, d * d
+        self._moments = (0.0, 0.0)  # t, t * d
+        self._believe(base, per_draft)
+        self.num_refused = 0  # promising steps since the last speculated one
+        self.probe_steps = FIRST_PROBE_STEPS
+
+    def speculated(self, drafts_per_row: float) -> float:
+        return self.base + self.per_draft * drafts_per_row
+
+    def learn_plain(self, units: float) -> None:
+        self._num_plain += 1
+        if units < SURPRISE * self.plain:
+            self.plain = units
+        else:
+            gain = max(1.0 - DECAY, 1.0 / (self._num_plain + 1))
+            self.plain += gain * (min(units, OUTLIER * self.plain) - self.plain)
+
+    def learn(self, drafts_per_row: float, units: float) -> None:
+        """Least squares over recent measurements."""
+        expected = self.speculated(drafts_per_row)
+        if units < SURPRISE * expected:
+            self._believe(self.base * units / expected, self.per_draft * units / expected)
+            return
+        d, t = drafts_per_row, min(units, OUTLIER * expected)
+        w, wd, wdd = self._weights
+        m, md = self._moments
+        self._weights = w, wd, wdd = DECAY * w + 1.0, DECAY * wd + d, DECAY * wdd + d * d
+        self._moments = m, md = DECAY * m + t, DECAY * md + t * d
+        w, wdd = w + HOLD[0], wdd + HOLD[1]
+        m, md = m + HOLD[0] * self.base, md + HOLD[1] * self.per_draft
+        self.per_draft = max(0.0, (w * md - wd * m) / (w * wdd - wd * wd))
+        self.base = max(0.0, (m - self.per_draft * wd) / w)
+
+    def _believe(self, base: float, per_draft: float) -> None:
+        """Starts anew from a line, as if it had been measured at two places."""
+        self.base, self.per_draft = base, per_draft
+        guess = base + per_draft * FIRST_DRAFTS
+        self._weights = (2.0, FIRST_DRAFTS, FIRST_DRAFTS**2)
+        self._moments = (base + guess, guess * FIRST_DRAFTS)
+
+
+@final
+class DraftRule:
+    """At most `most` drafts per row and `most_together` per step; `prior` is the worker's calibration."""
+
+    def __init__(self, prior: CostPrior, *, most: int, most_together: int) -> None:
+        self.most = most
+        self._most_together = most_together
+        self._prior = prior
+        self._prices: dict[int, Price] = {}  # by the power of two of the rows
+        self._num_speculated = 0  # in a row
+
+    def least_chance(self, rows: int) -> float:
+        """Below it a draft costs more than it gives, however cheap the first one of the step is."""
+        price = self._price(rows)
+        per_draft = min(price.per_draft, price.first_per_draft)  # a price that is too high must stay open to proof
+        return max(LEAST_CHANCE, per_draft / max(price.plain, 1e-9))
+
+    def counts(
+        self, chances: Sequence[Sequence[float]], *, context_tokens: int, tpot_s: float | None
+    ) -> list[int] | None:
+        """Drafts per row, `chances` being those that its first 1, 2, ... drafts are right; None for a plain step.
+
+        `tpot_s` is the strictest promise among the rows.
+        """
+        ranked = [(chance, row) for row, each in enumerate(chances) for chance in each]
+        if not ranked or self._num_speculated >= REFERENCE_STEPS:
+            return None
+        ranked.sort(key=lambda one: -one[0])
+        del ranked[self._most_together :]
+        rows = len(chances)
+        price = self._price(rows)
+        most_units = float("inf") if tpot_s is None else SLACK_SHARE * tpot_s / self._unit_s(rows, context_tokens)
+        best, best_rate, gain = 0, MARGIN * rows / max(price.plain, 1e-9), 0.0
+        for number, (chance, _) in enumerate(ranked, 1):
+            gain += chance
+            units = price.speculated(number / rows)
+            if units > most_units:
+                break
+            rate = (rows + gain) / max(units, 1e-9)
+            if rate > best_rate:
+                best, best_rate = number, rate
+        if best == 0:
+            price.num_refused += gain >= PROBE_GAIN * rows
+            if price.num_refused <= price.probe_steps:
+                return None
+            price.probe_steps = min(2 * price.probe_steps, LAST_PROBE_STEPS)
+            best = len(ranked)
+        elif price.num_refused == 0:
+            price.probe_steps = FIRST_PROBE_STEPS
+        counts = [0] * rows
+        for _, row in ranked[:best]:
+            counts[row] += 1
+        return counts
+
+    def observe(self, account: StepAccount, step_s: float) -> None:
+        """A step without prompts took `step_s`."""
+        rows = account.decode_rows
+        price, units = self._price(rows), step_s / self._unit_s(rows, account.context_tokens)
+        if account.draft_tokens == 0:
+            self._num_speculated = 0
+            price.learn_plain(units)
+            return
+        self._num_speculated += 1
+        price.num_refused = 0
+        price.learn(account.draft_tokens / rows, units)
+
+    def _price(self, rows: int) -> Price:
+        price = self._prices.get(rows.bit_length())
+        if price is None:
+            prior = self._prior
+            per_row_s = prior.decode_per_row_s * rows
+            plain_s = max(prior.decode_base_s + per_row_s, 1e-9)
+            base_s = max(prior.decode_base_s, prior.prefill_base_s) + per_row_s
+            price = self._prices[rows.bit_length()] = Price(
+                base_s / plain_s if plain_s > 1e-9 else 1.0, prior.prefill_per_token_s * rows / plain_s
+            )
+        return price
+
+    def _unit_s(self, rows: int, context_tokens: int) -> float:
+        prior = self._prior
+        return max(
+            prior.decode_base_s + prior.decode_per_row_s * rows + prior.decode_per_context_token_s * context_tokens,
+            1e-9,
+        )
