@@ -209,8 +209,10 @@ class Router:
         """Tokens of the rows up to the one that finished."""
         await self.wait_for(lambda: any(row.finish for row in self.rows(request_id, attempt)))
         rows = self.rows(request_id, attempt)
-        first = rows[0].output_index
-        assert [row.output_index for row in rows] == list(range(first, first + len(rows)))
+        index = rows[0].output_index
+        for row in rows:
+            assert row.output_index == index
+            index += len(row.tokens)
         return self.text(request_id, attempt)
 
     async def released(self, request_id: str, role: Role, attempt: int = 1) -> None:
