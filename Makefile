@@ -36,6 +36,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.decision
 	$(BIN)/python -m benchmarks.transfer
 	$(BIN)/python -m benchmarks.prefix
+	$(BIN)/python -m benchmarks.speculation
 	$(BIN)/python -m benchmarks.tracing
 	$(BIN)/python -m benchmarks.engine --model pdserve/models/stdlib-5m
 	$(BIN)/python -m benchmarks.perplexity
