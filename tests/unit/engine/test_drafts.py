@@ -25,6 +25,10 @@ FAMILIES = [
     "mistral-window",
     "qwen2-window-by-layer",
     "qwen3",
+    "qwen3-moe",
+    "mixtral-window",
+    "gemma3",
+    "gemma2",
 ]
 ASKED = {
     "greedy": Sampling(temperature=0.0, max_tokens=40),

@@ -23,7 +23,7 @@ def recording(world: World) -> list[str]:
 
 @pytest.mark.parametrize("policy", ["least-ttft", "round-robin"])
 def test_ten_thousand_recorded_events_replay_to_equal_commands(policy: str) -> None:
-    world = run(7, faults=0.02, policy=policy, requests=900, stirs=50_000)
+    world = run(7, faults=0.02, policy=policy, requests=1200, stirs=60_000)
     assert len(world.log) > 10_000
     assert list(replay.replay(recording(world))) == []
 

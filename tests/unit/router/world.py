@@ -419,17 +419,20 @@ class World:
         return FinishReason.LENGTH if num_output >= client.request.sampling.max_tokens else FinishReason.STOP
 
     def _step_decode(self, worker: Worker, key: Key, held: Held) -> None:
-        finish = self._finish_of(key[0], held.output + 1)
+        """One token, or several where the worker has verified guesses."""
+        left = self.clients[key[0]].length - held.output
+        count = max(1, min(self.rng.choice((1, 1, 2, 5)), left))
+        finish = self._finish_of(key[0], held.output + count)
         row = TokenRow(
             request_id=key[0],
             attempt=key[1],
             output_index=held.output,
-            tokens=(TokenOut(token_id=answer(key[0], held.output)),),
+            tokens=tuple(TokenOut(token_id=answer(key[0], held.output + index)) for index in range(count)),
             finish=finish,
             decode_s=0.5 if finish else 0.0,
         )
-        held.output += 1
-        held.tokens += 1
+        held.output += count
+        held.tokens += count
         self.say(worker, TokensArrived(worker_id=worker.worker_id, rows=(row,)))
         if finish is not None:
             self.release(worker, key)
