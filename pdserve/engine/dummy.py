@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, final
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.linear import Linear, is_repacked, make_linear
+from pdserve.engine.load_threads import load_threads
 from pdserve.engine.parameters import Weights, build_weights
 from pdserve.engine.scratch import Scratch
 
@@ -28,9 +29,8 @@ _CPU: Final = torch.device("cpu")
 def dummy_weights(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, *, is_int8: bool = False, num_threads: int = 0
 ) -> Weights:
-    """`num_threads` 0: as many as torch computes with."""
-    with ThreadPoolExecutor(num_threads or torch.get_num_threads(), thread_name_prefix="dummy") as threads:
-        return build_weights(config, DummySource(threads, device, dtype, is_int8=is_int8))
+    with load_threads(num_threads) as threads:
+        return build_weights(config, DummySource(device, dtype, is_int8=is_int8), threads)
 
 
 def dummy_hash(folder: Path, *choices: str) -> str:
@@ -45,13 +45,14 @@ def dummy_hash(folder: Path, *choices: str) -> str:
 
 @final
 class DummySource:
-    def __init__(self, threads: ThreadPoolExecutor, device: torch.device, dtype: torch.dtype, *, is_int8: bool) -> None:
-        self._threads = threads
+    """Gives the same to whichever thread asks."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, is_int8: bool) -> None:
         self._device = device
         self._dtype = dtype
         self._is_int8 = is_int8
         self._is_scratch = device.type != "cpu" or is_repacked(device, dtype, is_int8=is_int8)
-        self._scratch = Scratch()
+        self._scratches = threading.local()
 
     def vector(self, name: str, size: int) -> Tensor:
         return torch.ones(size, device=self._device, dtype=self._dtype)
@@ -63,7 +64,9 @@ class DummySource:
     def matrix(self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False) -> Linear:
         num_outputs = sum(parts.values())
         if self._is_scratch:
-            weight_NK = self._scratch.take_matrix(num_outputs, num_inputs, self._dtype)
+            if not hasattr(self._scratches, "one"):
+                self._scratches.one = Scratch()
+            weight_NK = self._scratches.one.take_matrix(num_outputs, num_inputs, self._dtype)
         else:
             weight_NK = torch.empty((num_outputs, num_inputs), dtype=self._dtype)
         name = "+".join(parts)
@@ -78,8 +81,8 @@ class DummySource:
         return make_linear(table_NK, is_int8=self._is_int8)
 
     def _fill(self, target: Tensor, name: str, fan_in: int) -> Tensor:
-        chunks = target.view(-1).split(_CHUNK)
-        list(self._threads.map(lambda at: _fill_chunk(chunks[at], name, at, fan_in**-0.5), range(len(chunks))))
+        for at, chunk in enumerate(target.view(-1).split(_CHUNK)):
+            _fill_chunk(chunk, name, at, fan_in**-0.5)
         return target
 
 

@@ -132,11 +132,13 @@ def round_weights(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     rounded_NK = torch.empty(weight_NK.shape, dtype=torch.int8)
     scale_N = torch.empty(weight_NK.shape[0])
     num_at_once = max(1, _ROUNDED_AT_ONCE // weight_NK.shape[1])
+    step_PK = torch.empty((min(num_at_once, len(weight_NK)), weight_NK.shape[1]))
     parts = (tensor.split(num_at_once) for tensor in (weight_NK, rounded_NK, scale_N))
     for weight_PK, rounded_PK, scale_P in zip(*parts, strict=True):
-        largest_P = torch.linalg.vector_norm(weight_PK, torch.inf, dim=1)
-        torch.div(largest_P.float().clamp_(min=rows.LEAST_SCALE), weight_levels(), out=scale_P)
-        rounded_PK.copy_((weight_PK / scale_P[:, None]).round_())
+        step = step_PK[: len(weight_PK)]
+        largest_P = step.copy_(weight_PK).abs_().amax(dim=1).clamp_(min=rows.LEAST_SCALE)
+        torch.div(largest_P, weight_levels(), out=scale_P)
+        rounded_PK.copy_(step.copy_(weight_PK).div_(scale_P[:, None]).round_())
     return rounded_NK, scale_N
 
 

@@ -10,6 +10,7 @@ here alone: its names, its sizes, and what its layers hold.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -79,18 +80,29 @@ class Weights:
     dtype: torch.dtype  # of what is computed
 
 
-def build_weights(config: ModelConfig, source: Source) -> Weights:
-    """The head first: it is the largest, and while it is packed there is a second copy of it."""
+def build_weights(config: ModelConfig, source: Source, threads: Executor | None = None) -> Weights:
+    """On `threads`, where they are given, layers are built side by side, and the source must bear that.
+
+    The head comes first: it is the largest, and while it is packed there is a second copy of it.
+    """
     embedding_VE = source.table("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    if config.is_tied:
-        head = source.product(embedding_VE)
+    if threads is None:
+        head = build_head(config, source, embedding_VE)
+        layers = tuple(build_layer(config, index, source) for index in range(config.num_layers))
     else:
-        head = source.matrix({"lm_head": config.vocab_size}, config.hidden_size)
-    layers = tuple(build_layer(config, index, source) for index in range(config.num_layers))
+        pending = threads.submit(build_head, config, source, embedding_VE)
+        layers = tuple(threads.map(lambda index: build_layer(config, index, source), range(config.num_layers)))
+        head = pending.result()
     norm_E = source.vector("model.norm.weight", config.hidden_size)
     return Weights(
         embedding_VE=embedding_VE, layers=layers, norm_E=_offset(config, norm_E), head=head, dtype=norm_E.dtype
     )
+
+
+def build_head(config: ModelConfig, source: Source, embedding_VE: Tensor) -> Linear:
+    if config.is_tied:
+        return source.product(embedding_VE)
+    return source.matrix({"lm_head": config.vocab_size}, config.hidden_size)
 
 
 def build_layer(config: ModelConfig, index: int, source: Source) -> LayerWeights:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Final, final
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from pdserve.engine import quantised
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.linear import Int8Linear, Linear, is_repacked, make_linear, weight_levels
+from pdserve.engine.load_threads import load_threads
 from pdserve.engine.needs import Needs
 from pdserve.engine.parameters import Weights, build_weights
 from pdserve.engine.quantisation_config import Quantisation, Scheme
@@ -51,13 +53,23 @@ def load_weights(
     build_weights(config, needs)
     needs.check(stored)
     order = [stored[name] for name in needs.tensors]
-    with Reader(order) as reader:
+    with Reader(order) as reader, load_threads() as threads:
         source = CheckpointSource(stored, reader, config.quantisation, device, dtype, progress, is_int8=is_int8)
-        return build_weights(config, source)
+        return build_weights(config, source, threads)
+
+
+@final
+class _Scratches(threading.local):
+    """Of the thread that asks."""
+
+    def __init__(self) -> None:
+        self.raw, self.wide, self.scale = Scratch(), Scratch(), Scratch()
 
 
 @final
 class CheckpointSource:
+    """Gives parameters from files, to several threads at a time."""
+
     def __init__(
         self,
         stored: Mapping[str, StoredTensor],
@@ -77,7 +89,8 @@ class CheckpointSource:
         self._progress = progress
         self._is_int8 = is_int8
         self._is_repacked = is_repacked(device, dtype, is_int8=is_int8)
-        self._raw, self._wide, self._scale = Scratch(), Scratch(), Scratch()
+        self._scratches = _Scratches()
+        self._counting = threading.Lock()
         self._num_read_bytes = 0
         self._num_bytes = sum(tensor.num_bytes for tensor in stored.values())
 
@@ -115,7 +128,7 @@ class CheckpointSource:
         self, parts: Mapping[str, int], schemes: Mapping[str, Scheme | None], num_inputs: int, has_bias: bool
     ) -> Linear:
         """The checkpoint's own integers and scales: rounding them again would lose a little once more."""
-        rounded_NK = self._wide.take_matrix(sum(parts.values()), num_inputs, torch.int8)
+        rounded_NK = self._scratches.wide.take_matrix(sum(parts.values()), num_inputs, torch.int8)
         scales, biases = [], []
         for (module, scheme), part_NK in zip(schemes.items(), rounded_NK.split(list(parts.values())), strict=True):
             assert scheme is not None
@@ -129,14 +142,14 @@ class CheckpointSource:
     def _place(self, num_rows: int, num_columns: int) -> Tensor:
         """Where a matrix stands before `make_linear`: in memory of its own where that is its final form."""
         if self._is_repacked:
-            return self._wide.take_matrix(num_rows, num_columns, self._dtype)
+            return self._scratches.wide.take_matrix(num_rows, num_columns, self._dtype)
         return torch.empty((num_rows, num_columns), device=self._device, dtype=self._dtype)
 
     def _bias(self, module: str, size: int) -> Tensor:
         return self.vector(f"{module}.bias", size)
 
     def _read_scale(self, name: str) -> Tensor:
-        scale = self._read_raw(name, self._scale).float().to(self._device, copy=True)
+        scale = self._read_raw(name, self._scratches.scale).float().to(self._device, copy=True)
         quantised.check_scale(name, scale)
         return scale
 
@@ -150,16 +163,17 @@ class CheckpointSource:
     def _read_raw(self, name: str, scratch: Scratch | None = None) -> Tensor:
         """As stored; gone with the next one that is read into the same scratch."""
         stored = self._stored[name]
-        raw = (scratch or self._raw).take(stored.num_bytes)
+        raw = (scratch or self._scratches.raw).take(stored.num_bytes)
         self._read(name, raw)
         return raw.view(_DTYPES[stored.dtype]).view(stored.shape)
 
     def _read(self, name: str, target: Tensor) -> None:
         stored = self._stored[name]
         self._reader.read(stored, target.view(-1).view(torch.uint8).numpy().data)
-        self._num_read_bytes += stored.num_bytes
-        if self._progress is not None:
-            self._progress(self._num_read_bytes, self._num_bytes)
+        with self._counting:
+            self._num_read_bytes += stored.num_bytes
+            if self._progress is not None:
+                self._progress(self._num_read_bytes, self._num_bytes)
 
 
 def _is_kept(scheme: Scheme | None) -> bool:
