@@ -11,6 +11,7 @@ import pytest
 from pdserve.engine.toy import answer
 from pdserve.v1 import inference_pb2, worker_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
+from router.answer import Answer
 from router.inference import InferenceServicer
 from router.session import WorkerSession
 from tests.unit.router_io.conftest import Connect, until
@@ -89,6 +90,35 @@ async def test_a_stream_goes_on_at_the_exact_next_token_when_its_worker_dies(con
     assert (first.text + "".join(piece.text for piece in rest)).encode() == bytes(answer(list(b"hello"), 60))
     assert stream.completion.timings.decode_worker == "other"
     assert stream.completion.timings.attempts == 2
+
+
+async def test_a_prompt_is_scored_once_though_its_worker_dies_in_the_middle(
+    connect: Connect, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed once some scores have come; the next attempt begins anew, and the client gets each once."""
+    flags = ("--model=toy", "--heartbeat-s=0.05", "--toy-step-s=0.02", "--max-batch-tokens=64")
+    doomed = start("decode_worker", "--worker-id=doomed", *flags)
+    other = await asyncio.to_thread(start, "decode_worker", "--worker-id=other", *flags)
+    front = await connect(doomed)
+    scored: list[int] = []
+    score = Answer.score
+
+    def noted(self: Answer, scores: inference_pb2.PromptLogprobs) -> None:
+        scored.append(scores.first_position)
+        if len(scored) == 3:
+            doomed.kill()
+            front.server._workers.dial([other.address])
+        score(self, scores)
+
+    monkeypatch.setattr(Answer, "score", noted)
+    prompt = [33 + index % 90 for index in range(900)]
+    done = await front.client.generate(prompt, max_tokens=4, temperature=0, prompt_logprobs=0)
+    assert scored.count(1) == 2
+    assert scored.index(1, 1) >= 3
+    assert (done.timings.attempts, done.timings.decode_worker) == (2, "other")
+    assert done.token_ids == tuple(answer(prompt, 4))
+    assert [one.token_id for one in done.prompt_logprobs if one is not None] == prompt[1:]
+    await until(lambda: front.server.runtime.state.is_empty)
 
 
 async def test_readiness_follows_decode_workers_and_a_restarted_one_is_redialled(
