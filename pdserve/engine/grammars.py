@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
@@ -43,27 +42,17 @@ class RowMasks:
 
 @final
 class Grammars:
-    """One thread computes masks while the model computes logits; it alone touches the matchers."""
+    """For one thread: the engine's. On a GPU its work overlaps with the kernels that were launched before."""
 
     def __init__(self, compiler: Compiler | None) -> None:
         """None where no grammar can be followed: each row that brings one fails."""
         self._compiler = compiler
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._matchers: OrderedDict[tuple[Grammar, tuple[int, ...]], LLMatcher] = OrderedDict()
         self.num_replays = 0
 
-    def begin(self, rows: Sequence[Row]) -> Future[dict[int, RowMasks]] | None:
-        """Masks by number of the row, of those that draw under a grammar; None where no row does."""
-        for row in rows:
-            if row.sample is not None and row.sample.grammar is not None:
-                return self._thread.submit(self._all, rows)
-        return None
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _all(self, rows: Sequence[Row]) -> dict[int, RowMasks]:
+    def masks_of(self, rows: Sequence[Row]) -> dict[int, RowMasks]:
+        """By number of the row, of those that draw under a grammar."""
         masks = {}
         for index, row in enumerate(rows):
             if row.sample is not None and row.sample.grammar is not None:

@@ -8,7 +8,7 @@ Each ban is a function of the row's own content (its sampling, its tokens so far
 or not whoever computes it: after a preemption, a migration, a recovery, or behind guessed tokens.
 """
 
-# Shapes: B rows, V vocabulary, N token ids.
+# Shapes: B rows, R those of them under a grammar, V vocabulary, N token ids or bytes of a bit mask.
 
 from __future__ import annotations
 
@@ -49,6 +49,24 @@ class Ban:
     ban: Callable[[Tensor, Draw, Sequence[int]], None]  # logits_V, draw, eos_token_ids
 
 
+def forbid(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """What grammars forbid, in a copy and for all rows at once; the logits themselves where no row has a grammar.
+
+    It comes before the bans, and is stronger than all of them: a grammar always allows some token.
+    """
+    rows = [row for row, draw in enumerate(draws) if draw.allowed is not None]
+    if not rows:
+        return logits_BV
+    size = logits_BV.shape[1]
+    byte_RN = np.frombuffer(b"".join(draws[row].allowed or b"" for row in rows), np.uint8).reshape(len(rows), -1)
+    is_banned_RV = torch.from_numpy(np.unpackbits(byte_RN, axis=1, count=size, bitorder="little") == 0)
+    is_banned_RV = is_banned_RV.to(logits_BV.device)
+    if len(rows) == len(draws):
+        return logits_BV.masked_fill(is_banned_RV, -math.inf)
+    row_R = torch.tensor(rows, device=logits_BV.device)
+    return logits_BV.index_copy(0, row_R, logits_BV[row_R].masked_fill_(is_banned_RV, -math.inf))
+
+
 def is_masked(draw: Draw) -> bool:
     """Whether any ban or bias applies to the row."""
     for one in BANS:
@@ -86,13 +104,6 @@ def _as_far_as_it_goes(
     return raw_V
 
 
-def _ban_what_grammar_forbids(logits_V: Tensor, draw: Draw, _ends: Sequence[int]) -> None:
-    assert draw.allowed is not None
-    bit_V = np.unpackbits(np.frombuffer(draw.allowed, np.uint8), bitorder="little", count=logits_V.shape[0])
-    is_banned_V = torch.from_numpy(bit_V == 0).to(logits_V.device)
-    logits_V.masked_fill_(is_banned_V, -math.inf)
-
-
 def _ban_all_but_allowed(logits_V: Tensor, draw: Draw, _ends: Sequence[int]) -> None:
     token_N = _index(draw.sampling.allowed_token_ids, logits_V.device)
     allowed_N = logits_V[token_N]
@@ -125,7 +136,6 @@ def _ban_ends(logits_V: Tensor, draw: Draw, eos_token_ids: Sequence[int]) -> Non
 
 
 BANS: Final = (
-    Ban(lambda draw: draw.allowed is not None, _ban_what_grammar_forbids),
     Ban(lambda draw: bool(draw.sampling.allowed_token_ids), _ban_all_but_allowed),
     Ban(lambda draw: bool(draw.sampling.bad_token_ids), _ban_bad_words),
     Ban(lambda draw: draw.num_output < draw.sampling.min_tokens, _ban_ends),

@@ -1,8 +1,8 @@
 """Draws one token per row from its logits.
 
-Order, as in vLLM: bans and logit_bias (masks.py) -> repetition, presence and frequency penalties -> (greedy: the most
-likely token, the lowest id among equals) -> temperature -> min_p -> top_k -> top_p -> draw. Each filter sees the
-distribution that the one before has left (truncation.py).
+Order, as in vLLM: grammars, bans and logit_bias (masks.py) -> repetition, presence and frequency penalties ->
+(greedy: the most likely token, the lowest id among equals) -> temperature -> min_p -> top_k -> top_p -> draw. Each
+filter sees the distribution that the one before has left (truncation.py).
 
 The draw is the argmax of logits plus Gumbel noise keyed by (seed, position): see noise.py. Rows never mix, so what
 is drawn depends on the row's logits alone. Those do depend on company in their last bits: matrix products round
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from pdserve.core.types import TokenOut
-from pdserve.engine.masks import Draw, is_masked, mask
+from pdserve.engine.masks import Draw, forbid, is_masked, mask
 from pdserve.engine.noise import gumbel, streams
 from pdserve.engine.truncation import cutoffs, is_truncated
 
@@ -38,11 +38,11 @@ LEAST_TEMPERATURE: Final = 1e-5  # below it only ties are drawn; float32 would d
 
 def sample(logits_BV: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> list[TokenOut]:
     """`logits_BV` is float32 and is not changed."""
-    adjusted_BV = logits_BV
+    allowed_BV = adjusted_BV = forbid(logits_BV, draws)
     adjusted = {row: draw for row, draw in enumerate(draws) if not is_plain(draw)}
     if adjusted:
-        adjusted_BV = logits_BV.clone()
-        mask(adjusted_BV, logits_BV, adjusted, eos_token_ids)
+        adjusted_BV = allowed_BV.clone()
+        mask(adjusted_BV, allowed_BV, adjusted, eos_token_ids)
         for row, draw in adjusted.items():
             penalise(adjusted_BV[row], draw)
     chosen = adjusted_BV.argmax(dim=-1).tolist()  # documented to be the first of equal maxima

@@ -59,7 +59,6 @@ class TorchEngine:
         check_rows(self.spec, rows)
         if not rows:
             return []
-        pending = self._grammars.begin(rows)
         batch = pack(rows, self._windows, self.spec.block_size, self._device)
         x_TE = self._model.hidden(batch, self.pool)
         asked: list[int] = []
@@ -68,7 +67,7 @@ class TorchEngine:
         outs = [RowOut()] * len(rows)
         if asked:
             logits_BV = self._model.logits(x_TE[torch.tensor(asked, device=self._device)])
-            masks_of = pending.result() if pending is not None else {}
+            masks_of = self._grammars.masks_of(rows)
             draws = [draw for index, row in enumerate(rows) for draw in draws_of(row, masks_of.get(index))]
             drawn = iter(sample(logits_BV, draws, self.spec.eos_token_ids))
             outs = [
@@ -84,8 +83,7 @@ class TorchEngine:
         return score(self._model.logits, x_TE, row.targets, row.num_top, self.spec.vocab_size)
 
     def close(self) -> None:
-        """Nothing else to free: weights and pool go with their last reader."""
-        self._grammars.close()
+        """Nothing to free: weights and pool go with their last reader."""
 
 
 def draws_of(row: Row, masks: RowMasks | None) -> list[Draw]:

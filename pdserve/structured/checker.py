@@ -19,9 +19,10 @@ from llguidance import LLMatcher
 
 from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.core.grammar import Grammar, GrammarKind
-from pdserve.structured.compile import Compiler, refused, why_stuck
+from pdserve.structured.compile import Compiler, refused, schema_of, why_stuck
+from pdserve.structured.endless import is_endless
 
-MAX_COMPILE_S: Final = 0.5  # of CPU: what a worker may have to spend between two steps
+MAX_COMPILE_S: Final = 0.25  # of CPU: what a worker may have to spend between two steps
 MEMORY_BYTES: Final = 256 * 2**20  # over what the process holds when it begins
 FORCED_STEPS: Final = 16  # so far the only possible way is followed
 
@@ -46,6 +47,8 @@ def reason_against(compiler: Compiler, grammar: Grammar) -> str | None:
     began_s = time.process_time()
     try:
         probe(grammar, compiler.compile(grammar))
+        if grammar.kind is GrammarKind.JSON_SCHEMA and is_endless(schema_of(grammar)):
+            return "Unsatisfiable schema: it requires itself, so that no document ends"
     except InvalidRequest as error:
         return str(error.seen)
     spent_s = time.process_time() - began_s

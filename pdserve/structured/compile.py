@@ -41,10 +41,9 @@ class Compiler:
         ends = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
         if not ends:
             raise ModelError("eos_token_id", "none", "an end of sequence, which ends a structured answer")
-        text = _tokenizer_text(model)
+        text = _tokenizer_text(model, vocab_size)
         known = _num_tokens(text)
         try:
-            # A tokenizer may have grown tokens that the model has no row for: the mask is cut to the model's.
             self._tokenizer = LLTokenizer(json.dumps(text), n_vocab=max(vocab_size, known), eos_token=ends)
         except Exception as error:  # the Rust binding raises plain exceptions for whatever it cannot read
             raise ModelError("tokenizer.json", _short(str(error)), "a tokenizer that llguidance reads") from error
@@ -85,7 +84,7 @@ def why_stuck(matcher: LLMatcher) -> str:
 def _source(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(_schema(grammar), overrides=_JSON)
+            return LLMatcher.grammar_from_json_schema(schema_of(grammar), overrides=_JSON)
         case GrammarKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON)
         case GrammarKind.REGEX:
@@ -98,7 +97,8 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(grammar.text)
 
 
-def _schema(grammar: Grammar) -> dict[str, Any]:
+def schema_of(grammar: Grammar) -> dict[str, Any]:
+    """Of a JSON_SCHEMA. Raises ValueError or RecursionError with the reason."""
     schema = json.loads(grammar.text)
     if schema is True:
         return {}
@@ -111,17 +111,22 @@ def _schema(grammar: Grammar) -> dict[str, Any]:
     return schema
 
 
-def _tokenizer_text(model: Path) -> dict[str, Any]:
-    """tokenizer.json, in which the tokens that tokenizer_config.json names are special, as for the detokenizer."""
+def _tokenizer_text(model: Path, vocab_size: int) -> dict[str, Any]:
+    """tokenizer.json, without tokens that the model has no row for.
+
+    Those that tokenizer_config.json names are special, as they are to the detokenizer.
+    """
     text = _read(model / "tokenizer.json")
     config_path = model / "tokenizer_config.json"
     config = _read(config_path) if config_path.is_file() else {}
     held = [config.get(name) for name in NAMED_TOKENS]
     named = {one.get("content") if isinstance(one, Mapping) else one for one in held}
     added = text.get("added_tokens")
-    for token in added if isinstance(added, list) else []:
-        if isinstance(token, dict) and token.get("content") in named:
-            token["special"] = True
+    if isinstance(added, list):
+        tokens = [token for token in added if isinstance(token, dict) and isinstance(token.get("id"), int)]
+        text["added_tokens"] = [token for token in tokens if token["id"] < vocab_size]
+        for token in text["added_tokens"]:
+            token["special"] = bool(token.get("special")) or token.get("content") in named
     return text
 
 

@@ -192,6 +192,18 @@ def test_a_matcher_made_again_from_the_output_gives_the_same_masks() -> None:
     assert [at for at in range(8 * len(end)) if end[at // 8] >> at % 8 & 1] == [EOS]
 
 
+def test_a_mask_behind_drafts_is_that_of_their_text_and_leaves_the_matcher_where_it_stood() -> None:
+    compiler, grammar = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)), Grammar(GrammarKind.REGEX, "[ab][bc][ad][a-d]")
+    a, b, c = (TOKENIZER.encode(letter)[0] for letter in "abc")
+    fresh = [Grammars(compiler).masks(grammar, output, ()).masks[0] for output in ((), (a,), (a, b), (b,))]
+    assert len(set(fresh)) == 3  # behind a and behind b the same may follow
+    going = Grammars(compiler)
+    assert going.masks(grammar, (), (a, b)).masks == tuple(fresh[:3])
+    assert going.masks(grammar, (), (c, b)).masks == (fresh[0],)
+    assert going.masks(grammar, (b,), ()).masks == (fresh[3],)
+    assert going.num_replays == 0
+
+
 def test_two_requests_that_share_a_beginning_keep_their_own_matchers() -> None:
     grammars = Grammars(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
     grammar = choice(["abc", "abd"])
@@ -220,6 +232,14 @@ def test_what_other_requests_have_met_does_not_fail_a_row() -> None:
                 break
             output = (*output, rng.choice(allowed))
     assert grammars.num_replays > 0, "the limit was never met"
+
+
+def test_rows_with_and_without_a_grammar_share_a_step_and_keep_their_own_tokens(engine: Engine) -> None:
+    bound = Sampling(temperature=0.8, seed=1, max_tokens=30, grammar=Grammar(GrammarKind.REGEX, "[0-9 ]{25,28}"))
+    free = Sampling(temperature=0.8, seed=2, max_tokens=30)
+    mixed = [bound, free, dataclasses.replace(free, top_k=20, seed=5), dataclasses.replace(bound, top_p=0.7)]
+    alone = [write(engine, [sampling])[0].output for sampling in mixed]
+    assert [one.output for one in write(engine, mixed)] == alone
 
 
 def test_a_dead_end_fails_its_row_alone(engine: Engine) -> None:
@@ -273,4 +293,4 @@ def test_logprobs_are_those_of_the_model_without_the_grammar(engine: Engine) -> 
 def test_a_step_without_grammars_asks_for_no_mask() -> None:
     grammars = Grammars(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
     row = Row(tokens=[1], start=0, blocks=[0], sample=Sampling(), history=[1], prompt_len=1)
-    assert grammars.begin([row, dataclasses.replace(row, sample=None)]) is None
+    assert grammars.masks_of([row, dataclasses.replace(row, sample=None)]) == {}

@@ -48,6 +48,10 @@ REFUSED: dict[str, tuple[Grammar, str]] = {
         "required property",
     ),
     "a reference to itself": (json_schema({"$ref": "#"}), "no document meets it"),
+    "a node that requires itself": (
+        json_schema({"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}),
+        "requires itself",
+    ),
     "a reference to nothing": (json_schema({"$ref": "#/$defs/a"}), "does not exist"),
     "a reference to elsewhere": (json_schema({"$ref": "https://example.org/a"}), "does not fetch"),
     "an unknown type": (json_schema({"type": "text"}), "Invalid type"),
