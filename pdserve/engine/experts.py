@@ -24,16 +24,16 @@ def apply_experts(
     """`gated` is the activation of gate and up."""
     expert_TC, weight_TC = choose(config, weights.router_XE, x_TE)
     sorted_N, choice_N = expert_TC.flatten().sort(stable=True)
-    token_N, weight_N1 = choice_N // config.num_chosen, weight_TC.flatten()[choice_N, None].to(x_TE.dtype)
+    token_N, weight_N1 = choice_N // config.num_chosen, weight_TC.flatten()[choice_N, None]
     counts = torch.bincount(sorted_N, minlength=config.num_experts).tolist()
-    out_TE, first = torch.zeros_like(x_TE), 0
+    out_TE, first = torch.zeros_like(x_TE, dtype=torch.float32), 0
     for expert, count in zip(weights.experts, counts, strict=True):
         if count:
             token_S, weight_S1 = token_N[first : first + count], weight_N1[first : first + count]
             answer_SE = expert.down(gated(expert.gate_up(x_TE[token_S])))
             out_TE.index_add_(0, token_S, answer_SE * weight_S1)
             first += count
-    return out_TE
+    return out_TE.to(x_TE.dtype)
 
 
 def choose(config: ExpertsConfig, router_XE: Tensor, x_TE: Tensor) -> tuple[Tensor, Tensor]:
