@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdserve.engine import quantised
 from pdserve.engine.config import ModelConfig
+from pdserve.engine.fused_experts import split_experts
 from pdserve.engine.linear import Int8Linear, Linear, is_repacked, make_linear, weight_levels
 from pdserve.engine.load_threads import load_threads
 from pdserve.engine.needs import Needs
@@ -44,7 +45,7 @@ def load_weights(
     is_int8: bool = False,
 ) -> Weights:
     """Raises ModelError on a missing, left over or misshapen tensor, before anything is read."""
-    stored = dict(checkpoint.tensors)
+    stored = split_experts(config, checkpoint.tensors)
     for name in checkpoint.tensors:
         is_copy_of_embedding = config.is_tied and name == "lm_head.weight"
         if name.endswith(_IGNORED_SUFFIX) or is_copy_of_embedding:

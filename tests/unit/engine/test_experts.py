@@ -1,0 +1,147 @@
+"""Experts: who is chosen, with what weight, read from whichever form of checkpoint, and never moved by company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pdserve.core.errors import ModelError
+from pdserve.engine import ops
+from pdserve.engine.config import read_config
+from pdserve.engine.experts import apply_experts, choose
+from pdserve.engine.families import ExpertNames
+from pdserve.engine.fused_experts import split_experts
+from pdserve.engine.interface import Engine, Row
+from pdserve.engine.layers_config import ExpertsConfig
+from pdserve.engine.linear import PlainLinear, make_linear
+from pdserve.engine.parameters import ExpertWeights, MlpWeights
+from pdserve.engine.safetensors_file import open_checkpoint
+from pdserve.engine.weights import load_weights
+
+NAMES = ExpertNames(block="mlp", parts=("gate_proj", "up_proj", "down_proj"))
+CONFIG = ExpertsConfig(
+    names=NAMES, num_experts=6, num_chosen=2, mlp_size=24, is_renormalised=True, layers=frozenset({0})
+)
+
+
+@pytest.fixture
+def matrices() -> tuple[Tensor, Tensor, Tensor]:
+    """router [X, E], gate and up [X, 2F, E], down [X, E, F]"""
+    torch.manual_seed(7)
+    return torch.randn(6, 32), torch.randn(6, 48, 32), torch.randn(6, 32, 24)
+
+
+def weights_of(matrices: tuple[Tensor, Tensor, Tensor], *, is_int8: bool = False) -> ExpertWeights:
+    router_XE, gate_up, down = matrices
+    return ExpertWeights(
+        router_XE=router_XE,
+        experts=tuple(
+            MlpWeights(gate_up=make_linear(a.clone(), is_int8=is_int8), down=make_linear(b.clone(), is_int8=is_int8))
+            for a, b in zip(gate_up, down, strict=True)
+        ),
+    )
+
+
+@pytest.mark.parametrize("is_renormalised", [True, False])
+def test_each_token_gets_its_experts_weighted_sum(
+    is_renormalised: bool, matrices: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    router_XE, gate_up, down = (one.double() for one in matrices)
+    x_TE = torch.randn(40, 32)
+    got = apply_experts(replace(CONFIG, is_renormalised=is_renormalised), weights_of(matrices), ops.silu_mul, x_TE)
+    for x, ours in zip(x_TE.double(), got, strict=True):
+        share, chosen = (router_XE @ x).softmax(0).topk(2)
+        expected = torch.zeros(32, dtype=torch.float64)
+        for part, expert in zip(share / share.sum() if is_renormalised else share, chosen, strict=True):
+            gate, up = (gate_up[expert] @ x).chunk(2)
+            expected += part * (down[expert] @ (F.silu(gate) * up))
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_company_moves_a_token_by_rounding_only_and_the_order_of_tokens_not_at_all(
+    matrices: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    weights, x_TE = weights_of(matrices), torch.randn(60, 32)
+    together = apply_experts(CONFIG, weights, ops.silu_mul, x_TE)
+    assert torch.equal(together, apply_experts(CONFIG, weights, ops.silu_mul, x_TE))
+    alone = torch.cat([apply_experts(CONFIG, weights, ops.silu_mul, x_TE[t : t + 1]) for t in range(60)])
+    torch.testing.assert_close(alone, together, rtol=1e-5, atol=1e-4)
+
+
+def test_a_token_that_all_experts_share_is_added_in_their_order() -> None:
+    """Sums of float32 show their order: 1e8 + 1 - 1e8 is 0, 1e8 - 1e8 + 1 is 1."""
+    config = replace(CONFIG, num_experts=3, num_chosen=3)
+    values = (1.0e8, 1.0, -1.0e8)
+    experts = tuple(
+        MlpWeights(gate_up=PlainLinear(torch.ones(2, 1), None), down=PlainLinear(torch.tensor([[3 * value]]), None))
+        for value in values
+    )
+    weights = ExpertWeights(router_XE=torch.zeros(3, 1), experts=experts)
+
+    def unit(gate_up: Tensor) -> Tensor:
+        return torch.ones(len(gate_up), 1)
+
+    assert apply_experts(config, weights, unit, torch.ones(2, 1)).tolist() == [[0.0], [0.0]]
+
+
+def test_the_router_decides_in_float32_whatever_the_tokens_are() -> None:
+    """In bfloat16 both logits would be 256 and the first expert would win."""
+    router_XE = torch.tensor([[256.0, 0.0], [256.0, 0.5]])
+    expert_TC, weight_TC = choose(replace(CONFIG, num_chosen=1), router_XE, torch.ones(1, 2, dtype=torch.bfloat16))
+    assert expert_TC.tolist() == [[1]]
+    assert weight_TC.dtype == torch.float32
+
+
+def test_experts_in_int8_stay_close(matrices: tuple[Tensor, Tensor, Tensor]) -> None:
+    x_TE = torch.randn(50, 32)
+    exact, rounded = (
+        apply_experts(CONFIG, weights_of(matrices, is_int8=is_int8), ops.silu_mul, x_TE) for is_int8 in (False, True)
+    )
+    assert (exact - rounded).norm() < 0.03 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral-window"])
+def test_experts_stored_as_one_tensor_are_the_same_experts(
+    name: str, tiny: Callable[[str], Path], open_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny(name), dtype=torch.float32)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert any(tensor.endswith("experts.gate_up_proj") for tensor in open_checkpoint(tmp_path).tensors)
+    ours, theirs = (read_config(folder) for folder in (tmp_path, tiny(name)))
+    assert ours == theirs
+    fused, apart = (
+        load_weights(ours, open_checkpoint(folder), torch.device("cpu"), torch.float32)
+        for folder in (tmp_path, tiny(name))
+    )
+    for one, other in zip(fused.layers, apart.layers, strict=True):
+        if isinstance(one.mlp, ExpertWeights) and isinstance(other.mlp, ExpertWeights):
+            assert torch.equal(one.mlp.router_XE, other.mlp.router_XE)
+            for a, b in zip(one.mlp.experts, other.mlp.experts, strict=True):
+                assert torch.equal(a.gate_up(torch.eye(64)), b.gate_up(torch.eye(64)))
+                wide = ours.experts.mlp_size if ours.experts is not None else 0
+                assert torch.equal(a.down(torch.eye(wide)), b.down(torch.eye(wide)))
+    assert open_engine(tmp_path).step([Row(tokens=[5, 9], start=0, blocks=[1])])
+
+
+def test_a_fused_tensor_of_another_shape_and_a_missing_expert_are_named(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = read_config(tiny("mixtral-window"))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    save_file({name: torch.ones(4, 96, 64)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"{name}: got shape \[4, 96, 64\], expected \[4, 192, 64\]"):
+        split_experts(config, open_checkpoint(tmp_path).tensors)
+    tensors = load_file(tiny("mixtral-window") / "model.safetensors")
+    missing = "model.layers.2.block_sparse_moe.experts.3.w3.weight"
+    del tensors[missing]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"{missing}: got no such tensor \(1 are missing\)"):
+        load_weights(config, open_checkpoint(tmp_path), torch.device("cpu"), torch.float32)
