@@ -88,7 +88,7 @@ def compare(folder: Path, dtype: str, device: str, num_tokens: int) -> Outcome:
             given,
             attention_mask=torch.ones_like(given),
             max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
+            eos_token_id=None,
             do_sample=False,
             output_logits=True,
             return_dict_in_generate=True,
@@ -113,7 +113,7 @@ def judge(outs: list[TokenOut], theirs: list[int], logits_TV: torch.Tensor, dtyp
 
 def write(engine: Engine, prompts: list[list[int]], num_tokens: int) -> list[list[TokenOut]]:
     """All prompts at once: one step that reads them (in two chunks), then decode steps; no end of sequence."""
-    sampling = Sampling(temperature=0.0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, logprobs=TOP)
+    sampling = Sampling(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=TOP)
     size = engine.spec.block_size
     histories = [list(prompt) for prompt in prompts]
     tables, taken = [], 0

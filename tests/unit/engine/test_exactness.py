@@ -89,7 +89,9 @@ def test_the_bundled_model_writes_what_transformers_writes(
     assert got == [reference(BUNDLED, prompt, 64) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", ["llama-llama3-rope", "qwen2-window-by-layer", "mistral-window"])
+@pytest.mark.parametrize(
+    "name", ["llama-llama3-rope", "qwen2-window-by-layer", "mistral-window", "qwen3-moe", "gemma3"]
+)
 def test_chunks_blocks_and_company_change_nothing(
     name: str, tiny: Tiny, open_engine: OpenEngine, serve: Serve, request_of: Any, make_prompt: MakePrompt
 ) -> None:
@@ -105,10 +107,11 @@ def test_chunks_blocks_and_company_change_nothing(
     assert answers[0][0] != answers[0][1][:32]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "gemma3"])
 def test_blocks_moved_as_bytes_to_another_engine_go_on_with_the_same_tokens(
-    tiny: Tiny, open_engine: OpenEngine, reference: Reference, make_prompt: MakePrompt
+    name: str, tiny: Tiny, open_engine: OpenEngine, reference: Reference, make_prompt: MakePrompt
 ) -> None:
-    prefill, decode = open_engine(tiny("qwen3")), open_engine(tiny("qwen3"))
+    prefill, decode = open_engine(tiny(name)), open_engine(tiny(name))
     prompt = make_prompt(75)
     source, target = [9, 3, 100, 8, 50], [1, 0, 2, 399, 7]
     [first] = prefill.step([row_of(prompt, 0, source, len(prompt))])[0].drawn
@@ -121,7 +124,7 @@ def test_blocks_moved_as_bytes_to_another_engine_go_on_with_the_same_tokens(
             target.append(200 + len(target))
         [out] = decode.step([row_of(history, len(history) - 1, target, len(prompt))])[0].drawn
         history.append(out.token_id)
-    assert history[len(prompt) :] == reference(tiny("qwen3"), prompt, 20)
+    assert history[len(prompt) :] == reference(tiny(name), prompt, 20)
 
 
 def row_of(history: list[int], start: int, blocks: list[int], prompt_len: int) -> Row:
@@ -130,7 +133,7 @@ def row_of(history: list[int], start: int, blocks: list[int], prompt_len: int) -
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2"])
 def test_what_earlier_owners_left_in_blocks_is_never_read(
     name: str,
     tiny: Tiny,
@@ -157,21 +160,46 @@ def test_the_tail_of_a_fresh_block_holds_nothing_of_its_earlier_owner(tiny: Tiny
     assert block[:, :, :3].all()
 
 
+@pytest.mark.parametrize(
+    "name", ["qwen2-window-by-layer", "qwen3-moe-renormalised", "mixtral-window", "gemma2", "gemma3"]
+)
 def test_prefill_logprobs_equal_those_of_transformers(
-    tiny: Tiny, open_engine: OpenEngine, make_prompt: MakePrompt
+    name: str, tiny: Tiny, open_engine: OpenEngine, make_prompt: MakePrompt
 ) -> None:
     prompt = make_prompt(90)
-    engine = open_engine(tiny("qwen2-window-by-layer"))
+    engine = open_engine(tiny(name))
     asked = Sampling(temperature=0.0, logprobs=20, repetition_penalty=1.3, min_tokens=1)
     row = Row(tokens=prompt, start=0, blocks=list(range(6)), sample=asked, history=prompt, prompt_len=90)
     [out] = engine.step([row])[0].drawn
-    model = AutoModelForCausalLM.from_pretrained(tiny("qwen2-window-by-layer"), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny(name), dtype=torch.float32)
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
     tokens = [token for token, _ in out.top]
     assert tokens == expected.topk(20).indices.tolist()
     torch.testing.assert_close(torch.tensor([value for _, value in out.top]), expected[tokens], atol=1e-4, rtol=0)
     assert out.logprob == pytest.approx(float(expected[out.token_id]), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_bfloat16_is_no_further_from_float32_than_that_of_transformers(
+    name: str, tiny: Tiny, open_engine: OpenEngine, make_prompt: MakePrompt
+) -> None:
+    """Rounding differs between the two, but a factor left unrounded, or rounded early, would show in the mean."""
+    prompts = [make_prompt(length) for length in range(20, 60)]
+    asked = Sampling(temperature=0.0, logprobs=20)
+    engine = open_engine(tiny(name), dtype="bfloat16")
+    models = [
+        AutoModelForCausalLM.from_pretrained(tiny(name), dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
+    ]
+    ours, theirs = 0.0, 0.0
+    for prompt in prompts:
+        row = Row(tokens=prompt, start=0, blocks=list(range(4)), sample=asked, history=prompt, prompt_len=len(prompt))
+        [out] = engine.step([row])[0].drawn
+        with torch.inference_mode():
+            exact_V, rounded_V = (m(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1) for m in models)
+        ours += sum(abs(value - float(exact_V[token])) for token, value in out.top)
+        theirs += sum(abs(float(rounded_V[token] - exact_V[token])) for token, _ in out.top)
+    assert 0 < ours < 1.2 * theirs
 
 
 def test_bfloat16_stays_close_to_float32(tiny: Tiny, open_engine: OpenEngine, make_prompt: MakePrompt) -> None:
