@@ -49,6 +49,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out_TF
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up for [T, 2F], with the tanh form of gelu."""
+    out_TF = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    source, out = gate_up.numpy(), out_TF.numpy()
+    split_rows(lambda first, end: _gelu_mul(source, out, first, end), len(out), 8 * out.size)
+    return out_TF
+
+
 def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     """x / scale rounded to [-127, 127], stored as uint8 around 128; and the scale of each token [T, 1]."""
     rounded_TK = torch.empty(x_TK.shape, dtype=torch.uint8)
@@ -112,6 +120,18 @@ def _silu_mul(gate_up: Any, out: Any, first: int, end: int) -> None:
         gate, up, target = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :], out[row]
         for i in range(size):
             target[i] = gate[i] / (np.float32(1) + exp32(-gate[i])) * up[i]
+
+
+@compiled
+def _gelu_mul(gate_up: Any, out: Any, first: int, end: int) -> None:
+    """(1 + tanh(u)) / 2 is 1 / (1 + e^-2u): one exponential, and no loss where tanh is near -1."""
+    size = np.uint64(out.shape[1])
+    for row in range(first, end):
+        gate, up, target = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :], out[row]
+        for i in range(size):
+            x = gate[i]
+            u2 = np.float32(1.5957691216057308) * (x + np.float32(0.044715) * x * x * x)  # 2 sqrt(2 / pi)
+            target[i] = x / (np.float32(1) + exp32(-u2)) * up[i]
 
 
 @compiled

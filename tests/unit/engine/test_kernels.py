@@ -17,6 +17,7 @@ KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
     "rms_norm": lambda x: ops.rms_norm(x, torch.linspace(-1, 2, x.shape[1]), EPS),
     "add_rms_norm": lambda x: ops.add_rms_norm(x.clone(), x.flip(1).contiguous(), torch.ones(x.shape[1]), EPS),
     "silu_mul": ops.silu_mul,
+    "gelu_mul": ops.gelu_mul,
     "quantise": lambda x: linear.quantise(x)[0],
 }
 
@@ -56,12 +57,16 @@ def test_kernels_give_what_float64_gives(num_rows: int, size: int) -> None:
     )
     gate, up = wide.chunk(2, dim=1)
     torch.testing.assert_close(ops.silu_mul(x), (F.silu(gate) * up).float(), rtol=2e-6, atol=1e-30)
+    exact = gate * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)) * up
+    torch.testing.assert_close(ops.gelu_mul(x), exact.float(), rtol=5e-6, atol=1e-6)
+    torch.testing.assert_close(ops.gelu_mul(x), (F.gelu(gate, approximate="tanh") * up).float(), rtol=5e-6, atol=1e-6)
 
 
 def test_large_gates_close_and_open_without_overflow() -> None:
     gate_up = torch.tensor([[-1e4, -90.0, 0.0, 90.0, 1e4, 1.0, 1.0, 1.0, 1.0, 1.0]])
     assert ops.silu_mul(gate_up).isfinite().all()
     torch.testing.assert_close(ops.silu_mul(gate_up)[0, 2:], torch.tensor([0.0, 90.0, 1e4]))
+    torch.testing.assert_close(ops.gelu_mul(gate_up)[0], torch.tensor([0.0, 0.0, 0.0, 90.0, 1e4]))
 
 
 @pytest.mark.parametrize("name", KERNELS)
