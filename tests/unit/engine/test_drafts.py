@@ -29,6 +29,10 @@ FAMILIES = [
     "mixtral-window",
     "gemma3",
     "gemma2",
+    "qwen3-moe",
+    "mixtral-window",
+    "gemma3",
+    "gemma2",
 ]
 ASKED = {
     "greedy": Sampling(temperature=0.0, max_tokens=40),
