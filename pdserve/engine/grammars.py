@@ -11,6 +11,7 @@ again from a fresh compilation before its row is given up: what another request 
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from pdserve.structured.compile import Compiler, why_stuck
 
 MAX_COMPILED: Final = 64  # grammars
 MAX_MATCHERS: Final = 512  # some 150 bytes for each token of output
+MAX_ROW_S: Final = 0.5  # of CPU for a row in one step: over it the row is given up, as the others wait for it
 MAX_STEP_TOKENS: Final = 17  # that one step may have added to a row: one, and the accepted drafts
 
 
@@ -61,6 +63,7 @@ class Grammars:
         return masks
 
     def masks(self, grammar: Grammar, output: tuple[int, ...], drafts: Sequence[int]) -> RowMasks:
+        began_s = time.thread_time()
         try:
             matcher = self._at(grammar, output)
             masks = () if matcher is None else _masks(matcher, drafts)
@@ -71,6 +74,9 @@ class Grammars:
             return RowMasks(failed=str(error))
         if not masks:
             return RowMasks(failed=f"{grammar.field}: stuck after {len(output)} tokens: {why_stuck(matcher)}")
+        spent_s = time.thread_time() - began_s
+        if spent_s > MAX_ROW_S:
+            return RowMasks(failed=f"{grammar.field}: {spent_s:.1f} s for a mask, where {MAX_ROW_S:g} s are allowed")
         if not matcher.is_error():
             self._matchers[grammar, output] = matcher
         while len(self._matchers) > MAX_MATCHERS:

@@ -19,12 +19,12 @@ from llguidance import LLMatcher
 
 from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.core.grammar import Grammar, GrammarKind
-from pdserve.structured.compile import Compiler, refused, schema_of, why_stuck
+from pdserve.structured.compile import NO_DOCUMENT, Compiler, refused, schema_of, why_stuck
 from pdserve.structured.endless import is_endless
 
 MAX_COMPILE_S: Final = 0.25  # of CPU: what a worker may have to spend between two steps
 MEMORY_BYTES: Final = 256 * 2**20  # over what the process holds when it begins
-FORCED_STEPS: Final = 16  # so far the only possible way is followed
+PROBED_STEPS: Final = 16  # along the only possible way, or the token of the highest number
 
 
 def main(arguments: list[str]) -> int:
@@ -44,28 +44,31 @@ def main(arguments: list[str]) -> int:
 
 def reason_against(compiler: Compiler, grammar: Grammar) -> str | None:
     """Why `grammar` is refused; None where it is not."""
-    began_s = time.process_time()
+    until_s = time.process_time() + MAX_COMPILE_S
     try:
-        probe(grammar, compiler.compile(grammar))
+        probe(grammar, compiler.compile(grammar), until_s)
         if grammar.kind is GrammarKind.JSON_SCHEMA and is_endless(schema_of(grammar)):
             return "Unsatisfiable schema: it requires itself, so that no document ends"
     except InvalidRequest as error:
         return str(error.seen)
-    spent_s = time.process_time() - began_s
-    if spent_s > MAX_COMPILE_S:
-        return f"{spent_s:.1f} s to compile, where {MAX_COMPILE_S:g} s are allowed"
+    if time.process_time() > until_s:
+        return f"it takes over {MAX_COMPILE_S:g} s to compile and begin"
     return None
 
 
-def probe(grammar: Grammar, matcher: LLMatcher) -> None:
-    """Raises InvalidRequest where the document cannot begin; follows the only possible way for some steps."""
-    for _ in range(FORCED_STEPS):
+def probe(grammar: Grammar, matcher: LLMatcher, until_s: float) -> None:
+    """Raises InvalidRequest where the document cannot begin, or where the first steps of one cost too much."""
+    is_forced = True
+    for _ in range(PROBED_STEPS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        if matcher.is_error() or mask == 0:
-            raise refused(grammar, why_stuck(matcher))
-        if matcher.is_accepting() or mask & (mask - 1):
+        is_forced = is_forced and mask & (mask - 1) == 0
+        if matcher.is_error() or mask == 0 or not matcher.consume_token(mask.bit_length() - 1):
+            reason = why_stuck(matcher)
+            if is_forced or reason != NO_DOCUMENT:
+                raise refused(grammar, reason)
+            return  # a dead end; there may be another way
+        if matcher.is_stopped() or time.process_time() > until_s:
             return
-        matcher.consume_token(mask.bit_length() - 1)
 
 
 def _bound_memory() -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_REASON_CHARS: Final = 300
+NO_DOCUMENT: Final = "no document meets it"
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # At most one space after a comma or a colon, and no other: a weak model must not end in endless whitespace.
 _JSON: Final[JsonCompileOptions] = {
@@ -49,7 +50,7 @@ class Compiler:
             raise ModelError("tokenizer.json", _short(str(error)), "a tokenizer that llguidance reads") from error
         self._limits = LLParserLimits(
             initial_lexer_fuel=1_000_000,
-            step_lexer_fuel=50_000,
+            step_lexer_fuel=200_000,
             step_max_items=50_000,
             max_lexer_states=50_000,
             max_grammar_size=200_000,
@@ -78,7 +79,7 @@ def refused(grammar: Grammar, reason: str) -> InvalidRequest:
 def why_stuck(matcher: LLMatcher) -> str:
     """Why nothing may follow where `matcher` stands."""
     reason = _short(matcher.get_error()) if matcher.is_error() else ""
-    return "no document meets it" if reason in ("", "NoExtension", "NoExtensionBias") else reason
+    return NO_DOCUMENT if reason in ("", "NoExtension", "NoExtensionBias") else reason
 
 
 def _source(grammar: Grammar) -> str:

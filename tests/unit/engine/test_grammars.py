@@ -20,6 +20,7 @@ from llguidance import LLParserLimits
 from pdserve.core.attempt import EndRule
 from pdserve.core.grammar import Grammar, GrammarKind, choice
 from pdserve.core.types import FinishReason, Sampling, TokenOut
+from pdserve.engine import grammars as grammars_module
 from pdserve.engine.grammars import Grammars
 from pdserve.engine.interface import Engine, Row
 from pdserve.engine.toy import ToyEngine
@@ -248,6 +249,13 @@ def test_a_dead_end_fails_its_row_alone(engine: Engine) -> None:
     stuck, beside = write(engine, [Sampling(temperature=0.0, max_tokens=12, grammar=DEAD_END), free])
     assert stuck.failed == "grammar: stuck after 1 tokens: no document meets it"
     assert beside.output == alone.output
+
+
+def test_a_row_whose_mask_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)))
+    assert grammars.masks(json_schema(PERSON), (), ()).failed is None
+    monkeypatch.setattr(grammars_module, "MAX_ROW_S", 0.0)
+    assert "where 0 s are allowed" in (grammars.masks(json_schema(PERSON), (), ()).failed or "")
 
 
 def test_drafts_that_run_into_a_dead_end_fail_nothing_before_it(engine: Engine) -> None:

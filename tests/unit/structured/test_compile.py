@@ -70,6 +70,7 @@ REFUSED: dict[str, tuple[Grammar, str]] = {
         Grammar(GrammarKind.LARK, 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'),
         "not",
     ),
+    "a regex whose masks cost too much": (Grammar(GrammarKind.REGEX, "x?(a{1000}){1000}"), "too many"),
     "a row too many": (Grammar(GrammarKind.LARK, 'start: "a"{1000000}'), "Too many items"),
 }
 UNSUPPORTED: dict[str, Any] = {
