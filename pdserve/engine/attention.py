@@ -67,7 +67,7 @@ def attend(
     repeated, whichever kernel torch picks.
     """
     num_rows, num_queries, num_heads, head_dim = q_BQHD.shape
-    k_BKSD, v_BKSD = pool.read(layer, context.block_BP)
+    k_BKSD, v_BKSD = pool.read(layer, context.block_BP, q_BQHD.dtype)
     num_kv_heads = k_BKSD.shape[1]
     group = num_heads // num_kv_heads
     q_BKGQD = q_BQHD.view(num_rows, num_queries, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.engine.attention import Context, make_context
+from pdserve.engine.attention import Context, attend, make_context
 from pdserve.engine.interface import Row
+from pdserve.engine.paged import PagedAttention, PagedPlan
+from pdserve.engine.pool import TorchPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,45 +28,96 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Rows whose blocks are read where they lie: the first tokens of the packed batch."""
+
+    kernel: PagedAttention
+    plan: PagedPlan
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     token_T: Tensor
     position_T: Tensor
     block_T: Tensor  # where the token's KV goes: block and offset in it
     offset_T: Tensor
     fresh_blocks: Tensor  # begin a life in this step and are not filled by it
-    groups: tuple[Group, ...]
+    paged: PagedRows | None
+    groups: tuple[Group, ...]  # the rows that are not paged
     last_R: tuple[int, ...]  # packed index of each row's last token, in the order of the rows; its drafts follow
 
+    def attend(
+        self,
+        pool: TorchPool,
+        layer: int,
+        q_THD: Tensor,
+        window: int | None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """What every token of the step gets from its own sequence, [T, H * D]; see attention.attend."""
+        parts = []
+        if self.paged is not None:
+            q_paged_THD = q_THD[: self.paged.plan.num_tokens]
+            parts.append(self.paged.kernel.attend(layer, q_paged_THD, self.paged.plan, window, scale, softcap))
+        for group in self.groups:
+            q_group_THD = q_THD[group.first : group.first + group.num_rows * group.num_queries]
+            q_BQHD = q_group_THD.view(group.num_rows, group.num_queries, *q_THD.shape[1:])
+            parts.append(attend(pool, layer, q_BQHD, group.contexts[window], scale, softcap))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-def pack(rows: Sequence[Row], windows: Iterable[int | None], block_size: int, device: torch.device) -> Batch:
-    """Decode rows form a group for each number of drafts; each prefill chunk is a group of its own."""
+
+def pack(
+    rows: Sequence[Row],
+    windows: Iterable[int | None],
+    block_size: int,
+    device: torch.device,
+    kernel: PagedAttention | None = None,
+) -> Batch:
+    """Rows that `kernel` takes come first and attend together.
+
+    Of the others, decode rows form a group for each number of drafts, and each prefill chunk is a group of its own.
+    """
     kinds = tuple(dict.fromkeys(windows))
+    most_paged = 0 if kernel is None else kernel.most_queries
+    paged: list[int] = []
     decode: defaultdict[int, list[int]] = defaultdict(list)
     prefill: list[list[int]] = []
     for index, row in enumerate(rows):
-        if len(row.tokens) == 1:
+        if row.num_queries <= most_paged:
+            paged.append(index)
+        elif len(row.tokens) == 1:
             decode[len(row.drafts)].append(index)
         else:
             prefill.append([index])
+    together = [*(decode[count] for count in sorted(decode)), *prefill]
     tokens: list[int] = []
     positions: list[int] = []
     blocks: list[int] = []
     fresh: list[int] = []
     last_R = [0] * len(rows)
-    groups: list[Group] = []
-    for members in [*(decode[count] for count in sorted(decode)), *prefill]:
-        first, num_queries = len(tokens), rows[members[0]].num_queries
+    firsts: list[int] = []
+    for members in [paged, *together]:
+        firsts.append(len(tokens))
         for index in members:
             row = rows[index]
+            num_queries = row.num_queries
             end = row.start + num_queries
             last_R[index] = len(tokens) + len(row.tokens) - 1
             tokens += row.tokens
             tokens += row.drafts
-            positions += range(row.start, end)
-            blocks += [row.blocks[position // block_size] for position in range(row.start, end)]
+            if num_queries == 1:
+                positions.append(row.start)
+                blocks.append(row.blocks[row.start // block_size])
+            else:
+                positions += range(row.start, end)
+                blocks += [row.blocks[position // block_size] for position in range(row.start, end)]
             if end % block_size and end - end % block_size >= row.start:
                 fresh.append(row.blocks[end // block_size])
+    groups = []
+    for first, members in zip(firsts[1:], together, strict=True):
         tables, starts = [rows[index].blocks for index in members], [rows[index].start for index in members]
+        num_queries = rows[members[0]].num_queries
         contexts = {window: make_context(tables, starts, num_queries, window, block_size, device) for window in kinds}
         groups.append(Group(first, len(members), num_queries, contexts))
     position_T = torch.tensor(positions, device=device)
@@ -74,6 +127,12 @@ def pack(rows: Sequence[Row], windows: Iterable[int | None], block_size: int, de
         block_T=torch.tensor(blocks, device=device),
         offset_T=position_T % block_size,
         fresh_blocks=torch.tensor(fresh, device=device, dtype=torch.int64),
+        paged=None if kernel is None or not paged else plan_paged(kernel, [rows[index] for index in paged]),
         groups=tuple(groups),
         last_R=tuple(last_R),
     )
+
+
+def plan_paged(kernel: PagedAttention, rows: Sequence[Row]) -> PagedRows:
+    plan = kernel.plan([row.blocks for row in rows], [row.start for row in rows], [row.num_queries for row in rows])
+    return PagedRows(kernel, plan)

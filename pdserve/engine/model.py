@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.engine import ops
-from pdserve.engine.attention import attend
 from pdserve.engine.batch import Batch
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.experts import apply_experts
@@ -84,12 +83,7 @@ class Decoder:
             q_THD, k_TKD = self._norm(q_THD, layer.q_norm_D), self._norm(k_TKD, layer.k_norm_D)
         q_THD, k_TKD = rotate(q_THD, *cos_sin), rotate(k_TKD, *cos_sin)
         pool.write(index, k_TKD, v_TKD, batch.block_T, batch.offset_T)
-        parts = []
-        for group in batch.groups:
-            shape = (group.num_rows, group.num_queries, num_heads, self._config.head_dim)
-            q_BQHD = q_THD[group.first : group.first + group.num_rows * group.num_queries].view(shape)
-            parts.append(attend(pool, index, q_BQHD, group.contexts[layer.window], scale, softcap))
-        return layer.o(torch.cat(parts) if len(parts) > 1 else parts[0])
+        return layer.o(batch.attend(pool, index, q_THD, layer.window, scale, softcap))
 
     def _mlp(self, mlp: MlpWeights | ExpertWeights, x_TE: Tensor) -> Tensor:
         if isinstance(mlp, MlpWeights):

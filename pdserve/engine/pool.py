@@ -1,37 +1,75 @@
-"""Memory of all KV blocks: one allocation, block-major, so that a block is one run of bytes over all layers."""
+"""Memory of all KV blocks: one allocation, block-major, so that a block is one run of bytes over all layers.
+
+float32 and bfloat16 blocks hold keys and values as they are. An int8 block holds them rounded to a scale for each
+token and kv head, and behind them the scales: what travels or is cached is still one run of bytes. Whoever attends
+reads the rounded values, the chunk that wrote them included: so a position's answer is the same whether its
+context was computed in one chunk or in many, here or on another worker.
+"""
 
 # Shapes: N blocks, L layers, C tokens per block, K kv heads, D head dim; 2 is keys, then values.
 
 from __future__ import annotations
 
 import mmap
-from typing import final
+from dataclasses import dataclass
+from typing import Final, final
 
 import torch
 from torch import Tensor
 
 from pdserve.core.errors import InternalError
 
+_INT8_MAX: Final = 127  # symmetric: -128 is not used
+_SCALE_BYTES: Final = 4  # float32
+_ALIGNMENT: Final = 64  # of int8 blocks, so that their scales can be read as float32 and lines are not shared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockShape:
+    """What one block holds, and how many bytes that takes."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype  # of the stored keys and values
+
+    @property
+    def is_int8(self) -> bool:
+        return self.dtype == torch.int8
+
+    @property
+    def layout(self) -> str:
+        """Names what the bytes mean; workers whose names differ never exchange blocks."""
+        return "block-major-int8.v1" if self.is_int8 else "block-major.v1"
+
+    @property
+    def num_scales(self) -> int:
+        return self.num_layers * 2 * self.block_size * self.num_kv_heads
+
+    @property
+    def data_bytes(self) -> int:
+        """Keys and values; an int8 block's scales begin behind them, at a multiple of 64."""
+        num_bytes = self.num_scales * self.head_dim * self.dtype.itemsize
+        return _round_up(num_bytes) if self.is_int8 else num_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self.data_bytes + (_round_up(self.num_scales * _SCALE_BYTES) if self.is_int8 else 0)
+
 
 @final
 class TorchPool:
-    """`tensor` is [N, L, 2, C, K, D]. On the CPU `buffer` is the same memory as bytes."""
+    """`tensor` is [N, L, 2, C, K, D], and `scales`, of an int8 pool, [N, L, 2, C, K].
 
-    def __init__(
-        self,
-        *,
-        num_blocks: int,
-        num_layers: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        shape = (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim)
+    `raw` is all of it as bytes, [N, block_bytes]. On the CPU `buffer` is the same memory.
+    """
+
+    def __init__(self, *, num_blocks: int, shape: BlockShape, device: torch.device) -> None:
+        self.shape = shape
         self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.block_bytes = num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
+        self.block_size = shape.block_size
+        self.block_bytes = shape.block_bytes
         self._buffer: memoryview | None = None
         if device.type == "cpu":
             # Private anonymous memory: page-aligned, zero, and touched only as blocks come into use.
@@ -39,9 +77,16 @@ class TorchPool:
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._buffer = memoryview(memory)
-            self.tensor = torch.frombuffer(memory, dtype=dtype).view(shape)
+            self.raw = torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, self.block_bytes)
         else:
-            self.tensor = torch.zeros(shape, device=device, dtype=dtype)
+            self.raw = torch.zeros((num_blocks, self.block_bytes), device=device, dtype=torch.uint8)
+        inner = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        num_values = shape.num_scales * shape.head_dim
+        self.tensor = self.raw.view(shape.dtype)[:, :num_values].unflatten(1, inner)
+        self.scales: Tensor | None = None
+        if shape.is_int8:
+            first = shape.data_bytes // _SCALE_BYTES
+            self.scales = self.raw.view(torch.float32)[:, first : first + shape.num_scales].unflatten(1, inner[:-1])
 
     @property
     def buffer(self) -> memoryview:
@@ -55,23 +100,45 @@ class TorchPool:
         Attention reads whole blocks and gives the positions behind the end the weight 0; 0 * NaN from an earlier
         owner would still be NaN. It also keeps one request's KV out of the tail of a block that travels.
         """
-        self.tensor.index_fill_(0, block_B, 0)
+        self.raw.index_fill_(0, block_B, 0)
 
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, block_T: Tensor, offset_T: Tensor) -> None:
         """Stores the keys and values of a step's tokens."""
-        pages_N2CKD = self.tensor[:, layer]
-        pages_N2CKD[block_T, 0, offset_T] = k_TKD
-        pages_N2CKD[block_T, 1, offset_T] = v_TKD
+        for part, x_TKD in enumerate((k_TKD, v_TKD)):
+            if self.scales is None:
+                self.tensor[:, layer, part][block_T, offset_T] = x_TKD
+            else:
+                rounded_TKD, scale_TK = quantise(x_TKD)
+                self.tensor[:, layer, part][block_T, offset_T] = rounded_TKD
+                self.scales[:, layer, part][block_T, offset_T] = scale_TK
 
-    def read(self, layer: int, block_BP: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of P blocks per row, [B, K, P * C, D] each (K and S strided, D contiguous)."""
+    def read(self, layer: int, block_BP: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of P blocks per row, [B, K, P * C, D] each (K and S strided, D contiguous), in `dtype`."""
+        keys, values = (self._read(layer, part, block_BP, dtype) for part in (0, 1))
+        return keys, values
+
+    def _read(self, layer: int, part: int, block_BP: Tensor, dtype: torch.dtype) -> Tensor:
         num_rows, num_pages = block_BP.shape
         flat = block_BP.reshape(-1)
-        keys, values = (
-            self.tensor[:, layer, part]
-            .index_select(0, flat)
-            .view(num_rows, num_pages * self.block_size, *self.tensor.shape[-2:])
-            .transpose(1, 2)
-            for part in (0, 1)
-        )
-        return keys, values
+        x_NCKD = self.tensor[:, layer, part].index_select(0, flat)
+        if self.scales is not None:
+            x_NCKD = x_NCKD * self.scales[:, layer, part].index_select(0, flat)[..., None]
+        shape = (num_rows, num_pages * self.block_size, self.shape.num_kv_heads, self.shape.head_dim)
+        x_BSKD: Tensor = x_NCKD.to(dtype).view(shape)
+        return x_BSKD.transpose(1, 2)
+
+
+def quantise(x_TKD: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values and their float32 scales, [T, K]: x is about values * scale, off by half a scale at most.
+
+    A NaN or an infinity makes the scale NaN or infinite, so that a broken row shows as one instead of as numbers.
+    """
+    x_TKD = x_TKD.float()
+    scale_TK = x_TKD.abs().amax(-1) / _INT8_MAX
+    inverse_TK = torch.where(scale_TK > 0, 1 / scale_TK, 0)
+    rounded_TKD = (x_TKD * inverse_TK[..., None]).round().clamp(-_INT8_MAX, _INT8_MAX)
+    return rounded_TKD.nan_to_num(0).to(torch.int8), scale_TK
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

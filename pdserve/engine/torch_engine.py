@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Final, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -21,18 +21,18 @@ from pdserve.engine.config import ModelConfig, read_config
 from pdserve.engine.dummy import dummy_hash, dummy_weights
 from pdserve.engine.grammars import Grammars, RowMasks, open_grammars
 from pdserve.engine.interface import EngineSpec, Row, RowOut, kept
+from pdserve.engine.kernels import jit
 from pdserve.engine.linear import weight_levels
 from pdserve.engine.memory import available_bytes, check_fits, weight_bytes
 from pdserve.engine.model import Decoder
-from pdserve.engine.pool import TorchPool
+from pdserve.engine.paged import PagedAttention
+from pdserve.engine.pool import BlockShape, TorchPool
 from pdserve.engine.progress import loading_line
 from pdserve.engine.rows import check_rows
 from pdserve.engine.safetensors_file import checkpoint_hash, open_checkpoint
 from pdserve.engine.sampling import Draw, sample
 from pdserve.engine.scoring import score
 from pdserve.engine.weights import Progress, load_weights
-
-LAYOUT: Final = "block-major.v1"
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class TorchEngine:
         pool: TorchPool,
         windows: Sequence[int | None],
         grammars: Grammars,
+        paged: PagedAttention | None,
     ) -> None:
         self._grammars = grammars
         self.spec = spec
@@ -53,13 +54,14 @@ class TorchEngine:
         self._model = model
         self._windows = tuple(dict.fromkeys(windows))
         self._device = pool.tensor.device
+        self._paged = paged
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> list[RowOut]:
         check_rows(self.spec, rows)
         if not rows:
             return []
-        batch = pack(rows, self._windows, self.spec.block_size, self._device)
+        batch = pack(rows, self._windows, self.spec.block_size, self._device, self._paged)
         x_TE = self._model.hidden(batch, self.pool)
         asked: list[int] = []
         for row, last in zip(rows, batch.last_R, strict=True):
@@ -117,7 +119,8 @@ def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) ->
     choices = (f"integers to {weight_levels()}",) if is_int8 else ()
     checkpoint = open_checkpoint(folder) if config.load == "auto" else None
     name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, *choices)
-    spec = make_spec(config, model_config, dtype, name)
+    shape = block_shape(config, model_config, dtype)
+    spec = make_spec(config, model_config, dtype, shape, name)
     num_bytes = weight_bytes(model_config, dtype, is_int8=is_int8)
     check_fits(num_bytes, spec.num_blocks * spec.block_bytes, available_bytes(device))
     load_began_s = time.monotonic()
@@ -129,21 +132,16 @@ def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) ->
         weights = load_weights(model_config, checkpoint, device, dtype, progress, is_int8=is_int8)
     load_s = time.monotonic() - load_began_s
     grammars = open_grammars(folder, spec)
-    pool = TorchPool(
-        num_blocks=spec.num_blocks,
-        num_layers=model_config.num_layers,
-        block_size=spec.block_size,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        device=device,
-        dtype=dtype,
-    )
+    pool = TorchPool(num_blocks=spec.num_blocks, shape=shape, device=device)
+    is_paged = device.type == "cpu" and dtype == torch.float32 and jit.is_available()
+    paged = PagedAttention(pool, model_config.num_heads) if is_paged else None
     log.info(
         "model loaded",
         extra={
             "model": spec.model,
             "dtype": spec.dtype,
             "device": str(device),
+            "kv_layout": spec.layout,
             "kv_blocks": spec.num_blocks,
             "load": config.load,
             "load_s": round(time.monotonic() - began_s, 3),
@@ -151,10 +149,22 @@ def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) ->
             "gb_per_s": round(num_bytes / 1e9 / max(load_s, 1e-6), 2),
         },
     )
-    return TorchEngine(spec, Decoder(model_config, weights), pool, model_config.windows, grammars)
+    return TorchEngine(spec, Decoder(model_config, weights), pool, model_config.windows, grammars, paged)
 
 
-def make_spec(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, weights_hash: str) -> EngineSpec:
+def block_shape(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) -> BlockShape:
+    return BlockShape(
+        num_layers=model.num_layers,
+        block_size=config.block_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+    )
+
+
+def make_spec(
+    config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, shape: BlockShape, weights_hash: str
+) -> EngineSpec:
     """The context limit is the model's, the operator's or what the whole pool holds, whichever is least."""
     if config.max_context_tokens > model.max_context_tokens:
         raise ConfigError(
@@ -162,8 +172,7 @@ def make_spec(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, weig
             config.max_context_tokens,
             f"at most {model.max_context_tokens}, the model's own limit",
         )
-    token_bytes = model.num_layers * 2 * model.num_kv_heads * model.head_dim * dtype.itemsize
-    block_bytes = config.block_size * token_bytes
+    block_bytes = shape.block_bytes
     num_blocks = config.kv_blocks or config.kv_memory_bytes // block_bytes
     if num_blocks < 1:
         raise ConfigError("kv_memory_bytes", config.kv_memory_bytes, f"at least {block_bytes}: one block of this model")
@@ -171,7 +180,7 @@ def make_spec(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, weig
         model=Path(config.model).resolve().name,
         weights_hash=weights_hash,
         dtype="int8" if config.dtype == "int8" else str(dtype).removeprefix("torch."),
-        layout=LAYOUT,
+        layout=shape.layout,
         vocab_size=model.vocab_size,
         max_context_tokens=min(config.max_context_tokens or model.max_context_tokens, num_blocks * config.block_size),
         eos_token_ids=model.eos_token_ids,

@@ -54,8 +54,13 @@ def split_rows(kernel: Callable[[int, int], object], num_rows: int, num_elements
         kernel(0, num_rows)
         return
     edges = [num_rows * part // num_parts for part in range(num_parts + 1)]
-    others = [_pool().submit(kernel, edges[part], edges[part + 1]) for part in range(1, num_parts)]
-    kernel(edges[0], edges[1])
+    run_parts(lambda part: kernel(edges[part], edges[part + 1]), num_parts)
+
+
+def run_parts(run: Callable[[int], object], num_parts: int) -> None:
+    """Calls run(0) here and run(1) .. run(num_parts - 1) on other threads, and waits for all."""
+    others = [_pool().submit(run, part) for part in range(1, num_parts)]
+    run(0)
     for other in others:
         other.result()
 

@@ -5,44 +5,67 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from pdserve.engine import paged
 from pdserve.engine.attention import attend, make_context
-from pdserve.engine.pool import TorchPool
+from pdserve.engine.kernels import jit
+from pdserve.engine.paged import PagedAttention, deal, split_queries
+from pdserve.engine.pool import BlockShape, TorchPool
 
-BLOCK_SIZE = 16
 CPU = torch.device("cpu")
+NUM_BLOCKS = 200
+VARIANTS = [(None, None), (0.3, None), (0.2, 5.0), (None, 30.0)]  # scale, softcap
 
 
-def filled_pool(*, num_kv_heads: int, head_dim: int, lengths: Sequence[int]) -> tuple[TorchPool, list[list[int]]]:
-    """A pool whose unused memory is NaN-free but wild, and a scattered table per row."""
-    tables, numbers = [], iter(random.Random(0).sample(range(200), 200))
-    for length in lengths:
-        tables.append([next(numbers) for _ in range(-(-length // BLOCK_SIZE))])
-    pool = TorchPool(
-        num_blocks=200,
-        num_layers=2,
-        block_size=BLOCK_SIZE,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        device=CPU,
-        dtype=torch.float32,
-    )
-    pool.tensor.copy_(torch.randn(pool.tensor.shape, generator=torch.Generator().manual_seed(1)) * 3)
-    return pool, tables
+def filled_pool(
+    *, block_size: int = 16, num_kv_heads: int = 2, head_dim: int = 24, dtype: torch.dtype = torch.float32
+) -> TorchPool:
+    """Every position of every block has been written through the pool."""
+    shape = BlockShape(num_layers=2, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+    pool = TorchPool(num_blocks=NUM_BLOCKS, shape=shape, device=CPU)
+    generator = torch.Generator().manual_seed(1)
+    block_T = torch.arange(NUM_BLOCKS).repeat_interleave(block_size)
+    offset_T = torch.arange(block_size).repeat(NUM_BLOCKS)
+    for layer in (0, 1):
+        k_TKD, v_TKD = torch.randn(2, len(block_T), num_kv_heads, head_dim, generator=generator) * 3
+        pool.write(layer, k_TKD, v_TKD, block_T, offset_T)
+    return pool
+
+
+def scattered(pool: TorchPool, lengths: Sequence[int]) -> list[list[int]]:
+    numbers = iter(random.Random(0).sample(range(NUM_BLOCKS), NUM_BLOCKS))
+    return [[next(numbers) for _ in range(-(-length // pool.block_size))] for length in lengths]
+
+
+def queries(num_tokens: int, num_heads: int, head_dim: int) -> Tensor:
+    return torch.randn(num_tokens, num_heads, head_dim, generator=torch.Generator().manual_seed(2))
 
 
 def expected(
-    pool: TorchPool, table: Sequence[int], q_QHD: Tensor, start: int, window: int | None, scale: float, softcap: float
+    pool: TorchPool,
+    table: Sequence[int],
+    q_QHD: Tensor,
+    start: int,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """[Q, H * D] in float64; softcap 0 is none."""
-    num_queries, num_heads, _ = q_QHD.shape
-    kv_2SKD = torch.cat([pool.tensor[block, 1] for block in table], dim=1)[:, : start + num_queries].double()
+    """[Q, H * D] in float64, on layer 1."""
+    num_queries, num_heads, head_dim = q_QHD.shape
+    blocks = torch.tensor(table)
+    kv_N2CKD = pool.tensor[blocks, 1].double()
+    if pool.scales is not None:
+        kv_N2CKD *= pool.scales[blocks, 1].double()[..., None]
+    kv_2SKD = kv_N2CKD.transpose(0, 1).flatten(1, 2)[:, : start + num_queries]
     k_SHD, v_SHD = kv_2SKD.repeat_interleave(num_heads // kv_2SKD.shape[2], dim=2)
-    score_HQS = torch.einsum("qhd,shd->hqs", q_QHD.double(), k_SHD) * scale
-    if softcap:
+    score_HQS = torch.einsum("qhd,shd->hqs", q_QHD.double(), k_SHD) * (scale or head_dim**-0.5)
+    if softcap is not None:
         score_HQS = (score_HQS / softcap).tanh() * softcap
     query_Q1, key_S = torch.arange(start, start + num_queries)[:, None], torch.arange(start + num_queries)
     is_seen_QS = (key_S <= query_Q1) & (key_S > query_Q1 - (window or 10**9))
@@ -50,17 +73,123 @@ def expected(
     return torch.einsum("hqs,shd->qhd", weight_HQS, v_SHD).flatten(1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("window", [None, 21])
-@pytest.mark.parametrize(("scale", "softcap"), [(None, None), (0.3, None), (0.2, 5.0), (None, 30.0)])
-def test_scale_softcap_and_window_follow_the_formula(
-    window: int | None, scale: float | None, softcap: float | None
+@pytest.mark.parametrize(("scale", "softcap"), VARIANTS)
+def test_gathered_blocks_follow_the_formula(
+    dtype: torch.dtype, window: int | None, scale: float | None, softcap: float | None
 ) -> None:
-    lengths, num_queries, head_dim = (5, 16, 90), 3, 24
-    pool, tables = filled_pool(num_kv_heads=2, head_dim=head_dim, lengths=lengths)
-    q_BQHD = torch.randn(len(lengths), num_queries, 6, head_dim, generator=torch.Generator().manual_seed(2))
-    starts = [length - num_queries for length in lengths]
-    context = make_context(tables, starts, num_queries, window, BLOCK_SIZE, CPU)
+    pool, lengths, num_queries = filled_pool(dtype=dtype), (5, 16, 90), 3
+    tables, starts = scattered(pool, lengths), [length - num_queries for length in lengths]
+    q_BQHD = queries(len(lengths) * num_queries, 6, 24).view(len(lengths), num_queries, 6, 24)
+    context = make_context(tables, starts, num_queries, window, pool.block_size, CPU)
     got = attend(pool, 1, q_BQHD, context, scale, softcap).view(len(lengths), num_queries, -1)
     for row, (table, start) in enumerate(zip(tables, starts, strict=True)):
-        exact = expected(pool, table, q_BQHD[row], start, window, scale or head_dim**-0.5, softcap or 0.0)
+        exact = expected(pool, table, q_BQHD[row], start, window, scale, softcap)
         torch.testing.assert_close(got[row].double(), exact, atol=1e-4, rtol=1e-4)
+
+
+needs_numba = pytest.mark.skipif(not jit.is_available(), reason="numba is not installed: every row is gathered")
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize(("scale", "softcap"), VARIANTS)
+def test_blocks_read_in_place_follow_the_formula(
+    dtype: torch.dtype, window: int | None, scale: float | None, softcap: float | None
+) -> None:
+    """Decode rows, rows with drafts and chunks longer than one task, together."""
+    pool, rows = filled_pool(dtype=dtype), [(0, 1), (15, 1), (16, 1), (700, 1), (30, 5), (0, 17), (100, 50), (89, 16)]
+    tables = scattered(pool, [start + count for start, count in rows])
+    kernel = PagedAttention(pool, num_heads=6)
+    plan = kernel.plan(tables, [start for start, _ in rows], [count for _, count in rows])
+    q_THD = queries(plan.num_tokens, 6, 24)
+    got = kernel.attend(1, q_THD, plan, window, scale, softcap).split([count for _, count in rows])
+    q_rows = q_THD.split([count for _, count in rows])
+    for (start, _), table, q_QHD, out in zip(rows, tables, q_rows, got, strict=True):
+        exact = expected(pool, table, q_QHD, start, window, scale, softcap)
+        torch.testing.assert_close(out.double(), exact, atol=1e-4, rtol=1e-4)
+
+
+@needs_numba
+@pytest.mark.parametrize(("block_size", "num_kv_heads", "head_dim"), [(1, 1, 8), (7, 3, 24), (64, 1, 96), (16, 6, 64)])
+def test_any_shape_of_block_can_be_read_in_place(block_size: int, num_kv_heads: int, head_dim: int) -> None:
+    pool = filled_pool(block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    [table] = scattered(pool, [130])
+    kernel = PagedAttention(pool, num_heads=6)
+    q_THD = queries(3, 6, head_dim)
+    got = kernel.attend(1, q_THD, kernel.plan([table], [127], [3]), None, None, None)
+    torch.testing.assert_close(got.double(), expected(pool, table, q_THD, 127), atol=1e-4, rtol=1e-4)
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("window", [None, 33])
+def test_a_position_gets_the_same_bits_in_any_chunk_company_and_number_of_threads(
+    dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged, "_LEAST_WORK", 0)
+    pool, length = filled_pool(dtype=dtype), 120
+    tables = scattered(pool, [length, 300, 77])
+    q_THD = queries(length, 6, 24)
+    company = queries(2, 6, 24)
+    kernel = PagedAttention(pool, num_heads=6)
+    whole = kernel.attend(1, q_THD, kernel.plan(tables[:1], [0], [length]), window, None, None)
+    try:
+        torch.set_num_threads(3)
+        threaded = PagedAttention(pool, num_heads=6)
+    finally:
+        torch.set_num_threads(1)
+    for chunk in (1, 3, 50):
+        for start in range(0, length, chunk):
+            end = min(start + chunk, length)
+            plan = threaded.plan(tables, [start, 299, 76], [end - start, 1, 1])
+            got = threaded.attend(1, torch.cat((q_THD[start:end], company)), plan, window, None, None)
+            assert torch.equal(got[:-2], whole[start:end])
+
+
+@needs_numba
+def test_a_row_that_is_not_finite_stays_so_and_leaves_others_alone() -> None:
+    pool = filled_pool()
+    tables = scattered(pool, [40, 40])
+    kernel = PagedAttention(pool, num_heads=6)
+    plan = kernel.plan(tables, [39, 39], [1, 1])
+    q_THD = queries(2, 6, 24)
+    before = kernel.attend(1, q_THD, plan, None, None, None)
+    pool.tensor[tables[0][1], 1, 0, 3] = torch.nan
+    after = kernel.attend(1, q_THD, plan, None, None, None)
+    assert after[0].isnan().all()
+    assert torch.equal(after[1], before[1])
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 90)), min_size=1, max_size=12),
+    num_threads=st.integers(1, 4),
+)
+def test_every_query_and_head_is_dealt_to_one_thread(rows: list[tuple[int, int]], num_threads: int) -> None:
+    counts = np.array([count for _, count in rows])
+    row_T, skip_T = split_queries(counts, 16)
+    tasks = np.zeros((len(row_T), 6), np.int64)
+    tasks[:, 0] = row_T
+    tasks[:, 1] = np.array([start for start, _ in rows])[row_T] + skip_T
+    tasks[:, 3] = np.minimum(counts[row_T] - skip_T, 16)
+    tasks[:, 5] = 4
+    dealt, edges = deal(tasks, num_threads, width=768)
+    assert edges[0] == 0
+    assert edges[-1] == len(dealt)
+    assert list(edges) == sorted(edges)
+    done = [
+        (row, position, head)
+        for row, start, _, count, head_from, head_to in dealt.tolist()
+        for position in range(start, start + count)
+        for head in range(head_from, head_to)
+    ]
+    asked = {
+        (row, start + index, head)
+        for row, (start, count) in enumerate(rows)
+        for index in range(count)
+        for head in range(4)
+    }
+    assert len(done) == len(asked)
+    assert set(done) == asked

@@ -1,0 +1,247 @@
+"""Attention that reads KV blocks where they lie: softmax(cap(scale * q k)) v, one pass over a row's blocks.
+
+One kernel serves any number of queries per row: decode rows, rows with drafts, prefill chunks. What a query gets
+depends on its own numbers and position alone: its tiles are the blocks from the first that it sees, in order, and
+its arithmetic is the same loop whoever stands beside it. So a position gives the same bits computed alone or in a
+chunk, in any company, by any number of threads.
+"""
+
+# Shapes: H query heads, K kv heads, G = H / K, D head dim, C tokens per block, Q queries of a task, R = Q * G.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from pdserve.engine.kernels import jit
+
+MAX_QUERIES: Final = 16  # of one task
+TASK_FIELDS: Final = 6  # first of its blocks in the tables, position and index of its first query, Q, kv heads from, to
+
+_LINE_BYTES = 64
+_ONE, _HALF, _TWO = np.float32(1), np.float32(0.5), np.float32(2)
+_LOW = np.float32(-126)  # below it 2^x is no normal float32
+_UNSEEN = np.float32(-1e30)
+_LOG2_E = np.float32(1 / math.log(2))
+# Taylor series of 2^f for |f| <= 1/2, where six terms are exact to a unit in the last place.
+_C1, _C2, _C3, _C4, _C5, _C6 = (np.float32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
+
+
+@intrinsic
+def _prefetch(_context: Any, array: Any, index: Any) -> Any:
+    """Asks for the line of array[index] before it is needed; any index is harmless."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch.p0", fnty=ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+        )
+        address = builder.bitcast(builder.gep(data, [args[1]]), pointer)
+        builder.call(function, [address, word(0), word(2), word(1)])
+        return context.get_dummy_value()
+
+    return types.none(array, index), generate
+
+
+@jit.inlined
+def _exp2(x: Any) -> Any:
+    """2^x for x <= 0, by vector instructions."""
+    x = _LOW if x < _LOW else x
+    whole = np.float32(math.floor(x + _HALF))
+    f = x - whole
+    series = (((((_C6 * f + _C5) * f + _C4) * f + _C3) * f + _C2) * f + _C1) * f + _ONE
+    return series * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@njit(fastmath=True)
+def _largest(scores: Any, first: Any) -> Any:
+    """Without regard for NaN, which a vector maximum cannot keep: the weights taken from the scores do."""
+    largest = first
+    for score in scores:
+        largest = max(largest, score)
+    return largest
+
+
+def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..., None]:
+    """The kernel for one shape, compiled at its first call.
+
+    attend(q, data, scales, out, tables, tasks, first, last, num_heads, num_kv_heads, block_stride, layer_start,
+    scale_stride, scale_start, window, scale, softcap, scratch) computes tasks[first:last]. All arrays but `tasks` are
+    flat: q and out are [T, H, D], data the pool in its own dtype, scales the same memory as float32. Strides and
+    starts are in elements; window and softcap are 0 where there is none. Reading stops at a row's last block, but
+    not at its last position: what lies behind in that block must be finite.
+    """
+    D, C = head_dim, block_size
+    U = np.uint64
+    per_line = _LINE_BYTES if is_int8 else _LINE_BYTES // 4
+
+    def attend(
+        q: Any,
+        data: Any,
+        scales: Any,
+        out: Any,
+        tables: Any,
+        tasks: Any,
+        first: int,
+        last: int,
+        num_heads: int,
+        num_kv_heads: int,
+        block_stride: int,
+        layer_start: int,
+        scale_stride: int,
+        scale_start: int,
+        window: int,
+        scale: float,
+        softcap: float,
+        scratch: Any,
+    ) -> None:
+        G = num_heads // num_kv_heads
+        part = C * num_kv_heads * D
+        stride = U(num_kv_heads * D)
+        q_scale = np.float32(scale) * _LOG2_E
+        cap = np.float32(softcap) * _LOG2_E
+        for task in range(first, last):
+            table = tasks[task, 0]
+            start = tasks[task, 1]
+            first_query = tasks[task, 2]
+            num_queries = tasks[task, 3]
+            head_from = tasks[task, 4]
+            head_to = tasks[task, 5]
+            R = num_queries * G
+            num_states = R * (head_to - head_from)
+            keys = scratch[: C * D]
+            values = scratch[C * D : 2 * C * D]
+            score = scratch[2 * C * D : 2 * C * D + C]
+            rest = scratch[2 * C * D + C :]
+            queries = rest[: num_states * D]
+            sums = rest[num_states * D : 2 * num_states * D]
+            maxima = rest[2 * num_states * D : 2 * num_states * D + num_states]
+            weights = rest[2 * num_states * D + num_states : 2 * num_states * D + 2 * num_states]
+            for state in range(num_states):
+                head = (head_from + state // R) * G + state % G
+                token = first_query + state % R // G
+                source = U((token * num_heads + head) * D)
+                target = U(state * D)
+                for d in range(U(D)):
+                    queries[target + d] = q[source + d] * q_scale
+                    sums[target + d] = np.float32(0)
+                maxima[state] = _UNSEEN
+                weights[state] = np.float32(0)
+            first_page = 0 if window == 0 else max(0, start - window + 1) // C
+            last_page = (start + num_queries - 1) // C
+            for page in range(first_page, last_page + 1):
+                block = np.int64(tables[table + page])
+                base = block * block_stride + layer_start
+                scale_base = block * scale_stride + scale_start
+                ahead = np.int64(tables[table + min(page + 1, last_page)]) * block_stride + layer_start
+                lines = (2 * part) // per_line
+                for h in range(head_from, head_to):
+                    k0 = U(base + h * D)
+                    v0 = U(base + part + h * D)
+                    if is_int8:
+                        for c in range(U(C)):
+                            for d in range(U(D)):
+                                keys[c * U(D) + d] = np.float32(data[k0 + c * stride + d])
+                            for d in range(U(D)):
+                                values[c * U(D) + d] = np.float32(data[v0 + c * stride + d])
+                    for r in range(R):
+                        position = start + r // G
+                        seen_to = min(C, position + 1 - page * C)
+                        seen_from = 0 if window == 0 else max(0, position - window + 1 - page * C)
+                        if seen_from >= seen_to:
+                            continue
+                        state = (h - head_from) * R + r
+                        for line in range(state * lines // num_states, (state + 1) * lines // num_states):
+                            _prefetch(data, ahead + line * per_line)
+                        q0 = U(state * D)
+                        for c in range(U(C)):
+                            dot = np.float32(0)
+                            if is_int8:
+                                for d in range(U(D)):
+                                    dot += queries[q0 + d] * keys[c * U(D) + d]
+                            else:
+                                for d in range(U(D)):
+                                    dot += queries[q0 + d] * data[k0 + c * stride + d]
+                            score[c] = dot
+                        if is_int8:
+                            for c in range(U(C)):
+                                score[c] *= scales[U(scale_base) + c * U(num_kv_heads) + U(h)]
+                        if cap > 0:
+                            for c in range(U(C)):
+                                # cap * tanh(x / cap), by 2^y, y <= 0; x carries the factor log2(e), and so does cap.
+                                small = _exp2(-abs(score[c]) * _TWO * _LOG2_E / cap)
+                                bounded = cap * (_ONE - small) / (_ONE + small)
+                                score[c] = -bounded if score[c] < 0 else bounded
+                        if seen_from > 0 or seen_to < C:
+                            for c in range(C):
+                                if c < seen_from or c >= seen_to:
+                                    score[c] = _UNSEEN
+                        old = maxima[state]
+                        new = _largest(score, old)
+                        if new > old:
+                            shrink = _exp2(old - new)
+                            weights[state] *= shrink
+                            for d in range(U(D)):
+                                sums[q0 + d] *= shrink
+                            maxima[state] = new
+                        total = np.float32(0)
+                        for c in range(U(C)):
+                            weight = _exp2(score[c] - new)
+                            weight = np.float32(0) if score[c] == _UNSEEN else weight
+                            score[c] = weight
+                            total += weight
+                        weights[state] += total
+                        if is_int8:
+                            v_scale = U(scale_base + C * num_kv_heads + h)
+                            for c in range(U(C)):
+                                score[c] *= scales[v_scale + c * U(num_kv_heads)]
+                        for c in range(U(0), U(C - C % 4), U(4)):
+                            w0, w1, w2, w3 = score[c], score[c + U(1)], score[c + U(2)], score[c + U(3)]
+                            if is_int8:
+                                at = c * U(D)
+                                for d in range(U(D)):
+                                    sums[q0 + d] += (
+                                        w0 * values[at + d]
+                                        + w1 * values[at + U(D) + d]
+                                        + w2 * values[at + U(2 * D) + d]
+                                        + w3 * values[at + U(3 * D) + d]
+                                    )
+                            else:
+                                at = v0 + c * stride
+                                for d in range(U(D)):
+                                    sums[q0 + d] += (
+                                        w0 * data[at + d]
+                                        + w1 * data[at + stride + d]
+                                        + w2 * data[at + U(2) * stride + d]
+                                        + w3 * data[at + U(3) * stride + d]
+                                    )
+                        for c in range(U(C - C % 4), U(C)):
+                            w0 = score[c]
+                            if is_int8:
+                                for d in range(U(D)):
+                                    sums[q0 + d] += w0 * values[c * U(D) + d]
+                            else:
+                                for d in range(U(D)):
+                                    sums[q0 + d] += w0 * data[v0 + c * stride + d]
+            for state in range(num_states):
+                head = (head_from + state // R) * G + state % G
+                token = first_query + state % R // G
+                target = U((token * num_heads + head) * D)
+                source = U(state * D)
+                share = _ONE / weights[state]
+                for d in range(U(D)):
+                    out[target + d] = sums[source + d] * share
+
+    return jit.compiled(attend)
+
+
+def scratch_floats(head_dim: int, block_size: int, num_heads: int) -> int:
+    """What one thread needs: a tile of keys and values, its scores, and the states of all queries of a task."""
+    return (2 * head_dim + 1) * block_size + num_heads * MAX_QUERIES * (2 * head_dim + 2)

@@ -1,0 +1,163 @@
+"""Which rows attend by the paged kernel, and how a step's work is dealt to threads.
+
+The kernel (kernels/paged.py) reads blocks where they lie; torch's way (attention.py) gathers them first. The kernel
+is for the CPU and float32 activations, where numba is installed; it wins for rows with few queries, and torch's
+matrix products win for long prefill chunks.
+"""
+
+# Shapes: T tokens, H query heads, K kv heads, D head dim.
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.engine.kernels import jit
+from pdserve.engine.pool import TorchPool
+
+# Up to here the kernel is faster than gathering the blocks for torch (measured: benchmarks/attention.py).
+MOST_QUERIES: Final = 8
+_LEAST_WORK: Final = 1 << 19  # products of a layer below which waking a thread costs more than it takes over
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    """The paged rows of a step: tokens 0 .. num_tokens - 1 of the packed batch."""
+
+    num_tokens: int
+    tables: Any  # int32: all rows' block numbers
+    tasks: Any  # int64 [num_tasks, TASK_FIELDS]
+    edges: tuple[int, ...]  # tasks edges[i] .. edges[i + 1] - 1 are one thread's
+
+
+@final
+class PagedAttention:
+    """Attention over one pool. `most_queries` bounds the rows that it takes."""
+
+    def __init__(self, pool: TorchPool, num_heads: int, most_queries: int = MOST_QUERIES) -> None:
+        from pdserve.engine.kernels import paged
+
+        shape = pool.shape
+        self.most_queries = most_queries
+        self._num_heads = num_heads
+        self._shape = shape
+        self._data = pool.raw.view(shape.dtype).view(-1).numpy()
+        self._scales = pool.raw.view(torch.float32).view(-1).numpy() if shape.is_int8 else self._data
+        self._num_threads = torch.get_num_threads()
+        floats = paged.scratch_floats(shape.head_dim, shape.block_size, num_heads)
+        self._scratches = [np.empty(floats, np.float32) for _ in range(self._num_threads)]
+        self._max_task_queries = paged.MAX_QUERIES
+        self._task_fields = paged.TASK_FIELDS
+        self._kernel = paged.make_attend(shape.head_dim, shape.block_size, is_int8=shape.is_int8)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Now, or the first request would wait for it. Attends to block 0, whatever it holds."""
+        began_s = time.monotonic()
+        plan = self.plan([[0]], [0], [1])
+        self.attend(0, torch.zeros(1, self._num_heads, self._shape.head_dim), plan, None, None, None)
+        log.info("attention kernel ready", extra={"compile_s": round(time.monotonic() - began_s, 3)})
+
+    def plan(self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]) -> PagedPlan:
+        """Row i asks with counts[i] positions from starts[i] on; its tokens follow those of row i - 1."""
+        num_kv_heads, block_size = self._shape.num_kv_heads, self._shape.block_size
+        num_pages = [-(-(start + count) // block_size) for start, count in zip(starts, counts, strict=True)]
+        pages = [table[:num] for table, num in zip(tables, num_pages, strict=True)]
+        table_at = np.cumsum([0, *num_pages[:-1]])
+        token_at = np.cumsum([0, *counts])
+        row_R, skip_R = split_queries(np.asarray(counts), self._max_task_queries)
+        tasks = np.empty((len(row_R), self._task_fields), np.int64)
+        tasks[:, 0] = table_at[row_R]
+        tasks[:, 1] = np.asarray(starts)[row_R] + skip_R
+        tasks[:, 2] = token_at[row_R] + skip_R
+        tasks[:, 3] = np.minimum(np.asarray(counts)[row_R] - skip_R, self._max_task_queries)
+        tasks[:, 4] = 0
+        tasks[:, 5] = num_kv_heads
+        tasks, edges = deal(tasks, self._num_threads, self._num_heads * self._shape.head_dim)
+        return PagedPlan(
+            num_tokens=int(token_at[-1]),
+            tables=np.fromiter(chain.from_iterable(pages), np.int32, sum(num_pages)),
+            tasks=tasks,
+            edges=edges,
+        )
+
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        plan: PagedPlan,
+        window: int | None,
+        scale: float | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """softmax(cap(scale * q k)) v for the plan's tokens, [num_tokens, H * D]; see attention.attend."""
+        shape = self._shape
+        q_THD = q_THD.contiguous()
+        out = torch.empty(plan.num_tokens, self._num_heads * shape.head_dim)
+        layer_scales = 2 * shape.block_size * shape.num_kv_heads
+        fixed = (
+            self._num_heads,
+            shape.num_kv_heads,
+            shape.block_bytes // shape.dtype.itemsize,
+            layer * layer_scales * shape.head_dim,
+            shape.block_bytes // 4,
+            shape.data_bytes // 4 + layer * layer_scales,
+            window or 0,
+            shape.head_dim**-0.5 if scale is None else scale,
+            softcap or 0.0,
+        )
+        arrays = (q_THD.numpy().reshape(-1), self._data, self._scales, out.numpy().reshape(-1), plan.tables, plan.tasks)
+
+        def run(part: int) -> None:
+            self._kernel(*arrays, plan.edges[part], plan.edges[part + 1], *fixed, self._scratches[part])
+
+        jit.run_parts(run, len(plan.edges) - 1)
+        return out
+
+
+def split_queries(count_R: Any, most: int) -> tuple[Any, Any]:
+    """Tasks of at most `most` queries: the row of each, and how many of the row's queries come before it."""
+    num_tasks_R = -(-count_R // most)
+    row_T = np.repeat(np.arange(len(count_R)), num_tasks_R)
+    first_task_R = np.cumsum(num_tasks_R) - num_tasks_R
+    return row_T, (np.arange(len(row_T)) - first_task_R[row_T]) * most
+
+
+def deal(tasks: Any, num_threads: int, width: int) -> tuple[Any, tuple[int, ...]]:
+    """Orders tasks so that each thread's are a run of about equal work; few tasks are split by kv head first.
+
+    `width` is the products that one query spends on one position. How tasks are dealt changes no result.
+    """
+    work = (tasks[:, 1] + tasks[:, 3]) * tasks[:, 3]
+    if num_threads == 1 or int(work.sum()) * width < _LEAST_WORK:
+        return tasks, (0, len(tasks))
+    if len(tasks) < 2 * num_threads:
+        tasks = split_heads(tasks, -(-2 * num_threads // len(tasks)))
+        work = (tasks[:, 1] + tasks[:, 3]) * tasks[:, 3] * (tasks[:, 5] - tasks[:, 4])
+    order = np.argsort(-work, kind="stable")
+    # Longest first, dealt there and back: 0 1 1 0 0 1 1 0 for two threads.
+    lap, seat = np.divmod(np.arange(len(order)), num_threads)
+    thread = np.where(lap % 2 == 0, seat, num_threads - 1 - seat)
+    edges = np.searchsorted(np.sort(thread, kind="stable"), np.arange(num_threads + 1))
+    return tasks[order[np.argsort(thread, kind="stable")]], tuple(edges.tolist())
+
+
+def split_heads(tasks: Any, num_parts: int) -> Any:
+    """Each task as up to `num_parts` tasks over a share of its kv heads."""
+    num_heads = int(tasks[0, 5])
+    num_parts = min(num_parts, num_heads)
+    split = np.repeat(tasks, num_parts, axis=0)
+    part = np.tile(np.arange(num_parts), len(tasks))
+    split[:, 4] = num_heads * part // num_parts
+    split[:, 5] = num_heads * (part + 1) // num_parts
+    return split
