@@ -21,6 +21,7 @@ from pdserve.core.errors import ConfigError
 TRANSPORTS: Final = ("auto", "shm", "tcp", "nccl", "cuda_ipc", "nixl")
 DTYPES: Final = ("auto", "float32", "bfloat16", "int8")
 LOADS: Final = ("auto", "dummy")
+KV_DTYPES: Final = ("auto", "int8")
 DEVICES: Final = ("auto", "cpu", "cuda")
 SPECULATIONS: Final = ("ngram", "off")
 MOST_DRAFTS: Final = 15  # a row of as many and its own token is what attention computes at once
@@ -45,6 +46,7 @@ class WorkerConfig:
     device: str = _doc("auto, cpu or cuda", "auto")
     dtype: str = _doc("auto (float32 on CPU, bfloat16 on CUDA), float32 or bfloat16", "auto")
     load: str = _doc("auto reads the folder's weights; dummy makes them up from config.json, to measure speed", "auto")
+    kv_dtype: str = _doc("of stored keys and values: auto (the compute dtype) or int8, a quarter of float32", "auto")
     block_size: int = _doc("tokens per KV block", 16)
     kv_blocks: int = _doc("KV blocks in the pool; 0 sizes it from kv_memory_bytes", 0)
     kv_memory_bytes: int = _doc("bytes of the KV pool where kv_blocks is 0", 512 * 2**20)
@@ -71,6 +73,7 @@ class WorkerConfig:
         _choice("device", self.device, DEVICES)
         _choice("dtype", self.dtype, DTYPES)
         _choice("load", self.load, LOADS)
+        _choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         _at_least("block_size", self.block_size, 1)
         _at_least("kv_blocks", self.kv_blocks, 0)
         _at_least("max_batch", self.max_batch, 1)

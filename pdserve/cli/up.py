@@ -7,7 +7,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from pdserve.config import DEVICES, DTYPES, LOADS, TRANSPORTS
+from pdserve.config import DEVICES, DTYPES, KV_DTYPES, LOADS, TRANSPORTS
 from pdserve.core.errors import ConfigError
 
 HELP = "start a cluster"
@@ -25,8 +25,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--ray", nargs="?", const="", default=keep, metavar="ADDRESS", help="make the workers Ray actors")
     add("--transport", choices=TRANSPORTS, default=keep, help="how KV travels (auto)")
     add("--device", choices=DEVICES, default=keep, help="where the model runs (auto)")
-    add("--dtype", choices=DTYPES, default=keep, help="of weights and KV (auto)")
     add("--load", choices=LOADS, default=keep, help="dummy makes weights up, to measure speed without any (auto)")
+    add("--dtype", choices=DTYPES, default=keep, help="of weights and activations (auto)")
+    add("--kv-dtype", choices=KV_DTYPES, default=keep, help="of stored keys and values (auto)")
     add("--otlp", default=keep, metavar="HOST:PORT", help="OpenTelemetry collector that traces go to")
     add("--log-dir", default=keep, metavar="DIR", help="write each process's log there instead of to stderr")
     add("--config", metavar="FILE", help="TOML with the same names, and tables [router], [worker], [prefill_worker]")

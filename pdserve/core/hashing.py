@@ -20,10 +20,10 @@ if array(_UINT32).itemsize != 4:  # pragma: no cover - no platform that we run o
     raise ImportError("array('I') is not 4 bytes wide here")
 
 
-def hash_seed(model_hash: str, dtype: str, block_size: int) -> bytes:
+def hash_seed(model_hash: str, dtype: str, layout: str, block_size: int) -> bytes:
     """What makes KV of two engines differ for equal tokens: 32 bytes for `chain_key`."""
     return blake2b(
-        f"{model_hash}\n{dtype}\n{block_size}".encode(), digest_size=KEY_BYTES, person=b"pdserve.seed"
+        f"{model_hash}\n{dtype}\n{layout}\n{block_size}".encode(), digest_size=KEY_BYTES, person=b"pdserve.seed"
     ).digest()
 
 

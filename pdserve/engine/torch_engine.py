@@ -158,7 +158,7 @@ def block_shape(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) ->
         block_size=config.block_size,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        dtype=dtype,
+        dtype=torch.int8 if config.kv_dtype == "int8" else dtype,
     )
 
 

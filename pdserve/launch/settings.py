@@ -31,10 +31,11 @@ _TOP: Final[Mapping[str, type]] = {
     "transport": str,
     "device": str,
     "dtype": str,
+    "kv_dtype": str,
     "load": str,
     "otlp": str,
 }
-_OF_WORKERS: Final = ("transport", "device", "dtype", "load", "otlp")
+_OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load", "otlp")
 _TOY_MODELS: Final = ("toy", "toy-marked")
 
 

@@ -78,7 +78,7 @@ class RoleProgram(ABC):
         self.blocks = BlockAllocator(spec.num_blocks, is_cache_on=config.is_prefix_cache_on)
         # A sequence that has the whole pool to itself must fit.
         max_context_tokens = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
-        seed = hash_seed(spec.weights_hash, spec.dtype, spec.block_size)
+        seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)
         self.limits = Limits(vocab_size=spec.vocab_size, max_context_tokens=max_context_tokens, hash_seed=seed)
         self.end_rule = EndRule(eos_token_ids=frozenset(spec.eos_token_ids), max_context_tokens=max_context_tokens)
         self.cost = self._measure(config.max_batch, config.max_batch_tokens)

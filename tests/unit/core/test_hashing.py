@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.core.hashing import block_hashes, chain_key, extend_hashes, hash_seed
 
-KEY = chain_key(b"tenant", hash_seed("weights", "float32", 4))
+KEY = chain_key(b"tenant", hash_seed("weights", "float32", "v1", 4))
 
 
 def test_a_hash_is_keyed_blake2b_over_parent_and_little_endian_token_ids() -> None:
@@ -30,14 +30,15 @@ def test_equal_prefixes_share_hashes_and_what_follows_a_difference_shares_none()
 
 
 def test_tenants_and_models_do_not_share_hashes() -> None:
-    seed = hash_seed("weights", "float32", 4)
+    seed = hash_seed("weights", "float32", "v1", 4)
     keys = [
         chain_key(b"a", seed),
         chain_key(b"b", seed),
         chain_key(b"", seed),
-        chain_key(b"a", hash_seed("other", "float32", 4)),
-        chain_key(b"a", hash_seed("weights", "bfloat16", 4)),
-        chain_key(b"a", hash_seed("weights", "float32", 8)),
+        chain_key(b"a", hash_seed("other", "float32", "v1", 4)),
+        chain_key(b"a", hash_seed("weights", "bfloat16", "v1", 4)),
+        chain_key(b"a", hash_seed("weights", "float32", "int8.v1", 4)),
+        chain_key(b"a", hash_seed("weights", "float32", "v1", 8)),
     ]
     assert len({block_hashes([1, 2, 3, 4], 4, key)[0] for key in keys}) == len(keys)
     assert {len(key) for key in keys} == {32}

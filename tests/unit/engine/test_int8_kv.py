@@ -1,0 +1,171 @@
+"""Keys and values rounded to int8: how far off, how small, and never mixed with those of other workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from kvtransfer.grants import compare, fingerprint_of
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import Sampling
+from pdserve.engine import torch_engine
+from pdserve.engine.interface import Engine, Row
+from pdserve.engine.pool import BlockShape, TorchPool, quantise
+from router.model import ModelFacts, difference
+
+BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
+GREEDY = Sampling(temperature=0.0, max_tokens=64)
+CPU = torch.device("cpu")
+
+Tiny = Callable[[str], Path]
+OpenEngine = Callable[..., Engine]
+
+
+@given(
+    st.lists(
+        st.floats(-(2.0**99), 2.0**99, width=32, allow_subnormal=False)
+        | st.floats(-4, 4, width=32, allow_subnormal=False),
+        min_size=8,
+        max_size=8,
+    )
+)
+def test_rounding_is_off_by_half_a_step_of_the_largest_at_most(values: list[float]) -> None:
+    x_TKD = torch.tensor(values).view(1, 2, 4)
+    rounded_TKD, scale_TK = quantise(x_TKD)
+    assert rounded_TKD.abs().max() <= 127
+    error_TKD = (rounded_TKD.double() * scale_TK.double()[..., None] - x_TKD.double()).abs()
+    bound_TK1 = x_TKD.double().abs().amax(-1, keepdim=True) / 127 * 0.5001 + 1e-36
+    assert bool((error_TKD <= bound_TK1).all())
+
+
+def test_what_is_not_finite_does_not_become_a_number() -> None:
+    x_TKD = torch.ones(1, 3, 4)
+    x_TKD[0, 0, 1], x_TKD[0, 1, 2] = torch.nan, torch.inf
+    rounded_TKD, scale_TK = quantise(x_TKD)
+    assert (rounded_TKD * scale_TK[..., None]).isfinite().all(-1).tolist() == [[False, False, True]]
+
+
+def test_a_pool_gives_back_what_was_rounded_wherever_it_lies() -> None:
+    shape = BlockShape(num_layers=2, block_size=5, num_kv_heads=3, head_dim=7, dtype=torch.int8)
+    pool = TorchPool(num_blocks=6, shape=shape, device=CPU)
+    k_TKD, v_TKD = torch.randn(2, 12, 3, 7, generator=torch.Generator().manual_seed(0))
+    table = torch.tensor([[4, 0, 2]])
+    for layer in (1, 0):  # layer 1 first: layer 0 must not touch it
+        position_T = torch.arange(12)
+        pool.write(layer, k_TKD + layer, v_TKD - layer, table[0, position_T // 5], position_T % 5)
+    for layer in (0, 1):
+        read = pool.read(layer, table, torch.float32)
+        for x_BKSD, x_TKD in zip(read, (k_TKD + layer, v_TKD - layer), strict=True):
+            rounded_TKD, scale_TK = quantise(x_TKD)
+            assert torch.equal(x_BKSD[0, :, :12].transpose(0, 1), rounded_TKD * scale_TK[..., None])
+            assert not x_BKSD[0, :, 12:].any()
+
+
+@pytest.mark.parametrize(("head_dim", "most"), [(64, 0.27), (128, 0.26), (24, 0.30)])
+def test_a_block_takes_a_quarter_of_float32_and_its_scales(head_dim: int, most: float) -> None:
+    exact = BlockShape(num_layers=12, block_size=16, num_kv_heads=4, head_dim=head_dim, dtype=torch.float32)
+    small = dataclasses.replace(exact, dtype=torch.int8)
+    assert 0.25 < small.block_bytes / exact.block_bytes < most
+    assert small.block_bytes % 64 == 0
+
+
+def test_memory_holds_nearly_four_times_the_blocks(open_engine: OpenEngine) -> None:
+    counts = [
+        open_engine(BUNDLED, kv_blocks=0, kv_memory_bytes=2**24, kv_dtype=name).spec.num_blocks
+        for name in ("auto", "int8")
+    ]
+    assert counts[1] / counts[0] > 3.5
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-window-by-layer"])
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_chunks_blocks_and_company_change_nothing(
+    name: str,
+    is_paged: bool,
+    tiny: Tiny,
+    open_engine: OpenEngine,
+    serve: Callable[..., list[list[int]]],
+    request_of: Any,
+    make_prompt: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A chunk reads rounded keys, its own too; else the cut of the chunks would show in the tokens."""
+    if not is_paged:
+        monkeypatch.setattr(torch_engine.jit, "is_available", lambda: False)
+    answers = []
+    for chunk, company in ((10_000, 0), (1, 0), (33, 3)):
+        engine = open_engine(tiny(name), kv_dtype="int8")
+        requests = [request_of(prompt=make_prompt(150))]
+        requests += [request_of(prompt=make_prompt(20 * index + 1), arrival=index) for index in range(company)]
+        answers.append(serve(engine, requests, chunk=chunk, seed=chunk)[0])
+    assert answers[0] == answers[1] == answers[2]
+    assert len(set(answers[0])) > 8
+
+
+def test_blocks_moved_as_bytes_go_on_with_the_same_tokens(
+    tiny: Tiny, open_engine: OpenEngine, make_prompt: Callable[..., list[int]]
+) -> None:
+    """One worker reads the prompt, its blocks' bytes travel, another answers: as one that does both."""
+    prompt, source, target = make_prompt(75), [9, 3, 100, 8, 50], [1, 0, 2, 399, 7]
+    prefill, decode, alone = (open_engine(tiny("qwen3"), kv_dtype="int8") for _ in range(3))
+    size = prefill.spec.block_bytes
+    [first] = prefill.step([row_of(prompt, 0, source)])
+    for ours, theirs in zip(source, target, strict=True):
+        decode.pool.buffer[theirs * size : (theirs + 1) * size] = prefill.pool.buffer[ours * size : (ours + 1) * size]
+    answers = []
+    for engine, blocks, history in (
+        (decode, [*target, 200, 201], [*prompt, first.drawn[0].token_id]),
+        (alone, [*range(7)], list(prompt)),
+    ):
+        start = 0 if engine is alone else len(prompt)
+        while len(history) < len(prompt) + 30:
+            [out] = engine.step([row_of(history, start, blocks)])
+            start = len(history)
+            history.append(out.drawn[0].token_id)
+        answers.append(history)
+    assert answers[0] == answers[1]
+
+
+def row_of(history: list[int], start: int, blocks: list[int]) -> Row:
+    return Row(tokens=history[start:], start=start, blocks=blocks, sample=GREEDY, history=list(history), prompt_len=75)
+
+
+def test_answers_stay_close_to_those_of_exact_keys_and_values(open_engine: OpenEngine) -> None:
+    ids = (
+        Tokenizer.from_file(str(BUNDLED / "tokenizer.json")).encode("import os\n\n\nclass Path:\n    def __init__(").ids
+    )
+    asked = Sampling(temperature=0.0, logprobs=5)
+    row = Row(tokens=ids, start=0, blocks=list(range(8)), sample=asked, history=ids, prompt_len=len(ids))
+    [exact], [rounded] = (open_engine(BUNDLED, kv_dtype=name).step([row]) for name in ("auto", "int8"))
+    seen, expected = dict(rounded.drawn[0].top), dict(exact.drawn[0].top)
+    both = seen.keys() & expected.keys()
+    assert len(both) >= 4
+    assert [seen[token] for token in both] == pytest.approx([expected[token] for token in both], abs=0.05)
+
+
+def test_workers_of_different_kv_never_exchange_blocks(tiny: Tiny, open_engine: OpenEngine) -> None:
+    exact, small = (open_engine(tiny("llama"), kv_dtype=name).spec for name in ("auto", "int8"))
+    with pytest.raises(ConfigError) as caught:
+        compare(fingerprint_of(exact), fingerprint_of(small))
+    assert caught.value.field == "fingerprint.layout"
+    ours, theirs = (
+        ModelFacts(
+            name=spec.model,
+            max_context_tokens=spec.max_context_tokens,
+            vocab_size=spec.vocab_size,
+            eos_token_ids=spec.eos_token_ids,
+            block_size=spec.block_size,
+            hash_seed=b"",
+            fingerprint=fingerprint_of(spec),
+        )
+        for spec in (exact, small)
+    )
+    assert difference(ours, theirs) == "its layout is 'block-major-int8.v1', the cluster's is 'block-major.v1'"
