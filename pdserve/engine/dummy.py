@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.config import ModelConfig
+from pdserve.engine.invariant import InvariantSource
 from pdserve.engine.linear import Linear, is_repacked, make_linear
 from pdserve.engine.load_threads import load_threads
 from pdserve.engine.parameters import Weights, build_weights
@@ -27,10 +28,18 @@ _CPU: Final = torch.device("cpu")
 
 
 def dummy_weights(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, *, is_int8: bool = False, num_threads: int = 0
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    is_int8: bool = False,
+    is_deterministic: bool = False,
+    num_threads: int = 0,
 ) -> Weights:
+    """`num_threads` 0: as many as torch computes with."""
+    source = DummySource(device, dtype, is_int8=is_int8)
     with load_threads(num_threads) as threads:
-        return build_weights(config, DummySource(device, dtype, is_int8=is_int8), threads)
+        return build_weights(config, InvariantSource(source) if is_deterministic else source, threads)
 
 
 def dummy_hash(folder: Path, *choices: str) -> str:
@@ -79,6 +88,9 @@ class DummySource:
 
     def product(self, table_NK: Tensor) -> Linear:
         return make_linear(table_NK, is_int8=self._is_int8)
+
+    def exact_product(self, table_NK: Tensor) -> Linear:
+        return make_linear(table_NK.float())
 
     def _fill(self, target: Tensor, name: str, fan_in: int) -> Tensor:
         for at, chunk in enumerate(target.view(-1).split(_CHUNK)):

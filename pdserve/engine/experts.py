@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.engine.layers_config import ExpertsConfig
+from pdserve.engine.linear import Linear
 from pdserve.engine.parameters import ExpertWeights
 
 
@@ -22,7 +22,7 @@ def apply_experts(
     config: ExpertsConfig, weights: ExpertWeights, gated: Callable[[Tensor], Tensor], x_TE: Tensor
 ) -> Tensor:
     """`gated` is the activation of gate and up."""
-    expert_TC, weight_TC = choose(config, weights.router_XE, x_TE)
+    expert_TC, weight_TC = choose(config, weights.router, x_TE)
     sorted_N, choice_N = expert_TC.flatten().sort(stable=True)
     token_N, weight_N1 = choice_N // config.num_chosen, weight_TC.flatten()[choice_N, None]
     counts = torch.bincount(sorted_N, minlength=config.num_experts).tolist()
@@ -36,9 +36,9 @@ def apply_experts(
     return out_TE.to(x_TE.dtype)
 
 
-def choose(config: ExpertsConfig, router_XE: Tensor, x_TE: Tensor) -> tuple[Tensor, Tensor]:
+def choose(config: ExpertsConfig, router: Linear, x_TE: Tensor) -> tuple[Tensor, Tensor]:
     """Each token's experts and their weights, [T, C]; in float32, since rounding may choose another expert."""
-    share_TX = F.linear(x_TE.float(), router_XE).softmax(dim=-1)
+    share_TX = router(x_TE.float()).softmax(dim=-1)
     weight_TC, expert_TC = share_TX.topk(config.num_chosen, dim=-1)
     if config.is_renormalised:
         weight_TC = weight_TC / weight_TC.sum(dim=-1, keepdim=True)

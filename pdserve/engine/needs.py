@@ -56,6 +56,9 @@ class Needs:
         self.num_matrix_weights += table_NK.numel()
         return PlainLinear(table_NK, None)
 
+    def exact_product(self, table_NK: Tensor) -> Linear:
+        return PlainLinear(table_NK, None)
+
     def check(self, stored: Mapping[str, StoredTensor]) -> None:
         """Raises ModelError on a tensor that is missing, left over or in a wrong form."""
         if missing := sorted(self.tensors.keys() - stored.keys()):

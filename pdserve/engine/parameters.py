@@ -42,6 +42,10 @@ class Source(Protocol):
         """A product with a table that was given before."""
         ...
 
+    def exact_product(self, table_NK: Tensor) -> Linear:
+        """The same in float32, however other products are rounded."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpWeights:
@@ -51,7 +55,7 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    router_XE: Tensor  # float32
+    router: Linear  # to X, in float32: rounding may choose another expert
     experts: tuple[MlpWeights, ...]
 
 
@@ -135,7 +139,7 @@ def _mlp_or_experts(config: ModelConfig, index: int, source: Source) -> MlpWeigh
         return _mlp(source, f"{at}mlp.", MLP_PARTS, hidden, config.mlp_size, has_bias=config.has_mlp_bias)
     block = at + experts.names.block
     return ExpertWeights(
-        router_XE=source.table(f"{block}.gate.weight", experts.num_experts, hidden).float(),
+        router=source.exact_product(source.table(f"{block}.gate.weight", experts.num_experts, hidden)),
         experts=tuple(
             _mlp(source, f"{block}.experts.{expert}.", experts.names.parts, hidden, experts.mlp_size)
             for expert in range(experts.num_experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from pdserve.engine.kernels import jit
 from pdserve.engine.linear import weight_levels
 from pdserve.engine.memory import available_bytes, check_fits, weight_bytes
 from pdserve.engine.model import Decoder
-from pdserve.engine.paged import PagedAttention
+from pdserve.engine.paged import MOST_QUERIES, PagedAttention
 from pdserve.engine.pool import BlockShape, TorchPool
 from pdserve.engine.progress import loading_line
 from pdserve.engine.rows import check_rows
@@ -115,6 +116,9 @@ def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) ->
     folder = Path(config.model)
     model_config = read_config(folder)
     device, dtype = choose_device(config.device), choose_dtype(config.dtype, config.device)
+    is_paged = device.type == "cpu" and dtype == torch.float32 and jit.is_available()
+    if config.deterministic and not is_paged:
+        raise ConfigError("deterministic", "on", "off, or a CPU with numba, and dtype float32 or int8")
     is_int8 = config.dtype == "int8"
     choices = (f"integers to {weight_levels()}",) if is_int8 else ()
     checkpoint = open_checkpoint(folder) if config.load == "auto" else None
@@ -125,16 +129,26 @@ def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) ->
     check_fits(num_bytes, spec.num_blocks * spec.block_bytes, available_bytes(device))
     load_began_s = time.monotonic()
     if checkpoint is None:
-        weights = dummy_weights(model_config, device, dtype, is_int8=is_int8)
+        weights = dummy_weights(model_config, device, dtype, is_int8=is_int8, is_deterministic=config.deterministic)
     else:
         num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
         progress = progress or loading_line(config.worker_id)
-        weights = load_weights(model_config, checkpoint, device, dtype, progress, is_int8=is_int8)
+        weights = load_weights(
+            model_config,
+            checkpoint,
+            device,
+            dtype,
+            progress,
+            is_int8=is_int8,
+            is_deterministic=config.deterministic,
+        )
     load_s = time.monotonic() - load_began_s
     grammars = open_grammars(folder, spec)
     pool = TorchPool(num_blocks=spec.num_blocks, shape=shape, device=device)
-    is_paged = device.type == "cpu" and dtype == torch.float32 and jit.is_available()
-    paged = PagedAttention(pool, model_config.num_heads) if is_paged else None
+    paged = None
+    if is_paged:
+        most_queries = sys.maxsize if config.deterministic else MOST_QUERIES
+        paged = PagedAttention(pool, model_config.num_heads, most_queries)
     log.info(
         "model loaded",
         extra={

@@ -14,6 +14,7 @@ from torch import Tensor
 from pdserve.engine import quantised
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.fused_experts import split_experts
+from pdserve.engine.invariant import InvariantSource
 from pdserve.engine.linear import Int8Linear, Linear, is_repacked, make_linear, weight_levels
 from pdserve.engine.load_threads import load_threads
 from pdserve.engine.needs import Needs
@@ -43,6 +44,7 @@ def load_weights(
     progress: Progress | None = None,
     *,
     is_int8: bool = False,
+    is_deterministic: bool = False,
 ) -> Weights:
     """Raises ModelError on a missing, left over or misshapen tensor, before anything is read."""
     stored = split_experts(config, checkpoint.tensors)
@@ -56,7 +58,7 @@ def load_weights(
     order = [stored[name] for name in needs.tensors]
     with Reader(order) as reader, load_threads() as threads:
         source = CheckpointSource(stored, reader, config.quantisation, device, dtype, progress, is_int8=is_int8)
-        return build_weights(config, source, threads)
+        return build_weights(config, InvariantSource(source) if is_deterministic else source, threads)
 
 
 @final
@@ -124,6 +126,9 @@ class CheckpointSource:
         if table_NK.dtype != self._dtype:
             table_NK = self._place(*table_NK.shape).copy_(table_NK)
         return make_linear(table_NK, is_int8=self._is_int8)
+
+    def exact_product(self, table_NK: Tensor) -> Linear:
+        return make_linear(table_NK.float())
 
     def _kept_matrix(
         self, parts: Mapping[str, int], schemes: Mapping[str, Scheme | None], num_inputs: int, has_bias: bool

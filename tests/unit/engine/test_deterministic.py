@@ -1,0 +1,95 @@
+"""Deterministic mode: logits have the same bits whatever the batch, the chunks, the blocks and the arrivals."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import Sampling
+from pdserve.engine import torch_engine
+from pdserve.engine.interface import Engine
+from pdserve.engine.sampling import Draw
+
+BUNDLED = Path("pdserve/models/stdlib-5m").absolute()
+Logits = dict[tuple[int, ...], bytes]
+
+
+@pytest.fixture
+def seen_logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
+    """The bytes of every row of logits that is drawn from, by the text before it; two that differ are an error."""
+    seen: Logits = {}
+    sample = torch_engine.sample
+
+    def spy(logits_BV: Tensor, draws: Sequence[Draw], *rest: Any, **named: Any) -> Any:
+        for draw, logits_V in zip(draws, logits_BV, strict=True):
+            bits = logits_V.numpy().tobytes()
+            assert seen.setdefault(tuple(draw.history), bits) == bits, f"position {len(draw.history)}"
+        return sample(logits_BV, draws, *rest, **named)
+
+    monkeypatch.setattr(torch_engine, "sample", spy)
+    return seen
+
+
+def requests_of(request_of: Any, make_prompt: Callable[..., list[int]], count: int, num_tokens: int) -> list[Any]:
+    lengths = [1 + (7 * index * index) % 150 for index in range(count)]
+    return [
+        request_of(
+            prompt=make_prompt(length, seed=index),
+            sampling=Sampling(
+                temperature=0.0 if index % 2 else 1.0, seed=index, max_tokens=num_tokens, ignore_eos=True
+            ),
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("qwen3", "int8"), ("mistral-window", "float32")])
+def test_two_hundred_requests_in_any_order_have_the_same_bits(
+    name: str,
+    dtype: str,
+    tiny: Callable[[str], Path],
+    open_engine: Callable[..., Engine],
+    serve: Callable[..., list[list[int]]],
+    request_of: Any,
+    make_prompt: Callable[..., list[int]],
+    seen_logits: Logits,
+) -> None:
+    before = torch.get_num_threads()
+    answers = []
+    for order in range(3):
+        engine = open_engine(tiny(name), dtype=dtype, deterministic=True, kv_blocks=2000, threads=1 + order % 2)
+        requests = requests_of(request_of, make_prompt, 200, 6)
+        for one in requests:
+            one.arrival = random.Random(order).randrange(40) if order else 0
+        served = serve(engine, requests, chunk=(10_000, 7, 64)[order], seed=order)
+        answers.append(served)
+        engine.close()
+    torch.set_num_threads(before)
+    assert answers[0] == answers[1] == answers[2]
+    assert len(seen_logits) > 1000
+
+
+def test_the_bundled_model_alone_and_in_company(
+    open_engine: Callable[..., Engine],
+    serve: Callable[..., list[list[int]]],
+    request_of: Any,
+    make_prompt: Callable[..., list[int]],
+    seen_logits: Logits,
+) -> None:
+    engine = open_engine(BUNDLED, deterministic=True, kv_blocks=600)
+    together = serve(engine, requests_of(request_of, make_prompt, 12, 16), chunk=50, seed=1)
+    alone = [serve(engine, [one], chunk=300, seed=2)[0] for one in requests_of(request_of, make_prompt, 12, 16)]
+    assert together == alone
+    assert len(seen_logits) >= 12 * 16
+
+
+def test_other_modes_are_refused_by_name(tiny: Callable[[str], Path], open_engine: Callable[..., Engine]) -> None:
+    with pytest.raises(ConfigError, match="deterministic"):
+        open_engine(tiny("llama"), dtype="bfloat16", deterministic=True)
