@@ -104,4 +104,7 @@ def test_beams_are_those_of_transformers(cluster: Cluster, model: Any) -> None:
         assert list(beams[0].token_ids) == expected[: len(beams[0].token_ids)]
         assert set(expected[len(beams[0].token_ids) :]) <= {0}
         assert [beam.score for beam in beams] == sorted((beam.score for beam in beams), reverse=True)
-        assert beams == cluster.client.beam_search(ids, width=4, max_tokens=16, length_penalty=length_penalty)
+        again = cluster.client.beam_search(ids, width=4, max_tokens=16, length_penalty=length_penalty)
+        assert [beam.token_ids for beam in again] == [beam.token_ids for beam in beams]
+        # Read from the cache or computed, alone or in company: logits differ in their last bits.
+        assert [beam.score for beam in again] == pytest.approx([beam.score for beam in beams], abs=1e-4)

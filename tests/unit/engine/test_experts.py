@@ -42,7 +42,7 @@ def matrices() -> tuple[Tensor, Tensor, Tensor]:
 def weights_of(matrices: tuple[Tensor, Tensor, Tensor], *, is_int8: bool = False) -> ExpertWeights:
     router_XE, gate_up, down = matrices
     return ExpertWeights(
-        router_XE=router_XE,
+        router=make_linear(router_XE),
         experts=tuple(
             MlpWeights(gate_up=make_linear(a.clone(), is_int8=is_int8), down=make_linear(b.clone(), is_int8=is_int8))
             for a, b in zip(gate_up, down, strict=True)
@@ -84,7 +84,7 @@ def test_a_token_that_all_experts_share_is_added_in_their_order() -> None:
         MlpWeights(gate_up=PlainLinear(torch.ones(2, 1), None), down=PlainLinear(torch.tensor([[3 * value]]), None))
         for value in values
     )
-    weights = ExpertWeights(router_XE=torch.zeros(3, 1), experts=experts)
+    weights = ExpertWeights(router=make_linear(torch.zeros(3, 1)), experts=experts)
 
     def unit(gate_up: Tensor) -> Tensor:
         return torch.ones(len(gate_up), 1)
@@ -95,7 +95,7 @@ def test_a_token_that_all_experts_share_is_added_in_their_order() -> None:
 def test_the_router_decides_in_float32_whatever_the_tokens_are() -> None:
     """In bfloat16 both logits would be 256 and the first expert would win."""
     router_XE = torch.tensor([[256.0, 0.0], [256.0, 0.5]])
-    expert_TC, weight_TC = choose(replace(CONFIG, num_chosen=1), router_XE, torch.ones(1, 2, dtype=torch.bfloat16))
+    expert_TC, weight_TC = choose(replace(CONFIG, num_chosen=1), make_linear(router_XE), torch.ones(1, 2, dtype=torch.bfloat16))
     assert expert_TC.tolist() == [[1]]
     assert weight_TC.dtype == torch.float32
 
@@ -123,7 +123,8 @@ def test_experts_stored_as_one_tensor_are_the_same_experts(
     )
     for one, other in zip(fused.layers, apart.layers, strict=True):
         if isinstance(one.mlp, ExpertWeights) and isinstance(other.mlp, ExpertWeights):
-            assert torch.equal(one.mlp.router_XE, other.mlp.router_XE)
+            probe = torch.eye(64)
+            assert torch.equal(one.mlp.router(probe), other.mlp.router(probe))
             for a, b in zip(one.mlp.experts, other.mlp.experts, strict=True):
                 assert torch.equal(a.gate_up(torch.eye(64)), b.gate_up(torch.eye(64)))
                 wide = ours.experts.mlp_size if ours.experts is not None else 0
