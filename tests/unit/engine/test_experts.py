@@ -95,7 +95,8 @@ def test_a_token_that_all_experts_share_is_added_in_their_order() -> None:
 def test_the_router_decides_in_float32_whatever_the_tokens_are() -> None:
     """In bfloat16 both logits would be 256 and the first expert would win."""
     router_XE = torch.tensor([[256.0, 0.0], [256.0, 0.5]])
-    expert_TC, weight_TC = choose(replace(CONFIG, num_chosen=1), make_linear(router_XE), torch.ones(1, 2, dtype=torch.bfloat16))
+    x_TE = torch.ones(1, 2, dtype=torch.bfloat16)
+    expert_TC, weight_TC = choose(replace(CONFIG, num_chosen=1), make_linear(router_XE), x_TE)
     assert expert_TC.tolist() == [[1]]
     assert weight_TC.dtype == torch.float32
 
