@@ -15,6 +15,7 @@ from pdserve.engine.attention import Context, attend, make_context
 from pdserve.engine.interface import Row
 from pdserve.engine.paged import PagedAttention, PagedPlan
 from pdserve.engine.pool import TorchPool
+from pdserve.engine.rope import rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +29,25 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedRows:
-    """Rows whose blocks are read where they lie: the first tokens of the packed batch."""
-
-    kernel: PagedAttention
-    plan: PagedPlan
-
-
-@dataclass(frozen=True, slots=True)
 class Batch:
     token_T: Tensor
     position_T: Tensor
     block_T: Tensor  # where the token's KV goes: block and offset in it
     offset_T: Tensor
     fresh_blocks: Tensor  # begin a life in this step and are not filled by it
-    paged: PagedRows | None
+    kernel: PagedAttention | None
+    paged: PagedPlan | None  # of the first tokens, which `kernel` attends for
     groups: tuple[Group, ...]  # the rows that are not paged
     last_R: tuple[int, ...]  # packed index of each row's last token, in the order of the rows; its drafts follow
+
+    def place(
+        self, pool: TorchPool, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cos_sin: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Stores the step's rotated keys and its values, and returns the rotated queries."""
+        if self.kernel is not None:
+            return self.kernel.place(layer, q_THD, k_TKD, v_TKD, *cos_sin, self.block_T, self.offset_T)
+        pool.write(layer, rotate(k_TKD, *cos_sin), v_TKD, self.block_T, self.offset_T)
+        return rotate(q_THD, *cos_sin)
 
     def attend(
         self,
@@ -57,9 +60,9 @@ class Batch:
     ) -> Tensor:
         """What every token of the step gets from its own sequence, [T, H * D]; see attention.attend."""
         parts = []
-        if self.paged is not None:
-            q_paged_THD = q_THD[: self.paged.plan.num_tokens]
-            parts.append(self.paged.kernel.attend(layer, q_paged_THD, self.paged.plan, window, scale, softcap))
+        if self.kernel is not None and self.paged is not None:
+            q_paged_THD = q_THD[: self.paged.num_tokens]
+            parts.append(self.kernel.attend(layer, q_paged_THD, self.paged, window, scale, softcap))
         for group in self.groups:
             q_group_THD = q_THD[group.first : group.first + group.num_rows * group.num_queries]
             q_BQHD = q_group_THD.view(group.num_rows, group.num_queries, *q_THD.shape[1:])
@@ -127,12 +130,13 @@ def pack(
         block_T=torch.tensor(blocks, device=device),
         offset_T=position_T % block_size,
         fresh_blocks=torch.tensor(fresh, device=device, dtype=torch.int64),
+        kernel=kernel,
         paged=None if kernel is None or not paged else plan_paged(kernel, [rows[index] for index in paged]),
         groups=tuple(groups),
         last_R=tuple(last_R),
     )
 
 
-def plan_paged(kernel: PagedAttention, rows: Sequence[Row]) -> PagedRows:
-    plan = kernel.plan([row.blocks for row in rows], [row.start for row in rows], [row.num_queries for row in rows])
-    return PagedRows(kernel, plan)
+def plan_paged(kernel: PagedAttention, rows: Sequence[Row]) -> PagedPlan:
+    tables, starts = [row.blocks for row in rows], [row.start for row in rows]
+    return kernel.plan(tables, starts, [row.num_queries for row in rows])

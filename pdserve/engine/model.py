@@ -21,7 +21,7 @@ from pdserve.engine.config import ModelConfig
 from pdserve.engine.experts import apply_experts
 from pdserve.engine.parameters import ExpertWeights, LayerWeights, MlpWeights, Weights
 from pdserve.engine.pool import TorchPool
-from pdserve.engine.rope import inverse_frequencies, rotate, rotation
+from pdserve.engine.rope import inverse_frequencies, rotation
 
 
 @final
@@ -81,8 +81,7 @@ class Decoder:
         q_THD, k_TKD, v_TKD = qkv_TND.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         if layer.q_norm_D is not None and layer.k_norm_D is not None:
             q_THD, k_TKD = self._norm(q_THD, layer.q_norm_D), self._norm(k_TKD, layer.k_norm_D)
-        q_THD, k_TKD = rotate(q_THD, *cos_sin), rotate(k_TKD, *cos_sin)
-        pool.write(index, k_TKD, v_TKD, batch.block_T, batch.offset_T)
+        q_THD = batch.place(pool, index, q_THD, k_TKD, v_TKD, cos_sin)
         return layer.o(batch.attend(pool, index, q_THD, layer.window, scale, softcap))
 
     def _mlp(self, mlp: MlpWeights | ExpertWeights, x_TE: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class PagedAttention:
     """Attention over one pool. `most_queries` bounds the rows that it takes."""
 
     def __init__(self, pool: TorchPool, num_heads: int, most_queries: int = MOST_QUERIES) -> None:
-        from pdserve.engine.kernels import paged
+        from pdserve.engine.kernels import paged, place
 
         shape = pool.shape
         self.most_queries = most_queries
@@ -58,15 +58,20 @@ class PagedAttention:
         self._scratches = [np.empty(floats, np.float32) for _ in range(self._num_threads)]
         self._max_task_queries = paged.MAX_QUERIES
         self._task_fields = paged.TASK_FIELDS
-        self._kernel = paged.make_attend(shape.head_dim, shape.block_size, is_int8=shape.is_int8)
+        self._attend = paged.make_attend(shape.head_dim, shape.block_size, is_int8=shape.is_int8)
+        self._place = place.make_place(shape.head_dim, shape.block_size, is_int8=shape.is_int8)
         self._compile()
 
     def _compile(self) -> None:
-        """Now, or the first request would wait for it. Attends to block 0, whatever it holds."""
+        """Now, or the first request would wait for it. Leaves zeros at block 0's first position."""
         began_s = time.monotonic()
-        plan = self.plan([[0]], [0], [1])
-        self.attend(0, torch.zeros(1, self._num_heads, self._shape.head_dim), plan, None, None, None)
-        log.info("attention kernel ready", extra={"compile_s": round(time.monotonic() - began_s, 3)})
+        head_dim, num_kv_heads = self._shape.head_dim, self._shape.num_kv_heads
+        qkv_THD = torch.zeros(1, self._num_heads + 2 * num_kv_heads, head_dim)
+        q_THD, k_TKD, v_TKD = qkv_THD.split((self._num_heads, num_kv_heads, num_kv_heads), dim=1)
+        angle_T1R, zero_T = torch.zeros(1, 1, head_dim // 2), torch.zeros(1, dtype=torch.int64)
+        q_THD = self.place(0, q_THD, k_TKD, v_TKD, angle_T1R, angle_T1R, zero_T, zero_T)
+        self.attend(0, q_THD, self.plan([[0]], [0], [1]), None, None, None)
+        log.info("attention kernels ready", extra={"compile_s": round(time.monotonic() - began_s, 3)})
 
     def plan(self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]) -> PagedPlan:
         """Row i asks with counts[i] positions from starts[i] on; its tokens follow those of row i - 1."""
@@ -91,6 +96,48 @@ class PagedAttention:
             edges=edges,
         )
 
+    def place(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        cos_T1R: Tensor,
+        sin_T1R: Tensor,
+        block_T: Tensor,
+        offset_T: Tensor,
+    ) -> Tensor:
+        """Stores the step's rotated keys and its values, and returns the rotated queries: rope.rotate and pool.write.
+
+        A token's heads lie closely, one behind the other; tokens may lie apart.
+        """
+        q_out_THD = torch.empty(q_THD.shape)
+        arrays = (
+            *(flat(x) for x in (q_THD, k_TKD, v_TKD)),
+            *(x.stride(0) for x in (q_THD, k_TKD, v_TKD)),
+            *(flat(x) for x in (cos_T1R, sin_T1R, block_T, offset_T, q_out_THD)),
+        )
+        where = self._where(layer)
+
+        def run(first: int, last: int) -> None:
+            self._place(*arrays, self._data, self._scales, *where, first, last)
+
+        jit.split_rows(run, q_THD.shape[0], q_THD.numel())
+        return q_out_THD
+
+    def _where(self, layer: int) -> tuple[int, ...]:
+        """Heads, then the pool's strides between blocks and the layer's start, of values and of scales."""
+        shape = self._shape
+        layer_scales = 2 * shape.block_size * shape.num_kv_heads
+        return (
+            self._num_heads,
+            shape.num_kv_heads,
+            shape.block_bytes // shape.dtype.itemsize,
+            layer * layer_scales * shape.head_dim,
+            shape.block_bytes // 4,
+            shape.data_bytes // 4 + layer * layer_scales,
+        )
+
     def attend(
         self,
         layer: int,
@@ -101,28 +148,25 @@ class PagedAttention:
         softcap: float | None,
     ) -> Tensor:
         """softmax(cap(scale * q k)) v for the plan's tokens, [num_tokens, H * D]; see attention.attend."""
-        shape = self._shape
-        q_THD = q_THD.contiguous()
-        out = torch.empty(plan.num_tokens, self._num_heads * shape.head_dim)
-        layer_scales = 2 * shape.block_size * shape.num_kv_heads
-        fixed = (
-            self._num_heads,
-            shape.num_kv_heads,
-            shape.block_bytes // shape.dtype.itemsize,
-            layer * layer_scales * shape.head_dim,
-            shape.block_bytes // 4,
-            shape.data_bytes // 4 + layer * layer_scales,
-            window or 0,
-            shape.head_dim**-0.5 if scale is None else scale,
-            softcap or 0.0,
-        )
-        arrays = (q_THD.numpy().reshape(-1), self._data, self._scales, out.numpy().reshape(-1), plan.tables, plan.tasks)
+        head_dim = self._shape.head_dim
+        out = torch.empty(plan.num_tokens, self._num_heads * head_dim)
+        scale = head_dim**-0.5 if scale is None else scale
+        how = (*self._where(layer), window or 0, scale, softcap or 0.0)
+        arrays = (flat(q_THD.contiguous()), self._data, self._scales, flat(out), plan.tables, plan.tasks)
 
         def run(part: int) -> None:
-            self._kernel(*arrays, plan.edges[part], plan.edges[part + 1], *fixed, self._scratches[part])
+            self._attend(*arrays, plan.edges[part], plan.edges[part + 1], *how, self._scratches[part])
 
         jit.run_parts(run, len(plan.edges) - 1)
         return out
+
+
+def flat(x: Tensor) -> Any:
+    """The memory from x's first element to its last as one row, gaps included."""
+    if x.is_contiguous():
+        return x.numpy().reshape(-1)
+    num_elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((num_elements,), (1,)).numpy()
 
 
 def split_queries(count_R: Any, most: int) -> tuple[Any, Any]:

@@ -61,7 +61,7 @@ def _exp2(x: Any) -> Any:
 
 
 @njit(fastmath=True)
-def _largest(scores: Any, first: Any) -> Any:
+def largest(scores: Any, first: Any) -> Any:
     """Without regard for NaN, which a vector maximum cannot keep: the weights taken from the scores do."""
     largest = first
     for score in scores:
@@ -184,7 +184,7 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
                                 if c < seen_from or c >= seen_to:
                                     score[c] = _UNSEEN
                         old = maxima[state]
-                        new = _largest(score, old)
+                        new = largest(score, old)
                         if new > old:
                             shrink = _exp2(old - new)
                             weights[state] *= shrink

@@ -17,6 +17,7 @@ from pdserve.engine.attention import attend, make_context
 from pdserve.engine.kernels import jit
 from pdserve.engine.paged import PagedAttention, deal, split_queries
 from pdserve.engine.pool import BlockShape, TorchPool
+from pdserve.engine.rope import rotate
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 200
@@ -193,3 +194,42 @@ def test_every_query_and_head_is_dealt_to_one_thread(rows: list[tuple[int, int]]
     }
     assert len(done) == len(asked)
     assert set(done) == asked
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_placing_rotates_and_stores_as_torch_does(dtype: torch.dtype) -> None:
+    """Queries, keys and values lie side by side, as the product leaves them."""
+    placed, written = filled_pool(dtype=dtype), filled_pool(dtype=dtype)
+    num_tokens, generator = 37, torch.Generator().manual_seed(4)
+    qkv_THD = torch.randn(num_tokens, 6 + 2 + 2, 24, generator=generator)
+    q_THD, k_TKD, v_TKD = qkv_THD.split((6, 2, 2), dim=1)
+    k_TKD[5, 1] = 0
+    angle_T1R = torch.randn(num_tokens, 1, 12, generator=generator) * 5
+    cos_sin = angle_T1R.cos(), angle_T1R.sin()
+    slot_T = torch.randperm(NUM_BLOCKS * 16, generator=generator)[:num_tokens]
+    block_T, offset_T = slot_T // 16, slot_T % 16
+    kernel = PagedAttention(placed, num_heads=6)
+    got_THD = kernel.place(1, q_THD, k_TKD, v_TKD, *cos_sin, block_T, offset_T)
+    written.write(1, rotate(k_TKD, *cos_sin), v_TKD, block_T, offset_T)
+    torch.testing.assert_close(got_THD, rotate(q_THD, *cos_sin), atol=1e-6, rtol=1e-5)
+    tolerance = 1 if dtype == torch.int8 else 1e-6  # a value halfway between two steps may go either way
+    kernel_free = placed.tensor[1:], written.tensor[1:]  # compiling wrote to block 0
+    torch.testing.assert_close(*kernel_free, atol=tolerance, rtol=1e-5)
+    if placed.scales is not None and written.scales is not None:
+        torch.testing.assert_close(placed.scales[1:], written.scales[1:])
+        assert (placed.tensor[1:] != written.tensor[1:]).float().mean() < 1e-3
+
+
+@needs_numba
+def test_placing_what_is_not_finite_keeps_it_so_in_int8() -> None:
+    pool = filled_pool(dtype=torch.int8)
+    kernel = PagedAttention(pool, num_heads=2)
+    x_TKD, angle_T1R = torch.ones(3, 2, 24), torch.zeros(3, 1, 12)
+    x_TKD[0, 0, 3], x_TKD[1, 1, 2] = torch.nan, -torch.inf
+    block_T = torch.tensor([4, 5, 6])
+    kernel.place(0, x_TKD, x_TKD, x_TKD, angle_T1R.cos(), angle_T1R.sin(), block_T, torch.zeros_like(block_T))
+    k_BKSD, v_BKSD = pool.read(0, block_T[:, None], torch.float32)
+    for x_BKSD in (k_BKSD, v_BKSD):
+        is_finite = x_BKSD[:, :, 0].isfinite().all(-1)
+        assert is_finite.tolist() == [[False, True], [True, False], [True, True]]

@@ -1,0 +1,98 @@
+"""Rotates queries and keys and stores keys and values in their blocks, in one pass over a step's tokens.
+
+The same numbers as rope.rotate and pool.write, up to the rounding of fused products. Each token is computed alone.
+"""
+
+# Shapes: T tokens, H query heads, K kv heads, D head dim, C tokens per block.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from pdserve.engine.kernels import jit
+from pdserve.engine.kernels.paged import largest
+
+_HALF, _ONE, _INT8_MAX = np.float32(0.5), np.float32(1), np.float32(127)
+
+
+def make_place(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..., None]:
+    """The kernel for one shape, compiled at its first call.
+
+    place(q, k, v, q_stride, k_stride, v_stride, cos, sin, block_T, offset_T, q_out, data, scales, num_heads,
+    num_kv_heads, block_stride, layer_start, scale_stride, scale_start, first, last) does tokens first .. last - 1.
+    All arrays are flat; q, k and v advance by their strides per token, q_out [T, H, D] and cos and sin [T, D / 2] lie
+    closely. The pool's arguments are those of kernels.paged.
+    """
+    D, C, R = head_dim, block_size, head_dim // 2
+    U = np.uint64
+
+    def place(
+        q: Any,
+        k: Any,
+        v: Any,
+        q_stride: int,
+        k_stride: int,
+        v_stride: int,
+        cos: Any,
+        sin: Any,
+        block_T: Any,
+        offset_T: Any,
+        q_out: Any,
+        data: Any,
+        scales: Any,
+        num_heads: int,
+        num_kv_heads: int,
+        block_stride: int,
+        layer_start: int,
+        scale_stride: int,
+        scale_start: int,
+        first: int,
+        last: int,
+    ) -> None:
+        row = np.empty(D, np.float32)
+        size = np.empty(D, np.float32)
+        for token in range(first, last):
+            at = U(token * R)
+            for head in range(num_heads):
+                source = U(token * q_stride + head * D)
+                target = U((token * num_heads + head) * D)
+                for r in range(U(R)):
+                    low, high = q[source + r], q[source + U(R) + r]
+                    q_out[target + r] = low * cos[at + r] - high * sin[at + r]
+                    q_out[target + U(R) + r] = high * cos[at + r] + low * sin[at + r]
+            for head in range(num_kv_heads):
+                slot = offset_T[token] * num_kv_heads + head
+                for part in range(2):
+                    if part == 0:
+                        source = U(token * k_stride + head * D)
+                        for r in range(U(R)):
+                            low, high = k[source + r], k[source + U(R) + r]
+                            row[r] = low * cos[at + r] - high * sin[at + r]
+                            row[U(R) + r] = high * cos[at + r] + low * sin[at + r]
+                    else:
+                        source = U(token * v_stride + head * D)
+                        for d in range(U(D)):
+                            row[d] = v[source + d]
+                    in_layer = part * C * num_kv_heads + slot
+                    target = U(block_T[token] * block_stride + layer_start + in_layer * D)
+                    if is_int8:
+                        broken = np.float32(0)  # NaN where a value is not finite, and so is the scale then
+                        for d in range(U(D)):
+                            size[d] = abs(row[d])
+                            broken += row[d] * np.float32(0)
+                        scale = largest(size, np.float32(0)) / _INT8_MAX
+                        inverse = _ONE / scale if scale > 0 else np.float32(0)
+                        scales[U(block_T[token] * scale_stride + scale_start + in_layer)] = scale + broken
+                        for d in range(U(D)):
+                            whole = np.float32(math.floor(row[d] * inverse + _HALF))
+                            whole = min(max(whole, -_INT8_MAX), _INT8_MAX)
+                            data[target + d] = np.int8(np.int32(whole))
+                    else:
+                        for d in range(U(D)):
+                            data[target + d] = row[d]
+
+    return jit.compiled(place)
