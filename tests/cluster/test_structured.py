@@ -45,7 +45,7 @@ def test_each_kind_of_structured_output_reaches_the_answer(cluster: Cluster) -> 
     client, greedy = cluster.client, {"max_tokens": 100, "temperature": 0.0}
     item = client.generate(PROMPT, json_schema=ITEM, **greedy)
     jsonschema.validate(json.loads(item.text), ITEM)
-    assert (item.finish_reason, item.timings.path) == ("stop", "remote")
+    assert item.finish_reason == "stop"  # its path is the router's choice, by what it has measured
     assert client.generate(PROMPT, json_schema=json.dumps(ITEM), ignore_eos=True, **greedy).text == item.text
     short = client.generate("x", json_schema=ITEM, max_tokens=100, seed=1)
     jsonschema.validate(json.loads(short.text), ITEM)
