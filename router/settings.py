@@ -12,6 +12,7 @@ class RouterSettings:
     """Everything that changes what a router decides, so that a recording needs nothing else."""
 
     policy: str = "least-ttft"
+    rules_off: tuple[str, ...] = ()  # of router.policy.rules, for the goodput policy
     local_max_uncached_tokens: int = 16  # prompts up to this go to a decode worker whole
     max_queue: int = 1024
     max_attempts: int = 4  # attempts that may be lost; refusals are not counted

@@ -11,6 +11,7 @@ from typing import Final
 from pdserve.core.errors import ConfigError
 from router.policy.interface import Policy
 from router.policy.least_ttft import LeastTtft, Links
+from router.policy.rules import check_rules
 from router.policy.static import RoundRobin, colocated
 from router.settings import RouterSettings
 
@@ -22,7 +23,8 @@ POLICIES: Final[dict[str, Callable[[RouterSettings, Links], Policy]]] = {
 
 
 def make_policy(settings: RouterSettings, links: Links) -> Policy:
-    """Raises ConfigError, listing the known names."""
+    """Raises ConfigError on an unknown policy or rule, listing the known names."""
+    check_rules(settings.rules_off)
     make = POLICIES.get(settings.policy)
     if make is None:
         raise ConfigError("policy", settings.policy, "one of " + ", ".join(sorted(POLICIES)))

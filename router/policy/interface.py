@@ -44,6 +44,7 @@ class Ask:
     deadline_left_s: float | None = None
     priority: int = 0
     tenant: str = ""
+    bound_to: str = ""  # the prefill worker that an earlier decision bound it to
     cached_tokens: Mapping[str, int] = field(default_factory=dict)  # worker id -> leading tokens it may hold
     # It failed there before: not again while there are others.
     avoid_workers: frozenset[str] = frozenset()
@@ -74,6 +75,7 @@ class Decision:
     reason: str = ""
     candidates: tuple[Candidate, ...] = ()
     obstacle: Obstacle = Obstacle.NONE
+    bound_to: str = ""  # with WAIT for PREFILL: it waits for this very prefill worker, in its line, and nobody else
     retry_in_s: float | None = None  # with WAIT: when it is worth asking again; with REFUSE: what the client is told
 
 

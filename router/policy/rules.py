@@ -1,0 +1,29 @@
+"""The goodput policy's rules by name. Each can be switched off alone (`rules_off`), to see what it is worth. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from pdserve.core.errors import ConfigError
+
+RULES: Final[dict[str, str]] = {
+    "path-choice": "local where it costs less slack than remote; off: remote wherever a prefill worker exists",
+    "most-loaded": "the fullest feasible pair; off: the one with the soonest first token",
+    "tandem": "TPOT counts what is on its way to a decode worker and will grow there; off: what it reports as running",
+    "least-slack": "the least time to spare goes first; off: in order of arrival",
+    "ageing": "who waits past its promise for long goes first; off: least slack alone",
+    "fairness": "tenants share predicted GPU-seconds; off: no matter whose",
+    "priority": "higher classes go first; off: all are one class",
+    "refusal": "what surely misses its promise, while others wait, is refused at once; off: nothing is",
+    "deadline-drop": "past its deadline it is dropped before prefill and at the hand-off; off: computed in vain",
+    "transfer-price": "the part of the transfer that the prefill does not hide counts; off: transfers cost nothing",
+    "prefix-value": "a cached prefix is worth the seconds that it saves; off: caches are not looked at",
+}
+
+
+def check_rules(names: Iterable[str]) -> None:
+    """Raises ConfigError on an unknown name."""
+    for name in names:
+        if name not in RULES:
+            raise ConfigError("rules_off", name, "some of " + ", ".join(RULES))
