@@ -6,7 +6,7 @@ Seconds are simulated seconds since the start of the trace unless a name says ot
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -201,6 +201,12 @@ class SimResult:
 
 
 class Simulate(Protocol):
-    """`simulator.world.simulate`."""
+    """`simulator.world.simulate`.
 
-    def __call__(self, trace: Iterable[TraceRequest], config: SimConfig) -> SimResult: ...
+    `on_ended` is shown each row as it ends, whatever its outcome; where it answers False the run stops there, and who
+    has not ended stays "unfinished". So a search need not finish runs whose answer is known.
+    """
+
+    def __call__(
+        self, trace: Iterable[TraceRequest], config: SimConfig, on_ended: Callable[[RequestRow], bool] | None = None
+    ) -> SimResult: ...
