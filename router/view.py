@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pdserve.core.latency import CostModel
 from pdserve.core.types import Role
 from router.events import LoadReported, WorkerConnected
+from router.line import Line
 
 # (sequences that decode here or are on their way here, those of them that wait for their first step, tokens of all
 # of them, blocks that could be given to others)
@@ -78,6 +79,7 @@ class WorkerView:
         "hello",
         "is_connected",
         "is_drain_requested",
+        "line",
         "most_tokens",
         "promises",
         "report",
@@ -89,6 +91,7 @@ class WorkerView:
         self.worker_id = hello.worker_id
         self.hello = hello
         self.cost = CostModel(hello.cost)
+        self.line = Line()  # requests that are bound to it and not yet booked
         self.is_drain_requested = False
         self.grant_wait_s = 0.0  # moving mean of Reserve -> Granted
         self._start(now_s)
@@ -257,6 +260,7 @@ class WorkerView:
         bookings = self.bookings.values()
         rows = [one for one in bookings if one.tpot_s is not None]
         totals = self.totals
+        self.line.check()
         assert self.is_connected or not bookings, f"{self.worker_id} is gone but holds bookings"
         assert totals.blocks == sum(one.blocks for one in bookings), "blocks"
         assert totals.rows == len(rows), "rows"

@@ -19,6 +19,7 @@ PURE = [
     "router.lifecycle",
     "router.events",
     "router.commands",
+    "router.line",
     "router.view",
     "router.state",
     "router.policy",
