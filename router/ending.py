@@ -23,6 +23,7 @@ def finish(
     slo = request.facts.slo
     kept = timings.ttft_s <= slo.ttft_s and timings.tpot_s <= slo.tpot_s
     outcome = Outcome.SERVED if kept else Outcome.LATE
+    ledger.lengths.observe(request.facts.sampling.max_tokens, len(request.output))
     count = len(request.output) if num_output_tokens is None else min(num_output_tokens, len(request.output))
     ledger.out.append(
         FinishRequest(

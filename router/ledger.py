@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from router.commands import Cancel, Command
 from router.fleet import Fleet
+from router.lengths import OutputLengths
 from router.lifecycle import MOVES, IllegalMove, Move
 from router.policy import make_policy
 from router.policy.interface import Decision
@@ -53,6 +54,7 @@ class Ledger:
         self.settings = settings
         self.fleet = Fleet(settings.worker_silence_s)
         self.policy = make_policy(settings, self.fleet.link)
+        self.lengths = OutputLengths()
         self.requests: dict[str, Request] = {}
         self.queue: list[QueueKey] = []  # sorted; QUEUED requests that are not in backoff
         self.parked: set[str] = set()  # QUEUED requests in backoff

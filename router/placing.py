@@ -140,6 +140,7 @@ def _ask(ledger: Ledger, request: Request) -> Ask:
         request_id=request.request_id,
         num_tokens=request.num_tokens,
         max_new_tokens=facts.sampling.max_tokens - len(request.output),
+        expected_tokens=ledger.lengths.expected(facts.sampling.max_tokens, len(request.output)),
         slo=facts.slo,
         waited_s=ledger.now_s - request.arrived_s,
         is_resumed=bool(request.output),

@@ -40,6 +40,7 @@ class Ask:
     max_new_tokens: int
     slo: Slo
     waited_s: float
+    expected_tokens: float = 256.0  # that will still be answered, by the mean of answers like it
     is_resumed: bool = False  # the client already has tokens
     deadline_left_s: float | None = None
     priority: int = 0
@@ -53,6 +54,17 @@ class Ask:
     def cached_on(self, view: WorkerView) -> int:
         """At least one token is always computed, so that there are logits."""
         return min(self.cached_tokens.get(view.hello.worker_id, 0), self.num_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What a request could get were it alone: no queue, no residents. Nobody can do better than this."""
+
+    ttft_s: float  # from now, on the worker that would be the fastest
+    band_s: float  # the truth is surely within so much of `ttft_s`, if is_sure
+    is_sure: bool  # that worker has shown enough batches to call anything sure
+    tpot_s: float
+    work_s: float  # GPU-seconds that it takes from the others: its prefill, and its share of the decode steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

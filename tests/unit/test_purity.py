@@ -20,6 +20,7 @@ PURE = [
     "router.events",
     "router.commands",
     "router.line",
+    "router.lengths",
     "router.view",
     "router.state",
     "router.policy",

@@ -1,0 +1,40 @@
+"""How long an answer is expected to be."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.lengths import FIRST_GUESS, OutputLengths
+
+
+def test_before_any_answer_it_is_a_guess_that_the_limit_caps() -> None:
+    lengths = OutputLengths()
+    assert lengths.expected(4096) == FIRST_GUESS
+    assert lengths.expected(16) == 16.0
+
+
+def test_each_class_of_limits_has_its_own_mean_and_new_ones_start_from_all() -> None:
+    lengths = OutputLengths()
+    for _ in range(10):
+        lengths.observe(1000, 300)
+        lengths.observe(30, 20)
+    assert lengths.expected(1000) == pytest.approx(300.0)
+    assert lengths.expected(31) == pytest.approx(20.0)
+    assert lengths.expected(100) == pytest.approx(100.0)  # the mean of all, capped
+    assert lengths.expected(100_000) == pytest.approx(160.0)
+
+
+def test_what_was_answered_is_not_expected_again() -> None:
+    lengths = OutputLengths()
+    lengths.observe(1000, 300)
+    assert lengths.expected(1000, answered=100) == pytest.approx(200.0)
+    assert lengths.expected(1000, answered=400) == 1.0
+
+
+def test_it_follows_traffic_that_changes() -> None:
+    lengths = OutputLengths()
+    for _ in range(1000):
+        lengths.observe(1000, 300)
+    for _ in range(200):
+        lengths.observe(1000, 30)
+    assert lengths.expected(1000) == pytest.approx(30.0, rel=0.25)

@@ -1,0 +1,34 @@
+"""What a request could get were it alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.policy.outlook import TRUSTED_SAMPLES, outlook
+from tests.unit.router.test_policy import ask, busy, view
+
+
+def test_queues_and_residents_are_not_counted() -> None:
+    one = outlook(ask(100), [busy(view("p0"), prefill_s=5.0)], [busy(view("d0"), rows=9)], 0.0)
+    assert one.ttft_s == pytest.approx(0.1)
+    assert one.tpot_s == pytest.approx(0.011)
+
+
+def test_the_largest_cached_prefix_counts_wherever_it_is() -> None:
+    request = ask(100, cached_tokens={"p0": 16, "d0": 64})
+    assert outlook(request, [view("p0")], [view("d0")], 0.0).ttft_s == pytest.approx(0.036)
+
+
+def test_work_is_the_prefill_and_the_share_of_the_decode_steps() -> None:
+    assert outlook(ask(100, expected_tokens=50.0), [], [view("d0")], 0.0).work_s == pytest.approx(0.1 + 50 * 1e-3)
+
+
+def test_nothing_is_sure_before_batches_were_seen_and_the_band_narrows_with_them() -> None:
+    prefill = view("p0")
+    first = outlook(ask(100), [prefill], [view("d0")], 0.0)
+    for _ in range(TRUSTED_SAMPLES):
+        prefill.cost.observe(rows=0, prefill_tokens=90, prefill_token_context=0, context_tokens=0, step_s=0.09)
+    then = outlook(ask(100), [prefill], [view("d0", cost=view("p0").hello.cost)], 0.0)
+    assert not first.is_sure
+    assert then.is_sure
+    assert then.band_s < first.band_s
