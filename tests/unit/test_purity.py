@@ -28,6 +28,10 @@ PURE = [
     "decode_worker.batching",
     "decode_worker.chunking",
     "decode_worker.resident",
+    "simulator.model",
+    "simulator.reshape",
+    "simulator.synthetic",
+    "simulator.trace_rows",
     *(
         f"kvtransfer.{name}"
         for name in ("departures", "frames", "landings", "memory", "plan", "session", "stats", "transport")

@@ -1,0 +1,88 @@
+"""Opens a trace file of any known format, told by its first line. Reads it as a stream, once per run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+from pdserve.core.errors import ConfigError
+from simulator.model import TraceRequest
+from simulator.trace_rows import (
+    MOONCAKE_BLOCK_TOKENS,
+    MOONCAKE_QUANTUM_S,
+    NumberedLine,
+    TraceError,
+    is_azure,
+    is_mooncake,
+    read_azure,
+    read_mooncake,
+)
+
+MAX_LINE_CHARS: Final = 16 * 2**20  # a longer one is no row: a file without line ends must not fill the memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    name: str
+    recognises: Callable[[str], bool]  # its first line
+    read: Callable[[Iterable[NumberedLine], str], Iterator[TraceRequest]]
+    block_tokens: int = 0
+    quantum_s: float = 0.0  # arrivals are rounded to such steps; 0: they are not
+
+
+FORMATS: Final = (
+    Format(
+        name="Mooncake JSONL",
+        recognises=is_mooncake,
+        read=read_mooncake,
+        block_tokens=MOONCAKE_BLOCK_TOKENS,
+        quantum_s=MOONCAKE_QUANTUM_S,
+    ),
+    Format(name="Azure CSV", recognises=is_azure, read=read_azure),
+)
+
+
+@final
+class FileTrace:
+    """A trace in a file. Each iteration reads it anew. Rows are checked as they are read."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises ConfigError where the file cannot be read, TraceError where its first line is of no known format."""
+        self._path = Path(path)
+        self.name = self._path.name
+        first = next(self._lines(), None)
+        if first is None:
+            raise ConfigError("trace", f"{self.name}, an empty file", "a file with at least one request")
+        found = [one for one in FORMATS if one.recognises(first[1])]
+        if not found:
+            raise TraceError(self.name, first[0], "row", first[1], "one of " + ", ".join(one.name for one in FORMATS))
+        self.format = found[0]
+        self.block_tokens = self.format.block_tokens
+        self.quantum_s = self.format.quantum_s
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        empty = True
+        for request in self.format.read(self._lines(), self.name):
+            empty = False
+            yield request
+        if empty:
+            raise ConfigError("trace", f"{self.name}, a header and no rows", "a file with at least one request")
+
+    def _lines(self) -> Iterator[NumberedLine]:
+        """Blank ones are skipped, and counted."""
+        line = 0
+        try:
+            # A byte order mark is no part of the first row.
+            with self._path.open(encoding="utf-8-sig") as file:
+                for text in iter(lambda: file.readline(MAX_LINE_CHARS), ""):
+                    line += 1
+                    if len(text) == MAX_LINE_CHARS:
+                        raise TraceError(self.name, line, "row", text, f"fewer than {MAX_LINE_CHARS} characters")
+                    if stripped := text.strip():
+                        yield line, stripped
+        except OSError as error:
+            raise ConfigError("trace", self._path, f"a file that can be read ({error.strerror})") from None
+        except UnicodeDecodeError:
+            raise TraceError(self.name, line + 1, "row", "bytes that are no UTF-8", "a text file") from None
