@@ -7,7 +7,8 @@ from typing import Final, final
 from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostModel
 
-SLACK_SHARE: Final = 0.8  # of the promised time per token; the rest is for what the model does not know
+SLACK_SHARE: Final = 0.9  # of the promised time per token; the rest is for what comes between steps
+FREE_SHARE: Final = 0.02  # of a step: what a chunk may add where the promise is broken without it
 BLIND_SHARE: Final = 4  # of the largest chunk, where nobody said what was promised
 
 
@@ -16,7 +17,7 @@ class ChunkRule:
     """Chunks between `least` (a waiting prompt must get on) and `most` tokens; `cost` learns from each step."""
 
     def __init__(self, cost: CostModel, *, least: int, most: int) -> None:
-        self._cost = cost
+        self.cost = cost
         self._least = min(least, most)
         self._most = most
 
@@ -27,19 +28,18 @@ class ChunkRule:
         """
         if rows == 0:
             return self._most
+        cost = self.cost
+        # What the weights' reading leaves of the arithmetic is as good as free, whoever was promised what.
+        free_s = (1.0 + FREE_SHARE) * cost.decode_s(rows, context_tokens)
+        least = self._least
         if tpot_s is None:
-            return max(self._least, self._most // BLIND_SHARE)
-        spare_s = SLACK_SHARE * tpot_s - self._cost.decode_s(rows, context_tokens)
-        if spare_s <= 0.0:
-            return self._least
-        coefficients = self._cost.coefficients
-        per_token_s = coefficients.prefill_per_token_s + coefficients.prefill_per_token_context_s * cached
-        if spare_s >= per_token_s * self._most:
-            return self._most
-        return max(self._least, int(spare_s / per_token_s))
+            within_s, least = free_s, max(least, self._most // BLIND_SHARE)
+        else:
+            within_s = max(free_s, tpot_s * min(SLACK_SHARE, 1.0 / (1.0 + cost.step_error)))
+        return max(least, int(min(self._most, cost.chunk_tokens(within_s, rows, context_tokens, cached))))
 
     def observe(self, account: StepAccount, step_s: float) -> None:
-        self._cost.observe(
+        self.cost.observe(
             rows=account.decode_rows,
             prefill_tokens=account.prefill_tokens,
             prefill_token_context=account.prefill_token_context,

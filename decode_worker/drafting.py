@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, final
 
-from decode_worker.chunking import SLACK_SHARE
 from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostPrior
 
+SLACK_SHARE: Final = 0.8  # of the promised time per token; a plain step must follow one that failed
 MARGIN: Final = 1.05  # of the plain rate; for what the prices and the chances do not know
 LEAST_CHANCE: Final = 0.02
 REFERENCE_STEPS: Final = 24  # speculated ones in a row, after which one is plain

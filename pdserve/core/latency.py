@@ -1,33 +1,25 @@
 """What a batch and a transfer will take, in closed form, corrected online by each finished batch. Pure.
 
-    prefill_s(u, cached)      = base + per_token * u + per_token_context * u * (cached + u / 2)
-    decode_s(batch, context)  = base + per_row * batch + per_context_token * context
-    transfer_s(bytes)         = latency + bytes / bandwidth
+    decode_s(rows, context) = decode_base + per_row * rows + per_context_token * context
+    prefill_s(u, cached)    = max(decode_base, prefill_base + per_token * u) + per_token_context * u * (cached + u / 2)
+    step_s(both)            = max(decode_base, prefill_base + per_token * u)
+                              + per_row * rows + per_context_token * context + per_token_context * u * (cached + u / 2)
+    transfer_s(bytes)       = latency + bytes / bandwidth
 
-The coefficients follow the batches that a worker reports by recursive least squares with forgetting, on relative
-errors, so that long and short batches weigh the same. A sample far outside the error band weighs less (Huber) and
-widens the band, so one stall moves little; several in a row on the same side are a machine that has changed, and
-are learnt from anew.
-Predictions are finite and never negative, whatever the samples were.
+A step reads the weights once, whatever it computes: that is `decode_base`. A prompt chunk beside decode rows costs
+nothing but its attention while its own arithmetic takes less than that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
-LONGEST_S: Final = 86_400.0  # samples and predictions beyond a day are nonsense
-CLIP_SIGMAS: Final = 3.0  # residuals beyond weigh less in the coefficients
-BAND_SIGMAS: Final = 5.0  # and are clipped in the band, which so grows by at most a factor per sample
-CHANGE_STREAK: Final = 5  # residuals beyond CLIP_SIGMAS in a row, on one side, that are taken for a change
-BAND_GAIN: Final = 0.05
-SMALLEST_ERROR: Final = 0.02  # relative; a band never shrinks below it
-FIRST_ERROR: Final = 0.5  # relative; before any sample
-FORGETTING: Final = 0.99
-NOISE: Final = 0.1  # relative standard deviation that a typical sample is believed to have
-PRIOR_SPREAD: Final = 2.0  # how far a coefficient may be from its prior, relative to a typical batch
+from pdserve.core.fit import LONGEST_S, Fit
+
+MOST_WORK: Final = 1e15  # a batch with more tokens times context is no batch
+HIDDEN_SHARE: Final = 1.25  # of the weights' time: a step that is longer, rows and attention apart, is not theirs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,104 +45,6 @@ class CostPrior:
         )
 
 
-class Fit:
-    """Non-negative linear model of a duration; `scales` are typical feature values, for conditioning.
-
-    Works on features divided by their scale and on targets divided by the prediction.
-    """
-
-    __slots__ = (
-        "_covariance",
-        "_scales",
-        "_streak",
-        "_theta",
-        "_widest",
-        "coefficients",
-        "error",
-        "num_rejected",
-        "num_samples",
-    )
-
-    def __init__(self, prior: Sequence[float], scales: Sequence[float]) -> None:
-        self._scales = tuple(scales)
-        self._theta = [coefficient * scale for coefficient, scale in zip(prior, scales, strict=True)]
-        typical = max(sum(self._theta), 1e-9)
-        # Relative to a typical batch each coefficient may be off by its own size, or by a share of the whole.
-        self._widest = [max(PRIOR_SPREAD * theta, 0.2 * typical) ** 2 for theta in self._theta]
-        size = len(self._theta)
-        self._covariance = [[self._widest[i] if i == j else 0.0 for j in range(size)] for i in range(size)]
-        self.coefficients = tuple(prior)
-        self.error = FIRST_ERROR  # relative standard deviation of recent residuals
-        self.num_samples = 0
-        self.num_rejected = 0
-        self._streak = 0  # consecutive outliers; negative: below the prediction
-
-    def predict(self, features: Sequence[float]) -> float:
-        total = 0.0
-        for coefficient, feature in zip(self.coefficients, features, strict=True):
-            total += coefficient * feature
-        return min(total, LONGEST_S)
-
-    def observe(self, features: Sequence[float], seconds: float) -> bool:
-        """Corrects the coefficients. False: the sample is no sample (not finite, not positive) and was dropped."""
-        usable = math.isfinite(seconds) and 0.0 < seconds <= LONGEST_S
-        if not usable or not all(math.isfinite(f) and 0.0 <= f <= 1e15 for f in features) or not any(features):
-            self.num_rejected += 1
-            return False
-        predicted = max(self.predict(features), 1e-3 * seconds, 1e-9)
-        x = [feature / scale / predicted for feature, scale in zip(features, self._scales, strict=True)]
-        residual = seconds / predicted - sum(theta * one for theta, one in zip(self._theta, x, strict=True))
-        self._watch(residual)
-        self._correct(x, residual, noise=NOISE**2 * max(1.0, abs(residual) / (CLIP_SIGMAS * self.error)))
-        shown = _clip(residual, BAND_SIGMAS * self.error)
-        gain = max(BAND_GAIN, 1.0 / (self.num_samples + 3))
-        variance = (1.0 - gain) * self.error**2 + gain * shown**2
-        self.error = min(max(math.sqrt(variance), SMALLEST_ERROR), 10.0)
-        self.num_samples += 1
-        return True
-
-    def _watch(self, residual: float) -> None:
-        if abs(residual) <= CLIP_SIGMAS * self.error:
-            self._streak = 0
-            return
-        side = 1 if residual > 0.0 else -1
-        self._streak = self._streak + side if self._streak * side >= 0 else side
-        if abs(self._streak) >= CHANGE_STREAK:
-            self._streak = 0
-            size = len(self._widest)
-            self._covariance = [[self._widest[i] if i == j else 0.0 for j in range(size)] for i in range(size)]
-
-    def _correct(self, x: list[float], residual: float, noise: float) -> None:
-        covariance = self._covariance
-        size = len(x)
-        px = [sum(row[j] * x[j] for j in range(size)) for row in covariance]
-        denominator = noise + sum(x[i] * px[i] for i in range(size))
-        gain = [one / denominator for one in px]
-        theta = [old + step * residual for old, step in zip(self._theta, gain, strict=True)]
-        if min(theta) < 0.0:
-            # Correlated coefficients move against each other. Where one may go no lower, its partner would go on
-            # alone, away from the sample: so they are taken for independent, and all move the same way.
-            covariance = [[covariance[i][i] if i == j else 0.0 for j in range(size)] for i in range(size)]
-            px = [covariance[i][i] * x[i] for i in range(size)]
-            denominator = noise + sum(x[i] * px[i] for i in range(size))
-            gain = [one / denominator for one in px]
-            theta = [max(0.0, old + step * residual) for old, step in zip(self._theta, gain, strict=True)]
-        # Directions that no sample excites would grow without bound: forgetting stops at the prior's spread.
-        forget = FORGETTING if all(covariance[i][i] < self._widest[i] for i in range(size)) else 1.0
-        updated = [[(covariance[i][j] - gain[i] * px[j]) / forget for j in range(size)] for i in range(size)]
-        for i in range(size):
-            updated[i][i] = min(max(updated[i][i], 1e-12 * self._widest[i]), self._widest[i])
-            for j in range(i):  # symmetric and positive, whatever rounding did
-                bound = math.sqrt(updated[i][i] * updated[j][j])
-                mean = _clip(0.5 * (updated[i][j] + updated[j][i]), 0.999 * bound)
-                updated[i][j] = updated[j][i] = mean
-        if all(math.isfinite(one) and one <= LONGEST_S for one in theta):
-            self._theta, self._covariance = theta, updated
-            self.coefficients = tuple(one / scale for one, scale in zip(theta, self._scales, strict=True))
-        else:
-            self.num_rejected += 1
-
-
 class CostModel:
     """Seconds that one worker needs. Corrected by `observe` with every batch that it reports."""
 
@@ -168,32 +62,71 @@ class CostModel:
         )
 
     def prefill_s(self, uncached: float, cached: float = 0.0, chunk_tokens: int = 0) -> float:
-        """Seconds of compute for `uncached` tokens after `cached` ones; `base` is paid once per chunk."""
+        """Seconds of compute for `uncached` tokens after `cached` ones, in chunks; 0: in one."""
         if uncached <= 0.0:
             return 0.0
         base, per_token, per_token_context = self._prefill.coefficients
-        chunks = -(-uncached // chunk_tokens) if chunk_tokens > 0 else 1.0
-        seconds = base * chunks + uncached * (per_token + per_token_context * (cached + 0.5 * uncached))
+        weights_s = self._decode.coefficients[0]
+        chunks, rest = divmod(uncached, chunk_tokens) if chunk_tokens > 0 else (0.0, uncached)
+        seconds = per_token_context * uncached * (cached + 0.5 * uncached)
+        if chunks:
+            chunk_s = base + per_token * chunk_tokens
+            seconds += chunks * (chunk_s if chunk_s > weights_s else weights_s)
+        if rest:
+            rest_s = base + per_token * rest
+            seconds += rest_s if rest_s > weights_s else weights_s
         return seconds if seconds < LONGEST_S else LONGEST_S
 
-    def decode_s(self, batch: float, context: float) -> float:
-        """Seconds of one decode step of `batch` sequences with `context` tokens in sum."""
-        if batch <= 0.0:
+    def decode_s(self, rows: float, context_tokens: float) -> float:
+        """Seconds of one decode step of `rows` sequences with `context_tokens` in sum."""
+        if rows <= 0.0:
             return 0.0
         base, per_row, per_context_token = self._decode.coefficients
-        seconds = base + per_row * batch + per_context_token * context
+        seconds = base + per_row * rows + per_context_token * context_tokens
         return seconds if seconds < LONGEST_S else LONGEST_S
+
+    def step_s(
+        self, rows: float, context_tokens: float, prefill_tokens: float = 0.0, prefill_token_context: float = 0.0
+    ) -> float:
+        """Seconds of one step that decodes, reads prompts, or both.
+
+        `prefill_token_context` is the sum of count * (cached + count / 2) over the chunks.
+        """
+        if prefill_tokens <= 0.0:
+            return self.decode_s(rows, context_tokens)
+        prefill_base, per_token, per_token_context = self._prefill.coefficients
+        decode_base, per_row, per_context_token = self._decode.coefficients
+        compute_s = prefill_base + per_token * prefill_tokens
+        seconds = compute_s if compute_s > decode_base else decode_base
+        seconds += per_row * rows + per_context_token * context_tokens + per_token_context * prefill_token_context
+        return seconds if seconds < LONGEST_S else LONGEST_S
+
+    def chunk_tokens(self, step_s: float, rows: float, context_tokens: float, cached: float) -> float:
+        """The inverse of `step_s`: how long a chunk after `cached` tokens may be. May be infinite."""
+        prefill_base, per_token, per_token_context = self._prefill.coefficients
+        decode_base, per_row, per_context_token = self._decode.coefficients
+        left_s = step_s - per_row * rows - per_context_token * context_tokens
+        # A maximum is within the limit where both of its sides are.
+        beside_weights = _length(left_s - decode_base, 0.0, per_token_context, cached)
+        return min(beside_weights, _length(left_s - prefill_base, per_token, per_token_context, cached))
 
     def observe(
         self, *, rows: int, prefill_tokens: int, prefill_token_context: float, context_tokens: int, step_s: float
     ) -> bool:
-        """One finished batch. A mixed one corrects the prefill part with what the decode part leaves of it."""
+        """One finished batch. A mixed one corrects the side that it is believed to have waited for."""
         if prefill_tokens <= 0:
             return self._decode.observe((1.0, rows, context_tokens), step_s) if rows > 0 else False
-        if rows <= 0:
-            return self._prefill.observe((1.0, prefill_tokens, prefill_token_context), step_s)
-        rest_s = step_s - self.decode_s(rows, context_tokens)
-        return self._prefill.observe((0.0, prefill_tokens, prefill_token_context), rest_s)
+        base, per_token, per_token_context = self._prefill.coefficients
+        if rows < 0 or context_tokens < 0 or not 0.0 <= prefill_token_context <= MOST_WORK:
+            return False
+        weights_s, per_row, per_context_token = self._decode.coefficients
+        rows_s = min(per_row * rows + per_context_token * context_tokens, LONGEST_S)
+        attention_s = min(per_token_context * prefill_token_context, LONGEST_S)
+        # A step that took longer than the weights explain has waited for the arithmetic, whatever was believed of it.
+        hides = base + per_token * prefill_tokens < weights_s
+        if hides and step_s - rows_s - attention_s <= HIDDEN_SHARE * weights_s:
+            return self._decode.observe((1.0, rows, context_tokens), step_s, known_s=attention_s)
+        return self._prefill.observe((1.0, prefill_tokens, prefill_token_context), step_s, known_s=rows_s)
 
     @property
     def decode_coefficients(self) -> tuple[float, ...]:
@@ -221,6 +154,11 @@ class CostModel:
     @property
     def decode_error(self) -> float:
         return self._decode.error
+
+    @property
+    def step_error(self) -> float:
+        """Of a mixed step: the wider of both."""
+        return max(self._prefill.error, self._decode.error)
 
     @property
     def num_prefill_samples(self) -> int:
@@ -258,5 +196,10 @@ class LinkModel:
         return True
 
 
-def _clip(value: float, bound: float) -> float:
-    return min(max(value, -bound), bound)
+def _length(left_s: float, per_token_s: float, per_token_context_s: float, cached: float) -> float:
+    """The largest u with per_token * u + per_token_context * u * (cached + u / 2) <= left."""
+    if left_s <= 0.0:
+        return 0.0
+    linear_s = per_token_s + per_token_context_s * cached
+    divisor_s = linear_s + math.sqrt(linear_s * linear_s + 2.0 * per_token_context_s * left_s)
+    return 2.0 * left_s / divisor_s if divisor_s > 0.0 else math.inf

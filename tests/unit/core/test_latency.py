@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.core.latency import LONGEST_S, CostModel, CostPrior, Fit, LinkModel
+from pdserve.core.fit import LONGEST_S, Fit
+from pdserve.core.latency import CostModel, CostPrior, LinkModel
 
 TRUTH = CostPrior(
     prefill_base_s=0.02,
@@ -59,7 +60,40 @@ def assert_sane(model: CostModel) -> None:
 def test_the_closed_forms_are_those_of_the_design() -> None:
     model = CostModel(TRUTH)
     assert model.prefill_s(100, 400) == pytest.approx(0.02 + 1e-3 * 100 + 2e-7 * 100 * (400 + 50))
+    assert model.prefill_s(5) == pytest.approx(0.03 + 2e-7 * 5 * 2.5), "the weights are read for a tiny prompt also"
     assert model.decode_s(8, 4000) == pytest.approx(0.03 + 1e-3 * 8 + 2e-6 * 4000)
+
+
+def test_a_mixed_step_reads_the_weights_once() -> None:
+    model = CostModel(TRUTH)
+    alone_s = model.decode_s(8, 4000)
+    assert model.step_s(8, 4000) == alone_s
+    assert model.step_s(8, 4000, 10, 0.0) == alone_s, "the arithmetic of ten tokens hides behind the weights"
+    assert model.step_s(8, 4000, 10, 1000.0) == pytest.approx(alone_s + 2e-7 * 1000)
+    assert model.step_s(8, 4000, 100, 1000.0) == pytest.approx(0.02 + 0.1 + 1e-3 * 8 + 2e-6 * 4000 + 2e-7 * 1000)
+    assert model.step_s(0, 0, 100, 100 * 450.0) == pytest.approx(model.prefill_s(100, 400))
+
+
+@given(
+    limit_s=st.floats(0.0, 10.0),
+    rows=st.integers(0, 256),
+    context=st.integers(0, 10**6),
+    cached=st.integers(0, 10**6),
+)
+def test_a_chunk_is_as_long_as_its_limit_allows_and_no_longer(
+    limit_s: float, rows: int, context: int, cached: int
+) -> None:
+    model = CostModel(TRUTH)
+    tokens = model.chunk_tokens(limit_s, rows, context, cached)
+    if tokens == 0.0:
+        assert model.step_s(rows, context, 1e-9, 1e-9 * cached) >= limit_s
+    else:
+        assert model.step_s(rows, context, tokens, tokens * (cached + tokens / 2)) == pytest.approx(limit_s)
+
+
+def test_a_chunk_that_costs_nothing_may_be_of_any_length() -> None:
+    free = CostModel(CostPrior(prefill_per_token_s=0.0, prefill_per_token_context_s=0.0))
+    assert free.chunk_tokens(1.0, 1, 10, 10) == math.inf
 
 
 def test_a_chunked_prefill_pays_the_base_once_per_chunk_and_nothing_else() -> None:
@@ -164,14 +198,16 @@ def test_equal_batches_far_from_their_prior_are_believed(factor: float) -> None:
     assert fit.predict(features) == pytest.approx(seconds, rel=0.01)
 
 
-def test_mixed_batches_teach_the_prefill_part_what_the_decode_part_leaves() -> None:
+@pytest.mark.parametrize(("tokens", "wrong"), [(256, "prefill_per_token_s"), (8, "decode_base_s")])
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_mixed_batches_teach_the_side_that_they_wait_for(tokens: int, wrong: str, factor: float) -> None:
     truth = CostModel(TRUTH)
-    model = CostModel(CostPrior(**{**_fields(TRUTH), "prefill_per_token_s": 1e-4}))
+    model = CostModel(CostPrior(**{**_fields(TRUTH), wrong: factor * getattr(TRUTH, wrong)}))
+    load = tokens * tokens / 2
+    step_s = truth.step_s(8, 4000, tokens, load)
     for _ in range(200):
-        step_s = truth.decode_s(8, 4000) + 1e-3 * 256 + 2e-7 * 256 * 128
-        model.observe(rows=8, prefill_tokens=256, prefill_token_context=256 * 128, context_tokens=4000, step_s=step_s)
-    assert model.prefill_s(256) == pytest.approx(truth.prefill_s(256), rel=0.1)
-    assert model.decode_s(8, 4000) == truth.decode_s(8, 4000)
+        model.observe(rows=8, prefill_tokens=tokens, prefill_token_context=load, context_tokens=4000, step_s=step_s)
+    assert model.step_s(8, 4000, tokens, load) == pytest.approx(step_s, rel=0.02)
 
 
 @pytest.mark.parametrize("step_s", [0.0, -1.0, math.nan, math.inf, 1e9])
