@@ -148,6 +148,18 @@ class WorkerView:
         wait_s = self.free_at_s - now_s
         return wait_s if wait_s > 0.0 else 0.0
 
+    @property
+    def prefills_ahead(self) -> int:
+        """Requests whose prompt is to be computed here before a newcomer's: booked, in line, other routers'."""
+        others = self.report.waiting - self._at_report.prefills
+        return self.totals.prefills + len(self.line) + max(others, 0)
+
+    @property
+    def prefill_tokens_ahead(self) -> int:
+        """Prompt tokens that are to be computed here before a newcomer's: booked, in line, other routers'."""
+        others = self.report.pending_prefill_tokens - self._at_report.prefill_tokens
+        return self.totals.prefill_tokens + self.line.uncached_tokens + max(others, 0)
+
     def prefill_s(self, uncached: int, cached: int) -> float:
         return self.cost.prefill_s(uncached, cached, self.hello.max_batch_tokens)
 

@@ -9,8 +9,12 @@ from collections.abc import Callable
 from typing import Final
 
 from pdserve.core.errors import ConfigError
+from router.policy.dynamo import make_dynamo
 from router.policy.interface import Policy
+from router.policy.least_loaded import make_least_loaded
 from router.policy.least_ttft import LeastTtft, Links
+from router.policy.lmetric import make_lmetric
+from router.policy.mooncake import Mooncake
 from router.policy.rules import check_rules
 from router.policy.static import RoundRobin, colocated
 from router.settings import RouterSettings
@@ -18,7 +22,11 @@ from router.settings import RouterSettings
 POLICIES: Final[dict[str, Callable[[RouterSettings, Links], Policy]]] = {
     "least-ttft": lambda settings, links: LeastTtft(settings.local_max_uncached_tokens, links),
     "round-robin": lambda settings, links: RoundRobin(),
+    "least-loaded": lambda settings, links: make_least_loaded(),
     "colocated": lambda settings, links: colocated,
+    "dynamo": lambda settings, links: make_dynamo(),
+    "lmetric": lambda settings, links: make_lmetric(),
+    "mooncake": lambda settings, links: Mooncake(),
 }
 
 

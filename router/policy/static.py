@@ -1,63 +1,55 @@
-"""The simplest policies, for comparison and for tests that want one path. Pure.
-
-`round-robin`: each role in turn, remote as long as there is a prefill worker. `colocated`: no prefill worker is
-used; the decode worker with the fewest sequences does everything, in chunks between its decode steps.
-"""
+"""Policies that predict nothing: `round-robin` and `colocated`. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final, final
 
 from router.policy.interface import Ask, Choice, Decision
-from router.policy.rooms import (
-    is_decode_open,
-    is_prefill_open,
-    not_avoided,
-    wait_for_decode,
-    wait_for_prefill,
-)
+from router.policy.least_loaded import sequences
+from router.policy.two_stage import TwoStage
 from router.view import WorkerView
 
 
+@final
 class RoundRobin:
+    """Each role in turn, by worker id: what the proxies of vLLM and Mooncake do (scheduling.md 1.4, 1.5).
+
+    Deviation: a decode worker without room is skipped.
+    """
+
     def __init__(self) -> None:
         self._last_prefill = ""
         self._last_decode = ""
+        self._stages = TwoStage(
+            prefill=lambda ask, view, now_s: _turn(view, self._last_prefill),
+            decode=lambda ask, view, now_s: _turn(view, self._last_decode),
+            together=lambda ask, view, now_s: _turn(view, self._last_decode),
+            reason="next in turn",
+        )
 
     def __call__(
         self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
-        decode = _after(self._last_decode, _with_room(ask, decodes, now_s))
-        if decode is None:
-            return wait_for_decode(decodes, now_s)
-        pairs = [v for v in not_avoided(prefills, ask) if (v.worker_id, decode.worker_id) not in ask.avoid_pairs]
-        if not pairs:
-            self._last_decode = decode.worker_id
-            return Decision(choice=Choice.LOCAL, decode_worker=decode.worker_id, reason="no prefill worker to turn to")
-        prefill = _after(self._last_prefill, [v for v in pairs if is_prefill_open(v, ask, now_s)])
-        if prefill is None:
-            return wait_for_prefill(pairs, now_s)
-        self._last_prefill, self._last_decode = prefill.worker_id, decode.worker_id
-        return Decision(
-            choice=Choice.REMOTE,
-            prefill_worker=prefill.worker_id,
-            decode_worker=decode.worker_id,
-            reason="next in turn",
-        )
+        decision = self._stages(ask, prefills, decodes, now_s)
+        if not ask.bound_to:  # its turn was counted when it was bound
+            self._last_prefill = decision.prefill_worker or decision.bound_to or self._last_prefill
+        if decision.choice is not Choice.WAIT:
+            self._last_decode = decision.decode_worker
+        return decision
+
+
+def _turn(view: WorkerView, last: str) -> bool:
+    """Those after `last` first, then round the circle; among equals the lowest id wins."""
+    return view.worker_id <= last
+
+
+_COLOCATED: Final = TwoStage(prefill=sequences, decode=sequences, together=sequences, reason="fewest sequences")
 
 
 def colocated(ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float) -> Decision:
-    room = _with_room(ask, decodes, now_s)
-    if not room:
-        return wait_for_decode(decodes, now_s)
-    chosen = min(room, key=lambda view: (view.beliefs()[0], view.queue_s(now_s), view.worker_id))
-    return Decision(choice=Choice.LOCAL, decode_worker=chosen.worker_id, reason="fewest sequences")
-
-
-def _with_room(ask: Ask, decodes: Sequence[WorkerView], now_s: float) -> list[WorkerView]:
-    return [view for view in not_avoided(decodes, ask) if is_decode_open(view, view.beliefs(), ask, now_s)]
-
-
-def _after(last: str, views: Sequence[WorkerView]) -> WorkerView | None:
-    """The next worker id in order after `last`, round the circle."""
-    return min(views, key=lambda view: (view.worker_id <= last, view.worker_id), default=None)
+    """No prefill worker is used: the decode worker with the fewest sequences does everything, the prompt in chunks
+    between (or inside) its decode steps. The baseline of scheduling.md 1.6, on the engine of all the others: the
+    split with no prefill workers is its best one.
+    """
+    return _COLOCATED(ask, (), decodes, now_s)

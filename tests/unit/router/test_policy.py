@@ -14,7 +14,6 @@ from router.events import LoadReported
 from router.policy import POLICIES, make_policy
 from router.policy.interface import Ask, Choice, Decision, Obstacle
 from router.policy.least_ttft import LeastTtft
-from router.policy.static import RoundRobin, colocated
 from router.settings import RouterSettings
 from router.view import Booking, WorkerView
 from tests.unit.router.world import hello
@@ -204,29 +203,17 @@ def test_only_a_hopeless_deadline_is_refused_and_only_by_a_trained_model() -> No
     assert least(prefills, decodes, resumed).choice is Choice.REMOTE, "who was begun is not refused"
 
 
-# -- the others --------------------------------------------------------------------------------------------------
-
-
-def test_round_robin_takes_each_role_in_turn() -> None:
-    policy = RoundRobin()
-    prefills, decodes = [view("p0"), view("p1")], [view("d0"), view("d1"), view("d2")]
-    placed = [place(policy(ask(), prefills, decodes, 0.0))[1:] for _ in range(6)]
-    assert placed == [("p0", "d0"), ("p1", "d1"), ("p0", "d2"), ("p1", "d0"), ("p0", "d1"), ("p1", "d2")]
-
-
-def test_round_robin_sends_even_short_prompts_to_prefill_workers() -> None:
-    assert RoundRobin()(ask(1), [view("p0")], [view("d0")], 0.0).choice is Choice.REMOTE
-
-
-def test_colocated_uses_no_prefill_worker_and_spreads_by_sequences() -> None:
-    decision = colocated(ask(), [view("p0")], [busy(view("d0"), rows=1), view("d1")], 0.0)
-    assert place(decision) == (Choice.LOCAL, "", "d1")
+# -- the registry ----------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ConfigError, match=r"colocated, least-ttft, round-robin"):
+    names = ", ".join(sorted(POLICIES))
+    with pytest.raises(ConfigError, match=names):
         make_policy(RouterSettings(policy="magic"), lambda p, d: LinkModel())
-    assert set(POLICIES) == {"colocated", "least-ttft", "round-robin"}
+
+
+def test_the_published_baselines_are_registered() -> None:
+    assert set(POLICIES) >= {"colocated", "round-robin", "least-loaded", "dynamo", "lmetric", "mooncake"}
 
 
 # -- views -------------------------------------------------------------------------------------------------------

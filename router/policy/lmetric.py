@@ -1,0 +1,20 @@
+"""`lmetric`: Dynamo's alternative without a weight, adj * (decode_blocks + 1) (scheduling.md 1.2). Pure.
+
+`adj` and `decode_blocks` are those of dynamo.py. A prefill worker has no decode blocks and the decode stage has the
+same `adj` everywhere, so with separate workers it chooses what `dynamo` chooses; aggregated it does not.
+"""
+
+from __future__ import annotations
+
+from router.policy.dynamo import decode_blocks, prompt_cost
+from router.policy.interface import Ask
+from router.policy.two_stage import TwoStage
+from router.view import WorkerView
+
+
+def product(ask: Ask, view: WorkerView, now_s: float) -> float:
+    return prompt_cost(ask, view, now_s) * (decode_blocks(ask, view, now_s) + 1)
+
+
+def make_lmetric() -> TwoStage:
+    return TwoStage(prefill=prompt_cost, decode=decode_blocks, together=product, reason="least blocks times blocks")

@@ -1,0 +1,60 @@
+"""`mooncake`: Algorithm 1 of Mooncake's paper (scheduling.md 1.4), in seconds of the shared cost model. Pure.
+
+    TTFT(p) = T_queue(p) + T_prefill(len, prefix on p)         the prefill worker with the least is chosen
+    TBT(d)  = a decode step that also has this request         the decode worker with the least is chosen
+    refused if the predicted TTFT or TBT is over the request's SLO
+
+Deviations. Mooncake may pull the best prefix from the worker that holds it (T_transfer, chosen where best / local
+prefix is over a manual threshold); workers here do not pull from each other, so the best prefix counts only on its
+holder, and threshold and T_transfer are nothing to choose between. The paper checks TBT at arrival; here the decode
+worker is chosen when the prefill can start, so TBT is checked then as well, still before anything was computed.
+TTFT as compared with the SLO has the mean wait for a decode worker's grant and the time that the request has waited.
+Whoever was begun is not refused. Aggregated, TTFT and TBT are those of the worker that does both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from router.policy.interface import Ask, Candidate, Choice, Decision
+from router.policy.two_stage import TwoStage, prefill_alone_s, queued_prefill_s, step_with
+from router.view import WorkerView
+
+
+def ttft_s(ask: Ask, view: WorkerView, now_s: float) -> float:
+    return queued_prefill_s(view, now_s) + prefill_alone_s(ask, view)
+
+
+def tbt_s(ask: Ask, view: WorkerView, now_s: float) -> float:
+    return step_with(ask, view)
+
+
+@final
+class Mooncake:
+    def __init__(self) -> None:
+        self._stages = TwoStage(prefill=ttft_s, decode=tbt_s, together=ttft_s, reason="least predicted TTFT")
+
+    def __call__(
+        self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+    ) -> Decision:
+        decision = self._stages(ask, prefills, decodes, now_s)
+        if ask.is_resumed or not decision.candidates:
+            return decision
+        chosen = decision.candidates[0]
+        over = _over(ask, chosen)
+        if over is None:
+            return decision
+        reason, retry_in_s = over
+        return Decision(choice=Choice.REFUSE, reason=reason, candidates=decision.candidates, retry_in_s=retry_in_s)
+
+
+def _over(ask: Ask, chosen: Candidate) -> tuple[str, float] | None:
+    """Why it is refused, and when its time would be enough: once the queue is as much shorter."""
+    slo = ask.slo
+    late_s = ask.waited_s + chosen.ttft_s - slo.ttft_s
+    if late_s > 0.0 and not ask.bound_to:
+        return f"predicted TTFT {ask.waited_s + chosen.ttft_s:.3f} s is over {slo.ttft_s:.3f} s", late_s
+    if chosen.tpot_s > slo.tpot_s:
+        return f"predicted TBT {chosen.tpot_s:.4f} s is over {slo.tpot_s:.4f} s", 1.0
+    return None

@@ -1,0 +1,175 @@
+"""How every published baseline places a request: prefill worker by one price, decode worker by another. Pure.
+
+At arrival the prefill worker of the lowest price is chosen, and the request is bound to it: it waits in that
+worker's line, whatever the others do meanwhile. When the worker can start it, the decode worker is chosen, since
+its landing place must be reserved before the prefill begins (the published systems choose it after the prefill; then
+a prompt may be computed for nothing). Without prefill workers one price over the decode workers decides, and the
+worker does both phases: the published aggregated mode.
+
+Deviations that this router forces on all of them, each in the baseline's favour: nothing is sent to a decode worker
+that has no free row or memory, and a worker where the request failed before is avoided while there are others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import nsmallest
+from typing import Any, Final
+
+from router.policy.interface import Ask, Candidate, Choice, Decision, Obstacle
+from router.policy.rooms import (
+    LONGEST_WAIT_S,
+    SHORTEST_WAIT_S,
+    is_decode_open,
+    is_prefill_open,
+    not_avoided,
+    wait_for_decode,
+)
+from router.view import WorkerView
+
+# What it costs to place the request there, in whatever unit; any ordered value. The lowest wins, then the lowest id.
+Price = Callable[[Ask, WorkerView, float], Any]
+
+SHOWN: Final = 4  # candidates in an explanation, the best first
+
+
+class TwoStage:
+    def __init__(self, *, prefill: Price, decode: Price, together: Price, reason: str) -> None:
+        """`together` prices a decode worker that also computes the prompt. `reason` is what explanations say."""
+        self._prefill = prefill
+        self._decode = decode
+        self._together = together
+        self._reason = reason
+
+    def __call__(
+        self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+    ) -> Decision:
+        able = _not_failed(ask, prefills, decodes)
+        if not able:
+            return self._place_alone(ask, decodes, now_s)
+        bound = next((view for view in able if view.worker_id == ask.bound_to), None) if ask.bound_to else None
+        if bound is not None:
+            return self._start(ask, [bound], decodes, now_s)
+        ranked = _cheapest(self._prefill, ask, able, now_s)
+        prefill = ranked[0]
+        if not prefill.line:  # who waits there goes first
+            decision = self._start(ask, ranked, decodes, now_s)
+            if decision.choice is Choice.REMOTE:
+                return decision
+        landing = _cheapest(self._decode, ask, decodes, now_s)[0]
+        return Decision(
+            choice=Choice.WAIT,
+            reason=f"{self._reason}: in the line of {prefill.worker_id}",
+            candidates=tuple([remote_candidate(ask, view, landing, now_s) for view in ranked]),
+            obstacle=Obstacle.PREFILL,
+            bound_to=prefill.worker_id,
+            retry_in_s=_until_open_s(prefill, now_s),
+        )
+
+    def _start(self, ask: Ask, ranked: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float) -> Decision:
+        """On the first of `ranked`, if it can start the request now."""
+        prefill = ranked[0]
+        if not is_prefill_open(prefill, ask, now_s):
+            return Decision(
+                choice=Choice.WAIT,
+                reason=f"{prefill.worker_id} cannot start it within a batch",
+                obstacle=Obstacle.PREFILL,
+                bound_to=prefill.worker_id,
+                retry_in_s=_until_open_s(prefill, now_s),
+            )
+        room = [
+            view
+            for view in with_room(ask, decodes, now_s)
+            if (prefill.worker_id, view.worker_id) not in ask.avoid_pairs
+        ]
+        if not room:
+            return wait_for_decode(decodes, now_s)
+        decode = _cheapest(self._decode, ask, room, now_s)[0]
+        return Decision(
+            choice=Choice.REMOTE,
+            prefill_worker=prefill.worker_id,
+            decode_worker=decode.worker_id,
+            reason=self._reason,
+            candidates=tuple([remote_candidate(ask, view, decode, now_s) for view in ranked]),
+        )
+
+    def _place_alone(self, ask: Ask, decodes: Sequence[WorkerView], now_s: float) -> Decision:
+        room = with_room(ask, decodes, now_s)
+        if not room:
+            return wait_for_decode(decodes, now_s)
+        ranked = _cheapest(self._together, ask, room, now_s)
+        return Decision(
+            choice=Choice.LOCAL,
+            decode_worker=ranked[0].worker_id,
+            reason=self._reason,
+            candidates=tuple([local_candidate(ask, view, now_s) for view in ranked]),
+        )
+
+
+def with_room(ask: Ask, decodes: Sequence[WorkerView], now_s: float) -> list[WorkerView]:
+    return [view for view in not_avoided(decodes, ask) if is_decode_open(view, view.beliefs(), ask, now_s)]
+
+
+def queued_prefill_s(view: WorkerView, now_s: float) -> float:
+    """Predicted seconds of prefill before a newcomer: booked there, in its line, and other routers' share."""
+    return view.queue_s(now_s) + view.line.prefill_s
+
+
+def step_with(ask: Ask, view: WorkerView) -> float:
+    """Predicted seconds of a decode step that also has this request."""
+    rows, _, context, _ = view.beliefs()
+    return view.cost.decode_s(rows + 1, context + ask.num_tokens)
+
+
+def prefill_alone_s(ask: Ask, view: WorkerView) -> float:
+    cached = ask.cached_on(view)
+    return view.prefill_s(ask.num_tokens - cached, cached)
+
+
+def remote_candidate(ask: Ask, prefill: WorkerView, decode: WorkerView, now_s: float) -> Candidate:
+    is_at_head = ask.bound_to == prefill.worker_id  # of the line
+    queue_s = prefill.queue_s(now_s) if is_at_head else queued_prefill_s(prefill, now_s)
+    ttft_s = queue_s + prefill_alone_s(ask, prefill) + decode.grant_wait_s
+    return _candidate(ask, prefill.worker_id, decode, ttft_s)
+
+
+def local_candidate(ask: Ask, view: WorkerView, now_s: float) -> Candidate:
+    """Chunks run in the residents' steps, so each also pays for their rows."""
+    rows, _, context, _ = view.beliefs()
+    uncached = ask.num_tokens - ask.cached_on(view)
+    chunks = -(-uncached // view.hello.max_batch_tokens)
+    _, per_row_s, per_context_token_s = view.cost.decode_coefficients
+    beside_s = chunks * (per_row_s * rows + per_context_token_s * context)
+    ttft_s = queued_prefill_s(view, now_s) + prefill_alone_s(ask, view) + beside_s + view.grant_wait_s
+    return _candidate(ask, "", view, ttft_s)
+
+
+def _candidate(ask: Ask, prefill_worker: str, decode: WorkerView, ttft_s: float) -> Candidate:
+    slo, tpot_s = ask.slo, step_with(ask, decode)
+    slack = min((slo.ttft_s - ask.waited_s - ttft_s) / slo.ttft_s, (slo.tpot_s - tpot_s) / slo.tpot_s)
+    return Candidate(
+        prefill_worker=prefill_worker,
+        decode_worker=decode.worker_id,
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        slack=slack,
+        is_feasible=tpot_s <= min(slo.tpot_s, decode.tightest_tpot_s),
+    )
+
+
+def _not_failed(ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]) -> Sequence[WorkerView]:
+    """Prefill workers that have a decode worker left with which the request did not fail."""
+    able = not_avoided(prefills, ask)
+    if not ask.avoid_pairs:
+        return able
+    return [view for view in able if any((view.worker_id, one.worker_id) not in ask.avoid_pairs for one in decodes)]
+
+
+def _cheapest(price: Price, ask: Ask, views: Sequence[WorkerView], now_s: float) -> list[WorkerView]:
+    priced = [(price(ask, view, now_s), view.worker_id, view) for view in views]
+    return [view for _, _, view in nsmallest(SHOWN, priced)]  # ids differ, so views are never compared
+
+
+def _until_open_s(view: WorkerView, now_s: float) -> float:
+    wait_s = max(view.free_at_s - view.batch_s, view.closed_until_s) - now_s
+    return min(max(wait_s, SHORTEST_WAIT_S), LONGEST_WAIT_S)
