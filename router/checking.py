@@ -12,7 +12,14 @@ def check(ledger: Ledger) -> None:
     assert ledger.queue == sorted(ledger.queue), "the queue is not in order"
     assert len(queued) == len(set(queued)), "a request is queued twice"
     assert not ledger.parked & set(queued), "a request is queued and in backoff"
-    waiting = ledger.parked | set(queued)
+    bound = [request_id for view in ledger.fleet.views.values() for request_id in view.line]
+    assert len(bound) == ledger.num_bound, "bound requests are miscounted"
+    assert len(bound) == len(set(bound)), "a request is in two lines"
+    assert not set(bound) & (ledger.parked | set(queued)), "a request is in a line and elsewhere"
+    for view in ledger.fleet.views.values():
+        for request_id in view.line:
+            assert ledger.requests[request_id].bound_to == view.worker_id, f"{request_id} is in another's line"
+    waiting = ledger.parked | set(queued) | set(bound)
     assert waiting <= ledger.requests.keys(), "a forgotten request is queued"
     assert ledger.ended <= ledger.requests.keys(), "a forgotten request is among the ended"
     for request_id, request in ledger.requests.items():
@@ -20,6 +27,7 @@ def check(ledger: Ledger) -> None:
         assert (request.stage is Stage.QUEUED) is (request_id in waiting), f"{request_id}: {request.stage} and queue"
         assert (request.stage in ENDED) is (request_id in ledger.ended), f"{request_id}: {request.stage} and ended"
         assert request.stage is not Stage.FORGOTTEN, f"{request_id} is forgotten and remembered"
+        assert not request.bound_to or request_id in bound, f"{request_id} is bound and in no line"
         if request.stage in ENDED:
             assert request.holds, f"{request_id} has ended, nobody holds anything, and it is not forgotten"
         if request.stage in WITH_WORKERS:

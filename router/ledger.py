@@ -19,7 +19,7 @@ from router.policy import make_policy
 from router.policy.interface import Decision
 from router.request import Request
 from router.settings import RouterSettings
-from router.view import Booking
+from router.view import Booking, WorkerView
 
 QueueKey = tuple[int, int, float, int, str]
 
@@ -57,6 +57,7 @@ class Ledger:
         self.lengths = OutputLengths()
         self.requests: dict[str, Request] = {}
         self.queue: list[QueueKey] = []  # sorted; QUEUED requests that are not in backoff
+        self.num_bound = 0  # QUEUED requests that wait in the line of one prefill worker
         self.parked: set[str] = set()  # QUEUED requests in backoff
         self.ended: set[str] = set()  # requests that only wait for Released
         self.counters: Counter[str] = Counter()
@@ -118,8 +119,34 @@ class Ledger:
         insort(self.queue, self.queue_key(request))
         self.is_placing_due = True
 
+    def bind(self, request: Request, worker_id: str) -> None:
+        """It waits in the line of one prefill worker from now on."""
+        self.dequeue(request)
+        view = self.fleet.views[worker_id]
+        uncached = request.uncached_on(view)
+        rank = (0 if request.output else 1, -request.facts.priority, request.serial)
+        view.line.join(request.request_id, uncached, view.prefill_s(uncached, request.num_tokens - uncached), rank)
+        request.bound_to = worker_id
+        self.num_bound += 1
+
+    def has_line(self, worker_id: str) -> bool:
+        return self.num_bound > 0 and len(self.fleet.views[worker_id].line) > 0
+
+    def unbind_all(self, view: WorkerView) -> None:
+        """Whoever waited for this worker may go anywhere again."""
+        for request_id in list(view.line):
+            request = self.requests[request_id]
+            self.dequeue(request)
+            insort(self.queue, self.queue_key(request))
+            self.is_placing_due = True
+
     def dequeue(self, request: Request) -> None:
         self.parked.discard(request.request_id)
+        if request.bound_to:
+            self.fleet.views[request.bound_to].line.leave(request.request_id)
+            request.bound_to = ""
+            self.num_bound -= 1
+            return
         key = self.queue_key(request)
         index = bisect_left(self.queue, key)
         if index < len(self.queue) and self.queue[index] == key:
@@ -127,7 +154,7 @@ class Ledger:
 
     @property
     def num_queued(self) -> int:
-        return len(self.queue) + len(self.parked)
+        return len(self.queue) + self.num_bound + len(self.parked)
 
     # -- holds ---------------------------------------------------------------------------------------------------
 

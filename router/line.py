@@ -1,33 +1,41 @@
 """Requests that are bound to one prefill worker and wait until it can start them. Pure.
 
 The published baselines choose the prefill worker at arrival: what waits in its line is load of that worker long
-before it is booked there. The sums are those of the moment of binding.
+before it is booked there. The sums are those of the moment of binding. Whoever waits in a line is not in the router's
+own queue, so requests for a busy worker stand in nobody else's way.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import NamedTuple
 
+#: (0 if the client already has tokens, less priority, order of arrival)
+Rank = tuple[int, int, int]
+
 
 class Waiting(NamedTuple):
+    rank: Rank
     uncached_tokens: int  # to be computed by the worker
     prefill_s: float  # predicted time of that
 
 
 class Line:
-    """First come, first served: iterates in the order in which requests joined."""
+    """First come, first served, within a priority class: iterates in that order."""
 
-    __slots__ = ("_waiting", "prefill_s", "uncached_tokens")
+    __slots__ = ("_order", "_waiting", "prefill_s", "uncached_tokens")
 
     def __init__(self) -> None:
         self._waiting: dict[str, Waiting] = {}
+        self._order: list[tuple[Rank, str]] = []  # sorted
         self.uncached_tokens = 0
         self.prefill_s = 0.0
 
-    def join(self, request_id: str, uncached_tokens: int, prefill_s: float) -> None:
+    def join(self, request_id: str, uncached_tokens: int, prefill_s: float, rank: Rank) -> None:
         assert request_id not in self._waiting, request_id
-        self._waiting[request_id] = Waiting(uncached_tokens, prefill_s)
+        self._waiting[request_id] = Waiting(rank, uncached_tokens, prefill_s)
+        insort(self._order, (rank, request_id))
         self.uncached_tokens += uncached_tokens
         self.prefill_s += prefill_s
 
@@ -36,31 +44,28 @@ class Line:
         waiting = self._waiting.pop(request_id, None)
         if waiting is None:
             return False
+        del self._order[bisect_left(self._order, (waiting.rank, request_id))]
         self.uncached_tokens -= waiting.uncached_tokens
         # Rounding does not add up over a long life.
         self.prefill_s = max(self.prefill_s - waiting.prefill_s, 0.0) if self._waiting else 0.0
         return True
 
-    def clear(self) -> list[str]:
-        """The worker is gone. Returns who waited, in order."""
-        waited = list(self._waiting)
-        self._waiting.clear()
-        self.uncached_tokens, self.prefill_s = 0, 0.0
-        return waited
-
-    def first(self) -> str | None:
-        return next(iter(self._waiting), None)
+    def first(self) -> tuple[Rank, str]:
+        """Of a line that is not empty."""
+        return self._order[0]
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._waiting)
+        return (request_id for _, request_id in self._order)
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._waiting
 
     def check(self) -> None:
         """The sums add up."""
-        assert self.uncached_tokens == sum(one.uncached_tokens for one in self._waiting.values()), "tokens in line"
-        assert abs(self.prefill_s - sum(one.prefill_s for one in self._waiting.values())) < 1e-6, "seconds in line"
+        waiting = self._waiting
+        assert self._order == sorted((one.rank, name) for name, one in waiting.items()), "the line is not in order"
+        assert self.uncached_tokens == sum(one.uncached_tokens for one in waiting.values()), "tokens in line"
+        assert abs(self.prefill_s - sum(one.prefill_s for one in waiting.values())) < 1e-6, "seconds in line"

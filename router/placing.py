@@ -1,7 +1,9 @@
 """Who waits, who is placed, who is turned away. Pure.
 
 Late binding: requests stay in the queue until the policy finds a pair that can start them now. The queue is asked
-after every event that may have made room, at most LOOKAHEAD requests deep.
+after every event that may have made room, at most LOOKAHEAD requests deep. A policy that chooses the prefill worker
+before it has room binds the request: it goes on waiting in that worker's line (lines.py), and whoever is at the
+head of a line is asked when the worker can start it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from router.ending import finish, give_up, turn_away
 from router.ledger import Ledger
 from router.lifecycle import Move, Stage
 from router.policy.interface import Ask, Choice, Decision, Obstacle
+from router.policy.rooms import can_start, opens_in_s
 from router.request import Placement, Request
 from router.view import Booking, WorkerView
 
@@ -30,34 +33,85 @@ def place_waiting(ledger: Ledger) -> None:
     ledger.timers.retry_at_s = None
     _end_backoffs(ledger)
     ledger.is_placing_due = False
-    if not ledger.queue and not ledger.parked:
+    if not ledger.num_queued:
         return
     prefills, decodes = ledger.fleet.usable(ledger.now_s)
     if not decodes:
         _nobody_decodes(ledger)
         return
     ledger.no_decode_since_s = None
+    is_decode_full = _serve_lines(ledger, prefills, decodes)
     passed = 0
     while passed < LOOKAHEAD and passed < len(ledger.queue):
         request = ledger.requests[ledger.queue[passed][-1]]
         decision = _decide(ledger, request, prefills, decodes)
-        if decision is None:
+        if decision is None or _has_left(ledger, request, decision, prefills, is_decode_full=is_decode_full):
             continue
-        match decision.choice:
-            case Choice.REMOTE | Choice.LOCAL:
+        _retry_in(ledger, decision.retry_in_s)
+        if decision.obstacle is not Obstacle.PREFILL:
+            return
+        passed += 1
+
+
+def _serve_lines(ledger: Ledger, prefills: list[WorkerView], decodes: list[WorkerView]) -> bool:
+    """Asks for the heads of the lines whose worker can start them, the earliest first. True: one of them waits for
+    a decode worker, and whoever is behind it must not take the room that it waits for."""
+    if not ledger.num_bound:
+        return False
+    usable = {view.worker_id: view for view in prefills}
+    for view in ledger.fleet.views.values():
+        if view.line and view.worker_id not in usable:
+            ledger.unbind_all(view)
+    heads = [(view.line.first(), view.worker_id) for view in prefills if view.line]
+    heapq.heapify(heads)
+    while heads:
+        (_, request_id), worker_id = heapq.heappop(heads)
+        request, view = ledger.requests[request_id], usable[worker_id]
+        if not can_start(view, request.num_tokens, ledger.now_s):
+            _retry_in(ledger, opens_in_s(view, ledger.now_s))
+            continue
+        decision = _decide(ledger, request, prefills, decodes)
+        if decision is not None and not _has_left(ledger, request, decision, prefills):
+            _retry_in(ledger, decision.retry_in_s)
+            if decision.obstacle is Obstacle.DECODE:
+                return True
+        elif view.line:
+            heapq.heappush(heads, (view.line.first(), worker_id))
+    return False
+
+
+def _has_left(
+    ledger: Ledger,
+    request: Request,
+    decision: Decision,
+    prefills: list[WorkerView],
+    *,
+    is_decode_full: bool = False,
+) -> bool:
+    """Carries the decision out. False: the request waits where it was."""
+    was_bound_to = request.bound_to
+    match decision.choice:
+        case Choice.REMOTE | Choice.LOCAL:
+            worker_id = decision.prefill_worker
+            if worker_id and not was_bound_to and (is_decode_full or ledger.has_line(worker_id)):
+                ledger.bind(request, worker_id)  # others were there first
+            elif is_decode_full:
+                return False
+            else:
                 _place(ledger, request, decision)
-            case Choice.REFUSE:
-                ledger.explain(request.request_id, decision)
-                message = decision.reason
-                turn_away(ledger, request, FailKind.OVERLOADED, message, decision.retry_in_s or retry_after_s(ledger))
-            case Choice.WAIT:
-                if decision.obstacle is Obstacle.WORKERS:
-                    _wait_for_workers(ledger, request)
-                    continue
-                _retry_in(ledger, decision.retry_in_s)
-                if decision.obstacle is Obstacle.DECODE:
-                    return
-                passed += 1
+        case Choice.REFUSE:
+            ledger.explain(request.request_id, decision)
+            message = decision.reason
+            turn_away(ledger, request, FailKind.OVERLOADED, message, decision.retry_in_s or retry_after_s(ledger))
+        case Choice.WAIT:
+            if decision.obstacle is Obstacle.WORKERS:
+                _wait_for_workers(ledger, request)
+            elif was_bound_to or not any(view.worker_id == decision.bound_to for view in prefills):
+                return False
+            else:
+                ledger.bind(request, decision.bound_to)
+                _retry_in(ledger, opens_in_s(ledger.fleet.views[request.bound_to], ledger.now_s))
+    return True
 
 
 def retry_after_s(ledger: Ledger) -> float:
@@ -84,6 +138,8 @@ def _nobody_decodes(ledger: Ledger) -> None:
     if ledger.now_s < until_s:
         _retry_in(ledger, until_s - ledger.now_s)
         return
+    for view in ledger.fleet.views.values():
+        ledger.unbind_all(view)
     waiting = [key[-1] for key in ledger.queue] + sorted(ledger.parked)
     for request_id in waiting:
         _no_workers(ledger, ledger.requests[request_id])
@@ -147,6 +203,7 @@ def _ask(ledger: Ledger, request: Request) -> Ask:
         deadline_left_s=request.deadline_left_s(ledger.now_s),
         priority=facts.priority,
         tenant=facts.tenant,
+        bound_to=request.bound_to,
         cached_tokens={
             worker_id: blocks * views[worker_id].hello.block_size
             for worker_id, blocks in request.cached_blocks.items()
@@ -201,9 +258,7 @@ def _book(ledger: Ledger, request: Request, view: WorkerView, *, has_row: bool, 
     tokens = request.num_tokens
     uncached = 0
     if computes:
-        cached_blocks = request.cached_blocks.get(view.worker_id, 0)
-        cached = min(cached_blocks * view.hello.block_size, tokens - 1)
-        uncached = tokens - cached
+        uncached = request.uncached_on(view)
     booking = Booking(
         request_id=request.request_id,
         attempt=request.attempt,

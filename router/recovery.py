@@ -116,6 +116,7 @@ def _worker_gone(ledger: Ledger, worker_id: str, cause: Cause) -> None:
         return
     ledger.is_placing_due = True
     was_draining = view.is_draining
+    ledger.unbind_all(view)
     for booking in view.lost():
         request = ledger.requests.get(booking.request_id)
         if request is None:

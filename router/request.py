@@ -9,6 +9,7 @@ from pdserve.core.types import Path
 from router.commands import Timings, Usage
 from router.events import RequestArrived
 from router.lifecycle import Stage
+from router.view import WorkerView
 
 WorkerKey = tuple[str, str]  # worker id and incarnation
 STORY_LENGTH: Final = 16  # moves kept for the message of an IllegalMove
@@ -48,6 +49,7 @@ class Request:
     queued_s: float = 0.0  # since when it waits, while QUEUED
     placed_s: float = 0.0
     not_before_s: float = 0.0  # backoff
+    bound_to: str = ""  # the prefill worker in whose line it waits, while QUEUED
 
     # What went wrong so far.
     num_tried: int = 0  # attempts that no worker declined
@@ -85,6 +87,11 @@ class Request:
     @property
     def output_ids(self) -> tuple[int, ...]:
         return tuple(self.output)
+
+    def uncached_on(self, view: WorkerView) -> int:
+        """Tokens that this worker would have to compute; at least one, so that there are logits."""
+        cached = self.cached_blocks.get(view.worker_id, 0) * view.hello.block_size
+        return max(self.num_tokens - cached, 1)
 
     def deadline_left_s(self, now_s: float) -> float | None:
         return None if self.deadline_at_s is None else max(self.deadline_at_s - now_s, 0.0)

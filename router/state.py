@@ -220,7 +220,7 @@ def _on_load(ledger: Ledger, event: LoadReported) -> None:
         ledger.counters["late"] += 1
         return
     view.reported(event, ledger.now_s)
-    ledger.is_placing_due = ledger.is_placing_due or bool(ledger.queue)
+    ledger.is_placing_due = ledger.is_placing_due or bool(ledger.queue or ledger.num_bound)
 
 
 def _on_batch_timed(ledger: Ledger, event: BatchTimed) -> None:

@@ -13,12 +13,22 @@ LONGEST_WAIT_S = 0.25
 
 def is_prefill_open(view: WorkerView, ask: Ask, now_s: float) -> bool:
     """Late binding: it can start within about one batch, and its inbox and memory have room."""
+    return can_start(view, ask.num_tokens, now_s)
+
+
+def can_start(view: WorkerView, num_tokens: int, now_s: float) -> bool:
+    """`is_prefill_open` for a prompt of `num_tokens`."""
     return (
         view.closed_until_s <= now_s
         and view.totals.prefills < view.hello.inbox_depth
         and view.free_at_s - now_s <= view.batch_s
-        and (not view.bookings or view.beliefs()[3] >= view.blocks_for(ask.num_tokens))
+        and (not view.bookings or view.beliefs()[3] >= view.blocks_for(num_tokens))
     )
+
+
+def opens_in_s(view: WorkerView, now_s: float) -> float:
+    """When a prefill worker is worth another look, should nothing happen before."""
+    return _clipped(max(view.free_at_s - view.batch_s, view.closed_until_s) - now_s)
 
 
 def is_decode_open(view: WorkerView, beliefs: Beliefs, ask: Ask, now_s: float) -> bool:
@@ -45,12 +55,11 @@ def not_avoided(views: Sequence[WorkerView], ask: Ask) -> Sequence[WorkerView]:
 
 
 def wait_for_prefill(prefills: Sequence[WorkerView], now_s: float) -> Decision:
-    soonest_s = min(max(view.free_at_s - view.batch_s, view.closed_until_s) for view in prefills) - now_s
     return Decision(
         choice=Choice.WAIT,
         reason="no prefill worker can start it within a batch",
         obstacle=Obstacle.PREFILL,
-        retry_in_s=_clipped(soonest_s),
+        retry_in_s=min(opens_in_s(view, now_s) for view in prefills),
     )
 
 

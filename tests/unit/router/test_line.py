@@ -1,36 +1,36 @@
-"""The line before one prefill worker: order of joining, and sums that policies read."""
+"""The line before one prefill worker: its order, and sums that policies read."""
 
 from __future__ import annotations
 
 from router.line import Line
 
 
-def test_a_line_keeps_the_order_of_joining_and_the_sums_of_who_is_left() -> None:
+def test_a_line_keeps_the_order_of_arrival_and_the_sums_of_who_is_left() -> None:
     line = Line()
-    line.join("a", 100, 0.1)
-    line.join("b", 20, 0.02)
-    line.join("c", 3, 0.003)
+    line.join("a", 100, 0.1, (1, 0, 1))
+    line.join("b", 20, 0.02, (1, 0, 2))
+    line.join("c", 3, 0.003, (1, 0, 3))
     assert line.leave("b")
     line.check()
-    assert (list(line), line.first(), len(line)) == (["a", "c"], "a", 2)
+    assert (list(line), line.first(), len(line)) == (["a", "c"], ((1, 0, 1), "a"), 2)
     assert line.uncached_tokens == 103
     assert "b" not in line
     assert not line.leave("b"), "it left before"
 
 
+def test_begun_requests_and_higher_classes_go_before_those_who_came_earlier() -> None:
+    line = Line()
+    line.join("early", 1, 0.1, (1, 0, 1))
+    line.join("high", 1, 0.1, (1, -5, 2))
+    line.join("begun", 1, 0.1, (0, 0, 3))
+    assert list(line) == ["begun", "high", "early"]
+    line.check()
+
+
 def test_an_empty_line_has_no_rounding_left() -> None:
     line = Line()
     for number in range(10):
-        line.join(f"r{number}", 1, 0.1)
+        line.join(f"r{number}", 1, 0.1, (1, 0, number))
     for number in range(10):
         line.leave(f"r{number}")
-    assert (line.prefill_s, line.uncached_tokens, line.first()) == (0.0, 0, None)
-
-
-def test_clearing_tells_who_waited() -> None:
-    line = Line()
-    line.join("b", 1, 0.1)
-    line.join("a", 1, 0.1)
-    assert line.clear() == ["b", "a"]
-    assert len(line) == 0
-    line.check()
+    assert (line.prefill_s, line.uncached_tokens, len(line)) == (0.0, 0, 0)
