@@ -28,6 +28,8 @@ PURE = [
     "decode_worker.batching",
     "decode_worker.chunking",
     "decode_worker.resident",
+    "simulator.metrics",
+    "simulator.misses",
     "simulator.model",
     "simulator.reshape",
     "simulator.synthetic",
