@@ -10,7 +10,8 @@ from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.wire import convert, status
 from router import messages
 from router.events import DrainRequested
-from router.policy.interface import Candidate, Decision
+from router.explaining import is_chosen
+from router.policy.interface import Candidate, Choice, Decision
 from router.runtime import Runtime
 from router.snapshot import WorkerFacts
 
@@ -46,6 +47,19 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
             reason=decision.reason,
             actual_ttft_s=found.actual_ttft_s,
             actual_tpot_s=found.actual_tpot_s,
+            waited_s=found.waited_s,
+            slo_ttft_s=found.slo.ttft_s,
+            slo_tpot_s=found.slo.tpot_s,
+            tenant=found.tenant,
+            priority=found.priority,
+            prompt_tokens=found.prompt_tokens,
+            attempt=found.attempt,
+            is_resumed=found.is_resumed,
+            stage=found.stage,
+            outcome=found.outcome.value if found.outcome is not None else "",
+            ended_because=found.ended_because,
+            retry_after_s=decision.retry_in_s if decision.choice is Choice.REFUSE else None,
+            router_id=self._router_id,
         )
 
     async def Drain(self, request: cluster_pb2.DrainRequest, context: Any) -> cluster_pb2.DrainResponse:
@@ -70,10 +84,6 @@ def _worker(facts: WorkerFacts) -> cluster_pb2.WorkerView:
 
 
 def _candidate(candidate: Candidate, decision: Decision) -> cluster_pb2.Candidate:
-    is_chosen = (candidate.prefill_worker, candidate.decode_worker) == (
-        decision.prefill_worker,
-        decision.decode_worker,
-    )
     return cluster_pb2.Candidate(
         prefill_worker=candidate.prefill_worker,
         decode_worker=candidate.decode_worker,
@@ -81,5 +91,5 @@ def _candidate(candidate: Candidate, decision: Decision) -> cluster_pb2.Candidat
         predicted_tpot_s=candidate.tpot_s,
         slack=candidate.slack,
         is_feasible=candidate.is_feasible,
-        is_chosen=is_chosen,
+        is_chosen=is_chosen(candidate, decision),
     )

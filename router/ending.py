@@ -49,7 +49,7 @@ def cancel(ledger: Ledger, request: Request) -> None:
             timings=request.timings(ledger.now_s),
         )
     )
-    _end(ledger, request, Outcome.CANCELLED, was_queued=queued, cancel=True)
+    _end(ledger, request, Outcome.CANCELLED, was_queued=queued, cancel=True, why="the client left")
 
 
 def expire(ledger: Ledger, request: Request) -> None:
@@ -57,8 +57,9 @@ def expire(ledger: Ledger, request: Request) -> None:
     stage = request.stage
     if not ledger.move(request, Move.DEADLINE):
         return
-    _fail(ledger, request, FailKind.DEADLINE, f"the deadline passed while {stage.value}", Outcome.EXPIRED, stage=stage)
-    _end(ledger, request, Outcome.EXPIRED, was_queued=stage is Stage.QUEUED, cancel=True)
+    message = f"the deadline passed while {stage.value}"
+    _fail(ledger, request, FailKind.DEADLINE, message, Outcome.EXPIRED, stage=stage)
+    _end(ledger, request, Outcome.EXPIRED, was_queued=stage is Stage.QUEUED, cancel=True, why=message)
 
 
 def turn_away(
@@ -73,7 +74,7 @@ def turn_away(
     if not ledger.move(request, Move.TURNED_AWAY):
         return
     _fail(ledger, request, kind, message, Outcome.REFUSED, retry_after_s=retry_after_s, role=role)
-    _end(ledger, request, Outcome.REFUSED, was_queued=True, cancel=False)
+    _end(ledger, request, Outcome.REFUSED, was_queued=True, cancel=False, why=message)
 
 
 def give_up(ledger: Ledger, request: Request, kind: FailKind, message: str, *, field: str = "", role: str = "") -> None:
@@ -82,7 +83,7 @@ def give_up(ledger: Ledger, request: Request, kind: FailKind, message: str, *, f
     if not ledger.move(request, Move.GIVEN_UP):
         return
     _fail(ledger, request, kind, message, Outcome.FAILED, field=field, role=role)
-    _end(ledger, request, Outcome.FAILED, was_queued=queued, cancel=True)
+    _end(ledger, request, Outcome.FAILED, was_queued=queued, cancel=True, why=message)
 
 
 def forget_if_free(ledger: Ledger, request: Request) -> None:
@@ -133,16 +134,13 @@ def _fail(
     )
 
 
-def _end(ledger: Ledger, request: Request, outcome: Outcome, *, was_queued: bool, cancel: bool) -> None:
+def _end(ledger: Ledger, request: Request, outcome: Outcome, *, was_queued: bool, cancel: bool, why: str = "") -> None:
     if was_queued:
         ledger.dequeue(request)
     if cancel:
         ledger.cancel_attempt(request)
     ledger.counters[f"outcome_{outcome.value}"] += 1
-    explained = ledger.explanations.get(request.request_id)
-    if explained is not None:
-        explained.actual_ttft_s = request.ttft_s()
-        explained.actual_tpot_s = request.tpot_s() if len(request.output) > 1 else None
+    ledger.explanations.ended(request, outcome, why, ledger.now_s)
     ledger.ended.add(request.request_id)
     ledger.timers.releases.append((ledger.now_s + ledger.settings.release_timeout_s, request.request_id))
     forget_if_free(ledger, request)

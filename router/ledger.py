@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from router.commands import Cancel, Command
+from router.explaining import Explanations
 from router.fleet import Fleet
 from router.lengths import OutputLengths
 from router.lifecycle import MOVES, IllegalMove, Move
@@ -22,17 +23,6 @@ from router.settings import RouterSettings
 from router.view import Booking, WorkerView
 
 QueueKey = tuple[int, int, float, int, str]
-
-
-@dataclass(slots=True, kw_only=True)
-class Explanation:
-    """Why a request was placed where it was; the last decision that placed or refused it."""
-
-    request_id: str
-    decision: Decision
-    decided_s: float
-    actual_ttft_s: float | None = None
-    actual_tpot_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -61,7 +51,7 @@ class Ledger:
         self.parked: set[str] = set()  # QUEUED requests in backoff
         self.ended: set[str] = set()  # requests that only wait for Released
         self.counters: Counter[str] = Counter()
-        self.explanations: OrderedDict[str, Explanation] = OrderedDict()
+        self.explanations = Explanations(settings.explain_capacity)
         self.timers = Timers()
         self.out: list[Command] = []
         self.now_s = 0.0
@@ -197,9 +187,4 @@ class Ledger:
     # -- explanations --------------------------------------------------------------------------------------------
 
     def explain(self, request_id: str, decision: Decision) -> None:
-        if not self.settings.explain_capacity:
-            return
-        self.explanations[request_id] = Explanation(request_id=request_id, decision=decision, decided_s=self.now_s)
-        self.explanations.move_to_end(request_id)
-        while len(self.explanations) > self.settings.explain_capacity:
-            self.explanations.popitem(last=False)
+        self.explanations.note(self.requests[request_id], decision, self.now_s)

@@ -8,6 +8,7 @@ router can be replayed (replay.py) and the simulator runs this very class. What 
     attempts.py    what workers say about an attempt
     recovery.py    lost attempts and lost workers
     ending.py      the last word to a client, and forgetting
+    explaining.py  why, for who asks later
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from router.events import (
     WorkerForgotten,
     WorkerLost,
 )
-from router.ledger import Explanation, Ledger
+from router.explaining import Explanation
+from router.ledger import Ledger
 from router.lifecycle import IllegalMove, Move, Stage
 from router.policy.interface import Decision
 from router.request import Request
@@ -113,7 +115,11 @@ class RouterState:
 
     def explain(self, request_id: str) -> Explanation | None:
         """Why a recent request was placed where it was; None when it is not among the last ones."""
-        return self._ledger.explanations.get(request_id)
+        ledger = self._ledger
+        request = ledger.requests.get(request_id)
+        if request is None or request_id in ledger.ended:
+            return ledger.explanations.last(request_id)
+        return ledger.explanations.live(request, ledger.now_s)
 
     def snapshot(self) -> Topology:
         return take_snapshot(self._ledger)
@@ -183,6 +189,7 @@ def _on_arrived(ledger: Ledger, event: RequestArrived) -> None:
         return
     deadline_at_s = None if event.deadline_s is None else ledger.now_s + event.deadline_s
     ledger.serial += 1
+    ledger.explanations.forget(event.request_id)
     request = Request(
         facts=event,
         arrived_s=ledger.now_s - event.spent_s,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import pdserve
-from pdserve.cli import chat, doctor, generate, topology, up
+from pdserve.cli import chat, doctor, explain, generate, topology, up
 from pdserve.core.errors import PdserveError
 
 COMMANDS: Final = {
@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "generate": generate,
     "chat": chat,
     "topology": topology,
+    "explain": explain,
     "doctor": doctor,
 }
 

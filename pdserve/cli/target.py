@@ -13,12 +13,13 @@ from pdserve.core.errors import ConfigError
 DEFAULT_TARGET = "127.0.0.1:50051"
 
 
-def add_target_flags(parser: argparse.ArgumentParser) -> None:
+def add_target_flags(parser: argparse.ArgumentParser, *, are_several: bool = False) -> None:
+    """`are_several`: the command splits a list of routers itself."""
     parser.add_argument(
         "--target",
         default=os.environ.get("PDSERVE_TARGET", DEFAULT_TARGET),
-        metavar="HOST:PORT",
-        help=f"the cluster's router (or PDSERVE_TARGET; {DEFAULT_TARGET})",
+        metavar="HOST:PORT[,...]" if are_several else "HOST:PORT",
+        help=f"the cluster's router{'s' if are_several else ''} (or PDSERVE_TARGET; {DEFAULT_TARGET})",
     )
     parser.add_argument("--tls", action="store_true", help="encrypt, with the system's root certificates")
     parser.add_argument("--root-certs", metavar="FILE", help="encrypt, with these root certificates (PEM)")

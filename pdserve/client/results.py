@@ -154,14 +154,42 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a recent request was placed where it was."""
+    """Why a recent request was placed where it was, or refused: the last decision about it, and what came of it."""
 
     request_id: str
-    decision: str
+    router_id: str
+    decision: str  # remote, local, refuse; wait while it is queued
     reason: str
-    candidates: tuple[Candidate, ...]
-    actual_ttft_s: float | None
-    actual_tpot_s: float | None
+    candidates: tuple[Candidate, ...]  # the ways that were compared, with predictions from the decision on
+    waited_s: float  # from arrival to the decision
+    slo_ttft_s: float
+    slo_tpot_s: float
+    tenant: str
+    priority: int
+    prompt_tokens: int
+    attempt: int  # that the decision began; 0: none
+    is_resumed: bool  # the client had tokens before: the TTFT that was predicted then is not the request's
+    stage: str  # where it is now; empty once it has ended
+    outcome: str  # how it ended; empty while it runs
+    ended_because: str  # where it did not get its whole answer
+    actual_ttft_s: float | None  # from arrival
+    actual_tpot_s: float | None  # over the tokens so far
+    retry_after_s: float | None  # of a refusal
+
+    @property
+    def chosen(self) -> Candidate | None:
+        return next((one for one in self.candidates if one.is_chosen), None)
+
+    @property
+    def predicted_ttft_s(self) -> float | None:
+        """From arrival, as the actual one; None where nothing comparable was predicted."""
+        chosen = self.chosen
+        return None if chosen is None or self.is_resumed else self.waited_s + chosen.predicted_ttft_s
+
+    @property
+    def predicted_tpot_s(self) -> float | None:
+        chosen = self.chosen
+        return None if chosen is None else chosen.predicted_tpot_s
 
 
 def piece(delta: inference_pb2.Delta) -> Piece:
@@ -297,4 +325,17 @@ def explanation(seen: cluster_pb2.ExplainResponse) -> Explanation:
         ),
         actual_ttft_s=seen.actual_ttft_s if seen.HasField("actual_ttft_s") else None,
         actual_tpot_s=seen.actual_tpot_s if seen.HasField("actual_tpot_s") else None,
+        router_id=seen.router_id,
+        waited_s=seen.waited_s,
+        slo_ttft_s=seen.slo_ttft_s,
+        slo_tpot_s=seen.slo_tpot_s,
+        tenant=seen.tenant,
+        priority=seen.priority,
+        prompt_tokens=seen.prompt_tokens,
+        attempt=seen.attempt,
+        is_resumed=seen.is_resumed,
+        stage=seen.stage,
+        outcome=seen.outcome,
+        ended_because=seen.ended_because,
+        retry_after_s=seen.retry_after_s if seen.HasField("retry_after_s") else None,
     )

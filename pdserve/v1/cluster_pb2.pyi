@@ -52,20 +52,46 @@ class ExplainRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("request_id", "candidates", "decision", "reason", "actual_ttft_s", "actual_tpot_s")
+    __slots__ = ("request_id", "candidates", "decision", "reason", "actual_ttft_s", "actual_tpot_s", "waited_s", "slo_ttft_s", "slo_tpot_s", "tenant", "priority", "prompt_tokens", "attempt", "is_resumed", "stage", "outcome", "ended_because", "retry_after_s", "router_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     ACTUAL_TTFT_S_FIELD_NUMBER: _ClassVar[int]
     ACTUAL_TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    SLO_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    SLO_TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    IS_RESUMED_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    ENDED_BECAUSE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     decision: str
     reason: str
     actual_ttft_s: float
     actual_tpot_s: float
-    def __init__(self, request_id: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., decision: _Optional[str] = ..., reason: _Optional[str] = ..., actual_ttft_s: _Optional[float] = ..., actual_tpot_s: _Optional[float] = ...) -> None: ...
+    waited_s: float
+    slo_ttft_s: float
+    slo_tpot_s: float
+    tenant: str
+    priority: int
+    prompt_tokens: int
+    attempt: int
+    is_resumed: bool
+    stage: str
+    outcome: str
+    ended_because: str
+    retry_after_s: float
+    router_id: str
+    def __init__(self, request_id: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., decision: _Optional[str] = ..., reason: _Optional[str] = ..., actual_ttft_s: _Optional[float] = ..., actual_tpot_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., slo_ttft_s: _Optional[float] = ..., slo_tpot_s: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., attempt: _Optional[int] = ..., is_resumed: _Optional[bool] = ..., stage: _Optional[str] = ..., outcome: _Optional[str] = ..., ended_because: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., router_id: _Optional[str] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "predicted_ttft_s", "predicted_tpot_s", "slack", "is_feasible", "is_chosen")

@@ -19,6 +19,7 @@ PURE = [
     "router.lifecycle",
     "router.events",
     "router.commands",
+    "router.explaining",
     "router.line",
     "router.lengths",
     "router.view",

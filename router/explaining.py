@@ -1,0 +1,132 @@
+"""Why requests were placed where they were, and how that came out: the last ones, in bounded memory. Pure.
+
+An explanation holds the last decision that placed or refused a request, with what was predicted of it. What is
+measured is added when the request ends; of a request that still runs, `live` adds what is known so far.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final, final
+
+from pdserve.core.types import Slo
+from router.commands import Outcome
+from router.policy.interface import Candidate, Choice, Decision
+from router.request import Request
+
+MOST_CANDIDATES: Final = 8  # kept of one decision; the chosen one is among them
+LONGEST_REASON: Final = 256  # characters
+NEVER_PLACED: Final = "no worker was needed"
+
+
+@dataclass(slots=True, kw_only=True)
+class Explanation:
+    request_id: str
+    decision: Decision
+    decided_s: float
+    waited_s: float  # from arrival to the decision; predictions count from the decision
+    slo: Slo
+    tenant: str = ""
+    priority: int = 0
+    prompt_tokens: int = 0
+    attempt: int = 0  # that the decision began; 0: none
+    is_resumed: bool = False  # the client had tokens by then, so that its predicted TTFT is not comparable
+    stage: str = ""  # empty once it has ended
+    outcome: Outcome | None = None  # once it has ended
+    ended_because: str = ""  # where it has not got its whole answer
+    actual_ttft_s: float | None = None  # from arrival
+    actual_tpot_s: float | None = None  # over the tokens so far; None before there are two
+
+
+@final
+class Explanations:
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._kept: OrderedDict[str, Explanation] = OrderedDict()
+
+    def note(self, request: Request, decision: Decision, now_s: float) -> None:
+        """A later decision about the same request replaces the one before."""
+        if not self._capacity:
+            return
+        self._kept[request.request_id] = _explanation(request, _cut(decision), now_s)
+        self._kept.move_to_end(request.request_id)
+        while len(self._kept) > self._capacity:
+            self._kept.popitem(last=False)
+
+    def ended(self, request: Request, outcome: Outcome, why: str, now_s: float) -> None:
+        """`why` it got no whole answer; empty if it did. It is the reason of a request that was never decided about."""
+        if request.request_id not in self._kept:
+            choice = Choice.REFUSE if outcome is Outcome.REFUSED else Choice.WAIT
+            self.note(request, Decision(choice=choice, reason=why or NEVER_PLACED), now_s)
+        found = self._kept.get(request.request_id)
+        if found is not None:
+            found.outcome, found.stage, found.ended_because = outcome, "", _shortened(why)
+            _measure(found, request)
+
+    def last(self, request_id: str) -> Explanation | None:
+        """As it was noted; None when it is not among the last ones."""
+        return self._kept.get(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """A new request has that id."""
+        self._kept.pop(request_id, None)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def live(self, request: Request, now_s: float) -> Explanation:
+        """Of a request that has not ended."""
+        found = self._kept.get(request.request_id)
+        if found is None:
+            waits_s = now_s - request.queued_s
+            found = _explanation(request, Decision(choice=Choice.WAIT, reason=f"queued for {waits_s:.3f} s"), now_s)
+        else:
+            found = dataclasses.replace(found)
+        found.stage = request.stage.value
+        _measure(found, request)
+        return found
+
+
+def _explanation(request: Request, decision: Decision, now_s: float) -> Explanation:
+    facts = request.facts
+    return Explanation(
+        request_id=request.request_id,
+        decision=decision,
+        decided_s=now_s,
+        waited_s=now_s - request.arrived_s,
+        slo=facts.slo,
+        tenant=facts.tenant,
+        priority=facts.priority,
+        prompt_tokens=facts.num_prompt_tokens,
+        attempt=request.attempt,
+        is_resumed=bool(request.output),
+    )
+
+
+def _measure(explanation: Explanation, request: Request) -> None:
+    explanation.actual_ttft_s = request.ttft_s()
+    explanation.actual_tpot_s = request.tpot_s() if len(request.output) > 1 else None
+
+
+def is_chosen(candidate: Candidate, decision: Decision) -> bool:
+    chosen = (decision.prefill_worker, decision.decode_worker)
+    return (candidate.prefill_worker, candidate.decode_worker) == chosen
+
+
+def _cut(decision: Decision) -> Decision:
+    """The same within bounds."""
+    shown = decision.candidates
+    if len(shown) > MOST_CANDIDATES:
+        chosen = [one for one in shown if is_chosen(one, decision)]
+        others = [one for one in shown if not is_chosen(one, decision)]
+        shown = tuple([*chosen, *others][:MOST_CANDIDATES])
+    reason = _shortened(decision.reason)
+    if shown is decision.candidates and reason is decision.reason:
+        return decision
+    return dataclasses.replace(decision, candidates=shown, reason=reason)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3] + "..."

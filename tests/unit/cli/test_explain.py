@@ -1,0 +1,135 @@
+"""`pdserve explain`: against a real cluster, and what it prints of values made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from pdserve import Client
+from pdserve.cli.explain import render
+from pdserve.cli.main import main
+from pdserve.client.results import Candidate, Explanation
+
+PROMPT = "a prompt that is longer than what a decode worker reads itself, and of its own kind"
+
+EXPLANATION = Explanation(
+    request_id="r1",
+    router_id="router-0",
+    decision="remote",
+    reason="least predicted TTFT",
+    candidates=(
+        Candidate(
+            prefill_worker="p0",
+            decode_worker="d0",
+            predicted_ttft_s=0.3,
+            predicted_tpot_s=0.02,
+            slack=0.75,
+            is_feasible=True,
+            is_chosen=True,
+        ),
+        Candidate(
+            prefill_worker="",
+            decode_worker="d0",
+            predicted_ttft_s=0.9,
+            predicted_tpot_s=0.02,
+            slack=-0.25,
+            is_feasible=False,
+            is_chosen=False,
+        ),
+    ),
+    waited_s=0.1,
+    slo_ttft_s=2.0,
+    slo_tpot_s=0.2,
+    tenant="",
+    priority=0,
+    prompt_tokens=83,
+    attempt=1,
+    is_resumed=False,
+    stage="",
+    outcome="served",
+    ended_because="",
+    actual_ttft_s=0.5,
+    actual_tpot_s=0.025,
+    retry_after_s=None,
+)
+
+
+def served(target: str, request_id: str) -> str:
+    with Client(target) as client:
+        return client.generate(PROMPT, max_tokens=6, temperature=0, request_id=request_id).request_id
+
+
+def test_a_placement_is_shown_with_what_was_predicted_and_what_came(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = served(target, "explained-1")
+    assert main(["explain", name, "--target", target]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("explained-1: ")
+    assert "served" in out.splitlines()[0] or "late" in out.splitlines()[0]
+    assert "->" in out
+    assert "ACTUAL" in out
+
+
+def test_json_is_one_object_with_predictions_beside_actual_times(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = served(target, "explained-2")
+    assert main(["explain", name, "--target", target, "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["request_id"] == name
+    assert seen["decision"] in ("remote", "local")
+    assert [one["decode_worker"] for one in seen["candidates"] if one["is_chosen"]] == ["d0"]
+    for field in ("predicted_ttft_s", "actual_ttft_s", "predicted_tpot_s", "actual_tpot_s"):
+        assert 0.0 < seen[field] < 60.0, field
+
+
+def test_an_unknown_id_is_a_typed_error(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "never-heard-of", "--target", target]) == 1
+    assert capsys.readouterr().err == "pdserve explain: error: no recent request named 'never-heard-of'\n"
+
+
+def test_of_several_routers_the_one_that_knows_answers(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = served(target, "explained-3")
+    nobody = "127.0.0.1:9"
+    assert main(["explain", name, "--target", f"{nobody},{target}", "--json", "--timeout", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["router_id"] == "router-0"
+
+
+def test_where_one_router_cannot_be_asked_an_unknown_id_is_not_called_unknown(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "never", "--target", f"{target},127.0.0.1:9", "--timeout", "2"]) == 1
+    assert "no recent request" not in capsys.readouterr().err
+
+
+def test_an_empty_list_of_routers_is_an_error_that_names_the_field(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "a", "--target", ","]) == 1
+    assert "target" in capsys.readouterr().err
+
+
+def test_the_prediction_counts_from_arrival_as_the_actual_time_does() -> None:
+    assert EXPLANATION.predicted_ttft_s == pytest.approx(0.4)
+    lines = render(EXPLANATION).splitlines()
+    assert lines[0] == "r1: remote, served"
+    table = {line.split()[0]: line.split() for line in lines if line[:4] in ("TTFT", "TPOT")}
+    assert table["TTFT"][1:] == ["2,000.0", "ms", "400.0", "ms", "500.0", "ms", "-20%"]
+    assert table["TPOT"][1:] == ["200.0", "ms", "20.0", "ms", "25.0", "ms", "-20%"]
+    assert [line.split()[:3] for line in lines if "d0" in line] == [["->", "p0", "d0"], ["(itself)", "d0", "900.0"]]
+
+
+def test_a_resumed_request_has_no_predicted_ttft() -> None:
+    resumed = dataclasses.replace(EXPLANATION, is_resumed=True, attempt=2)
+    assert resumed.predicted_ttft_s is None
+    assert "attempt 2, resumed" in render(resumed)
+
+
+def test_a_refusal_says_why_and_when_to_come_back() -> None:
+    refused = dataclasses.replace(
+        EXPLANATION, decision="refuse", outcome="refused", ended_because="full", retry_after_s=1.5, attempt=0
+    )
+    text = render(refused)
+    assert text.startswith("r1: refuse, refused (full)")
+    assert "retry after 1.50 s" in text

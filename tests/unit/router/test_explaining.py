@@ -1,0 +1,145 @@
+"""What a router says of a request's placement, while it waits, runs and has ended; never more than so much memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.core.types import FinishReason, Slo
+from router.commands import Outcome
+from router.explaining import LONGEST_REASON, MOST_CANDIDATES, Explanation, Explanations
+from router.policy.interface import Candidate, Choice, Decision
+from router.request import Request
+from router.settings import RouterSettings
+from tests.unit.router.given import Given
+from tests.unit.router.world import arrival
+
+
+def request(request_id: str = "a") -> Request:
+    return Request(facts=arrival(request_id), arrived_s=1.0, deadline_at_s=None, serial=1)
+
+
+def candidate(prefill: str = "p0", decode: str = "d0") -> Candidate:
+    return Candidate(prefill_worker=prefill, decode_worker=decode, ttft_s=0.1, tpot_s=0.01, slack=0.5, is_feasible=True)
+
+
+def explained(given: Given, request_id: str = "a") -> Explanation:
+    found = given.state.explain(request_id)
+    assert found is not None
+    return found
+
+
+def served(**settings: object) -> Given:
+    given = Given(RouterSettings(is_strict=True, **settings))  # type: ignore[arg-type]
+    given.connect_prefill("p0")
+    given.connect_decode("d0")
+    return given
+
+
+def test_a_running_request_tells_what_is_known_so_far() -> None:
+    given = served()
+    given.arrives(slo=Slo(ttft_s=3.0, tpot_s=0.3), tenant="blue", priority=2)
+    one = explained(given)
+    assert (one.stage, one.outcome, one.actual_ttft_s, one.actual_tpot_s) == ("reserving", None, None, None)
+    assert (one.slo, one.tenant, one.priority, one.prompt_tokens) == (Slo(ttft_s=3.0, tpot_s=0.3), "blue", 2, 100)
+    given.granted()
+    given.now_s = 0.25
+    given.first(100)
+    given.committed()
+    assert explained(given).actual_ttft_s == 0.25
+    given.now_s = 0.75
+    given.tokens(1, [101, 102])
+    assert explained(given).actual_tpot_s == 0.25
+    given.now_s = 1.0
+    given.tokens(3, [103], finish=FinishReason.STOP)
+    one = explained(given)
+    assert (one.stage, one.outcome, one.actual_ttft_s, one.actual_tpot_s) == ("", Outcome.SERVED, 0.25, 0.25)
+    assert one.ended_because == ""
+
+
+def test_waiting_counts_from_arrival_to_the_decision() -> None:
+    given = Given(RouterSettings(policy="round-robin", is_strict=True))
+    given.connect_prefill("p0")
+    given.connect_decode("d0", max_batch=1)
+    given.decoding()
+    given.now_s = 0.5
+    given.arrives("b", spent_s=0.125)
+    waiting = explained(given, "b")
+    assert (waiting.stage, waiting.decision.choice, waiting.attempt) == ("queued", Choice.WAIT, 0)
+    given.now_s = 2.5
+    given.tokens(1, [101], finish=FinishReason.STOP)
+    given.released("d0")
+    given.released("p0")
+    placed = explained(given, "b")
+    assert (placed.decision.choice, placed.attempt, placed.waited_s) == (Choice.REMOTE, 1, 2.125)
+
+
+def test_a_request_that_no_policy_saw_has_its_end_for_a_reason() -> None:
+    given = Given(RouterSettings(is_strict=True, workers_grace_s=0.0))
+    given.arrives()
+    one = explained(given)
+    assert (one.decision.choice, one.outcome, one.stage) == (Choice.REFUSE, Outcome.REFUSED, "")
+    assert one.decision.reason == one.ended_because
+    assert "no decode worker" in one.decision.reason
+
+
+def test_a_client_that_leaves_the_queue_is_explained_too() -> None:
+    given = Given(RouterSettings(policy="round-robin", is_strict=True))
+    given.connect_prefill("p0")
+    given.connect_decode("d0", max_batch=1)
+    given.decoding()
+    given.arrives("b")
+    given.leaves("b")
+    one = explained(given, "b")
+    assert (one.decision.choice, one.outcome, one.ended_because) == (Choice.WAIT, Outcome.CANCELLED, "the client left")
+
+
+def test_an_id_that_is_used_again_is_a_new_request() -> None:
+    given = served(policy="round-robin")
+    given.decoding()
+    given.tokens(1, [101], finish=FinishReason.STOP)
+    given.released("d0")
+    given.released("p0")
+    given.lost("d0")
+    given.arrives()
+    one = explained(given)
+    assert (one.stage, one.outcome, one.actual_ttft_s) == ("queued", None, None)
+
+
+def test_only_the_last_ones_are_kept() -> None:
+    kept = Explanations(2)
+    for name in "abc":
+        kept.note(request(name), Decision(choice=Choice.LOCAL), 2.0)
+    assert [name for name in "abc" if kept.last(name)] == ["b", "c"]
+    assert len(kept) == 2
+
+
+def test_a_capacity_of_none_keeps_none() -> None:
+    kept = Explanations(0)
+    kept.note(request(), Decision(choice=Choice.LOCAL), 2.0)
+    kept.ended(request(), Outcome.FAILED, "why", 3.0)
+    assert len(kept) == 0
+
+
+def test_one_explanation_is_bounded_and_keeps_the_chosen_candidate() -> None:
+    crowd = tuple(candidate(f"p{number}") for number in range(1000))
+    kept = Explanations(1)
+    decision = Decision(
+        choice=Choice.REMOTE, prefill_worker="p900", decode_worker="d0", reason="x" * 10_000, candidates=crowd
+    )
+    kept.note(request(), decision, 2.0)
+    kept.ended(request(), Outcome.FAILED, "y" * 10_000, 3.0)
+    one = kept.last("a")
+    assert one is not None
+    assert len(one.decision.candidates) == MOST_CANDIDATES
+    assert one.decision.candidates[0].prefill_worker == "p900"
+    assert (len(one.decision.reason), len(one.ended_because)) == (LONGEST_REASON, LONGEST_REASON)
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "least-loaded", "dynamo", "lmetric", "mooncake"])
+def test_every_baseline_shows_what_it_predicted_for_its_choice(policy: str) -> None:
+    given = served(policy=policy)
+    given.arrives()
+    one = explained(given)
+    (chosen,) = [shown for shown in one.decision.candidates if shown.prefill_worker == one.decision.prefill_worker]
+    assert chosen.ttft_s > 0.0
+    assert chosen.tpot_s > 0.0
