@@ -8,7 +8,7 @@ from pdserve.core.errors import NotFound
 from tests.unit.router_io.conftest import Connect
 from tests.unit.router_io.processes import Program
 
-PROMPT = "a prompt that is long enough to be read by a prefill worker, and explained"
+PROMPT = "explained: words that no other test has at the head of its prompt, and enough of them"
 
 
 async def test_of_two_routers_only_the_one_that_decided_explains(
