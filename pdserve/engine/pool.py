@@ -100,7 +100,8 @@ class TorchPool:
         Attention reads whole blocks and gives the positions behind the end the weight 0; 0 * NaN from an earlier
         owner would still be NaN. It also keeps one request's KV out of the tail of a block that travels.
         """
-        self.raw.index_fill_(0, block_B, 0)
+        if block_B.numel():  # most steps begin no block
+            self.raw.index_fill_(0, block_B, 0)
 
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, block_T: Tensor, offset_T: Tensor) -> None:
         """Stores the keys and values of a step's tokens."""
