@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +16,26 @@ from torch import Tensor
 from pdserve.engine.pool import TorchPool
 
 
+# On a CPU the queries of a long chunk take turns, each tile with the keys that one of it sees: torch's kernel works
+# on 64 queries at a time, and under a mask it computes what no query sees as well.
+_TILE_QUERIES: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Some queries of each row, the gathered positions that any of them sees, and which of these each sees."""
+
+    queries: slice
+    keys: slice
+    is_seen_BQS: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The blocks that a group of rows reads, and which of their positions each query sees."""
+    """The blocks that a group of rows reads, and what each query sees of their positions."""
 
     block_BP: Tensor
-    is_seen_BQS: Tensor
+    tiles: tuple[Tile, ...]
 
 
 def make_context(
@@ -49,7 +64,16 @@ def make_context(
     is_seen_BQS = key_B1S <= query_BQ1
     if window is not None:
         is_seen_BQS &= key_B1S > query_BQ1 - window
-    return Context(block_BP, is_seen_BQS)
+    # In gathered positions, where each row's first block stands at 0.
+    shifts = [start - first * block_size for start, first in zip(starts, firsts, strict=True)]
+    size = _TILE_QUERIES if device.type == "cpu" else num_queries
+    tiles = []
+    for at in range(0, num_queries, size):
+        queries = slice(at, min(at + size, num_queries))
+        oldest = 0 if window is None else max(0, min(shifts) + at - window + 1)
+        keys = slice(oldest, max(shifts) + queries.stop)
+        tiles.append(Tile(queries, keys, is_seen_BQS[:, queries, keys]))
+    return Context(block_BP, tuple(tiles))
 
 
 def attend(
@@ -70,15 +94,24 @@ def attend(
     k_BKSD, v_BKSD = pool.read(layer, context.block_BP, q_BQHD.dtype)
     num_kv_heads = k_BKSD.shape[1]
     group = num_heads // num_kv_heads
-    q_BKGQD = q_BQHD.view(num_rows, num_queries, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
-    is_seen_B1GQS = context.is_seen_BQS[:, None, None].expand(-1, -1, group, -1, -1)
-    q_BKRD, is_seen_B1RS = q_BKGQD.flatten(2, 3), is_seen_B1GQS.flatten(2, 3)
+    out_BQHD = torch.empty_like(q_BQHD, memory_format=torch.contiguous_format)
+    for tile in context.tiles:
+        count, keys = tile.queries.stop - tile.queries.start, tile.keys
+        grouped = (num_rows, count, num_kv_heads, group, head_dim)
+        q_BKRD = q_BQHD[:, tile.queries].view(grouped).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        is_seen_B1RS = tile.is_seen_BQS[:, None, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
+        out_BKRD = _attend(q_BKRD, k_BKSD[:, :, keys], v_BKSD[:, :, keys], is_seen_B1RS, scale, softcap)
+        out_BKGQD = out_BKRD.view(num_rows, num_kv_heads, group, count, head_dim)
+        out_BQHD[:, tile.queries].view(grouped).copy_(out_BKGQD.permute(0, 3, 1, 2, 4))
+    return out_BQHD.view(num_rows * num_queries, num_heads * head_dim)
+
+
+def _attend(
+    q_BKRD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, is_seen_B1RS: Tensor, scale: float | None, softcap: float | None
+) -> Tensor:
     if softcap is None:
-        out_BKRD = F.scaled_dot_product_attention(q_BKRD, k_BKSD, v_BKSD, attn_mask=is_seen_B1RS, scale=scale)
-    else:
-        score_BKRS = (q_BKRD @ k_BKSD.mT).float() * (head_dim**-0.5 if scale is None else scale)
-        score_BKRS = (score_BKRS / softcap).tanh() * softcap
-        weight_BKRS = score_BKRS.masked_fill(~is_seen_B1RS, -torch.inf).softmax(-1)
-        out_BKRD = weight_BKRS.to(v_BKSD.dtype) @ v_BKSD
-    out_BKGQD = out_BKRD.view(num_rows, num_kv_heads, group, num_queries, head_dim)
-    return out_BKGQD.permute(0, 3, 1, 2, 4).reshape(num_rows * num_queries, num_heads * head_dim)
+        return F.scaled_dot_product_attention(q_BKRD, k_BKSD, v_BKSD, attn_mask=is_seen_B1RS, scale=scale)
+    score_BKRS = (q_BKRD @ k_BKSD.mT).float() * (q_BKRD.shape[-1] ** -0.5 if scale is None else scale)
+    score_BKRS = (score_BKRS / softcap).tanh() * softcap
+    weight_BKRS = score_BKRS.masked_fill(~is_seen_B1RS, -torch.inf).softmax(-1)
+    return weight_BKRS.to(v_BKSD.dtype) @ v_BKSD

@@ -77,10 +77,17 @@ def expected(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize(("scale", "softcap"), VARIANTS)
+@pytest.mark.parametrize(("lengths", "num_queries"), [((5, 16, 90), 3), ((150, 151, 290), 150)])
 def test_gathered_blocks_follow_the_formula(
-    dtype: torch.dtype, window: int | None, scale: float | None, softcap: float | None
+    dtype: torch.dtype,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    lengths: tuple[int, ...],
+    num_queries: int,
 ) -> None:
-    pool, lengths, num_queries = filled_pool(dtype=dtype), (5, 16, 90), 3
+    """Few queries, and more than attend at a time."""
+    pool = filled_pool(dtype=dtype)
     tables, starts = scattered(pool, lengths), [length - num_queries for length in lengths]
     q_BQHD = queries(len(lengths) * num_queries, 6, 24).view(len(lengths), num_queries, 6, 24)
     context = make_context(tables, starts, num_queries, window, pool.block_size, CPU)
