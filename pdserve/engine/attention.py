@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pdserve.engine.pool import TorchPool
 
-
 # On a CPU the queries of a long chunk take turns, each tile with the keys that one of it sees: torch's kernel works
 # on 64 queries at a time, and under a mask it computes what no query sees as well.
 _TILE_QUERIES: Final = 64

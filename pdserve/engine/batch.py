@@ -1,6 +1,6 @@
 """Turns the rows of a step into tensors: tokens packed with decode rows first, where KV goes, who sees what."""
 
-# Shapes: T tokens in the packed batch, R rows.
+# Shapes: T tokens in the packed batch, R rows, U tokens whose final state is read.
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class Batch:
     kernel: PagedAttention | None
     paged: PagedPlan | None  # of the first tokens, which `kernel` attends for
     groups: tuple[Group, ...]  # the rows that are not paged
-    last_R: tuple[int, ...]  # packed index of each row's last token, in the order of the rows; its drafts follow
+    # Packed indices of the tokens whose final state is read: the draws of all rows, then the targets of all rows.
+    # None where that is every token in its place, as in a step that only decodes.
+    read_U: Tensor | None
 
     def place(
         self, pool: TorchPool, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cos_sin: tuple[Tensor, Tensor]
@@ -98,7 +100,7 @@ def pack(
     positions: list[int] = []
     blocks: list[int] = []
     fresh: list[int] = []
-    last_R = [0] * len(rows)
+    first_R = [0] * len(rows)  # packed index of each row's first token
     firsts: list[int] = []
     for members in [paged, *together]:
         firsts.append(len(tokens))
@@ -106,7 +108,7 @@ def pack(
             row = rows[index]
             num_queries = row.num_queries
             end = row.start + num_queries
-            last_R[index] = len(tokens) + len(row.tokens) - 1
+            first_R[index] = len(tokens)
             tokens += row.tokens
             tokens += row.drafts
             if num_queries == 1:
@@ -123,6 +125,12 @@ def pack(
         num_queries = rows[members[0]].num_queries
         contexts = {window: make_context(tables, starts, num_queries, window, block_size, device) for window in kinds}
         groups.append(Group(first, len(members), num_queries, contexts))
+    read: list[int] = []
+    for row, first in zip(rows, first_R, strict=True):
+        last = first + len(row.tokens) - 1
+        read += range(last, last + row.num_draws)
+    for row, first in zip(rows, first_R, strict=True):
+        read += range(first, first + len(row.targets))
     position_T = torch.tensor(positions, device=device)
     return Batch(
         token_T=torch.tensor(tokens, device=device),
@@ -133,7 +141,7 @@ def pack(
         kernel=kernel,
         paged=None if kernel is None or not paged else plan_paged(kernel, [rows[index] for index in paged]),
         groups=tuple(groups),
-        last_R=tuple(last_R),
+        read_U=None if read == list(range(len(tokens))) else torch.tensor(read, device=device, dtype=torch.int64),
     )
 
 

@@ -5,7 +5,7 @@ Prefill chunks and decode rows run through the same matrices in one packed batch
 """
 
 # Shapes: T tokens in the packed batch, E hidden size, F mlp size, H query heads, K kv heads, D head dim,
-#         V vocabulary, B rows of a group, Q query tokens per row, R / 2 = rotated pairs.
+#         V vocabulary, B rows of a group, Q query tokens per row, R / 2 = rotated pairs, U tokens that are read.
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Decoder:
         self._gated = ops.GATED[config.activation]
 
     def hidden(self, batch: Batch, pool: TorchPool) -> Tensor:
-        """Computes all tokens and writes their KV; returns the state before the last norm, [T, E]."""
+        """Writes the KV of all tokens; returns the state before the last norm of those that are read, [U, E]."""
         pool.clear(batch.fresh_blocks)
         x_TE = F.embedding(batch.token_T, self._weights.embedding_VE).to(self._weights.dtype)
         if self._embedding_scale != 1.0:
@@ -51,7 +51,13 @@ class Decoder:
         for index, layer in enumerate(self._weights.layers):
             normed_TE = self._add_norm(x_TE, delta_TE, layer.attention_norm_E)
             cos_sin = rotations[self._rope_of_layer[index]]
-            delta_TE = self._attention(index, layer, normed_TE, cos_sin, batch, pool)
+            attended_TN = self._attention(index, layer, normed_TE, cos_sin, batch, pool)
+            if index == self._config.num_layers - 1 and batch.read_U is not None:
+                # Behind the last layer's attention tokens no longer meet: of a prompt only the last one goes on.
+                if not len(batch.read_U):
+                    return x_TE[:0]
+                x_TE, attended_TN = x_TE[batch.read_U], attended_TN[batch.read_U]
+            delta_TE = layer.o(attended_TN)
             if layer.attention_post_norm_E is not None:
                 delta_TE = self._norm(delta_TE, layer.attention_post_norm_E)
             normed_TE = self._add_norm(x_TE, delta_TE, layer.mlp_norm_E)
@@ -75,6 +81,7 @@ class Decoder:
         batch: Batch,
         pool: TorchPool,
     ) -> Tensor:
+        """What every token gets from its sequence, [T, H * D], before the output product."""
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         scale, softcap = self._config.attention_scale, self._config.attention_softcap
         qkv_TND = layer.qkv(x_TE).view(x_TE.shape[0], -1, self._config.head_dim)
@@ -82,7 +89,7 @@ class Decoder:
         if layer.q_norm_D is not None and layer.k_norm_D is not None:
             q_THD, k_TKD = self._norm(q_THD, layer.q_norm_D), self._norm(k_TKD, layer.k_norm_D)
         q_THD = batch.place(pool, index, q_THD, k_TKD, v_TKD, cos_sin)
-        return layer.o(batch.attend(pool, index, q_THD, layer.window, scale, softcap))
+        return batch.attend(pool, index, q_THD, layer.window, scale, softcap)
 
     def _mlp(self, mlp: MlpWeights | ExpertWeights, x_TE: Tensor) -> Tensor:
         if isinstance(mlp, MlpWeights):

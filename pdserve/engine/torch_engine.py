@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import final
 
 import torch
-from torch import Tensor
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
@@ -63,27 +62,24 @@ class TorchEngine:
         if not rows:
             return []
         batch = pack(rows, self._windows, self.spec.block_size, self._device, self._paged)
-        x_TE = self._model.hidden(batch, self.pool)
-        asked: list[int] = []
-        for row, last in zip(rows, batch.last_R, strict=True):
-            asked += range(last, last + row.num_draws)
+        x_UE = self._model.hidden(batch, self.pool)
+        num_draws = sum(row.num_draws for row in rows)
         outs = [RowOut()] * len(rows)
-        if asked:
-            logits_BV = self._model.logits(x_TE[torch.tensor(asked, device=self._device)])
+        if num_draws:
+            logits_BV = self._model.logits(x_UE[:num_draws])
             masks_of = self._grammars.masks_of(rows)
             draws = [draw for index, row in enumerate(rows) for draw in draws_of(row, masks_of.get(index))]
             drawn = iter(sample(logits_BV, draws, self.spec.eos_token_ids))
             outs = [
                 row_out(row, list(islice(drawn, row.num_draws)), masks_of.get(index)) for index, row in enumerate(rows)
             ]
-        for index, (row, last) in enumerate(zip(rows, batch.last_R, strict=True)):
+        first = num_draws
+        for index, row in enumerate(rows):
             if row.targets:
-                outs[index] = replace(outs[index], scored=self._scored(row, x_TE[last + 1 - len(row.tokens) :]))
+                scored = score(self._model.logits, x_UE[first:], row.targets, row.num_top, self.spec.vocab_size)
+                outs[index] = replace(outs[index], scored=scored)
+                first += len(row.targets)
         return outs
-
-    def _scored(self, row: Row, x_TE: Tensor) -> tuple[TokenOut, ...]:
-        """`x_TE` begins with the row's first position."""
-        return score(self._model.logits, x_TE, row.targets, row.num_top, self.spec.vocab_size)
 
     def close(self) -> None:
         """Nothing to free: weights and pool go with their last reader."""
