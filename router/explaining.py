@@ -80,8 +80,10 @@ class Explanations:
         """Of a request that has not ended."""
         found = self._kept.get(request.request_id)
         if found is None:
-            waits_s = now_s - request.queued_s
-            found = _explanation(request, Decision(choice=Choice.WAIT, reason=f"queued for {waits_s:.3f} s"), now_s)
+            reason = f"queued for {now_s - request.queued_s:.3f} s"
+            if request.bound_to:
+                reason += f", in the line of {request.bound_to}"
+            found = _explanation(request, Decision(choice=Choice.WAIT, reason=reason), now_s)
         else:
             found = dataclasses.replace(found)
         found.stage = request.stage.value

@@ -28,7 +28,9 @@ def can_start(view: WorkerView, num_tokens: int, now_s: float) -> bool:
 
 def opens_in_s(view: WorkerView, now_s: float) -> float:
     """When a prefill worker is worth another look, should nothing happen before."""
-    return _clipped(max(view.free_at_s - view.batch_s, view.closed_until_s) - now_s)
+    wait_s = max(view.free_at_s - view.batch_s, view.closed_until_s) - now_s
+    # Well past its time, a place or memory is missing: that comes with word from the worker, not by waiting.
+    return _clipped(wait_s) if wait_s > -SHORTEST_WAIT_S else LONGEST_WAIT_S
 
 
 def is_decode_open(view: WorkerView, beliefs: Beliefs, ask: Ask, now_s: float) -> bool:

@@ -18,11 +18,10 @@ from typing import Any, Final
 
 from router.policy.interface import Ask, Candidate, Choice, Decision, Obstacle
 from router.policy.rooms import (
-    LONGEST_WAIT_S,
-    SHORTEST_WAIT_S,
     is_decode_open,
     is_prefill_open,
     not_avoided,
+    opens_in_s,
     wait_for_decode,
 )
 from router.view import WorkerView
@@ -63,7 +62,7 @@ class TwoStage:
             candidates=tuple([remote_candidate(ask, view, landing, now_s) for view in ranked]),
             obstacle=Obstacle.PREFILL,
             bound_to=prefill.worker_id,
-            retry_in_s=_until_open_s(prefill, now_s),
+            retry_in_s=opens_in_s(prefill, now_s),
         )
 
     def _start(self, ask: Ask, ranked: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float) -> Decision:
@@ -75,7 +74,7 @@ class TwoStage:
                 reason=f"{prefill.worker_id} cannot start it within a batch",
                 obstacle=Obstacle.PREFILL,
                 bound_to=prefill.worker_id,
-                retry_in_s=_until_open_s(prefill, now_s),
+                retry_in_s=opens_in_s(prefill, now_s),
             )
         room = [
             view
@@ -168,8 +167,3 @@ def _not_failed(ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[Work
 def _cheapest(price: Price, ask: Ask, views: Sequence[WorkerView], now_s: float) -> list[WorkerView]:
     priced = [(price(ask, view, now_s), view.worker_id, view) for view in views]
     return [view for _, _, view in nsmallest(SHOWN, priced)]  # ids differ, so views are never compared
-
-
-def _until_open_s(view: WorkerView, now_s: float) -> float:
-    wait_s = max(view.free_at_s - view.batch_s, view.closed_until_s) - now_s
-    return min(max(wait_s, SHORTEST_WAIT_S), LONGEST_WAIT_S)

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import pytest
 
 from pdserve.core.types import FinishReason, Sampling, Slo, TokenOut
 from router import replay
 from router.commands import Cancel, Outcome
-from router.events import RequestArrived, TimePassed, TokenRow, TokensArrived
+from router.events import (
+    AttemptFailed,
+    ClientLeft,
+    Refused,
+    RequestArrived,
+    StopMatched,
+    TimePassed,
+    TokenRow,
+    TokensArrived,
+    WorkerLost,
+)
+from router.policy import POLICIES
 from router.settings import RouterSettings
 from tests.unit.router.test_random_runs import run
 from tests.unit.router.world import World
@@ -21,10 +33,14 @@ def recording(world: World) -> list[str]:
     return [line + "\n" for line in lines]
 
 
-@pytest.mark.parametrize("policy", ["least-ttft", "round-robin"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_ten_thousand_recorded_events_replay_to_equal_commands(policy: str) -> None:
     world = run(7, faults=0.02, policy=policy, requests=1200, stirs=60_000)
     assert len(world.log) > 10_000
+    seen = Counter(type(event) for _, event, _ in world.log)
+    assert min(seen[kind] for kind in (ClientLeft, WorkerLost, Refused, AttemptFailed, StopMatched)) >= 10, seen
+    ends = world.state.counters
+    assert min(ends[f"outcome_{kind}"] for kind in ("served", "late", "refused", "expired", "cancelled")) >= 10, ends
     assert list(replay.replay(recording(world))) == []
 
 
