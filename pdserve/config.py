@@ -67,6 +67,7 @@ class WorkerConfig:
     metrics_port: int = _doc("Prometheus port; 0 serves none", 0)
     otlp: str = _doc("OTLP gRPC endpoint for traces; none when empty", "")
     is_prefix_cache_on: bool = _doc("keep finished blocks for later prompts", True)
+    profile: str = _doc("what steps are believed to take: a known worker's name or a file; measured when empty", "")
     toy_step_s: float = _doc("seconds that a toy step takes", 0.0)
 
     def __post_init__(self) -> None:

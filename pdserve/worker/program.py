@@ -20,6 +20,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.hashing import hash_seed
 from pdserve.core.latency import CostPrior
 from pdserve.engine.interface import Engine, Row, RowOut
+from pdserve.profiles import load_profile
 from pdserve.telemetry import names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.wire.convert import role_to_proto
@@ -81,7 +82,8 @@ class RoleProgram(ABC):
         seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)
         self.limits = Limits(vocab_size=spec.vocab_size, max_context_tokens=max_context_tokens, hash_seed=seed)
         self.end_rule = EndRule(eos_token_ids=frozenset(spec.eos_token_ids), max_context_tokens=max_context_tokens)
-        self.cost = self._measure(config.max_batch, config.max_batch_tokens)
+        calibrate.draw_one_token(engine)
+        self.cost = load_profile(config.profile).cost if config.profile else self._measure()
         self.tracks: dict[AttemptKey, Track] = {}
         self._isolation = Isolation(engine, self._probe)
         self._ledger = AttemptLedger()
@@ -328,10 +330,10 @@ class RoleProgram(ABC):
 
     # -- reports ------------------------------------------------------------------------------------------------
 
-    def _measure(self, max_batch: int, max_batch_tokens: int) -> CostPrior:
-        calibrate.draw_one_token(self.engine)
+    def _measure(self) -> CostPrior:
+        config = self.context.config
         return calibrate.measure_cost(
-            self.engine, self.context.role, max_batch=max_batch, max_batch_tokens=max_batch_tokens
+            self.engine, self.context.role, max_batch=config.max_batch, max_batch_tokens=config.max_batch_tokens
         )
 
     def _probe(self) -> Row | None:

@@ -16,6 +16,7 @@ from pdserve.core.errors import InternalError
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine.interface import Row, RowOut
 from pdserve.engine.toy import ToyEngine
+from pdserve.profiles import load_profile
 from pdserve.v1 import inference_pb2, worker_pb2
 from pdserve.worker import calibrate, messages
 from pdserve.worker.compute import MAX_BARREN_STEPS, EngineBroken, Isolation, RowFailed
@@ -153,6 +154,11 @@ def test_measuring_keeps_to_its_budget() -> None:
     started_s = time.monotonic()
     calibrate.measure_cost(engine, Role.DECODE, max_batch=64, max_batch_tokens=512, budget_s=0.1)
     assert time.monotonic() - started_s < 2.0
+
+
+def test_a_worker_with_a_profile_believes_it_and_measures_nothing(start: Any) -> None:
+    name = "h100-sxm.llama-3.1-8b.bf16"
+    assert start(Role.PREFILL, profile=name).program.cost == load_profile(name).cost
 
 
 def test_an_engine_without_a_token_is_not_ready() -> None:

@@ -67,7 +67,15 @@ def test_a_toy_worker_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("changes", [{"model": "/no/such/folder"}, {"block_size": 0}, {"host": "203.0.113.1"}])
+WRONG: list[dict[str, Any]] = [
+    {"model": "/no/such/folder"},
+    {"block_size": 0},
+    {"host": "203.0.113.1"},
+    {"profile": "abacus"},
+]
+
+
+@pytest.mark.parametrize("changes", WRONG)
 def test_wrong_settings_end_the_process_with_one_sentence(changes: dict[str, Any]) -> None:
     flags = {"model": "toy", "worker_id": "d", **changes}
     command = [sys.executable, "-m", "decode_worker", *(f"--{k.replace('_', '-')}={v}" for k, v in flags.items())]

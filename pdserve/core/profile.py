@@ -1,0 +1,146 @@
+"""What is known of a kind of worker before it has run: cost, memory, links. Pure: parses, reads no file.
+
+    {"name": ..., "prefill_s": {"base", "per_token", "per_token_context"},
+     "decode_s": {"base", "per_row", "per_context_token"}, "kv_bytes_per_token", "kv_capacity_tokens",
+     "link": {NAME: {"latency_s", "bytes_per_s"}}}
+
+A file with "tensor_parallel" holds one set of coefficients per degree, published in milliseconds as
+a + b * sum(L) + c * sum(L^2): one of them is named NAME:tp2. Its decode times come in two pieces that part at batch
+95, and the one for smaller batches is taken: at larger ones its steps are predicted too short, per row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.fit import LONGEST_S
+from pdserve.core.latency import CostPrior
+
+DEGREES: Final = "tensor_parallel"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    name: str
+    cost: CostPrior
+    kv_bytes_per_token: int
+    kv_capacity_tokens: int
+    links: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # seconds of latency, bytes per second
+    source: str = ""
+
+
+def degrees(data: Mapping[str, Any]) -> list[int]:
+    """The tensor-parallel degrees that a profile can be parsed for; none where it is of one kind of worker."""
+    rows = data.get(DEGREES)
+    rows = rows if isinstance(rows, Mapping) else {}
+    return sorted(int(key) for key, row in rows.items() if key.isdecimal() and "kv_capacity_tokens" in row)
+
+
+def parse_profile(data: Mapping[str, Any], degree: int = 0) -> Profile:
+    """Raises ConfigError naming the field. `degree` is that of the worker where the profile has several."""
+    root = _Node("", data)
+    if DEGREES in root.data:
+        return _per_degree(root, degree)
+    if degree:
+        raise ConfigError("profile", f"degree {degree}", "none: the profile is of one kind of worker")
+    prefill, decode = root.node("prefill_s"), root.node("decode_s")
+    return Profile(
+        name=root.text("name"),
+        cost=CostPrior(
+            prefill_base_s=prefill.seconds("base"),
+            prefill_per_token_s=prefill.seconds("per_token"),
+            prefill_per_token_context_s=prefill.seconds("per_token_context"),
+            decode_base_s=decode.seconds("base"),
+            decode_per_row_s=decode.seconds("per_row"),
+            decode_per_context_token_s=decode.seconds("per_context_token"),
+        ),
+        kv_bytes_per_token=root.count("kv_bytes_per_token"),
+        kv_capacity_tokens=root.count("kv_capacity_tokens"),
+        links=_links(root),
+        source=str(data.get("source", "")),
+    )
+
+
+def _per_degree(root: _Node, degree: int) -> Profile:
+    known = degrees(root.data)
+    if degree not in known:
+        expected = " or ".join(f":tp{one}" for one in known)
+        raise ConfigError("profile", f"degree {degree}" if degree else "no degree", f"{expected} behind its name")
+    row = root.node(DEGREES).node(str(degree))
+    prefill, decode = row.milliseconds("prefill_ms"), row.milliseconds("decode_small_batch_ms")
+    return Profile(
+        name=f"{root.text('name')}:tp{degree}",
+        cost=CostPrior(
+            prefill_base_s=prefill[0],
+            prefill_per_token_s=prefill[1],
+            prefill_per_token_context_s=2.0 * prefill[2],  # c * L^2 is 2c * L * (L / 2)
+            decode_base_s=decode[0],
+            decode_per_row_s=decode[2],
+            decode_per_context_token_s=decode[1],
+        ),
+        kv_bytes_per_token=root.count("kv_bytes_per_token"),
+        kv_capacity_tokens=row.count("kv_capacity_tokens"),
+        links=_links(root),
+        source=str(root.data.get("source", "")),
+    )
+
+
+def _links(root: _Node) -> dict[str, tuple[float, float]]:
+    if "link" not in root.data:
+        return {}
+    links = root.node("link")
+    return {name: (links.node(name).seconds("latency_s"), links.node(name).rate("bytes_per_s")) for name in links.data}
+
+
+class _Node:
+    """A JSON object and the way to it, for messages."""
+
+    def __init__(self, at: str, data: object) -> None:
+        if not isinstance(data, Mapping):
+            raise ConfigError(at or "profile", data, "a JSON object")
+        self.data: Mapping[str, Any] = data
+        self._at = at
+
+    def node(self, name: str) -> _Node:
+        return _Node(self._path(name), self.data.get(name))
+
+    def text(self, name: str) -> str:
+        value = self.data.get(name)
+        if not isinstance(value, str) or not value:
+            raise ConfigError(self._path(name), value, "a text")
+        return value
+
+    def seconds(self, name: str) -> float:
+        return self._seconds(self._path(name), self.data.get(name))
+
+    def milliseconds(self, name: str) -> list[float]:
+        values = self.data.get(name)
+        if not isinstance(values, list) or len(values) != 3:
+            raise ConfigError(self._path(name), values, "three numbers")
+        return [self._seconds(self._path(name), one) / 1000.0 for one in values]
+
+    def count(self, name: str) -> int:
+        value = self.data.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(self._path(name), value, "a whole number, at least 1")
+        return value
+
+    def rate(self, name: str) -> float:
+        value = self._seconds(self._path(name), self.data.get(name), most=math.inf)
+        if value <= 0.0:
+            raise ConfigError(self._path(name), value, "more than 0")
+        return value
+
+    def _path(self, name: str) -> str:
+        return f"{self._at}.{name}" if self._at else name
+
+    @staticmethod
+    def _seconds(path: str, value: object, most: float = LONGEST_S) -> float:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not 0.0 <= value <= most:  # type: ignore[arg-type, operator]
+            raise ConfigError(path, value, "a finite number, at least 0")
+        return float(value)  # type: ignore[arg-type]

@@ -1,0 +1,43 @@
+"""Profiles of known workers, shipped as JSON beside this file, and the reading of others."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.profile import Profile, degrees, parse_profile
+
+FOLDER: Final = Path(__file__).parent
+
+
+def known_profiles() -> list[str]:
+    """Names that `load_profile` takes; one for each tensor-parallel degree where a profile has several."""
+    names = []
+    for path in sorted(FOLDER.glob("*.json")):
+        several = degrees(_read(path))
+        names += [f"{path.stem}:tp{degree}" for degree in several] if several else [path.stem]
+    return names
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """A shipped profile by name, or one's own file by path; `:tpN` behind either picks a tensor-parallel degree.
+
+    Raises ConfigError, which lists the known names where there is no such profile.
+    """
+    match = re.fullmatch(r"(.+?)(?::tp(\d+))?", name_or_path)
+    name, degree = match.groups() if match is not None else ("", None)
+    shipped = FOLDER / f"{name}.json"
+    path = shipped if shipped.parent == FOLDER and shipped.is_file() else Path(name)
+    if not name or not path.is_file():
+        raise ConfigError("profile", name_or_path or "nothing", f"a file, or one of {', '.join(known_profiles())}")
+    return parse_profile(_read(path), int(degree or 0))
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError("profile", f"{path} ({error})", "a readable JSON file") from None
