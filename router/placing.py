@@ -265,7 +265,7 @@ def _book(ledger: Ledger, request: Request, view: WorkerView, *, has_row: bool, 
         tokens=tokens,
         blocks=view.blocks_for(tokens + 1 if has_row else tokens),
         prefill_tokens=uncached,
-        prefill_s=view.prefill_s(uncached, tokens - uncached) if computes else 0.0,
+        prefill_s=view.reading_s(uncached, tokens - uncached) if computes else 0.0,
         tpot_s=request.facts.slo.tpot_s if has_row else None,
     )
     view.book(booking, ledger.now_s)

@@ -235,14 +235,7 @@ def _on_batch_timed(ledger: Ledger, event: BatchTimed) -> None:
     if view is None:
         ledger.counters["late"] += 1
         return
-    accepted = view.cost.observe(
-        rows=event.rows,
-        prefill_tokens=event.prefill_tokens,
-        prefill_token_context=event.prefill_token_context,
-        context_tokens=event.context_tokens,
-        step_s=event.step_s,
-    )
-    if not accepted:
+    if not view.timed(event):
         ledger.counters["odd_batch_times"] += 1
 
 

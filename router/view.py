@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from pdserve.core.latency import CostModel
 from pdserve.core.types import Role
-from router.events import LoadReported, WorkerConnected
+from router.events import BatchTimed, LoadReported, WorkerConnected
 from router.line import Line
+from router.load import DecodeLoad
 
 # (sequences that decode here or are on their way here, those of them that wait for their first step, tokens of all
 # of them, blocks that could be given to others)
@@ -38,6 +39,7 @@ class Booking:
     tpot_s: float | None = None  # promised; set while it has or will have a row in the decode batch
     is_sent: bool = False
     is_arriving: bool = True  # not computing yet (decode: not in the batch yet)
+    is_landing: bool = False  # its KV comes from a prefill worker and is not here yet
     is_cancelled: bool = False
 
 
@@ -52,6 +54,7 @@ class Totals:
     prefill_s: float = 0.0
     prefills: int = 0
     arriving: int = 0
+    landing_tokens: int = 0  # of remote prompts whose KV is not here yet
 
     def copy(self) -> Totals:
         return Totals(
@@ -62,6 +65,7 @@ class Totals:
             self.prefill_s,
             self.prefills,
             self.arriving,
+            self.landing_tokens,
         )
 
 
@@ -70,6 +74,7 @@ class WorkerView:
 
     __slots__ = (
         "_at_report",
+        "_load",
         "bookings",
         "closed_until_s",
         "cost",
@@ -106,6 +111,7 @@ class WorkerView:
         self.totals = Totals()
         self._at_report = Totals()
         self.promises: Counter[float] = Counter()  # promised TPOT -> rows booked with it
+        self._load: DecodeLoad | None = None  # kept until something of this changes
         self.free_at_s = now_s  # when the prefills that are here should be done
         self.closed_until_s = now_s  # it refused; not asked before
 
@@ -143,6 +149,32 @@ class WorkerView:
             context += others
         return rows, arriving, context, report.free_blocks + report.evictable_blocks + then.blocks - totals.blocks
 
+    @property
+    def load(self) -> DecodeLoad:
+        """Of a decode worker: all of this in seconds."""
+        load = self._load
+        if load is None:
+            load = self._load = DecodeLoad(
+                self.cost, self.hello, self.beliefs(), self.promises, is_empty=not self.bookings
+            )
+        return load
+
+    def reading_s(self, uncached: int, cached: int) -> float:
+        """`prefill_s`, on a decode worker beside its residents."""
+        if self.hello.role is Role.DECODE and self.totals.rows:
+            return self.load.reading_s(uncached, cached)
+        return self.prefill_s(uncached, cached)
+
+    def timed(self, event: BatchTimed) -> bool:
+        """Learns from a finished batch. False: it is no sample. `load` follows with the next report."""
+        return self.cost.observe(
+            rows=event.rows,
+            prefill_tokens=event.prefill_tokens,
+            prefill_token_context=event.prefill_token_context,
+            context_tokens=event.context_tokens,
+            step_s=event.step_s,
+        )
+
     def queue_s(self, now_s: float) -> float:
         """Predicted time until a prefill that is sent now starts."""
         wait_s = self.free_at_s - now_s
@@ -179,6 +211,7 @@ class WorkerView:
         key = (booking.request_id, booking.attempt)
         assert key not in self.bookings, key
         self.bookings[key] = booking
+        self._load = None
         totals = self.totals
         totals.blocks += booking.blocks
         totals.arriving += 1
@@ -186,6 +219,9 @@ class WorkerView:
             totals.rows += 1
             totals.tokens += booking.tokens
             self.promises[booking.tpot_s] += 1
+            if not booking.prefill_tokens:
+                totals.landing_tokens += booking.tokens
+                booking.is_landing = True
         if booking.prefill_tokens:
             totals.prefill_tokens += booking.prefill_tokens
             totals.prefill_s += booking.prefill_s
@@ -194,16 +230,25 @@ class WorkerView:
 
     def arrived(self, booking: Booking) -> None:
         """It waits no longer in the worker's inbox: it computes, or is over."""
+        if booking.is_landing:
+            booking.is_landing = False
+            self.totals.landing_tokens -= booking.tokens
         if booking.is_arriving:
             booking.is_arriving = False
             self.totals.arriving -= 1
+            self._load = None
 
     def grew(self, booking: Booking, tokens: int) -> None:
         """A decode row has `tokens` more tokens."""
+        if booking.is_landing:
+            self.totals.landing_tokens += tokens
         booking.tokens += tokens
         blocks = self.blocks_for(booking.tokens)
-        self.totals.blocks += blocks - booking.blocks
+        fresh = blocks - booking.blocks
+        self.totals.blocks += fresh
         booking.blocks = blocks
+        if self._load is not None:
+            self._load.grew(tokens, fresh)
         if booking.tpot_s is not None:
             self.totals.tokens += tokens
 
@@ -219,6 +264,7 @@ class WorkerView:
 
     def left_batch(self, booking: Booking) -> None:
         """It has no row any more; its blocks may still be held."""
+        self._load = None
         if booking.tpot_s is not None:
             self.totals.rows -= 1
             self.totals.tokens -= booking.tokens
@@ -232,21 +278,31 @@ class WorkerView:
         self.left_batch(booking)
         self.arrived(booking)
         self.totals.blocks -= booking.blocks
+        self._load = None
         del self.bookings[booking.request_id, booking.attempt]
 
     # -- what the worker says ------------------------------------------------------------------------------------
 
     def reported(self, report: LoadReported, now_s: float) -> None:
         self.report = report
+        self._load = None
         self._at_report = self.totals.copy()
         # Slower than predicted, or other routers' work: what it says is pending is yet to come.
-        pending_s = self.cost.prefill_s(report.pending_prefill_tokens, 0, self.hello.max_batch_tokens)
-        self.free_at_s = max(self.free_at_s, now_s + pending_s)
+        self.free_at_s = max(self.free_at_s, now_s + self._pending_s(report.pending_prefill_tokens))
 
     @property
     def _others_prefill_s(self) -> float:
-        others = self.report.pending_prefill_tokens - self._at_report.prefill_tokens
-        return self.cost.prefill_s(others, 0, self.hello.max_batch_tokens) if others > 0 else 0.0
+        return self._pending_s(self.report.pending_prefill_tokens - self._at_report.prefill_tokens)
+
+    def _pending_s(self, tokens: int) -> float:
+        """Of prompt tokens that are spread over many prompts, or over one: nobody says, so they are priced as those
+        that are booked, on average."""
+        if tokens <= 0:
+            return 0.0
+        totals = self.totals
+        if totals.prefill_tokens:
+            return tokens * totals.prefill_s / totals.prefill_tokens
+        return self.reading_s(tokens, 0)
 
     def granted_after(self, wait_s: float) -> None:
         self.grant_wait_s += 0.2 * (wait_s - self.grant_wait_s)
@@ -257,6 +313,7 @@ class WorkerView:
         self.is_connected = False
         self.bookings, self.totals, self._at_report = {}, Totals(), Totals()
         self.promises = Counter()
+        self._load = None
         return held
 
     def came_back(self, hello: WorkerConnected, now_s: float) -> None:
@@ -281,6 +338,7 @@ class WorkerView:
         assert totals.prefills == sum(one.prefill_tokens > 0 for one in bookings), "prefills"
         assert abs(totals.prefill_s - sum(one.prefill_s for one in bookings)) < 1e-6, "prefill seconds"
         assert totals.arriving == sum(one.is_arriving for one in bookings), "arriving"
+        assert totals.landing_tokens == sum(one.tokens for one in bookings if one.is_landing), "landing tokens"
         assert self.promises == Counter(one.tpot_s for one in rows), "promises"
         for (request_id, attempt), one in self.bookings.items():
             assert (request_id, attempt) == (one.request_id, one.attempt)

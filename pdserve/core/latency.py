@@ -134,6 +134,11 @@ class CostModel:
         return self._decode.coefficients
 
     @property
+    def prefill_coefficients(self) -> tuple[float, ...]:
+        """(base, per token, per token and token of context)."""
+        return self._prefill.coefficients
+
+    @property
     def coefficients(self) -> CostPrior:
         """The present ones, in the prior's form."""
         prefill, decode = self._prefill.coefficients, self._decode.coefficients
@@ -163,6 +168,10 @@ class CostModel:
     @property
     def num_prefill_samples(self) -> int:
         return self._prefill.num_samples
+
+    @property
+    def num_decode_samples(self) -> int:
+        return self._decode.num_samples
 
 
 class LinkModel:

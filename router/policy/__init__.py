@@ -10,9 +10,10 @@ from typing import Final
 
 from pdserve.core.errors import ConfigError
 from router.policy.dynamo import make_dynamo
-from router.policy.interface import Policy
+from router.policy.goodput import Goodput
+from router.policy.interface import Links, Policy
 from router.policy.least_loaded import make_least_loaded
-from router.policy.least_ttft import LeastTtft, Links
+from router.policy.least_ttft import LeastTtft
 from router.policy.lmetric import make_lmetric
 from router.policy.mooncake import Mooncake
 from router.policy.rules import check_rules
@@ -20,6 +21,7 @@ from router.policy.static import RoundRobin, colocated
 from router.settings import RouterSettings
 
 POLICIES: Final[dict[str, Callable[[RouterSettings, Links], Policy]]] = {
+    "goodput": lambda settings, links: Goodput(links, settings.rules_off),
     "least-ttft": lambda settings, links: LeastTtft(settings.local_max_uncached_tokens, links),
     "round-robin": lambda settings, links: RoundRobin(),
     "least-loaded": lambda settings, links: make_least_loaded(),

@@ -6,13 +6,16 @@ connected, not draining, heard of lately, large enough. It never changes a view.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from pdserve.core.latency import LinkModel
 from pdserve.core.types import Slo
 from router.view import WorkerView
+
+Links = Callable[[str, str], LinkModel]  # (prefill worker, decode worker) -> what is known of the way between them
 
 
 class Choice(Enum):

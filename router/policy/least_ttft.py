@@ -16,12 +16,11 @@ the best prediction, band included, is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
-from pdserve.core.latency import LinkModel
-from router.policy.interface import Ask, Candidate, Choice, Decision
+from router.policy.interface import Ask, Candidate, Choice, Decision, Links
 from router.policy.rooms import (
     is_decode_open,
     is_prefill_open,
@@ -30,8 +29,6 @@ from router.policy.rooms import (
     wait_for_prefill,
 )
 from router.view import Beliefs, WorkerView
-
-Links = Callable[[str, str], LinkModel]
 
 LOCAL_ADVANTAGE: Final = 0.5  # residents pay for a local prefill, so it must be twice as fast
 PREFILLS_PAIRED: Final = 4  # cheapest of each role that are priced as pairs

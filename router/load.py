@@ -1,0 +1,104 @@
+"""What a decode worker has taken on, in seconds: its steps, and how long prompts take that it reads beside them. Pure.
+
+Made from a WorkerView when a decision asks for it, and kept there until something of the worker changes: a decision
+then touches each worker with a dozen multiplications.
+
+    step_s      one step with every resident and everything that is on its way there (the tandem queue)
+    reading     the worker's ChunkRule gives each step as many prompt tokens as the strictest promise leaves time
+                for; a token so read takes `stretch` times as long as on a worker that does nothing else, and
+                `hold` of the time that reading takes is time that the residents wait
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Final, final
+
+from pdserve.core.latency import CostModel
+from router.events import WorkerConnected
+
+# As decode_worker.chunking has them: the router predicts what that rule will do. A test compares the two.
+CHUNK_SHARE: Final = 0.9
+FREE_SHARE: Final = 0.02
+MID_PROMPT: Final = 4096  # tokens before those that are read, in the price of a token that is independent of prompts
+TRUSTED_SAMPLES: Final = 16  # steps seen before the model's error says anything
+WIDEST_BAND: Final = 0.25  # relative; a worker that is less predictable is not left emptier for it
+
+
+@final
+class DecodeLoad:
+    __slots__ = (
+        "alone_s",
+        "arriving",
+        "band",
+        "batch_s",
+        "block_size",
+        "blocks",
+        "context",
+        "free_tokens",
+        "hold",
+        "is_open",
+        "per_token_context_s",
+        "per_token_s",
+        "reads_s",
+        "row_s",
+        "rows",
+        "step_s",
+        "stretch",
+        "tightest_s",
+        "token_s",
+    )
+
+    def __init__(
+        self,
+        cost: CostModel,
+        hello: WorkerConnected,
+        beliefs: tuple[int, int, int, int],
+        promises: Iterable[float],
+        *,
+        is_empty: bool,
+    ) -> None:
+        self.rows, self.arriving, self.context, self.blocks = rows, arriving, context, blocks = beliefs
+        base_s, row_s, token_s = cost.decode_coefficients
+        _, per_token_s, per_token_context_s = cost.prefill_coefficients
+        self.row_s, self.token_s = row_s, token_s
+        self.per_token_s, self.per_token_context_s = per_token_s, per_token_context_s
+        rows_s = row_s * rows + token_s * context
+        self.step_s = step_s = base_s + rows_s
+        # A promise that the worker could not keep for a single short sequence binds nobody.
+        self.alone_s = alone_s = base_s + row_s
+        self.tightest_s = tightest_s = min([one for one in promises if one > alone_s], default=math.inf)
+        error = cost.decode_error
+        self.band = (
+            (error if error < WIDEST_BAND else WIDEST_BAND) if cost.num_decode_samples >= TRUSTED_SAMPLES else 0.0
+        )
+        # An empty worker is asked whatever its report says: the report may be old, and it knows best.
+        self.is_open = is_empty or (rows < hello.max_batch and arriving < hello.inbox_depth)
+        self.block_size = hello.block_size
+        self.free_tokens = math.inf if is_empty else (blocks - rows) * hello.block_size
+        most = hello.max_batch_tokens
+        token_at_mid_s = per_token_s + per_token_context_s * MID_PROMPT
+        chunk: float = most
+        if rows:
+            within_s = max((1.0 + FREE_SHARE) * step_s, tightest_s * min(CHUNK_SHARE, 1.0 / (1.0 + cost.step_error)))
+            chunk = min(chunk, cost.chunk_tokens(within_s, rows, context, MID_PROMPT))
+            chunk = max(chunk, min(hello.block_size, most))
+        self.reads_s = reads_s = cost.step_s(rows, context, chunk, chunk * MID_PROMPT)
+        self.stretch = max(1.0, reads_s / (chunk * token_at_mid_s)) if token_at_mid_s > 0.0 else 1.0
+        self.hold = max(0.0, 1.0 - step_s / reads_s) if rows and reads_s > 0.0 else 0.0
+        self.batch_s = reads_s * max(1.0, most / chunk)  # to read as much as a step may at most
+
+    def reading_s(self, uncached: float, cached: float) -> float:
+        """Seconds from the step that starts to read a prompt to the one that ends it."""
+        if uncached <= 0.0:
+            return 0.0
+        seconds = uncached * (self.per_token_s + self.per_token_context_s * (cached + 0.5 * uncached)) * self.stretch
+        return seconds if seconds > self.step_s else self.step_s
+
+    def grew(self, tokens: int, blocks: int) -> None:
+        """Rows have so many more tokens, in so many more blocks. The price of reading stays as it was."""
+        self.context += tokens
+        self.step_s += self.token_s * tokens
+        self.blocks -= blocks
+        self.free_tokens -= blocks * self.block_size

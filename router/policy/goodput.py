@@ -1,0 +1,142 @@
+"""`goodput`: where the request keeps both of its promises, and takes the least from everybody else's. Pure.
+
+    remote  ttft(p, d) = queue(p) + prefill of what p does not hold + what d takes to grant
+            tpot(d)    = one step with residents, all on its way, this request and half of what these will answer,
+                         + (what of the transfer the prefill does not hide + half a step to join) / answer
+    local   ttft(d)    = prompts before it on d + its own, read in the chunks that residents leave time for
+            tpot(d)    = the step as above; residents also wait while it is read
+    slack              = min of (promise - prediction - band) / promise over its TTFT, its TPOT, d's strictest TPOT
+
+The way of larger slack is taken. The prefill worker is the one where delay plus work is least: a second of work is
+a second of delay for whoever comes next. The decode worker is the fullest that keeps its promises with some to
+spare, else the emptiest. If the best place cannot start soon, or would break residents' promises, the request waits
+in the router; one that is past saving is served late, where there is room that costs nobody a promise.
+
+Each rule that can be switched off is one part that is exchanged for a simpler one in __init__.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, final
+
+from pdserve.core.latency import LinkModel
+from router.policy.interface import Ask, Candidate, Choice, Decision, Links, Obstacle
+from router.policy.rooms import LONGEST_WAIT_S, SHORTEST_WAIT_S, not_avoided, wait_for_decode
+from router.policy.tuning import PATIENCE, WAYS_SHOWN
+from router.policy.ways import (
+    NOTHING_CACHED,
+    Landing,
+    StepRule,
+    Way,
+    find_landings,
+    local_ways,
+    remote_ways,
+    reported_step_s,
+    tandem_step_s,
+)
+from router.view import WorkerView
+
+NO_TRANSFER: Final = LinkModel(0.0, 1e18)
+
+
+@final
+class Goodput:
+    def __init__(self, links: Links, rules_off: Sequence[str] = ()) -> None:
+        off = frozenset(rules_off)
+        self._links: Links = (lambda p, d: NO_TRANSFER) if "transfer-price" in off else links
+        self._cached: Callable[[Ask], Mapping[str, int]] = _no_cache if "prefix-value" in off else _cache
+        self._step_of: StepRule = reported_step_s if "tandem" in off else tandem_step_s
+        self._fullest = -1.0 if "most-loaded" in off else 1.0
+        self._has_choice = "path-choice" not in off
+
+    def __call__(
+        self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+    ) -> Decision:
+        able, cached = not_avoided(decodes, ask), self._cached(ask)
+        landings = find_landings(ask, cached, able, now_s, self._step_of, self._fullest)
+        if not landings:
+            return wait_for_decode(able, now_s)
+        landings.sort(key=_landing_order)
+        ways = []
+        if prefills:
+            ways = remote_ways(ask, cached, not_avoided(prefills, ask), landings, now_s, self._links)
+        if self._has_choice or not ways:
+            ways = [*ways[:1], *local_ways(ask, cached, landings, now_s), *ways[1:]]
+        return _choose(ask, ways)
+
+
+def _choose(ask: Ask, ways: list[Way]) -> Decision:
+    """Among the first remote way and the local ones; further remote ways are only shown."""
+    rivals = [way for index, way in enumerate(ways) if index == 0 or way.prefill is None]
+    feasible = [way for way in rivals if way.slack >= 0.0]
+    if feasible:
+        open_ones = [way for way in feasible if way.opens_in_s == 0.0]
+        if not open_ones:
+            return _wait(ways, Obstacle.PREFILL, "no worker that keeps both promises can start it yet")
+        return _go(ways, max(open_ones, key=_slack), "the most slack of the ways that are open")
+    harmless = [way for way in rivals if not way.harms]
+    is_late = all(way.ttft_slack < 0.0 for way in rivals)
+    if not harmless or not is_late:
+        if ask.waited_s < PATIENCE * ask.slo.ttft_s and not (harmless and _is_hopeless_tpot(ask, harmless)):
+            return _wait(ways, Obstacle.DECODE, "no decode worker can take it without breaking a promise")
+        harmless = harmless or rivals
+    open_ones = [way for way in harmless if way.opens_in_s == 0.0]
+    if not open_ones:
+        return _wait(ways, Obstacle.PREFILL, "no worker can start it yet")
+    return _go(ways, max(open_ones, key=_slack), "its promise cannot be kept; served late where nobody pays for it")
+
+
+def _is_hopeless_tpot(ask: Ask, ways: list[Way]) -> bool:
+    """No decode worker could keep its time per token even alone."""
+    return all(way.decode.load.alone_s >= ask.slo.tpot_s for way in ways)
+
+
+def _go(ways: list[Way], chosen: Way, reason: str) -> Decision:
+    others = [way for way in ways if way is not chosen][: WAYS_SHOWN - 1]
+    shown = (_candidate(chosen), *map(_candidate, others))
+    prefill = chosen.prefill
+    return Decision(
+        choice=Choice.LOCAL if prefill is None else Choice.REMOTE,
+        prefill_worker="" if prefill is None else prefill.worker_id,
+        decode_worker=chosen.decode.worker_id,
+        reason=reason,
+        candidates=shown,
+    )
+
+
+def _wait(ways: list[Way], obstacle: Obstacle, reason: str) -> Decision:
+    soonest_s = min(way.opens_in_s for way in ways) if obstacle is Obstacle.PREFILL else LONGEST_WAIT_S
+    return Decision(
+        choice=Choice.WAIT,
+        reason=reason,
+        obstacle=obstacle,
+        retry_in_s=min(max(soonest_s, SHORTEST_WAIT_S), LONGEST_WAIT_S),
+    )
+
+
+def _candidate(way: Way) -> Candidate:
+    return Candidate(
+        prefill_worker="" if way.prefill is None else way.prefill.worker_id,
+        decode_worker=way.decode.worker_id,
+        ttft_s=way.ttft_s,
+        tpot_s=way.tpot_s,
+        slack=way.slack,
+        is_feasible=way.tpot_slack >= 0.0,
+    )
+
+
+def _cache(ask: Ask) -> Mapping[str, int]:
+    return ask.cached_tokens
+
+
+def _no_cache(ask: Ask) -> Mapping[str, int]:
+    return NOTHING_CACHED
+
+
+def _landing_order(landing: Landing) -> tuple[int, float]:
+    return landing[0]
+
+
+def _slack(way: Way) -> float:
+    return way.slack
