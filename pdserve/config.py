@@ -113,7 +113,8 @@ class RouterConfig:
     token: str = _doc("bearer token that every call must bring; none when empty", "", env="PDSERVE_TOKEN")
     metrics_port: int = _doc("Prometheus port; 0 serves none", 0)
     otlp: str = _doc("OTLP gRPC endpoint for traces; none when empty", "")
-    record: str = _doc("file that events and commands are recorded to, for replay; none when empty", "")
+    record: str = _doc("file that events and commands are recorded to, without prompts; none when empty", "")
+    record_mib: int = _doc("the recording ends at this size, serving goes on", 1024)
     drain_s: float = _doc("seconds that running requests get to finish on SIGTERM", 30.0)
 
     def __post_init__(self) -> None:
@@ -121,6 +122,7 @@ class RouterConfig:
         _port("metrics_port", self.metrics_port)
         _at_least("max_queue", self.max_queue, 0)
         _at_least("max_attempts", self.max_attempts, 1)
+        _at_least("record_mib", self.record_mib, 1)
         if self.host not in ("127.0.0.1", "localhost", "::1") and not self.token:
             raise ConfigError(
                 "host", self.host, "a loopback address, or a token beside it: anyone could call this port"

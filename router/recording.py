@@ -1,7 +1,15 @@
-"""Writes what a live router did to a file that router.replay reads."""
+"""Writes what a live router did to a file that router.replay reads.
+
+A recording holds no prompt: counts, hashes, settings, what workers said, and the tokens that were answered. It stops
+at its size limit and where the disk gives out; what is there by then replays as a run that ended there. Serving
+goes on either way.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TextIO, final
 
@@ -11,26 +19,57 @@ from router.commands import Command
 from router.events import Event
 from router.settings import RouterSettings
 
+log = logging.getLogger(__name__)
+
 FLUSH_EVERY: Final = 256  # steps
+OLD_SUFFIX: Final = ".old"
 
 
 @final
 class RecordFile:
-    def __init__(self, path: str, settings: RouterSettings) -> None:
-        """Raises ConfigError when the file cannot be written. An older recording of that name is replaced."""
+    def __init__(self, path: str, settings: RouterSettings, max_bytes: int) -> None:
+        """Raises ConfigError when the file cannot be written. An older recording of that name gets OLD_SUFFIX: it may
+        be that of the run that just crashed."""
+        self._path = Path(path)
         try:
-            self._file: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
+            if self._path.is_file():
+                self._path.replace(self._path.with_name(self._path.name + OLD_SUFFIX))
+            self._file: TextIO = self._path.open("w", encoding="utf-8")
         except OSError as error:
             raise ConfigError("record", path, f"a file that can be written ({error.strerror})") from error
-        self._file.write(replay.encode_settings(settings) + "\n")
+        self._bytes_left = max_bytes
+        self._is_over = False
         self._unflushed = 0
+        self._write(replay.encode_settings(settings))
 
     def step(self, now_s: float, event: Event, commands: list[Command]) -> None:
-        self._file.write(replay.encode_step(replay.make_step(now_s, event, commands)) + "\n")
+        if self._is_over:
+            return
+        self._write(replay.encode_step(replay.make_step(now_s, event, commands)))
         self._unflushed += 1
         if self._unflushed >= FLUSH_EVERY:
-            self._file.flush()
             self._unflushed = 0
+            self._attempt(self._file.flush)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # it was said when it happened
+            self._file.close()
+
+    def _write(self, line: str) -> None:
+        """JSON escapes what is not ASCII, so characters are bytes."""
+        self._bytes_left -= len(line) + 1
+        if self._bytes_left < 0:
+            self._stop("its size limit is reached")
+        else:
+            self._attempt(lambda: self._file.write(line + "\n"))
+
+    def _attempt(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            self._stop(error.strerror or "the disk failed")
+
+    def _stop(self, why: str) -> None:
+        self._is_over = True
+        log.warning("the recording ends here", extra={"file": str(self._path), "why": why})
+        self.close()

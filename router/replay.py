@@ -14,11 +14,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from pdserve.core.errors import ConfigError
 from router import codec
 from router.commands import Command
 from router.events import Event
 from router.settings import RouterSettings
 from router.state import RouterState
+
+
+class RecordingError(ConfigError):
+    """A line of a recording says something that no router wrote; the first line is 1."""
+
+    reason = "RECORDING"
+
+    def __init__(self, line: int, seen: object, expected: str) -> None:
+        text = str(seen)
+        super().__init__(f"recording, line {line}", text if len(text) <= 60 else text[:60] + " ...", expected)
+        self.line = line
 
 
 def _kinds(union: Any) -> dict[str, type]:
@@ -86,7 +98,7 @@ def decode_settings(line: str) -> RouterSettings:
     """Raises ValueError when `line` is not the first of a recording."""
     data = json.loads(line)
     if not isinstance(data, dict) or "settings" not in data:
-        raise ValueError("the first line of a recording holds the router's settings")
+        raise ValueError("no settings")
     return cast("RouterSettings", codec.decode(RouterSettings, data["settings"]))
 
 
@@ -97,17 +109,38 @@ def decode_step(line: str) -> Step:
     return Step(now_s=float(data["now_s"]), event=cast("Event", decode(data["event"])), commands=commands)
 
 
-def replay(lines: Iterable[str]) -> Iterator[Difference]:
-    """Feeds a recording to a fresh RouterState; yields what came out differently: nothing, if all is well.
+def read(lines: Iterable[str]) -> Iterator[Step]:
+    """The steps of a recording, without its first line. Raises RecordingError at the first line that is no step.
 
     A last line that was cut off (the router died while writing it) ends the recording.
     """
     rows = iter(lines)
-    state = RouterState(decode_settings(next(rows, "null")))
-    for number, line in enumerate(rows, start=1):
-        if not line.endswith("\n") and not line.endswith("}"):
-            return
-        step = decode_step(line)
+    for number, line in enumerate(rows, start=2):
+        try:
+            step = decode_step(line)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if not line.endswith("\n") and next(rows, None) is None:
+                return
+            raise RecordingError(number, line.strip(), f"an event and its commands ({error})") from None
+        yield step
+
+
+def read_settings(line: str) -> RouterSettings:
+    """Raises RecordingError when `line` is not the first of a recording."""
+    try:
+        return decode_settings(line)
+    except (ValueError, TypeError, RecursionError, ConfigError) as error:
+        raise RecordingError(1, line.strip(), f"the router's settings ({error})") from None
+
+
+def replay(lines: Iterable[str]) -> Iterator[Difference]:
+    """Feeds a recording to a fresh RouterState; yields what came out differently: nothing, if all is well.
+
+    Raises RecordingError on what is no recording.
+    """
+    rows = iter(lines)
+    state = RouterState(read_settings(next(rows, "")))
+    for number, step in enumerate(read(rows), start=1):
         commands = tuple(state.handle(step.event, step.now_s))
         if commands != step.commands:
             yield Difference(number=number, step=step, replayed=commands)

@@ -89,7 +89,7 @@ class RouterServer:
         self._tracing = make_tracing("pdserve-router", config.otlp, {"service.instance.id": config.router_id})
         self._metrics = metrics or make_metrics("router", config.metrics_port, config.host)
         self._measure = Measure(self._metrics, self._tracing)
-        self._record = RecordFile(config.record, self._settings) if config.record else None
+        self._record = RecordFile(config.record, self._settings, config.record_mib * 2**20) if config.record else None
         self._index = None if config.redis else PrefixIndex()
         self._incarnation = secrets.token_hex(8)
         self._runtime = Runtime(

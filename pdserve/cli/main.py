@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import pdserve
-from pdserve.cli import chat, doctor, explain, generate, topology, up
+from pdserve.cli import chat, doctor, explain, generate, replay, topology, up
 from pdserve.core.errors import PdserveError
 
 COMMANDS: Final = {
@@ -21,6 +21,7 @@ COMMANDS: Final = {
     "chat": chat,
     "topology": topology,
     "explain": explain,
+    "replay": replay,
     "doctor": doctor,
 }
 

@@ -29,6 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default=keep, help="of weights and activations (auto)")
     add("--kv-dtype", choices=KV_DTYPES, default=keep, help="of stored keys and values (auto)")
     add("--otlp", default=keep, metavar="HOST:PORT", help="OpenTelemetry collector that traces go to")
+    add("--record", default=keep, metavar="FILE", help="record what the router hears and decides; without prompts")
     add("--log-dir", default=keep, metavar="DIR", help="write each process's log there instead of to stderr")
     add("--config", metavar="FILE", help="TOML with the same names, and tables [router], [worker], [prefill_worker]")
     add(

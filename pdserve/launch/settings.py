@@ -34,6 +34,7 @@ _TOP: Final[Mapping[str, type]] = {
     "kv_dtype": str,
     "load": str,
     "otlp": str,
+    "record": str,  # of the router
 }
 _OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load", "otlp")
 _TOY_MODELS: Final = ("toy", "toy-marked")
@@ -64,6 +65,9 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
             tables.setdefault("worker", {}).setdefault(name, found[name])
     if "otlp" in found:
         tables.setdefault("router", {}).setdefault("otlp", found["otlp"])
+    if "record" in found:
+        # Absolute, since the router may run in another working directory.
+        tables.setdefault("router", {}).setdefault("record", str(Path(found["record"]).expanduser().absolute()))
     if os.environ.get("PDSERVE_TOKEN"):
         tables.setdefault("router", {}).setdefault("token", os.environ["PDSERVE_TOKEN"])
     spec = ClusterSpec(

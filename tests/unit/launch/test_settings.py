@@ -113,3 +113,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_a_wrong_word_is_refused(word: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         read({"model": "toy"}, "model = 'toy'", word, folder=tmp_path)
+
+
+def test_a_recording_goes_to_the_router_by_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = read({"record": "here.jsonl", "model": "toy"}, folder=tmp_path)
+    assert asked.spec.settings["router"]["record"] == str(tmp_path / "here.jsonl")

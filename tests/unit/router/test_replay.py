@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from pdserve.core.errors import ConfigError
 from pdserve.core.types import FinishReason, Sampling, Slo, TokenOut
 from router import replay
 from router.commands import Cancel, Outcome
@@ -68,9 +69,26 @@ def test_a_line_that_was_cut_off_ends_the_recording() -> None:
     assert list(replay.replay(lines)) == []
 
 
-def test_a_file_that_is_no_recording_is_refused() -> None:
-    with pytest.raises(ValueError, match="first line"):
-        list(replay.replay(['{"now_s": 1}\n']))
+@pytest.mark.parametrize("first", ["", "no JSON\n", '{"now_s": 1}\n', '{"settings":{"policy":7}}\n', "[]\n"])
+def test_a_file_that_is_no_recording_is_refused(first: str) -> None:
+    with pytest.raises(replay.RecordingError, match="line 1"):
+        list(replay.replay([first]))
+
+
+@pytest.mark.parametrize(
+    "damaged", ["no JSON\n", "\n", '{"now_s":1}\n', '{"now_s":1,"event":{"is":"Magic"},"commands":[]}\n', "{"]
+)
+def test_a_damaged_line_is_named_by_its_number(damaged: str) -> None:
+    lines = recording(run(2, faults=0.0, policy="least-ttft", requests=3, stirs=200))
+    lines[10] = damaged
+    with pytest.raises(replay.RecordingError, match="line 11") as caught:
+        list(replay.replay(lines))
+    assert caught.value.line == 11
+
+
+def test_a_recording_of_a_policy_that_is_not_known_here_names_those_that_are() -> None:
+    with pytest.raises(ConfigError, match="round-robin"):
+        list(replay.replay(['{"settings":{"policy":"magic"}}\n']))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""`pdserve replay FILE`: does this build decide what the recorded router decided?
+
+Feeds a recording (`pdserve up --record FILE`) to a fresh router, event by event, and compares the commands. Exit
+status 1 if any differ. To run the recorded requests on another cluster or policy: pdserve simulate --trace FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from pdserve.core.errors import ConfigError
+
+HELP = "check that a recorded router's decisions come out the same"
+SHOWN: Final = 5  # differences that are printed
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="what pdserve up --record wrote")
+    parser.add_argument("--json", action="store_true", help="print one object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from router import replay
+
+    lines = _Counted(Path(args.file))
+    differing = 0
+    shown: list[replay.Difference] = []
+    for difference in replay.replay(lines):
+        differing += 1
+        if len(shown) < SHOWN:
+            shown.append(difference)
+    events = max(lines.count - 1, 0)
+    if args.json:
+        steps = [one.number for one in shown]
+        print(json.dumps({"events": events, "differing": differing, "first_differing": steps}))
+        return 1 if differing else 0
+    for one in shown:
+        print(f"event {one.number} at {one.step.now_s:.6f} s: {one.step.event}")
+        print(f"  recorded {list(one.step.commands)}")
+        print(f"  replayed {list(one.replayed)}")
+    print(f"{events} events, {differing} answered otherwise")
+    return 1 if differing else 0
+
+
+class _Counted:
+    """Lines of a file, counted as they are read. What is no text comes out as what is no JSON, with its number."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.count = 0
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            with self._path.open(encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    self.count += 1
+                    yield line
+        except OSError as error:
+            raise ConfigError("file", self._path, f"a file that can be read ({error.strerror})") from None

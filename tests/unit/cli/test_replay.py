@@ -1,0 +1,53 @@
+"""`pdserve replay`: what it prints and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli.main import main
+from tests.unit.router.test_random_runs import run
+from tests.unit.router.test_replay import recording
+
+
+def recorded(folder: Path) -> Path:
+    path = folder / "recording.jsonl"
+    path.write_text("".join(recording(run(4, faults=0.0, policy="dynamo", requests=5, stirs=300))))
+    return path
+
+
+def test_an_equal_replay_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recorded(tmp_path)
+    assert main(["replay", str(path)]) == 0
+    events = len(path.read_text().splitlines()) - 1
+    assert capsys.readouterr().out == f"{events} events, 0 answered otherwise\n"
+
+
+def test_a_difference_is_shown_and_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recorded(tmp_path)
+    lines = path.read_text().splitlines()
+    number = next(index for index, line in enumerate(lines) if '"is":"Reserve"' in line)
+    lines[number] = lines[number].replace('"is":"Reserve","worker_id":"d', '"is":"Reserve","worker_id":"x')
+    path.write_text("\n".join(lines) + "\n")
+    assert main(["replay", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert f"event {number} at" in out
+    assert out.endswith("1 answered otherwise\n")
+    assert main(["replay", str(path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["first_differing"] == [number]
+
+
+def test_a_damaged_line_is_one_line_with_its_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recorded(tmp_path)
+    lines = path.read_bytes().splitlines()
+    lines[6] = b"\xff\xfe"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    assert main(["replay", str(path)]) == 1
+    assert "line 7" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(tmp_path / "none")]) == 1
+    assert "file: got" in capsys.readouterr().err
