@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import final
 
 from decode_worker.chunking import ChunkRule
 from decode_worker.drafting import DraftRule
 from decode_worker.resident import Resident, Stage
 from decode_worker.speculation import Guesser
+from decode_worker.step import Step
 from pdserve.core.attempt import (
     Attempt,
     AttemptKey,
@@ -46,18 +47,8 @@ from pdserve.core.effects import (
     StepAccount,
     TransferLost,
 )
-from pdserve.core.hashing import block_hashes, extend_hashes
 from pdserve.core.types import TokenOut
-from pdserve.engine.interface import Row, RowOut
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """Rows for the engine, and whose they are."""
-
-    rows: list[Row]
-    keys: list[AttemptKey]
-    account: StepAccount
+from pdserve.engine.interface import RowOut
 
 
 @final
@@ -84,8 +75,10 @@ class DecodeBatching:
         self._running: list[Resident] = []  # by age
         self._waiting: list[Resident] = []  # by age, so that a preempted one is the first to start again
         self._num_arrived = 0
+        self._is_short = False  # memory ended in the last plan, so that nobody could start
         self._is_starved = False  # the oldest waiting one finds no memory
         self.num_preemptions = 0
+        self.num_changes = 0  # of who runs or waits: while it stands still, so does the membership of the steps
         self.is_draining = False
 
     def __contains__(self, key: AttemptKey) -> bool:
@@ -129,11 +122,12 @@ class DecodeBatching:
             is_local=is_local,
             stage=Stage.WAITING if is_local else Stage.LANDING,
             tokens=tokens,
-            hashes=block_hashes(tokens, self._block_size, attempt.chain_key),
+            hashes=attempt.extend_hashes([], tokens, self._block_size),
         )
         if is_local:
             effect: DecodeEffect = SeatHeld(key=attempt.key)
             self._waiting.append(resident)
+            self.num_changes += 1
         elif self._is_starved or not self._take_blocks(resident):
             return [Refused(key=attempt.key, reason=RefusalReason.NO_BLOCKS)]
         else:
@@ -200,7 +194,7 @@ class DecodeBatching:
     def plan(self, now_s: float) -> tuple[Step, list[DecodeEffect]]:
         """The next step; the effects come before it. No rows: nothing can be computed now."""
         effects = self.expire(now_s)
-        decoding, is_memory_short = self._grow()
+        decoding, self._is_short = self._grow()
         context_tokens = sum(resident.computed for resident in decoding)
         tpot_s = min((each.attempt.tpot_s for each in decoding if each.attempt.tpot_s is not None), default=None)
         budget = self._chunks.tokens(
@@ -210,7 +204,7 @@ class DecodeBatching:
             cached=next((each.computed for each in self._running if each.remaining > 1), 0),
         )
         reading: list[tuple[Resident, int]] = []
-        for resident in self._readers(now_s, may_start=not is_memory_short):
+        for resident in self._readers(now_s, may_start=not self._is_short):
             count = min(resident.remaining, budget)
             reading.append((resident, count))
             budget -= count
@@ -224,25 +218,20 @@ class DecodeBatching:
             prefill_token_context=sum(count * (resident.computed + count / 2) for resident, count in reading),
             draft_tokens=0 if drafts is None else sum(map(len, drafts)),
         )
-        size = self._block_size
-        if drafts is None:
-            rows = [resident.row(1, size) for resident in decoding]
-        else:
-            rows = [resident.row(1, size, each) for resident, each in zip(decoding, drafts, strict=True)]
-        rows += [resident.row(count, size) for resident, count in reading]
-        keys = [resident.key for resident in decoding] + [resident.key for resident, _ in reading]
-        return Step(rows=rows, keys=keys, account=account), effects
+        step = Step(decoding=decoding, drafts=drafts, reading=reading, account=account, block_size=self._block_size)
+        return step, effects
 
     def apply(self, step: Step, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
         """What the computed step means; sequences that left meanwhile are passed over."""
         effects: list[DecodeEffect] = []
-        for key, row, out in zip(step.keys, step.rows, outs, strict=True):
-            resident = self._residents.get(key)
-            if resident is None or resident.stage is not Stage.RUNNING:
+        for (resident, count), out in zip(step.shares(), outs, strict=True):
+            key = resident.key
+            if self._residents.get(key) is not resident or resident.stage is not Stage.RUNNING:
                 continue
-            self._advance(resident, len(row.tokens))
+            start = resident.computed
+            self._advance(resident, count)
             if out.scored:
-                effects.append(PromptScored(key=key, first_position=row.start + 1, tokens=out.scored))
+                effects.append(PromptScored(key=key, first_position=start + 1, tokens=out.scored))
             for index, token in enumerate(out.drawn):
                 if index > 0:  # the token before was a draft that proved right: its KV is there
                     self._advance(resident, 1)
@@ -250,6 +239,51 @@ class DecodeBatching:
                 if key not in self._residents:
                     break
         return effects
+
+    # -- many steps at once: for who has the time of a step in closed form, and no engine --------------------------
+
+    def run_length(self, step: Step) -> int:
+        """How many steps of exactly these rows may follow each other, this one included; 0: step by step.
+
+        Until the first of them ends or has filled a block, so that what a run changes for others, it changes in its
+        last step. Nobody may join or leave meanwhile (`num_changes`), and no drawn token may end a text by itself.
+        """
+        decoding, size = step.decoding, self._block_size
+        if step.reading or step.drafts is not None or self._is_short:
+            return 0
+        if len(decoding) != min(len(self._running), self._max_batch):
+            return 0
+        longest, most_tokens = size, self._end_rule.max_context_tokens
+        for each in decoding:
+            if each.num_drawn == 0 and each.is_local:
+                return 0  # its first token has things to tell
+            num_tokens = len(each.tokens)
+            left = min(
+                size - each.computed % size,
+                most_tokens - num_tokens,
+                each.attempt.sampling.max_tokens + len(each.attempt.prompt_ids) - num_tokens,
+            )
+            if left < longest:
+                longest = left
+        return longest if decoding else 0
+
+    def apply_run(
+        self, step: Step, count: int, token: TokenOut, now_s: float
+    ) -> tuple[list[Drawn], list[DecodeEffect]]:
+        """The same as `count` times `plan` and `apply`, where each row draws `token` in each step: the last Drawn of
+        each row, and the effects besides. `count` is at most `run_length`."""
+        last: list[Drawn] = []
+        effects: list[DecodeEffect] = []
+        for resident in step.decoding:
+            if count > 1:
+                resident.tokens += [token.token_id] * (count - 1)
+                resident.num_drawn += count - 1
+            self._advance(resident, count)
+            drawn, *released = self._draw(resident, token, now_s)
+            assert isinstance(drawn, Drawn)
+            last.append(drawn)
+            effects += released
+        return last, effects
 
     def check(self) -> None:
         """Raises AssertionError unless the books of attempts and blocks agree."""
@@ -326,6 +360,7 @@ class DecodeBatching:
         self._running.remove(resident)
         insort(self._waiting, resident, key=_age)
         self.num_preemptions += 1
+        self.num_changes += 1
 
     def _readers(self, now_s: float, *, may_start: bool) -> Iterator[Resident]:
         """Who reads a prompt: running ones first, then waiting ones, started as the caller asks for more."""
@@ -342,6 +377,7 @@ class DecodeBatching:
                 oldest.started_s = now_s
             del self._waiting[0]
             insort(self._running, oldest, key=_age)
+            self.num_changes += 1
             yield oldest
 
     def _draft(self, decoding: list[Resident], context_tokens: int, tpot_s: float | None) -> list[list[int]] | None:
@@ -396,8 +432,7 @@ class DecodeBatching:
         """Makes the computed full blocks from number `first` on findable."""
         full = resident.computed // self._block_size
         if full > len(resident.hashes):
-            chain_key = resident.attempt.chain_key
-            resident.hashes = extend_hashes(resident.hashes, resident.tokens, self._block_size, chain_key)
+            resident.hashes = resident.attempt.extend_hashes(resident.hashes, resident.tokens, self._block_size)
         for index in range(first, full):
             self.blocks.publish(resident.blocks[index], resident.hashes[index])
 
@@ -416,6 +451,7 @@ class DecodeBatching:
         resident.stage = Stage.RUNNING
         resident.decoding_since_s = now_s
         insort(self._running, resident, key=_age)
+        self.num_changes += 1
         return []
 
     def _draw(self, resident: Resident, token: TokenOut, now_s: float) -> list[DecodeEffect]:
@@ -446,6 +482,7 @@ class DecodeBatching:
         for group in (self._running, self._waiting):
             if resident in group:
                 group.remove(resident)
+                self.num_changes += 1
         return [Released(key=resident.key)]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import final
 
 from pdserve.core.attempt import (
@@ -39,7 +40,6 @@ from pdserve.core.effects import (
     StepAccount,
     TransferLost,
 )
-from pdserve.core.hashing import block_hashes
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import Row, RowOut
 
@@ -70,14 +70,43 @@ class Prompt:
     def remaining(self) -> int:
         return len(self.tokens) - self.computed
 
+    def row(self, count: int, block_size: int) -> Row:
+        """Its next `count` positions; the row draws if no more remain."""
+        end = self.computed + count
+        is_last = end == len(self.tokens)
+        attempt = self.attempt
+        return Row(
+            tokens=self.tokens[self.computed : end],
+            start=self.computed,
+            blocks=self.blocks[: blocks_for(end, block_size)],
+            sample=attempt.sampling if is_last else None,
+            history=self.tokens if is_last else (),
+            prompt_len=len(attempt.prompt_ids) if is_last else 0,
+            targets=attempt.targets(self.computed, end),
+            num_top=attempt.num_top_of_prompt or 0,
+        )
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(kw_only=True)  # no slots: of cached_property
 class Step:
-    """Rows for the engine, and whose they are."""
+    """Who computes how many of its prompt's tokens; the engine's rows are made when somebody asks for them."""
 
-    rows: list[Row]
-    keys: list[AttemptKey]
+    shares: list[tuple[Prompt, int]]
     account: StepAccount
+    block_size: int
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.shares
+
+    @property
+    def keys(self) -> list[AttemptKey]:
+        return [prompt.attempt.key for prompt, _ in self.shares]
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """As of when they are first asked for: before anything else changes."""
+        return [prompt.row(count, self.block_size) for prompt, count in self.shares]
 
 
 @final
@@ -143,7 +172,7 @@ class PrefillBatching:
             message = f"grant: {held_blocks} held and {num_granted} granted blocks, expected {needed} in all"
             return [Failed(key=key, kind=FailureKind.TRANSFER, message=message), Released(key=key)]
         tokens = attempt.token_ids
-        hashes = block_hashes(tokens, size, attempt.chain_key)
+        hashes = attempt.extend_hashes([], tokens, size)
         prompt = Prompt(attempt=attempt, held_blocks=held_blocks, pushed=held_blocks, tokens=tokens, hashes=hashes)
         self._prompts[key] = self._waiting[key] = prompt
         return []
@@ -152,33 +181,32 @@ class PrefillBatching:
         """The next step; the effects come before it. No rows: nothing can be computed now."""
         effects = self.expire(now_s)
         budget = self._max_batch_tokens
-        rows: list[Row] = []
-        keys: list[AttemptKey] = []
+        shares: list[tuple[Prompt, int]] = []
         load = 0.0
-        for key, prompt in self._chunks(now_s, effects):
+        for prompt in self._chunks(now_s, effects):
             count = min(prompt.remaining, budget)
-            rows.append(self._row(prompt, count))
-            keys.append(key)
+            shares.append((prompt, count))
             load += count * (prompt.computed + count / 2)
             budget -= count
             if budget == 0:
                 break
         account = StepAccount(prefill_tokens=self._max_batch_tokens - budget, prefill_token_context=load)
-        return Step(rows=rows, keys=keys, account=account), effects
+        return Step(shares=shares, account=account, block_size=self._block_size), effects
 
     def apply(self, step: Step, outs: Sequence[RowOut], now_s: float) -> list[PrefillEffect]:
         """What the computed step means; prompts that left meanwhile are passed over."""
         effects: list[PrefillEffect] = []
-        for key, row, out in zip(step.keys, step.rows, outs, strict=True):
-            prompt = self._computing.get(key)
-            if prompt is None:
+        for (prompt, count), out in zip(step.shares, outs, strict=True):
+            key = prompt.attempt.key
+            if key not in self._computing:
                 continue
-            full = prompt.computed // self._block_size
-            prompt.computed += len(row.tokens)
+            start = prompt.computed
+            full = start // self._block_size
+            prompt.computed += count
             for index in range(full, prompt.computed // self._block_size):
                 self.blocks.publish(prompt.blocks[index], prompt.hashes[index])
             if out.scored:
-                effects.append(PromptScored(key=key, first_position=row.start + 1, tokens=out.scored))
+                effects.append(PromptScored(key=key, first_position=start + 1, tokens=out.scored))
             effects += self._done(prompt)
             if prompt.remaining == 0:
                 assert len(out.drawn) == 1, "the last chunk draws one token"
@@ -230,14 +258,14 @@ class PrefillBatching:
             assert bool(prompt.blocks) == (prompt.stage is not Stage.WAITING), prompt
         assert self._waiting.keys() | self._computing.keys() <= self._prompts.keys()
 
-    def _chunks(self, now_s: float, effects: list[PrefillEffect]) -> Iterable[tuple[AttemptKey, Prompt]]:
+    def _chunks(self, now_s: float, effects: list[PrefillEffect]) -> Iterable[Prompt]:
         """What computes already, then what can start, until the caller has enough."""
-        yield from list(self._computing.items())
+        yield from list(self._computing.values())
         for key, prompt in list(self._waiting.items()):
             if not self._start(prompt, now_s):
                 return  # first come, first served: nobody overtakes for being smaller
             effects.append(SendStarted(key=key))
-            yield key, prompt
+            yield prompt
 
     def _start(self, prompt: Prompt, now_s: float) -> bool:
         size = self._block_size
@@ -256,24 +284,6 @@ class PrefillBatching:
         del self._waiting[key]
         self._computing[key] = prompt
         return True
-
-    def _row(self, prompt: Prompt, count: int) -> Row:
-        end = prompt.computed + count
-        blocks = prompt.blocks[: blocks_for(end, self._block_size)]
-        tokens = prompt.tokens[prompt.computed : end]
-        targets, num_top = prompt.attempt.targets(prompt.computed, end), prompt.attempt.num_top_of_prompt or 0
-        if end < len(prompt.tokens):
-            return Row(tokens=tokens, start=prompt.computed, blocks=blocks, targets=targets, num_top=num_top)
-        return Row(
-            tokens=tokens,
-            start=prompt.computed,
-            blocks=blocks,
-            sample=prompt.attempt.sampling,
-            history=prompt.tokens,
-            prompt_len=len(prompt.attempt.prompt_ids),
-            targets=targets,
-            num_top=num_top,
-        )
 
     def _done(self, prompt: Prompt) -> list[PrefillEffect]:
         is_last = prompt.remaining == 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, final
 
+from pdserve.core.hashing import extend_hashes
 from pdserve.core.types import FinishReason, Sampling
 
 
@@ -70,6 +72,10 @@ class Attempt:
     def targets(self, first: int, end: int) -> tuple[int, ...]:
         """The tokens to score when positions `first` to `end` - 1 are computed."""
         return () if self.num_top_of_prompt is None else self.prompt_ids[first + 1 : end + 1]
+
+    def extend_hashes(self, known: list[bytes], token_ids: Sequence[int], block_size: int) -> list[bytes]:
+        """`known` and the names of the full blocks of `token_ids` after them; equal names mean equal KV."""
+        return extend_hashes(known, token_ids, block_size, self.chain_key)
 
     def is_late(self, now_s: float) -> bool:
         return self.deadline_at_s is not None and now_s >= self.deadline_at_s

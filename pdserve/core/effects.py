@@ -7,9 +7,12 @@ After anything but Refused, exactly one Released ends an attempt.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
 from pdserve.core.types import FinishReason, TokenOut
+
+RETRY_AFTER_S: Final = 0.05  # that a refusal says: about the time in which a batch ends
 
 # -- both roles --------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from pdserve.v1 import inference_pb2, worker_pb2
 from pdserve.wire.convert import logprobs_to_proto
 
 MAX_SCORED: Final = 16_384  # logprobs in one message: some 200 kB
-RETRY_AFTER_S: Final = 0.05  # about the time in which a batch ends
 
 _REASONS: Final[Mapping[RefusalReason, worker_pb2.RefusalReason]] = {
     RefusalReason.INBOX_FULL: worker_pb2.REFUSAL_REASON_INBOX_FULL,
@@ -35,7 +34,7 @@ def refused(effect: fx.Refused) -> worker_pb2.Refused:
         request_id=effect.key.request_id,
         attempt=effect.key.attempt,
         reason=_REASONS[effect.reason],
-        retry_after_s=RETRY_AFTER_S,
+        retry_after_s=fx.RETRY_AFTER_S,
     )
 
 

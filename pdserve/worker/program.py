@@ -209,11 +209,12 @@ class RoleProgram(ABC):
         """Plans and computes one step; False where there was nothing to compute."""
         now = self.context.now
         step, effects = self.batching.plan(now())
+        rows = step.rows
         self.act(effects)
-        if not step.rows:
+        if not rows:
             return False
         started_s = now()
-        entries = self._isolation.step(step.rows)
+        entries = self._isolation.step(rows)
         ended_s = now()
         self.num_steps += 1
         outs: list[RowOut] = []

@@ -31,6 +31,7 @@ PURE = [
     "decode_worker.resident",
     "simulator.metrics",
     "simulator.misses",
+    "decode_worker.step",
     "simulator.model",
     "simulator.reshape",
     "simulator.synthetic",

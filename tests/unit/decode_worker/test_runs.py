@@ -1,0 +1,116 @@
+"""Many equal steps applied at once leave a worker exactly where the same steps one by one leave it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from decode_worker.batching import DecodeBatching
+from decode_worker.chunking import ChunkRule
+from pdserve.core.attempt import Attempt, AttemptKey, EndRule
+from pdserve.core.blocks import BlockAllocator
+from pdserve.core.effects import DecodeEffect, Drawn, LandingHeld
+from pdserve.core.latency import CostModel
+from pdserve.core.types import Sampling, TokenOut
+from pdserve.engine.interface import RowOut
+
+TOKEN = TokenOut(token_id=7)
+BLOCK_SIZE = 4
+
+
+def make(num_blocks: int, max_batch: int) -> DecodeBatching:
+    return DecodeBatching(
+        blocks=BlockAllocator(num_blocks),
+        block_size=BLOCK_SIZE,
+        max_batch=max_batch,
+        chunks=ChunkRule(CostModel(), least=4, most=16),
+        inbox_depth=6,
+        end_rule=EndRule(eos_token_ids=frozenset(), max_context_tokens=num_blocks * BLOCK_SIZE),
+    )
+
+
+def state(batching: DecodeBatching) -> Any:
+    """All that a worker's later decisions, messages and cache depend on."""
+    batching.check()
+    return (
+        asdict(batching.load()),
+        [(each.key, asdict(replace(each, attempt=None))) for each in batching._residents.values()],  # type: ignore[arg-type]
+        [each.key for each in batching._running],
+        [each.key for each in batching._waiting],
+        batching.blocks.snapshot(),
+        batching.blocks.take_changes(),
+        list(batching.blocks._evictable),
+        batching.num_preemptions,
+        batching.num_changes,
+    )
+
+
+def step_by_step(batching: DecodeBatching, count: int, now_s: float) -> list[DecodeEffect]:
+    effects: list[DecodeEffect] = []
+    for _ in range(count):
+        step, before = batching.plan(now_s)
+        outs = [RowOut(drawn=(TOKEN,)) if each.remaining == share else RowOut() for each, share in step.shares()]
+        effects += [*before, *batching.apply(step, outs, now_s)]
+    return effects
+
+
+def at_once(batching: DecodeBatching, now_s: float, rng: random.Random) -> tuple[list[DecodeEffect], int]:
+    """One run of a random length that is allowed, or one step where none is."""
+    step, effects = batching.plan(now_s)
+    longest = batching.run_length(step)
+    if longest == 0:
+        outs = [RowOut(drawn=(TOKEN,)) if each.remaining == share else RowOut() for each, share in step.shares()]
+        return [*effects, *batching.apply(step, outs, now_s)], 1
+    count = rng.choice((longest, longest, rng.randint(1, longest)))
+    first = {each.key: each.num_output for each in step.decoding}
+    last, others = batching.apply_run(step, count, TOKEN, now_s)
+    for index in range(count - 1):
+        effects += [Drawn(key=one.key, output_index=first[one.key] + index, token=TOKEN) for one in last]
+    return [*effects, *last, *others], count
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_run_is_the_same_as_its_steps(seed: int) -> None:
+    rng = random.Random(seed)
+    num_blocks, max_batch = rng.choice(((12, 3), (24, 4), (64, 8)))
+    one, other = make(num_blocks, max_batch), make(num_blocks, max_batch)
+    now_s, number, num_runs = 0.0, 0, 0
+    names: list[AttemptKey] = []
+    for _ in range(80):
+        for _ in range(rng.choice((0, 0, 1, 2))):  # the same happens to both
+            number += 1
+            key = AttemptKey(rng.randint(0, 1), f"r{number}", 1)
+            attempt = Attempt(
+                key=key,
+                prompt_ids=tuple(rng.choice((1, 2)) for _ in range(rng.randint(1, 14))),
+                output_ids=(7,) * rng.choice((0, 0, 0, 3)),
+                sampling=Sampling(max_tokens=rng.randint(4, 20)),
+                arrived_s=now_s,
+                deadline_at_s=rng.choice((None, None, now_s + 40.0)),
+                tpot_s=rng.choice((None, 0.02)),
+            )
+            is_local = rng.random() < 0.4
+            took = [batching.offer(attempt, is_local=is_local, now_s=now_s) for batching in (one, other)]
+            assert took[0] == took[1]
+            if isinstance(took[0][0], LandingHeld):
+                names.append(key)
+        for key in [name for name in names if rng.random() < 0.5]:
+            names.remove(key)
+            for batching in (one, other):
+                batching.admit(key, 7, now_s)
+                batching.landed(key, transfer_s=0.1, num_bytes=1, now_s=now_s)
+        if other.live() and rng.random() < 0.1:
+            gone = rng.choice(other.live())
+            assert one.cancel(gone) == other.cancel(gone)
+            for batching in (one, other):
+                batching.lost(gone, "cancelled")
+        now_s += 1.0
+        effects, count = at_once(other, now_s, rng)
+        num_runs += count > 1
+        # In a run tokens come row by row and the end of a row last; in steps they come step by step.
+        assert sorted(map(repr, step_by_step(one, count, now_s))) == sorted(map(repr, effects))
+        assert state(one) == state(other)
+    assert num_runs > 0
