@@ -1,4 +1,4 @@
-"""What one decision of the router costs: `python -m benchmarks.decision [--workers 16 64 256] [--seconds 2]`.
+"""What one decision of the router costs: `python -m benchmarks.decision [--workers 64 1024] [--seconds 2]`.
 
 Measures RouterState.handle(RequestArrived) with every worker loaded (an eighth prefill, the rest decode, and half and
 half), full scoring and explanations on, in CPU time of one thread, so that other work on the machine counts only by
@@ -157,9 +157,9 @@ def measure(prefills: int, decodes: int, policy: str, seconds: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--workers", type=int, nargs="+", default=[64, 1024])
     parser.add_argument("--seconds", type=float, default=2.0, help="per row")
-    parser.add_argument("--policies", nargs="+", default=["least-ttft", "round-robin", "colocated"])
+    parser.add_argument("--policies", nargs="+", default=["goodput", "least-ttft", "round-robin", "colocated"])
     options = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}; microseconds")
     print(f"{'policy':<12} {'P':>4} {'D':>4} {'decisions':>9} {'placed':>7}" + "".join(f"{one:>9}" for one in COLUMNS))

@@ -22,6 +22,7 @@ PURE = [
     "router.explaining",
     "router.line",
     "router.lengths",
+    "router.load",
     "router.view",
     "router.state",
     "router.policy",

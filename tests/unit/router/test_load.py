@@ -1,0 +1,126 @@
+"""What a decode worker's residents and its chunk rule make of its steps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from decode_worker import chunking
+from decode_worker.chunking import ChunkRule
+from pdserve.core.latency import CostModel, CostPrior
+from pdserve.core.types import Role
+from router import load
+from router.events import BatchTimed, LoadReported
+from router.view import Booking, WorkerView
+from tests.unit.router.world import hello
+
+# An 8B model on an H100, about.
+COST = CostPrior(
+    prefill_base_s=9e-4,
+    prefill_per_token_s=1.8e-5,
+    prefill_per_token_context_s=9.7e-10,
+    decode_base_s=6e-3,
+    decode_per_row_s=8e-6,
+    decode_per_context_token_s=4.2e-8,
+)
+FACTS = {"cost": COST, "num_blocks": 25_000, "max_batch": 256, "max_batch_tokens": 2048, "inbox_depth": 16}
+
+
+def decode(rows: int = 0, tokens: int = 12_000, tpot_s: float = 0.05) -> WorkerView:
+    view = WorkerView(hello("d0", Role.DECODE, max_context_tokens=131_072, **FACTS), 0.0)
+    for index in range(rows):
+        booking = Booking(request_id=f"row{index}", attempt=1, tokens=tokens, blocks=tokens // 16, tpot_s=tpot_s)
+        view.book(booking, 0.0)
+        view.arrived(booking)
+    return view
+
+
+def read(cost: CostModel, rows: int, tokens: int, tpot_s: float, prompt: int) -> tuple[float, float]:
+    """Seconds until the worker has read the prompt beside its rows, step by step; and how long decoding alone lasts
+    for so many steps."""
+    rule = ChunkRule(cost, least=16, most=2048)
+    at, seconds, alone_s = 0, 0.0, 0.0
+    while at < prompt:
+        chunk = rule.tokens(rows=rows, context_tokens=rows * tokens, tpot_s=tpot_s if rows else None, cached=at)
+        chunk = min(chunk, prompt - at)
+        seconds += cost.step_s(rows, rows * tokens, chunk, chunk * (at + chunk / 2))
+        alone_s += cost.decode_s(rows, rows * tokens)
+        at += chunk
+    return seconds, alone_s
+
+
+def test_it_takes_the_chunk_rule_for_what_it_is() -> None:
+    assert (load.CHUNK_SHARE, load.FREE_SHARE) == (chunking.SLACK_SHARE, chunking.FREE_SHARE)
+
+
+@pytest.mark.parametrize("rows", [0, 4, 16, 30])
+@pytest.mark.parametrize("tpot_s", [0.03, 0.05, 0.1])
+@pytest.mark.parametrize("prompt", [500, 4_000, 30_000])
+def test_reading_beside_residents_is_predicted_as_the_worker_does_it(rows: int, tpot_s: float, prompt: int) -> None:
+    view = decode(rows, tpot_s=tpot_s)
+    actual_s, alone_s = read(view.cost, rows, 12_000, tpot_s, prompt)
+    # Where decoding alone fills the promise, crumbs are read: long enough to look elsewhere is all that is asked.
+    is_full = rows == 30 and tpot_s == 0.03
+    assert view.reading_s(prompt, 0) == pytest.approx(actual_s, rel=1.0 if is_full else 0.35)
+    if rows and prompt > 4_000 and not is_full:
+        assert view.load.hold == pytest.approx(1.0 - alone_s / actual_s, abs=0.1)
+
+
+def test_a_promise_that_nobody_could_keep_binds_nobody() -> None:
+    assert decode(3, tpot_s=0.001).load.tightest_s == math.inf
+    assert decode(3, tpot_s=0.02).load.tightest_s == 0.02
+
+
+def test_tokens_that_come_are_followed_without_a_new_account() -> None:
+    view = decode(3)
+    before = view.load
+    for booking in list(view.bookings.values()):
+        view.grew(booking, 40)
+    assert view.load is before
+    followed = (before.step_s, before.context, before.blocks, before.free_tokens)
+    view.reported(LoadReported(worker_id="d0", steps=9, free_blocks=view.hello.num_blocks), 0.0)
+    view.reported(LoadReported(worker_id="d0", steps=9, free_blocks=view.report.free_blocks), 0.0)
+    assert followed[0] == pytest.approx(view.load.step_s)
+    assert followed[1] == view.load.context
+
+
+def test_bookings_change_the_account() -> None:
+    view = decode(1)
+    before = view.load.step_s
+    booking = Booking(request_id="new", attempt=1, tokens=10_000, blocks=625, tpot_s=0.05)
+    view.book(booking, 0.0)
+    assert view.load.step_s == pytest.approx(before + 8e-6 + 10_000 * 4.2e-8)
+    assert view.load.arriving == 1
+    assert view.totals.landing_tokens == 10_000
+    view.arrived(booking)
+    assert view.load.arriving == 0
+    assert view.totals.landing_tokens == 0
+    view.unbook(booking, 0.0)
+    assert view.load.step_s == pytest.approx(before)
+    view.check()
+
+
+def test_the_band_is_the_models_error_once_it_has_seen_enough_and_never_wide() -> None:
+    view = decode(1)
+    assert view.load.band == 0.0
+    for seconds in (0.01, 0.03) * 20:
+        view.timed(
+            BatchTimed(
+                worker_id="d0",
+                rows=8,
+                prefill_tokens=0,
+                prefill_token_context=0,
+                context_tokens=8000,
+                step_s=seconds,
+            )
+        )
+    view.reported(LoadReported(worker_id="d0", steps=1, free_blocks=100), 0.0)
+    assert 0.1 < view.load.band <= load.WIDEST_BAND
+
+
+def test_an_empty_worker_is_open_whatever_its_report_says() -> None:
+    view = decode()
+    view.reported(LoadReported(worker_id="d0", steps=1, free_blocks=0, running=300), 0.0)
+    assert view.load.is_open
+    assert view.load.free_tokens == math.inf
