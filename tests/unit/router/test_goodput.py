@@ -97,8 +97,9 @@ def test_tandem_counts_what_is_on_its_way_and_not_reported_yet() -> None:
     d0.reported(LoadReported(worker_id="d0", steps=1, free_blocks=25_000, running=1, context_tokens=30_000), 0.0)
     with_rows(d0, 10, tokens=30_000, tpot_s=0.02, joined=False)
     request = ask(slo=Slo(ttft_s=2.0, tpot_s=0.02))
-    assert place(decide([view("p0")], [d0, d1], request, ("path-choice",)))[2] == "d1"
-    assert place(decide([view("p0")], [d0, d1], request, ("path-choice", "tandem")))[2] == "d0"
+    off = ("path-choice", "transfer-price")  # what comes before it on the link would say enough
+    assert place(decide([view("p0")], [d0, d1], request, off))[2] == "d1"
+    assert place(decide([view("p0")], [d0, d1], request, (*off, "tandem")))[2] == "d0"
 
 
 def test_transfer_price_prefers_the_link_that_hides_it() -> None:
