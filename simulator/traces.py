@@ -1,4 +1,7 @@
-"""Opens a trace file of any known format, told by its first line. Reads it as a stream, once per run."""
+"""Opens a trace file of any known format, told by its first line. Reads it as a stream, once per run.
+
+A recording of a live router (pdserve up --record) is such a trace, and knows the cluster that it was made on.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Final, final
 
 from pdserve.core.errors import ConfigError
 from simulator.model import TraceRequest
+from simulator.recorded import block_tokens, is_recording, read_recording
+from simulator.recorded_cluster import RecordedCluster, read_cluster
 from simulator.trace_rows import (
     MOONCAKE_BLOCK_TOKENS,
     MOONCAKE_QUANTUM_S,
@@ -29,6 +34,8 @@ class Format:
     recognises: Callable[[str], bool]  # its first line
     read: Callable[[Iterable[NumberedLine], str], Iterator[TraceRequest]]
     block_tokens: int = 0
+    find_block_tokens: Callable[[Iterable[NumberedLine], str], int] | None = None  # where each file has its own
+    read_cluster: Callable[[Iterable[NumberedLine], str], RecordedCluster] | None = None
     quantum_s: float = 0.0  # arrivals are rounded to such steps; 0: they are not
 
 
@@ -41,6 +48,13 @@ FORMATS: Final = (
         quantum_s=MOONCAKE_QUANTUM_S,
     ),
     Format(name="Azure CSV", recognises=is_azure, read=read_azure),
+    Format(
+        name="pdserve recording",
+        recognises=is_recording,
+        read=read_recording,
+        find_block_tokens=block_tokens,
+        read_cluster=read_cluster,
+    ),
 )
 
 
@@ -59,7 +73,8 @@ class FileTrace:
         if not found:
             raise TraceError(self.name, first[0], "row", first[1], "one of " + ", ".join(one.name for one in FORMATS))
         self.format = found[0]
-        self.block_tokens = self.format.block_tokens
+        find = self.format.find_block_tokens
+        self.block_tokens = self.format.block_tokens if find is None else find(self._lines(), self.name)
         self.quantum_s = self.format.quantum_s
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -69,6 +84,11 @@ class FileTrace:
             yield request
         if empty:
             raise ConfigError("trace", f"{self.name}, a header and no rows", "a file with at least one request")
+
+    def cluster(self) -> RecordedCluster | None:
+        """The one that the trace was recorded on; None of a trace that knows none."""
+        read = self.format.read_cluster
+        return None if read is None else read(self._lines(), self.name)
 
     def _lines(self) -> Iterator[NumberedLine]:
         """Blank ones are skipped, and counted."""

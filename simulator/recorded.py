@@ -1,0 +1,166 @@
+"""A recording of a live router, read as a trace. Pure: reads lines, opens nothing.
+
+The requests come as they came, with the lengths that were drawn, so that a simulation of the cluster that was
+recorded (recorded_cluster.py) reproduces the run, and one of another cluster or policy says how that would have fared.
+A length that nobody saw (refused, failed, still running at the end) is taken to be the mean of the complete answers
+before it, within what was asked for; of a client that left it is all that was asked for: it leaves again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from router import replay
+from router.commands import EmitTokens, EndCancelled, FailRequest, FinishRequest
+from router.events import ClientLeft, RequestArrived, WorkerConnected
+from router.settings import RouterSettings
+from simulator.model import TraceRequest
+from simulator.trace_rows import NumberedLine, TraceError
+
+_KINDS: Final = (WorkerConnected, RequestArrived, ClientLeft, EmitTokens, FinishRequest, FailRequest, EndCancelled)
+ID_BYTES: Final = 7  # of a block's hash: enough to tell blocks apart, and a number below 2**63
+
+
+def is_recording(first_line: str) -> bool:
+    try:
+        row = json.loads(first_line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row, dict) and "settings" in row
+
+
+def block_tokens(lines: Iterable[NumberedLine], name: str) -> int:
+    """Tokens that one of a request's block ids stands for; 0 where no worker connected."""
+    _, rows = steps(lines, name, (WorkerConnected,))
+    return next((item.block_size for _, items in rows for item in items), 0)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One request on its way through the recording."""
+
+    number: int
+    facts: RequestArrived
+    arrival_s: float
+    drawn: int = 0
+    left_after_s: float | None = None
+    is_over: bool = False
+    is_complete: bool = False
+
+
+def read_recording(lines: Iterable[NumberedLine], name: str) -> Iterator[TraceRequest]:
+    """In order of arrival; holds only what runs, or waits behind it. Raises TraceError at the first line that is no
+    step of a router."""
+    waiting: deque[_Seen] = deque()
+    known: dict[str, _Seen] = {}
+    lengths = _Lengths()
+    first_s: float | None = None
+    number = block_size = 0
+    _, rows = steps(lines, name, _KINDS)
+    for now_s, items in rows:
+        for item in items:
+            if isinstance(item, WorkerConnected):
+                block_size = block_size or item.block_size
+                continue
+            if isinstance(item, RequestArrived):
+                if item.request_id in known:
+                    continue  # its id was in use: the router dropped it
+                first_s = now_s if first_s is None else first_s
+                number += 1
+                seen = known[item.request_id] = _Seen(number, item, now_s - first_s)
+                waiting.append(seen)
+                continue
+            found = known.get(item.request_id)
+            if found is None:
+                continue  # an answer after its last word
+            match item:
+                case EmitTokens():
+                    found.drawn = item.first_index + len(item.tokens)
+                case ClientLeft():
+                    found.left_after_s = now_s - (first_s or 0.0) - found.arrival_s
+                case _:
+                    found.is_over, found.is_complete = True, isinstance(item, FinishRequest)
+                    del known[item.request_id]
+        while waiting and waiting[0].is_over:
+            yield _request(waiting.popleft(), lengths, block_size)
+    for seen in waiting:
+        yield _request(seen, lengths, block_size)
+
+
+class _Lengths:
+    """Mean length of the complete answers so far."""
+
+    def __init__(self) -> None:
+        self._sum = self._count = 0
+
+    def add(self, tokens: int) -> None:
+        self._sum, self._count = self._sum + tokens, self._count + 1
+
+    def mean(self, most: int) -> int:
+        return min(round(self._sum / self._count), most) if self._count else most
+
+
+def _request(seen: _Seen, lengths: _Lengths, block_size: int) -> TraceRequest:
+    facts, most = seen.facts, seen.facts.sampling.max_tokens
+    if seen.is_complete:
+        output = seen.drawn
+        lengths.add(output)
+    elif seen.left_after_s is not None:
+        output = most
+    else:
+        output = max(lengths.mean(most), seen.drawn)
+    blocks = [int.from_bytes(one[:ID_BYTES]) for one in facts.block_hashes]
+    if blocks and len(blocks) * block_size < facts.num_prompt_tokens:
+        blocks.append(seen.number)  # only full blocks are hashed: the rest is shared with nobody
+    return TraceRequest(
+        arrival_s=seen.arrival_s,
+        prompt_tokens=facts.num_prompt_tokens,
+        output_tokens=max(output, 1),
+        block_ids=tuple(blocks),
+        tenant=facts.tenant,
+        priority=facts.priority,
+        slo=facts.slo,
+        cancel_after_s=None if seen.is_complete else seen.left_after_s,
+    )
+
+
+# -- lines -------------------------------------------------------------------------------------------------------
+
+
+def steps(
+    lines: Iterable[NumberedLine], name: str, kinds: tuple[type, ...]
+) -> tuple[RouterSettings, Iterator[tuple[float, list[Any]]]]:
+    """(what the router was built with, (time, the event and the commands that are of `kinds`) of each step).
+
+    Others are not decoded, so that reading is quick. A last line that cannot be read was cut off when the router died.
+    Raises TraceError: here for the first line, the iterator for the others.
+    """
+    rows = iter(lines)
+    line, text = next(rows, (1, ""))
+    try:
+        settings = replay.read_settings(text)
+    except replay.RecordingError as error:
+        raise TraceError(name, line, "settings", text, error.expected) from None
+    return settings, _steps(rows, name, {kind.__name__ for kind in kinds})
+
+
+def _steps(rows: Iterator[NumberedLine], name: str, wanted: set[str]) -> Iterator[tuple[float, list[Any]]]:
+    last_s = -math.inf
+    for line, text in rows:
+        try:
+            row = json.loads(text)
+            now_s = float(row["now_s"])
+            found = [replay.decode(one) for one in (row["event"], *row["commands"]) if one["is"] in wanted]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if next(rows, None) is None:
+                return
+            raise TraceError(name, line, "step", text, f"an event and its commands ({error})") from None
+        if not last_s <= now_s < math.inf:
+            raise TraceError(name, line, "now_s", now_s, "no earlier than the line before")
+        last_s = now_s
+        yield now_s, found

@@ -1,0 +1,185 @@
+"""The cluster that a recorded router saw: its workers, what they were learnt to cost, their links and deaths. Pure.
+
+With read_recording's trace and `RecordedCluster.config`, a simulation reproduces the recorded run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any, Final, final
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.latency import CostModel, LinkModel
+from pdserve.core.types import Role, Slo
+from router.commands import Command, Prefill
+from router.events import (
+    BatchTimed,
+    Event,
+    LoadReported,
+    RequestArrived,
+    TransferEnded,
+    WorkerConnected,
+    WorkerForgotten,
+    WorkerLost,
+)
+from router.settings import RouterSettings
+from simulator.model import Disturbance, DisturbanceKind, Link, SimConfig, WorkerShape
+from simulator.recorded import steps
+from simulator.trace_rows import NumberedLine
+
+_KINDS: Final = (
+    RequestArrived,
+    WorkerConnected,
+    WorkerLost,
+    WorkerForgotten,
+    LoadReported,
+    BatchTimed,
+    TransferEnded,
+    Prefill,
+)
+DEFAULT_HEARTBEAT_S: Final = 0.1  # where no worker reported twice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCluster:
+    """What the recorded router knew at the end of its recording."""
+
+    router: RouterSettings
+    workers: tuple[WorkerShape, ...]
+    block_size: int
+    slo: Slo  # that most requests had
+    heartbeat_s: float
+    disturbances: tuple[Disturbance, ...]  # worker deaths
+
+    def config(self, **others: Any) -> SimConfig:
+        """`others` are fields of SimConfig that replace or add to what was recorded."""
+        held: dict[str, Any] = {
+            "workers": self.workers,
+            "slo": self.slo,
+            "router": self.router,
+            "block_size": self.block_size,
+            "heartbeat_s": self.heartbeat_s,
+            "disturbances": self.disturbances,
+        }
+        return SimConfig(**{**held, **others})
+
+
+def read_cluster(lines: Iterable[NumberedLine], name: str) -> RecordedCluster:
+    """Raises TraceError as read_recording does, ConfigError where no decode worker ever connected."""
+    settings, rows = steps(lines, name, _KINDS)
+    seen = _Cluster()
+    for now_s, items in rows:
+        for item in items:
+            seen.take(item, now_s)
+    workers = tuple([one.shape() for one in seen.workers.values()])
+    decodes = [one.hello for one in seen.workers.values() if one.hello.role is Role.DECODE]
+    if not decodes:
+        raise ConfigError("trace", f"{name}, which no decode worker is part of", "a recording of a whole cluster")
+    return RecordedCluster(
+        router=settings,
+        workers=workers,
+        block_size=decodes[0].block_size,
+        slo=seen.slos.most_common(1)[0][0] if seen.slos else Slo(),
+        heartbeat_s=seen.heartbeat_s(),
+        disturbances=tuple(seen.deaths()),
+    )
+
+
+@dataclass(slots=True)
+class _Worker:
+    hello: WorkerConnected  # the first
+    cost: CostModel
+    link: LinkModel | None = None  # of its transfers, whoever is at the other end
+    first_beat_s: float = 0.0
+    last_beat_s: float = 0.0
+    num_beats: int = 0
+    lost: list[float] = field(default_factory=list)  # when it went
+    back: list[float] = field(default_factory=list)  # when it came again; the last may be missing
+
+    def shape(self) -> WorkerShape:
+        hello, link = self.hello, self.link
+        shape = WorkerShape(
+            worker_id=hello.worker_id,
+            role=hello.role,
+            cost=self.cost.coefficients,
+            prior=hello.cost,
+            kv_capacity_tokens=hello.num_blocks * hello.block_size,
+            max_batch=hello.max_batch,
+            max_batch_tokens=hello.max_batch_tokens,
+            inbox_depth=hello.inbox_depth,
+            max_context_tokens=hello.max_context_tokens,
+        )
+        if hello.block_bytes:
+            shape = replace(shape, kv_bytes_per_token=-(-hello.block_bytes // hello.block_size))
+        if link is not None:
+            shape = replace(shape, link=Link(latency_s=link.latency_s, bytes_per_s=link.bandwidth_bytes_s))
+        return shape
+
+
+@final
+class _Cluster:
+    def __init__(self) -> None:
+        self.workers: dict[str, _Worker] = {}
+        self.slos: Counter[Slo] = Counter()
+        self._senders: dict[tuple[str, int], str] = {}  # attempt -> prefill worker, while its KV is to come
+        self._first_s: float | None = None  # arrivals
+        self._last_s = 0.0
+
+    def take(self, item: Event | Command, now_s: float) -> None:
+        match item:
+            case RequestArrived():
+                self._first_s = now_s if self._first_s is None else self._first_s
+                self._last_s = now_s
+                self.slos[item.slo] += 1
+            case WorkerConnected():
+                worker = self.workers.setdefault(item.worker_id, _Worker(item, CostModel(item.cost)))
+                if len(worker.lost) > len(worker.back):
+                    worker.back.append(now_s)
+            case WorkerLost() | WorkerForgotten() if item.worker_id in self.workers:
+                worker = self.workers[item.worker_id]
+                if len(worker.lost) == len(worker.back):
+                    worker.lost.append(now_s)
+            case LoadReported() if item.worker_id in self.workers:
+                worker = self.workers[item.worker_id]
+                worker.first_beat_s = worker.first_beat_s if worker.num_beats else now_s
+                worker.last_beat_s = now_s
+                worker.num_beats += 1
+            case BatchTimed() if item.worker_id in self.workers:
+                self.workers[item.worker_id].cost.observe(
+                    rows=item.rows,
+                    prefill_tokens=item.prefill_tokens,
+                    prefill_token_context=item.prefill_token_context,
+                    context_tokens=item.context_tokens,
+                    step_s=item.step_s,
+                )
+            case Prefill():
+                self._senders[item.request_id, item.attempt] = item.worker_id
+            case TransferEnded():
+                sender = self._senders.pop((item.request_id, item.attempt), "")
+                for worker_id in (item.worker_id, sender):
+                    if item.is_committed and worker_id in self.workers:
+                        worker = self.workers[worker_id]
+                        worker.link = worker.link or LinkModel()
+                        worker.link.observe(item.num_bytes, item.transfer_s)
+
+    def heartbeat_s(self) -> float:
+        beating = [one for one in self.workers.values() if one.num_beats > 1]
+        if not beating:
+            return DEFAULT_HEARTBEAT_S
+        return sum((one.last_beat_s - one.first_beat_s) / (one.num_beats - 1) for one in beating) / len(beating)
+
+    def deaths(self) -> list[Disturbance]:
+        """Between the first and the last arrival: a worker that was lost before had come late, and after it the
+        cluster was ended."""
+        found = []
+        for worker_id, worker in self.workers.items():
+            for lost_s, back_s in zip_longest(worker.lost, worker.back, fillvalue=math.inf):
+                if self._first_s is not None and self._first_s <= lost_s <= self._last_s:
+                    at_s = lost_s - self._first_s
+                    kind = DisturbanceKind.DIE
+                    found.append(Disturbance(at_s=at_s, worker_id=worker_id, kind=kind, for_s=back_s - lost_s))
+        return sorted(found, key=lambda one: one.at_s)

@@ -1,0 +1,263 @@
+"""A recording, read as a trace and as a cluster: by hand, and of the random world that everything goes wrong in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.core.attempt import FailureKind
+from pdserve.core.errors import ConfigError
+from pdserve.core.latency import CostPrior
+from pdserve.core.types import FinishReason, Role, Slo, TokenOut
+from router import replay
+from router.commands import Reserve
+from router.events import (
+    AttemptFailed,
+    BatchTimed,
+    ClientLeft,
+    Event,
+    Granted,
+    LoadReported,
+    TokenRow,
+    TokensArrived,
+    WorkerLost,
+)
+from router.settings import RouterSettings
+from router.state import RouterState
+from simulator.model import Disturbance, DisturbanceKind, TraceRequest
+from simulator.recorded import read_recording
+from simulator.recorded_cluster import RecordedCluster, read_cluster
+from simulator.trace_rows import TraceError
+from simulator.traces import FileTrace
+from tests.unit.router.test_random_runs import run
+from tests.unit.router.test_replay import recording
+from tests.unit.router.world import arrival, hello
+
+SETTINGS = RouterSettings(policy="colocated", is_strict=True)
+COST = CostPrior(decode_base_s=0.01, decode_per_row_s=0.001, decode_per_context_token_s=0.0)
+
+
+def recorded(*events: tuple[float, Event], settings: RouterSettings = SETTINGS) -> list[tuple[int, str]]:
+    """A real router's recording of these events; workers grant every seat at once."""
+    state = RouterState(settings)
+    lines = [replay.encode_settings(settings)]
+    left = list(events)
+    while left:
+        now_s, event = left.pop(0)
+        commands = state.handle(event, now_s)
+        lines.append(replay.encode_step(replay.make_step(now_s, event, commands)))
+        seats = [
+            Granted(worker_id=one.worker_id, request_id=one.request_id, attempt=one.attempt)
+            for one in commands
+            if isinstance(one, Reserve)
+        ]
+        left[:0] = [(now_s, one) for one in seats]
+    return list(enumerate(lines, start=1))
+
+
+def requests(*events: tuple[float, Event]) -> list[TraceRequest]:
+    return list(read_recording(recorded(*events), "r"))
+
+
+def answered(request_id: str, tokens: int, *, is_last: bool = True) -> TokensArrived:
+    row = TokenRow(
+        request_id=request_id,
+        attempt=1,
+        output_index=0,
+        tokens=tuple(TokenOut(token_id=one) for one in range(tokens)),
+        finish=FinishReason.STOP if is_last else None,
+    )
+    return TokensArrived(worker_id="d0", rows=(row,))
+
+
+D0 = (10.0, hello("d0", Role.DECODE, cost=COST))
+
+
+def test_a_request_comes_as_it_came_with_the_length_that_was_drawn() -> None:
+    facts: dict[str, Any] = {"tenant": "blue", "priority": 2, "slo": Slo(ttft_s=3.0)}
+    (first, second) = requests(
+        D0,
+        (12.0, arrival("a", prompt=33, block_hashes=(b"a" * 16, b"b" * 16), **facts)),
+        (12.5, arrival("b", prompt=32, block_hashes=(b"a" * 16, b"c" * 16))),
+        (13.0, answered("b", 3)),
+        (14.0, answered("a", 5)),
+    )
+    assert (first.arrival_s, first.prompt_tokens, first.output_tokens) == (0.0, 33, 5)
+    assert (first.tenant, first.priority, first.slo) == ("blue", 2, Slo(ttft_s=3.0))
+    assert (second.arrival_s, second.prompt_tokens, second.output_tokens) == (0.5, 32, 3)
+    assert first.block_ids[0] == second.block_ids[0], "an equal prefix"
+    assert len({*first.block_ids, *second.block_ids}) == 4
+    assert (len(first.block_ids), len(second.block_ids)) == (3, 2), "one for each 16 tokens, begun ones included"
+
+
+def test_a_client_that_left_leaves_again_and_would_have_got_all_that_it_asked_for() -> None:
+    (one,) = requests(
+        D0,
+        (12.0, arrival("a", max_tokens=8)),
+        (13.0, answered("a", 2, is_last=False)),
+        (13.25, ClientLeft(request_id="a")),
+    )
+    assert (one.cancel_after_s, one.output_tokens) == (1.25, 8)
+
+
+def test_a_length_that_nobody_saw_is_the_mean_of_those_before() -> None:
+    failed = AttemptFailed(worker_id="d0", request_id="c", attempt=1, kind=FailureKind.INVALID, message="bad")
+    found = requests(
+        D0,
+        (12.0, arrival("a")),
+        (12.1, arrival("b")),
+        (13.0, answered("a", 5)),
+        (13.1, answered("b", 3)),
+        (14.0, arrival("c", max_tokens=8)),
+        (14.1, failed),
+        (15.0, arrival("d", max_tokens=2)),
+        (15.1, arrival("e", max_tokens=20)),
+        (15.2, answered("e", 6, is_last=False)),
+    )
+    assert [one.output_tokens for one in found] == [5, 3, 4, 2, 6]
+    assert all(one.cancel_after_s is None for one in found)
+
+
+def test_before_any_answer_the_length_is_what_was_asked_for() -> None:
+    assert [one.output_tokens for one in requests(D0, (12.0, arrival("a", max_tokens=7)))] == [7]
+
+
+@pytest.mark.parametrize("policy", ["goodput", "mooncake", "round-robin"])
+def test_every_request_of_a_run_with_faults_is_read_once_in_order(policy: str) -> None:
+    world = run(7, faults=0.02, policy=policy, requests=200, stirs=10_000)
+    lines = [line.rstrip("\n") for line in recording(world)]
+    found = list(read_recording(enumerate(lines, start=1), "r"))
+    assert len(found) == len(world.clients) == 200
+    assert [one.arrival_s for one in found] == sorted(one.arrival_s for one in found)
+    for one, client in zip(found, world.clients.values(), strict=True):
+        assert one.prompt_tokens == client.request.num_prompt_tokens
+        assert len(client.heard) <= one.output_tokens <= client.request.sampling.max_tokens
+    assert any(one.cancel_after_s is not None for one in found)
+
+
+# -- the cluster -------------------------------------------------------------------------------------------------
+
+
+def cluster(*events: tuple[float, Event]) -> RecordedCluster:
+    return read_cluster(recorded(*events), "r")
+
+
+def batches(worker_id: str, now_s: float, base_s: float) -> list[tuple[float, Event]]:
+    """Decode steps of a machine that is slower than its prior."""
+    return [
+        (
+            now_s,
+            BatchTimed(
+                worker_id=worker_id,
+                rows=rows,
+                prefill_tokens=0,
+                prefill_token_context=0.0,
+                context_tokens=100 * rows,
+                step_s=base_s + 0.001 * rows,
+            ),
+        )
+        for rows in list(range(1, 9)) * 10
+    ]
+
+
+def test_workers_are_what_they_said_and_cost_what_was_learnt() -> None:
+    found = cluster(
+        D0, (10.0, hello("p0", Role.PREFILL, num_blocks=32)), (11.0, arrival("a")), *batches("d0", 12.0, 0.03)
+    )
+    d0, p0 = found.workers
+    assert (d0.worker_id, d0.role, d0.prior) == ("d0", Role.DECODE, COST)
+    assert d0.cost.decode_base_s == pytest.approx(0.03, rel=0.05)
+    assert d0.cost.decode_per_row_s == pytest.approx(0.001, rel=0.2)
+    assert (p0.role, p0.kv_capacity_tokens, p0.kv_bytes_per_token) == (Role.PREFILL, 32 * 16, 64)
+    assert (p0.max_batch_tokens, p0.inbox_depth, p0.max_context_tokens) == (128, 4, 512)
+    assert (found.block_size, found.router, found.slo) == (16, SETTINGS, Slo())
+
+
+def test_a_death_happens_again_and_the_worker_comes_back_as_late() -> None:
+    found = cluster(
+        D0,
+        (10.0, hello("d1", Role.DECODE)),
+        (11.0, arrival("a")),
+        (12.0, WorkerLost(worker_id="d1")),
+        (15.0, hello("d1", Role.DECODE, life=2)),
+        (16.0, WorkerLost(worker_id="d1")),
+        (20.0, arrival("b")),
+        (21.0, WorkerLost(worker_id="d0")),
+    )
+    assert found.disturbances == (
+        Disturbance(at_s=1.0, worker_id="d1", kind=DisturbanceKind.DIE, for_s=3.0),
+        Disturbance(at_s=5.0, worker_id="d1", kind=DisturbanceKind.DIE, for_s=math.inf),
+    ), "d0 went after the last request: the cluster was ended"
+
+
+def test_reports_tell_the_heartbeat() -> None:
+    beats: Sequence[tuple[float, Event]] = [
+        (10.0 + 0.25 * number, LoadReported(worker_id="d0", steps=number, free_blocks=64)) for number in range(5)
+    ]
+    assert cluster(D0, *beats).heartbeat_s == pytest.approx(0.25)
+
+
+def test_links_are_as_quick_as_the_transfers_were() -> None:
+    world = run(5, faults=0.0, policy="round-robin")  # 10 ms for 1024 bytes a token
+    lines = [line.rstrip("\n") for line in recording(world)]
+    found = read_cluster(enumerate(lines, start=1), "r")
+    for worker in found.workers:
+        assert 1e5 < worker.link.bytes_per_s <= 1024 * 330 / 0.01
+
+
+def test_what_was_recorded_is_a_config_to_simulate() -> None:
+    found = cluster(D0, (11.0, arrival("a")))
+    config = found.config(seed=7, disturbances=())
+    assert (config.workers, config.seed, config.block_size) == (found.workers, 7, 16)
+    assert config.router.policy == "colocated"
+
+
+def test_a_recording_without_a_decode_worker_is_no_cluster() -> None:
+    with pytest.raises(ConfigError, match="no decode worker"):
+        cluster((10.0, hello("p0", Role.PREFILL)))
+
+
+# -- lines that are wrong ----------------------------------------------------------------------------------------
+
+GOOD = recorded(D0, (12.0, arrival("a")), (13.0, answered("a", 3)), (14.0, arrival("b")), (15.0, answered("b", 3)))
+
+
+@pytest.mark.parametrize(
+    ("damaged", "column"),
+    [
+        ("no JSON", "step"),
+        ("[]", "step"),
+        ('{"now_s":13.0}', "step"),
+        ('{"now_s":"noon","event":{"is":"TimePassed"},"commands":[]}', "step"),
+        ('{"now_s":13.0,"event":{"is":"RequestArrived"},"commands":[]}', "step"),
+        ('{"now_s":1.0,"event":{"is":"TimePassed"},"commands":[]}', "now_s"),
+        ('{"now_s":NaN,"event":{"is":"TimePassed"},"commands":[]}', "now_s"),
+    ],
+)
+def test_a_damaged_line_is_an_error_with_its_number(damaged: str, column: str) -> None:
+    lines = [*GOOD[:3], (4, damaged), *GOOD[4:]]
+    for read in (lambda: list(read_recording(lines, "r")), lambda: read_cluster(lines, "r")):
+        with pytest.raises(TraceError) as caught:
+            read()
+        assert (caught.value.line, caught.value.column) == (4, column)
+
+
+def test_a_last_line_that_was_cut_off_ends_the_recording() -> None:
+    number, text = GOOD[-1]
+    found = list(read_recording([*GOOD[:-1], (number, text[: len(text) // 2])], "r"))
+    assert [one.output_tokens for one in found] == [3, 3], "b's length is the mean of those that were seen"
+
+
+def test_a_recording_is_opened_like_any_trace_and_knows_its_cluster(tmp_path: Path) -> None:
+    path = tmp_path / "recording.jsonl"
+    path.write_text("\n".join(text for _, text in GOOD) + "\n")
+    trace = FileTrace(path)
+    assert (trace.format.name, trace.block_tokens) == ("pdserve recording", 16)
+    assert [one.output_tokens for one in trace] == [3, 3]
+    found = trace.cluster()
+    assert found is not None
+    assert [one.worker_id for one in found.workers] == ["d0"]
