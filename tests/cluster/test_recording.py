@@ -1,0 +1,85 @@
+"""A really running cluster is recorded while clients leave, are refused and workers die: it replays to equal commands,
+and is a trace with the lengths that clients saw."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from pdserve import AsyncClient
+from pdserve.cli.main import main
+from pdserve.client.retry import Retries
+from pdserve.core.errors import PdserveError
+from router import replay
+from simulator.traces import FileTrace
+from tests.cluster.cluster import Cluster
+from tests.cluster.suite import toy_prompt
+
+EVENTS = 10_000
+MAX_TOKENS = 60
+
+
+async def one_client(client: AsyncClient, number: int, answered: dict[str, int]) -> None:
+    """Every fifth client leaves after a few tokens."""
+    request_id = f"r{number}"
+    prompt = toy_prompt(20 + number * 37 % 300, salt=number)
+    with contextlib.suppress(PdserveError):
+        async with client.stream(prompt, max_tokens=MAX_TOKENS, seed=number, request_id=request_id) as stream:
+            count = 0
+            async for piece in stream:
+                count += len(piece.token_ids)
+                if number % 5 == 0 and count > 3:
+                    return
+            answered[request_id] = count
+
+
+async def drive(cluster: Cluster, record: Path) -> dict[str, int]:
+    """Bursts of clients, and a worker that dies, until enough was recorded."""
+    answered: dict[str, int] = {}
+    number = bursts = 0
+    async with AsyncClient(cluster.target, retries=Retries(limit=0)) as client:
+        while bursts < 4 or sum(1 for _ in record.open()) < EVENTS + 300:
+            tasks = [asyncio.create_task(one_client(client, number + index, answered)) for index in range(40)]
+            number += len(tasks)
+            bursts += 1
+            if bursts in (2, 3):
+                await asyncio.sleep(0.05)
+                cluster.kill("d1" if bursts == 2 else "p0")
+            await asyncio.gather(*tasks)
+    return answered
+
+
+def test_ten_thousand_events_of_a_running_cluster_replay_to_equal_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "recording.jsonl"
+    words = ("router.policy=goodput", "router.max_queue=6", "worker.toy_step_s=0.001", "worker.heartbeat_s=0.05")
+    sets = [flag for word in words for flag in ("--set", word)]
+    flags = ("--model", "toy", "--prefill", "2", "--decode", "2", "--record", str(record), *sets)
+    with Cluster(*flags) as cluster:
+        answered = asyncio.run(drive(cluster, record))
+        cluster.wait_until_idle(30.0)
+    with record.open() as lines:
+        next(lines)
+        seen = Counter(type(step.event).__name__ for step in replay.read(lines))
+    assert seen.total() >= EVENTS
+    for kind in ("ClientLeft", "WorkerLost", "FirstToken", "TransferEnded", "TokensArrived", "BatchTimed"):
+        assert seen[kind], kind
+    assert '"outcome":"refused"' in record.read_text()
+    assert main(["replay", str(record)]) == 0
+    assert capsys.readouterr().out == f"{seen.total()} events, 0 answered otherwise\n"
+
+    trace = FileTrace(record)
+    found = list(trace)
+    assert len(found) == seen["RequestArrived"]
+    complete = Counter(answered.values())
+    lengths = Counter(one.output_tokens for one in found)
+    assert all(lengths[length] >= count for length, count in complete.items())
+    recorded = trace.cluster()
+    assert recorded is not None
+    assert sorted(one.worker_id for one in recorded.workers) == ["d0", "d1", "p0", "p1"]
+    assert {one.worker_id for one in recorded.disturbances} == {"d1", "p0"}
