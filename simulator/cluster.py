@@ -1,0 +1,48 @@
+"""A cluster's workers from the profile of one kind of worker. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.profile import Profile
+from pdserve.core.types import Role
+from simulator.model import Link, WorkerShape
+
+MAX_WORKERS: Final = 4096
+
+
+def make_workers(profile: Profile, num_prefill: int, num_decode: int, *, link: str = "") -> tuple[WorkerShape, ...]:
+    """p0, p1, ... and d0, d1, ..., all of `profile`, on the link of that name (the profile's first).
+
+    Raises ConfigError on counts that serve nobody and on a link that the profile does not have, listing those it has.
+    """
+    for field, count, low in (("prefill", num_prefill, 0), ("decode", num_decode, 1)):
+        if not low <= count <= MAX_WORKERS:
+            why = "; without prefill workers the decode workers read the prompts themselves" if low else ""
+            raise ConfigError(field, count, f"{low} to {MAX_WORKERS} workers{why}")
+    over = make_link(profile, link)
+    return tuple(
+        WorkerShape(
+            worker_id=f"{role.value[0]}{number}",
+            role=role,
+            cost=profile.cost,
+            kv_capacity_tokens=profile.kv_capacity_tokens,
+            kv_bytes_per_token=profile.kv_bytes_per_token,
+            link=over,
+        )
+        for role, count in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode))
+        for number in range(count)
+    )
+
+
+def make_link(profile: Profile, name: str = "") -> Link:
+    if not name and not profile.links:
+        return Link()
+    found = profile.links.get(name or next(iter(profile.links)))
+    if found is None:
+        raise ConfigError(
+            "link", name, "one of " + ", ".join(profile.links) if profile.links else "none in the profile"
+        )
+    latency_s, bytes_per_s = found
+    return Link(latency_s=latency_s, bytes_per_s=bytes_per_s)

@@ -1,0 +1,75 @@
+"""A run beside others: what was asked, what came of it, as plain data. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pdserve.core.types import Role
+from simulator.metrics import Summary
+from simulator.misses import why
+from simulator.model import RequestRow, SimResult
+
+TARGET: Final = 0.9  # the attainment that a rate must have to hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    policy: str
+    rate_scale: float
+    result: SimResult
+    summary: Summary
+
+    @property
+    def split(self) -> str:
+        """Prefill workers : decode workers."""
+        roles = [shape.role for shape in self.result.config.workers]
+        return f"{roles.count(Role.PREFILL)}:{roles.count(Role.DECODE)}"
+
+
+def as_json(run: Run) -> dict[str, Any]:
+    """Equal runs give equal objects: no real time in it."""
+    config, summary = run.result.config, run.summary
+    prefill, decode = run.split.split(":")
+    head = {
+        "trace": run.result.trace,
+        "policy": run.policy,
+        "rules_off": list(config.router.rules_off),
+        "seed": config.seed,
+        "rate_scale": run.rate_scale,
+        "prefill": int(prefill),
+        "decode": int(decode),
+        "routers": config.num_routers,
+        "slo": {"ttft_s": config.slo.ttft_s, "tpot_s": config.slo.tpot_s},
+        "refused": summary.outcomes.get("refused", 0),
+    }
+    body = dataclasses.asdict(summary)
+    body["paths"] = {path: {"requests": count, "met": met} for path, (count, met) in summary.paths.items()}
+    return head | body | {"counters": dict(sorted(run.result.counters.items()))}
+
+
+def as_row(run: Run, row: RequestRow) -> dict[str, Any]:
+    """One request, flat, for a line of JSON or CSV."""
+    flat = {field.name: getattr(row, field.name) for field in dataclasses.fields(row) if field.name != "slo"}
+    flat["path"] = row.path.value if row.path is not None else ""
+    slo = {"slo_ttft_s": row.slo.ttft_s, "slo_tpot_s": row.slo.tpot_s}
+    return {"policy": run.policy, "rate_scale": run.rate_scale} | flat | slo | {"why": why(row)}
+
+
+def rows_of(runs: Iterable[Run]) -> Iterator[dict[str, Any]]:
+    return (as_row(run, row) for run in runs for row in run.result.requests)
+
+
+def highest_held(runs: Iterable[Run]) -> dict[str, float]:
+    """Of each policy: the highest of the tried rates that held, with every lower one that was tried; 0 if none did."""
+    held: dict[str, float] = {}
+    broken: set[str] = set()
+    for run in sorted(runs, key=lambda one: one.rate_scale):
+        held.setdefault(run.policy, 0.0)
+        if run.summary.attainment < TARGET:
+            broken.add(run.policy)
+        elif run.policy not in broken:
+            held[run.policy] = run.summary.rate_rps
+    return held

@@ -1,0 +1,122 @@
+"""What the report's charts show: points from runs. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from simulator.charts import HALF, Axis, Rule, Series, line_chart
+from simulator.comparison import TARGET, Run
+from simulator.model import RequestRow, Sample
+
+_MOST_POINTS: Final = 360  # of a timeline or a distribution: more than its pixels tell
+
+
+def colours(runs: Iterable[Run]) -> dict[str, int]:
+    """Each policy keeps its colour through the page."""
+    return {policy: number for number, policy in enumerate(dict.fromkeys(run.policy for run in runs))}
+
+
+def attainment_chart(runs: Sequence[Run]) -> str:
+    """Rate against attainment, a line for each policy."""
+    found = [
+        Series(
+            name=policy,
+            points=sorted((run.summary.rate_rps, run.summary.attainment) for run in runs if run.policy == policy),
+            colour=colour,
+            is_marked=True,
+        )
+        for policy, colour in colours(runs).items()
+    ]
+    most_rps = max(run.summary.rate_rps for run in runs)
+    return line_chart(
+        found,
+        Axis(low=0.0, high=1.05 * most_rps or 1.0, label="requests per second"),
+        Axis(low=0.0, high=1.0, label="kept both promises", unit="%"),
+        title="share of requests that kept both promises, by rate of arrival",
+        rules=[Rule(at=TARGET, label=f"{TARGET:.0%}: the rate holds")],
+    )
+
+
+def share_chart(
+    runs: Sequence[Run],
+    value: Callable[[RequestRow], float | None],
+    promise_s: float,
+    colour_of: dict[str, int],
+    title: str,
+) -> str:
+    """Of all requests, refused ones too, the share whose time was at most so long: no curve of a run that left some
+    unanswered reaches the top."""
+    held = {
+        run.policy: sorted(seen for row in run.result.requests if (seen := value(row)) is not None and seen > 0.0)
+        for run in runs
+    }
+    every = [seconds for values in held.values() for seconds in values] + [promise_s]
+    low, high = max(min(every), promise_s / 1000.0), max(every)
+    series = []
+    for run in runs:
+        values, total = held[run.policy], len(run.result.requests)
+        points = [(seconds, (rank + 1) / total) for rank, seconds in enumerate(values)]
+        series.append(Series(name=run.policy, points=_thinned(points), colour=colour_of[run.policy], is_stepped=True))
+    return line_chart(
+        series,
+        Axis(low=low * 0.9, high=high * 1.1, label=f"{title}, logarithmic", is_log=True, unit="s"),
+        Axis(low=0.0, high=1.0, label="of all requests", unit="%"),
+        title=f"share of all requests by {title}",
+        rules=[Rule(at=promise_s, label="promised", is_vertical=True)],
+        width=HALF,
+        height=260,
+    )
+
+
+TIMELINE_COLOURS: Final = (6, 3)  # apart from the first policies', which mean something else
+TIMELINES: Final[tuple[tuple[str, tuple[tuple[str, Callable[[Sample], float]], ...]], ...]] = (
+    ("queued requests", (("queued", lambda one: one.queued),)),
+    ("running requests, and rows that decode", (("running", lambda one: one.running), ("rows", lambda one: one.rows))),
+    (
+        "busy workers",
+        (("prefill", lambda one: one.busy_prefills), ("decode", lambda one: one.busy_decodes)),
+    ),
+    ("KV of decode workers that is held", (("KV", lambda one: one.kv_share),)),
+)
+
+
+def timeline(run: Run, number: int) -> str:
+    """TIMELINES[number] of a run. Each point is the mean of its interval."""
+    title, values = TIMELINES[number]
+    samples = run.result.samples
+    series = [
+        Series(
+            name=name,
+            points=means([(one.at_s, float(value(one))) for one in samples]),
+            colour=TIMELINE_COLOURS[colour],
+            is_filled=len(values) == 1,
+        )
+        for colour, (name, value) in enumerate(values)
+    ]
+    is_share = number == len(TIMELINES) - 1
+    most = max((level for one in series for _, level in one.points), default=0.0)
+    is_last = number == len(TIMELINES) - 1
+    return line_chart(
+        series,
+        Axis(low=0.0, high=samples[-1].at_s if samples else 1.0, label="seconds" if is_last else ""),
+        Axis(low=0.0, high=1.0 if is_share else max(1.0, 1.05 * most), unit="%" if is_share else "n"),
+        title=f"{title} over time",
+        height=160 if is_last else 140,
+    )
+
+
+def means(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
+    """At most so many points; each the mean of its neighbours."""
+    size = math.ceil(len(points) / most) if points else 1
+    if size == 1:
+        return list(points)
+    groups = [points[begin : begin + size] for begin in range(0, len(points), size)]
+    return [(sum(px for px, _ in group) / len(group), sum(py for _, py in group) / len(group)) for group in groups]
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    size = math.ceil(len(points) / _MOST_POINTS) if points else 1
+    kept = list(points[::size])
+    return kept if not points or kept[-1] == points[-1] else [*kept, points[-1]]

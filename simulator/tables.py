@@ -1,0 +1,84 @@
+"""Runs as text for a person. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from simulator.comparison import TARGET, Run, highest_held
+from simulator.metrics import Summary
+
+_HEAD = ("POLICY", "P:D", "REQ/S", "ATTAINED", "GOODPUT/S", "TTFT p50", "p99", "TPOT p50", "p99", "REFUSED")
+
+
+def render(runs: Sequence[Run], cluster: str) -> str:
+    """What was asked, a line for each run, and details: of the run, or of the rates where there are several."""
+    first = runs[0]
+    slo = first.result.config.slo
+    begin = (
+        f"{first.result.trace}: {first.summary.requests} requests, {cluster}, seed {first.result.config.seed}\n"
+        f"promised: first token within {seconds(slo.ttft_s)}, then {seconds(slo.tpot_s)} per token\n"
+    )
+    lines = [begin, table([_HEAD, *(line(run) for run in runs)])]
+    if len(runs) == 1:
+        lines += ["", *details(first.summary)]
+    elif len({run.rate_scale for run in runs}) > 1:
+        lines += ["", f"highest of these rates at which {TARGET:.0%} of the requests kept both promises:"]
+        lines += [f"  {policy}: {held:.3g} requests/s" for policy, held in highest_held(runs).items()]
+    return "\n".join(lines)
+
+
+def details(summary: Summary) -> list[str]:
+    lines = []
+    if summary.misses:
+        lines.append("missed    " + ", ".join(f"{count} {name}" for name, count in summary.misses.items()))
+    if summary.refusal_s.p99 is not None:
+        lines.append(f"refusals  within {seconds(summary.refusal_s.p99)} of arrival (p99)")
+    paths = (f"{path} {count} ({met} kept both)" for path, (count, met) in summary.paths.items())
+    lines.append("paths     " + (", ".join(paths) or "nothing was placed"))
+    lines.append(f"tokens    {summary.token_attainment:.1%} in time for a reader at the promised speed")
+    if summary.cached_share:
+        lines.append(f"cache     {summary.cached_share:.1%} of prompt tokens were found in one")
+    for role, use in summary.roles.items():
+        rows = f", {use.mean_rows:.1f} rows a step" if use.mean_rows else ""
+        held = f", KV {use.kv_share:.0%} held, {use.stranded_share:.0%} of it by who only waits" if use.kv_share else ""
+        lines.append(f"{role:<9} {use.workers} workers, {use.busy_share:.0%} busy{rows}{held}")
+    if summary.ttft_error is not None and summary.tpot_error is not None:
+        lines.append(f"predicted TTFT {summary.ttft_error:.1%} off, TPOT {summary.tpot_error:.1%} off (medians)")
+    return lines
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """The first column to the left, figures to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def seconds(value: float | None) -> str:
+    """With the unit that people read best."""
+    if value is None:
+        return "-"
+    if value < 0.9995:
+        return f"{1000.0 * value:.3g} ms"
+    return f"{value:.3g} s" if value < 999.5 else f"{value:.0f} s"
+
+
+def line(run: Run) -> tuple[str, ...]:
+    one = run.summary
+    return (
+        run.policy,
+        run.split,
+        f"{one.rate_rps:.3g}",
+        f"{one.attainment:.1%}",
+        f"{one.goodput_rps:.3g}",
+        seconds(one.ttft_s.p50),
+        seconds(one.ttft_s.p99),
+        seconds(one.tpot_s.p50),
+        seconds(one.tpot_s.p99),
+        str(one.outcomes.get("refused", 0)),
+    )

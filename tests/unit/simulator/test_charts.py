@@ -1,0 +1,76 @@
+"""Charts as SVG, read back by an XML parser."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.charts import Axis, Rule, Series, line_chart
+from simulator.curves import means
+
+X, Y = Axis(low=0.0, high=10.0, label="x"), Axis(low=0.0, high=1.0, unit="%")
+
+
+def test_points_lie_where_the_axes_say() -> None:
+    svg = line_chart([Series(name="a", points=[(0.0, 0.0), (5.0, 0.5), (10.0, 1.0)])], X, Y, title="t")
+    [line] = ET.fromstring(svg).iter("polyline")
+    points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
+    assert points[1][0] - points[0][0] == points[2][0] - points[1][0] > 100
+    assert points[0][1] - points[1][1] == points[1][1] - points[2][1] > 50
+
+
+def test_a_stepped_line_holds_its_level_until_the_next_point() -> None:
+    svg = line_chart([Series(name="a", points=[(0.0, 0.0), (10.0, 1.0)], is_stepped=True)], X, Y, title="t")
+    [line] = ET.fromstring(svg).iter("polyline")
+    points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
+    assert points[-2][0] == points[0][0]
+    assert points[-2][1] == points[-1][1]
+
+
+def test_texts_are_escaped_and_measured_points_tell_their_values() -> None:
+    evil = "</title><script>&"
+    svg = line_chart(
+        [Series(name=evil, points=[(5.0, 0.5)], is_marked=True)],
+        Axis(low=0.0, high=10.0, label=evil),
+        Y,
+        title='" onload="' + evil,
+        rules=[Rule(at=0.9, label=evil), Rule(at=5.0, label="v", is_vertical=True)],
+    )
+    root = ET.fromstring(svg)
+    assert [one.text for one in root.iter("title")] == [f"{evil}: 50% at 5"]
+    assert "onload" not in root.attrib
+    assert "<script" not in svg
+
+
+def test_what_lies_outside_is_drawn_at_the_edge_and_rules_outside_are_not_drawn() -> None:
+    svg = line_chart([Series(name="a", points=[(-5.0, 2.0)])], X, Y, title="t", rules=[Rule(at=7.0, label="far")])
+    assert "far" not in svg
+    assert Axis(low=1.0, high=100.0, is_log=True).place(0.0) == 0.0
+    assert Axis(low=1.0, high=100.0, is_log=True).place(10.0) == pytest.approx(0.5)
+    assert Axis(low=3.0, high=3.0).place(3.0) == 0.0
+
+
+@given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6), st.booleans())
+def test_ticks_are_few_and_inside(low: float, width: float, is_log: bool) -> None:
+    axis = Axis(low=low, high=low + width, is_log=is_log)
+    ticks = axis.ticks()
+    assert len(ticks) <= 8
+    assert ticks == sorted(ticks)
+    slack = 1e-6 * (low + width)
+    assert all(low - slack <= tick <= low + width + slack for tick in ticks)
+
+
+def test_counts_have_whole_ticks() -> None:
+    assert Axis(low=0.0, high=2.1, unit="n").ticks() == [0.0, 1.0, 2.0]
+
+
+def test_long_timelines_become_means() -> None:
+    points = [(float(at), float(at % 2)) for at in range(1000)]
+    found = means(points, most=100)
+    assert len(found) == 100
+    assert all(level == 0.5 for _, level in found)
+    assert means(points[:5], most=100) == points[:5]
+    assert means([]) == []

@@ -1,0 +1,40 @@
+"""Workers from a profile."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import Role
+from pdserve.profiles import load_profile
+from simulator.cluster import make_link, make_workers
+from simulator.model import Link
+
+PROFILE = load_profile("h100-sxm.llama-3.1-8b.bf16")
+
+
+def test_workers_are_the_profile_s_on_the_link_that_was_named() -> None:
+    workers = make_workers(PROFILE, 1, 2, link="eth25")
+    assert [(one.worker_id, one.role) for one in workers] == [
+        ("p0", Role.PREFILL),
+        ("d0", Role.DECODE),
+        ("d1", Role.DECODE),
+    ]
+    assert {one.cost for one in workers} == {PROFILE.cost}
+    assert {one.kv_capacity_tokens for one in workers} == {PROFILE.kv_capacity_tokens}
+    assert {one.link for one in workers} == {Link(latency_s=2e-4, bytes_per_s=2.5e9)}
+    assert make_link(PROFILE) == Link(latency_s=2e-5, bytes_per_s=3e11)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "field"), [(2, 0, "decode"), (0, 0, "decode"), (-1, 2, "prefill"), (2, 10**9, "decode")]
+)
+def test_counts_that_serve_nobody_are_refused(prefill: int, decode: int, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_workers(PROFILE, prefill, decode)
+    assert caught.value.field == field
+
+
+def test_an_unknown_link_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"carrier.*one of nvlink, ib400, eth25"):
+        make_workers(PROFILE, 1, 1, link="carrier")
