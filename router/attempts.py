@@ -18,7 +18,9 @@ from router.ledger import Ledger
 from router.lifecycle import Move, Stage
 from router.recovery import Cause, lose, requeue
 from router.request import Placement, Request
+from router.view import WorkerView
 
+OVERLAP_SHARE: Final = 1.2  # of a predicted prefill: transfers that last longer have waited for the link
 FIRST_REFUSAL_S: Final = 0.01  # after which a refused request is placed again, doubling
 LONGEST_REFUSAL_S: Final = 0.5
 LONGEST_CLOSED_S: Final = 5.0  # that a worker is not asked, whatever it says
@@ -132,12 +134,25 @@ def on_transfer_ended(ledger: Ledger, event: TransferEnded) -> None:
         return
     request.transfer_s += event.transfer_s
     request.transfer_bytes += event.num_bytes
-    ledger.fleet.measured(placement.prefill_worker, placement.decode_worker, event.num_bytes, event.transfer_s)
-    block_size = ledger.fleet.views[placement.decode_worker].hello.block_size
     attempt_tokens = request.facts.num_prompt_tokens + request.attempt_output
+    ledger.fleet.measured(
+        placement.prefill_worker,
+        placement.decode_worker,
+        event.num_bytes,
+        event.transfer_s,
+        is_overlapped=_is_overlapped(ledger.fleet.views.get(placement.prefill_worker), attempt_tokens, event),
+    )
+    block_size = ledger.fleet.views[placement.decode_worker].hello.block_size
     request.cached_blocks[placement.decode_worker] = attempt_tokens // block_size
     if request.stage is Stage.DECODING:
         _joined(ledger, request, placement)
+
+
+def _is_overlapped(prefill: WorkerView | None, tokens: int, event: TransferEnded) -> bool:
+    """Whether the transfer may have waited for the prefill: blocks leave as their chunk is computed."""
+    if prefill is None or tokens <= prefill.hello.max_batch_tokens:
+        return False
+    return event.transfer_s <= OVERLAP_SHARE * prefill.prefill_s(tokens, 0)
 
 
 def on_tokens(ledger: Ledger, event: TokensArrived) -> None:

@@ -8,8 +8,8 @@ from router.lifecycle import ENDED, WITH_WORKERS, Stage
 
 def check(ledger: Ledger) -> None:
     """Raises AssertionError, naming what does not hold."""
-    queued = [key[-1] for key in ledger.queue]
-    assert ledger.queue == sorted(ledger.queue), "the queue is not in order"
+    ledger.queue.check()
+    queued = list(ledger.queue)
     assert len(queued) == len(set(queued)), "a request is queued twice"
     assert not ledger.parked & set(queued), "a request is queued and in backoff"
     bound = [request_id for view in ledger.fleet.views.values() for request_id in view.line]

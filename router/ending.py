@@ -139,6 +139,7 @@ def _end(ledger: Ledger, request: Request, outcome: Outcome, *, was_queued: bool
         ledger.dequeue(request)
     if cancel:
         ledger.cancel_attempt(request)
+    ledger.settle(request)
     ledger.counters[f"outcome_{outcome.value}"] += 1
     ledger.explanations.ended(request, outcome, why, ledger.now_s)
     ledger.ended.add(request.request_id)

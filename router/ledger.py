@@ -7,22 +7,23 @@ attempts.py, recovery.py, ending.py. Commands go to `out` in the order in which 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from router.asking import entry_of
 from router.commands import Cancel, Command
 from router.explaining import Explanations
 from router.fleet import Fleet
+from router.forecast import Demand, Pace
 from router.lengths import OutputLengths
 from router.lifecycle import MOVES, IllegalMove, Move
 from router.policy import make_policy
 from router.policy.interface import Decision
+from router.policy.rules import rules_on
+from router.queue import Queue
 from router.request import Request
 from router.settings import RouterSettings
 from router.view import Booking, WorkerView
-
-QueueKey = tuple[int, int, float, int, str]
 
 
 @dataclass(slots=True)
@@ -46,11 +47,14 @@ class Ledger:
         self.policy = make_policy(settings, self.fleet.link)
         self.lengths = OutputLengths()
         self.requests: dict[str, Request] = {}
-        self.queue: list[QueueKey] = []  # sorted; QUEUED requests that are not in backoff
+        self.rules = rules_on(settings.policy, settings.rules_off)
+        self.queue = Queue(is_ageing="ageing" in self.rules)  # QUEUED requests, except in a line or in backoff
         self.num_bound = 0  # QUEUED requests that wait in the line of one prefill worker
         self.parked: set[str] = set()  # QUEUED requests in backoff
         self.ended: set[str] = set()  # requests that only wait for Released
         self.counters: Counter[str] = Counter()
+        self.pace = Pace()
+        self.demand = Demand()
         self.explanations = Explanations(settings.explain_capacity)
         self.timers = Timers()
         self.out: list[Command] = []
@@ -79,23 +83,16 @@ class Ledger:
 
     # -- the queue -----------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def queue_key(request: Request) -> QueueKey:
-        """Those whose client already has tokens, then by priority, then by the time their TTFT is promised for.
-
-        The last is the least slack up to the prefill's length, and ages by itself.
-        """
-        group = 0 if request.output else 1
-        promised_s = request.arrived_s + request.facts.slo.ttft_s
-        return (group, -request.facts.priority, promised_s, request.serial, request.request_id)
-
     def enqueue(self, request: Request) -> None:
         request.queued_s = self.now_s
         if request.not_before_s > self.now_s:
             self.park(request, request.not_before_s)
         else:
-            insort(self.queue, self.queue_key(request))
+            self._join_queue(request)
         self.is_placing_due = True
+
+    def _join_queue(self, request: Request) -> None:
+        self.queue.add(entry_of(request, self.fleet, self.lengths, self.rules, self.now_s))
 
     def park(self, request: Request, until_s: float) -> None:
         """Not considered before `until_s`."""
@@ -106,7 +103,7 @@ class Ledger:
 
     def unpark(self, request: Request) -> None:
         self.parked.discard(request.request_id)
-        insort(self.queue, self.queue_key(request))
+        self._join_queue(request)
         self.is_placing_due = True
 
     def bind(self, request: Request, worker_id: str) -> None:
@@ -127,7 +124,7 @@ class Ledger:
         for request_id in list(view.line):
             request = self.requests[request_id]
             self.dequeue(request)
-            insort(self.queue, self.queue_key(request))
+            self._join_queue(request)
             self.is_placing_due = True
 
     def dequeue(self, request: Request) -> None:
@@ -137,14 +134,44 @@ class Ledger:
             request.bound_to = ""
             self.num_bound -= 1
             return
-        key = self.queue_key(request)
-        index = bisect_left(self.queue, key)
-        if index < len(self.queue) and self.queue[index] == key:
-            del self.queue[index]
+        self.queue.remove(request.request_id)
 
     @property
     def num_queued(self) -> int:
         return len(self.queue) + self.num_bound + len(self.parked)
+
+    def note_demand(self, request: Request) -> None:
+        """A newcomer: what it asks for counts as demand if it could be on time were it alone."""
+        outlook, slo = request.outlook, request.facts.slo
+        if outlook is not None and outlook.ttft_s <= slo.ttft_s and outlook.tpot_s <= slo.tpot_s:
+            self.demand.arrived(outlook.ttft_s, self.now_s)
+
+    # -- what tenants are charged --------------------------------------------------------------------------------
+
+    def charge(self, request: Request) -> None:
+        """It is placed: its tenant has had what it is predicted to take."""
+        outlook = request.outlook
+        request.charged_s = outlook.work_s if outlook is not None else 0.0
+        if "fairness" in self.rules:
+            self.queue.shares.charge(request.facts.tenant, request.charged_s)
+
+    def settle(self, request: Request) -> None:
+        """It has ended: its tenant is charged for the answer that it got instead of the one that was expected."""
+        where = self.fleet.views.get(request.last_path.decode_worker) if request.last_path is not None else None
+        if where is None or request.outlook is None:
+            return
+        _, per_row_s, per_context_token_s = where.cost.decode_coefficients
+        answer_s = len(request.output) * (per_row_s + per_context_token_s * request.num_tokens)
+        self._recharge(request, request.outlook.ttft_s + answer_s)
+
+    def refund(self, request: Request) -> None:
+        """The attempt is lost, through no fault of its tenant."""
+        self._recharge(request, 0.0)
+
+    def _recharge(self, request: Request, work_s: float) -> None:
+        if "fairness" in self.rules and request.charged_s:
+            self.queue.shares.correct(request.facts.tenant, work_s - request.charged_s)
+        request.charged_s = 0.0
 
     # -- holds ---------------------------------------------------------------------------------------------------
 

@@ -12,12 +12,14 @@ import heapq
 from typing import Final
 
 from pdserve.core.types import FinishReason, Path, Role
+from router.asking import ask_of, large_enough
 from router.commands import FailKind, Reserve
 from router.ending import finish, give_up, turn_away
 from router.ledger import Ledger
 from router.lifecycle import Move, Stage
-from router.policy.interface import Ask, Choice, Decision, Obstacle
+from router.policy.interface import Choice, Decision, Obstacle
 from router.policy.rooms import can_start, opens_in_s
+from router.refusal import admit, drop_late, is_in_vain
 from router.request import Placement, Request
 from router.view import Booking, WorkerView
 
@@ -41,16 +43,20 @@ def place_waiting(ledger: Ledger) -> None:
         return
     ledger.no_decode_since_s = None
     is_decode_full = _serve_lines(ledger, prefills, decodes)
-    passed = 0
-    while passed < LOOKAHEAD and passed < len(ledger.queue):
-        request = ledger.requests[ledger.queue[passed][-1]]
+    drop_late(ledger)
+    passed: list[str] = []
+    while len(passed) < LOOKAHEAD:
+        first = ledger.queue.first(passed)
+        if first is None:
+            return
+        request = ledger.requests[first]
         decision = _decide(ledger, request, prefills, decodes)
         if decision is None or _has_left(ledger, request, decision, prefills, is_decode_full=is_decode_full):
             continue
         _retry_in(ledger, decision.retry_in_s)
         if decision.obstacle is not Obstacle.PREFILL:
             return
-        passed += 1
+        passed.append(first)
 
 
 def _serve_lines(ledger: Ledger, prefills: list[WorkerView], decodes: list[WorkerView]) -> bool:
@@ -97,7 +103,7 @@ def _has_left(
                 ledger.bind(request, worker_id)  # others were there first
             elif is_decode_full:
                 return False
-            else:
+            elif not is_in_vain(ledger, request, decision):
                 _place(ledger, request, decision)
         case Choice.REFUSE:
             ledger.explain(request.request_id, decision)
@@ -140,7 +146,7 @@ def _nobody_decodes(ledger: Ledger) -> None:
         return
     for view in ledger.fleet.views.values():
         ledger.unbind_all(view)
-    waiting = [key[-1] for key in ledger.queue] + sorted(ledger.parked)
+    waiting = [*ledger.queue, *sorted(ledger.parked)]
     for request_id in waiting:
         _no_workers(ledger, ledger.requests[request_id])
 
@@ -167,10 +173,10 @@ def _decide(ledger: Ledger, request: Request, prefills: list[WorkerView], decode
     if len(request.output) >= sampling.max_tokens:
         finish(ledger, request, FinishReason.LENGTH, cancel=False)
         return None
-    fitting = _large_enough(request, decodes, request.num_tokens + 1)
+    fitting = large_enough(request, decodes, request.num_tokens + 1)
     if not fitting:
         everyone = [view for view in ledger.fleet.views.values() if view.role is Role.DECODE]
-        if _large_enough(request, everyone, request.num_tokens + 1):
+        if large_enough(request, everyone, request.num_tokens + 1):
             return Decision(
                 choice=Choice.WAIT, reason="the workers that are large enough are away", obstacle=Obstacle.WORKERS
             )
@@ -178,49 +184,17 @@ def _decide(ledger: Ledger, request: Request, prefills: list[WorkerView], decode
         message = f"{request.num_tokens} tokens, no decode worker holds more than {limit}"
         give_up(ledger, request, FailKind.INVALID, message, field="prompt")
         return None
-    able = _large_enough(request, prefills, request.num_tokens)
-    return ledger.policy(_ask(ledger, request), able, fitting, ledger.now_s)
-
-
-def _large_enough(request: Request, views: list[WorkerView], tokens: int) -> list[WorkerView]:
-    if request.too_large_for:
-        views = [view for view in views if (view.worker_id, view.incarnation) not in request.too_large_for]
-    return [view for view in views if tokens <= view.most_tokens]
-
-
-def _ask(ledger: Ledger, request: Request) -> Ask:
-    facts = request.facts
-    views = ledger.fleet.views
-    present = ledger.fleet.key
-    return Ask(
-        request_id=request.request_id,
-        num_tokens=request.num_tokens,
-        max_new_tokens=facts.sampling.max_tokens - len(request.output),
-        expected_tokens=ledger.lengths.expected(facts.sampling.max_tokens, len(request.output)),
-        slo=facts.slo,
-        waited_s=ledger.now_s - request.arrived_s,
-        is_resumed=bool(request.output),
-        deadline_left_s=request.deadline_left_s(ledger.now_s),
-        priority=facts.priority,
-        tenant=facts.tenant,
-        bound_to=request.bound_to,
-        cached_tokens={
-            worker_id: blocks * views[worker_id].hello.block_size
-            for worker_id, blocks in request.cached_blocks.items()
-            if worker_id in views
-        },
-        avoid_workers=frozenset(key[0] for key in request.avoid_workers if present(key[0]) == key),
-        avoid_pairs=frozenset(
-            (prefill[0], decode[0])
-            for prefill, decode in request.avoid_pairs
-            if present(prefill[0]) == prefill and present(decode[0]) == decode
-        ),
-    )
+    able = large_enough(request, prefills, request.num_tokens)
+    return ledger.policy(ask_of(request, ledger.fleet, ledger.lengths, ledger.now_s), able, fitting, ledger.now_s)
 
 
 def _place(ledger: Ledger, request: Request, decision: Decision) -> None:
     is_local = decision.choice is Choice.LOCAL
+    ledger.queue.take(request.request_id)
     ledger.dequeue(request)
+    ledger.charge(request)
+    if request.outlook is not None:
+        ledger.pace.placed(request.outlook.ttft_s, ledger.now_s)
     if not ledger.move(request, Move.PLACED_LOCAL if is_local else Move.PLACED_REMOTE):
         return
     now_s = ledger.now_s
@@ -280,8 +254,12 @@ def _retry_in(ledger: Ledger, wait_s: float | None) -> None:
         timers.retry_at_s = at_s if timers.retry_at_s is None else min(timers.retry_at_s, at_s)
 
 
-def turn_away_if_full(ledger: Ledger, request: Request) -> None:
-    """A newcomer that could not be placed at once and finds the queue full."""
-    if request.stage is Stage.QUEUED and ledger.num_queued > ledger.settings.max_queue:
+def settle_newcomer(ledger: Ledger, request: Request) -> None:
+    """A newcomer that could not be placed at once: it may wait, or is told at once that it may not."""
+    if request.stage is not Stage.QUEUED:
+        return
+    if ledger.num_queued > ledger.settings.max_queue:
         message = f"the queue is full ({ledger.settings.max_queue} requests wait)"
         turn_away(ledger, request, FailKind.OVERLOADED, message, retry_after_s(ledger))
+    else:
+        admit(ledger, request)

@@ -73,6 +73,7 @@ def lose(ledger: Ledger, request: Request, cause: Cause, culprit: str = "", mess
 def requeue(ledger: Ledger, request: Request, backoff_s: float) -> None:
     """Back into the queue (the stage is QUEUED already), leaving nothing behind on workers."""
     ledger.cancel_attempt(request)
+    ledger.refund(request)
     request.placement = None
     request.not_before_s = ledger.now_s + backoff_s
     ledger.enqueue(request)

@@ -9,6 +9,7 @@ from pdserve.core.types import Path
 from router.commands import Timings, Usage
 from router.events import RequestArrived
 from router.lifecycle import Stage
+from router.policy.interface import Outlook
 from router.view import WorkerView
 
 WorkerKey = tuple[str, str]  # worker id and incarnation
@@ -49,6 +50,8 @@ class Request:
     queued_s: float = 0.0  # since when it waits, while QUEUED
     placed_s: float = 0.0
     not_before_s: float = 0.0  # backoff
+    outlook: Outlook | None = None  # what it could get at best when it joined the queue; None: nobody was there
+    charged_s: float = 0.0  # GPU-seconds that its tenant was charged for it
     bound_to: str = ""  # the prefill worker in whose line it waits, while QUEUED
 
     # What went wrong so far.

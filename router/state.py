@@ -4,7 +4,9 @@ No clock, socket, thread or randomness inside: equal events at equal times give 
 router can be replayed (replay.py) and the simulator runs this very class. What is decided where:
 
     lifecycle.py   which event is legal where, and where it leads
-    placing.py     the queue, and the policy that is asked for the request at its head
+    queue.py       in which order requests wait; shares.py: fairness between tenants
+    placing.py     when the policy is asked for the request that is first, and what its answer does
+    refusal.py     who may not go on waiting, by when forecast.py says that it will start
     attempts.py    what workers say about an attempt
     recovery.py    lost attempts and lost workers
     ending.py      the last word to a client, and forgetting
@@ -73,7 +75,8 @@ class RouterState:
             if isinstance(event, RequestArrived):
                 request = ledger.requests.get(event.request_id)
                 if request is not None:
-                    placing.turn_away_if_full(ledger, request)
+                    placing.settle_newcomer(ledger, request)
+            ledger.pace.contended(len(ledger.queue) > 0, ledger.now_s)
         self._set_alarm()
         out, ledger.out = ledger.out, []
         return out
@@ -187,7 +190,9 @@ def _on_arrived(ledger: Ledger, event: RequestArrived) -> None:
             raise IllegalMove(event.request_id, ledger.requests[event.request_id].stage, Move.PLACED_REMOTE)
         ledger.counters["illegal"] += 1
         return
-    deadline_at_s = None if event.deadline_s is None else ledger.now_s + event.deadline_s
+    deadline_at_s = None
+    if event.deadline_s is not None and "deadline-drop" in ledger.rules:
+        deadline_at_s = ledger.now_s + event.deadline_s
     ledger.serial += 1
     ledger.explanations.forget(event.request_id)
     request = Request(
@@ -199,6 +204,7 @@ def _on_arrived(ledger: Ledger, event: RequestArrived) -> None:
     )
     ledger.requests[event.request_id] = request
     ledger.enqueue(request)
+    ledger.note_demand(request)
     if ledger.is_closing:
         ending.turn_away(ledger, request, FailKind.UNAVAILABLE, "the router is shutting down", retry_after_s=1.0)
     elif deadline_at_s is not None and deadline_at_s <= ledger.now_s:
@@ -227,7 +233,7 @@ def _on_load(ledger: Ledger, event: LoadReported) -> None:
         ledger.counters["late"] += 1
         return
     view.reported(event, ledger.now_s)
-    ledger.is_placing_due = ledger.is_placing_due or bool(ledger.queue or ledger.num_bound)
+    ledger.is_placing_due = ledger.is_placing_due or len(ledger.queue) + ledger.num_bound > 0
 
 
 def _on_batch_timed(ledger: Ledger, event: BatchTimed) -> None:

@@ -114,7 +114,7 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
         candidate.decode_worker,
         _ms(candidate.predicted_ttft_s),
         _ms(candidate.predicted_tpot_s),
-        f"{candidate.slack:+.0%}",
+        f"{candidate.slack:+.1%}",
         "yes" if candidate.is_feasible else "no",
     )
 

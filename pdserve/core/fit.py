@@ -1,8 +1,9 @@
 """A linear model of a duration that follows its samples: recursive least squares with forgetting. Pure.
 
-Errors are relative, so that long and short batches weigh the same. A sample far outside the error band weighs less
-(Huber) and widens the band, so one stall moves little; several in a row on the same side are a machine that has
-changed, and are learnt from anew.
+Errors are ratios, so that long and short batches weigh the same. A sample is believed no further than CLIP_SIGMAS
+from its prediction: one stall moves little, and a stall in every tenth batch leaves coefficients and band near those
+of the other nine. CHANGE_STREAK samples beyond CHANGE_SIGMAS, all on one side, are a machine that has changed: what
+they agree on scales all coefficients at once, and these are learnt anew from there.
 Predictions are finite and never negative, whatever the samples were.
 """
 
@@ -13,15 +14,20 @@ from collections.abc import Sequence
 from typing import Final
 
 LONGEST_S: Final = 86_400.0  # samples and predictions beyond a day are nonsense
-CLIP_SIGMAS: Final = 3.0  # residuals beyond weigh less in the coefficients
-BAND_SIGMAS: Final = 5.0  # and are clipped in the band, which so grows by at most a factor per sample
-CHANGE_STREAK: Final = 5  # residuals beyond CLIP_SIGMAS in a row, on one side, that are taken for a change
+CLIP_SIGMAS: Final = 2.0
+CLIPPED_SHARE: Final = 0.92  # of a normal variable's variance that is left when clipped there
 BAND_GAIN: Final = 0.05
+CHANGE_SIGMAS: Final = 3.0
+CHANGE_STREAK: Final = 5
 SMALLEST_ERROR: Final = 0.02  # relative; a band never shrinks below it
 FIRST_ERROR: Final = 0.5  # relative; before any sample
+WIDEST_ERROR: Final = 2.0
+KNOWN_SAMPLES: Final = 16  # since the last change: with fewer, or
+KNOWN_ERROR: Final = 0.3  # with a wider band, nothing should be refused for what the model says
 FORGETTING: Final = 0.99
 NOISE: Final = 0.1  # relative standard deviation that a typical sample is believed to have
 PRIOR_SPREAD: Final = 2.0  # how far a coefficient may be from its prior, relative to a typical batch
+SHORTEST_S: Final = 1e-3  # a typical batch is not taken for less: a prior of zeros must be able to move
 
 
 class Fit:
@@ -32,6 +38,7 @@ class Fit:
 
     __slots__ = (
         "_covariance",
+        "_recent",
         "_scales",
         "_streak",
         "_theta",
@@ -45,16 +52,18 @@ class Fit:
     def __init__(self, prior: Sequence[float], scales: Sequence[float]) -> None:
         self._scales = tuple(scales)
         self._theta = [coefficient * scale for coefficient, scale in zip(prior, scales, strict=True)]
-        typical = max(sum(self._theta), 1e-9)
-        # Relative to a typical batch each coefficient may be off by its own size, or by a share of the whole.
-        self._widest = [max(PRIOR_SPREAD * theta, 0.2 * typical) ** 2 for theta in self._theta]
-        size = len(self._theta)
-        self._covariance = [[self._widest[i] if i == j else 0.0 for j in range(size)] for i in range(size)]
+        self._relearn()
         self.coefficients = tuple(prior)
         self.error = FIRST_ERROR  # relative standard deviation of recent residuals
         self.num_samples = 0
         self.num_rejected = 0
-        self._streak = 0  # consecutive outliers; negative: below the prediction
+        self._recent = 0  # samples since the last change
+        self._streak: list[float] = []  # log ratios of consecutive outliers on one side
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough has been seen, and it agreed well enough, for a promise to be refused over it."""
+        return self._recent >= KNOWN_SAMPLES and self.error <= KNOWN_ERROR
 
     def predict(self, features: Sequence[float]) -> float:
         total = 0.0
@@ -71,31 +80,62 @@ class Fit:
         if not usable or not all(math.isfinite(f) and 0.0 <= f <= 1e15 for f in features) or not any(features):
             self.num_rejected += 1
             return False
-        predicted = max(self.predict(features) + known_s, 1e-3 * seconds, 1e-9)
+        predicted = self._floored(features, known_s, seconds)
+        if self._has_changed(math.log(seconds / predicted)):
+            predicted = self._floored(features, known_s, seconds)
+        ratio = math.log(seconds / predicted)
+        # The first samples since a change tell what it is, whatever their size.
+        believed = math.exp(ratio if self._recent < CHANGE_STREAK else _clip(ratio, CLIP_SIGMAS * self.error))
         x = [feature / scale / predicted for feature, scale in zip(features, self._scales, strict=True)]
-        residual = (seconds - known_s) / predicted - sum(theta * one for theta, one in zip(self._theta, x, strict=True))
-        self._watch(residual)
-        self._correct(x, residual, noise=NOISE**2 * max(1.0, abs(residual) / (CLIP_SIGMAS * self.error)))
-        shown = _clip(residual, BAND_SIGMAS * self.error)
-        gain = max(BAND_GAIN, 1.0 / (self.num_samples + 3))
-        variance = (1.0 - gain) * self.error**2 + gain * shown**2
-        self.error = min(max(math.sqrt(variance), SMALLEST_ERROR), 10.0)
+        explained = sum(theta * one for theta, one in zip(self._theta, x, strict=True))
+        self._correct(x, believed - known_s / predicted - explained)
+        shown = _clip(ratio, CLIP_SIGMAS * self.error)
+        gain = max(BAND_GAIN, 1.0 / (self._recent + 3))
+        variance = (1.0 - gain) * self.error**2 + gain * shown**2 / CLIPPED_SHARE
+        self.error = min(max(math.sqrt(variance), SMALLEST_ERROR), WIDEST_ERROR)
         self.num_samples += 1
+        self._recent += 1
+        if self._recent == CHANGE_STREAK:
+            self._relearn()  # the first ones found the size, however far the prior was
         return True
 
-    def _watch(self, residual: float) -> None:
-        if abs(residual) <= CLIP_SIGMAS * self.error:
-            self._streak = 0
-            return
-        side = 1 if residual > 0.0 else -1
-        self._streak = self._streak + side if self._streak * side >= 0 else side
-        if abs(self._streak) >= CHANGE_STREAK:
-            self._streak = 0
-            size = len(self._widest)
-            self._covariance = [[self._widest[i] if i == j else 0.0 for j in range(size)] for i in range(size)]
+    def _relearn(self) -> None:
+        """The present coefficients become the prior."""
+        typical = max(sum(self._theta), SHORTEST_S)
+        # Relative to a typical batch each coefficient may be off by its own size, or by a share of the whole.
+        self._widest = [max(PRIOR_SPREAD * theta, 0.2 * typical) ** 2 for theta in self._theta]
+        size = len(self._theta)
+        self._covariance = [[self._widest[i] if i == j else 0.0 for j in range(size)] for i in range(size)]
 
-    def _correct(self, x: list[float], residual: float, noise: float) -> None:
-        covariance = self._covariance
+    def _floored(self, features: Sequence[float], known_s: float, seconds: float) -> float:
+        """The prediction, where it may be divided by."""
+        return max(self.predict(features) + known_s, 1e-3 * seconds, 1e-9)
+
+    def _has_changed(self, ratio: float) -> bool:
+        """Whether this sample is the last of a streak; the coefficients are scaled by what all of it agree on."""
+        streak = self._streak
+        if abs(ratio) <= CHANGE_SIGMAS * self.error:
+            streak.clear()
+            return False
+        if streak and (ratio > 0.0) is not (streak[0] > 0.0):
+            streak.clear()
+        streak.append(ratio)
+        if len(streak) < CHANGE_STREAK:
+            return False
+        factor = math.exp(min(streak, key=abs))
+        streak.clear()
+        self._believe([min(theta * factor, LONGEST_S) for theta in self._theta])
+        self._relearn()
+        self._recent = 0
+        self.error = max(self.error, FIRST_ERROR)
+        return True
+
+    def _believe(self, theta: list[float]) -> None:
+        self._theta = theta
+        self.coefficients = tuple(one / scale for one, scale in zip(theta, self._scales, strict=True))
+
+    def _correct(self, x: list[float], residual: float) -> None:
+        covariance, noise = self._covariance, NOISE**2
         size = len(x)
         px = [sum(row[j] * x[j] for j in range(size)) for row in covariance]
         denominator = noise + sum(x[i] * px[i] for i in range(size))
@@ -119,8 +159,8 @@ class Fit:
                 mean = _clip(0.5 * (updated[i][j] + updated[j][i]), 0.999 * bound)
                 updated[i][j] = updated[j][i] = mean
         if all(math.isfinite(one) and one <= LONGEST_S for one in theta):
-            self._theta, self._covariance = theta, updated
-            self.coefficients = tuple(one / scale for one, scale in zip(theta, self._scales, strict=True))
+            self._covariance = updated
+            self._believe(theta)
         else:
             self.num_rejected += 1
 

@@ -19,6 +19,7 @@ from typing import Final
 from pdserve.core.fit import LONGEST_S, Fit
 
 MOST_WORK: Final = 1e15  # a batch with more tokens times context is no batch
+TYPICAL_TRANSFER_BYTES: Final = 1e7
 HIDDEN_SHARE: Final = 1.25  # of the weights' time: a step that is longer, rows and attention apart, is not theirs
 
 
@@ -173,36 +174,56 @@ class CostModel:
     def num_decode_samples(self) -> int:
         return self._decode.num_samples
 
+    @property
+    def is_prefill_known(self) -> bool:
+        """Whether enough batches have agreed well enough for a request to be refused over what is predicted."""
+        return self._prefill.is_known
+
+    @property
+    def is_decode_known(self) -> bool:
+        return self._decode.is_known
+
 
 class LinkModel:
-    """Seconds that KV needs between one pair of workers.
+    """Seconds that KV needs between one pair of workers, whatever else shares the way.
 
-    A transfer that overlaps the prefill lasts as long as the prefill, so its duration says little about the link.
-    The fastest recent one says what the link can do: a new fastest is believed at once and fades slowly.
+    A transfer that overlaps its prefill lasts as long as that, so its duration only bounds what the link needs.
     """
 
-    __slots__ = ("bandwidth_bytes_s", "latency_s", "num_samples")
-
-    FADE: Final = 0.98
+    __slots__ = ("_fit",)
 
     def __init__(self, latency_s: float = 1e-3, bandwidth_bytes_s: float = 1e9) -> None:
-        self.latency_s = latency_s
-        self.bandwidth_bytes_s = bandwidth_bytes_s
-        self.num_samples = 0
+        self._fit = Fit((latency_s, 1.0 / max(bandwidth_bytes_s, 1.0)), (1.0, TYPICAL_TRANSFER_BYTES))
 
     def transfer_s(self, num_bytes: float) -> float:
-        if num_bytes <= 0.0:
-            return 0.0
-        return min(self.latency_s + num_bytes / self.bandwidth_bytes_s, LONGEST_S)
+        return self._fit.predict((1.0, num_bytes)) if num_bytes > 0.0 else 0.0
 
-    def observe(self, num_bytes: float, transfer_s: float) -> bool:
-        if not (math.isfinite(num_bytes) and math.isfinite(transfer_s)) or num_bytes <= 0.0 or transfer_s <= 0.0:
+    def observe(self, num_bytes: float, transfer_s: float, *, is_overlapped: bool = False) -> bool:
+        """One finished transfer. False: it is no sample, or longer than predicted for another reason."""
+        if not num_bytes > 0.0 or (is_overlapped and not transfer_s < self.transfer_s(num_bytes)):
             return False
-        seen = min(max(num_bytes / transfer_s, 1e3), 1e13)
-        faded = self.bandwidth_bytes_s * self.FADE + seen * (1.0 - self.FADE)
-        self.bandwidth_bytes_s = max(seen, faded) if self.num_samples else seen
-        self.num_samples += 1
-        return True
+        return self._fit.observe((1.0, num_bytes), transfer_s)
+
+    @property
+    def latency_s(self) -> float:
+        return self._fit.coefficients[0]
+
+    @property
+    def bandwidth_bytes_s(self) -> float:
+        return 1.0 / max(self._fit.coefficients[1], 1e-15)
+
+    @property
+    def error(self) -> float:
+        """Relative standard deviation of recent transfers around their prediction."""
+        return self._fit.error
+
+    @property
+    def is_known(self) -> bool:
+        return self._fit.is_known
+
+    @property
+    def num_samples(self) -> int:
+        return self._fit.num_samples
 
 
 def _length(left_s: float, per_token_s: float, per_token_context_s: float, cached: float) -> float:

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from typing import final
 
 from router.policy.interface import Ask, Candidate, Choice, Decision
-from router.policy.two_stage import TwoStage, prefill_alone_s, queued_prefill_s, step_with
+from router.policy.two_stage import TwoStage, prefill_s, queued_prefill_s, step_with
 from router.view import WorkerView
 
 
 def ttft_s(ask: Ask, view: WorkerView, now_s: float) -> float:
-    return queued_prefill_s(view, now_s) + prefill_alone_s(ask, view)
+    return queued_prefill_s(view, now_s) + prefill_s(ask, view)
 
 
 def tbt_s(ask: Ask, view: WorkerView, now_s: float) -> float:

@@ -12,7 +12,7 @@ RULES: Final[dict[str, str]] = {
     "most-loaded": "the fullest feasible pair; off: the one with the soonest first token",
     "tandem": "TPOT counts what is on its way to a decode worker and will grow there; off: what it reports as running",
     "least-slack": "the least time to spare goes first; off: in order of arrival",
-    "ageing": "who waits past its promise for long goes first; off: least slack alone",
+    "ageing": "a share of the work is set aside for late requests in order of arrival; off: they wait for idleness",
     "fairness": "tenants share predicted GPU-seconds; off: no matter whose",
     "priority": "higher classes go first; off: all are one class",
     "refusal": "what surely misses its promise, while others wait, is refused at once; off: nothing is",
@@ -20,6 +20,18 @@ RULES: Final[dict[str, str]] = {
     "transfer-price": "the part of the transfer that the prefill does not hide counts; off: transfers cost nothing",
     "prefix-value": "a cached prefix is worth the seconds that it saves; off: caches are not looked at",
 }
+
+
+#: What holds under every other policy: published baselines are served in plain order of arrival, nobody refused.
+PLAIN: Final = frozenset({"priority", "deadline-drop"})
+#: The order of the queue is no policy's own; this one has it without tenants and refusals.
+LEAST_TTFT: Final = PLAIN | {"least-slack", "ageing"}
+
+
+def rules_on(policy: str, rules_off: Iterable[str]) -> frozenset[str]:
+    if policy == "goodput":
+        return frozenset(RULES) - frozenset(rules_off)
+    return LEAST_TTFT if policy == "least-ttft" else PLAIN
 
 
 def check_rules(names: Iterable[str]) -> None:

@@ -120,26 +120,21 @@ def step_with(ask: Ask, view: WorkerView) -> float:
     return view.cost.decode_s(rows + 1, context + ask.num_tokens)
 
 
-def prefill_alone_s(ask: Ask, view: WorkerView) -> float:
+def prefill_s(ask: Ask, view: WorkerView) -> float:
+    """Predicted seconds of this prompt there; on a decode worker, in the chunks that its residents leave room for."""
     cached = ask.cached_on(view)
-    return view.prefill_s(ask.num_tokens - cached, cached)
+    return view.reading_s(ask.num_tokens - cached, cached)
 
 
 def remote_candidate(ask: Ask, prefill: WorkerView, decode: WorkerView, now_s: float) -> Candidate:
     is_at_head = ask.bound_to == prefill.worker_id  # of the line
     queue_s = prefill.queue_s(now_s) if is_at_head else queued_prefill_s(prefill, now_s)
-    ttft_s = queue_s + prefill_alone_s(ask, prefill) + decode.grant_wait_s
+    ttft_s = queue_s + prefill_s(ask, prefill) + decode.grant_wait_s
     return _candidate(ask, prefill.worker_id, decode, ttft_s)
 
 
 def local_candidate(ask: Ask, view: WorkerView, now_s: float) -> Candidate:
-    """Chunks run in the residents' steps, so each also pays for their rows."""
-    rows, _, context, _ = view.beliefs()
-    uncached = ask.num_tokens - ask.cached_on(view)
-    chunks = -(-uncached // view.hello.max_batch_tokens)
-    _, per_row_s, per_context_token_s = view.cost.decode_coefficients
-    beside_s = chunks * (per_row_s * rows + per_context_token_s * context)
-    ttft_s = queued_prefill_s(view, now_s) + prefill_alone_s(ask, view) + beside_s + view.grant_wait_s
+    ttft_s = queued_prefill_s(view, now_s) + prefill_s(ask, view) + view.grant_wait_s
     return _candidate(ask, "", view, ttft_s)
 
 

@@ -127,10 +127,13 @@ def test_predictions_are_shown_for_the_cheapest_workers() -> None:
     assert first.slack == pytest.approx(min((2.0 - 0.280) / 2.0, (0.2 - 0.015) / 0.2))
 
 
-def test_a_local_prediction_pays_for_the_rows_beside_each_chunk() -> None:
-    # 200 tokens are two chunks of at most 128; two rows cost 2 ms beside each.
-    (candidate,) = stages()(ask(200), [], [busy(view("d1"), rows=2)], 0.0).candidates
-    assert candidate.ttft_s == pytest.approx(0.200 + 2 * 0.002)
+def test_a_local_prediction_has_the_prompt_read_beside_the_residents() -> None:
+    (idle,) = stages()(ask(200), [], [view("d1")], 0.0).candidates
+    assert idle.ttft_s == pytest.approx(0.200)
+    # Residents were promised 20 ms; in 18 of them a step reads 16 tokens beside two rows.
+    crowded = busy(view("d1"), rows=2, tpot_s=0.020)
+    (beside,) = stages()(ask(200), [], [crowded], 0.0).candidates
+    assert beside.ttft_s == pytest.approx(200 / 16 * 0.018)
 
 
 # -- round-robin, colocated, least-loaded ------------------------------------------------------------------------
@@ -184,6 +187,14 @@ def test_dynamo_counts_active_and_prompt_blocks_less_the_overlap() -> None:
 
 def test_dynamos_prefill_cost_is_never_negative() -> None:
     assert dynamo.prompt_cost(ask(16, cached_tokens={"p0": 4096}), view("p0"), 0.0) == 1.0, "a token is always computed"
+
+
+def test_dynamo_counts_what_other_routers_have_there_once() -> None:
+    one = prefilling(view("p0"), 64)
+    one.reported(LoadReported(worker_id="p0", steps=1, free_blocks=1024, pending_prefill_tokens=160), 0.0)
+    assert dynamo.prompt_cost(ask(16), one, 0.0) == 10 + 1, "64 of the 160 are ours"
+    prefilling(one, 32, "later")
+    assert dynamo.prompt_cost(ask(16), one, 0.0) == 12 + 1
 
 
 def test_dynamo_sends_a_request_to_its_prefix_until_the_queue_there_is_longer_than_the_overlap() -> None:

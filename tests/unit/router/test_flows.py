@@ -612,7 +612,7 @@ def test_a_worker_that_never_releases_does_not_fill_the_memory(given: Given) -> 
 def test_waiting_requests_go_by_priority_then_by_promised_time() -> None:
     from pdserve.core.types import Slo
 
-    given = Given(RouterSettings(policy="colocated", is_strict=True))
+    given = Given(RouterSettings(policy="least-ttft", is_strict=True))
     given.connect_decode("d0", inbox_depth=1)
     given.arrives("a")
     given.arrives("lazy", slo=Slo(ttft_s=9.0))

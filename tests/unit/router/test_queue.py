@@ -122,7 +122,7 @@ def test_who_has_been_begun_goes_before_who_has_not() -> None:
     given.arrives("new", slo=Slo(ttft_s=0.1))
     # d0 dies; d1 has its inbox full with x or y, so both of those that are left wait.
     given.lost("d0")
-    waiting = [key[-1] for key in given.state._ledger.queue]
+    waiting = list(given.state._ledger.queue)
     assert waiting[0] == "begun"
     assert set(waiting) >= {"begun", "new"}
 

@@ -1,0 +1,69 @@
+"""How a waiting request looks to a policy, and to the order of the queue. Pure."""
+
+from __future__ import annotations
+
+from router.fleet import Fleet
+from router.lengths import OutputLengths
+from router.policy.interface import Ask
+from router.policy.outlook import outlook
+from router.queue import Entry
+from router.request import Request
+from router.view import WorkerView
+
+
+def ask_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float) -> Ask:
+    facts, views, present = request.facts, fleet.views, fleet.key
+    num_answered = len(request.output)
+    return Ask(
+        request_id=request.request_id,
+        num_tokens=request.num_tokens,
+        max_new_tokens=facts.sampling.max_tokens - num_answered,
+        expected_tokens=lengths.expected(facts.sampling.max_tokens, num_answered),
+        slo=facts.slo,
+        waited_s=now_s - request.arrived_s,
+        is_resumed=num_answered > 0,
+        deadline_left_s=request.deadline_left_s(now_s),
+        priority=facts.priority,
+        tenant=facts.tenant,
+        bound_to=request.bound_to,
+        cached_tokens={
+            worker_id: blocks * views[worker_id].hello.block_size
+            for worker_id, blocks in request.cached_blocks.items()
+            if worker_id in views
+        },
+        avoid_workers=frozenset(key[0] for key in request.avoid_workers if present(key[0]) == key),
+        avoid_pairs=frozenset(
+            (prefill[0], decode[0])
+            for prefill, decode in request.avoid_pairs
+            if present(prefill[0]) == prefill and present(decode[0]) == decode
+        ),
+    )
+
+
+def large_enough(request: Request, views: list[WorkerView], tokens: int) -> list[WorkerView]:
+    if request.too_large_for:
+        views = [view for view in views if (view.worker_id, view.incarnation) not in request.too_large_for]
+    return [view for view in views if tokens <= view.most_tokens]
+
+
+def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: frozenset[str], now_s: float) -> Entry:
+    """Its place in the queue, and `request.outlook`, by the workers that there are now."""
+    facts = request.facts
+    is_begun = bool(request.output)
+    level = (0 if is_begun else 1, -facts.priority if "priority" in rules else 0)
+    tenant = facts.tenant if "fairness" in rules else ""
+    prefills, decodes = fleet.usable(now_s)
+    request.outlook = outlook(ask_of(request, fleet, lengths, now_s), prefills, decodes, now_s) if decodes else None
+    prefill_s = request.outlook.ttft_s if request.outlook is not None else 0.0
+    if is_begun or "least-slack" not in rules:
+        return Entry(request.serial, request.serial, request.request_id, level, tenant, prefill_s)
+    start_by_s = request.arrived_s + facts.slo.ttft_s - prefill_s
+    return Entry(
+        key=start_by_s,
+        serial=request.serial,
+        request_id=request.request_id,
+        level=level,
+        tenant=tenant,
+        prefill_s=prefill_s,
+        late_at_s=start_by_s,
+    )

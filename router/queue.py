@@ -1,0 +1,233 @@
+"""The order in which requests wait. Pure.
+
+    1. level     requests whose client already has tokens; then priority classes, the highest first
+    2. on time   who can still keep its promise, before those who no longer can: otherwise one late request makes
+                 the next one late, and so on (under overload, order by deadline alone serves everybody late)
+    3. tenant    one that is ahead of the least served one that waits yields (shares.py)
+    4. key       the least one: the latest time to start and keep the promise, or the order of arrival
+
+Ageing: while somebody is late, LATE_SHARE of the work that is taken is set aside for the late request that came
+first, whatever its level and tenant. When as much is set aside as it needs, it is its turn.
+
+Bound on waiting. A request that waits becomes late at `late_at_s`, which no other can put off. Let W be the prefill
+seconds of it and of all that came before it and still wait then. It is first in the order at the latest when others
+with W / LATE_SHARE prefill seconds were taken since: each of their seconds sets LATE_SHARE aside, and only those who
+came before it use that up, each at most its own part of W. So no stream of tighter requests, of higher classes or of
+less served tenants keeps it waiting for ever.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator
+from typing import Final, NamedTuple, final
+
+from router.shares import Shares
+
+LATE_SHARE: Final = 0.05
+NEVER_S: Final = float("inf")
+ROUNDING_S: Final = 1e-9
+
+Level = tuple[int, int]  # (0 if its client already has tokens, else 1; less its priority)
+
+
+class Entry(NamedTuple):
+    """A request that waits, as far as the order is concerned. Sorts by key, then by order of arrival."""
+
+    key: float
+    serial: int
+    request_id: str
+    level: Level
+    tenant: str = ""
+    prefill_s: float = 0.0  # predicted, at best
+    late_at_s: float = NEVER_S  # placed later than this, it misses its promised TTFT
+
+
+class _Group:
+    """The entries of one level."""
+
+    __slots__ = ("late", "on_time")
+
+    def __init__(self) -> None:
+        self.on_time: dict[str, list[Entry]] = {}  # tenant -> sorted; no list is empty
+        self.late: list[Entry] = []  # in order of arrival
+
+
+@final
+class Queue:
+    def __init__(self, *, is_ageing: bool = True) -> None:
+        self._is_ageing = is_ageing
+        self._entries: dict[str, Entry] = {}
+        self._late: set[str] = set()
+        self._groups: dict[Level, _Group] = {}
+        self._levels: list[Level] = []  # sorted
+        self._due: list[tuple[float, int, str]] = []  # heap of late_at_s; may hold some that left
+        self._set_aside_s = 0.0  # prefill seconds that late requests may have before others
+        self.shares = Shares()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        """In the order of levels and keys, tenants aside."""
+        return (entry.request_id for level in self._levels for entry in self.at_level(level))
+
+    @property
+    def num_on_time(self) -> int:
+        return len(self._entries) - len(self._late)
+
+    @property
+    def levels(self) -> list[Level]:
+        return self._levels
+
+    def entry(self, request_id: str) -> Entry:
+        return self._entries[request_id]
+
+    def is_late(self, request_id: str) -> bool:
+        return request_id in self._late
+
+    def at_level(self, level: Level) -> list[Entry]:
+        """In order, tenants aside."""
+        group = self._groups[level]
+        return [*self.on_time(level), *group.late]
+
+    def on_time(self, level: Level) -> list[Entry]:
+        """In order, tenants aside."""
+        lists = list(self._groups[level].on_time.values()) if level in self._groups else []
+        return lists[0] if len(lists) == 1 else sorted(entry for one in lists for entry in one)
+
+    # -- coming and going ----------------------------------------------------------------------------------------
+
+    def add(self, entry: Entry) -> None:
+        assert entry.request_id not in self._entries, entry.request_id
+        self._entries[entry.request_id] = entry
+        group = self._groups.get(entry.level)
+        if group is None:
+            group = self._groups[entry.level] = _Group()
+            insort(self._levels, entry.level)
+        insort(group.on_time.setdefault(entry.tenant, []), entry)
+        if entry.late_at_s < NEVER_S:
+            if len(self._due) > 2 * len(self._entries) + 64:
+                held = self._entries
+                self._due = [one for one in self._due if one[2] in held and held[one[2]].serial == one[1]]
+                heapq.heapify(self._due)
+            heapq.heappush(self._due, (entry.late_at_s, entry.serial, entry.request_id))
+        self.shares.joins(entry.tenant)
+
+    def remove(self, request_id: str) -> bool:
+        """False: it is not here."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return False
+        group = self._groups[entry.level]
+        if request_id in self._late:
+            self._late.discard(request_id)
+            del group.late[bisect_left(group.late, entry.serial, key=_serial)]
+        else:
+            self._leave_on_time(group, entry)
+        if not group.on_time and not group.late:
+            del self._groups[entry.level]
+            self._levels.remove(entry.level)
+        if not self._late:
+            self._set_aside_s = 0.0
+        self.shares.leaves(entry.tenant)
+        return True
+
+    def take(self, request_id: str) -> None:
+        """Removes it since it was placed: those who were passed over come nearer to their turn."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return
+        if self._late:
+            if self._oldest_late() is entry:
+                self._set_aside_s = max(self._set_aside_s - entry.prefill_s, 0.0)
+            else:
+                self._set_aside_s += LATE_SHARE * entry.prefill_s
+        self.remove(request_id)
+
+    def turn_late(self, request_id: str) -> None:
+        """It will not keep its promise: those who can go first."""
+        if request_id in self._late:
+            return
+        entry = self._entries[request_id]
+        group = self._groups[entry.level]
+        self._leave_on_time(group, entry)
+        insort(group.late, entry, key=_serial)
+        self._late.add(request_id)
+
+    def late_since(self, now_s: float) -> list[str]:
+        """Turns those late whose time to start has passed, and says who they are."""
+        turned = []
+        while self._due and self._due[0][0] <= now_s:
+            _, serial, request_id = heapq.heappop(self._due)
+            entry = self._entries.get(request_id)
+            if entry is not None and entry.serial == serial and entry.late_at_s <= now_s:
+                if request_id not in self._late:
+                    turned.append(request_id)
+                self.turn_late(request_id)
+        return turned
+
+    # -- whose turn it is ----------------------------------------------------------------------------------------
+
+    def first(self, passed: Collection[str] = ()) -> str | None:
+        """Who goes first of those that were not passed over already."""
+        if self._late and self._is_ageing and self._set_aside_s > 0.0:
+            oldest = self._oldest_late()
+            if oldest.prefill_s <= self._set_aside_s + ROUNDING_S and oldest.request_id not in passed:
+                return oldest.request_id
+        for level in self._levels:
+            group = self._groups[level]
+            heads = [head for head in (_head(one, passed) for one in group.on_time.values()) if head is not None]
+            if len(heads) > 1:
+                in_turn = set(self.shares.in_turn(head.tenant for head in heads))
+                heads = [head for head in heads if head.tenant in in_turn]
+            if heads:
+                return min(heads).request_id
+            late = _head(group.late, passed)
+            if late is not None:
+                return late.request_id
+        return None
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _oldest_late(self) -> Entry:
+        return min((group.late[0] for group in self._groups.values() if group.late), key=_serial)
+
+    @staticmethod
+    def _leave_on_time(group: _Group, entry: Entry) -> None:
+        entries = group.on_time[entry.tenant]
+        del entries[bisect_left(entries, entry)]
+        if not entries:
+            del group.on_time[entry.tenant]
+
+    def check(self) -> None:
+        assert self._levels == sorted(self._groups), "levels are not in order"
+        seen = []
+        for level, group in self._groups.items():
+            assert all(group.on_time.values()), "an empty list is kept"
+            for tenant, entries in group.on_time.items():
+                assert entries == sorted(entries), "the queue is not in order"
+                assert all((one.level, one.tenant) == (level, tenant) for one in entries), "misplaced"
+                seen += [one.request_id for one in entries]
+            assert group.late == sorted(group.late, key=_serial), "the late ones are not in order of arrival"
+            assert {one.request_id for one in group.late} <= self._late, "not known to be late"
+            seen += [one.request_id for one in group.late]
+        assert sorted(seen) == sorted(self._entries), "a request is lost, or queued twice"
+        assert self._late <= self._entries.keys(), "somebody who left is late"
+        assert self._late or not self._set_aside_s, "time is set aside for nobody"
+        self.shares.check()
+
+
+def _serial(entry: Entry) -> int:
+    return entry.serial
+
+
+def _head(entries: list[Entry], passed: Collection[str]) -> Entry | None:
+    for entry in entries:
+        if entry.request_id not in passed:
+            return entry
+    return None

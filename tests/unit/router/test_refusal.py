@@ -1,0 +1,189 @@
+"""Who is refused, when, and who is not: scenes in a cluster whose time is exactly as predicted (clocked.py)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pdserve.core.types import Slo
+from router.commands import FailKind, FailRequest, FinishRequest, Outcome
+from router.events import RequestArrived
+from router.settings import RouterSettings
+from tests.unit.router.clocked import Clocked
+from tests.unit.router.world import arrival
+
+#: Everything remote: the clocked cluster's decode workers are free of charge.
+REMOTE = ("path-choice",)
+SECOND = Slo(ttft_s=1.0, tpot_s=0.1)
+
+
+def cluster(*off: str, **facts: int | bool) -> Clocked:
+    settings = RouterSettings(policy="goodput", rules_off=(*REMOTE, *off), is_strict=True)
+    return Clocked(settings, **facts)  # type: ignore[arg-type]
+
+
+def short(name: str, prompt: int = 100, slo: Slo = SECOND, **facts: object) -> RequestArrived:
+    return arrival(name, prompt=prompt, max_tokens=1, slo=slo, **facts)
+
+
+def outcomes(world: Clocked) -> dict[str, str]:
+    return {name: "none" if one.word is None else one.word.outcome.value for name, one in world.told.items()}
+
+
+def refused(world: Clocked) -> list[str]:
+    return [name for name, outcome in outcomes(world).items() if outcome == "refused"]
+
+
+def test_on_an_idle_cluster_a_hopeless_request_is_served_late() -> None:
+    world = cluster()
+    world.run([(0.0, short("a", 3000))], 60.0)
+    assert outcomes(world) == {"a": "late"}
+
+
+def test_hopeless_requests_that_only_meet_each_other_are_all_served_late() -> None:
+    world = cluster()
+    world.run([(0.1 * index, short(f"a{index}", 2000)) for index in range(5)], 60.0)
+    assert set(outcomes(world).values()) == {"late"}
+
+
+def test_a_newcomer_that_would_surely_be_late_behind_the_queue_is_refused_at_once() -> None:
+    world = cluster()
+    world.run([(0.01 * index, short(f"a{index}", 200)) for index in range(12)], 60.0)
+    gone = refused(world)
+    assert gone
+    assert "a0" not in gone
+    # Behind the queue, the first to be late is so by less than the model's band: it may hope, till its time has passed.
+    assert all(world.told[name].ended_s == world.told[name].arrived_s for name in gone[1:])
+    assert set(outcomes(world).values()) == {"served", "refused"}
+
+
+def test_a_refusal_says_when_there_will_be_room() -> None:
+    world = cluster()
+    world.run([(0.001 * index, short(f"a{index}", 200)) for index in range(12)], 60.0)
+    word = world.told["a11"].word
+    assert isinstance(word, FailRequest)
+    assert word.kind is FailKind.OVERLOADED
+    # 12 times 0.2 s are to be done; a11 needs a second of them gone.
+    assert word.retry_after_s is not None
+    assert 0.05 <= word.retry_after_s <= 1.5
+    again = cluster()
+    first = [(0.001 * index, short(f"a{index}", 200)) for index in range(12)]
+    again.run([*first, (0.011 + word.retry_after_s, short("again", 200))], 60.0)
+    assert outcomes(again)["again"] == "served"
+
+
+def test_a_newcomer_that_would_make_an_admitted_one_late_is_refused() -> None:
+    world = cluster()
+    before = [(0.0, short("runs", 500)), (0.01, short("waits", 300, Slo(ttft_s=1.0, tpot_s=0.1)))]
+    tight = (0.02, short("tight", 350, Slo(ttft_s=0.9, tpot_s=0.1)))
+    world.run([*before, tight], 60.0)
+    assert outcomes(world) == {"runs": "served", "waits": "served", "tight": "refused"}
+
+
+def test_a_newcomer_with_time_to_spare_goes_behind_and_is_admitted() -> None:
+    world = cluster()
+    before = [(0.0, short("runs", 500)), (0.01, short("waits", 300))]
+    world.run([*before, (0.02, short("patient", 350, Slo(ttft_s=3.0, tpot_s=0.1)))], 60.0)
+    assert set(outcomes(world).values()) == {"served"}
+
+
+def test_nobody_is_refused_by_a_model_that_has_seen_nothing() -> None:
+    world = cluster(trust=False)
+    world.run([(0.001 * index, short(f"a{index}", 200)) for index in range(12)], 60.0)
+    assert refused(world) == []
+
+
+def test_nobody_is_refused_when_the_rule_is_off() -> None:
+    world = cluster("refusal")
+    world.run([(0.001 * index, short(f"a{index}", 200)) for index in range(30)], 60.0)
+    assert refused(world) == []
+    assert all(isinstance(one.word, FinishRequest) for one in world.told.values())
+
+
+def test_a_light_tenant_is_admitted_beside_a_heavy_one() -> None:
+    heavy = [(0.02 * index, short(f"h{index}", 200, tenant="heavy")) for index in range(200)]
+    light = [(1.0 + 0.5 * index, short(f"l{index}", 100, tenant="light")) for index in range(6)]
+    fair, unfair = cluster(), cluster("fairness")
+    fair.run([*heavy, *light], 60.0)
+    unfair.run([*heavy, *light], 60.0)
+    names = [request.request_id for _, request in light]
+    assert [outcomes(fair)[name] for name in names] == ["served"] * 6
+    assert [outcomes(unfair)[name] for name in names].count("refused") > 2
+
+
+def test_a_higher_class_is_served_under_overload() -> None:
+    low = [(0.02 * index, short(f"h{index}", 200)) for index in range(200)]
+    high = [(1.0 + 0.5 * index, short(f"v{index}", 100, priority=1)) for index in range(6)]
+    world = cluster()
+    world.run([*low, *high], 60.0)
+    assert [outcomes(world)[request.request_id] for _, request in high] == ["served"] * 6
+
+
+def test_a_request_past_its_deadline_is_dropped_before_prefill_and_computed_in_vain_without_the_rule() -> None:
+    arrivals = [(0.0, short("a", 500)), (0.0, short("b", 400, Slo(ttft_s=9.0), deadline_s=0.3))]
+    world, off = cluster(), cluster("deadline-drop")
+    world.run(arrivals, 60.0)
+    assert (outcomes(world)["b"], world.placed) == ("expired", ["a"])
+    off.run(arrivals, 60.0)
+    assert off.placed == ["a", "b"]
+
+
+def test_a_deadline_that_passes_in_the_prefill_ends_it_before_the_hand_off() -> None:
+    world = cluster()
+    world.run([(0.0, arrival("a", prompt=500, max_tokens=20, deadline_s=0.4))], 60.0)
+    told = world.told["a"]
+    assert (outcomes(world)["a"], told.tokens) == ("expired", 0)
+    assert told.ended_s == pytest.approx(0.4)
+
+
+def poisson(rate: float, requests: int, seed: int = 1) -> list[tuple[float, RequestArrived]]:
+    rng, at_s, arrivals = random.Random(seed), 0.0, []
+    for index in range(requests):
+        at_s += rng.expovariate(rate)
+        prompt = int(min(rng.lognormvariate(4.6, 0.7), 900))
+        arrivals.append((at_s, short(f"r{index}", prompt)))
+    return arrivals
+
+
+def goodput(world: Clocked, arrivals: list[tuple[float, RequestArrived]]) -> float:
+    served = sum(1 for outcome in outcomes(world).values() if outcome == Outcome.SERVED.value)
+    return served / (arrivals[-1][0] - arrivals[0][0])
+
+
+def test_three_times_too_much_keeps_the_goodput_of_the_peak() -> None:
+    rates = {}
+    for rate in (22.0, 28.0, 72.0):  # capacity: 4 workers / 0.127 s
+        world, arrivals = cluster(prefills=4), poisson(rate, 500)
+        world.run(arrivals, 200.0)
+        rates[rate] = goodput(world, arrivals)
+        in_time = [world.told[name].ended_s == world.told[name].arrived_s for name in refused(world)]
+        assert sum(in_time) >= 0.9 * len(in_time), "refusals come at arrival"
+    assert rates[72.0] >= 0.9 * max(rates.values()), rates
+
+
+def test_equal_arrivals_give_equal_commands() -> None:
+    first, second = cluster(prefills=3, routers=2), cluster(prefills=3, routers=2)
+    for world in (first, second):
+        world.run(poisson(40.0, 150), 60.0)
+    assert first.commands == second.commands
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_four_routers_over_the_same_workers_never_admit_more_than_there_is(seed: int) -> None:
+    rng = random.Random(seed)
+    arrivals = []
+    at_s = 0.0
+    for index in range(120):
+        at_s += rng.expovariate(60.0)
+        request = arrival(f"r{index}", prompt=rng.choice([50, 100, 300]), max_tokens=rng.choice([1, 16, 64]))
+        arrivals.append((at_s, request))
+    world = cluster("refusal", prefills=3, decodes=2, routers=4, num_blocks=60)
+    world.run(arrivals, 300.0)
+    assert all(machine.most_held <= machine.num_blocks for machine in world.machines.values())
+    assert max(machine.most_held for machine in world.machines.values()) > 40, "capacity was never contended for"
+    for name, told in world.told.items():
+        assert isinstance(told.word, FinishRequest), (name, told)
+        assert told.tokens == world.asked[name].sampling.max_tokens
+    for router in world.routers:
+        router.check()
