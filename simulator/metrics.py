@@ -17,6 +17,7 @@ from pdserve.core.types import Role
 from simulator.model import RequestRow, SimResult, WorkerRow
 
 SHARES: Final = (0.5, 0.9, 0.95, 0.99)
+LATE_TOKENS: Final = "late tokens"  # the first token was in time, the mean time per token was not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,7 @@ def miss(row: RequestRow) -> str:
     if row.outcome != "late":
         return row.outcome
     if is_in_time_ttft(row):
-        return "late tokens"
+        return LATE_TOKENS
     return "late first token" if is_in_time_tpot(row) else "both late"
 
 

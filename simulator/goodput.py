@@ -1,0 +1,227 @@
+"""Goodput: the highest rate at which enough requests keep both promises. Pure: the caller brings what runs a rate.
+
+Open loop: a run replays the same requests with their arrivals closer together or further apart (`scale` times the
+trace's own rate). A request counts only if it was served whole and kept its TTFT and its TPOT; refused, failed,
+expired and cancelled ones are misses.
+
+Attainment is noisy and, near the edge, not monotone in the rate. The search keeps one invariant: every probed rate up
+to `scale` met the target, and the next probed one, at most `tolerance` above, missed it. So the answer is a rate
+that was seen to hold, on the careful side of the edge; with several seeds the rows of all runs are pooled before the
+target is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from pdserve.core.errors import ConfigError
+from simulator.metrics import LATE_TOKENS, miss, nearest_rank
+from simulator.model import RequestRow, SimConfig, Simulate, Trace, TraceRequest
+from simulator.reshape import Reshaped, Step, rate_scaled
+
+TARGET: Final = 0.9  # share of all requests that must keep both promises
+TOLERANCE: Final = 0.03  # relative, between the rate that holds and the one that does not
+TRICKLE: Final = 64.0  # a rate so many times below the first guess that fails as well: not attainable
+STEP: Final = 1.3  # between two rates while the edge is not yet bracketed; grows with each
+
+
+@dataclass(slots=True, kw_only=True)
+class Probe:
+    """What the runs at one rate showed. `num_rows` counts every request of them, ended or not."""
+
+    scale: float
+    rate_rps: float
+    num_rows: int
+    target: float = TARGET
+    num_met: int = 0
+    misses: Counter[str] = field(default_factory=Counter)  # by simulator.metrics.miss
+    is_whole: bool = True  # False: stopped as soon as the target was out of reach; the other figures are partial
+    ttfts_s: list[float] = field(default_factory=list)  # of those that had a first token
+    tpots_s: list[float] = field(default_factory=list)  # of those that had a second
+
+    def count(self, row: RequestRow) -> bool:
+        """False once the target cannot be reached, whatever the rest does."""
+        if row.ttft_s is not None:
+            self.ttfts_s.append(row.ttft_s)
+        if row.tpot_s is not None and row.tokens > 1:
+            self.tpots_s.append(row.tpot_s)
+        if reason := miss(row):
+            self.misses[reason] += 1
+        else:
+            self.num_met += 1
+        return self.can_hold
+
+    @property
+    def num_missed(self) -> int:
+        return self.misses.total()
+
+    @property
+    def can_hold(self) -> bool:
+        """The target can still be reached, or has been. Compared in rows, where no rounding can tip it."""
+        return self.num_rows - self.num_missed >= math.ceil(self.target * self.num_rows - 1e-9)
+
+    @property
+    def has_held(self) -> bool:
+        return self.is_whole and self.can_hold
+
+    @property
+    def attainment(self) -> float:
+        """Of a run that was stopped: what it could have reached at best."""
+        return (self.num_rows - self.num_missed) / self.num_rows
+
+    @property
+    def limit(self) -> str:
+        """Which promise most misses broke: "ttft", "tpot", or "" where nothing was missed.
+
+        Who was refused or never served whole waited in vain for a first token, and counts for TTFT.
+        """
+        tpot = self.misses[LATE_TOKENS]
+        return "" if not self.num_missed else "tpot" if tpot > self.num_missed - tpot else "ttft"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """So many requests of a trace, held in memory: a search runs them many times."""
+
+    name: str
+    block_tokens: int
+    requests: tuple[TraceRequest, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where they have no duration."""
+        span_s = self.requests[-1].arrival_s - self.requests[0].arrival_s if self.requests else 0.0
+        if not span_s > 0.0:
+            expected = "arrivals that take some time"
+            raise ConfigError("trace", f"{len(self.requests)} requests within {span_s:g} s", expected)
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return iter(self.requests)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def rate_rps(self) -> float:
+        return len(self.requests) / (self.requests[-1].arrival_s - self.requests[0].arrival_s)
+
+
+def cut(trace: Trace, *steps: Step) -> Window:
+    """`trace` as the steps leave it; one of them should bound its length."""
+    reshaped = Reshaped(trace, *steps)
+    return Window(name=reshaped.name, block_tokens=reshaped.block_tokens, requests=tuple(reshaped))
+
+
+class Run(Protocol):
+    """A run at `scale`; `to_end`: also where the target is out of reach, for the figures of everybody."""
+
+    def __call__(self, scale: float, to_end: bool = False) -> Probe: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """`scale` and `rate_rps` are 0 where no rate held."""
+
+    scale: float
+    rate_rps: float
+    held: Probe | None  # at the goodput
+    missed: Probe | None  # at the lowest rate above it that was tried
+    probes: tuple[Probe, ...]  # in the order they ran
+    is_bound: bool = False  # not searched further: it is no better than the rate of `missed`
+
+    @property
+    def limit(self) -> str:
+        return self.missed.limit if self.missed is not None else ""
+
+    @property
+    def verdict(self) -> str:
+        """One line for people."""
+        if self.held is not None:
+            if self.missed is None:
+                return f"at least {self.rate_rps:.4g} requests/s: so few requests never overload this cluster"
+            return f"{self.rate_rps:.4g} requests/s"
+        assert self.missed is not None
+        if self.is_bound:
+            return f"below {self.missed.rate_rps:.4g} requests/s"
+        one = self.missed
+        times = ", ".join(
+            f"p{100 * one.target:.0f} {name} alone is {nearest_rank(sorted(values), one.target):.3g} s"
+            for name, values in (("TTFT", one.ttfts_s), ("TPOT", one.tpots_s))
+            if values
+        )
+        held = f"{one.attainment:.0%} keep both promises at {one.rate_rps:.3g} requests/s"
+        return f"not attainable: {held}" + (f"; {times}" if times else "; nobody had an answer")
+
+
+def find_goodput(run: Run, first: float, *, tolerance: float = TOLERANCE, floor: float = 0.0) -> Goodput:
+    """Searches from the scale `first` on. Nothing at or below the scale `floor` is of interest: where the rate just
+    above it misses, the search ends with `is_bound`.
+
+    Raises ConfigError on a `first` or `tolerance` that is not above 0.
+    """
+    for name, value in (("first", first), ("tolerance", tolerance)):
+        if not 0.0 < value < math.inf:
+            raise ConfigError(name, value, "a finite number above 0")
+    probes: list[Probe] = []
+
+    def probe(scale: float) -> Probe:
+        probes.append(run(scale, scale <= lowest))
+        return probes[-1]
+
+    def answer(held: Probe | None, missed: Probe | None, is_bound: bool = False) -> Goodput:
+        scale, rate_rps = (held.scale, held.rate_rps) if held is not None else (0.0, 0.0)
+        return Goodput(
+            scale=scale, rate_rps=rate_rps, held=held, missed=missed, probes=tuple(probes), is_bound=is_bound
+        )
+
+    begin = floor * (1.0 + tolerance) if floor > 0.0 else first
+    lowest, highest = begin / TRICKLE, begin * TRICKLE
+    here = probe(begin)
+    if floor > 0.0 and not here.has_held:
+        return answer(None, here, is_bound=True)
+    held, missed, step = (here, None, STEP) if here.has_held else (None, here, STEP)
+    while missed is None:
+        assert held is not None
+        if held.scale >= highest:
+            return answer(held, None)
+        here = probe(min(held.scale * step, highest))
+        held, missed, step = (here, None, min(step * STEP, 2.0)) if here.has_held else (held, here, step)
+    while held is None:
+        if missed.scale <= lowest:
+            return answer(None, missed)
+        here = probe(max(missed.scale / step, lowest))
+        held, missed, step = (here, missed, step) if here.has_held else (None, here, min(step * STEP, 4.0))
+    while missed.scale > held.scale * (1.0 + tolerance):
+        here = probe(math.sqrt(held.scale * missed.scale))
+        held, missed = (here, missed) if here.has_held else (held, here)
+    return answer(held, missed)
+
+
+def runner(windows: Sequence[Window], config: SimConfig, simulate: Simulate, *, target: float = TARGET) -> Run:
+    """Runs every window (one per seed) at a scale, each with a seed of its own, and pools their rows.
+
+    A run ends early only when no outcome of what is left could reach the target any more.
+    """
+    if not windows:
+        raise ConfigError("windows", 0, "at least one")
+    mean_rps = sum(window.rate_rps for window in windows) / len(windows)
+
+    def run(scale: float, to_end: bool = False) -> Probe:
+        probe = Probe(
+            scale=scale, rate_rps=mean_rps * scale, num_rows=sum(len(window) for window in windows), target=target
+        )
+        for number, window in enumerate(windows):
+            seeded = dataclasses.replace(config, seed=config.seed + number)
+            result = simulate(Reshaped(window, rate_scaled(scale)), seeded, lambda row: probe.count(row) or to_end)
+            if not probe.can_hold and not to_end:
+                probe.is_whole = False
+                break
+            # Who never ended is in no row that was counted.
+            probe.misses["unfinished"] += sum(row.outcome == "unfinished" for row in result.requests)
+        return probe
+
+    return run

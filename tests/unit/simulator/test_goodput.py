@@ -1,0 +1,188 @@
+"""The search for the highest rate, on functions whose answer is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.latency import CostPrior
+from pdserve.core.types import Role, Slo
+from simulator.goodput import Probe, Window, cut, find_goodput, runner
+from simulator.model import RequestRow, SimConfig, SimResult, TraceRequest, WorkerShape
+from simulator.reshape import first
+
+SLO = Slo(ttft_s=1.0, tpot_s=0.1)
+CONFIG = SimConfig(workers=(WorkerShape(worker_id="d0", role=Role.DECODE, cost=CostPrior()),), slo=SLO)
+WINDOW = Window(
+    name="even",
+    block_tokens=0,
+    requests=tuple(TraceRequest(arrival_s=float(i), prompt_tokens=10, output_tokens=2) for i in range(100)),
+)
+
+
+def at(scale: float, met: int, of: int = 100) -> Probe:
+    probe = Probe(scale=scale, rate_rps=10.0 * scale, num_rows=of, num_met=met)
+    probe.misses["late first token"] = of - met
+    return probe
+
+
+def edge(attainment: Callable[[float], float]) -> tuple[Callable[[float, bool], Probe], list[float]]:
+    asked: list[float] = []
+
+    def run(scale: float, to_end: bool = False) -> Probe:
+        asked.append(scale)
+        return at(scale, round(100 * attainment(scale)))
+
+    return run, asked
+
+
+@pytest.mark.parametrize("begin", [0.1, 1.0, 3.9, 4.1, 40.0])
+def test_the_edge_is_found_within_the_tolerance_from_wherever_the_search_begins(begin: float) -> None:
+    run, asked = edge(lambda scale: 1.0 if scale <= 4.0 else 0.5)
+    found = find_goodput(run, begin, tolerance=0.02)
+    assert 4.0 / 1.02 <= found.scale <= 4.0
+    assert found.rate_rps == pytest.approx(10.0 * found.scale)
+    assert found.missed is not None
+    assert 4.0 < found.missed.scale <= found.scale * 1.02
+    assert found.limit == "ttft"
+    assert len(asked) <= 16
+    assert [one.scale for one in found.probes] == asked
+
+
+def test_where_attainment_is_noisy_every_probed_rate_up_to_the_answer_has_held() -> None:
+    # Falls below the target at 3, comes back from 3.5 to 5: a lucky rate above the edge is not the goodput.
+    run, _ = edge(lambda scale: 1.0 if scale < 3.0 or 3.5 < scale < 5.0 else 0.8)
+    found = find_goodput(run, 3.2, tolerance=0.02)
+    assert 3.0 / 1.02 <= found.scale < 3.0
+    assert all(one.has_held for one in found.probes if one.scale <= found.scale)
+
+
+def test_a_promise_that_nobody_keeps_at_a_trickle_is_reported_as_that() -> None:
+    def run(scale: float, to_end: bool = False) -> Probe:
+        probe = at(scale, 40)
+        probe.is_whole = to_end
+        probe.ttfts_s = [0.1 * i for i in range(1, 101)] if to_end else [0.1]
+        return probe
+
+    found = find_goodput(run, 1.0)
+    assert found.rate_rps == 0.0
+    assert found.held is None
+    assert found.verdict == "not attainable: 40% keep both promises at 0.156 requests/s; p90 TTFT alone is 9 s"
+
+
+def test_requests_that_never_overload_the_cluster_have_no_edge() -> None:
+    run, _ = edge(lambda scale: 1.0)
+    found = find_goodput(run, 1.0)
+    assert found.scale == 64.0
+    assert found.missed is None
+    assert found.verdict.startswith("at least 640 requests/s")
+
+
+def test_what_does_not_beat_the_floor_costs_one_run() -> None:
+    run, asked = edge(lambda scale: 1.0 if scale <= 4.0 else 0.5)
+    found = find_goodput(run, 1.0, floor=4.0)
+    assert found.is_bound
+    assert found.rate_rps == 0.0
+    assert len(asked) == 1
+    better = find_goodput(run, 1.0, floor=2.0)
+    assert 3.8 < better.scale <= 4.0
+
+
+@pytest.mark.parametrize(("field", "value"), [("first", 0.0), ("first", -1.0), ("tolerance", 0.0)])
+def test_a_search_without_a_direction_is_refused(field: str, value: float) -> None:
+    run, _ = edge(lambda scale: 1.0)
+    with pytest.raises(ConfigError, match=field):
+        find_goodput(run, **({"first": 1.0} | {field: value}))
+
+
+class Fake:
+    """A simulator in which every request whose number is in `late` waits too long."""
+
+    def __init__(self, late: set[int]) -> None:
+        self.late = late
+        self.ended = 0
+        self.seeds: list[int] = []
+
+    def __call__(
+        self,
+        trace: Iterable[TraceRequest],
+        config: SimConfig,
+        on_ended: Callable[[RequestRow], bool] | None = None,
+    ) -> SimResult:
+        self.seeds.append(config.seed)
+        rows = []
+        for number, one in enumerate(trace):
+            is_late = number in self.late
+            row = RequestRow(
+                number=number,
+                arrival_s=one.arrival_s,
+                prompt_tokens=1,
+                output_tokens=2,
+                slo=config.slo,
+                outcome="late" if is_late else "served",
+                ttft_s=2.0 if is_late else 0.5,
+                tpot_s=0.05,
+                tokens=2,
+            )
+            rows.append(row)
+            self.ended += 1
+            if on_ended is not None and not on_ended(row):
+                break
+        return SimResult(trace="", config=config, requests=rows, workers=[], samples=[], span_s=1.0)
+
+
+def test_exactly_nine_in_ten_hold_and_one_fewer_does_not() -> None:
+    assert runner([WINDOW], CONFIG, Fake(set(range(10))))(1.0).has_held
+    assert not runner([WINDOW], CONFIG, Fake(set(range(11))))(1.0).has_held
+
+
+def test_a_run_is_stopped_at_the_first_miss_that_makes_the_target_impossible_and_not_before() -> None:
+    hopeless = Fake(set(range(20, 40)))
+    probe = runner([WINDOW], CONFIG, hopeless)(1.0)
+    assert hopeless.ended == 31  # the eleventh miss is number 30
+    assert not probe.is_whole
+    assert probe.attainment == pytest.approx(0.89)
+    last_moment = Fake(set(range(90, 100)))
+    assert runner([WINDOW], CONFIG, last_moment)(1.0).has_held
+    assert last_moment.ended == 100
+
+
+def test_a_hopeless_run_goes_to_its_end_where_its_figures_are_wanted() -> None:
+    hopeless = Fake(set(range(50)))
+    probe = runner([WINDOW], CONFIG, hopeless)(1.0, True)
+    assert hopeless.ended == 100
+    assert probe.attainment == 0.5
+    assert len(probe.ttfts_s) == 100
+
+
+def test_the_rows_of_all_seeds_are_pooled() -> None:
+    # Alone a seed with 12 late of 100 fails; with one more of none they hold together.
+    calls = iter([set(range(12)), set()])
+
+    def simulate(
+        trace: Iterable[TraceRequest], config: SimConfig, on_ended: Callable[[RequestRow], bool] | None = None
+    ) -> SimResult:
+        return Fake(next(calls))(trace, config, on_ended)
+
+    probe = runner([WINDOW, WINDOW], CONFIG, simulate)(1.0)
+    assert probe.has_held
+    assert probe.attainment == pytest.approx(0.94)
+
+
+def test_arrivals_come_closer_and_each_seed_has_its_own() -> None:
+    fake = Fake(set())
+    probe = runner([WINDOW, WINDOW, WINDOW], CONFIG, fake)(2.0)
+    assert fake.seeds == [0, 1, 2]
+    assert probe.rate_rps == pytest.approx(2.0 * 100 / 99)
+
+
+def test_requests_that_all_come_at_once_have_no_rate() -> None:
+    with pytest.raises(ConfigError, match="1 requests within 0 s"):
+        cut(WINDOW, first(1))
+
+
+def test_a_window_is_what_the_steps_leave() -> None:
+    assert len(cut(WINDOW, first(7))) == 7
+    assert cut(WINDOW, first(7)).rate_rps == pytest.approx(7 / 6)
