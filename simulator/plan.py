@@ -1,0 +1,216 @@
+"""How to split a number of workers into prefill and decode ones: by simulation, not by averages. Pure.
+
+Every split runs the same requests, with their full distribution of lengths, and is judged by the rate at which they
+arrive (simulator.goodput). A decode worker may also read prompts itself, so those of the goodput policy are the mixed
+workers, and 0:K is the cluster that is not disaggregated at all.
+
+Two searches: `sweep` looks everywhere, coarse to fine, and gives a curve to look at; its rounds can run in parallel
+and the answer does not depend on how. `climb` only wants the best split, and asks each other one a single question:
+does it hold a rate above the best so far?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.profile import Profile
+from pdserve.core.types import Slo
+from router.settings import RouterSettings
+from simulator.cluster import MAX_WORKERS, make_workers
+from simulator.goodput import TOLERANCE, Goodput, Run, Window, find_goodput, runner
+from simulator.model import SimConfig, Simulate
+
+MARGIN: Final = 0.03  # what disaggregation must be worth before it is advised: it needs a network for KV
+ALWAYS_WHOLE: Final = ("colocated",)  # policies that have no use for a prefill worker
+SHARE_OF_CAPACITY: Final = 0.6  # of all workers' time, where the search for the highest rate begins
+CHUNK_TOKENS: Final = 2048
+MAX_ROWS: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is planned for. `windows`: the requests, once per seed."""
+
+    windows: tuple[Window, ...]
+    profile: Profile
+    num_workers: int
+    slo: Slo
+    router: RouterSettings = field(default_factory=lambda: RouterSettings(policy="goodput"))
+    link: str = ""  # of the profile's; "": its first
+    block_size: int = 64
+    seed: int = 0
+    tolerance: float = TOLERANCE
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_workers <= MAX_WORKERS:
+            raise ConfigError("workers", self.num_workers, f"1 to {MAX_WORKERS}")
+
+    @property
+    def splits(self) -> range:
+        """Numbers of prefill workers that can be meant."""
+        return range(1 if self.router.policy in ALWAYS_WHOLE else self.num_workers)
+
+    def resized(self, num_workers: int) -> Question:
+        return replace(self, num_workers=num_workers)
+
+    def config(self, num_prefill: int) -> SimConfig:
+        return SimConfig(
+            workers=make_workers(self.profile, num_prefill, self.num_workers - num_prefill, link=self.link),
+            slo=self.slo,
+            router=self.router,
+            block_size=self.block_size,
+            seed=self.seed,
+        )
+
+    def run(self, num_prefill: int, simulate: Simulate) -> Run:
+        return runner(self.windows, self.config(num_prefill), simulate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What one request takes of one worker in the mean, in seconds, were it never to wait: where a search begins."""
+
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def prefill_share(self) -> float:
+        return self.prefill_s / (self.prefill_s + self.decode_s)
+
+
+def demand(question: Question) -> Demand:
+    """Over the whole distribution; nothing is cached, and a decode step is shared by as many rows as fit."""
+    cost, num_requests, prefill_s, decode_s, context = question.profile.cost, 0, 0.0, 0.0, 0.0
+    for one in question.windows[0]:
+        tokens, rows_context = one.prompt_tokens, one.prompt_tokens + 0.5 * one.output_tokens
+        prefill_s += cost.prefill_base_s * -(-tokens // CHUNK_TOKENS)
+        prefill_s += tokens * (cost.prefill_per_token_s + cost.prefill_per_token_context_s * 0.5 * tokens)
+        decode_s += one.output_tokens * (cost.decode_per_row_s + cost.decode_per_context_token_s * rows_context)
+        context += rows_context
+        num_requests += 1
+    rows = min(MAX_ROWS, max(1.0, question.profile.kv_capacity_tokens * num_requests / context))
+    decode_s += sum(one.output_tokens for one in question.windows[0]) * cost.decode_base_s / rows
+    return Demand(prefill_s=prefill_s / num_requests, decode_s=decode_s / num_requests)
+
+
+def first_guess(question: Question) -> float:
+    """A scale near which the highest rate may lie."""
+    needed = demand(question)
+    capacity_rps = question.num_workers / (needed.prefill_s + needed.decode_s)
+    return SHARE_OF_CAPACITY * capacity_rps / question.windows[0].rate_rps
+
+
+def measure(
+    question: Question, num_prefill: int, simulate: Simulate, first: float = 0.0, floor: float = 0.0
+) -> Goodput:
+    """The goodput of one split, searched from the scale `first` on; beyond `floor` only."""
+    run = question.run(num_prefill, simulate)
+    return find_goodput(run, first or first_guess(question), tolerance=question.tolerance, floor=floor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    num_workers: int
+    curve: dict[int, Goodput]  # by number of prefill workers, those that were looked at
+
+    @property
+    def best(self) -> int:
+        """Prefill workers of the split with the highest goodput; of equal ones the fewest."""
+        return max(self.curve, key=lambda one: (self.curve[one].rate_rps, -one))
+
+    @property
+    def advice(self) -> int:
+        """`best`, or 0 where not disaggregating is within MARGIN of it."""
+        whole = self.curve.get(0)
+        is_close = whole is not None and whole.rate_rps * (1.0 + MARGIN) >= self.curve[self.best].rate_rps
+        return 0 if is_close else self.best
+
+    @property
+    def is_attainable(self) -> bool:
+        return self.curve[self.best].rate_rps > 0.0
+
+    def split(self, num_prefill: int) -> str:
+        return f"{num_prefill}:{self.num_workers - num_prefill}"
+
+
+Evaluate = Callable[[Sequence[int], float], Iterable[Goodput]]  # splits and the floor: the goodput of each, in order
+
+
+def sweep(num_workers: int, splits: range, evaluate: Evaluate) -> Plan:
+    """A quarter of all splits, then ever finer around the best. Who must beat the best so far, and does not at the
+    first try, has only a bound in the curve."""
+    curve: dict[int, Goodput] = {}
+    step = max(1, len(splits) // 4)
+    wanted = list(splits[::step])
+    floor = 0.0
+    while wanted:
+        curve.update(zip(wanted, evaluate(wanted, floor), strict=True))
+        plan = Plan(num_workers=num_workers, curve=curve)
+        best, floor = plan.best, curve[plan.best].scale
+        near = [one for one in (best - step, best + step) if one in splits and one not in curve]
+        while not near and step > 1:
+            step = step // 2
+            near = [one for one in (best - step, best + step) if one in splits and one not in curve]
+        wanted = near
+    return Plan(num_workers=num_workers, curve=curve)
+
+
+def climb(num_workers: int, splits: range, begin: int, evaluate: Evaluate) -> Plan:
+    """From `begin` towards more goodput, in steps that halve; 0:K is always asked too."""
+    best = min(max(begin, splits[0]), splits[-1])
+    [first] = evaluate([best], 0.0)
+    curve = {best: first}
+    step = max(1, len(splits) // 4)
+
+    def ask(one: int) -> bool:
+        if one not in splits or one in curve:
+            return False
+        [curve[one]] = evaluate([one], curve[best].scale)
+        return curve[one].rate_rps > curve[best].rate_rps
+
+    if ask(0):
+        best = 0
+    while step:
+        better = next((one for one in (best + step, best - step) if ask(one)), None)
+        if better is None:
+            step //= 2
+        else:
+            best = better
+    return Plan(num_workers=num_workers, curve=curve)
+
+
+def workers_for(
+    rate_rps: float, plan: Plan, holds: Callable[[int, int], bool], most: int = MAX_WORKERS
+) -> tuple[int, int] | None:
+    """The fewest workers, as (prefill, decode), that hold `rate_rps` by simulation; None: not even `most` do.
+
+    `holds(num_prefill, num_decode)` runs it. It begins where the plan's best split, stretched, would be enough, and
+    keeps its proportion, give or take one worker.
+    """
+    if not 0.0 < rate_rps < math.inf:
+        raise ConfigError("rate", rate_rps, "a finite number above 0")
+    if not plan.is_attainable:
+        return None
+    share = plan.advice / plan.num_workers
+    found: dict[int, tuple[int, int] | None] = {}
+
+    def split_of(count: int) -> tuple[int, int] | None:
+        if count not in found:
+            middle = round(share * count)
+            tries = [one for one in (middle, middle + 1, middle - 1) if 0 <= one < count] if share else [0]
+            found[count] = next(((one, count - one) for one in tries if holds(one, count - one)), None)
+        return found[count]
+
+    per_worker = plan.curve[plan.advice].rate_rps / plan.num_workers
+    count = min(max(1, math.ceil(rate_rps / per_worker)), most)
+    while split_of(count) is None:
+        if count >= most:
+            return None
+        count = min(count + max(1, count // 16), most)
+    while count > 1 and split_of(count - 1) is not None:
+        count -= 1
+    return split_of(count)
