@@ -78,7 +78,7 @@ class DecodeBatching:
         self._is_short = False  # memory ended in the last plan, so that nobody could start
         self._is_starved = False  # the oldest waiting one finds no memory
         self.num_preemptions = 0
-        self.num_changes = 0  # of who runs or waits: while it stands still, so does the membership of the steps
+        self.num_changes = 0  # while it stands still, so does the membership of the steps
         self.is_draining = False
 
     def __contains__(self, key: AttemptKey) -> bool:
@@ -90,6 +90,15 @@ class DecodeBatching:
     def stage(self, key: AttemptKey) -> Stage | None:
         resident = self._residents.get(key)
         return None if resident is None else resident.stage
+
+    def has_landed(self, key: AttemptKey) -> bool:
+        resident = self._residents.get(key)
+        return resident is not None and resident.has_landed
+
+    def num_held(self, key: AttemptKey) -> int:
+        """Blocks that the attempt holds, shared ones included."""
+        resident = self._residents.get(key)
+        return 0 if resident is None else len(resident.blocks)
 
     @property
     def has_work(self) -> bool:
@@ -482,7 +491,7 @@ class DecodeBatching:
         for group in (self._running, self._waiting):
             if resident in group:
                 group.remove(resident)
-                self.num_changes += 1
+        self.num_changes += 1  # what it held, another may take
         return [Released(key=resident.key)]
 
 

@@ -99,9 +99,9 @@ class SimConfig:
     seed: int = 0
     noise: float = 0.0  # relative standard deviation of a step's time
     message_s: float = 2e-4  # one way between router and worker
-    heartbeat_s: float = 0.1  # between a worker's reports
+    heartbeat_s: float = 0.25  # between a worker's reports
     index_delay_s: float = 0.01  # until the prefix index knows what a worker stored
-    report_s: float = 0.02  # a decode worker's tokens are told together, at most so long
+    report_s: float = 0.25  # a decode worker's tokens are told together, at most so long
     deadline_s: float | None = None
     disturbances: tuple[Disturbance, ...] = ()
 

@@ -1,0 +1,36 @@
+"""What happens next in simulated time. Pure: the only clock here is the one that this turns."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any, final
+
+
+@final
+class Agenda:
+    """Entries of one moment happen in the order in which they were made, so equal delays keep a stream's order."""
+
+    __slots__ = ("_entries", "_serial", "now_s")
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._entries: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._serial = 0
+
+    def at(self, time_s: float, action: Callable[..., None], *details: Any) -> None:
+        """A time that is past counts as now."""
+        self._serial += 1
+        heapq.heappush(self._entries, (max(time_s, self.now_s), self._serial, action, details))
+
+    def after(self, delay_s: float, action: Callable[..., None], *details: Any) -> None:
+        self._serial += 1
+        heapq.heappush(self._entries, (self.now_s + delay_s, self._serial, action, details))
+
+    def step(self) -> bool:
+        """Does the next entry; False where there is none."""
+        if not self._entries:
+            return False
+        self.now_s, _, action, details = heapq.heappop(self._entries)
+        action(*details)
+        return True

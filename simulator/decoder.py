@@ -1,0 +1,390 @@
+"""A simulated decode worker: decode_worker.program with a clock in place of an engine. Pure.
+
+Steps that only decode are not taken one by one. While nobody joins, leaves, ends or needs a block, a run of them
+lasts as long as runs.py says and is applied at once. A message in the middle of a run is read at the end of the step
+that it falls into; where it changes who decodes, the run ends there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Final, final
+
+from decode_worker.batching import DecodeBatching
+from decode_worker.chunking import ChunkRule
+from decode_worker.resident import Stage
+from decode_worker.step import Step
+from kvtransfer.transport import Fingerprint, Grant, TransferKey
+from pdserve.core import effects as fx
+from pdserve.core.attempt import AttemptKey
+from pdserve.core.latency import CostModel
+from pdserve.core.types import TokenOut
+from router import events
+from simulator.machine import Machine, Order, Surroundings
+from simulator.model import WorkerShape
+from simulator.prefiller import DREW, READ
+from simulator.prompts import TOKEN
+from simulator.runs import Pace
+from simulator.speed import Speed
+from simulator.tally import Tally
+
+LEAST_CHUNK: Final = 16  # prompt tokens beside decode rows: a block of the live system's, however large ours are
+
+
+@dataclass(slots=True)
+class Run:
+    """Steps that are being taken. `count` 0: one step, that is more than decode rows."""
+
+    step: Step
+    count: int
+    pace: Pace
+    jitter: float
+    since_s: float
+    border: int = 0  # the step after which the inbox is to be read; 0: none
+
+    def end_of(self, steps: int) -> float:
+        return self.since_s + self.pace.after(steps) * self.jitter
+
+    def steps_by(self, now_s: float) -> int:
+        """Which step is under way, or ends now."""
+        return self.pace.steps_until((now_s - self.since_s) / self.jitter)
+
+
+@dataclass(slots=True)
+class Untold:
+    """Tokens of one attempt that its router has not heard of."""
+
+    output_index: int  # of the first
+    count: int
+
+
+@final
+class Decoder(Machine):
+    def __init__(self, around: Surroundings, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
+        super().__init__(around, shape, speed, tally, incarnation)
+        cost = CostModel(shape.prior or shape.cost)
+        least = min(LEAST_CHUNK, self.block_size)
+        self._chunks = ChunkRule(cost, least=least, most=shape.max_batch_tokens)
+        self._batching = DecodeBatching(
+            blocks=self.blocks,
+            block_size=self.block_size,
+            max_batch=shape.max_batch,
+            chunks=self._chunks,
+            inbox_depth=shape.inbox_depth,
+            end_rule=self.end_rule,
+        )
+        self._transfers: dict[AttemptKey, TransferKey] = {}
+        self._num_grants = 0
+        self._run: Run | None = None
+        self._untold: dict[AttemptKey, Untold] = {}
+        self._tell_at_s = 0.0  # when the untold ones are due
+        self._fingerprint = Fingerprint(
+            protocol=1,
+            model="simulated",
+            dtype="",
+            layout="",
+            block_size=self.block_size,
+            block_bytes=self.block_size * shape.kv_bytes_per_token,
+            engine="simulated",
+        )
+
+    @property
+    def batching(self) -> DecodeBatching:
+        return self._batching
+
+    @property
+    def is_computing(self) -> bool:
+        return self._run is not None
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that decode in the present step."""
+        return 0 if self._run is None else len(self._run.step.decoding)
+
+    def load(self) -> fx.Load:
+        load = self._batching.load()
+        run = self._run
+        if run is None or run.count <= 1 or self.is_stalled:
+            return load
+        done = min(run.steps_by(self.agenda.now_s), run.count) - 1
+        return replace(load, context_tokens=load.context_tokens + done * len(run.step.decoding))
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def reserve(self, order: Order, is_local: bool) -> None:
+        attempt = self.begin(order)
+        if attempt is not None:
+            self.act(self._batching.offer(attempt, is_local=is_local, now_s=self.agenda.now_s))
+
+    def admit(self, key: AttemptKey, first_token: int) -> None:
+        effects = self._batching.admit(key, first_token, self.agenda.now_s)
+        if effects is not None:
+            self.act(effects)
+            self._joined(key)
+
+    def received(self, key: AttemptKey, transfer: TransferKey, transfer_s: float, num_bytes: int) -> None:
+        self.post(self._received, key, transfer, transfer_s, num_bytes)
+
+    def not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
+        self.post(self._not_received, key, transfer, error)
+
+    def _received(self, key: AttemptKey, transfer: TransferKey, transfer_s: float, num_bytes: int) -> None:
+        if self._transfers.get(key) != transfer:
+            return
+        now_s = self.agenda.now_s
+        self.act(self._batching.landed(key, transfer_s=transfer_s, num_bytes=num_bytes, now_s=now_s))
+        self._joined(key)
+
+    def _not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
+        if self._transfers.get(key) == transfer:
+            self.act(self._batching.lost(key, error))
+
+    def _joined(self, key: AttemptKey) -> None:
+        stage = self._batching.stage(key)
+        if stage is Stage.RUNNING:
+            self.unstrand(key)
+        elif stage is Stage.LANDING and self._batching.has_landed(key):
+            self.strand(key, self._batching.num_held(key))
+
+    def cancel(self, key: AttemptKey) -> None:
+        if self._batching.stage(key) is Stage.RUNNING:
+            self._settle()  # what it has computed so far counts
+        super().cancel(key)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def stall(self, for_s: float) -> None:
+        self._cut()
+        super().stall(for_s)
+
+    def change_speed(self) -> None:
+        """Steps that have not begun will take another time."""
+        self._cut()
+        super().change_speed()
+
+    def _cut(self) -> None:
+        """The step that is under way is the last of its run."""
+        run = self._run
+        if run is not None and run.count > 1:
+            last = run.steps_by(self.agenda.now_s)
+            if last < run.count:
+                run.count = last
+                self.agenda.at(run.end_of(last), self._ended, run, last)
+
+    def _interrupt(self) -> None:
+        run = self._run
+        assert run is not None
+        if run.count > 1 and run.border == 0:
+            under_way = run.steps_by(self.agenda.now_s)
+            if under_way < run.count:  # else the run's own end reads the inbox
+                run.border = under_way
+                self.agenda.at(run.end_of(under_way), self._at_border, run)
+
+    def _at_border(self, run: Run) -> None:
+        """A step inside a run has ended, and there are messages."""
+        if self.is_dead or run is not self._run:
+            return
+        if self.is_stalled:
+            self.agenda.at(self.stalled_until_s, self._at_border, run)
+            return
+        self.note()
+        changes = self._batching.num_changes
+        self.read_inbox()
+        if self._run is None:  # a message could not be read without settling
+            self._changed()
+            self._go()
+            return
+        if self._batching.num_changes != changes:
+            self._settle()
+            self._changed()
+            self._go()
+        else:
+            run.border = 0
+            self._changed()
+
+    def _go(self) -> None:
+        if self._run is not None or not self._batching.has_work or self.is_dead:
+            return
+        now_s, batching = self.agenda.now_s, self._batching
+        step, effects = batching.plan(now_s)
+        if effects:
+            self.act(effects)
+        if step.is_empty:
+            return
+        longest = batching.run_length(step)
+        if longest == 0:
+            pace = Pace(self.speed.step_s(step.account), 0.0)
+            run = self._run = Run(step, 0, pace, self.speed.jitter(), now_s)
+            self.agenda.at(run.end_of(1), self._ended, run, 0)
+            return
+        pace = self.speed.pace(step.account)
+        if not self._untold:
+            self._tell_at_s = now_s + self.around.config.report_s
+        count = min(longest, pace.steps_until(max(self._tell_at_s - now_s, 0.0)))
+        run = self._run = Run(step, count, pace, self.speed.jitter(count), now_s)
+        self.agenda.at(run.end_of(count), self._ended, run, count)
+
+    def _ended(self, run: Run, count: int) -> None:
+        if self.is_dead or run is not self._run or run.count != count:
+            return
+        if self.is_stalled:
+            self.agenda.at(self.stalled_until_s, self._ended, run, count)
+            return
+        self.note()
+        self._settle()
+        self.read_inbox()
+        self._changed()
+        self._go()
+
+    def _settle(self) -> None:
+        """The run ends with the step that ends now; what it has computed is applied."""
+        run, now_s, batching = self._run, self.agenda.now_s, self._batching
+        if run is None:
+            return
+        self._run = None
+        account = run.step.account
+        if run.count == 0:
+            step_s = now_s - run.since_s
+            self._computed(account, 1, step_s, step_s)
+            outs = [DREW if count == each.remaining else READ for each, count in run.step.shares()]
+            self.act(batching.apply(run.step, outs, now_s))
+            return
+        count = run.border or run.count
+        if count < run.count:
+            run.count = count
+        self._computed(account, count, now_s - run.since_s, run.pace.first_s * self.speed.jitter())
+        first = [each.num_output for each in run.step.decoding]
+        last, released = batching.apply_run(run.step, count, TOKEN, now_s)
+        ended: list[fx.Drawn] = []
+        for one, index in zip(last, first, strict=True):
+            self._hold_back(one.key, index, count)
+            if one.finish is not None:
+                ended.append(one)
+        if now_s >= self._tell_at_s:
+            self._tell(ended, self._untold.keys())
+        elif ended:
+            self._tell(ended)
+        for effect in released:
+            self.act_on_own(effect)
+
+    def _computed(self, account: fx.StepAccount, count: int, busy_s: float, step_s: float) -> None:
+        self.num_steps += count
+        self.tally.computed(account, count, busy_s)
+        if self.timed(account, step_s):
+            self._chunks.observe(account, step_s)
+
+    # -- tokens --------------------------------------------------------------------------------------------------
+
+    def _hold_back(self, key: AttemptKey, index: int, count: int) -> None:
+        untold = self._untold.get(key)
+        if untold is None:
+            self._untold[key] = Untold(index, count)
+        else:
+            untold.count += count
+
+    def _tell(self, drawn: Iterable[fx.Drawn], others: Iterable[AttemptKey] = ()) -> None:
+        """The untold tokens of these attempts, one message per router; `drawn` are their last ones."""
+        by_router: dict[int, list[events.TokenRow]] = {}
+        for one in drawn:
+            key = one.key
+            untold = self._untold.pop(key)
+            row = events.TokenRow(
+                request_id=key.request_id,
+                attempt=key.attempt,
+                output_index=untold.output_index,
+                tokens=_tokens(untold.count),
+                finish=one.finish,
+                decode_s=one.decode_s,
+                preemptions=one.preemptions,
+                queue_s=one.queue_s,
+                prefill_s=one.prefill_s,
+                cached_tokens=one.cached_tokens,
+            )
+            by_router.setdefault(key.router, []).append(row)
+        for key in list(others):
+            untold = self._untold.pop(key)
+            row = events.TokenRow(
+                request_id=key.request_id,
+                attempt=key.attempt,
+                output_index=untold.output_index,
+                tokens=_tokens(untold.count),
+            )
+            by_router.setdefault(key.router, []).append(row)
+        for router, rows in by_router.items():
+            self.tell(router, events.TokensArrived(worker_id=self.shape.worker_id, rows=tuple(rows)))
+
+    # -- effects -------------------------------------------------------------------------------------------------
+
+    def act(self, effects: list[Any]) -> None:
+        """Tokens go first, as in the live worker: a request's Released must not overtake them."""
+        now: list[fx.Drawn] = []
+        for effect in effects:
+            if isinstance(effect, fx.Drawn):
+                if not self._untold:
+                    self._tell_at_s = self.agenda.now_s + self.around.config.report_s
+                self._hold_back(effect.key, effect.output_index, 1)
+                if effect.finish is not None or effect.prefill_s > 0.0:
+                    now.append(effect)
+        if now:
+            self._tell(now)
+        if self._untold and self.agenda.now_s >= self._tell_at_s:
+            self._tell((), self._untold.keys())
+        for effect in effects:
+            if not isinstance(effect, fx.Drawn):
+                self.act_on_own(effect)
+
+    def act_on_own(self, effect: Any) -> None:
+        key: AttemptKey = effect.key
+        match effect:
+            case fx.Released() | fx.Refused():
+                self._untold.pop(key, None)
+                self._transfers.pop(key, None)
+                self.act_on(effect)
+            case fx.LandingHeld():
+                self._landing_held(effect)
+            case fx.SeatHeld():
+                self._granted(key, None)
+            case fx.KvCommitted():
+                event = events.TransferEnded(
+                    worker_id=self.shape.worker_id,
+                    request_id=key.request_id,
+                    attempt=key.attempt,
+                    is_committed=True,
+                    transfer_s=effect.transfer_s,
+                    num_bytes=effect.num_bytes,
+                )
+                self.tell(key.router, event)
+            case fx.ReceiveAborted():
+                self.strand(key, self._batching.num_held(key))
+                self.around.network.abort_receiving(self._transfers[key])
+            case _:
+                self.act_on(effect)
+
+    def _landing_held(self, effect: fx.LandingHeld) -> None:
+        key = effect.key
+        self._num_grants += 1
+        name = f"{self.shape.worker_id}.{self.incarnation}.{self._num_grants}"
+        grant = Grant(
+            key=TransferKey(transfer_id=name, attempt=key.attempt, generation=self._num_grants),
+            endpoint=self.shape.worker_id,
+            worker_id=self.shape.worker_id,
+            incarnation=self.incarnation,
+            fingerprint=self._fingerprint,
+            blocks=effect.blocks,
+            held_blocks=effect.held_blocks,
+        )
+        self._transfers[key] = grant.key
+        self.strand(key, self._batching.num_held(key))
+        self.around.network.expect(self, key, grant, self._fingerprint.block_bytes)
+        self._granted(key, grant)
+
+    def _granted(self, key: AttemptKey, grant: Grant | None) -> None:
+        event = events.Granted(
+            worker_id=self.shape.worker_id, request_id=key.request_id, attempt=key.attempt, grant=grant
+        )
+        self.tell(key.router, event)
+
+
+def _tokens(count: int) -> tuple[TokenOut, ...]:
+    return (TOKEN,) * count

@@ -1,0 +1,174 @@
+"""One simulated router: RouterState, the requests whose clients wait, and commands that become future events. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, final
+
+from pdserve.core.attempt import AttemptKey
+from router import commands, events
+from router.policy.interface import Choice
+from router.state import RouterState
+from simulator.agenda import Agenda
+from simulator.machine import Machine, Order
+from simulator.model import RequestRow, SimConfig, TraceRequest
+from simulator.prompts import BlockNames, sampling_of
+
+IN_TIME = frozenset({commands.Outcome.SERVED, commands.Outcome.LATE})
+
+
+class Machines(Protocol):
+    def __call__(self, worker_id: str) -> Machine | None:
+        """The worker's present life; None while it is dead."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A request whose client waits for the last word."""
+
+    row: RequestRow
+    names: BlockNames
+
+
+@final
+class Front:
+    def __init__(
+        self,
+        number: int,
+        config: SimConfig,
+        agenda: Agenda,
+        machines: Machines,
+        lookup: Callable[[tuple[bytes, ...]], dict[str, int]],
+        on_ended: Callable[[RequestRow], None],
+    ) -> None:
+        """Raises ConfigError on an unknown policy."""
+        self.state = RouterState(config.router)
+        self._number, self._config, self._agenda = number, config, agenda
+        self._machines, self._lookup, self._on_ended = machines, lookup, on_ended
+        self._calls: dict[str, Call] = {}
+        self._wake_at_s: float | None = None
+
+    def arrive(self, request: TraceRequest, row: RequestRow, names: BlockNames) -> None:
+        name = f"r{row.number}"
+        self._calls[name] = Call(row, names)
+        if request.cancel_after_s is not None:
+            self._agenda.after(request.cancel_after_s, self._leave, name)
+        self.hand(
+            events.RequestArrived(
+                request_id=name,
+                num_prompt_tokens=row.prompt_tokens,
+                sampling=sampling_of(row.output_tokens),
+                slo=row.slo,
+                deadline_s=self._config.deadline_s,
+                priority=request.priority,
+                tenant=request.tenant,
+                block_hashes=names.prompt,
+                cached_blocks=self._lookup(names.prompt),
+            )
+        )
+
+    def hand(self, event: events.Event) -> None:
+        for command in self.state.handle(event, self._agenda.now_s):
+            self._execute(command)
+
+    def _leave(self, name: str) -> None:
+        if name in self._calls:
+            self.hand(events.ClientLeft(request_id=name))
+
+    def _execute(self, command: commands.Command) -> None:
+        match command:
+            case commands.EmitTokens():
+                call = self._calls.get(command.request_id)
+                if call is not None:
+                    call.row.tokens += len(command.tokens)
+            case commands.Reserve() | commands.Prefill():
+                self._order(command)
+            case commands.Admit():
+                key = self._key(command)
+                self._send(command.worker_id, "admit", key, command.first_token_id)
+            case commands.Cancel():
+                self._send(command.worker_id, "cancel", self._key(command))
+            case commands.DrainWorker():
+                self._send(command.worker_id, "drain")
+            case commands.FinishRequest():
+                self._row(command.request_id).cached_tokens = command.usage.cached_prompt_tokens
+                self._end(command.request_id, command.outcome, command.timings)
+            case commands.FailRequest():
+                self._row(command.request_id).retry_after_s = command.retry_after_s
+                self._end(command.request_id, command.outcome, command.timings)
+            case commands.EndCancelled():
+                self._end(command.request_id, commands.Outcome.CANCELLED, command.timings)
+            case commands.WakeAt():
+                self._wake_at_s = command.at_s
+                self._agenda.at(command.at_s, self._ring, command.at_s)
+
+    def _ring(self, at_s: float) -> None:
+        if self._wake_at_s == at_s:  # a newer one replaces it
+            self._wake_at_s = None
+            self.hand(events.TimePassed())
+
+    # -- to workers ----------------------------------------------------------------------------------------------
+
+    def _order(self, command: commands.Reserve | commands.Prefill) -> None:
+        call = self._calls.get(command.request_id)
+        if call is None:
+            return
+        row = call.row
+        order = Order(
+            key=self._key(command),
+            names=call.names,
+            prompt_tokens=row.prompt_tokens,
+            output_tokens=row.output_tokens,
+            answered=len(command.output_token_ids),
+            tpot_s=row.slo.tpot_s,
+            deadline_s=command.deadline_s,
+        )
+        if isinstance(command, commands.Prefill):
+            self._send(command.worker_id, "prefill", order, command.grant)
+        else:
+            if row.predicted_ttft_s is None:
+                self._note_prediction(command.request_id, row)
+            self._send(command.worker_id, "reserve", order, command.is_local)
+
+    def _note_prediction(self, name: str, row: RequestRow) -> None:
+        found = self.state.explain(name)
+        if found is None:
+            return
+        decision = found.decision
+        pair = (decision.prefill_worker if decision.choice is Choice.REMOTE else "", decision.decode_worker)
+        for one in decision.candidates:
+            if (one.prefill_worker, one.decode_worker) == pair:
+                row.predicted_ttft_s = self._agenda.now_s - row.arrival_s + one.ttft_s
+                row.predicted_tpot_s = one.tpot_s
+                return
+
+    def _send(self, worker_id: str, what: str, *details: object) -> None:
+        machine = self._machines(worker_id)
+        if machine is not None:  # else WorkerLost is on its way
+            self._agenda.after(self._config.message_s, machine.deliver, getattr(machine, what), *details)
+
+    def _key(self, command: commands.Reserve | commands.Prefill | commands.Admit | commands.Cancel) -> AttemptKey:
+        return AttemptKey(self._number, command.request_id, command.attempt)
+
+    # -- to clients ----------------------------------------------------------------------------------------------
+
+    def _row(self, name: str) -> RequestRow:
+        return self._calls[name].row
+
+    def _end(self, name: str, outcome: commands.Outcome, timings: commands.Timings | None) -> None:
+        row = self._calls.pop(name).row
+        row.outcome = outcome.value
+        row.ended_s = self._agenda.now_s
+        if timings is not None:
+            if row.tokens:
+                row.ttft_s = timings.ttft_s
+            if outcome in IN_TIME:
+                row.tpot_s = timings.tpot_s
+            row.path = timings.path
+            row.prefill_worker, row.decode_worker = timings.prefill_worker, timings.decode_worker
+            row.queue_s, row.transfer_s = timings.queue_s, timings.transfer_s
+            row.transfer_bytes, row.attempts = timings.transfer_bytes, timings.attempts
+            row.preemptions = timings.preemptions
+        self._on_ended(row)

@@ -1,0 +1,347 @@
+"""One life of a simulated worker, whatever its role: messages in, events out, reports. Pure.
+
+It does what pdserve.worker.program does with the same batching: messages are read between steps, effects become
+events for the routers in the same order, loads are told on each heartbeat and soon after a change.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvtransfer.transport import TransferKey
+from pdserve.core import effects as fx
+from pdserve.core.attempt import AttemptKey, AttemptLedger, EndRule
+from pdserve.core.blocks import BlockAllocator, CacheChange
+from router import events
+from simulator.agenda import Agenda
+from simulator.model import SimConfig, WorkerShape
+from simulator.network import Network, Transfer
+from simulator.prompts import BlockNames, SyntheticAttempt, blank, sampling_of
+from simulator.speed import Speed
+from simulator.tally import Tally
+
+DENSE_SAMPLES: Final = 100  # batches that are told as often as a live worker does; once learnt, fewer say as much
+SPARSE_S: Final = 0.5  # between those that are told then
+IDLE_BEAT_S: Final = 1.0  # between the reports of a worker with nothing new to say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    agenda: Agenda
+    config: SimConfig
+    network: Network
+    tell: Callable[[int, events.Event], None]  # a router, by its number
+    cache_changed: Callable[[str, str, CacheChange], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a router asks of a worker, with what the runtime adds of the request."""
+
+    key: AttemptKey
+    names: BlockNames
+    prompt_tokens: int
+    output_tokens: int
+    answered: int  # tokens that the client has
+    tpot_s: float
+    deadline_s: float | None
+
+
+class Machine(ABC):
+    flows: dict[TransferKey, Transfer]
+
+    def __init__(self, around: Surroundings, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
+        self.around, self.shape, self.speed, self.tally, self.incarnation = around, shape, speed, tally, incarnation
+        self.agenda, self.link, self.flows = around.agenda, shape.link, {}
+        self.block_size = around.config.block_size
+        num_blocks = shape.kv_capacity_tokens // self.block_size
+        self.blocks = BlockAllocator(num_blocks)
+        self.end_rule = EndRule(
+            eos_token_ids=frozenset(),
+            max_context_tokens=min(shape.max_context_tokens, num_blocks * self.block_size),
+        )
+        self.is_dead = False
+        self.stalled_until_s = 0.0
+        self.num_steps = 0
+        self.num_timed = 0
+        self.stranded: dict[AttemptKey, int] = {}  # blocks held that nobody computes, moves or decodes
+        self._num_stranded = 0
+        self.inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._ledger = AttemptLedger()
+        self._timed_s = self._beat_s = float("-inf")
+        self._told: fx.Load | None = None
+        self._is_beat_due = False
+
+    # -- what a role adds ----------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def batching(self) -> Any: ...
+
+    @property
+    @abstractmethod
+    def is_computing(self) -> bool: ...
+
+    @abstractmethod
+    def _interrupt(self) -> None:
+        """Something is in the inbox while it computes: it is read at the end of the present step."""
+
+    @abstractmethod
+    def _go(self) -> None:
+        """Begins the next step, if there is something to compute."""
+
+    @abstractmethod
+    def act(self, effects: list[Any]) -> None:
+        """Carries effects out, in order."""
+
+    def load(self) -> fx.Load:
+        load: fx.Load = self.batching.load()
+        return load
+
+    # -- coming and going ----------------------------------------------------------------------------------------
+
+    def hello(self) -> events.WorkerConnected:
+        shape = self.shape
+        return events.WorkerConnected(
+            worker_id=shape.worker_id,
+            incarnation=self.incarnation,
+            role=shape.role,
+            endpoint=shape.worker_id,
+            block_size=self.block_size,
+            num_blocks=self.blocks.num_blocks,
+            max_context_tokens=self.end_rule.max_context_tokens,
+            max_batch=shape.max_batch,
+            max_batch_tokens=shape.max_batch_tokens,
+            inbox_depth=shape.inbox_depth,
+            block_bytes=self.block_size * shape.kv_bytes_per_token,
+            cost=shape.prior or shape.cost,
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held for anybody."""
+        return not self.batching.live()
+
+    def connect(self) -> None:
+        """Whoever was there before the first request is known at once."""
+        delay_s = self.around.config.message_s if self.agenda.now_s > 0.0 else 0.0
+        for router in range(self.around.config.num_routers):
+            self.agenda.after(delay_s, self.around.tell, router, self.hello())
+        self._beat(self.load())
+        self.agenda.after(self.around.config.heartbeat_s or IDLE_BEAT_S, self._tick)
+
+    def die(self) -> None:
+        self.note()
+        self.is_dead = True
+        self.inbox.clear()
+        self.around.network.cut(self)
+
+    def stall(self, for_s: float) -> None:
+        self.stalled_until_s = max(self.stalled_until_s, self.agenda.now_s + for_s)
+
+    def change_speed(self) -> None:
+        """Called before it changes."""
+        self.num_timed = 0  # what was learnt is void
+
+    @property
+    def is_stalled(self) -> bool:
+        return self.agenda.now_s < self.stalled_until_s
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def deliver(self, action: Callable[..., None], *details: Any) -> None:
+        """`action` is one of this machine's own methods; it happens between steps."""
+        if self.is_dead:
+            return
+        if self.is_stalled:
+            self.agenda.at(self.stalled_until_s, self.deliver, action, *details)
+        elif self.is_computing:
+            self.inbox.append((action, details))
+            self._interrupt()
+        else:
+            self.note()
+            action(*details)
+            self._changed()
+            self._go()
+
+    def post(self, action: Callable[..., None], *details: Any) -> None:
+        """From whoever moves KV, which may be called by this very machine: it is read after what goes on now."""
+        self.agenda.after(0.0, self.deliver, action, *details)
+
+    def read_inbox(self) -> None:
+        while self.inbox:
+            action, details = self.inbox.popleft()
+            action(*details)
+
+    def cancel(self, key: AttemptKey) -> None:
+        self.act(self.batching.cancel(key))
+
+    def drain(self) -> None:
+        self.batching.is_draining = True
+
+    def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str) -> None:
+        raise AssertionError("only prefill workers send")
+
+    def moving(self, key: AttemptKey) -> None:
+        """A landing place of ours is in use."""
+        self.note()
+        self.unstrand(key)
+
+    def received(self, key: AttemptKey, transfer: TransferKey, transfer_s: float, num_bytes: int) -> None:
+        raise AssertionError("only decode workers receive")
+
+    def not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
+        raise AssertionError("only decode workers receive")
+
+    def begin(self, order: Order) -> SyntheticAttempt | None:
+        """None: a late or repeated message."""
+        before = self._ledger.newest(order.key)
+        if not self._ledger.begin(order.key):
+            return None
+        if before is not None and before in self.batching:
+            self.act(self.batching.cancel(before))
+        now_s = self.agenda.now_s
+        return SyntheticAttempt(
+            key=order.key,
+            prompt_ids=blank(order.prompt_tokens),
+            output_ids=blank(order.answered),
+            sampling=sampling_of(order.output_tokens),
+            arrived_s=now_s,
+            deadline_at_s=None if order.deadline_s is None else now_s + order.deadline_s,
+            tpot_s=order.tpot_s,
+            names=order.names,
+        )
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def tell(self, router: int, event: events.Event) -> None:
+        self.agenda.after(self.around.config.message_s, self.around.tell, router, event)
+
+    def act_on(self, effect: Any) -> None:
+        """The effects that both roles have."""
+        key: AttemptKey = effect.key
+        name, worker_id = key.request_id, self.shape.worker_id
+        match effect:
+            case fx.Released():
+                self.unstrand(key)
+                self.tell(key.router, events.Released(worker_id=worker_id, request_id=name, attempt=key.attempt))
+            case fx.Refused():
+                refused = events.Refused(
+                    worker_id=worker_id,
+                    request_id=name,
+                    attempt=key.attempt,
+                    reason=effect.reason,
+                    retry_after_s=fx.RETRY_AFTER_S,
+                )
+                self.tell(key.router, refused)
+            case fx.Failed():
+                failed = events.AttemptFailed(
+                    worker_id=worker_id,
+                    request_id=name,
+                    attempt=key.attempt,
+                    kind=effect.kind,
+                    message=effect.message,
+                )
+                self.tell(key.router, failed)
+            case fx.TransferLost():
+                lost = events.TransferEnded(
+                    worker_id=worker_id,
+                    request_id=name,
+                    attempt=key.attempt,
+                    is_committed=False,
+                    error=effect.error,
+                )
+                self.tell(key.router, lost)
+            case _:
+                raise AssertionError(f"nobody carries out {type(effect).__name__}")
+
+    # -- reports -------------------------------------------------------------------------------------------------
+
+    def timed(self, account: fx.StepAccount, step_s: float) -> bool:
+        """A step of this account took so long; whether it is one of those that are told."""
+        now_s, heartbeat_s = self.agenda.now_s, self.around.config.heartbeat_s
+        every_s = heartbeat_s / 10 if self.num_timed < DENSE_SAMPLES else max(SPARSE_S, heartbeat_s / 10)
+        if now_s - self._timed_s < every_s:
+            return False
+        self._timed_s = now_s
+        self.num_timed += 1
+        event = events.BatchTimed(
+            worker_id=self.shape.worker_id,
+            rows=account.decode_rows,
+            prefill_tokens=account.prefill_tokens,
+            prefill_token_context=account.prefill_token_context,
+            context_tokens=account.context_tokens,
+            step_s=step_s,
+        )
+        for router in range(self.around.config.num_routers):
+            self.tell(router, event)
+        return True
+
+    def strand(self, key: AttemptKey, num_blocks: int) -> None:
+        self._num_stranded += num_blocks - self.stranded.get(key, 0)
+        self.stranded[key] = num_blocks
+
+    def unstrand(self, key: AttemptKey) -> None:
+        self._num_stranded -= self.stranded.pop(key, 0)
+
+    def note(self) -> None:
+        """Before what is held changes."""
+        size = self.block_size
+        self.tally.hold(self.agenda.now_s, self.blocks.num_referenced * size, self._num_stranded * size)
+
+    def _changed(self) -> None:
+        change = self.blocks.take_changes()
+        if change is not None:
+            self.around.cache_changed(self.shape.worker_id, self.incarnation, change)
+        if self._is_beat_due:
+            return
+        soon_s = self._beat_s + self.around.config.heartbeat_s / 5
+        if self.agenda.now_s >= soon_s:
+            self._beat_if_changed()
+        else:
+            self._is_beat_due = True
+            self.agenda.at(soon_s, self._beat_soon)
+
+    def _beat_soon(self) -> None:
+        self._is_beat_due = False
+        if not self.is_dead and not self.is_stalled:
+            self._beat_if_changed()
+
+    def _beat_if_changed(self) -> None:
+        load = self.load()
+        if load != self._told:
+            self._beat(load)
+
+    def _tick(self) -> None:
+        if self.is_dead:
+            return
+        heartbeat_s = self.around.config.heartbeat_s or IDLE_BEAT_S
+        if self.is_stalled:
+            self.agenda.at(self.stalled_until_s, self._tick)
+            return
+        since_s = self.agenda.now_s - self._beat_s
+        if since_s >= 0.999 * heartbeat_s:
+            load = self.load()
+            if load != self._told or since_s >= 0.999 * max(IDLE_BEAT_S, heartbeat_s):
+                self._beat(load)
+        self.agenda.after(heartbeat_s, self._tick)
+
+    def _beat(self, load: fx.Load) -> None:
+        self._beat_s, self._told = self.agenda.now_s, load
+        report = events.LoadReported(
+            worker_id=self.shape.worker_id,
+            steps=self.num_steps,
+            free_blocks=load.free_blocks,
+            evictable_blocks=load.evictable_blocks,
+            running=load.running,
+            waiting=load.waiting,
+            context_tokens=load.context_tokens,
+            pending_prefill_tokens=load.pending_prefill_tokens,
+            is_draining=self.batching.is_draining,
+        )
+        for router in range(self.around.config.num_routers):
+            self.tell(router, report)

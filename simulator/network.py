@@ -1,0 +1,246 @@
+"""KV on its way: each transfer is two sessions of kvtransfer, and a flow that shares both ends' bandwidth. Pure.
+
+A worker's flows get equal shares of its bandwidth, and a flow runs as fast as the smaller of its two shares. Chunks
+of a transfer move one after the other; each has landed one latency after its last byte has left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol, final
+
+from kvtransfer.session import RECEIVER_MOVES, SENDER_MOVES, Event, Session, State
+from kvtransfer.transport import Grant, TransferKey
+from pdserve.core.attempt import AttemptKey
+from simulator.agenda import Agenda
+from simulator.model import Link
+
+
+class End(Protocol):
+    """A worker as its transfers see it."""
+
+    link: Link
+    flows: dict[TransferKey, Transfer]
+
+    def moving(self, key: AttemptKey) -> None:
+        """The first byte is on its way."""
+
+    def received(self, key: AttemptKey, transfer: TransferKey, transfer_s: float, num_bytes: int) -> None:
+        """Every block has landed and was verified."""
+
+    def not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
+        """Nobody writes any more, and not all has come."""
+
+    def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str) -> None:
+        """Nobody reads the source blocks any more."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Transfer:
+    grant: Grant
+    receiver: End
+    receiver_key: AttemptKey
+    block_bytes: int
+    inward: Session
+    outward: Session
+    sender: End | None = None
+    sender_key: AttemptKey | None = None
+    latency_s: float = 0.0
+    pushed: deque[tuple[int, int]] = field(default_factory=deque)  # chunks that have not begun to move
+    chunk: tuple[int, int] | None = None  # the one that moves
+    left_bytes: float = 0.0  # of it
+    bytes_per_s: float = 0.0
+    as_of_s: float = 0.0  # when left_bytes was so many
+    turn: int = 0  # outdates the ends that were foreseen
+    began_s: float | None = None
+
+    @property
+    def key(self) -> TransferKey:
+        return self.grant.key
+
+
+@final
+class Network:
+    def __init__(self, agenda: Agenda) -> None:
+        self._agenda = agenda
+        self._transfers: dict[TransferKey, Transfer] = {}
+        self.num_bytes = 0
+
+    @property
+    def is_quiet(self) -> bool:
+        return not self._transfers
+
+    # -- the receiver --------------------------------------------------------------------------------------------
+
+    def expect(self, receiver: End, key: AttemptKey, grant: Grant, block_bytes: int) -> None:
+        self._transfers[grant.key] = Transfer(
+            grant=grant,
+            receiver=receiver,
+            receiver_key=key,
+            block_bytes=block_bytes,
+            inward=Session(RECEIVER_MOVES, len(grant.blocks)),
+            outward=Session(SENDER_MOVES, len(grant.blocks)),
+        )
+
+    def abort_receiving(self, key: TransferKey) -> None:
+        transfer = self._transfers.get(key)
+        if transfer is None or transfer.inward.has_ended:
+            return
+        transfer.inward.handle(Event.ABORTED, "aborted by the receiver")
+        self._still(transfer)
+        if transfer.inward.has_ended:
+            self._tell_receiver(transfer)
+        else:  # what is in flight lands first
+            self._agenda.after(transfer.latency_s, self._receiver_ends, transfer)
+        self._agenda.after(transfer.latency_s, self._sender_ends, transfer, Event.REFUSED, "the receiver gave up")
+
+    # -- the sender ----------------------------------------------------------------------------------------------
+
+    def start(self, sender: End, key: AttemptKey, grant: Grant) -> None:
+        transfer = self._transfers.get(grant.key)
+        if transfer is None or not transfer.inward.is_open:
+            sender.sent(key, grant.key, False, "the receiver does not expect it")
+            return
+        transfer.sender, transfer.sender_key = sender, key
+        transfer.latency_s = max(sender.link.latency_s, transfer.receiver.link.latency_s)
+        transfer.outward.handle(Event.ANNOUNCED)
+        transfer.inward.handle(Event.ANNOUNCED)
+
+    def push(self, key: TransferKey, first: int, count: int) -> None:
+        transfer = self._transfers.get(key)
+        if transfer is None or not transfer.outward.claim(first, count):
+            return
+        transfer.inward.claim(first, count)
+        transfer.pushed.append((first, count))
+        if transfer.chunk is None:
+            self._next_chunk(transfer)
+
+    def abort_sending(self, key: TransferKey) -> None:
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            return
+        self._sender_ends(transfer, Event.ABORTED, "aborted by the sender")
+        self._agenda.after(transfer.latency_s, self._receiver_ends, transfer, Event.INCOMPLETE, "the sender gave up")
+
+    def cut(self, end: End) -> None:
+        """A worker died. What it sent or received ends on the other side."""
+        for transfer in list(self._transfers.values()):
+            if transfer.receiver is end:
+                self._still(transfer)
+                transfer.inward.handle(Event.CUT)
+                transfer.inward.writer_gone()
+                self._agenda.after(transfer.latency_s, self._sender_ends, transfer, Event.CUT, "the receiver died")
+            elif transfer.sender is end:
+                self._still(transfer)
+                transfer.outward.handle(Event.CUT)
+                transfer.outward.writer_gone()
+                self._agenda.after(transfer.latency_s, self._receiver_ends, transfer, Event.CUT, "the sender died")
+
+    # -- bytes ---------------------------------------------------------------------------------------------------
+
+    def _next_chunk(self, transfer: Transfer) -> None:
+        sender, receiver, key = transfer.sender, transfer.receiver, transfer.key
+        assert sender is not None, "blocks are pushed after the start"
+        if not transfer.pushed or not transfer.outward.enter() or not transfer.inward.enter():
+            self._leave(transfer)
+            return
+        transfer.chunk = transfer.pushed.popleft()
+        transfer.left_bytes = float(transfer.chunk[1] * transfer.block_bytes)
+        transfer.as_of_s = self._agenda.now_s
+        if transfer.began_s is None:
+            transfer.began_s = self._agenda.now_s
+            receiver.moving(transfer.receiver_key)
+        if key in sender.flows:
+            self._foresee(transfer)
+        else:
+            sender.flows[key] = receiver.flows[key] = transfer
+            self._share(transfer)
+
+    def _leave(self, transfer: Transfer) -> None:
+        transfer.turn += 1
+        transfer.chunk = None
+        if transfer.sender is not None and transfer.sender.flows.pop(transfer.key, None) is not None:
+            transfer.receiver.flows.pop(transfer.key, None)
+            self._share(transfer)
+
+    def _share(self, changed: Transfer) -> None:
+        """The number of flows at its two ends has changed."""
+        assert changed.sender is not None
+        now_s = self._agenda.now_s
+        for flow in {**changed.sender.flows, **changed.receiver.flows}.values():
+            assert flow.sender is not None
+            rate = min(
+                flow.sender.link.bytes_per_s / len(flow.sender.flows),
+                flow.receiver.link.bytes_per_s / len(flow.receiver.flows),
+            )
+            if rate != flow.bytes_per_s or flow is changed:
+                flow.left_bytes = max(0.0, flow.left_bytes - flow.bytes_per_s * (now_s - flow.as_of_s))
+                flow.as_of_s, flow.bytes_per_s = now_s, rate
+                self._foresee(flow)
+
+    def _foresee(self, flow: Transfer) -> None:
+        flow.turn += 1
+        self._agenda.after(flow.left_bytes / flow.bytes_per_s, self._chunk_left, flow, flow.turn)
+
+    def _chunk_left(self, transfer: Transfer, turn: int) -> None:
+        if turn != transfer.turn or transfer.chunk is None:
+            return
+        first, count = transfer.chunk
+        self._agenda.after(transfer.latency_s, self._chunk_landed, transfer, first, count)
+        transfer.outward.land(first, count)
+        transfer.outward.leave()
+        self._next_chunk(transfer)
+
+    def _chunk_landed(self, transfer: Transfer, first: int, count: int) -> None:
+        inward = transfer.inward
+        if not inward.is_open:
+            return
+        inward.land(first, count)
+        inward.check(first, count, True)
+        inward.leave()
+        if inward.state is State.VERIFIED:
+            self._agenda.after(transfer.latency_s, self._sender_ends, transfer)
+            assert transfer.began_s is not None
+            num_bytes = inward.size * transfer.block_bytes
+            self.num_bytes += num_bytes
+            transfer_s = self._agenda.now_s - transfer.began_s
+            transfer.receiver.received(transfer.receiver_key, transfer.key, transfer_s, num_bytes)
+
+    # -- ends ----------------------------------------------------------------------------------------------------
+
+    def _still(self, transfer: Transfer) -> None:
+        transfer.pushed.clear()
+        self._leave(transfer)
+
+    def _receiver_ends(self, transfer: Transfer, fault: Event | None = None, error: str = "") -> None:
+        inward = transfer.inward
+        if inward.has_ended:
+            return
+        if fault is not None:
+            inward.handle(fault, error)
+        inward.writer_gone()
+        self._tell_receiver(transfer)
+
+    def _tell_receiver(self, transfer: Transfer) -> None:
+        inward = transfer.inward
+        transfer.receiver.not_received(transfer.receiver_key, transfer.key, inward.error or inward.state.value)
+        if transfer.sender is None:
+            self._transfers.pop(transfer.key, None)
+
+    def _sender_ends(self, transfer: Transfer, fault: Event | None = None, error: str = "") -> None:
+        outward = transfer.outward
+        sender, key = transfer.sender, transfer.sender_key
+        if sender is None or key is None:
+            self._transfers.pop(transfer.key, None)
+            return
+        if outward.has_ended:
+            return
+        if fault is None:
+            outward.check(0, outward.size, True)
+        else:
+            self._still(transfer)
+            outward.handle(fault, error)
+            outward.writer_gone()
+        self._transfers.pop(transfer.key, None)
+        sender.sent(key, transfer.key, outward.state is State.VERIFIED, outward.error)

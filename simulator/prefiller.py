@@ -1,0 +1,132 @@
+"""A simulated prefill worker: prefill_worker.program with a clock in place of an engine. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, Final, final
+
+from kvtransfer.transport import Grant, TransferKey
+from pdserve.core import effects as fx
+from pdserve.core.attempt import AttemptKey
+from pdserve.engine.interface import RowOut
+from prefill_worker.batching import PrefillBatching, Step
+from router import events
+from simulator.machine import Machine, Order, Surroundings
+from simulator.model import WorkerShape
+from simulator.prompts import TOKEN
+from simulator.speed import Speed
+from simulator.tally import Tally
+
+DREW: Final = RowOut(drawn=(TOKEN,))
+READ: Final = RowOut()
+
+
+@final
+class Prefiller(Machine):
+    def __init__(self, around: Surroundings, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
+        super().__init__(around, shape, speed, tally, incarnation)
+        self._grants: dict[AttemptKey, Grant] = {}
+        self._step: Step | None = None
+        self._started_s = 0.0
+        self._batching = PrefillBatching(
+            blocks=self.blocks,
+            block_size=self.block_size,
+            max_batch_tokens=shape.max_batch_tokens,
+            inbox_depth=shape.inbox_depth,
+            end_rule=self.end_rule,
+        )
+
+    @property
+    def batching(self) -> PrefillBatching:
+        return self._batching
+
+    @property
+    def is_computing(self) -> bool:
+        return self._step is not None
+
+    def prefill(self, order: Order, grant: Grant) -> None:
+        attempt = self.begin(order)
+        if attempt is None:
+            return
+        self._grants[order.key] = grant
+        num_granted = len(grant.blocks)
+        now_s = self.agenda.now_s
+        self.act(self._batching.offer(attempt, held_blocks=grant.held_blocks, num_granted=num_granted, now_s=now_s))
+
+    def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str) -> None:
+        self.post(self._sent, key, transfer, is_whole, error)
+
+    def _sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str) -> None:
+        grant = self._grants.get(key)
+        if grant is not None and grant.key == transfer:
+            self.act(self._batching.sent(key, is_whole=is_whole, error=error))
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _interrupt(self) -> None:
+        """A prefill step is one step: its end reads the inbox."""
+
+    def _go(self) -> None:
+        if self._step is not None or not self._batching.has_work or self.is_dead:
+            return
+        now_s = self.agenda.now_s
+        step, effects = self._batching.plan(now_s)
+        self.act(effects)
+        if step.is_empty:
+            return
+        self._step, self._started_s = step, now_s
+        self.agenda.after(self.speed.step_s(step.account) * self.speed.jitter(), self._ended, step)
+
+    def _ended(self, step: Step) -> None:
+        if self.is_dead:
+            return
+        now_s = self.agenda.now_s
+        if self.is_stalled:
+            self.agenda.at(self.stalled_until_s, self._ended, step)
+            return
+        self.note()
+        self._step = None
+        self.num_steps += 1
+        step_s = now_s - self._started_s
+        self.tally.computed(step.account, 1, step_s)
+        outs = [DREW if count == prompt.remaining else READ for prompt, count in step.shares]
+        self.act(self._batching.apply(step, outs, now_s))
+        self.timed(step.account, step_s)
+        self.read_inbox()
+        self._changed()
+        self._go()
+
+    # -- effects -------------------------------------------------------------------------------------------------
+
+    def act(self, effects: list[Any]) -> None:
+        network = self.around.network
+        for effect in effects:
+            key: AttemptKey = effect.key
+            match effect:
+                case fx.BlocksDone():
+                    if effect.blocks:
+                        network.push(self._grants[key].key, effect.blocks[0][0], len(effect.blocks))
+                case fx.SendStarted():
+                    network.start(self, key, self._grants[key])
+                case fx.FirstDrawn():
+                    self._first_drawn(effect)
+                case fx.SendAborted():
+                    network.abort_sending(self._grants[key].key)
+                case fx.Released() | fx.Refused():
+                    self._grants.pop(key, None)
+                    self.act_on(effect)
+                case _:
+                    self.act_on(effect)
+
+    def _first_drawn(self, effect: fx.FirstDrawn) -> None:
+        key = effect.key
+        event = events.FirstToken(
+            worker_id=self.shape.worker_id,
+            request_id=key.request_id,
+            attempt=key.attempt,
+            token=effect.token,
+            queue_s=effect.queue_s,
+            prefill_s=effect.prefill_s,
+            cached_tokens=effect.cached_tokens,
+            finish=effect.finish,
+        )
+        self.tell(key.router, event)

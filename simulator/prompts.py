@@ -1,0 +1,67 @@
+"""Prompts without text: which KV blocks of two prompts are the same is told by the trace's ids, not by tokens. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from pdserve.core.attempt import Attempt
+from pdserve.core.hashing import HASH_BYTES
+from pdserve.core.types import Sampling, TokenOut
+from simulator.model import TraceRequest
+
+TOKEN = TokenOut(token_id=0)  # that every simulated engine draws
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNames:
+    """Names of one request's blocks, in the form of the hashes that the live system computes.
+
+    Blocks that the trace speaks of are named by its ids; what is behind them, the last part of the prompt and the
+    answer, is the request's own.
+    """
+
+    number: int
+    prompt: tuple[bytes, ...]  # full blocks that the trace names
+
+    def extend(self, known: list[bytes], num_tokens: int, block_size: int) -> list[bytes]:
+        full = num_tokens // block_size
+        names = [*known, *self.prompt[len(known) : full]][:full]
+        own = -self.number - 1
+        return names + [_name(own, index) for index in range(len(names), full)]
+
+
+def block_names(number: int, request: TraceRequest, block_tokens: int, block_size: int) -> BlockNames:
+    """`block_tokens` is a multiple of `block_size`, or 0 where the trace has no ids."""
+    if not request.block_ids or not block_tokens:
+        return BlockNames(number, ())
+    parts = block_tokens // block_size
+    full = min(request.prompt_tokens // block_size, len(request.block_ids) * parts)
+    ids = request.block_ids
+    if parts == 1:
+        return BlockNames(number, tuple([_name(one, 0) for one in ids[:full]]))
+    return BlockNames(number, tuple([_name(ids[at // parts], at % parts) for at in range(full)]))
+
+
+def _name(owner: int, index: int) -> bytes:
+    return (owner % 2**64 << 64 | index).to_bytes(HASH_BYTES, "big")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntheticAttempt(Attempt):
+    names: BlockNames
+
+    def extend_hashes(self, known: list[bytes], token_ids: Sequence[int], block_size: int) -> list[bytes]:
+        return self.names.extend(known, len(token_ids), block_size)
+
+
+@lru_cache(maxsize=64)
+def blank(num_tokens: int) -> tuple[int, ...]:
+    """Token ids that nobody reads."""
+    return (TOKEN.token_id,) * num_tokens
+
+
+@lru_cache(maxsize=4096)
+def sampling_of(output_tokens: int) -> Sampling:
+    return Sampling(max_tokens=output_tokens, ignore_eos=True)

@@ -1,0 +1,67 @@
+"""Where workers live one after the other: a place with a speed, a tally and whoever works there now. Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import final
+
+from pdserve.core.types import Role
+from router.events import WorkerLost
+from simulator.decoder import Decoder
+from simulator.machine import Machine, Surroundings
+from simulator.model import Disturbance, DisturbanceKind, WorkerShape
+from simulator.prefiller import Prefiller
+from simulator.speed import Speed
+from simulator.tally import Tally
+
+
+@final
+class Station:
+    def __init__(self, around: Surroundings, shape: WorkerShape, number: int) -> None:
+        config = around.config
+        self._around, self._shape = around, shape
+        self._speed = Speed(shape, config.noise, random.Random(config.seed * 1_000_003 + number))
+        self.tally = Tally(shape)
+        self.machine: Machine | None = None
+        self.num_lives = 0
+
+    def start(self) -> None:
+        self.num_lives += 1
+        kind = Prefiller if self._shape.role is Role.PREFILL else Decoder
+        self.machine = kind(self._around, self._shape, self._speed, self.tally, str(self.num_lives))
+        self.machine.connect()
+
+    def disturb(self, disturbance: Disturbance) -> None:
+        machine, agenda = self.machine, self._around.agenda
+        match disturbance.kind:
+            case DisturbanceKind.DIE:
+                if machine is None:
+                    return
+                self.machine = None
+                machine.die()
+                lost = WorkerLost(worker_id=self._shape.worker_id, reason="it died")
+                for router in range(self._around.config.num_routers):
+                    machine.tell(router, lost)
+                if disturbance.for_s < math.inf:
+                    agenda.after(disturbance.for_s, self.start)
+            case DisturbanceKind.SLOW:
+                self._turn(disturbance.factor, begins=True)
+                if disturbance.for_s < math.inf:
+                    agenda.after(disturbance.for_s, self._turn, disturbance.factor, False)
+            case DisturbanceKind.STALL:
+                if machine is not None:
+                    machine.stall(disturbance.for_s)
+
+    def _turn(self, factor: float, begins: bool) -> None:
+        if self.machine is not None:
+            self.machine.change_speed()
+        if begins:
+            self._speed.factors.append(factor)
+        else:
+            self._speed.factors.remove(factor)
+
+    def finish(self) -> None:
+        """The books up to now."""
+        if self.machine is not None:
+            self.machine.note()

@@ -1,0 +1,40 @@
+"""What one worker did over the whole run, its successors' lives included. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdserve.core.effects import StepAccount
+from simulator.model import WorkerRow, WorkerShape
+
+
+@dataclass(slots=True)
+class Tally:
+    shape: WorkerShape
+    row: WorkerRow = field(init=False)
+    decode_steps: int = 0
+    _noted_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.row = WorkerRow(worker_id=self.shape.worker_id, role=self.shape.role)
+
+    def hold(self, now_s: float, held_tokens: int, stranded_tokens: int) -> None:
+        """What was held since the last call; called before it changes."""
+        since_s = now_s - self._noted_s
+        if since_s > 0.0:
+            self.row.kv_token_s += held_tokens * since_s
+            self.row.stranded_token_s += stranded_tokens * since_s
+            self._noted_s = now_s
+
+    def computed(self, account: StepAccount, steps: int, busy_s: float) -> None:
+        row = self.row
+        row.busy_s += busy_s
+        row.steps += steps
+        row.prefill_tokens += account.prefill_tokens
+        row.decode_tokens += account.decode_rows * steps
+        if account.decode_rows:
+            self.decode_steps += steps
+
+    def finish(self) -> WorkerRow:
+        self.row.mean_rows = self.row.decode_tokens / self.decode_steps if self.decode_steps else 0.0
+        return self.row

@@ -1,0 +1,257 @@
+"""A whole cluster under a trace: `simulate`. Pure: time is what the agenda says, chance comes from the seed.
+
+Routers are RouterState, workers are the live workers' batching over the live block allocator, prefixes are known by
+PrefixIndex, KV moves in kvtransfer's sessions. What is simulated here is what lies between them: seconds, bytes and
+messages. docs/simulator.md has the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, final
+
+from pdserve.core.blocks import CacheChange
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import Role
+from pdserve.prefix.index import PrefixIndex
+from router.events import Event, WorkerLost
+from simulator.agenda import Agenda
+from simulator.decoder import Decoder
+from simulator.front import Front
+from simulator.machine import Machine, Surroundings
+from simulator.model import RequestRow, Sample, SimConfig, SimResult, TraceRequest
+from simulator.network import Network
+from simulator.prompts import block_names
+from simulator.samples import Samples
+from simulator.station import Station
+
+LONGEST_S: Final = 86_400.0  # after the last arrival; who has not ended then never will
+SETTLE_S: Final = 300.0  # after the last word to a client, for workers to let go
+
+OnEnded = Callable[[RequestRow], bool]
+
+
+def simulate(
+    trace: Iterable[TraceRequest],
+    config: SimConfig,
+    on_ended: OnEnded | None = None,
+    *,
+    keeps_rows: bool = True,
+) -> SimResult:
+    """`on_ended` is shown each row as it ends; where it answers False, the run stops there. Without `keeps_rows` the
+    result has no request rows, so that a trace may be larger than memory.
+
+    Raises ConfigError on a wrong config, on an unknown policy, and on a row of the trace that cannot be, by its number.
+    """
+    return World(trace, config, on_ended, keeps_rows=keeps_rows).run()
+
+
+@final
+class World:
+    """One run. Kept apart from `simulate` for whoever wants to look inside afterwards."""
+
+    def __init__(
+        self,
+        trace: Iterable[TraceRequest],
+        config: SimConfig,
+        on_ended: OnEnded | None = None,
+        *,
+        keeps_rows: bool = True,
+    ) -> None:
+        self.config = config
+        self.agenda = Agenda()
+        self.network = Network(self.agenda)
+        self.index = PrefixIndex()
+        self._name: str = getattr(trace, "name", "trace")
+        self._block_tokens: int = getattr(trace, "block_tokens", 0)
+        if self._block_tokens % config.block_size:
+            expected = f"a divisor of the trace's {self._block_tokens} tokens per block id"
+            raise ConfigError("block_size", config.block_size, expected)
+        around = Surroundings(
+            agenda=self.agenda,
+            config=config,
+            network=self.network,
+            tell=self._tell,
+            cache_changed=self._cache_changed,
+        )
+        self.fronts = [
+            Front(number, config, self.agenda, self._machine, self._lookup, self._ended)
+            for number in range(config.num_routers)
+        ]
+        self.stations = {shape.worker_id: Station(around, shape, number) for number, shape in enumerate(config.workers)}
+        for disturbance in config.disturbances:
+            station = self.stations.get(disturbance.worker_id)
+            if station is None:
+                known = ", ".join(self.stations)
+                raise ConfigError("disturbances", disturbance.worker_id, f"a worker of this cluster: {known}")
+            self.agenda.at(disturbance.at_s, station.disturb, disturbance)
+        self.rows: list[RequestRow] = []
+        self._samples = Samples()
+        self._arrivals = self._checked(trace)
+        self._on_ended = on_ended
+        self._keeps_rows = keeps_rows
+        self._num_open = 0
+        self._has_more = True
+        self._is_stopped = False
+        self._last_word_s = 0.0
+        self._first_arrival_s: float | None = None
+        self._last_arrival_s = 0.0
+
+    def run(self) -> SimResult:
+        for station in self.stations.values():
+            station.start()
+        self._next_arrival()
+        self._sample()
+        agenda = self.agenda
+        while not self._is_over():
+            agenda.step()
+        for station in self.stations.values():
+            station.finish()
+        counters = Counter[str]()
+        for front in self.fronts:
+            counters.update(front.state.counters)
+        counters["transferred_bytes"] = self.network.num_bytes
+        tallies = []
+        for station in self.stations.values():
+            tallies.append(station.tally.finish())
+        return SimResult(
+            trace=self._name,
+            config=self.config,
+            requests=self.rows,
+            workers=tallies,
+            samples=self._samples.kept,
+            span_s=self._last_arrival_s - (self._first_arrival_s or 0.0),
+            counters=dict(counters),
+        )
+
+    def machines(self) -> Iterator[Machine]:
+        for station in self.stations.values():
+            if station.machine is not None:
+                yield station.machine
+
+    def check(self) -> None:
+        """Raises AssertionError unless all books balance."""
+        for front in self.fronts:
+            front.state.check()
+        for machine in self.machines():
+            machine.batching.check()
+        self.index.check()
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _is_over(self) -> bool:
+        if self._is_stopped:
+            return True
+        if self._has_more:
+            return False
+        now_s = self.agenda.now_s
+        if self._num_open:
+            return now_s > self._last_arrival_s + LONGEST_S
+        is_settled = self.network.is_quiet and all(machine.is_idle for machine in self.machines())
+        return (is_settled and all(front.state.is_empty for front in self.fronts)) or (
+            now_s > self._last_word_s + SETTLE_S
+        )
+
+    def _ended(self, row: RequestRow) -> None:
+        self._num_open -= 1
+        self._last_word_s = self.agenda.now_s
+        if self._on_ended is not None and not self._on_ended(row):
+            self._is_stopped = True
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _checked(self, trace: Iterable[TraceRequest]) -> Iterator[tuple[int, TraceRequest]]:
+        before_s = 0.0
+        for number, request in enumerate(trace):
+            where = f"trace[{number}]"
+            if not 0.0 <= request.arrival_s < math.inf:
+                raise ConfigError(f"{where}.arrival_s", request.arrival_s, "a finite number, at least 0")
+            if request.arrival_s < before_s:
+                raise ConfigError(
+                    f"{where}.arrival_s", request.arrival_s, f"no earlier than the one before, {before_s}"
+                )
+            before_s = request.arrival_s
+            for field in ("prompt_tokens", "output_tokens"):
+                if getattr(request, field) < 1:
+                    raise ConfigError(f"{where}.{field}", getattr(request, field), "at least 1")
+            if request.cancel_after_s is not None and not request.cancel_after_s >= 0.0:
+                raise ConfigError(f"{where}.cancel_after_s", request.cancel_after_s, "at least 0")
+            if request.block_ids and not self._block_tokens:
+                raise ConfigError(f"{where}.block_ids", "ids", "a trace that says how many tokens one stands for")
+            yield number, request
+
+    def _next_arrival(self) -> None:
+        arrival = next(self._arrivals, None)
+        if arrival is None:
+            self._has_more = False
+            return
+        number, request = arrival
+        self.agenda.at(request.arrival_s, self._arrive, number, request)
+
+    def _arrive(self, number: int, request: TraceRequest) -> None:
+        now_s = self.agenda.now_s
+        if self._first_arrival_s is None:
+            self._first_arrival_s = now_s
+        self._last_arrival_s = now_s
+        row = RequestRow(
+            number=number,
+            arrival_s=request.arrival_s,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=request.output_tokens,
+            slo=request.slo or self.config.slo,
+            tenant=request.tenant,
+        )
+        if self._keeps_rows:
+            self.rows.append(row)
+        self._num_open += 1
+        names = block_names(number, request, self._block_tokens, self.config.block_size)
+        self.fronts[number % len(self.fronts)].arrive(request, row, names)
+        self._next_arrival()
+
+    # -- between routers and workers -------------------------------------------------------------------------------
+
+    def _machine(self, worker_id: str) -> Machine | None:
+        return self.stations[worker_id].machine
+
+    def _tell(self, router: int, event: Event) -> None:
+        if isinstance(event, WorkerLost) and router == 0:
+            self._forget_cache(event.worker_id)
+        self.fronts[router].hand(event)
+
+    def _lookup(self, hashes: tuple[bytes, ...]) -> dict[str, int]:
+        return dict(self.index.lookup(hashes)) if hashes else {}
+
+    def _cache_changed(self, worker_id: str, incarnation: str, change: CacheChange) -> None:
+        self.agenda.after(self.config.index_delay_s, self._apply_change, worker_id, incarnation, change)
+
+    def _apply_change(self, worker_id: str, incarnation: str, change: CacheChange) -> None:
+        machine = self._machine(worker_id)
+        if machine is not None and machine.incarnation == incarnation:
+            self.index.apply(worker_id, incarnation, change)
+
+    def _forget_cache(self, worker_id: str) -> None:
+        machine = self._machine(worker_id)
+        number = int(machine.incarnation) - 1 if machine is not None else self.stations[worker_id].num_lives
+        self.index.remove(worker_id, str(number))
+
+    # -- samples -------------------------------------------------------------------------------------------------
+
+    def _sample(self) -> None:
+        states = [front.state for front in self.fronts]
+        machines = list(self.machines())
+        decoders = [machine for machine in machines if isinstance(machine, Decoder)]
+        held = sum(machine.blocks.num_referenced for machine in decoders)
+        there = sum(machine.blocks.num_blocks for machine in decoders)
+        sample = Sample(
+            at_s=self.agenda.now_s,
+            queued=sum(state.num_queued for state in states),
+            running=sum(state.num_running for state in states),
+            busy_prefills=sum(one.is_computing for one in machines if one.shape.role is Role.PREFILL),
+            busy_decodes=sum(one.is_computing for one in decoders),
+            rows=sum(one.num_rows for one in decoders),
+            kv_share=held / there if there else 0.0,
+        )
+        self._samples.add(sample)
+        self.agenda.after(self._samples.interval_s, self._sample)
