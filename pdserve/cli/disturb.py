@@ -25,7 +25,7 @@ _KINDS: Final = {"kill": DisturbanceKind.DIE, "slow": DisturbanceKind.SLOW, "sta
 _SHAPE: Final = re.compile(r"(?P<worker>[^@]+)@(?P<at>[\d.]+)(?::(?P<for>[\d.]+))?(?:x(?P<factor>[\d.]+))?")
 
 
-def add_disturbance_flags(parser: argparse.ArgumentParser) -> None:
+def add_disturbance_flags(parser: argparse._ActionsContainer) -> None:
     for name, form in _FORMS.items():
         parser.add_argument(f"--{name}", action="append", default=[], metavar=form, help=_HELP[name])
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.cli.disturb import disturbances
+from pdserve.cli.simulate import DEFAULT_PROFILE, DEFAULT_SLO_TPOT_S, DEFAULT_SLO_TTFT_S, DEFAULT_WORKERS
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role, Slo
 from pdserve.profiles import load_profile
@@ -24,9 +25,6 @@ from simulator.reshape import Reshaped, Step, first, jittered
 from simulator.synthetic import chat
 from simulator.traces import FileTrace
 
-DEFAULT_PROFILE: Final = "h100-sxm.llama-3.1-8b.bf16"
-DEFAULT_WORKERS: Final = 1  # of each role
-DEFAULT_SLO: Final = Slo(ttft_s=1.0, tpot_s=0.02)
 _COMPARED: Final = "goodput,round-robin,colocated"
 _COMPARED_AT: Final = (1.0, 1.5, 2.0, 2.5)  # times the rate of the built-in workload: from all well to overload
 _BLOCK_TOKENS: Final = 64  # of traces that name no blocks
@@ -45,7 +43,9 @@ class Scene:
         """The colocated cluster is the same machines, each of which does both."""
         workers = self.base.workers
         if policy == "colocated":
-            workers = tuple(dataclasses.replace(one, role=Role.DECODE) for one in workers)
+            # How fast a recorded prefill worker decodes, nobody saw.
+            both = next(one for one in workers if one.role is Role.DECODE)
+            workers = tuple(dataclasses.replace(both, worker_id=one.worker_id) for one in workers)
         router = dataclasses.replace(
             self.base.router, policy=policy, rules_off=self.rules_off if policy == "goodput" else ()
         )
@@ -58,7 +58,7 @@ def make_scene(args: argparse.Namespace) -> Scene:
     check_rules(rules_off)
     file = FileTrace(args.trace) if args.trace else None
     recorded = file.cluster() if file is not None else None
-    slo = recorded.slo if recorded is not None else DEFAULT_SLO
+    slo = recorded.slo if recorded is not None else Slo(ttft_s=DEFAULT_SLO_TTFT_S, tpot_s=DEFAULT_SLO_TPOT_S)
     slo = Slo(
         ttft_s=slo.ttft_s if args.slo_ttft is None else args.slo_ttft,
         tpot_s=slo.tpot_s if args.slo_tpot is None else args.slo_tpot,

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from pdserve.cli.main import main
+from pdserve.cli.simulate import FORMAT_NAMES, POLICY_NAMES, RULE_NAMES
+from router.policy import POLICIES
+from router.policy.rules import RULES
+from simulator.traces import FORMATS
+from tests.unit.router.test_random_runs import run
+from tests.unit.router.test_replay import recording
 
 SMALL = ["simulate", "--limit", "40"]
 
@@ -61,6 +69,24 @@ def test_a_published_trace_can_be_spread_sped_up_and_cut(tmp_path: Path, capsys:
     spread = json.loads(capsys.readouterr().out)
     assert (spread["trace"], spread["requests"]) == ("t", 20)
     assert 1.5 < spread["span_s"] < 3.0
+
+
+def test_a_recording_brings_its_cluster_unless_another_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recording"
+    path.write_text("".join(recording(run(3, faults=0.0, policy="round-robin", requests=40))), encoding="utf-8")
+    flags = ["simulate", "--json", "--trace", str(path)]
+    assert main(flags) == 0
+    same = json.loads(capsys.readouterr().out)
+    assert (same["cluster"], same["policy"], same["requests"]) == ("the recorded cluster", "round-robin", 40)
+    assert main([*flags, "--policy", "colocated"]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert (both["prefill"], both["decode"]) == (0, same["prefill"] + same["decode"])
+    assert main([*flags, "--decode", "3", "--slo-ttft", "7"]) == 0
+    other = json.loads(capsys.readouterr().out)
+    assert (other["cluster"], other["decode"], other["slo"]["ttft_s"]) == ("h100-sxm.llama-3.1-8b.bf16", 3, 7.0)
+    assert other["policy"] == "round-robin"
 
 
 def test_each_rate_and_policy_is_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,3 +171,15 @@ def test_a_wrong_row_is_told_before_anything_runs(tmp_path: Path, capsys: pytest
         file.write('\n{"timestamp": 0}')
     assert main(["simulate", "--trace", str(path)]) == 1
     assert "t.jsonl, line 31, input_length: got nothing" in capsys.readouterr().err
+
+
+def test_the_help_names_what_there_is() -> None:
+    assert sorted(POLICY_NAMES.split(", ")) == sorted(POLICIES)
+    assert RULE_NAMES.split(", ") == list(RULES)
+    assert FORMAT_NAMES.split(", ") == [one.name for one in FORMATS]
+
+
+def test_the_command_line_does_not_load_the_simulator_before_it_is_asked_for() -> None:
+    probe = "import sys, pdserve.cli.main; print('simulator.world' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
