@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Final
 
 from router import replay
@@ -23,7 +24,7 @@ from simulator.model import TraceRequest
 from simulator.trace_rows import NumberedLine, TraceError
 
 _KINDS: Final = (WorkerConnected, RequestArrived, ClientLeft, EmitTokens, FinishRequest, FailRequest, EndCancelled)
-ID_BYTES: Final = 7  # of a block's hash: enough to tell blocks apart, and a number below 2**63
+ID_BYTES: Final = 7  # enough to tell blocks apart, and a number below 2**63
 
 
 def is_recording(first_line: str) -> bool:
@@ -114,7 +115,8 @@ def _request(seen: _Seen, lengths: _Lengths, block_size: int) -> TraceRequest:
         output = most
     else:
         output = max(lengths.mean(most), seen.drawn)
-    blocks = [int.from_bytes(one[:ID_BYTES]) for one in facts.block_hashes]
+    # Hashed again: a simulated router's names are no hashes, and differ in any of their bytes.
+    blocks = [int.from_bytes(blake2b(one, digest_size=ID_BYTES).digest()) for one in facts.block_hashes]
     if blocks and len(blocks) * block_size < facts.num_prompt_tokens:
         blocks.append(seen.number)  # only full blocks are hashed: the rest is shared with nobody
     return TraceRequest(

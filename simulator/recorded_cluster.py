@@ -15,10 +15,11 @@ from typing import Any, Final, final
 from pdserve.core.errors import ConfigError
 from pdserve.core.latency import CostModel, LinkModel
 from pdserve.core.types import Role, Slo
-from router.commands import Command, Prefill
+from router.commands import Command, Prefill, Reserve
 from router.events import (
     BatchTimed,
     Event,
+    Granted,
     LoadReported,
     RequestArrived,
     TransferEnded,
@@ -40,8 +41,11 @@ _KINDS: Final = (
     BatchTimed,
     TransferEnded,
     Prefill,
+    Reserve,
+    Granted,
 )
 DEFAULT_HEARTBEAT_S: Final = 0.1  # where no worker reported twice
+DEFAULT_MESSAGE_S: Final = 2e-4  # where nothing was granted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,7 @@ class RecordedCluster:
     block_size: int
     slo: Slo  # that most requests had
     heartbeat_s: float
+    message_s: float  # one way between router and worker: half of what the quickest grant took
     disturbances: tuple[Disturbance, ...]  # worker deaths
 
     def config(self, **others: Any) -> SimConfig:
@@ -63,6 +68,7 @@ class RecordedCluster:
             "router": self.router,
             "block_size": self.block_size,
             "heartbeat_s": self.heartbeat_s,
+            "message_s": self.message_s,
             "disturbances": self.disturbances,
         }
         return SimConfig(**{**held, **others})
@@ -85,6 +91,7 @@ def read_cluster(lines: Iterable[NumberedLine], name: str) -> RecordedCluster:
         block_size=decodes[0].block_size,
         slo=seen.slos.most_common(1)[0][0] if seen.slos else Slo(),
         heartbeat_s=seen.heartbeat_s(),
+        message_s=0.5 * seen.quickest_grant_s if seen.quickest_grant_s < math.inf else DEFAULT_MESSAGE_S,
         disturbances=tuple(seen.deaths()),
     )
 
@@ -125,6 +132,8 @@ class _Cluster:
     def __init__(self) -> None:
         self.workers: dict[str, _Worker] = {}
         self.slos: Counter[Slo] = Counter()
+        self.quickest_grant_s = math.inf
+        self._asked_s: dict[tuple[str, int], float] = {}  # attempt -> when its decode worker was asked
         self._senders: dict[tuple[str, int], str] = {}  # attempt -> prefill worker, while its KV is to come
         self._first_s: float | None = None  # arrivals
         self._last_s = 0.0
@@ -156,6 +165,11 @@ class _Cluster:
                     context_tokens=item.context_tokens,
                     step_s=item.step_s,
                 )
+            case Reserve():
+                self._asked_s[item.request_id, item.attempt] = now_s
+            case Granted():
+                asked_s = self._asked_s.pop((item.request_id, item.attempt), -math.inf)
+                self.quickest_grant_s = min(self.quickest_grant_s, now_s - asked_s)
             case Prefill():
                 self._senders[item.request_id, item.attempt] = item.worker_id
             case TransferEnded():
