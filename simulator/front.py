@@ -13,7 +13,7 @@ from router.state import RouterState
 from simulator.agenda import Agenda
 from simulator.machine import Machine, Order
 from simulator.model import RequestRow, SimConfig, TraceRequest
-from simulator.prompts import BlockNames, sampling_of
+from simulator.prompts import BlockNames, allowed_of
 
 IN_TIME = frozenset({commands.Outcome.SERVED, commands.Outcome.LATE})
 
@@ -59,7 +59,7 @@ class Front:
             events.RequestArrived(
                 request_id=name,
                 num_prompt_tokens=row.prompt_tokens,
-                sampling=sampling_of(row.output_tokens),
+                sampling=allowed_of(row.output_tokens),
                 slo=row.slo,
                 deadline_s=self._config.deadline_s,
                 priority=request.priority,

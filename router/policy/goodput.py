@@ -22,7 +22,7 @@ from typing import Final, final
 
 from pdserve.core.latency import LinkModel
 from router.policy.interface import Ask, Candidate, Choice, Decision, Links, Obstacle
-from router.policy.rooms import LONGEST_WAIT_S, SHORTEST_WAIT_S, not_avoided, wait_for_decode
+from router.policy.rooms import LONGEST_WAIT_S, SHORTEST_WAIT_S, not_avoided
 from router.policy.tuning import PATIENCE, WAYS_SHOWN
 from router.policy.ways import (
     NOTHING_CACHED,
@@ -56,34 +56,32 @@ class Goodput:
         able, cached = not_avoided(decodes, ask), self._cached(ask)
         landings = find_landings(ask, cached, able, now_s, self._step_of, self._fullest)
         if not landings:
-            return wait_for_decode(able, now_s)
+            return _wait_for_room(ask, "no decode worker has a free row and free blocks for the answer")
         landings.sort(key=_landing_order)
         ways = []
         if prefills:
             ways = remote_ways(ask, cached, not_avoided(prefills, ask), landings, now_s, self._links)
         if self._has_choice or not ways:
-            ways = [*ways[:1], *local_ways(ask, cached, landings, now_s), *ways[1:]]
+            ways += local_ways(ask, cached, landings, now_s)
         return _choose(ask, ways)
 
 
 def _choose(ask: Ask, ways: list[Way]) -> Decision:
-    """Among the first remote way and the local ones; further remote ways are only shown."""
-    rivals = [way for index, way in enumerate(ways) if index == 0 or way.prefill is None]
-    feasible = [way for way in rivals if way.slack >= 0.0]
+    feasible = [way for way in ways if way.slack >= 0.0]
     if feasible:
         open_ones = [way for way in feasible if way.opens_in_s == 0.0]
         if not open_ones:
-            return _wait(ways, Obstacle.PREFILL, "no worker that keeps both promises can start it yet")
-        return _go(ways, max(open_ones, key=_slack), "the most slack of the ways that are open")
-    harmless = [way for way in rivals if not way.harms]
-    is_late = all(way.ttft_slack < 0.0 for way in rivals)
+            return _wait(ways, "no worker that keeps both promises can start it yet")
+        return _go(ways, min(open_ones, key=_cost), "it costs everybody the least")
+    harmless = [way for way in ways if not way.harms]
+    is_late = all(way.ttft_slack < 0.0 for way in ways)
     if not harmless or not is_late:
         if ask.waited_s < PATIENCE * ask.slo.ttft_s and not (harmless and _is_hopeless_tpot(ask, harmless)):
-            return _wait(ways, Obstacle.DECODE, "no decode worker can take it without breaking a promise")
-        harmless = harmless or rivals
+            return _wait_for_room(ask, "no decode worker can take it without breaking a promise")
+        harmless = harmless or ways
     open_ones = [way for way in harmless if way.opens_in_s == 0.0]
     if not open_ones:
-        return _wait(ways, Obstacle.PREFILL, "no worker can start it yet")
+        return _wait(ways, "no worker can start it yet")
     return _go(ways, max(open_ones, key=_slack), "its promise cannot be kept; served late where nobody pays for it")
 
 
@@ -105,13 +103,24 @@ def _go(ways: list[Way], chosen: Way, reason: str) -> Decision:
     )
 
 
-def _wait(ways: list[Way], obstacle: Obstacle, reason: str) -> Decision:
-    soonest_s = min(way.opens_in_s for way in ways) if obstacle is Obstacle.PREFILL else LONGEST_WAIT_S
+def _wait(ways: list[Way], reason: str) -> Decision:
+    soonest_s = min(way.opens_in_s for way in ways)
     return Decision(
         choice=Choice.WAIT,
         reason=reason,
-        obstacle=obstacle,
+        obstacle=Obstacle.PREFILL,
         retry_in_s=min(max(soonest_s, SHORTEST_WAIT_S), LONGEST_WAIT_S),
+    )
+
+
+def _wait_for_room(ask: Ask, reason: str) -> Decision:
+    """Smaller ones may take the room that it waits for, but not for ever."""
+    is_urgent = ask.waited_s >= PATIENCE * ask.slo.ttft_s
+    return Decision(
+        choice=Choice.WAIT,
+        reason=reason,
+        obstacle=Obstacle.DECODE if is_urgent else Obstacle.PREFILL,
+        retry_in_s=LONGEST_WAIT_S,
     )
 
 
@@ -140,3 +149,7 @@ def _landing_order(landing: Landing) -> tuple[int, float]:
 
 def _slack(way: Way) -> float:
     return way.slack
+
+
+def _cost(way: Way) -> float:
+    return way.cost

@@ -43,6 +43,7 @@ class Way:
     ttft_slack: float
     tpot_slack: float  # of the strictest promise on the decode worker, this request's included
     harms: bool  # a resident's promise is broken by it
+    cost: float  # shares of promises that it takes: from its own TTFT and the next one's, from TPOTs on d
     opens_in_s: float  # 0: it can start now
 
     @property
@@ -68,6 +69,9 @@ def find_landings(
     """Decode workers with a row and blocks for the whole answer that is expected; `fullest`: 1 or -1, the order."""
     tokens, own_s = ask.num_tokens, ask.slo.tpot_s
     growth = 0.5 * ask.expected_tokens
+    per_second = 1.0 / ask.slo.ttft_s
+    per_read = (1.0 + WORK_WEIGHT) * per_second
+    per_wait = 1.0 / _answer_s(ask)
     found: list[Landing] = []
     for view in decodes:
         load = view.load
@@ -89,8 +93,10 @@ def find_landings(
             uncached = 1
         read_s = uncached * (load.per_token_s + load.per_token_context_s * (tokens - 0.5 * uncached)) * load.stretch
         queue_s = view.free_at_s - now_s
-        work_s = (1.0 + WORK_WEIGHT) * read_s
-        found.append((rank, step_s, (rank[0] >> 1, queue_s + work_s if queue_s > 0.0 else work_s), view, load))
+        cost = read_s * (per_read + per_wait * load.hold)
+        if queue_s > 0.0:
+            cost += queue_s * per_second
+        found.append((rank, step_s, (rank[0] >> 1, cost), view, load))
     return found
 
 
@@ -122,7 +128,12 @@ def remote_ways(
             price_s = round((cost_s + late_s) / TRANSFER_TIE_S)
             pairs.append(((rank[0] >> 1, price_s, order, prefill_id), delay_s, late_s, prefill, decode, load, step_s))
     pairs.sort(key=_pair_order)
-    return [_remote(ask, now_s, *pair[1:]) for pair in pairs[:DECODES_PAIRED]]
+    best = [_remote(ask, now_s, *pair[1:]) for pair in pairs[:DECODES_PAIRED]]
+    if pairs and not any(way.opens_in_s == 0.0 for way in best):
+        best += [way for pair in pairs[DECODES_PAIRED:] if (way := _remote(ask, now_s, *pair[1:])).opens_in_s == 0.0][
+            :1
+        ]
+    return best
 
 
 def local_ways(ask: Ask, cached: Mapping[str, int], landings: Sequence[Landing], now_s: float) -> list[Way]:
@@ -159,7 +170,9 @@ def _remote(
     # Its KV lands in the middle of a step, which it cannot join.
     tpot_s = step_s + (late_s + 0.5 * step_s) / max(1.0, ask.expected_tokens - 1.0)
     opens_s = 0.0 if can_start(prefill, ask.num_tokens, now_s) else opens_in_s(prefill, now_s)
-    return _way(ask, prefill, decode, load, ttft_s, tpot_s, step_s, opens_s, prefill.cost.prefill_error)
+    work_s = delay_s - prefill.queue_s(now_s)
+    cost = (ttft_s + WORK_WEIGHT * work_s) / ask.slo.ttft_s + late_s / _answer_s(ask)
+    return _way(ask, prefill, decode, load, ttft_s, tpot_s, step_s, cost, opens_s, prefill.cost.prefill_error)
 
 
 def _local(
@@ -173,8 +186,15 @@ def _local(
     # Residents wait while prompts are read: those of the queue, and this.
     waits_s = load.step_s + (queue_s + read_s) * load.hold / max(1.0, ask.expected_tokens - 1.0)
     residents_s = max(step_s, min(waits_s, load.reads_s))
-    opens_s = 0.0 if queue_s <= load.batch_s else queue_s - load.batch_s
-    return _way(ask, None, decode, load, ttft_s, step_s, residents_s, opens_s, decode.cost.step_error)
+    # When a prompt will have been read is known only roughly, so one may wait behind it: else steps read nothing.
+    opens_s = 0.0 if queue_s <= load.batch_s or decode.totals.prefills <= 1 else queue_s - load.batch_s
+    cost = (ttft_s + WORK_WEIGHT * read_s) / ask.slo.ttft_s + read_s * load.hold / _answer_s(ask)
+    return _way(ask, None, decode, load, ttft_s, step_s, residents_s, cost, opens_s, decode.cost.step_error)
+
+
+def _answer_s(ask: Ask) -> float:
+    """What the whole answer may take by its promise: a delay within it is this share of the promise."""
+    return max(1.0, ask.expected_tokens - 1.0) * ask.slo.tpot_s
 
 
 def _way(
@@ -185,6 +205,7 @@ def _way(
     ttft_s: float,
     tpot_s: float,
     residents_s: float,
+    cost: float,
     opens_in_s: float,
     error: float,
 ) -> Way:
@@ -199,6 +220,7 @@ def _way(
         ttft_slack=1.0 - (ask.waited_s + ttft_s * (1.0 + min(error, WIDEST_BAND))) / slo.ttft_s,
         tpot_slack=own if own < theirs else theirs,
         harms=theirs < 0.0,
+        cost=cost,
         opens_in_s=opens_in_s,
     )
 

@@ -145,7 +145,7 @@ def test_a_decode_worker_whose_residents_would_lose_their_promise_is_left_alone(
     strict = with_rows(view("d0"), 6, tokens=30_000, tpot_s=0.014)  # a step of 13.6 ms already
     assert place(decide([view("p0")], [strict, with_rows(view("d1"), 1)], ask(30_000)))[2] == "d1"
     alone = decide([view("p0")], [strict], ask(30_000))
-    assert (alone.choice, alone.obstacle) == (Choice.WAIT, Obstacle.DECODE)
+    assert (alone.choice, alone.obstacle) == (Choice.WAIT, Obstacle.PREFILL)
 
 
 def test_who_has_lost_its_own_promise_still_waits_for_room_but_not_for_ever() -> None:
@@ -173,8 +173,10 @@ def test_no_slack_is_left_for_a_long_answer_in_little_memory() -> None:
     with_rows(small, 20, tokens=4_000)
     request = ask(10_000)
     decision = decide([view("p0")], [small], request)
-    assert (decision.choice, decision.obstacle) == (Choice.WAIT, Obstacle.DECODE)
+    assert (decision.choice, decision.obstacle) == (Choice.WAIT, Obstacle.PREFILL)  # smaller ones may go before it
     assert decide([view("p0")], [small], ask(8_000)).choice is not Choice.WAIT
+    urgent = decide([view("p0")], [small], ask(10_000, waited_s=4.1))
+    assert (urgent.choice, urgent.obstacle) == (Choice.WAIT, Obstacle.DECODE)  # but not for ever
 
 
 def test_the_second_tokens_delay_is_spread_over_the_answer() -> None:
@@ -201,7 +203,10 @@ def test_a_worker_whose_residents_leave_less_time_is_passed_over() -> None:
 
 
 def test_late_binding_holds_for_the_local_path_too() -> None:
+    # One prompt may wait while another is read, so that no step reads nothing; the next one waits in the router.
     busy = with_queue(with_rows(view("d0"), 4), 1.0)
+    assert decide([], [busy], ask()).choice is Choice.LOCAL
+    busy.book(Booking(request_id="r", attempt=1, tokens=0, blocks=0, prefill_tokens=40_000, prefill_s=1.0), 0.0)
     decision = decide([], [busy], ask())
     assert (decision.choice, decision.obstacle) == (Choice.WAIT, Obstacle.PREFILL)
     assert decision.retry_in_s is not None
@@ -261,6 +266,7 @@ def test_what_is_chosen_is_open_and_was_not_avoided(off: tuple[str, ...]) -> Non
         assert not landing.bookings or landing.load.free_tokens >= request.num_tokens
         assert (decision.choice is Choice.REMOTE) == bool(prefill)
         assert not prefill or views[prefill].queue_s(0.0) <= views[prefill].batch_s
+        assert prefill or landing.totals.prefills <= 1 or landing.queue_s(0.0) <= landing.load.batch_s
         shown = decision.candidates
         assert (shown[0].prefill_worker, shown[0].decode_worker) == (prefill, decode)
         assert all(one.ttft_s > 0.0 and one.tpot_s > 0.0 for one in shown)
