@@ -252,7 +252,7 @@ class DecodeBatching:
     # -- many steps at once: for who has the time of a step in closed form, and no engine --------------------------
 
     def run_length(self, step: Step) -> int:
-        """How many steps of exactly these rows may follow each other, this one included; 0: step by step.
+        """How many steps of exactly these rows may follow each other, this one included; 0: it is more than rows.
 
         Until the first of them ends or has filled a block, so that what a run changes for others, it changes in its
         last step. Nobody may join or leave meanwhile (`num_changes`), and no drawn token may end a text by itself.
@@ -262,37 +262,35 @@ class DecodeBatching:
             return 0
         if len(decoding) != min(len(self._running), self._max_batch):
             return 0
-        longest, most_tokens = size, self._end_rule.max_context_tokens
+        longest = size
         for each in decoding:
             if each.num_drawn == 0 and each.is_local:
                 return 0  # its first token has things to tell
-            num_tokens = len(each.tokens)
-            left = min(
-                size - each.computed % size,
-                most_tokens - num_tokens,
-                each.attempt.sampling.max_tokens + len(each.attempt.prompt_ids) - num_tokens,
-            )
+            left = min(size - each.computed % size, self._steps_left(each))
             if left < longest:
                 longest = left
         return longest if decoding else 0
 
-    def apply_run(
-        self, step: Step, count: int, token: TokenOut, now_s: float
-    ) -> tuple[list[Drawn], list[DecodeEffect]]:
-        """The same as `count` times `plan` and `apply`, where each row draws `token` in each step: the last Drawn of
-        each row, and the effects besides. `count` is at most `run_length`."""
-        last: list[Drawn] = []
+    def apply_run(self, step: Step, count: int, token: TokenOut, now_s: float) -> list[DecodeEffect]:
+        """Of the decode rows what `count` times `plan` and `apply` would do, where each draws `token` each time; of
+        the effects only those that say more than one more token. `count` is 1 or at most `run_length`."""
         effects: list[DecodeEffect] = []
         for resident in step.decoding:
-            if count > 1:
-                resident.tokens += [token.token_id] * (count - 1)
-                resident.num_drawn += count - 1
+            is_told = self._steps_left(resident) == count or resident.num_drawn == 0
+            silent = count - 1 if is_told else count
+            if silent:
+                resident.tokens += [token.token_id] * silent
+                resident.num_drawn += silent
             self._advance(resident, count)
-            drawn, *released = self._draw(resident, token, now_s)
-            assert isinstance(drawn, Drawn)
-            last.append(drawn)
-            effects += released
-        return last, effects
+            if is_told:
+                effects += self._draw(resident, token, now_s)
+        return effects
+
+    def _steps_left(self, resident: Resident) -> int:
+        """Until its text ends by its length."""
+        attempt, num_tokens = resident.attempt, len(resident.tokens)
+        by_request = attempt.sampling.max_tokens + len(attempt.prompt_ids) - num_tokens
+        return min(by_request, self._end_rule.max_context_tokens - num_tokens)
 
     def check(self) -> None:
         """Raises AssertionError unless the books of attempts and blocks agree."""

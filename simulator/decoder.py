@@ -108,7 +108,14 @@ class Decoder(Machine):
         if run is None or run.count <= 1 or self.is_stalled:
             return load
         done = min(run.steps_by(self.agenda.now_s), run.count) - 1
-        return replace(load, context_tokens=load.context_tokens + done * len(run.step.decoding))
+        return fx.Load(
+            free_blocks=load.free_blocks,
+            evictable_blocks=load.evictable_blocks,
+            running=load.running,
+            waiting=load.waiting,
+            context_tokens=load.context_tokens + done * len(run.step.decoding),
+            pending_prefill_tokens=load.pending_prefill_tokens,
+        )
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -212,6 +219,8 @@ class Decoder(Machine):
             self.act(effects)
         if step.is_empty:
             return
+        if not self._untold:
+            self._tell_at_s = now_s + self.around.config.report_s
         longest = batching.run_length(step)
         if longest == 0:
             pace = Pace(self.speed.step_s(step.account), 0.0)
@@ -219,8 +228,6 @@ class Decoder(Machine):
             self.agenda.at(run.end_of(1), self._ended, run, 0)
             return
         pace = self.speed.pace(step.account)
-        if not self._untold:
-            self._tell_at_s = now_s + self.around.config.report_s
         count = min(longest, pace.steps_until(max(self._tell_at_s - now_s, 0.0)))
         run = self._run = Run(step, count, pace, self.speed.jitter(count), now_s)
         self.agenda.at(run.end_of(count), self._ended, run, count)
@@ -243,30 +250,26 @@ class Decoder(Machine):
         if run is None:
             return
         self._run = None
-        account = run.step.account
-        if run.count == 0:
-            step_s = now_s - run.since_s
-            self._computed(account, 1, step_s, step_s)
-            outs = [DREW if count == each.remaining else READ for each, count in run.step.shares()]
-            self.act(batching.apply(run.step, outs, now_s))
-            return
-        count = run.border or run.count
-        if count < run.count:
-            run.count = count
-        self._computed(account, count, now_s - run.since_s, run.pace.first_s * self.speed.jitter())
-        first = [each.num_output for each in run.step.decoding]
-        last, released = batching.apply_run(run.step, count, TOKEN, now_s)
-        ended: list[fx.Drawn] = []
-        for one, index in zip(last, first, strict=True):
-            self._hold_back(one.key, index, count)
-            if one.finish is not None:
-                ended.append(one)
-        if now_s >= self._tell_at_s:
-            self._tell(ended, self._untold.keys())
-        elif ended:
-            self._tell(ended)
-        for effect in released:
-            self.act_on_own(effect)
+        step, count = run.step, run.border or run.count or 1
+        self._computed(step.account, count, now_s - run.since_s, run.pace.first_s * self.speed.jitter())
+        untold = self._untold
+        for resident in step.decoding:
+            key = resident.key
+            if key in untold:
+                untold[key].count += count
+            else:
+                untold[key] = Untold(resident.num_output, count)
+        effects = batching.apply_run(step, count, TOKEN, now_s)
+        if step.reading:
+            outs = [DREW if share == each.remaining else READ for each, share in step.reading]
+            read = batching.apply(replace(step, decoding=[]), outs, now_s)
+            for effect in read:
+                if isinstance(effect, fx.Drawn):
+                    untold[effect.key] = Untold(effect.output_index, 1)
+            effects += read
+        self.act(effects)
+        if untold and now_s >= self._tell_at_s:
+            self._tell((), untold)
 
     def _computed(self, account: fx.StepAccount, count: int, busy_s: float, step_s: float) -> None:
         self.num_steps += count
@@ -275,13 +278,6 @@ class Decoder(Machine):
             self._chunks.observe(account, step_s)
 
     # -- tokens --------------------------------------------------------------------------------------------------
-
-    def _hold_back(self, key: AttemptKey, index: int, count: int) -> None:
-        untold = self._untold.get(key)
-        if untold is None:
-            self._untold[key] = Untold(index, count)
-        else:
-            untold.count += count
 
     def _tell(self, drawn: Iterable[fx.Drawn], others: Iterable[AttemptKey] = ()) -> None:
         """The untold tokens of these attempts, one message per router; `drawn` are their last ones."""
@@ -318,18 +314,10 @@ class Decoder(Machine):
 
     def act(self, effects: list[Any]) -> None:
         """Tokens go first, as in the live worker: a request's Released must not overtake them."""
-        now: list[fx.Drawn] = []
-        for effect in effects:
-            if isinstance(effect, fx.Drawn):
-                if not self._untold:
-                    self._tell_at_s = self.agenda.now_s + self.around.config.report_s
-                self._hold_back(effect.key, effect.output_index, 1)
-                if effect.finish is not None or effect.prefill_s > 0.0:
-                    now.append(effect)
-        if now:
-            self._tell(now)
-        if self._untold and self.agenda.now_s >= self._tell_at_s:
-            self._tell((), self._untold.keys())
+        drawn = [effect for effect in effects if isinstance(effect, fx.Drawn)]
+        first_or_last = [one for one in drawn if one.finish is not None or one.prefill_s > 0.0]
+        if first_or_last:
+            self._tell(first_or_last)
         for effect in effects:
             if not isinstance(effect, fx.Drawn):
                 self.act_on_own(effect)

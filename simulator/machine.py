@@ -203,7 +203,7 @@ class Machine(ABC):
         if not self._ledger.begin(order.key):
             return None
         if before is not None and before in self.batching:
-            self.act(self.batching.cancel(before))
+            self.cancel(before)
         now_s = self.agenda.now_s
         return SyntheticAttempt(
             key=order.key,

@@ -58,18 +58,22 @@ def step_by_step(batching: DecodeBatching, count: int, now_s: float) -> list[Dec
 
 
 def at_once(batching: DecodeBatching, now_s: float, rng: random.Random) -> tuple[list[DecodeEffect], int]:
-    """One run of a random length that is allowed, or one step where none is."""
+    """One run of a random length that is allowed; or one step, whose readers are applied as ever."""
     step, effects = batching.plan(now_s)
     longest = batching.run_length(step)
-    if longest == 0:
-        outs = [RowOut(drawn=(TOKEN,)) if each.remaining == share else RowOut() for each, share in step.shares()]
-        return [*effects, *batching.apply(step, outs, now_s)], 1
-    count = rng.choice((longest, longest, rng.randint(1, longest)))
+    count = rng.choice((longest, longest, rng.randint(1, longest))) if longest else 1
     first = {each.key: each.num_output for each in step.decoding}
-    last, others = batching.apply_run(step, count, TOKEN, now_s)
-    for index in range(count - 1):
-        effects += [Drawn(key=one.key, output_index=first[one.key] + index, token=TOKEN) for one in last]
-    return [*effects, *last, *others], count
+    applied = batching.apply_run(step, count, TOKEN, now_s)
+    told = {(one.key, one.output_index) for one in applied if isinstance(one, Drawn)}
+    for key, index in first.items():
+        drawn = [Drawn(key=key, output_index=index + at, token=TOKEN) for at in range(count)]
+        effects += [one for one in drawn if (key, one.output_index) not in told]
+    effects += applied
+    if step.reading:
+        rest = replace(step, decoding=[])
+        outs = [RowOut(drawn=(TOKEN,)) if each.remaining == share else RowOut() for each, share in rest.shares()]
+        effects += batching.apply(rest, outs, now_s)
+    return effects, count
 
 
 @pytest.mark.parametrize("seed", range(60))
