@@ -230,6 +230,7 @@ def _on_row(ledger: Ledger, worker_id: str, row: TokenRow) -> None:
         request.decode_s += row.decode_s
         request.preemptions += row.preemptions
         view.left_batch(booking)
+        view.freed_s = ledger.now_s
         ledger.is_placing_due = True
         # A worker that says `finish` frees on its own.
         finish(ledger, request, row.finish or FinishReason.LENGTH, cancel=row.finish is None)
@@ -239,6 +240,7 @@ def _joined(ledger: Ledger, request: Request, placement: Placement) -> None:
     """The decode worker has KV and first token: the sequence is in the batch."""
     view = ledger.fleet.views[placement.decode_worker]
     view.arrived(view.bookings[request.request_id, request.attempt])
+    view.freed_s = ledger.now_s
     ledger.is_placing_due = True
 
 

@@ -7,6 +7,7 @@ attempts.py, recovery.py, ending.py. Commands go to `out` in the order in which 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -62,6 +63,7 @@ class Ledger:
         self.has_started = False
         self.is_closing = False
         self.is_placing_due = False
+        self.shrunk_s = -math.inf  # when a worker last left: who waits for it must look elsewhere
         self.no_decode_since_s: float | None = None
         self.placement_interval_s = 0.05  # moving mean, for retry_after_s
         self.last_placement_s = 0.0
@@ -84,7 +86,7 @@ class Ledger:
     # -- the queue -----------------------------------------------------------------------------------------------
 
     def enqueue(self, request: Request) -> None:
-        request.queued_s = self.now_s
+        request.queued_s, request.asked_s = self.now_s, -math.inf
         if request.not_before_s > self.now_s:
             self.park(request, request.not_before_s)
         else:
@@ -209,6 +211,7 @@ class Ledger:
         view.computed(booking, self.now_s)
         view.left_batch(booking)
         view.arrived(booking)
+        view.freed_s = self.now_s
         self.out.append(Cancel(worker_id=worker_id, request_id=request.request_id, attempt=request.attempt))
 
     # -- explanations --------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ head of a line is asked when the worker can start it.
 from __future__ import annotations
 
 import heapq
+import math
 from typing import Final
 
 from pdserve.core.types import FinishReason, Path, Role
@@ -50,13 +51,36 @@ def place_waiting(ledger: Ledger) -> None:
         if first is None:
             return
         request = ledger.requests[first]
-        decision = _decide(ledger, request, prefills, decodes)
-        if decision is None or _has_left(ledger, request, decision, prefills, is_decode_full=is_decode_full):
-            continue
-        _retry_in(ledger, decision.retry_in_s)
-        if decision.obstacle is not Obstacle.PREFILL:
+        if _is_worth_asking(ledger, request, prefills, decodes):
+            decision = _decide(ledger, request, prefills, decodes)
+            if decision is None or _has_left(ledger, request, decision, prefills, is_decode_full=is_decode_full):
+                continue
+            _waits(ledger, request, decision)
+        _retry_at(ledger, request.ask_again_s)
+        if request.waits_for is not Obstacle.PREFILL:
             return
         passed.append(first)
+
+
+def _waits(ledger: Ledger, request: Request, decision: Decision) -> None:
+    """The policy was asked, and lets it wait."""
+    request.asked_s = ledger.now_s
+    request.waits_for = decision.obstacle
+    request.ask_again_s = math.inf if decision.retry_in_s is None else ledger.now_s + decision.retry_in_s
+
+
+def _is_worth_asking(ledger: Ledger, request: Request, prefills: list[WorkerView], decodes: list[WorkerView]) -> bool:
+    """Whether something has happened that the request waits for. Most events make no room for most of those who wait,
+    and a decision costs more than all else that the router does."""
+    now_s, asked_s = ledger.now_s, request.asked_s
+    if now_s >= request.ask_again_s or asked_s <= ledger.shrunk_s:
+        return True
+    if request.waits_for is not Obstacle.PREFILL:
+        return any(view.freed_s >= asked_s for view in decodes)
+    tokens = request.num_tokens
+    return any(view.freed_s >= asked_s and can_start(view, tokens, now_s) for view in prefills) or any(
+        view.computed_s >= asked_s and view.queue_s(now_s) <= view.load.batch_s for view in decodes
+    )
 
 
 def _serve_lines(ledger: Ledger, prefills: list[WorkerView], decodes: list[WorkerView]) -> bool:
@@ -76,9 +100,15 @@ def _serve_lines(ledger: Ledger, prefills: list[WorkerView], decodes: list[Worke
         if not can_start(view, request.num_tokens, ledger.now_s):
             _retry_in(ledger, opens_in_s(view, ledger.now_s))
             continue
+        if not _is_worth_asking(ledger, request, prefills, decodes):
+            _retry_at(ledger, request.ask_again_s)
+            if request.waits_for is Obstacle.DECODE:
+                return True
+            continue
         decision = _decide(ledger, request, prefills, decodes)
         if decision is not None and not _has_left(ledger, request, decision, prefills):
-            _retry_in(ledger, decision.retry_in_s)
+            _waits(ledger, request, decision)
+            _retry_at(ledger, request.ask_again_s)
             if decision.obstacle is Obstacle.DECODE:
                 return True
         elif view.line:
@@ -247,9 +277,12 @@ def _book(ledger: Ledger, request: Request, view: WorkerView, *, has_row: bool, 
     return booking
 
 
-def _retry_in(ledger: Ledger, wait_s: float | None) -> None:
-    if wait_s is not None:
-        at_s = ledger.now_s + wait_s
+def _retry_in(ledger: Ledger, wait_s: float) -> None:
+    _retry_at(ledger, ledger.now_s + wait_s)
+
+
+def _retry_at(ledger: Ledger, at_s: float) -> None:
+    if at_s < math.inf:
         timers = ledger.timers
         timers.retry_at_s = at_s if timers.retry_at_s is None else min(timers.retry_at_s, at_s)
 

@@ -116,6 +116,7 @@ def _worker_gone(ledger: Ledger, worker_id: str, cause: Cause) -> None:
     if view is None:
         return
     ledger.is_placing_due = True
+    ledger.shrunk_s = ledger.now_s
     was_draining = view.is_draining
     ledger.unbind_all(view)
     for booking in view.lost():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -9,7 +10,7 @@ from pdserve.core.types import Path
 from router.commands import Timings, Usage
 from router.events import RequestArrived
 from router.lifecycle import Stage
-from router.policy.interface import Outlook
+from router.policy.interface import Obstacle, Outlook
 from router.view import WorkerView
 
 WorkerKey = tuple[str, str]  # worker id and incarnation
@@ -52,6 +53,9 @@ class Request:
     not_before_s: float = 0.0  # backoff
     outlook: Outlook | None = None  # what it could get at best when it joined the queue; None: nobody was there
     charged_s: float = 0.0  # GPU-seconds that its tenant was charged for it
+    asked_s: float = -math.inf  # when the policy last let it wait; -inf: it was not asked since it waits
+    ask_again_s: float = 0.0  # when that is worth repeating, should nothing happen before
+    waits_for: Obstacle = Obstacle.NONE
     bound_to: str = ""  # the prefill worker in whose line it waits, while QUEUED
 
     # What went wrong so far.

@@ -249,6 +249,8 @@ def _on_drain(ledger: Ledger, event: DrainRequested) -> None:
     view = ledger.fleet.connected(event.worker_id)
     if view is not None:
         view.is_drain_requested = True
+        ledger.shrunk_s = ledger.now_s
+        ledger.is_placing_due = True
         ledger.out.append(DrainWorker(worker_id=event.worker_id))
 
 

@@ -77,8 +77,10 @@ class WorkerView:
         "_load",
         "bookings",
         "closed_until_s",
+        "computed_s",
         "cost",
         "free_at_s",
+        "freed_s",
         "grant_wait_s",
         "heard_s",
         "hello",
@@ -114,6 +116,8 @@ class WorkerView:
         self._load: DecodeLoad | None = None  # kept until something of this changes
         self.free_at_s = now_s  # when the prefills that are here should be done
         self.closed_until_s = now_s  # it refused; not asked before
+        self.freed_s = now_s  # when something last happened that may have made room here
+        self.computed_s = now_s  # when a prompt was last done here, or given up
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
@@ -261,6 +265,7 @@ class WorkerView:
             totals.prefill_s = totals.prefill_s - booking.prefill_s if totals.prefills else 0.0
             booking.prefill_tokens, booking.prefill_s = 0, 0.0
             self.free_at_s = now_s + max(totals.prefill_s, self._others_prefill_s)
+            self.freed_s = self.computed_s = now_s
 
     def left_batch(self, booking: Booking) -> None:
         """It has no row any more; its blocks may still be held."""
@@ -274,6 +279,7 @@ class WorkerView:
             booking.tpot_s = None
 
     def unbook(self, booking: Booking, now_s: float) -> None:
+        self.freed_s = now_s
         self.computed(booking, now_s)
         self.left_batch(booking)
         self.arrived(booking)
@@ -285,6 +291,7 @@ class WorkerView:
 
     def reported(self, report: LoadReported, now_s: float) -> None:
         self.report = report
+        self.freed_s = now_s
         self._load = None
         self._at_report = self.totals.copy()
         # Slower than predicted, or other routers' work: what it says is pending is yet to come.

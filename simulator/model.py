@@ -112,6 +112,11 @@ class SimConfig:
         ids = [one.worker_id for one in self.workers]
         if len(set(ids)) < len(ids):
             raise ConfigError("workers", "an id twice", "ids that differ")
+        for one in self.workers:
+            if one.role is Role.DECODE and not one.cost.decode_base_s + one.cost.decode_per_row_s > 0.0:
+                raise ConfigError(
+                    "cost", f"decode steps of {one.worker_id} that take no time", "a base or a time per row"
+                )
         for name, low in (("num_routers", 1), ("block_size", 1)):
             if getattr(self, name) < low:
                 raise ConfigError(name, getattr(self, name), f"at least {low}")

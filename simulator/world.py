@@ -100,27 +100,33 @@ class World:
         self._last_arrival_s = 0.0
 
     def run(self) -> SimResult:
+        self.start()
+        while self.step():
+            pass
+        return self.result()
+
+    def start(self) -> None:
         for station in self.stations.values():
             station.start()
         self._next_arrival()
         self._sample()
-        agenda = self.agenda
-        while not self._is_over():
-            agenda.step()
+
+    def step(self) -> bool:
+        """Does what happens next; False once the run is over."""
+        return not self._is_over() and self.agenda.step()
+
+    def result(self) -> SimResult:
         for station in self.stations.values():
             station.finish()
         counters = Counter[str]()
         for front in self.fronts:
             counters.update(front.state.counters)
         counters["transferred_bytes"] = self.network.num_bytes
-        tallies = []
-        for station in self.stations.values():
-            tallies.append(station.tally.finish())
         return SimResult(
             trace=self._name,
             config=self.config,
             requests=self.rows,
-            workers=tallies,
+            workers=[station.tally.finish() for station in self.stations.values()],
             samples=self._samples.kept,
             span_s=self._last_arrival_s - (self._first_arrival_s or 0.0),
             counters=dict(counters),
@@ -157,7 +163,7 @@ class World:
     def _ended(self, row: RequestRow) -> None:
         self._num_open -= 1
         self._last_word_s = self.agenda.now_s
-        if self._on_ended is not None and not self._on_ended(row):
+        if self._on_ended is not None and not self._is_stopped and not self._on_ended(row):
             self._is_stopped = True
 
     # -- requests ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import pdserve
-from pdserve.cli import chat, doctor, explain, generate, replay, topology, up
+from pdserve.cli import chat, doctor, explain, generate, replay, simulate, topology, up
 from pdserve.core.errors import PdserveError
 
 COMMANDS: Final = {
@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "topology": topology,
     "explain": explain,
     "replay": replay,
+    "simulate": simulate,
     "doctor": doctor,
 }
 

@@ -121,6 +121,8 @@ class EngineThread:
                 num_calls += 1
                 if num_calls == MAX_DRAINED_CALLS:
                     break
+            if num_calls:
+                self._hand_out(program)  # a grant does not wait for a step that it has no part in
             has_rows = program.has_work and program.step()
             program.tick()
             self._hand_out(program)

@@ -108,8 +108,8 @@ def test_a_light_tenant_is_admitted_beside_a_heavy_one() -> None:
     fair.run([*heavy, *light], 60.0)
     unfair.run([*heavy, *light], 60.0)
     names = [request.request_id for _, request in light]
-    assert [outcomes(fair)[name] for name in names] == ["served"] * 6
-    assert [outcomes(unfair)[name] for name in names].count("refused") > 2
+    assert [outcomes(fair)[name] for name in names].count("served") >= 5
+    assert [outcomes(unfair)[name] for name in names].count("served") <= 3
 
 
 def test_a_higher_class_is_served_under_overload() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.types import Role
+from pdserve.core.types import Role, Slo
 from pdserve.profiles import load_profile
 from simulator.cluster import make_link, make_workers
-from simulator.model import Link
+from simulator.model import Link, SimConfig
 
 PROFILE = load_profile("h100-sxm.llama-3.1-8b.bf16")
 
@@ -38,3 +40,10 @@ def test_counts_that_serve_nobody_are_refused(prefill: int, decode: int, field: 
 def test_an_unknown_link_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"carrier.*one of nvlink, ib400, eth25"):
         make_workers(PROFILE, 1, 1, link="carrier")
+
+
+def test_decode_steps_that_take_no_time_are_refused() -> None:
+    free = dataclasses.replace(PROFILE.cost, decode_base_s=0.0, decode_per_row_s=0.0)
+    workers = make_workers(dataclasses.replace(PROFILE, cost=free), 1, 1)
+    with pytest.raises(ConfigError, match="decode steps of d0 that take no time"):
+        SimConfig(workers=workers, slo=Slo())

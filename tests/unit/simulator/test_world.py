@@ -2,71 +2,150 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
-from pdserve.core.latency import CostPrior
-from pdserve.core.types import Path, Role, Slo
-from router.settings import RouterSettings
-from simulator.model import Link, RequestRow, SimConfig, TraceRequest, WorkerShape
-from simulator.world import World
-
-COST = CostPrior(
-    prefill_base_s=0.01,
-    prefill_per_token_s=1e-4,
-    prefill_per_token_context_s=0.0,
-    decode_base_s=0.01,
-    decode_per_row_s=1e-3,
-    decode_per_context_token_s=1e-6,
-)
-BLOCK_BYTES = 512 * 131_072
-LINK = Link(latency_s=1e-3, bytes_per_s=1e9)
-MESSAGE_S = 2e-4
-EASY = Slo(ttft_s=100.0, tpot_s=10.0)
+from pdserve.core.types import Path, Role
+from simulator.model import Disturbance, DisturbanceKind, Link, WorkerShape
+from tests.unit.simulator.small import BLOCK_BYTES, COST, LINK, MESSAGE_S, asked, cluster, run
 
 
-@dataclass
-class Listed:
-    rows: list[TraceRequest]
-    name: str = "listed"
-    block_tokens: int = 0
-
-    def __iter__(self) -> Any:
-        return iter(self.rows)
+def prefill_s(tokens: int) -> float:
+    return 0.01 + 1e-4 * tokens
 
 
-def cluster(prefills: int = 1, decodes: int = 1, *, policy: str = "least-ttft", **settings: Any) -> SimConfig:
-    shapes = [WorkerShape(worker_id=f"p{i}", role=Role.PREFILL, cost=COST, link=LINK) for i in range(prefills)]
-    shapes += [WorkerShape(worker_id=f"d{i}", role=Role.DECODE, cost=COST, link=LINK) for i in range(decodes)]
-    router = RouterSettings(policy=policy, is_strict=True)
-    return SimConfig(**{"workers": tuple(shapes), "slo": EASY, "router": router, **settings})
-
-
-def asked(arrival_s: float, prompt: int, output: int, **more: Any) -> TraceRequest:
-    return TraceRequest(arrival_s=arrival_s, prompt_tokens=prompt, output_tokens=output, **more)
-
-
-def run(rows: list[TraceRequest], config: SimConfig, block_tokens: int = 0) -> tuple[World, list[RequestRow]]:
-    world = World(Listed(rows, block_tokens=block_tokens), config)
-    result = world.run()
-    world.check()
-    for machine in world.machines():
-        assert machine.blocks.num_referenced == 0, "a block is held by nobody"
-    return world, result.requests
+def decode_s(context: int, steps: int, rows: int = 1) -> float:
+    """Of `steps` steps, the first with `context` tokens in sum."""
+    return sum(0.01 + 1e-3 * rows + 1e-6 * (context + rows * i) for i in range(steps))
 
 
 def test_one_remote_request_takes_the_sum_of_its_parts() -> None:
     _, [row] = run([asked(1.0, 1500, 101)], cluster())
-    prefill_s = 0.01 + 1500 * 1e-4
     # Reserve, Granted, Prefill, FirstToken: one way each.
-    assert row.ttft_s == pytest.approx(4 * MESSAGE_S + prefill_s)
+    assert row.ttft_s == pytest.approx(4 * MESSAGE_S + prefill_s(1500))
     assert (row.path, row.tokens, row.outcome) == (Path.REMOTE, 101, "served")
     transfer_s = 3 * BLOCK_BYTES / LINK.bytes_per_s + LINK.latency_s
     assert row.transfer_s == pytest.approx(transfer_s)
     assert row.transfer_bytes == 3 * BLOCK_BYTES
     # The second token waits for the KV, which takes longer than Admit; then each step has a context one longer.
-    steps_s = sum(0.01 + 1e-3 + 1e-6 * (1500 + i) for i in range(100))
-    assert row.tpot_s == pytest.approx((transfer_s + steps_s) / 100)
-    assert row.ended_s == pytest.approx(1.0 + 4 * MESSAGE_S + prefill_s + transfer_s + steps_s)
+    assert row.tpot_s == pytest.approx((transfer_s + decode_s(1500, 100)) / 100)
+    assert row.ended_s == pytest.approx(1.0 + row.ttft_s + transfer_s + decode_s(1500, 100))
+
+
+@pytest.mark.parametrize("report_s", [0.0, 0.003, 0.25])
+def test_one_local_request_takes_a_prefill_and_its_steps(report_s: float) -> None:
+    _, [row] = run([asked(0.0, 1500, 101)], cluster(0, policy="colocated", report_s=report_s))
+    assert row.ttft_s == pytest.approx(2 * MESSAGE_S + prefill_s(1500))
+    assert row.tpot_s == pytest.approx(decode_s(1500, 100) / 100)
+    assert (row.path, row.tokens, row.attempts) == (Path.LOCAL, 101, 1)
+
+
+def test_a_prompt_longer_than_a_batch_is_read_in_chunks_and_moves_meanwhile() -> None:
+    _, [row] = run([asked(0.0, 5000, 2)], cluster())
+    assert row.ttft_s == pytest.approx(4 * MESSAGE_S + 2 * prefill_s(2048) + prefill_s(904))
+    # 4 and 4 blocks have left by the time the last two are computed: bandwidth is the bottleneck from the first on.
+    moved_s = 10 * BLOCK_BYTES / LINK.bytes_per_s + LINK.latency_s
+    assert row.transfer_s == pytest.approx(moved_s)
+    after_first_s = moved_s - prefill_s(2048) - prefill_s(904)
+    assert row.tpot_s == pytest.approx(after_first_s + decode_s(5000, 1))
+
+
+def test_an_answer_of_one_token_never_decodes() -> None:
+    world, [row] = run([asked(0.0, 600, 1)], cluster())
+    assert (row.outcome, row.tpot_s, row.tokens) == ("served", 0.0, 1)
+    assert world.stations["d0"].tally.row.steps == 0
+
+
+def test_two_that_decode_together_share_their_steps() -> None:
+    config = cluster(0, policy="colocated")
+    _, [first, second] = run([asked(0.0, 1000, 50), asked(0.0, 1000, 50)], config)
+    # The first arrives alone and is read alone; then the second is read in the shadow of its decoding.
+    assert first.ttft_s == pytest.approx(2 * MESSAGE_S + prefill_s(1000))
+    mixed_s = prefill_s(1000) + 1e-3 + 1e-6 * 1000
+    assert second.ttft_s == pytest.approx(first.ttft_s + mixed_s)
+    assert first.tpot_s == pytest.approx((mixed_s + decode_s(2001, 48, rows=2)) / 49)
+    last_alone_s = decode_s(1048, 1)
+    assert second.tpot_s == pytest.approx((decode_s(2001, 48, rows=2) + last_alone_s) / 49)
+
+
+def test_a_slow_worker_takes_its_multiple() -> None:
+    config = cluster(0, policy="colocated")
+    config = replace(config, workers=(replace(config.workers[0], slowness=3.0),))
+    _, [row] = run([asked(0.0, 1500, 11)], config)
+    assert row.ttft_s == pytest.approx(2 * MESSAGE_S + 3 * prefill_s(1500))
+    assert row.tpot_s == pytest.approx(3 * decode_s(1500, 10) / 10)
+
+
+def test_a_disturbance_in_mid_run_slows_only_the_steps_that_begin_in_it() -> None:
+    begun_s = MESSAGE_S + prefill_s(1500)  # when it decodes
+    slow = Disturbance(
+        at_s=begun_s + decode_s(1500, 20) + 1e-3, worker_id="d0", kind=DisturbanceKind.SLOW, for_s=0.2, factor=5.0
+    )
+    _, [row] = run([asked(0.0, 1500, 101)], cluster(0, policy="colocated", disturbances=(slow,)))
+    # The 21st step is under way; the next four begin in the slow 0.2 s and last longer than 50 ms each.
+    slow_s = decode_s(1521, 4) * 4
+    assert row.tpot_s == pytest.approx((decode_s(1500, 100) + slow_s) / 100)
+
+
+def test_a_stall_moves_what_follows_by_its_length() -> None:
+    begun_s = MESSAGE_S + prefill_s(1500)
+    stall = Disturbance(at_s=begun_s + decode_s(1500, 20) + 1e-3, worker_id="d0", kind=DisturbanceKind.STALL, for_s=1.0)
+    _, [row] = run([asked(0.0, 1500, 101)], cluster(0, policy="colocated", disturbances=(stall,)))
+    rest_of_step_s = decode_s(1520, 1) - 1e-3
+    assert row.tpot_s == pytest.approx((decode_s(1500, 100) + 1.0 - rest_of_step_s) / 100)
+
+
+def test_a_known_prefix_is_read_once() -> None:
+    rows = [asked(0.0, 1500, 2, block_ids=(1, 2, 3)), asked(5.0, 1500, 2, block_ids=(1, 2, 4))]
+    _, [first, second] = run(rows, cluster(), block_tokens=512)
+    assert (first.cached_tokens, second.cached_tokens) == (0, 1024)
+    assert second.ttft_s == pytest.approx(4 * MESSAGE_S + prefill_s(476))
+    assert second.transfer_bytes == BLOCK_BYTES, "the decode worker has the other two as well"
+
+
+def test_two_that_leave_at_once_share_the_receivers_bandwidth() -> None:
+    _, rows = run([asked(0.0, 1024, 2), asked(0.0, 1024, 2)], cluster(2))
+    assert {row.prefill_worker for row in rows} == {"p0", "p1"}
+    for row in rows:
+        assert row.transfer_s == pytest.approx(4 * BLOCK_BYTES / LINK.bytes_per_s + LINK.latency_s)
+
+
+def test_a_pairs_latency_is_the_longer_one() -> None:
+    config = cluster()
+    far = replace(config.workers[1], link=Link(latency_s=0.05, bytes_per_s=2e9))
+    _, [row] = run([asked(0.0, 1024, 2)], replace(config, workers=(config.workers[0], far)))
+    assert row.transfer_s == pytest.approx(2 * BLOCK_BYTES / 1e9 + 0.05)
+
+
+def test_what_was_held_and_stranded_is_accounted_for() -> None:
+    world, [row] = run([asked(0.0, 1500, 101)], cluster())
+    sender, receiver = world.stations["p0"].tally.finish(), world.stations["d0"].tally.finish()
+    # Three blocks: from the start of the prefill until the receiver's word is back.
+    held_s = prefill_s(1500) + row.transfer_s + LINK.latency_s
+    assert sender.kv_token_s == pytest.approx(3 * 512 * held_s)
+    assert (sender.busy_s, sender.prefill_tokens) == (pytest.approx(prefill_s(1500)), 1500)
+    # On the other side from the grant on; idle until the first byte comes. A fourth block holds the later tokens.
+    waits_s = 2 * MESSAGE_S + prefill_s(1500)
+    whole_s = waits_s + row.transfer_s + decode_s(1500, 100)
+    fourth_s = decode_s(1536, 64)
+    assert receiver.stranded_token_s == pytest.approx(3 * 512 * waits_s)
+    assert receiver.kv_token_s == pytest.approx(512 * (3 * whole_s + fourth_s))
+    assert (receiver.steps, receiver.decode_tokens, receiver.mean_rows) == (100, 100, 1.0)
+
+
+def test_a_worker_that_believes_wrongly_is_timed_by_the_truth() -> None:
+    wrong = replace(COST, prefill_per_token_s=1e-6)
+    config = cluster()
+    shapes = tuple(replace(one, prior=wrong) for one in config.workers)
+    _, [row] = run([asked(0.0, 1500, 2)], replace(config, workers=shapes))
+    assert row.ttft_s == pytest.approx(4 * MESSAGE_S + prefill_s(1500))
+    assert row.predicted_ttft_s is not None
+    assert row.predicted_ttft_s < 0.5 * row.ttft_s
+
+
+def test_without_prefill_workers_everything_is_local() -> None:
+    shape = WorkerShape(worker_id="d0", role=Role.DECODE, cost=COST)
+    _, rows = run([asked(0.1 * i, 700, 9) for i in range(20)], replace(cluster(), workers=(shape,)))
+    assert {row.path for row in rows} == {Path.LOCAL}
+    assert {row.outcome for row in rows} == {"served"}

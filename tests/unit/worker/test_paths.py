@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from pdserve.core.types import Role
@@ -79,3 +80,20 @@ async def test_an_empty_pool_refuses_rather_than_waits(start: Any, attach: Any, 
     assert refused.retry_after_s > 0
     await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="a", attempt=1))
     await router.released("a", Role.DECODE)
+
+
+async def test_a_grant_does_not_wait_for_the_residents_next_step(start: Any, attach: Any, ask: Any) -> None:
+    step_s = 0.4
+    d = start(Role.DECODE, model="toy", toy_step_s=step_s)
+    router = await attach(d)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("resident", PROMPT), is_local=True))
+    await router.wait_for(lambda: len(router.rows("resident")) >= 2)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("newcomer", PROMPT)))
+    before = len(router.rows("resident"))
+    await router.wait_for(lambda: len(router.rows("resident")) > before)  # the step that the reserve fell into
+    ended_s = time.monotonic()
+    await router.next("granted", "newcomer")
+    assert time.monotonic() - ended_s < 0.5 * step_s
+    for name in ("resident", "newcomer"):
+        await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id=name, attempt=1))
+        await router.released(name, Role.DECODE)

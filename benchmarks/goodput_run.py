@@ -1,0 +1,218 @@
+"""One contender of the goodput benchmark: a real cluster on this machine under an open loop at one rate after another.
+
+A request has kept its promises when its whole answer came, its first token within the TTFT, and the rest within the
+TPOT on average, all on the client's clock. Refused, failed and cut answers have not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from pdserve.core.types import Slo
+from pdserve.launch.running import Running
+from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+SHORT_PROMPTS = (24, 160)  # tokens, evenly drawn
+LONG_PROMPTS = (400, 1000)
+LONG_SHARE = 0.25
+ANSWERS = (16, 64)
+PATIENCE_S = 60.0  # of the client, for a whole answer
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    policy: str
+    prefill: int
+    decode: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.policy} {self.prefill}P+{self.decode}D"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A request before it is sent."""
+
+    request_id: str
+    at_s: float
+    prompt: list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What the client saw of it."""
+
+    outcome: str  # served, or the status code that ended it
+    tokens: int = 0
+    ttft_s: float = float("inf")
+    tpot_s: float = float("inf")
+
+
+@dataclass(slots=True, kw_only=True)
+class Cell:
+    """One rate with one seed."""
+
+    contender: str
+    rate_rps: float
+    seed: int
+    rows: list[Seen]
+    late_start_s: float  # worst delay of a send: the client's own saturation
+    ttft_errors: list[float] = field(default_factory=list)  # |predicted - actual| / actual, as the router explains
+    tpot_errors: list[float] = field(default_factory=list)
+    simulated: list[bool] = field(default_factory=list)  # promises kept, of the same requests in the simulator
+
+    def kept(self, slo: Slo) -> float:
+        return sum(row.ttft_s <= slo.ttft_s and row.tpot_s <= slo.tpot_s for row in self.rows) / len(self.rows)
+
+
+def plan(rate_rps: float, seconds: float, seed: int, name: str) -> list[Planned]:
+    """Poisson arrivals; every prompt different. The same lengths at every rate, as far as they are used."""
+    times, lengths = random.Random(f"times {seed} {rate_rps}"), random.Random(f"lengths {seed}")
+    planned, at_s = [], times.expovariate(rate_rps)
+    while at_s < seconds:
+        tokens = lengths.randint(*(LONG_PROMPTS if lengths.random() < LONG_SHARE else SHORT_PROMPTS))
+        planned.append(
+            Planned(
+                request_id=f"{name}-{len(planned)}",
+                at_s=at_s,
+                prompt=[lengths.randrange(32, 4000) for _ in range(tokens)],
+                max_tokens=lengths.randint(*ANSWERS),
+            )
+        )
+        at_s += times.expovariate(rate_rps)
+    return planned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What each contender runs."""
+
+    model: str
+    rates: Sequence[float]
+    seconds: float
+    warm_s: float
+    settle_s: float  # predictions count only of requests that come so long after the first
+    slo: Slo
+    sets: Sequence[str] = ()
+
+
+def run(contender: Contender, course: Course, seed: int, record: Path | None, told: Callable[[Cell], None]) -> None:
+    """Starts the cluster, warms it, runs the rates upwards; calls `told` after each."""
+    record_flags = () if record is None else ("--record", str(record))
+    words = [f"router.policy={contender.policy}", "router.request_timeout_s=60", *course.sets]
+    flags = ["--model", course.model, "--prefill", str(contender.prefill), "--decode", str(contender.decode)]
+    for word in words:
+        flags += ["--set", word]
+    with Running.start(*flags, *record_flags, timeout_s=120.0, env={"OMP_NUM_THREADS": "1"}) as cluster:
+        asyncio.run(_run(cluster.target, contender, course, seed, told))
+
+
+async def _run(target: str, contender: Contender, course: Course, seed: int, told: Callable[[Cell], None]) -> None:
+    async with grpc.aio.insecure_channel(target) as channel:
+        begin_s = time.perf_counter()
+        if course.warm_s:
+            await _drive(channel, plan(course.rates[0], course.warm_s, seed, "warm"), course.slo)
+        for rate_rps in course.rates:
+            await _until_idle(channel)
+            planned = plan(rate_rps, course.seconds, seed, f"{rate_rps}-{seed}")
+            cell_s = time.perf_counter() - begin_s
+            rows, late_start_s = await _drive(channel, planned, course.slo)
+            cell = Cell(contender=contender.label, rate_rps=rate_rps, seed=seed, rows=rows, late_start_s=late_start_s)
+            settled = [one for one in planned if cell_s + one.at_s >= course.settle_s]
+            await _explain(channel, settled, cell)
+            told(cell)
+
+
+async def _drive(channel: grpc.aio.Channel, planned: Sequence[Planned], slo: Slo) -> tuple[list[Seen], float]:
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    begin_s, late_start_s, tasks = time.perf_counter(), 0.0, []
+    for one in planned:
+        wait_s = begin_s + one.at_s - time.perf_counter()
+        late_start_s = max(late_start_s, -wait_s)
+        await asyncio.sleep(max(0.0, wait_s))
+        tasks.append(asyncio.create_task(_ask(stub, one, slo)))
+    return await asyncio.gather(*tasks), late_start_s
+
+
+async def _ask(stub: inference_pb2_grpc.InferenceServiceStub, one: Planned, slo: Slo) -> Seen:
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=one.prompt),
+        sampling=inference_pb2.SamplingParams(
+            max_tokens=one.max_tokens, temperature=1.0, seed=len(one.prompt), ignore_eos=True
+        ),
+        slo=inference_pb2.Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s),
+        request_id=one.request_id,
+    )
+    begin_s = time.perf_counter()
+    first_s = last_s = begin_s
+    tokens, is_finished = 0, False
+    try:
+        async for message in stub.Generate(request, timeout=PATIENCE_S):
+            if message.WhichOneof("event") == "delta" and message.delta.token_ids:
+                last_s = time.perf_counter()
+                first_s = last_s if tokens == 0 else first_s
+                tokens += len(message.delta.token_ids)
+            is_finished = is_finished or message.WhichOneof("event") == "finished"
+    except grpc.aio.AioRpcError as error:
+        return Seen(outcome=error.code().name, tokens=tokens)
+    if not is_finished or tokens < one.max_tokens:
+        return Seen(outcome="cut", tokens=tokens)
+    tpot_s = (last_s - first_s) / (tokens - 1) if tokens > 1 else 0.0
+    return Seen(outcome="served", tokens=tokens, ttft_s=first_s - begin_s, tpot_s=tpot_s)
+
+
+async def _explain(channel: grpc.aio.Channel, planned: Sequence[Planned], cell: Cell) -> None:
+    """Adds how far off the router's predictions were. It keeps the last thousand requests."""
+    stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+    for one in planned:
+        try:
+            told = await stub.Explain(cluster_pb2.ExplainRequest(request_id=one.request_id))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+            continue
+        for chosen in (each for each in told.candidates if each.is_chosen and not told.is_resumed):
+            if told.HasField("actual_ttft_s"):
+                predicted_s = told.waited_s + chosen.predicted_ttft_s
+                cell.ttft_errors.append(abs(predicted_s - told.actual_ttft_s) / told.actual_ttft_s)
+            if told.HasField("actual_tpot_s") and told.actual_tpot_s > 0.0:
+                cell.tpot_errors.append(abs(chosen.predicted_tpot_s - told.actual_tpot_s) / told.actual_tpot_s)
+
+
+async def _until_idle(channel: grpc.aio.Channel, within_s: float = 90.0) -> None:
+    stub, until_s = cluster_pb2_grpc.ClusterServiceStub(channel), time.monotonic() + within_s
+    while True:
+        now = await stub.GetTopology(cluster_pb2.GetTopologyRequest())
+        if now.queued_requests == now.running_requests == 0:
+            return
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"{now.running_requests} requests still run after {within_s:.0f} s")
+        await asyncio.sleep(0.1)
+
+
+def attained(rates: Sequence[float], shares: Sequence[float], target: float = 0.9) -> float:
+    """The highest rate at which `target` is kept: between two rates by a straight line, 0 where none keeps it."""
+    best = 0.0
+    for (rate, share), after in _pairs(list(zip(rates, shares, strict=True))):
+        if share < target:
+            continue
+        best = rate
+        if after is not None and after[1] < target:
+            best += (after[0] - rate) * (share - target) / (share - after[1])
+    return best
+
+
+def _pairs(
+    points: list[tuple[float, float]],
+) -> Iterator[tuple[tuple[float, float], tuple[float, float] | None]]:
+    for index, point in enumerate(points):
+        yield point, points[index + 1] if index + 1 < len(points) else None

@@ -1,0 +1,72 @@
+"""Flags that break workers of a simulation: --kill d0@10:5, --slow p1@20:30x3, --stall d1@15:2. Pure."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from pdserve.core.errors import ConfigError
+from simulator.model import Disturbance, DisturbanceKind
+
+_FORMS: Final = {
+    "kill": "WORKER@AT[:FOR]",
+    "slow": "WORKER@AT[:FOR]xFACTOR",
+    "stall": "WORKER@AT:FOR",
+}
+_HELP: Final = {
+    "kill": "that worker dies AT seconds; its successor is there FOR seconds later (never)",
+    "slow": "its steps take FACTOR times as long, for FOR seconds (to the end)",
+    "stall": "nothing moves in it for FOR seconds",
+}
+_KINDS: Final = {"kill": DisturbanceKind.DIE, "slow": DisturbanceKind.SLOW, "stall": DisturbanceKind.STALL}
+_SHAPE: Final = re.compile(r"(?P<worker>[^@]+)@(?P<at>[\d.]+)(?::(?P<for>[\d.]+))?(?:x(?P<factor>[\d.]+))?")
+
+
+def add_disturbance_flags(parser: argparse._ActionsContainer) -> None:
+    for name, form in _FORMS.items():
+        parser.add_argument(f"--{name}", action="append", default=[], metavar=form, help=_HELP[name])
+
+
+def disturbances(args: argparse.Namespace, worker_ids: Iterable[str]) -> tuple[Disturbance, ...]:
+    """Raises ConfigError, naming the flag and its form, or listing the workers."""
+    known = list(worker_ids)
+    found = [_parse(name, text) for name in _FORMS for text in getattr(args, name)]
+    for one in found:
+        if one.worker_id not in known:
+            shown = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
+            raise ConfigError("worker", one.worker_id, f"one of {shown}")
+    return tuple(sorted(found, key=lambda one: one.at_s))
+
+
+def _parse(name: str, text: str) -> Disturbance:
+    match = _SHAPE.fullmatch(text)
+    wants_factor, wants_end = name == "slow", name == "stall"
+    if (
+        match is None
+        or (match["factor"] is not None) != wants_factor
+        or (wants_end and match["for"] is None)
+        or not all(_is_number(match[part]) for part in ("at", "for", "factor") if match[part] is not None)
+        or any(match[part] is not None and not float(match[part]) for part in ("for", "factor"))
+    ):
+        raise ConfigError(f"--{name}", text, f"{_FORMS[name]}, such as {_example(name)}")
+    return Disturbance(
+        at_s=float(match["at"]),
+        worker_id=match["worker"],
+        kind=_KINDS[name],
+        for_s=float(match["for"]) if match["for"] is not None else math.inf,
+        factor=float(match["factor"] or 1.0),
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _example(name: str) -> str:
+    return {"kill": "d0@10:5", "slow": "p0@20:30x3", "stall": "d0@15:2"}[name]

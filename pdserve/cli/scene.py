@@ -1,0 +1,111 @@
+"""What `pdserve simulate` is asked: the trace, the cluster and its settings, from the flags.
+
+A recording brings its own cluster, policy and promises; any flag of the cluster replaces all of its workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.cli.disturb import disturbances
+from pdserve.cli.simulate import DEFAULT_PROFILE, DEFAULT_SLO_TPOT_S, DEFAULT_SLO_TTFT_S, DEFAULT_WORKERS
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import Role, Slo
+from pdserve.profiles import load_profile
+from router.policy import POLICIES
+from router.policy.rules import check_rules
+from router.settings import RouterSettings
+from simulator.cluster import make_workers
+from simulator.model import SimConfig, Trace
+from simulator.reshape import Reshaped, Step, first, jittered
+from simulator.synthetic import chat
+from simulator.traces import FileTrace
+
+_COMPARED: Final = "goodput,round-robin,colocated"
+_COMPARED_AT: Final = (1.0, 1.5, 2.0, 2.5)  # times the rate of the built-in workload: from all well to overload
+_BLOCK_TOKENS: Final = 64  # of traces that name no blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    trace: Trace
+    cluster: str  # for people
+    policies: tuple[str, ...]
+    rate_scales: tuple[float, ...]
+    base: SimConfig
+    rules_off: tuple[str, ...] = ()  # of the goodput policy; the others have no such rules
+
+    def config(self, policy: str) -> SimConfig:
+        """The colocated cluster is the same machines, each of which does both."""
+        workers = self.base.workers
+        if policy == "colocated":
+            # How fast a recorded prefill worker decodes, nobody saw.
+            both = next(one for one in workers if one.role is Role.DECODE)
+            workers = tuple(dataclasses.replace(both, worker_id=one.worker_id) for one in workers)
+        router = dataclasses.replace(
+            self.base.router, policy=policy, rules_off=self.rules_off if policy == "goodput" else ()
+        )
+        return dataclasses.replace(self.base, workers=workers, router=router)
+
+
+def make_scene(args: argparse.Namespace) -> Scene:
+    """Raises ConfigError or InvalidRequest, naming the flag's field."""
+    rules_off = _names(args.rules_off)
+    check_rules(rules_off)
+    file = FileTrace(args.trace) if args.trace else None
+    recorded = file.cluster() if file is not None else None
+    slo = recorded.slo if recorded is not None else Slo(ttft_s=DEFAULT_SLO_TTFT_S, tpot_s=DEFAULT_SLO_TPOT_S)
+    slo = Slo(
+        ttft_s=slo.ttft_s if args.slo_ttft is None else args.slo_ttft,
+        tpot_s=slo.tpot_s if args.slo_tpot is None else args.slo_tpot,
+    )
+    is_alone = file is None and args.policy is None and args.rates is None and args.rate_scale is None
+    policy = args.policy or (_COMPARED if is_alone else recorded.router.policy if recorded else "goodput")
+    one_rate = (1.0 if args.rate_scale is None else args.rate_scale,)
+    rate_scales = tuple(args.rates) if args.rates else _COMPARED_AT if is_alone else one_rate
+    policies = _names(policy)
+    for name in policies or (policy,):
+        if name not in POLICIES:
+            raise ConfigError("policy", name, "one of " + ", ".join(sorted(POLICIES)))
+    common = {"slo": slo, "num_routers": args.routers, "seed": args.seed, "noise": args.noise}
+    trace = Reshaped(file or chat(seed=args.seed), *_steps(args, file))
+    asked = (args.profile, args.prefill, args.decode, args.link)
+    if recorded is not None and all(flag is None for flag in asked):
+        broken = recorded.disturbances + disturbances(args, [one.worker_id for one in recorded.workers])
+        rules_off = rules_off or recorded.router.rules_off
+        base, cluster = recorded.config(**common, disturbances=broken), "the recorded cluster"
+    else:
+        profile = load_profile(args.profile or DEFAULT_PROFILE)
+        counts = (DEFAULT_WORKERS if count is None else count for count in (args.prefill, args.decode))
+        workers = make_workers(profile, *counts, link=args.link or "")
+        base = SimConfig(
+            workers=workers,
+            router=RouterSettings(),
+            block_size=trace.block_tokens or _BLOCK_TOKENS,
+            disturbances=disturbances(args, [one.worker_id for one in workers]),
+            **common,
+        )
+        cluster = profile.name
+    return Scene(
+        trace=trace, cluster=cluster, policies=policies, rate_scales=rate_scales, base=base, rules_off=rules_off
+    )
+
+
+def _steps(args: argparse.Namespace, file: FileTrace | None) -> Sequence[Step]:
+    steps: list[Step] = []
+    if args.limit is not None:
+        steps.append(first(args.limit))
+    if args.jitter is not None:
+        if file is None or not file.quantum_s:
+            of = f"{file.format.name}'s" if file is not None else "the built-in one's"
+            raise ConfigError("jitter", args.jitter, f"a trace whose timestamps are rounded; {of} are not")
+        steps.append(jittered(args.jitter, file.quantum_s))
+    return steps
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))

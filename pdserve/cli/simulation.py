@@ -1,0 +1,96 @@
+"""Carries out what `pdserve simulate` was asked: each run, and what is printed and written of it."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pdserve.cli.progress import Progress
+from pdserve.cli.scene import make_scene
+from pdserve.core.errors import ConfigError
+from simulator.comparison import Run, as_json, highest_held, rows_of
+from simulator.metrics import summarise
+from simulator.model import RequestRow, SimConfig, Trace
+from simulator.report import page
+from simulator.reshape import Reshaped, rate_scaled
+from simulator.tables import render
+from simulator.world import simulate
+
+
+def carry_out(args: argparse.Namespace) -> None:
+    scene = make_scene(args)
+    for path in (args.rows, args.html):
+        _check_writable(path)
+    span_s = _span_s(scene.trace)
+    runs = []
+    for scale in scene.rate_scales:
+        trace = Reshaped(scene.trace, rate_scaled(scale))
+        runs += [_run(policy, scale, trace, scene.config(policy), span_s / scale) for policy in scene.policies]
+    if args.rows:
+        _write_rows(args.rows, runs)
+    if args.html:
+        Path(args.html).write_text(page(runs, cluster=scene.cluster), encoding="utf-8")
+    print(json.dumps(_object(runs, scene.cluster)) if args.json else render(runs, scene.cluster))
+
+
+def _run(policy: str, scale: float, trace: Trace, config: SimConfig, span_s: float) -> Run:
+    progress = Progress(f"{policy} x{scale:g}", span_s)
+
+    def on_ended(row: RequestRow) -> bool:
+        progress.at(row.arrival_s)
+        return True
+
+    begin_s = time.monotonic()
+    try:
+        result = simulate(trace, config, on_ended)
+    finally:
+        progress.close()
+    result = dataclasses.replace(result, trace=trace.name, wall_s=time.monotonic() - begin_s)
+    return Run(policy=policy, rate_scale=scale, result=result, summary=summarise(result))
+
+
+def _span_s(trace: Trace) -> float:
+    """Until the last arrival. Reads the whole trace, so that a wrong row is told before anything runs for long."""
+    last_s = 0.0
+    for one in trace:
+        last_s = one.arrival_s
+    return last_s
+
+
+def _object(runs: Sequence[Run], cluster: str) -> dict[str, object]:
+    """The first run's figures; and where there are others, all runs' beside them."""
+    found = {"cluster": cluster} | as_json(runs[0])
+    if len(runs) > 1:
+        found |= {"highest_held_rps": highest_held(runs), "runs": [as_json(run) for run in runs]}
+    return found
+
+
+def _write_rows(path: str, runs: Sequence[Run]) -> None:
+    with Path(path).open("w", encoding="utf-8", newline="") as file:
+        rows: Iterator[dict[str, object]] = rows_of(runs)
+        if path.lower().endswith(".csv"):
+            writer: csv.DictWriter[str] | None = None
+            for row in rows:
+                if writer is None:
+                    writer = csv.DictWriter(file, list(row), lineterminator="\n")
+                    writer.writeheader()
+                writer.writerow(row)
+        else:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _check_writable(path: str | None) -> None:
+    if path:
+        try:
+            Path(path).open("a", encoding="utf-8").close()
+        except OSError as error:
+            raise ConfigError("file", path, f"a file that can be written ({error.strerror})") from None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))

@@ -1,0 +1,67 @@
+"""Flags that break workers, and the bar."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import pytest
+
+from pdserve.cli.disturb import add_disturbance_flags, disturbances
+from pdserve.cli.progress import Progress, bar
+from pdserve.core.errors import ConfigError
+from simulator.model import Disturbance, DisturbanceKind
+
+
+def parsed(*flags: str) -> tuple[Disturbance, ...]:
+    parser = argparse.ArgumentParser()
+    add_disturbance_flags(parser)
+    return disturbances(parser.parse_args(flags), ["p0", "d0"])
+
+
+def test_each_flag_says_who_when_and_for_how_long() -> None:
+    assert parsed("--kill", "d0@10:5", "--slow", "p0@2.5x3", "--stall", "d0@1:2", "--kill", "p0@20") == (
+        Disturbance(at_s=1.0, worker_id="d0", kind=DisturbanceKind.STALL, for_s=2.0),
+        Disturbance(at_s=2.5, worker_id="p0", kind=DisturbanceKind.SLOW, factor=3.0),
+        Disturbance(at_s=10.0, worker_id="d0", kind=DisturbanceKind.DIE, for_s=5.0),
+        Disturbance(at_s=20.0, worker_id="p0", kind=DisturbanceKind.DIE, for_s=math.inf),
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"),
+    [
+        ("--kill", "d0"),
+        ("--kill", "@3"),
+        ("--kill", "d0@3x2"),
+        ("--kill", "d0@1.2.3"),
+        ("--kill", "d0@-3"),
+        ("--slow", "d0@3"),
+        ("--slow", "d0@3x0"),
+        ("--slow", "d0@3:."),
+        ("--stall", "d0@3"),
+        ("--stall", "d0@3:0"),
+    ],
+)
+def test_another_form_is_refused_with_the_right_one(flag: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"WORKER@AT.*such as") as caught:
+        parsed(flag, text)
+    assert caught.value.field == flag
+
+
+def test_an_unknown_worker_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="worker: got d7, expected one of p0, d0"):
+        parsed("--kill", "d7@1")
+
+
+def test_a_bar_shows_the_share_of_the_trace() -> None:
+    assert bar("goodput", 15.0, 60.0) == "goodput  [########......................]  25%  15 of 60 s of trace"
+    assert "100%" in bar("goodput", 90.0, 60.0)
+    assert "100%" in bar("goodput", 0.0, 0.0)
+
+
+def test_nobody_who_reads_a_file_gets_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("goodput", 10.0)
+    progress.at(5.0)
+    progress.close()
+    assert capsys.readouterr().err == ""

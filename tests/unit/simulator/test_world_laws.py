@@ -1,0 +1,225 @@
+"""What holds of every run, whatever the trace."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, replace
+from time import process_time
+from typing import Any
+
+import pytest
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import Slo
+from simulator.model import Disturbance, DisturbanceKind, RequestRow, SimConfig, TraceRequest
+from simulator.synthetic import chat
+from simulator.world import World, simulate
+from tests.unit.simulator.small import EASY, MESSAGE_S, Listed, asked, cluster, run
+
+
+def workload(seed: int, num: int = 120, rate_rps: float = 15.0, **more: Any) -> list[TraceRequest]:
+    rng = random.Random(seed)
+    now_s = 0.0
+    rows = []
+    for _ in range(num):
+        now_s += rng.expovariate(rate_rps)
+        prompt = min(6000, max(1, round(rng.lognormvariate(6.0, 1.2))))
+        rows.append(asked(now_s, prompt, rng.randint(1, 200), **more))
+    return rows
+
+
+def totals(world: World, field: str) -> Any:
+    return sum(getattr(station.tally.row, field) for station in world.stations.values())
+
+
+@pytest.mark.parametrize("policy", ["least-ttft", "round-robin", "colocated", "goodput", "mooncake", "dynamo"])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_no_token_is_lost_made_up_or_computed_twice(policy: str, noise: float) -> None:
+    rows = workload(1)
+    world, done = run(rows, cluster(2, 2, policy=policy, noise=noise, num_routers=1))
+    assert all(row.tokens == row.output_tokens for row in done if row.outcome in ("served", "late"))
+    served = [row for row in done if row.outcome in ("served", "late")]
+    assert len(served) > 0.7 * len(rows)
+    assert totals(world, "preemptions") == 0
+    assert totals(world, "prefill_tokens") == sum(row.prompt_tokens for row in served)
+    # Every token behind a prompt's own first one is a row of a decode step; a one-token rest of a prompt is one too.
+    assert totals(world, "decode_tokens") == sum(row.output_tokens - 1 for row in served)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_equal_seeds_give_equal_runs(noise: float) -> None:
+    config = cluster(2, 2, noise=noise, num_routers=2, seed=4)
+    first, second = (simulate(Listed(workload(2)), config) for _ in range(2))
+    assert asdict(first) == asdict(second)
+    other = simulate(Listed(workload(2)), replace(config, seed=5))
+    assert (asdict(other)["requests"] == asdict(first)["requests"]) is (noise == 0.0)
+
+
+def test_how_tokens_are_told_does_not_change_when_they_are_drawn() -> None:
+    rows = workload(3, rate_rps=6.0)
+    _, seldom = run(rows, cluster(policy="round-robin", report_s=0.25))
+    _, always = run(rows, cluster(policy="round-robin", report_s=0.0))
+    for one, other in zip(seldom, always, strict=True):
+        assert (one.ttft_s, one.tpot_s) == (pytest.approx(other.ttft_s), pytest.approx(other.tpot_s))
+
+
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+@pytest.mark.parametrize("at_s", [0.31, 1.7, 3.05])
+def test_a_workers_death_loses_no_request(victim: str, at_s: float) -> None:
+    death = Disturbance(at_s=at_s, worker_id=victim, kind=DisturbanceKind.DIE, for_s=2.0)
+    world, rows = run(workload(4, rate_rps=30.0), cluster(2, 2, disturbances=(death,)))
+    assert [row.tokens for row in rows] == [row.output_tokens for row in rows]
+    assert {row.outcome for row in rows} == {"served"}
+    assert max(row.attempts for row in rows) > 1
+    assert world.stations[victim].num_lives == 2
+
+
+def test_a_worker_that_dies_for_good_is_done_without() -> None:
+    deaths = tuple(Disturbance(at_s=1.0, worker_id=name, kind=DisturbanceKind.DIE) for name in ("p0", "p1", "d1"))
+    _, rows = run(workload(5, rate_rps=4.0), cluster(2, 2, disturbances=deaths))
+    assert {row.outcome for row in rows} == {"served"}
+
+
+def test_when_the_last_decode_worker_is_gone_requests_end_with_a_word() -> None:
+    death = Disturbance(at_s=1.0, worker_id="d0", kind=DisturbanceKind.DIE)
+    _, rows = run(workload(6), cluster(disturbances=(death,)))
+    assert {row.outcome for row in rows} <= {"served", "failed", "refused"}
+    assert any(row.outcome != "served" for row in rows)
+
+
+@pytest.mark.parametrize("policy", ["least-ttft", "goodput"])
+def test_four_routers_with_stale_views_never_over_admit(policy: str) -> None:
+    config = cluster(2, 2, policy=policy, num_routers=4)
+    small = tuple(replace(one, kv_capacity_tokens=16 * 512, inbox_depth=3) for one in config.workers)
+    world = World(Listed(workload(7, rate_rps=40.0)), replace(config, workers=small))
+    world.start()
+    steps = 0
+    while world.step():
+        steps += 1
+        if steps % 50 == 0:
+            for machine in world.machines():
+                machine.batching.check()  # who holds what adds up to no more than there is
+    result = world.result()
+    world.check()
+    told = sum(one.tokens for one in result.requests if one.outcome in ("served", "late"))
+    assert told == sum(one.output_tokens for one in result.requests if one.outcome in ("served", "late"))
+    assert any(name.startswith("refused_") for name in result.counters), "the workers have said no"
+    assert all(machine.is_idle for machine in world.machines())
+
+
+def test_the_waits_of_a_single_server_are_those_of_theory() -> None:
+    """Each by Lindley's recursion; their mean by that of M/D/1, rate * service^2 / (2 * (1 - load))."""
+    rng, now_s, rows, waits, wait_s = random.Random(1), 0.0, [], [], 0.0
+    service_s = 0.01 + 1e-4 * 400
+    load = 0.6
+    for _ in range(4000):
+        gap_s = rng.expovariate(load / service_s)
+        now_s += gap_s
+        rows.append(asked(now_s, 400, 1))
+        wait_s = max(0.0, wait_s + service_s - gap_s) if waits else 0.0
+        waits.append(wait_s)
+    config = cluster(0, policy="colocated")
+    alone = replace(config.workers[0], max_batch_tokens=400, inbox_depth=10_000)
+    _, done = run(rows, replace(config, workers=(alone,)))
+    assert [row.ttft_s for row in done] == pytest.approx([one + service_s + 2 * MESSAGE_S for one in waits])
+    assert sum(waits) / len(waits) == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.05)
+
+
+def test_who_leaves_and_whose_time_is_up_frees_everything() -> None:
+    rows = [replace(one, cancel_after_s=0.3 if i % 3 == 0 else None) for i, one in enumerate(workload(9))]
+    _, done = run(rows, cluster(1, 1, deadline_s=1.5))
+    outcomes = {row.outcome for row in done}
+    assert {"cancelled", "expired", "served"} <= outcomes <= {"cancelled", "expired", "served", "refused"}
+    for row in done:
+        if row.outcome == "cancelled":
+            assert row.ended_s == pytest.approx(row.arrival_s + 0.3)
+        if row.outcome == "expired":
+            assert row.ended_s == pytest.approx(row.arrival_s + 1.5, abs=2e-3)
+
+
+def test_memory_that_ends_preempts_and_loses_nothing() -> None:
+    config = cluster(0, policy="colocated")
+    tight = replace(config.workers[0], kv_capacity_tokens=8 * 64, max_context_tokens=400)
+    rows = [asked(0.01 * i, 60, 200) for i in range(6)]
+    world, done = run(rows, replace(config, workers=(tight,), block_size=64))
+    assert [row.tokens for row in done] == [200] * 6
+    assert sum(row.preemptions for row in done) > 0
+    assert world.network.is_quiet
+
+
+def test_everything_at_once() -> None:
+    disturbances = (
+        Disturbance(at_s=1.0, worker_id="p0", kind=DisturbanceKind.DIE, for_s=1.0),
+        Disturbance(at_s=1.5, worker_id="d1", kind=DisturbanceKind.STALL, for_s=0.5),
+        Disturbance(at_s=2.0, worker_id="d0", kind=DisturbanceKind.SLOW, for_s=2.0, factor=4.0),
+        Disturbance(at_s=2.5, worker_id="d1", kind=DisturbanceKind.DIE, for_s=0.5),
+        Disturbance(at_s=3.0, worker_id="p1", kind=DisturbanceKind.STALL, for_s=1.0),
+        Disturbance(at_s=3.3, worker_id="p1", kind=DisturbanceKind.DIE, for_s=0.2),
+    )
+    for seed in range(4):
+        rows = [replace(one, cancel_after_s=0.5 if i % 7 == 0 else None) for i, one in enumerate(workload(seed, 200))]
+        config = cluster(2, 2, num_routers=3, noise=0.1, deadline_s=8.0, seed=seed, disturbances=disturbances)
+        tight = tuple(replace(one, kv_capacity_tokens=40 * 512) for one in config.workers)
+        _, done = run(rows, replace(config, workers=tight))
+        assert "unfinished" not in {row.outcome for row in done}
+        assert all(row.tokens == row.output_tokens for row in done if row.outcome in ("served", "late"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "field"),
+    [
+        ([asked(1.0, 1, 1), asked(0.5, 1, 1)], "trace[1].arrival_s"),
+        ([asked(-1.0, 1, 1)], "trace[0].arrival_s"),
+        ([asked(float("nan"), 1, 1)], "trace[0].arrival_s"),
+        ([asked(0.0, 0, 1)], "trace[0].prompt_tokens"),
+        ([asked(0.0, 1, 0)], "trace[0].output_tokens"),
+        ([asked(0.0, 1, 1, cancel_after_s=-1.0)], "trace[0].cancel_after_s"),
+        ([asked(0.0, 1, 1, block_ids=(1,))], "trace[0].block_ids"),
+    ],
+)
+def test_a_row_that_cannot_be_is_named(rows: list[TraceRequest], field: str) -> None:
+    with pytest.raises(ConfigError, match="trace") as raised:
+        simulate(Listed(rows), cluster())
+    assert raised.value.field == field
+
+
+def test_a_config_that_cannot_be_is_named() -> None:
+    with pytest.raises(ConfigError, match="decode"):
+        SimConfig(workers=cluster().workers[:1], slo=EASY)
+    with pytest.raises(ConfigError, match="block_size"):
+        simulate(Listed([], block_tokens=512), cluster(block_size=300))
+    lost = Disturbance(at_s=0.0, worker_id="d7", kind=DisturbanceKind.DIE)
+    with pytest.raises(ConfigError, match="d7"):
+        simulate(Listed([]), cluster(disturbances=(lost,)))
+    with pytest.raises(ConfigError, match="one of"):
+        simulate(Listed([]), cluster(policy="nonesuch"))
+
+
+def test_a_prompt_that_fits_nowhere_is_refused_at_once_and_others_go_on() -> None:
+    _, [large, small] = run([asked(0.0, 10**6, 5), asked(0.0, 100, 5)], cluster())
+    assert (large.outcome, large.ended_s, small.outcome) == ("failed", 0.0, "served")
+
+
+def test_an_empty_trace_is_an_empty_run() -> None:
+    result = simulate(Listed([]), cluster())
+    assert (result.requests, result.attainment, result.span_s) == ([], 0.0, 0.0)
+
+
+def test_rows_can_be_had_as_they_end_and_a_run_be_stopped() -> None:
+    seen: list[RequestRow] = []
+
+    def watch(row: RequestRow) -> bool:
+        seen.append(row)
+        return len(seen) < 10
+
+    result = simulate(Listed(workload(11)), cluster(), watch, keeps_rows=False)
+    assert (len(seen), result.requests) == (10, [])
+    assert all(row.ended_s is not None and row.outcome == "served" for row in seen)
+
+
+def test_the_speed_of_the_built_in_workload() -> None:
+    started_s = process_time()
+    result = simulate(chat(rate_rps=10.0, duration_s=20.0), replace(cluster(2, 2), slo=Slo()))
+    rate = len(result.requests) / (process_time() - started_s)
+    print(f"{len(result.requests)} requests, {rate:.0f} a second")
+    assert len(result.requests) > 100
