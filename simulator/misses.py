@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from pdserve.core.types import Path
 from simulator.metrics import is_in_time_tpot, is_in_time_ttft
 from simulator.model import RequestRow
 
@@ -45,12 +46,11 @@ def why(row: RequestRow) -> str:
 
 def _share_of_ttft(row: RequestRow) -> str:
     assert row.ttft_s is not None
-    spent = {"queue": row.queue_s, "transfer": row.transfer_s}
-    rest_s = row.ttft_s - sum(spent.values())
-    # The transfer that the prefill hides is in both; then the rest says little.
-    spent["prefill"] = max(rest_s, 0.0)
+    # A transfer overlaps the prefill that it follows, so that only their sum can be told apart from the queue.
+    work = "prefill and transfer" if row.path is Path.REMOTE else "prefill"
+    spent = {"queue": min(row.queue_s, row.ttft_s), work: max(row.ttft_s - row.queue_s, 0.0)}
     name, longest_s = max(spent.items(), key=lambda item: item[1])
-    return f"mostly {name} ({_time(min(longest_s, row.ttft_s))} of {_time(row.ttft_s)})"
+    return f"mostly {name} ({_time(longest_s)} of {_time(row.ttft_s)})"
 
 
 def _badness(row: RequestRow) -> tuple[int, float, int]:

@@ -214,9 +214,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         "left" if name in ("policy", "time", "path", "workers") else "left why" if name == "why" else ""
         for name in head
     ]
-    top = "".join(f'<th class="{kind}">{_safe(name)}</th>' for name, kind in zip(head, kinds, strict=True))
+    marks = [f' class="{kind}"' if kind else "" for kind in kinds]
+    top = "".join(f"<th{mark}>{_safe(name)}</th>" for name, mark in zip(head, marks, strict=True))
     body = "".join(
-        "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
+        "<tr>" + "".join(f"<td{mark}>{cell}</td>" for cell, mark in zip(row, marks, strict=True)) + "</tr>"
         for row in rows
     )
     return f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
