@@ -71,7 +71,7 @@ class Poisson:
             yield TraceRequest(arrival_s=now_s, prompt_tokens=prompt, output_tokens=self.outputs(rng), block_ids=ids)
 
 
-def chat(*, rate_rps: float = 16.0, duration_s: float = 30.0, seed: int = 0) -> Poisson:
+def chat(*, rate_rps: float = 16.0, duration_s: float = 20.0, seed: int = 0) -> Poisson:
     """What `pdserve simulate` runs without a trace: conversations under eight system prompts, many short answers and
     prompts and a long tail of both."""
     return Poisson(
