@@ -13,7 +13,7 @@ from router.state import RouterState
 from simulator.agenda import Agenda
 from simulator.machine import Machine, Order
 from simulator.model import RequestRow, SimConfig, TraceRequest
-from simulator.prompts import BlockNames, allowed_of
+from simulator.prompts import BlockNames, sampling_of
 
 IN_TIME = frozenset({commands.Outcome.SERVED, commands.Outcome.LATE})
 
@@ -52,6 +52,7 @@ class Front:
 
     def arrive(self, request: TraceRequest, row: RequestRow, names: BlockNames) -> None:
         name = f"r{row.number}"
+        allowed = request.max_tokens or self._config.max_tokens
         self._calls[name] = Call(row, names)
         if request.cancel_after_s is not None:
             self._agenda.after(request.cancel_after_s, self._leave, name)
@@ -59,7 +60,7 @@ class Front:
             events.RequestArrived(
                 request_id=name,
                 num_prompt_tokens=row.prompt_tokens,
-                sampling=allowed_of(row.output_tokens),
+                sampling=sampling_of(allowed * -(-row.output_tokens // allowed)),
                 slo=row.slo,
                 deadline_s=self._config.deadline_s,
                 priority=request.priority,

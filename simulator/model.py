@@ -30,6 +30,7 @@ class TraceRequest:
     priority: int = 0
     slo: Slo | None = None  # None: the run's
     cancel_after_s: float | None = None  # the client leaves so long after its arrival
+    max_tokens: int | None = None  # that its client allowed; None: the run's
 
 
 class Trace(Protocol):
@@ -103,6 +104,9 @@ class SimConfig:
     index_delay_s: float = 0.01  # until the prefix index knows what a worker stored
     report_s: float = 0.25  # a decode worker's tokens are told together, at most so long
     deadline_s: float | None = None
+    # That clients allow where the trace does not say; a multiple of it where the answer is longer. Routers plan with
+    # it: were it the answer's length, they would know what nobody knows.
+    max_tokens: int = 4096
     disturbances: tuple[Disturbance, ...] = ()
 
     def __post_init__(self) -> None:
@@ -117,7 +121,7 @@ class SimConfig:
                 raise ConfigError(
                     "cost", f"decode steps of {one.worker_id} that take no time", "a base or a time per row"
                 )
-        for name, low in (("num_routers", 1), ("block_size", 1)):
+        for name, low in (("num_routers", 1), ("block_size", 1), ("max_tokens", 1)):
             if getattr(self, name) < low:
                 raise ConfigError(name, getattr(self, name), f"at least {low}")
         for name in ("noise", "message_s", "heartbeat_s", "index_delay_s", "report_s"):

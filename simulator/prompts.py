@@ -12,7 +12,6 @@ from pdserve.core.types import Sampling, TokenOut
 from simulator.model import TraceRequest
 
 TOKEN = TokenOut(token_id=0)  # that every simulated engine draws
-MOST_ALLOWED = 4096  # max_tokens of simulated requests, as far as routers know
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +63,6 @@ def blank(num_tokens: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def sampling_of(output_tokens: int) -> Sampling:
-    """For workers: they end the answer where the trace does."""
-    return Sampling(max_tokens=output_tokens, ignore_eos=True)
-
-
-@lru_cache(maxsize=64)
-def allowed_of(output_tokens: int) -> Sampling:
-    """For routers: a limit that says nothing of the length. A trace knows when an answer ends, nobody else does."""
-    return Sampling(max_tokens=MOST_ALLOWED * (1 + output_tokens // MOST_ALLOWED), ignore_eos=True)
+def sampling_of(max_tokens: int) -> Sampling:
+    """A worker ends the answer where the trace does; a router is given another."""
+    return Sampling(max_tokens=max_tokens, ignore_eos=True)

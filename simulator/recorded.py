@@ -128,6 +128,7 @@ def _request(seen: _Seen, lengths: _Lengths, block_size: int) -> TraceRequest:
         priority=facts.priority,
         slo=facts.slo,
         cancel_after_s=None if seen.is_complete else seen.left_after_s,
+        max_tokens=most,
     )
 
 

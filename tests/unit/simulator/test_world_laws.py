@@ -11,6 +11,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Slo
+from router.events import RequestArrived
 from simulator.model import Disturbance, DisturbanceKind, RequestRow, SimConfig, TraceRequest
 from simulator.synthetic import chat
 from simulator.world import World, simulate
@@ -223,3 +224,20 @@ def test_the_speed_of_the_built_in_workload() -> None:
     rate = len(result.requests) / (process_time() - started_s)
     print(f"{len(result.requests)} requests, {rate:.0f} a second")
     assert len(result.requests) > 100
+
+
+def test_a_router_is_not_told_how_long_an_answer_will_be() -> None:
+    rows = [asked(0.0, 10, 7), asked(1.0, 10, 30, max_tokens=64), asked(2.0, 10, 9000)]
+    world = World(Listed(rows), cluster())
+    state, allowed = world.fronts[0].state, []
+    handle = state.handle
+
+    def listened(event: Any, now_s: float) -> Any:
+        if isinstance(event, RequestArrived):
+            allowed.append(event.sampling.max_tokens)
+        return handle(event, now_s)
+
+    state.handle = listened  # type: ignore[method-assign]
+    result = world.run()
+    assert allowed == [4096, 64, 12288]
+    assert [row.tokens for row in result.requests] == [7, 30, 9000]
