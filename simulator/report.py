@@ -13,7 +13,7 @@ from simulator.charts import COLOURS
 from simulator.comparison import TARGET, Run, highest_held
 from simulator.curves import TIMELINE_COLOURS, TIMELINES, attainment_chart, colours, share_chart, timeline
 from simulator.misses import why, worst
-from simulator.tables import details, line, seconds
+from simulator.tables import count, details, line, seconds
 
 _WORST: Final = 20
 _LIGHT: Final = ("#2a78d6", "#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#008300", "#4a3aa7", "#e34948")
@@ -78,7 +78,7 @@ def _head(runs: Sequence[Run], cluster: str) -> str:
     first = runs[0]
     slo = first.result.config.slo
     return (
-        f"<h1>{_safe(first.result.trace)}</h1><p>{first.summary.requests} requests on {_safe(cluster)}, "
+        f"<h1>{_safe(first.result.trace)}</h1><p>{count(first.summary.requests, 'request')} on {_safe(cluster)}, "
         f"{_split(runs)}, seed {first.result.config.seed}. Promised: the first token within "
         f"{seconds(slo.ttft_s)}, then {seconds(slo.tpot_s)} per token. A request counts if it was served whole and "
         "kept both; refused, failed and late ones are misses.</p>"
@@ -88,7 +88,11 @@ def _head(runs: Sequence[Run], cluster: str) -> str:
 def _split(runs: Sequence[Run]) -> str:
     splits = {run.split: None for run in runs}
     prefill, decode = next(iter(splits)).split(":")
-    return f"{prefill} prefill and {decode} decode workers" if len(splits) == 1 else f"P:D {', '.join(splits)}"
+    return (
+        f"{prefill} prefill and {count(int(decode), 'decode worker')}"
+        if len(splits) == 1
+        else f"P:D {', '.join(splits)}"
+    )
 
 
 def _tiles(focus: Sequence[Run]) -> str:

@@ -13,9 +13,10 @@ _HEAD = ("POLICY", "P:D", "REQ/S", "ATTAINED", "GOODPUT/S", "TTFT p50", "p99", "
 def render(runs: Sequence[Run], cluster: str) -> str:
     """What was asked, a line for each run, and details: of the run, or of the rates where there are several."""
     first = runs[0]
-    slo = first.result.config.slo
+    config = first.result.config
+    slo = config.slo
     begin = (
-        f"{first.result.trace}: {first.summary.requests} requests, {cluster}, seed {first.result.config.seed}\n"
+        f"{first.result.trace}: {count(first.summary.requests, 'request')}, {cluster}, seed {config.seed}\n"
         f"promised: first token within {seconds(slo.ttft_s)}, then {seconds(slo.tpot_s)} per token\n"
     )
     lines = [begin, table([_HEAD, *(line(run) for run in runs)])]
@@ -30,10 +31,10 @@ def render(runs: Sequence[Run], cluster: str) -> str:
 def details(summary: Summary) -> list[str]:
     lines = []
     if summary.misses:
-        lines.append("missed    " + ", ".join(f"{count} {name}" for name, count in summary.misses.items()))
+        lines.append("missed    " + ", ".join(f"{held} {name}" for name, held in summary.misses.items()))
     if summary.refusal_s.p99 is not None:
         lines.append(f"refusals  within {seconds(summary.refusal_s.p99)} of arrival (p99)")
-    paths = (f"{path} {count} ({met} kept both)" for path, (count, met) in summary.paths.items())
+    paths = (f"{path} {held} ({met} kept both)" for path, (held, met) in summary.paths.items())
     lines.append("paths     " + (", ".join(paths) or "nothing was placed"))
     lines.append(f"tokens    {summary.token_attainment:.1%} in time for a reader at the promised speed")
     if summary.cached_share:
@@ -41,7 +42,7 @@ def details(summary: Summary) -> list[str]:
     for role, use in summary.roles.items():
         rows = f", {use.mean_rows:.1f} rows a step" if use.mean_rows else ""
         held = f", KV {use.kv_share:.0%} held, {use.stranded_share:.0%} of it by who only waits" if use.kv_share else ""
-        lines.append(f"{role:<9} {use.workers} workers, {use.busy_share:.0%} busy{rows}{held}")
+        lines.append(f"{role:<9} {count(use.workers, 'worker')}, {use.busy_share:.0%} busy{rows}{held}")
     if summary.ttft_error is not None and summary.tpot_error is not None:
         lines.append(f"predicted TTFT {summary.ttft_error:.1%} off, TPOT {summary.tpot_error:.1%} off (medians)")
     return lines
@@ -57,6 +58,10 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def seconds(value: float | None) -> str:

@@ -19,13 +19,15 @@ class Progress:
         self._next_s = self._begin_s + _PATIENCE_S
         self._is_seen = sys.stderr.isatty()
         self._is_drawn = False
+        self._done_s = 0.0
 
     def at(self, done_s: float) -> None:
-        """`done_s` of the trace's own time is done."""
+        """`done_s` of the trace's own time is done; of what ends out of order the furthest counts."""
+        self._done_s = max(self._done_s, done_s)
         if self._is_seen and time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + _EVERY_S
             self._is_drawn = True
-            print("\r" + bar(self._label, done_s, self._total_s), end="", file=sys.stderr, flush=True)
+            print("\r" + bar(self._label, self._done_s, self._total_s), end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._is_drawn:

@@ -65,3 +65,14 @@ def test_nobody_who_reads_a_file_gets_a_bar(capsys: pytest.CaptureFixture[str]) 
     progress.at(5.0)
     progress.close()
     assert capsys.readouterr().err == ""
+
+
+def test_a_bar_never_runs_back(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    now_s = iter(range(100, 200, 10))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(now_s)))
+    progress = Progress("goodput", 10.0)
+    for done_s in (5.0, 3.0):
+        progress.at(done_s)
+    progress.close()
+    assert capsys.readouterr().err.count(" 50%") == 2
