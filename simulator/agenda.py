@@ -11,21 +11,21 @@ from typing import Any, final
 class Agenda:
     """Entries of one moment happen in the order in which they were made, so equal delays keep a stream's order."""
 
-    __slots__ = ("_entries", "_serial", "now_s")
+    __slots__ = ("_entries", "now_s", "num_entries")
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self._entries: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._serial = 0
+        self.num_entries = 0
 
     def at(self, time_s: float, action: Callable[..., None], *details: Any) -> None:
         """A time that is past counts as now."""
-        self._serial += 1
-        heapq.heappush(self._entries, (max(time_s, self.now_s), self._serial, action, details))
+        self.num_entries += 1
+        heapq.heappush(self._entries, (max(time_s, self.now_s), self.num_entries, action, details))
 
     def after(self, delay_s: float, action: Callable[..., None], *details: Any) -> None:
-        self._serial += 1
-        heapq.heappush(self._entries, (self.now_s + delay_s, self._serial, action, details))
+        self.num_entries += 1
+        heapq.heappush(self._entries, (self.now_s + delay_s, self.num_entries, action, details))
 
     def step(self) -> bool:
         """Does the next entry; False where there is none."""
