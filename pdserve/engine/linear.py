@@ -16,16 +16,18 @@ A token's scale comes from itself alone, so company never moves another row's re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, Protocol, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.engine.kernels import rows
+from pdserve.engine.kernels import jit, rows
 
 _LEAST_ROWS: Final = 4  # oneDNN reads packed weights faster for four rows than for one, two or three
 _HINT_ROWS: Final = 32  # the layout that it picks is the same for 4 to 32 rows
+_MOST_PANEL_ROWS: Final = 32  # above, oneDNN is as fast as kernels.panels
 _ROUNDED_AT_ONCE: Final = 2**20  # weights: what a cache holds
 _LEVELS: Final = 127  # int8 without -128, so that a weight and its negative round alike
 
@@ -72,16 +74,28 @@ class PlainLinear:
 class PackedLinear:
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), _HINT_ROWS)
+        self._panels = _panels(self._packed, weight_NK)
         self._bias_N = bias_N
         self.num_outputs = int(weight_NK.shape[0])
         self.num_bytes = weight_NK.numel() * weight_NK.element_size()
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         num_tokens = x_TK.shape[0]
+        if self._panels is not None and num_tokens <= _MOST_PANEL_ROWS:
+            out_TN = self._panels(x_TK)
+            return out_TN if self._bias_N is None else out_TN.add_(self._bias_N)
         if num_tokens >= _LEAST_ROWS:
             return _product(x_TK, self._packed, self._bias_N)
         padded = F.pad(x_TK, (0, 0, 0, _LEAST_ROWS - num_tokens))
         return _product(padded, self._packed, self._bias_N)[:num_tokens]
+
+
+def _panels(packed: Tensor, weight_NK: Tensor) -> Callable[[Tensor], Tensor] | None:
+    if not jit.is_available():
+        return None
+    from pdserve.engine.kernels.panels import make_panels
+
+    return make_panels(packed, *weight_NK.shape)
 
 
 def _product(x_TK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:

@@ -39,6 +39,15 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return numba.njit(**options)(function)  # type: ignore[no-any-return]
 
 
+def c_function(signature: Any, function: Callable[..., Any]) -> Any:
+    """`function` as numba's C callback, kept on disk where that is possible. Only where numba is installed."""
+    options = {"fastmath": _FAST_MATH, "error_model": "numpy", "boundscheck": False}
+    try:
+        return numba.cfunc(signature, cache=True, **options)(function)
+    except RuntimeError:
+        return numba.cfunc(signature, **options)(function)
+
+
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     """A part of other kernels."""
     if numba is None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.engine.kernels import jit
 from pdserve.engine.linear import (
     FixedRowsLinear,
     Int8Linear,
@@ -35,6 +36,28 @@ def test_packed_equals_plain_for_any_number_of_rows(num_inputs: int, num_outputs
         x = torch.randn(rows, num_inputs)
         torch.testing.assert_close(packed(x), F.linear(x, weight, bias), rtol=0, atol=2e-5)
     assert packed.num_bytes == weight.nbytes
+
+
+@pytest.mark.skipif(
+    not (jit.is_available() and torch.cpu._is_avx512_supported()), reason="few rows go through oneDNN on this machine"
+)
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(768, 1280), (2048, 128), (320, 64), (96, 192)])
+def test_few_rows_get_the_bits_of_onednn(num_inputs: int, num_outputs: int, num_threads: int) -> None:
+    """So a sequence may be computed alone, in a batch, and in a chunk of its prompt, and nobody can tell."""
+    weight, bias = tensors(num_inputs, num_outputs, has_bias=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        packed = PackedLinear(weight, bias)
+        assert packed._panels is not None
+        x = torch.randn(40, num_inputs)
+        whole = packed(x)  # more rows than the kernel takes
+        for rows in (1, 2, 5, 6, 7, 13, 19, 32):
+            assert torch.equal(packed(x[:rows]), whole[:rows])
+            assert torch.equal(packed(x[3 : 3 + rows]), whole[3 : 3 + rows])
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
