@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.config import ModelConfig
-from pdserve.engine.invariant import InvariantSource
+from pdserve.engine.invariant import stable
 from pdserve.engine.linear import Linear, is_repacked, make_linear
 from pdserve.engine.load_threads import load_threads
 from pdserve.engine.parameters import Weights, build_weights
@@ -39,7 +39,7 @@ def dummy_weights(
     """`num_threads` 0: as many as torch computes with."""
     source = DummySource(device, dtype, is_int8=is_int8)
     with load_threads(num_threads) as threads:
-        return build_weights(config, InvariantSource(source) if is_deterministic else source, threads)
+        return build_weights(config, stable(source, is_deterministic=is_deterministic), threads)
 
 
 def dummy_hash(folder: Path, *choices: str) -> str:

@@ -19,6 +19,11 @@ from pdserve.engine.linear import Linear, make_invariant
 from pdserve.engine.parameters import Source
 
 
+def stable(source: Source, *, is_deterministic: bool) -> Source:
+    """`source`, its products made invariant where that is asked for."""
+    return InvariantSource(source) if is_deterministic else source
+
+
 @final
 class InvariantSource:
     """Hands every product of `source` on as one that does not depend on the number of rows."""

@@ -29,19 +29,12 @@ _LEAST_ROWS: Final = 4  # oneDNN reads packed weights faster for four rows than 
 _HINT_ROWS: Final = 32  # the layout that it picks is the same for 4 to 32 rows
 _MOST_PANEL_ROWS: Final = 32  # above, oneDNN is as fast as kernels.panels
 _ROUNDED_AT_ONCE: Final = 2**20  # weights: what a cache holds
-_LEVELS: Final = 127  # int8 without -128, so that a weight and its negative round alike
+_FIXED_ROWS: Final = 64  # of a product that would else depend on their number
+_TRIED_ROWS: Final = (1, 2, 3, 5, 8, 17, 33)
 
 
 class Linear(Protocol):
     """y = x w^T + b over the last axis: [T, K] -> [T, N]."""
-
-    @property
-    def num_outputs(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int:
-        """What one product reads of the weights."""
-        ...
 
     def __call__(self, x_TK: Tensor) -> Tensor: ...
 
@@ -63,8 +56,6 @@ class PlainLinear:
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         self._weight_NK = weight_NK
         self._bias_N = bias_N
-        self.num_outputs = int(weight_NK.shape[0])
-        self.num_bytes = weight_NK.numel() * weight_NK.element_size()
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return F.linear(x_TK, self._weight_NK, self._bias_N)
@@ -76,8 +67,6 @@ class PackedLinear:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), _HINT_ROWS)
         self._panels = _panels(self._packed, weight_NK)
         self._bias_N = bias_N
-        self.num_outputs = int(weight_NK.shape[0])
-        self.num_bytes = weight_NK.numel() * weight_NK.element_size()
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         num_tokens = x_TK.shape[0]
@@ -112,8 +101,6 @@ class Int8Linear:
         self._scale_N = scale_N
         self._zero_N = torch.zeros(scale_N.shape, dtype=torch.int64)
         self._bias_N = bias_N
-        self.num_outputs = int(rounded_NK.shape[0])
-        self.num_bytes = rounded_NK.numel()
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         quantised_TK, scale_T1 = quantise(x_TK)
@@ -138,7 +125,7 @@ class Int8Linear:
 
 def weight_levels() -> int:
     """The largest integer of a weight: without VNNI two products are summed in 16 bits, which 63 cannot overflow."""
-    return _LEVELS if torch.cpu._is_vnni_supported() else _LEVELS // 2
+    return rows.LEVELS if torch.cpu._is_vnni_supported() else rows.LEVELS // 2
 
 
 def round_weights(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,12 +147,8 @@ def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     """uint8 around 128, and the scale of each token [T, 1]."""
     if rows.fits(x_TK):
         return rows.quantise(x_TK)
-    scale_T1 = x_TK.abs().amax(dim=-1, keepdim=True).clamp_(min=rows.LEAST_SCALE).div_(_LEVELS)
+    scale_T1 = x_TK.abs().amax(dim=-1, keepdim=True).clamp_(min=rows.LEAST_SCALE).div_(rows.LEVELS)
     return (x_TK / scale_T1).round_().add_(rows.ZERO_POINT).to(torch.uint8), scale_T1
-
-
-_FIXED_ROWS: Final = 64
-_TRIED_ROWS: Final = (1, 2, 3, 5, 8, 17, 33)
 
 
 def make_invariant(linear: Linear, num_inputs: int) -> Linear:
@@ -178,8 +161,8 @@ def make_invariant(linear: Linear, num_inputs: int) -> Linear:
     x_TK = torch.randn(2 * _FIXED_ROWS, num_inputs, generator=generator)
     whole = linear(x_TK)
     is_invariant = all(
-        torch.equal(linear(x_TK[first : first + rows].contiguous()), whole[first : first + rows])
-        for rows in _TRIED_ROWS
+        torch.equal(linear(x_TK[first : first + num_rows].contiguous()), whole[first : first + num_rows])
+        for num_rows in _TRIED_ROWS
         for first in (0, 7)
     )
     return linear if is_invariant else FixedRowsLinear(linear)
@@ -191,8 +174,6 @@ class FixedRowsLinear:
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear
-        self.num_outputs = linear.num_outputs
-        self.num_bytes = linear.num_bytes
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         num_tokens = x_TK.shape[0]

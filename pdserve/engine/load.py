@@ -22,7 +22,7 @@ def load_engine(config: WorkerConfig, role: Role) -> Engine:
     """
     if config.model in TOY_MODELS:
         return _toy(config, role)
-    from pdserve.engine.torch_engine import open_torch_engine
+    from pdserve.engine.opening import open_torch_engine
 
     return open_torch_engine(config)
 

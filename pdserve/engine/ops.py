@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 import torch.nn.functional as F
@@ -30,18 +31,17 @@ def add_rms_norm(x_TE: Tensor, delta_TE: Tensor, weight_E: Tensor, eps: float) -
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for [T, 2F]: gate, then up."""
-    if rows.fits(gate_up):
-        return rows.silu_mul(gate_up)
-    gate_TF, up_TF = gate_up.chunk(2, dim=-1)
-    return F.silu(gate_TF) * up_TF
+    return rows.silu_mul(gate_up) if rows.fits(gate_up) else _gate(F.silu, gate_up)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, with the tanh form of gelu."""
-    if rows.fits(gate_up):
-        return rows.gelu_mul(gate_up)
+    return rows.gelu_mul(gate_up) if rows.fits(gate_up) else _gate(partial(F.gelu, approximate="tanh"), gate_up)
+
+
+def _gate(activate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
     gate_TF, up_TF = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate_TF, approximate="tanh") * up_TF
+    return activate(gate_TF) * up_TF
 
 
 GATED: Final[Mapping[Activation, Callable[[Tensor], Tensor]]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}

@@ -1,38 +1,25 @@
-"""The engine of real models: opens the folder, owns weights and KV pool, computes steps."""
+"""The engine of real models: owns weights and KV pool, computes steps."""
 
 from __future__ import annotations
 
 import logging
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import final
 
 import torch
 
-from pdserve.config import WorkerConfig
-from pdserve.core.errors import ConfigError
 from pdserve.core.types import TokenOut
 from pdserve.engine.batch import pack
-from pdserve.engine.config import ModelConfig, read_config
-from pdserve.engine.dummy import dummy_hash, dummy_weights
-from pdserve.engine.grammars import Grammars, RowMasks, open_grammars
+from pdserve.engine.grammars import Grammars, RowMasks
 from pdserve.engine.interface import EngineSpec, Row, RowOut, kept
-from pdserve.engine.kernels import jit
-from pdserve.engine.linear import weight_levels
-from pdserve.engine.memory import available_bytes, check_fits, weight_bytes
 from pdserve.engine.model import Decoder
-from pdserve.engine.paged import MOST_QUERIES, PagedAttention
-from pdserve.engine.pool import BlockShape, TorchPool
-from pdserve.engine.progress import loading_line
+from pdserve.engine.paged import PagedAttention
+from pdserve.engine.pool import TorchPool
 from pdserve.engine.rows import check_rows
-from pdserve.engine.safetensors_file import checkpoint_hash, open_checkpoint
 from pdserve.engine.sampling import Draw, sample
 from pdserve.engine.scoring import score
-from pdserve.engine.weights import Progress, load_weights
 
 log = logging.getLogger(__name__)
 
@@ -102,116 +89,3 @@ def row_out(row: Row, drawn: Sequence[TokenOut], masks: RowMasks | None) -> RowO
     if masks is None:
         return RowOut(kept(drawn, row.drafts))
     return RowOut(kept(drawn[: len(masks.masks)], row.drafts), failed=masks.failed)
-
-
-def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) -> TorchEngine:
-    """Raises ModelError where the folder cannot be served, ConfigError where the settings do not fit the model."""
-    began_s = time.monotonic()
-    if config.threads > 0:
-        torch.set_num_threads(config.threads)
-    folder = Path(config.model)
-    model_config = read_config(folder)
-    device, dtype = choose_device(config.device), choose_dtype(config.dtype, config.device)
-    is_paged = device.type == "cpu" and dtype == torch.float32 and jit.is_available()
-    if config.deterministic and not is_paged:
-        raise ConfigError("deterministic", "on", "off, or a CPU with numba, and dtype float32 or int8")
-    is_int8 = config.dtype == "int8"
-    choices = (f"integers to {weight_levels()}",) if is_int8 else ()
-    checkpoint = open_checkpoint(folder) if config.load == "auto" else None
-    name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, *choices)
-    shape = block_shape(config, model_config, dtype)
-    spec = make_spec(config, model_config, dtype, shape, name)
-    num_bytes = weight_bytes(model_config, dtype, is_int8=is_int8)
-    check_fits(num_bytes, spec.num_blocks * spec.block_bytes, available_bytes(device))
-    load_began_s = time.monotonic()
-    if checkpoint is None:
-        weights = dummy_weights(model_config, device, dtype, is_int8=is_int8, is_deterministic=config.deterministic)
-    else:
-        num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
-        progress = progress or loading_line(config.worker_id)
-        weights = load_weights(
-            model_config,
-            checkpoint,
-            device,
-            dtype,
-            progress,
-            is_int8=is_int8,
-            is_deterministic=config.deterministic,
-        )
-    load_s = time.monotonic() - load_began_s
-    grammars = open_grammars(folder, spec)
-    pool = TorchPool(num_blocks=spec.num_blocks, shape=shape, device=device)
-    paged = None
-    if is_paged:
-        most_queries = sys.maxsize if config.deterministic else MOST_QUERIES
-        paged = PagedAttention(pool, model_config.num_heads, most_queries)
-    log.info(
-        "model loaded",
-        extra={
-            "model": spec.model,
-            "dtype": spec.dtype,
-            "device": str(device),
-            "kv_layout": spec.layout,
-            "kv_blocks": spec.num_blocks,
-            "load": config.load,
-            "load_s": round(time.monotonic() - began_s, 3),
-            "gb": round(num_bytes / 1e9, 3),
-            "gb_per_s": round(num_bytes / 1e9 / max(load_s, 1e-6), 2),
-        },
-    )
-    return TorchEngine(spec, Decoder(model_config, weights), pool, model_config.windows, grammars, paged)
-
-
-def block_shape(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) -> BlockShape:
-    return BlockShape(
-        num_layers=model.num_layers,
-        block_size=config.block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=torch.int8 if config.kv_dtype == "int8" else dtype,
-    )
-
-
-def make_spec(
-    config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, shape: BlockShape, weights_hash: str
-) -> EngineSpec:
-    """The context limit is the model's, the operator's or what the whole pool holds, whichever is least."""
-    if config.max_context_tokens > model.max_context_tokens:
-        raise ConfigError(
-            "max_context_tokens",
-            config.max_context_tokens,
-            f"at most {model.max_context_tokens}, the model's own limit",
-        )
-    block_bytes = shape.block_bytes
-    num_blocks = config.kv_blocks or config.kv_memory_bytes // block_bytes
-    if num_blocks < 1:
-        raise ConfigError("kv_memory_bytes", config.kv_memory_bytes, f"at least {block_bytes}: one block of this model")
-    return EngineSpec(
-        model=Path(config.model).resolve().name,
-        weights_hash=weights_hash,
-        dtype="int8" if config.dtype == "int8" else str(dtype).removeprefix("torch."),
-        layout=shape.layout,
-        vocab_size=model.vocab_size,
-        max_context_tokens=min(config.max_context_tokens or model.max_context_tokens, num_blocks * config.block_size),
-        eos_token_ids=model.eos_token_ids,
-        block_size=config.block_size,
-        num_blocks=num_blocks,
-        block_bytes=block_bytes,
-    )
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", name, "cpu or auto: torch sees no CUDA device")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
-
-
-def choose_dtype(name: str, device_name: str) -> torch.dtype:
-    """auto: float32 on a CPU, where bfloat16 products are emulated and slow, and bfloat16 on CUDA."""
-    if name == "int8":
-        if choose_device(device_name).type != "cpu":
-            raise ConfigError("dtype", name, "float32 or bfloat16 on CUDA; int8 products are for CPUs")
-        name = "float32"  # what is not a weight: activations between products, norms, KV
-    if name == "auto":
-        name = "bfloat16" if choose_device(device_name).type == "cuda" else "float32"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

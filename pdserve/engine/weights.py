@@ -14,7 +14,8 @@ from torch import Tensor
 from pdserve.engine import quantised
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.fused_experts import split_experts
-from pdserve.engine.invariant import InvariantSource
+from pdserve.engine.invariant import stable
+from pdserve.engine.kernels.rows import LEVELS
 from pdserve.engine.linear import Int8Linear, Linear, is_repacked, make_linear, weight_levels
 from pdserve.engine.load_threads import load_threads
 from pdserve.engine.needs import Needs
@@ -58,7 +59,7 @@ def load_weights(
     order = [stored[name] for name in needs.tensors]
     with Reader(order) as reader, load_threads() as threads:
         source = CheckpointSource(stored, reader, config.quantisation, device, dtype, progress, is_int8=is_int8)
-        return build_weights(config, InvariantSource(source) if is_deterministic else source, threads)
+        return build_weights(config, stable(source, is_deterministic=is_deterministic), threads)
 
 
 @final
@@ -184,4 +185,4 @@ class CheckpointSource:
 
 def _is_kept(scheme: Scheme | None) -> bool:
     """Integers that Int8Linear multiplies as they are: one scale for a whole output, and no overflow."""
-    return scheme is not None and scheme.stored == "I8" and scheme.block[1] is None and weight_levels() == 127
+    return scheme is not None and scheme.stored == "I8" and scheme.block[1] is None and weight_levels() == LEVELS

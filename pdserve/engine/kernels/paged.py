@@ -20,17 +20,15 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from pdserve.engine.kernels import jit
+from pdserve.engine.kernels.exponential import exp2
 
 MAX_QUERIES: Final = 16  # of one task
 TASK_FIELDS: Final = 6  # first of its blocks in the tables, position and index of its first query, Q, kv heads from, to
 
 _LINE_BYTES = 64
-_ONE, _HALF, _TWO = np.float32(1), np.float32(0.5), np.float32(2)
-_LOW = np.float32(-126)  # below it 2^x is no normal float32
+_ONE, _TWO = np.float32(1), np.float32(2)
 _UNSEEN = np.float32(-1e30)
 _LOG2_E = np.float32(1 / math.log(2))
-# Taylor series of 2^f for |f| <= 1/2, where six terms are exact to a unit in the last place.
-_C1, _C2, _C3, _C4, _C5, _C6 = (np.float32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
 
 
 @intrinsic
@@ -48,16 +46,6 @@ def _prefetch(_context: Any, array: Any, index: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(array, index), generate
-
-
-@jit.inlined
-def _exp2(x: Any) -> Any:
-    """2^x for x <= 0, by vector instructions."""
-    x = _LOW if x < _LOW else x
-    whole = np.float32(math.floor(x + _HALF))
-    f = x - whole
-    series = (((((_C6 * f + _C5) * f + _C4) * f + _C3) * f + _C2) * f + _C1) * f + _ONE
-    return series * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @njit(fastmath=True)
@@ -176,7 +164,7 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
                         if cap > 0:
                             for c in range(U(C)):
                                 # cap * tanh(x / cap), by 2^y, y <= 0; x carries the factor log2(e), and so does cap.
-                                small = _exp2(-abs(score[c]) * _TWO * _LOG2_E / cap)
+                                small = exp2(-abs(score[c]) * _TWO * _LOG2_E / cap)
                                 bounded = cap * (_ONE - small) / (_ONE + small)
                                 score[c] = -bounded if score[c] < 0 else bounded
                         if seen_from > 0 or seen_to < C:
@@ -186,14 +174,14 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
                         old = maxima[state]
                         new = largest(score, old)
                         if new > old:
-                            shrink = _exp2(old - new)
+                            shrink = exp2(old - new)
                             weights[state] *= shrink
                             for d in range(U(D)):
                                 sums[q0 + d] *= shrink
                             maxima[state] = new
                         total = np.float32(0)
                         for c in range(U(C)):
-                            weight = _exp2(score[c] - new)
+                            weight = exp2(score[c] - new)
                             weight = np.float32(0) if score[c] == _UNSEEN else weight
                             score[c] = weight
                             total += weight

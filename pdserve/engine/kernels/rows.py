@@ -7,15 +7,18 @@ Each row is computed alone and in the same order, whatever stands beside it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.engine.kernels.jit import compiled, inlined, is_available, split_rows
+from pdserve.engine.kernels.exponential import exp
+from pdserve.engine.kernels.jit import compiled, is_available, split_rows
 
 LEAST_SCALE: Final = 1e-12  # a token of zeros would divide by zero
+LEVELS: Final = 127  # int8 without -128, so that a number and its negative round alike
 ZERO_POINT: Final = 128  # VNNI multiplies unsigned by signed
 
 
@@ -43,17 +46,18 @@ def add_rms_norm(x_TE: Tensor, delta_TE: Tensor, weight_E: Tensor, eps: float) -
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for [T, 2F]: gate, then up."""
-    out_TF = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    source, out = gate_up.numpy(), out_TF.numpy()
-    split_rows(lambda first, end: _silu_mul(source, out, first, end), len(out), 8 * out.size)
-    return out_TF
+    return _gate(_silu_mul, gate_up)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up for [T, 2F], with the tanh form of gelu."""
+    return _gate(_gelu_mul, gate_up)
+
+
+def _gate(kernel: Callable[..., Any], gate_up: Tensor) -> Tensor:
     out_TF = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     source, out = gate_up.numpy(), out_TF.numpy()
-    split_rows(lambda first, end: _gelu_mul(source, out, first, end), len(out), 8 * out.size)
+    split_rows(lambda first, end: kernel(source, out, first, end), len(out), 8 * out.size)
     return out_TF
 
 
@@ -92,34 +96,13 @@ def _add_rms_norm(x: Any, delta: Any, weight: Any, eps: Any, out: Any, first: in
             target[i] = source[i] * factor * weight[i]
 
 
-@inlined
-def exp32(x: Any) -> Any:
-    """e^x to a relative 3e-7 for |x| < 80, 1.2e-7 for |x| < 20.
-
-    It is 2^n * e^r with |r| < ln(2) / 2, and e^r by its Taylor series.
-    ln 2 is taken away in two parts, so that x - n ln 2 keeps all its bits. The terms are those of a float32
-    calculation of e^r to r^7 / 7!; the next one is below 2^-27.
-    """
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
-    n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
-    r = x - n * np.float32(0.693145751953125) - n * np.float32(1.42860682030941723e-6)
-    p = np.float32(1 / 5040)
-    p = p * r + np.float32(1 / 720)
-    p = p * r + np.float32(1 / 120)
-    p = p * r + np.float32(1 / 24)
-    p = p * r + np.float32(1 / 6)
-    p = p * r + np.float32(0.5)
-    p = p * r * r + r + np.float32(1)
-    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
-
-
 @compiled
 def _silu_mul(gate_up: Any, out: Any, first: int, end: int) -> None:
     size = np.uint64(out.shape[1])
     for row in range(first, end):
         gate, up, target = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :], out[row]
         for i in range(size):
-            target[i] = gate[i] / (np.float32(1) + exp32(-gate[i])) * up[i]
+            target[i] = gate[i] / (np.float32(1) + exp(-gate[i])) * up[i]
 
 
 @compiled
@@ -131,7 +114,7 @@ def _gelu_mul(gate_up: Any, out: Any, first: int, end: int) -> None:
         for i in range(size):
             x = gate[i]
             u2 = np.float32(1.5957691216057308) * (x + np.float32(0.044715) * x * x * x)  # 2 sqrt(2 / pi)
-            target[i] = x / (np.float32(1) + exp32(-u2)) * up[i]
+            target[i] = x / (np.float32(1) + exp(-u2)) * up[i]
 
 
 @compiled
@@ -141,7 +124,7 @@ def _quantise(x: Any, rounded: Any, scale: Any, first: int, end: int) -> None:
         source, target, most = x[row], rounded[row], np.float32(LEAST_SCALE)
         for i in range(size):
             most = max(most, abs(source[i]))
-        scale[row, 0] = most / np.float32(127)
-        factor = np.float32(127) / most
+        scale[row, 0] = most / np.float32(LEVELS)
+        factor = np.float32(LEVELS) / most
         for i in range(size):
             target[i] = np.uint8(np.int32(np.rint(source[i] * factor)) + np.int32(ZERO_POINT))

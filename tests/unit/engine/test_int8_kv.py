@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from kvtransfer.grants import compare, fingerprint_of
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Sampling
-from pdserve.engine import torch_engine
+from pdserve.engine import opening
 from pdserve.engine.interface import Engine, Row
 from pdserve.engine.pool import BlockShape, TorchPool, quantise
 from router.model import ModelFacts, difference
@@ -99,7 +99,7 @@ def test_chunks_blocks_and_company_change_nothing(
 ) -> None:
     """A chunk reads rounded keys, its own too; else the cut of the chunks would show in the tokens."""
     if not is_paged:
-        monkeypatch.setattr(torch_engine.jit, "is_available", lambda: False)
+        monkeypatch.setattr(opening.jit, "is_available", lambda: False)
     answers = []
     for chunk, company in ((10_000, 0), (1, 0), (33, 3)):
         engine = open_engine(tiny(name), kv_dtype="int8")

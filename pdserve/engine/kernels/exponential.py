@@ -1,0 +1,40 @@
+"""Powers by vector instructions, as parts of other kernels: 2^(n + f) with |f| <= 1/2, by a series and a shift."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from pdserve.engine.kernels.jit import inlined
+
+_HALF, _ONE = np.float32(0.5), np.float32(1)
+_LOW = np.float32(-126)  # below it 2^x is no normal float32
+_LOG2_E = np.float32(1 / math.log(2))
+# ln 2 in two parts: n times the first is exact, so that x - n ln 2 keeps all its bits.
+_LN2_HIGH, _LN2_LOW = np.float32(0.693145751953125), np.float32(1.42860682030941723e-6)
+# Taylor series of 2^f for |f| <= 1/2, where six terms are exact to a unit in the last place.
+_C1, _C2, _C3, _C4, _C5, _C6 = (np.float32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
+
+
+@inlined
+def _power(n: Any, f: Any) -> Any:
+    series = (((((_C6 * f + _C5) * f + _C4) * f + _C3) * f + _C2) * f + _C1) * f + _ONE
+    return series * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@inlined
+def exp2(x: Any) -> Any:
+    """2^x for x <= 0."""
+    x = _LOW if x < _LOW else x
+    n = np.float32(math.floor(x + _HALF))
+    return _power(n, x - n)
+
+
+@inlined
+def exp(x: Any) -> Any:
+    """e^x to a relative 4e-7 for |x| < 80."""
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.floor(x * _LOG2_E + _HALF)
+    return _power(n, (x - n * _LN2_HIGH - n * _LN2_LOW) * _LOG2_E)
