@@ -21,7 +21,7 @@ from benchmarks.engine_child import Orders, prompts, serve
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
 from pdserve.engine.interface import Engine, Row
-from pdserve.engine.torch_engine import open_torch_engine
+from pdserve.engine.opening import open_torch_engine
 
 BLOCK_SIZE: Final = 16
 MATRIX_SIDE: Final = 2048
@@ -44,13 +44,13 @@ def ours(model: str, dtype: str, kv_dtype: str, threads: int, kv_tokens: int) ->
 
     def decode(batch: int, prompt_tokens: int, warm: int, steps: int, salt: int) -> dict[str, Any]:
         histories = prompts(batch, prompt_tokens, engine.spec.vocab_size, salt)
-        first = _step(engine, histories, [0] * batch, prompt_tokens)
+        first = step(engine, histories, [0] * batch, prompt_tokens)
         for history, token in zip(histories, first, strict=True):
             history.append(token)
         took_s = []
         for _ in range(warm + steps):
             began_s = time.perf_counter()
-            drawn = _step(engine, histories, [len(one) - 1 for one in histories], prompt_tokens)
+            drawn = step(engine, histories, [len(one) - 1 for one in histories], prompt_tokens)
             took_s.append(time.perf_counter() - began_s)
             for history, token in zip(histories, drawn, strict=True):
                 history.append(token)
@@ -59,13 +59,13 @@ def ours(model: str, dtype: str, kv_dtype: str, threads: int, kv_tokens: int) ->
     def prefill(tokens: int, salt: int) -> dict[str, Any]:
         histories = prompts(1, tokens, engine.spec.vocab_size, salt)
         began_s = time.perf_counter()
-        _step(engine, histories, [0], tokens)
+        step(engine, histories, [0], tokens)
         return {"prefill_s": time.perf_counter() - began_s}
 
     return {"decode": decode, "prefill": prefill}
 
 
-def _step(engine: Engine, histories: list[list[int]], starts: list[int], prompt_len: int) -> list[int]:
+def step(engine: Engine, histories: list[list[int]], starts: list[int], prompt_len: int) -> list[int]:
     """Computes every history from its start on; each sequence owns a run of blocks of equal length."""
     each = engine.spec.num_blocks // len(histories)
     rows = [
