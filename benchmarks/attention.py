@@ -12,11 +12,13 @@ import argparse
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from pdserve.engine.attention import attend, make_context
-from pdserve.engine.paged import PagedAttention
+from pdserve.engine.paged import PagedAttention, PagedPlan
 from pdserve.engine.pool import BlockShape, TorchPool
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 12, 4, 64, 16, 4
@@ -49,7 +51,7 @@ def compare(num_rows: int, num_queries: int, context: int) -> None:
     for pool in pools.values():
         kernel = PagedAttention(pool, NUM_HEADS)
         plan = kernel.plan(tables, starts, [num_queries] * num_rows)
-        ways.append(lambda layer, kernel=kernel, plan=plan: kernel.attend(layer, q_THD, plan, None, None, None))
+        ways.append(partial(in_place, kernel, plan, q_THD))
     best = [float("inf")] * len(ways)
     for _ in range(ROUNDS):
         for index, way in enumerate(ways):
@@ -63,6 +65,10 @@ def compare(num_rows: int, num_queries: int, context: int) -> None:
         f"  {gather_us / paged_us:12.1f} {gather_us / int8_us:11.1f}",
         flush=True,
     )
+
+
+def in_place(kernel: PagedAttention, plan: PagedPlan, q_THD: Tensor, layer: int) -> Tensor:
+    return kernel.attend(layer, q_THD, plan, None, None, None)
 
 
 def filled(num_blocks: int, dtype: torch.dtype) -> TorchPool:

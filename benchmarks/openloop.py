@@ -73,7 +73,7 @@ async def open_loop(
     answers = await asyncio.gather(*tasks)
     wall_s = time.perf_counter() - begin
     for conn in conns:
-        await conn.close()
+        await conn.close(None)
     good = [answer for answer in answers if answer is not None]
     return Load(
         rate_rps=rate_rps,
