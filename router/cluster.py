@@ -11,7 +11,7 @@ from pdserve.wire import convert, status
 from router import messages
 from router.events import DrainRequested
 from router.explaining import is_chosen
-from router.policy.interface import Candidate, Choice, Decision
+from router.policy.interface import Candidate, Decision
 from router.runtime import Runtime
 from router.snapshot import WorkerFacts
 
@@ -58,7 +58,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
             stage=found.stage,
             outcome=found.outcome.value if found.outcome is not None else "",
             ended_because=found.ended_because,
-            retry_after_s=decision.retry_in_s if decision.choice is Choice.REFUSE else None,
+            retry_after_s=found.retry_after_s,
             router_id=self._router_id,
         )
 

@@ -74,7 +74,7 @@ def turn_away(
     if not ledger.move(request, Move.TURNED_AWAY):
         return
     _fail(ledger, request, kind, message, Outcome.REFUSED, retry_after_s=retry_after_s, role=role)
-    _end(ledger, request, Outcome.REFUSED, was_queued=True, cancel=False, why=message)
+    _end(ledger, request, Outcome.REFUSED, was_queued=True, cancel=False, why=message, retry_after_s=retry_after_s)
 
 
 def give_up(ledger: Ledger, request: Request, kind: FailKind, message: str, *, field: str = "", role: str = "") -> None:
@@ -134,14 +134,23 @@ def _fail(
     )
 
 
-def _end(ledger: Ledger, request: Request, outcome: Outcome, *, was_queued: bool, cancel: bool, why: str = "") -> None:
+def _end(
+    ledger: Ledger,
+    request: Request,
+    outcome: Outcome,
+    *,
+    was_queued: bool,
+    cancel: bool,
+    why: str = "",
+    retry_after_s: float | None = None,
+) -> None:
     if was_queued:
         ledger.dequeue(request)
     if cancel:
         ledger.cancel_attempt(request)
     ledger.settle(request)
     ledger.counters[f"outcome_{outcome.value}"] += 1
-    ledger.explanations.ended(request, outcome, why, ledger.now_s)
+    ledger.explanations.ended(request, outcome, ledger.now_s, why=why, retry_after_s=retry_after_s)
     ledger.ended.add(request.request_id)
     ledger.timers.releases.append((ledger.now_s + ledger.settings.release_timeout_s, request.request_id))
     forget_if_free(ledger, request)

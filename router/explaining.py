@@ -36,6 +36,7 @@ class Explanation:
     stage: str = ""  # empty once it has ended
     outcome: Outcome | None = None  # once it has ended
     ended_because: str = ""  # where it has not got its whole answer
+    retry_after_s: float | None = None  # that the client was told
     actual_ttft_s: float | None = None  # from arrival
     actual_tpot_s: float | None = None  # over the tokens so far; None before there are two
 
@@ -55,14 +56,17 @@ class Explanations:
         while len(self._kept) > self._capacity:
             self._kept.popitem(last=False)
 
-    def ended(self, request: Request, outcome: Outcome, why: str, now_s: float) -> None:
+    def ended(
+        self, request: Request, outcome: Outcome, now_s: float, *, why: str = "", retry_after_s: float | None = None
+    ) -> None:
         """`why` it got no whole answer; empty if it did. It is the reason of a request that was never decided about."""
         if request.request_id not in self._kept:
             choice = Choice.REFUSE if outcome is Outcome.REFUSED else Choice.WAIT
             self.note(request, Decision(choice=choice, reason=why or NEVER_PLACED), now_s)
         found = self._kept.get(request.request_id)
         if found is not None:
-            found.outcome, found.stage, found.ended_because = outcome, "", _shortened(why)
+            found.outcome, found.stage = outcome, ""
+            found.ended_because, found.retry_after_s = _shortened(why), retry_after_s
             _measure(found, request)
 
     def last(self, request_id: str) -> Explanation | None:

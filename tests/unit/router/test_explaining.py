@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.types import FinishReason, Slo
-from router.commands import Outcome
+from router.commands import FailRequest, Outcome
 from router.explaining import LONGEST_REASON, MOST_CANDIDATES, Explanation, Explanations
 from router.policy.interface import Candidate, Choice, Decision
 from router.request import Request
@@ -81,6 +81,7 @@ def test_a_request_that_no_policy_saw_has_its_end_for_a_reason() -> None:
     assert (one.decision.choice, one.outcome, one.stage) == (Choice.REFUSE, Outcome.REFUSED, "")
     assert one.decision.reason == one.ended_because
     assert "no decode worker" in one.decision.reason
+    assert one.retry_after_s == 1.0
 
 
 def test_a_client_that_leaves_the_queue_is_explained_too() -> None:
@@ -92,6 +93,17 @@ def test_a_client_that_leaves_the_queue_is_explained_too() -> None:
     given.leaves("b")
     one = explained(given, "b")
     assert (one.decision.choice, one.outcome, one.ended_because) == (Choice.WAIT, Outcome.CANCELLED, "the client left")
+
+
+def test_a_refusal_by_the_policy_keeps_what_was_predicted_and_what_the_client_was_told() -> None:
+    given = served(policy="mooncake")
+    (refusal,) = given.arrives(prompt=500, slo=Slo(ttft_s=0.001))
+    assert isinstance(refusal, FailRequest)
+    one = explained(given)
+    assert (one.decision.choice, one.outcome, one.attempt) == (Choice.REFUSE, Outcome.REFUSED, 0)
+    assert one.retry_after_s == refusal.retry_after_s
+    assert one.decision.candidates[0].slack < 0.0
+    assert "TTFT" in one.ended_because
 
 
 def test_an_id_that_is_used_again_is_a_new_request() -> None:
@@ -117,7 +129,7 @@ def test_only_the_last_ones_are_kept() -> None:
 def test_a_capacity_of_none_keeps_none() -> None:
     kept = Explanations(0)
     kept.note(request(), Decision(choice=Choice.LOCAL), 2.0)
-    kept.ended(request(), Outcome.FAILED, "why", 3.0)
+    kept.ended(request(), Outcome.FAILED, 3.0, why="why")
     assert len(kept) == 0
 
 
@@ -128,7 +140,7 @@ def test_one_explanation_is_bounded_and_keeps_the_chosen_candidate() -> None:
         choice=Choice.REMOTE, prefill_worker="p900", decode_worker="d0", reason="x" * 10_000, candidates=crowd
     )
     kept.note(request(), decision, 2.0)
-    kept.ended(request(), Outcome.FAILED, "y" * 10_000, 3.0)
+    kept.ended(request(), Outcome.FAILED, 3.0, why="y" * 10_000)
     one = kept.last("a")
     assert one is not None
     assert len(one.decision.candidates) == MOST_CANDIDATES
