@@ -17,6 +17,7 @@ from router.view import WorkerView
 PRIOR_REQUESTS: Final = 8.0  # mean requests' worth of full pace that a fresh measure starts with
 MEMORY: Final = 0.98  # of what was measured, per request
 SLOWEST: Final = 0.05  # pace below this is no pace
+LONGEST: Final = 4.0  # a stretch beyond this is an accident
 
 
 @final
@@ -106,6 +107,28 @@ class Pace:
         if self._is_contended:
             self._offered_s += self._rate * (now_s - self._since_s)
         self._since_s = now_s
+
+
+@final
+class Stretch:
+    """How many times longer than at best prompts have come to take of late, from placement to first token; at least 1:
+    the fastest worker is not always the one, and a decode worker reads beside its residents."""
+
+    __slots__ = ("_best_s", "_mean_s", "_took_s")
+
+    def __init__(self) -> None:
+        self._best_s = self._took_s = self._mean_s = 0.0
+
+    @property
+    def factor(self) -> float:
+        prior_s = PRIOR_REQUESTS * self._mean_s
+        best_s = self._best_s + prior_s
+        return min(max((self._took_s + prior_s) / best_s, 1.0), LONGEST) if best_s > 0.0 else 1.0
+
+    def took(self, best_s: float, took_s: float) -> None:
+        self._mean_s += 0.05 * (best_s - self._mean_s) if self._mean_s else best_s
+        self._best_s = MEMORY * self._best_s + best_s
+        self._took_s = MEMORY * self._took_s + took_s
 
 
 @final

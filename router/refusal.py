@@ -7,7 +7,7 @@ stand in their way. On an idle cluster a hopeless request is served late.
 Predicted with the fluid of forecast.py, in the order of queue.py:
 
     start(r)  = when the fluid has done what goes before r
-    ttft(r)   = waited + start(r) + its prefill where that is fastest
+    ttft(r)   = waited + start(r) + its prefill where that is fastest, times what prompts take longer of late
     r harms q, which is behind it in its level, if q starts in time without r and not with it
 
 That is one pass over those who wait. What goes before a newcomer of a tenant that was served less is only as much as
@@ -41,7 +41,7 @@ def admit(ledger: Ledger, request: Request) -> None:
     queue, slo, waited_s = ledger.queue, request.facts.slo, ledger.now_s - request.arrived_s
     entry, fluid = queue.entry(request.request_id), _capacity(ledger)
     before_s, harmed = around(entry, queue, fluid, ledger.now_s)
-    rest_s = fluid.start_in_s(before_s) + outlook.ttft_s
+    rest_s = fluid.start_in_s(before_s) + outlook.ttft_s * ledger.stretch.factor
     retry_s = _clipped(waited_s + rest_s - slo.ttft_s)
     if waited_s + surely_s(rest_s, outlook) > slo.ttft_s or surely_s(outlook.tpot_s, outlook) > slo.tpot_s:
         if not _refuse_late(ledger, request, f"first token predicted after {waited_s + rest_s:.3f} s", retry_s):
@@ -56,7 +56,11 @@ def drop_late(ledger: Ledger) -> None:
     for request_id in ledger.queue.late_since(ledger.now_s):
         request = ledger.requests[request_id]
         waited_s = ledger.now_s - request.arrived_s
-        _refuse_late(ledger, request, f"has waited {waited_s:.3f} s, which leaves too little", SHORTEST_RETRY_S)
+        if "refusal" in ledger.rules:
+            # There is room for it, if at all, when those who wait have been served.
+            work_s = sum(ledger.queue.entry(one).prefill_s for one in ledger.queue)
+            retry_s = _clipped(_capacity(ledger).start_in_s(work_s))
+            _refuse_late(ledger, request, f"has waited {waited_s:.3f} s, which leaves too little", retry_s)
 
 
 def is_in_vain(ledger: Ledger, request: Request, decision: Decision) -> bool:

@@ -71,7 +71,7 @@ def _choose(ask: Ask, ways: list[Way]) -> Decision:
     if feasible:
         open_ones = [way for way in feasible if way.opens_in_s == 0.0]
         if not open_ones:
-            return _wait(ways, "no worker that keeps both promises can start it yet")
+            return _wait(feasible, "no worker that keeps both promises can start it yet")
         return _go(ways, min(open_ones, key=_cost), "it costs everybody the least")
     harmless = [way for way in ways if not way.harms]
     is_late = all(way.ttft_slack < 0.0 for way in ways)
@@ -81,7 +81,7 @@ def _choose(ask: Ask, ways: list[Way]) -> Decision:
         harmless = harmless or ways
     open_ones = [way for way in harmless if way.opens_in_s == 0.0]
     if not open_ones:
-        return _wait(ways, "no worker can start it yet")
+        return _wait(harmless, "no worker can start it yet")
     return _go(ways, max(open_ones, key=_slack), "its promise cannot be kept; served late where nobody pays for it")
 
 
@@ -104,6 +104,7 @@ def _go(ways: list[Way], chosen: Way, reason: str) -> Decision:
 
 
 def _wait(ways: list[Way], reason: str) -> Decision:
+    """`ways`: those that it would take if they were open."""
     soonest_s = min(way.opens_in_s for way in ways)
     return Decision(
         choice=Choice.WAIT,

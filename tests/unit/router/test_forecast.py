@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.forecast import Capacity, Demand, Pace
+from router.forecast import Capacity, Demand, Pace, Stretch
 
 
 def test_work_starts_when_the_fluid_has_done_what_is_before_it() -> None:
@@ -53,6 +53,19 @@ def test_idle_time_says_nothing_about_the_pace() -> None:
     pace.contended(False, 0.0)
     pace.placed(1.0, 1000.0)
     assert pace.share == 1.0
+
+
+def test_stretch_follows_what_prompts_take_and_one_accident_moves_it_little() -> None:
+    stretch = Stretch()
+    assert stretch.factor == 1.0
+    for _ in range(200):
+        stretch.took(1.0, 1.5)
+    assert stretch.factor == pytest.approx(1.5, abs=0.1)
+    stretch.took(1.0, 9.0)
+    assert stretch.factor < 1.8
+    for _ in range(200):
+        stretch.took(1.0, 0.5)
+    assert stretch.factor == 1.0
 
 
 def test_demand_is_work_per_second_and_fades_when_nobody_comes() -> None:
