@@ -57,7 +57,7 @@ def place_waiting(ledger: Ledger) -> None:
                 continue
             _waits(ledger, request, decision)
         _retry_at(ledger, request.ask_again_s)
-        if request.waits_for is not Obstacle.PREFILL:
+        if request.waits_for not in (Obstacle.PREFILL, Obstacle.ROOM):
             return
         passed.append(first)
 

@@ -120,7 +120,7 @@ def _wait_for_room(ask: Ask, reason: str) -> Decision:
     return Decision(
         choice=Choice.WAIT,
         reason=reason,
-        obstacle=Obstacle.DECODE if is_urgent else Obstacle.PREFILL,
+        obstacle=Obstacle.DECODE if is_urgent else Obstacle.ROOM,
         retry_in_s=LONGEST_WAIT_S,
     )
 

@@ -31,6 +31,7 @@ class Obstacle(Enum):
     NONE = "none"
     PREFILL = "prefill"  # no prefill worker can start it soon; a later request may still go local
     WORKERS = "workers"  # those that could take it are away; it is set aside
+    ROOM = "room"  # no decode worker has room for it; smaller ones behind it may go on taking what there is
     DECODE = "decode"  # no decode worker has room; later requests wait behind it, or it would starve
 
 

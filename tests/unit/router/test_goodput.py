@@ -145,7 +145,7 @@ def test_a_decode_worker_whose_residents_would_lose_their_promise_is_left_alone(
     strict = with_rows(view("d0"), 6, tokens=30_000, tpot_s=0.014)  # a step of 13.6 ms already
     assert place(decide([view("p0")], [strict, with_rows(view("d1"), 1)], ask(30_000)))[2] == "d1"
     alone = decide([view("p0")], [strict], ask(30_000))
-    assert (alone.choice, alone.obstacle) == (Choice.WAIT, Obstacle.PREFILL)
+    assert (alone.choice, alone.obstacle) == (Choice.WAIT, Obstacle.ROOM)
 
 
 def test_who_has_lost_its_own_promise_still_waits_for_room_but_not_for_ever() -> None:
@@ -173,7 +173,7 @@ def test_no_slack_is_left_for_a_long_answer_in_little_memory() -> None:
     with_rows(small, 20, tokens=4_000)
     request = ask(10_000)
     decision = decide([view("p0")], [small], request)
-    assert (decision.choice, decision.obstacle) == (Choice.WAIT, Obstacle.PREFILL)  # smaller ones may go before it
+    assert (decision.choice, decision.obstacle) == (Choice.WAIT, Obstacle.ROOM)  # smaller ones may go before it
     assert decide([view("p0")], [small], ask(8_000)).choice is not Choice.WAIT
     urgent = decide([view("p0")], [small], ask(10_000, waited_s=4.1))
     assert (urgent.choice, urgent.obstacle) == (Choice.WAIT, Obstacle.DECODE)  # but not for ever
@@ -252,7 +252,7 @@ def test_what_is_chosen_is_open_and_was_not_avoided(off: tuple[str, ...]) -> Non
         decision = decide(prefills, decodes, request, off)
         seen.add(decision.choice)
         if decision.choice is Choice.WAIT:
-            assert decision.obstacle in (Obstacle.PREFILL, Obstacle.DECODE)
+            assert decision.obstacle in (Obstacle.PREFILL, Obstacle.ROOM, Obstacle.DECODE)
             assert decision.retry_in_s is not None
             continue
         prefill, decode = decision.prefill_worker, decision.decode_worker
