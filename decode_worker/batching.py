@@ -127,6 +127,8 @@ class DecodeBatching:
         tokens = list(attempt.token_ids)
         resident = Resident(
             attempt=attempt,
+            key=attempt.key,
+            ends_at=min(len(attempt.prompt_ids) + attempt.sampling.max_tokens, self._end_rule.max_context_tokens),
             order=self._num_arrived,
             is_local=is_local,
             stage=Stage.WAITING if is_local else Stage.LANDING,
@@ -195,7 +197,11 @@ class DecodeBatching:
         return self._release(resident)
 
     def expire(self, now_s: float) -> list[DecodeEffect]:
-        late = [key for key, resident in self._residents.items() if resident.attempt.is_late(now_s)]
+        late = [
+            key
+            for key, resident in self._residents.items()
+            if resident.attempt.deadline_at_s is not None and resident.attempt.is_late(now_s)
+        ]
         return [effect for key in late for effect in self.fail(key, FailureKind.DEADLINE, "the deadline passed")]
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -206,14 +212,16 @@ class DecodeBatching:
         decoding, self._is_short = self._grow()
         context_tokens = sum(resident.computed for resident in decoding)
         tpot_s = min((each.attempt.tpot_s for each in decoding if each.attempt.tpot_s is not None), default=None)
+        everyone_decodes = len(decoding) == len(self._running)
+        unread = [] if everyone_decodes else [each for each in self._running[: self._max_batch] if each.remaining > 1]
         budget = self._chunks.tokens(
             rows=len(decoding),
             context_tokens=context_tokens,
             tpot_s=tpot_s,
-            cached=next((each.computed for each in self._running if each.remaining > 1), 0),
+            cached=unread[0].computed if unread else 0,
         )
         reading: list[tuple[Resident, int]] = []
-        for resident in self._readers(now_s, may_start=not self._is_short):
+        for resident in self._readers(unread, now_s, may_start=not self._is_short):
             count = min(resident.remaining, budget)
             reading.append((resident, count))
             budget -= count
@@ -266,7 +274,7 @@ class DecodeBatching:
         for each in decoding:
             if each.num_drawn == 0 and each.is_local:
                 return 0  # its first token has things to tell
-            left = min(size - each.computed % size, self._steps_left(each))
+            left = min(size - each.computed % size, each.ends_at - len(each.tokens))
             if left < longest:
                 longest = left
         return longest if decoding else 0
@@ -275,22 +283,20 @@ class DecodeBatching:
         """Of the decode rows what `count` times `plan` and `apply` would do, where each draws `token` each time; of
         the effects only those that say more than one more token. `count` is 1 or at most `run_length`."""
         effects: list[DecodeEffect] = []
+        size = self._block_size
+        drawn = [token.token_id] * count
         for resident in step.decoding:
-            is_told = self._steps_left(resident) == count or resident.num_drawn == 0
-            silent = count - 1 if is_told else count
-            if silent:
-                resident.tokens += [token.token_id] * silent
-                resident.num_drawn += silent
+            tokens, computed = resident.tokens, resident.computed
+            if len(tokens) + count < resident.ends_at and resident.num_drawn and computed % size + count < size:
+                tokens += drawn  # nearly every row of a run
+                resident.num_drawn += count
+                resident.computed = computed + count
+                continue
+            tokens += drawn[1:]
+            resident.num_drawn += count - 1
             self._advance(resident, count)
-            if is_told:
-                effects += self._draw(resident, token, now_s)
+            effects += self._draw(resident, token, now_s)
         return effects
-
-    def _steps_left(self, resident: Resident) -> int:
-        """Until its text ends by its length."""
-        attempt, num_tokens = resident.attempt, len(resident.tokens)
-        by_request = attempt.sampling.max_tokens + len(attempt.prompt_ids) - num_tokens
-        return min(by_request, self._end_rule.max_context_tokens - num_tokens)
 
     def check(self) -> None:
         """Raises AssertionError unless the books of attempts and blocks agree."""
@@ -339,10 +345,11 @@ class DecodeBatching:
         """The sequences that decode in this step, each with a block for its next position; whether memory ended."""
         decoding: list[Resident] = []
         is_short = False
+        size = self._block_size
         for resident in self._running[: self._max_batch]:  # the oldest first: it is the last to lose its memory
-            if resident.remaining != 1 or resident.stage is not Stage.RUNNING:
+            if len(resident.tokens) - resident.computed != 1 or resident.stage is not Stage.RUNNING:
                 continue
-            while resident.computed == len(resident.blocks) * self._block_size:
+            while resident.computed == len(resident.blocks) * size:
                 fresh = self.blocks.allocate(1)
                 if fresh is not None:
                     resident.blocks += fresh
@@ -354,7 +361,7 @@ class DecodeBatching:
                 self._preempt(youngest)
                 if youngest is resident:
                     break
-            if resident.blocks and resident.computed < len(resident.blocks) * self._block_size:
+            if resident.computed < len(resident.blocks) * size:
                 decoding.append(resident)
         return decoding, is_short
 
@@ -369,9 +376,9 @@ class DecodeBatching:
         self.num_preemptions += 1
         self.num_changes += 1
 
-    def _readers(self, now_s: float, *, may_start: bool) -> Iterator[Resident]:
+    def _readers(self, unread: list[Resident], now_s: float, *, may_start: bool) -> Iterator[Resident]:
         """Who reads a prompt: running ones first, then waiting ones, started as the caller asks for more."""
-        yield from [each for each in self._running[: self._max_batch] if each.remaining > 1]
+        yield from unread
         self._is_starved = not may_start and bool(self._waiting)
         while may_start and self._waiting and len(self._running) < self._max_batch:
             oldest = self._waiting[0]

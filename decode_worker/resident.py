@@ -21,6 +21,8 @@ class Stage(Enum):
 @dataclass(slots=True, kw_only=True, eq=False)
 class Resident:
     attempt: Attempt
+    key: AttemptKey  # the attempt's
+    ends_at: int  # tokens, prompt and output, at which its text ends if nothing ended it before
     order: int  # of arrival; the largest is the youngest
     is_local: bool
     stage: Stage
@@ -36,10 +38,6 @@ class Resident:
     started_s: float | None = None  # when computing first began
     decoding_since_s: float | None = None  # when its first token was there
     guesser: Guesser | None = None  # where the worker speculates
-
-    @property
-    def key(self) -> AttemptKey:
-        return self.attempt.key
 
     @property
     def remaining(self) -> int:
