@@ -77,7 +77,8 @@ class Cell:
 def plan(rate_rps: float, seconds: float, seed: int, name: str) -> list[Planned]:
     """Poisson arrivals; every prompt different. The same lengths at every rate, as far as they are used."""
     times, lengths = random.Random(f"times {seed} {rate_rps}"), random.Random(f"lengths {seed}")
-    planned, at_s = [], times.expovariate(rate_rps)
+    planned: list[Planned] = []
+    at_s = times.expovariate(rate_rps)
     while at_s < seconds:
         tokens = lengths.randint(*(LONG_PROMPTS if lengths.random() < LONG_SHARE else SHORT_PROMPTS))
         planned.append(
