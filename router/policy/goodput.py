@@ -23,7 +23,7 @@ from typing import Final, final
 from pdserve.core.latency import LinkModel
 from router.policy.interface import Ask, Candidate, Choice, Decision, Links, Obstacle
 from router.policy.rooms import LONGEST_WAIT_S, SHORTEST_WAIT_S, not_avoided
-from router.policy.tuning import PATIENCE, WAYS_SHOWN
+from router.policy.tuning import PATIENCE, WAYS_SHOWN, WORTH_WAITING
 from router.policy.ways import (
     NOTHING_CACHED,
     Landing,
@@ -72,7 +72,10 @@ def _choose(ask: Ask, ways: list[Way]) -> Decision:
         open_ones = [way for way in feasible if way.opens_in_s == 0.0]
         if not open_ones:
             return _wait(feasible, "no worker that keeps both promises can start it yet")
-        return _go(ways, min(open_ones, key=_cost), "it costs everybody the least")
+        chosen, best = min(open_ones, key=_cost), min(feasible, key=_cost)
+        if best.cost + WORTH_WAITING < chosen.cost:
+            return _wait([best], "a worker that is busy for a moment costs less, waiting included")
+        return _go(ways, chosen, "it costs everybody the least")
     harmless = [way for way in ways if not way.harms]
     is_late = all(way.ttft_slack < 0.0 for way in ways)
     if not harmless or not is_late:
