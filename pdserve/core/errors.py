@@ -20,6 +20,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class PdserveError(Exception):
     """Base of the tree. `reason` is stable and fit for a metric label."""
@@ -29,6 +31,16 @@ class PdserveError(Exception):
     @property
     def message(self) -> str:
         return str(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it is, message and fields: a process that works for another may fail with any of these."""
+        return _rebuilt, (type(self), self.args), self.__dict__
+
+
+def _rebuilt(kind: type[PdserveError], args: tuple[Any, ...]) -> PdserveError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
 
 
 class InvalidRequest(PdserveError):
