@@ -41,11 +41,14 @@ class Probe:
     num_met: int = 0
     misses: Counter[str] = field(default_factory=Counter)  # by simulator.metrics.miss
     is_whole: bool = True  # False: stopped as soon as the target was out of reach; the other figures are partial
+    prompt_tokens: int = 0  # of all that ended
+    prompt_tokens_met: int = 0  # of those that met both promises
     ttfts_s: list[float] = field(default_factory=list)  # of those that had a first token
     tpots_s: list[float] = field(default_factory=list)  # of those that had a second
 
     def count(self, row: RequestRow) -> bool:
         """False once the target cannot be reached, whatever the rest does."""
+        self.prompt_tokens += row.prompt_tokens
         if row.ttft_s is not None:
             self.ttfts_s.append(row.ttft_s)
         if row.tpot_s is not None and row.tokens > 1:
@@ -54,6 +57,7 @@ class Probe:
             self.misses[reason] += 1
         else:
             self.num_met += 1
+            self.prompt_tokens_met += row.prompt_tokens
         return self.can_hold
 
     @property
@@ -73,6 +77,11 @@ class Probe:
     def attainment(self) -> float:
         """Of a run that was stopped: what it could have reached at best."""
         return (self.num_rows - self.num_missed) / self.num_rows
+
+    @property
+    def token_attainment(self) -> float:
+        """Share of prompt tokens whose requests met both promises: the target leaves room to give up the longest."""
+        return self.prompt_tokens_met / max(1, self.prompt_tokens)
 
     @property
     def limit(self) -> str:
@@ -157,9 +166,11 @@ class Goodput:
         return f"not attainable: {held}" + (f"; {times}" if times else "; nobody had an answer")
 
 
-def find_goodput(run: Run, first: float, *, tolerance: float = TOLERANCE, floor: float = 0.0) -> Goodput:
-    """Searches from the scale `first` on. Nothing at or below the scale `floor` is of interest: where the rate just
-    above it misses, the search ends with `is_bound`.
+def find_goodput(
+    run: Run, first: float, *, tolerance: float = TOLERANCE, floor: float = 0.0, step: float = STEP
+) -> Goodput:
+    """Searches from the scale `first` on; `step` is the smaller the better a guess that is. Nothing at or below the
+    scale `floor` is of interest: where the rate just above it misses, the search ends with `is_bound`.
 
     Raises ConfigError on a `first` or `tolerance` that is not above 0.
     """
@@ -183,7 +194,7 @@ def find_goodput(run: Run, first: float, *, tolerance: float = TOLERANCE, floor:
     here = probe(begin)
     if floor > 0.0 and not here.has_held:
         return answer(None, here, is_bound=True)
-    held, missed, step = (here, None, STEP) if here.has_held else (None, here, STEP)
+    held, missed = (here, None) if here.has_held else (None, here)
     while missed is None:
         assert held is not None
         if held.scale >= highest:

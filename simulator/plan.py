@@ -12,7 +12,7 @@ does it hold a rate above the best so far?
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -21,12 +21,13 @@ from pdserve.core.profile import Profile
 from pdserve.core.types import Slo
 from router.settings import RouterSettings
 from simulator.cluster import MAX_WORKERS, make_workers
-from simulator.goodput import TOLERANCE, Goodput, Run, Window, find_goodput, runner
+from simulator.goodput import STEP, TOLERANCE, Goodput, Run, Window, find_goodput, runner
 from simulator.model import SimConfig, Simulate
 
 MARGIN: Final = 0.03  # what disaggregation must be worth before it is advised: it needs a network for KV
 ALWAYS_WHOLE: Final = ("colocated",)  # policies that have no use for a prefill worker
-SHARE_OF_CAPACITY: Final = 0.6  # of all workers' time, where the search for the highest rate begins
+SHARE_OF_CAPACITY: Final = 0.8  # of all workers' time, where the search for the highest rate begins
+NEAR: Final = 1.1  # the first step from a rate that another window had
 CHUNK_TOKENS: Final = 2048
 MAX_ROWS: Final = 256
 
@@ -105,11 +106,12 @@ def first_guess(question: Question) -> float:
 
 
 def measure(
-    question: Question, num_prefill: int, simulate: Simulate, first: float = 0.0, floor: float = 0.0
+    question: Question, num_prefill: int, simulate: Simulate, *, first: float = 0.0, floor: float = 0.0
 ) -> Goodput:
-    """The goodput of one split, searched from the scale `first` on; beyond `floor` only."""
+    """The goodput of one split, above the scale `floor` only; `first`: near which scale it is known to lie."""
     run = question.run(num_prefill, simulate)
-    return find_goodput(run, first or first_guess(question), tolerance=question.tolerance, floor=floor)
+    begin, step = (first, NEAR) if first else (first_guess(question), STEP)
+    return find_goodput(run, begin, tolerance=question.tolerance, floor=floor, step=step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,46 +143,57 @@ Evaluate = Callable[[Sequence[int], float], Iterable[Goodput]]  # splits and the
 
 
 def sweep(num_workers: int, splits: range, evaluate: Evaluate) -> Plan:
-    """A quarter of all splits, then ever finer around the best. Who must beat the best so far, and does not at the
-    first try, has only a bound in the curve."""
+    """A quarter of all splits, then ever finer around the best disaggregated one: 0:K stands beside that hill, not on
+    it. Who must beat the best so far, and does not at the first try, has only a bound in the curve."""
     curve: dict[int, Goodput] = {}
     step = max(1, len(splits) // 4)
     wanted = list(splits[::step])
     floor = 0.0
     while wanted:
         curve.update(zip(wanted, evaluate(wanted, floor), strict=True))
-        plan = Plan(num_workers=num_workers, curve=curve)
-        best, floor = plan.best, curve[plan.best].scale
-        near = [one for one in (best - step, best + step) if one in splits and one not in curve]
-        while not near and step > 1:
-            step = step // 2
-            near = [one for one in (best - step, best + step) if one in splits and one not in curve]
-        wanted = near
+        top = _top(curve)
+        floor = max(one.scale for one in curve.values())
+        wanted = _near(top, step, splits, curve)
+        while not wanted and step > 1:
+            step //= 2
+            wanted = _near(top, step, splits, curve)
     return Plan(num_workers=num_workers, curve=curve)
 
 
 def climb(num_workers: int, splits: range, begin: int, evaluate: Evaluate) -> Plan:
-    """From `begin` towards more goodput, in steps that halve; 0:K is always asked too."""
-    best = min(max(begin, splits[0]), splits[-1])
-    [first] = evaluate([best], 0.0)
-    curve = {best: first}
-    step = max(1, len(splits) // 4)
+    """0:K, then from `begin` towards more goodput, in steps that halve."""
+    curve: dict[int, Goodput] = {}
 
-    def ask(one: int) -> bool:
-        if one not in splits or one in curve:
-            return False
-        [curve[one]] = evaluate([one], curve[best].scale)
-        return curve[one].rate_rps > curve[best].rate_rps
+    def ask(one: int) -> None:
+        floor = max((seen.scale for seen in curve.values()), default=0.0)
+        [curve[one]] = evaluate([one], floor)
 
-    if ask(0):
-        best = 0
+    ask(0)
+    top, step = min(max(begin, 1), splits[-1]), max(1, len(splits) // 4)
+    if top:
+        ask(top)
     while step:
-        better = next((one for one in (best + step, best - step) if ask(one)), None)
-        if better is None:
+        found = next(iter(_near(top, step, splits, curve)), None)
+        if found is None:
             step //= 2
-        else:
-            best = better
+            continue
+        ask(found)
+        top = _top(curve)
     return Plan(num_workers=num_workers, curve=curve)
+
+
+def _near(top: int, step: int, splits: range, curve: Mapping[int, Goodput]) -> list[int]:
+    return [one for one in (top - step, top + step) if one > 0 and one in splits and one not in curve]
+
+
+def _top(curve: Mapping[int, Goodput]) -> int:
+    """The best disaggregated split; among bounds the one whose run went on the longest, which came the closest."""
+
+    def worth(one: int) -> tuple[float, int, int]:
+        found = curve[one]
+        return found.rate_rps, found.missed.num_met if found.is_bound and found.missed is not None else 0, -one
+
+    return max((one for one in curve if one), key=worth, default=0)
 
 
 def workers_for(

@@ -17,15 +17,16 @@ def worth(rate_rps: float) -> Goodput:
     return Goodput(scale=rate_rps, rate_rps=rate_rps, held=probe, missed=None, probes=())
 
 
-def bound(rate_rps: float) -> Goodput:
-    probe = Probe(scale=rate_rps, rate_rps=rate_rps, num_rows=1)
+def bound(rate_rps: float, own_rps: float) -> Goodput:
+    """Known to be no better; the better it is, the more had met before its run was stopped."""
+    probe = Probe(scale=rate_rps, rate_rps=rate_rps, num_rows=10_000, num_met=round(1000 * own_rps))
     return Goodput(scale=0.0, rate_rps=0.0, held=None, missed=probe, probes=(), is_bound=True)
 
 
 def by(curve: Callable[[int], float], asked: list[int]) -> Callable[[Sequence[int], float], Iterable[Goodput]]:
     def evaluate(splits: Sequence[int], floor: float) -> Iterable[Goodput]:
         asked.extend(splits)
-        return [worth(curve(one)) if curve(one) > floor else bound(floor) for one in splits]
+        return [worth(curve(one)) if curve(one) > floor else bound(floor, curve(one)) for one in splits]
 
     return evaluate
 
@@ -50,6 +51,14 @@ def test_where_0_to_k_is_best_it_is_found_far_from_where_the_search_begins(searc
     evaluate = by(lambda prefill: 2.0 if prefill == 0 else tent(9)(prefill), [])
     plan = sweep(16, range(16), evaluate) if search == "sweep" else climb(16, range(16), 9, evaluate)
     assert plan.best == plan.advice == 0
+
+
+@pytest.mark.parametrize("peak", range(1, 16))
+@pytest.mark.parametrize("search", ["sweep", "climb"])
+def test_a_peak_is_found_behind_splits_that_0_to_k_beats(search: str, peak: int) -> None:
+    evaluate = by(lambda prefill: 0.9 if prefill == 0 else tent(peak)(prefill), [])
+    plan = sweep(16, range(16), evaluate) if search == "sweep" else climb(16, range(16), 5, evaluate)
+    assert plan.best == peak
 
 
 def test_disaggregation_that_gains_less_than_the_margin_is_not_advised() -> None:

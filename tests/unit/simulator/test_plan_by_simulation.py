@@ -1,0 +1,75 @@
+"""Tiny plans, simulated: one that must disaggregate and one that must not."""
+
+from __future__ import annotations
+
+import random
+
+from pdserve.core.latency import CostPrior
+from pdserve.core.profile import Profile
+from pdserve.core.types import Slo
+from router.settings import RouterSettings
+from simulator.goodput import Window
+from simulator.model import TraceRequest
+from simulator.plan import Plan, Question, demand, first_guess, measure, sweep
+from simulator.world import simulate
+
+# A step has next to no base, so there is nothing that a prompt could share with the tokens it is read beside.
+PROFILE = Profile(
+    name="test",
+    cost=CostPrior(
+        prefill_base_s=1e-3,
+        prefill_per_token_s=2e-5,
+        prefill_per_token_context_s=0.0,
+        decode_base_s=1e-3,
+        decode_per_row_s=1e-4,
+        decode_per_context_token_s=0.0,
+    ),
+    kv_bytes_per_token=65_536,
+    kv_capacity_tokens=400_000,
+    links={"fast": (2e-5, 3e11)},
+)
+
+
+def question(*, prompt: int, output: int, slo: Slo, count: int = 60, workers: int = 3) -> Question:
+    rng, at_s, requests = random.Random(1), 0.0, []
+    for _ in range(count):
+        at_s += rng.expovariate(1.0)
+        requests.append(TraceRequest(arrival_s=at_s, prompt_tokens=prompt, output_tokens=output))
+    window = Window(name="poisson", block_tokens=0, requests=tuple(requests))
+    return Question(
+        windows=(window,),
+        profile=PROFILE,
+        num_workers=workers,
+        slo=slo,
+        router=RouterSettings(policy="round-robin"),  # which never reads a prompt beside rows where it need not
+        block_size=128,
+        tolerance=0.06,
+    )
+
+
+def planned(asked: Question) -> Plan:
+    return sweep(
+        asked.num_workers,
+        asked.splits,
+        lambda splits, floor: [measure(asked, one, simulate, floor=floor) for one in splits],
+    )
+
+
+def test_long_prompts_beside_a_tight_tpot_are_worth_a_prefill_worker() -> None:
+    # 600 tokens may take 0.9 s of which they need 0.66 alone; each prompt that their worker reads takes 0.08 of it.
+    plan = planned(question(prompt=4000, output=600, slo=Slo(ttft_s=0.3, tpot_s=0.0015)))
+    assert plan.advice > 0
+    assert plan.curve[plan.best].rate_rps > 1.2 * plan.curve[0].rate_rps
+
+
+def test_short_prompts_with_a_loose_tpot_are_not() -> None:
+    plan = planned(question(prompt=64, output=60, slo=Slo(ttft_s=0.3, tpot_s=0.05)))
+    assert plan.advice == 0
+
+
+def test_demand_is_that_of_the_whole_distribution_and_the_guess_below_what_it_allows() -> None:
+    asked = question(prompt=4000, output=60, slo=Slo())
+    needed = demand(asked)
+    assert 0.08 < needed.prefill_s < 0.084  # two chunks of 1 ms and 4,000 tokens of 20 us
+    assert 0.006 < needed.decode_s < 0.007  # 60 rows of 0.1 ms, and a share of 1 ms a step
+    assert first_guess(asked) * asked.windows[0].rate_rps < 3 / (needed.prefill_s + needed.decode_s)
