@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import pdserve
-from pdserve.cli import chat, doctor, explain, generate, replay, simulate, topology, up
+from pdserve.cli import chat, doctor, explain, generate, plan, replay, simulate, topology, up
 from pdserve.core.errors import PdserveError
 
 COMMANDS: Final = {
@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "explain": explain,
     "replay": replay,
     "simulate": simulate,
+    "plan": plan,
     "doctor": doctor,
 }
 

@@ -1,0 +1,227 @@
+"""What `pdserve plan` does once its flags are read: a search over processes, its answer in words or as an object."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import Slo
+from pdserve.profiles import load_profile
+from router.policy import POLICIES
+from router.settings import RouterSettings
+from simulator.goodput import Goodput, cut
+from simulator.plan import MARGIN, Plan, Question, measure, sweep, workers_for
+from simulator.reshape import Step, first, jittered
+from simulator.traces import FileTrace
+from simulator.world import simulate
+
+_BLOCK_TOKENS: Final = 64  # of traces that name no blocks
+_MOST_SEEDS: Final = 16
+_BAR: Final = 30
+_SPANS: Final = 10.0  # of the promised TTFT that a window should last, or queues have no time to build up
+
+
+def carry_out(args: argparse.Namespace) -> bool:
+    """False where nobody can keep the promises."""
+    question = ask(args)
+    with pool(args.jobs) as processes:
+        bar = Bar()
+        plan = sweep(question.num_workers, question.splits, lambda *asked: _measured(question, processes, bar, *asked))
+        needed = None
+        if args.rate is not None:
+            hold = Holds(question, args.rate, bar)
+            needed = workers_for(args.rate, plan, hold)
+        bar.close()
+    shown = as_object(question, plan)
+    if args.rate is not None:
+        shown |= {"rate_rps": args.rate, "needed": needed and {"prefill": needed[0], "decode": needed[1]}}
+    print(json.dumps(shown) if args.json else render(question, plan, args.rate, needed))
+    return plan.is_attainable
+
+
+def ask(args: argparse.Namespace) -> Question:
+    """Raises ConfigError or InvalidRequest on what cannot be meant."""
+    for name, value, most in (("seeds", args.seeds, _MOST_SEEDS), ("jobs", args.jobs, 1024)):
+        if not 1 <= value <= most:
+            raise ConfigError(name, value, f"1 to {most}")
+    if args.policy not in POLICIES:
+        raise ConfigError("policy", args.policy, "one of " + ", ".join(sorted(POLICIES)))
+    if args.rate is not None and not 0.0 < args.rate < float("inf"):
+        raise ConfigError("rate", args.rate, "a finite number above 0")
+    trace = FileTrace(args.trace)
+    windows = []
+    for number in range(args.seeds):
+        steps: list[Step] = [first(args.requests)]
+        if trace.quantum_s:  # arrivals that were rounded come in bursts that no client made
+            steps.append(jittered(args.seed + number, trace.quantum_s))
+        windows.append(cut(trace, *steps))
+    return Question(
+        windows=tuple(windows),
+        profile=load_profile(args.profile),
+        num_workers=args.workers,
+        slo=Slo(ttft_s=args.slo_ttft, tpot_s=args.slo_tpot),
+        router=RouterSettings(policy=args.policy),
+        link=args.link,
+        block_size=trace.block_tokens or _BLOCK_TOKENS,
+        seed=args.seed,
+    )
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def pool(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
+    if jobs == 1:
+        yield None
+        return
+    executor = ProcessPoolExecutor(jobs)
+    try:
+        yield executor
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _measured(
+    question: Question, processes: ProcessPoolExecutor | None, bar: Bar, splits: Sequence[int], floor: float
+) -> list[Goodput]:
+    each = (itertools.repeat(question), splits, itertools.repeat(floor))
+    text = "splits " + ", ".join(f"{one}:{question.num_workers - one}" for one in splits)
+    bar.show(text, 0, len(splits))
+    found: list[Goodput] = []
+    for goodput in processes.map(_measure, *each) if processes else map(_measure, *each):
+        found.append(goodput)
+        bar.show(text, len(found), len(splits))
+    return found
+
+
+def _measure(question: Question, num_prefill: int, floor: float) -> Goodput:
+    return measure(question, num_prefill, simulate, floor=floor)
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """Whether so many workers hold the wanted rate."""
+
+    question: Question
+    rate_rps: float
+    bar: Bar
+
+    def __call__(self, num_prefill: int, num_decode: int) -> bool:
+        self.bar.show(f"{self.rate_rps:g} requests/s on {num_prefill}:{num_decode}", 0, 1)
+        scale = self.rate_rps / self.question.windows[0].rate_rps
+        return self.question.resized(num_prefill + num_decode).run(num_prefill, simulate)(scale).has_held
+
+
+# -- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def render(question: Question, plan: Plan, rate_rps: float | None, needed: tuple[int, int] | None) -> str:
+    lines = [
+        f"{question.profile.name}, policy {question.router.policy}, {plan.num_workers} workers, "
+        f"{len(question.windows[0])} requests of {question.windows[0].name}",
+        f"promised: TTFT {question.slo.ttft_s:g} s, TPOT {question.slo.tpot_s:g} s, to nine requests in ten",
+        "",
+        "prefill:decode   requests/s   per worker   limited by",
+    ]
+    top = plan.curve[plan.best].rate_rps
+    for split, found in sorted(plan.curve.items()):
+        if found.is_bound:
+            assert found.missed is not None
+            shown, each, full = f"< {found.missed.rate_rps:.3g}", "", 0
+        else:
+            shown, each = f"{found.rate_rps:.3g}", f"{found.rate_rps / plan.num_workers:.3g}"
+            full = round(_BAR * found.rate_rps / top) if top else 0
+        lines.append(
+            f"{plan.split(split):>14}   {shown:>10}   {each:>10}   {found.limit.upper():<10}  {'#' * full}".rstrip()
+        )
+    lines += ["", advice(plan)]
+    if plan.is_attainable and (note := short_window(question, plan)):
+        lines.append(note)
+    if rate_rps is not None:
+        lines.append(
+            f"{rate_rps:g} requests/s: {sum(needed)} workers, {needed[0]}:{needed[1]}"
+            if needed
+            else f"{rate_rps:g} requests/s: no number of workers that was tried holds it"
+        )
+    return "\n".join(lines)
+
+
+def advice(plan: Plan) -> str:
+    best = plan.curve[plan.best]
+    if not plan.is_attainable:
+        return best.verdict
+    if plan.advice:
+        whole = plan.curve[0].rate_rps
+        rest = (
+            f"{best.rate_rps / whole:.2f} times {plan.split(0)}"
+            if whole
+            else f"where {plan.split(0)} keeps these promises at no rate"
+        )
+        return f"disaggregate: {plan.split(plan.best)} holds {best.verdict}, {rest}"
+    gain = best.rate_rps / plan.curve[0].rate_rps - 1.0
+    why = f"{plan.split(plan.best)} gains {gain:.1%}, below {MARGIN:.0%}" if plan.best else "no other split holds more"
+    return f"do not disaggregate: {plan.split(0)} holds {plan.curve[0].verdict}; {why}"
+
+
+def short_window(question: Question, plan: Plan) -> str:
+    """A warning where the requests come so fast that an overload has no time to show."""
+    spans = len(question.windows[0]) / plan.curve[plan.best].rate_rps / question.slo.ttft_s
+    if spans >= _SPANS:
+        return ""
+    return f"note: at this rate they arrive within {spans:.1f} times the promised TTFT; ask with more --requests"
+
+
+def as_object(question: Question, plan: Plan) -> dict[str, Any]:
+    curve = [
+        {
+            "prefill": split,
+            "decode": plan.num_workers - split,
+            "goodput_rps": None if found.is_bound else found.rate_rps,
+            "below_rps": found.missed.rate_rps if found.missed is not None else None,
+            "per_worker_rps": None if found.is_bound else found.rate_rps / plan.num_workers,
+            "limit": found.limit,
+            "misses": dict(sorted((+found.missed.misses).items())) if found.missed is not None else {},
+            "runs": len(found.probes),
+        }
+        for split, found in sorted(plan.curve.items())
+    ]
+    return {
+        "trace": question.windows[0].name,
+        "requests": len(question.windows[0]),
+        "profile": question.profile.name,
+        "policy": question.router.policy,
+        "workers": plan.num_workers,
+        "slo": {"ttft_s": question.slo.ttft_s, "tpot_s": question.slo.tpot_s},
+        "is_attainable": plan.is_attainable,
+        "disaggregate": plan.advice > 0,
+        "best": {"prefill": plan.best, "decode": plan.num_workers - plan.best},
+        "advice": {"prefill": plan.advice, "decode": plan.num_workers - plan.advice},
+        "verdict": advice(plan),
+        "curve": curve,
+    }
+
+
+@final
+class Bar:
+    """One line on stderr; silent where nobody looks."""
+
+    def __init__(self) -> None:
+        self._is_seen = sys.stderr.isatty()
+
+    def show(self, text: str, done: int, total: int) -> None:
+        if self._is_seen:
+            full = round(_BAR * done / total)
+            print(f"\r\x1b[K[{'#' * full}{'.' * (_BAR - full)}] {text}", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._is_seen:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,89 @@
+"""`pdserve plan` as a person uses it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli.main import main
+from pdserve.core.errors import ConfigError
+
+SLO = ["--slo-ttft", "1", "--slo-tpot", "0.05"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "small.csv"
+    rows = [f"2023-11-16 18:00:{number % 60:02d}.{number:03d},400,4" for number in range(40)]
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(sorted(rows)), encoding="utf-8")
+    return str(path)
+
+
+def test_json_is_one_object_and_does_not_depend_on_the_processes(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = []
+    for jobs in ("1", "2"):
+        flags = ["--trace", trace, "--workers", "2", *SLO, "--jobs", jobs, "--json"]
+        assert main(["plan", *flags]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0] == answers[1]
+    assert [one["prefill"] for one in answers[0]["curve"]] == [0, 1]
+    assert answers[0]["is_attainable"]
+    assert answers[0]["curve"][0]["goodput_rps"] > 0.0
+
+
+def test_a_table_says_what_limits_each_split_and_how_many_workers_a_rate_needs(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--trace", trace, "--workers", "1", *SLO, "--jobs", "1", "--rate", "2"]
+    assert main(["plan", *flags]) == 0
+    seen = capsys.readouterr()
+    lines = seen.out.splitlines()
+    assert lines[0].endswith("policy goodput, 1 workers, 40 requests of small.csv")
+    assert lines[4].split()[0] == "0:1"
+    assert "do not disaggregate: 0:1 holds" in seen.out
+    assert lines[-1] == "2 requests/s: 1 workers, 0:1"
+    assert seen.err == ""
+
+
+def test_promises_that_nobody_can_keep_are_reported_as_that_with_status_1(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--trace", trace, "--workers", "1", "--slo-ttft", "0.001", "--slo-tpot", "0.05", "--jobs", "1"]
+    assert main(["plan", *flags]) == 1
+    assert "not attainable: 0% keep both promises at" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--workers", "0"], "workers: got 0, expected 1 to"),
+        (["--slo-ttft", "0"], "slo.ttft_s"),
+        (["--slo-tpot", "-1"], "slo.tpot_s"),
+        (["--policy", "best"], "policy: got best, expected one of colocated, dynamo, goodput"),
+        (["--profile", "tpu"], "profile: got tpu, expected a file, or one of"),
+        (["--link", "string"], "link: got string, expected one of"),
+        (["--trace", "nowhere.csv"], "a file that can be read"),
+        (["--requests", "1"], "1 requests within 0 s"),
+        (["--rate", "0"], "rate: got 0.0"),
+        (["--jobs", "0"], "jobs: got 0"),
+        (["--seeds", "0"], "seeds: got 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line_that_names_it(
+    trace: str, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    assert main(["plan", "--trace", trace, "--workers", "2", *SLO, "--jobs", "1", *flags]) == 1
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert said in seen.err
+    assert seen.err.count("\n") == 1
+
+
+def test_an_error_in_another_process_comes_back_as_it_was() -> None:
+    error = pickle.loads(pickle.dumps(ConfigError("link", "x", "y")))  # noqa: S301
+    assert (type(error), str(error), error.field) == (ConfigError, "link: got x, expected y", "link")
