@@ -54,6 +54,13 @@ class Link:
     latency_s: float = 5e-5
     bytes_per_s: float = 4e10
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the field."""
+        if not 0.0 <= self.latency_s < math.inf:
+            raise ConfigError("link.latency_s", self.latency_s, "a finite number, at least 0")
+        if not self.bytes_per_s > 0.0:
+            raise ConfigError("link.bytes_per_s", self.bytes_per_s, "a number above 0")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerShape:
@@ -72,6 +79,14 @@ class WorkerShape:
     inbox_depth: int = 16
     max_context_tokens: int = 131_072 + 8192
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the field."""
+        for name in ("kv_capacity_tokens", "kv_bytes_per_token", "max_batch", "max_batch_tokens", "inbox_depth"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{self.worker_id}.{name}", getattr(self, name), "at least 1")
+        if not 0.0 < self.slowness < math.inf:
+            raise ConfigError(f"{self.worker_id}.slowness", self.slowness, "a finite number above 0")
+
 
 class DisturbanceKind(Enum):
     DIE = "die"  # the process ends; with `for_s` its successor connects after so long, empty
@@ -86,6 +101,14 @@ class Disturbance:
     kind: DisturbanceKind
     for_s: float = math.inf
     factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the field."""
+        for name in ("for_s", "factor"):
+            if not getattr(self, name) > 0.0:
+                raise ConfigError(f"disturbance.{name}", getattr(self, name), "a number above 0")
+        if not 0.0 <= self.at_s < math.inf:
+            raise ConfigError("disturbance.at_s", self.at_s, "a finite number, at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +147,12 @@ class SimConfig:
         for name, low in (("num_routers", 1), ("block_size", 1), ("max_tokens", 1)):
             if getattr(self, name) < low:
                 raise ConfigError(name, getattr(self, name), f"at least {low}")
+        for one in self.workers:
+            if one.kv_capacity_tokens < self.block_size:
+                expected = f"at least a block of {self.block_size} tokens"
+                raise ConfigError(f"{one.worker_id}.kv_capacity_tokens", one.kv_capacity_tokens, expected)
+        if self.deadline_s is not None and not self.deadline_s > 0.0:
+            raise ConfigError("deadline_s", self.deadline_s, "a number above 0")
         for name in ("noise", "message_s", "heartbeat_s", "index_delay_s", "report_s"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ConfigError(name, getattr(self, name), "a finite number, at least 0")

@@ -136,6 +136,7 @@ class Network:
                 transfer.outward.handle(Event.CUT)
                 transfer.outward.writer_gone()
                 self._agenda.after(transfer.latency_s, self._receiver_ends, transfer, Event.CUT, "the sender died")
+            self._forget_if_over(transfer)
 
     # -- bytes ---------------------------------------------------------------------------------------------------
 
@@ -225,16 +226,16 @@ class Network:
     def _tell_receiver(self, transfer: Transfer) -> None:
         inward = transfer.inward
         transfer.receiver.not_received(transfer.receiver_key, transfer.key, inward.error or inward.state.value)
-        if transfer.sender is None:
+        self._forget_if_over(transfer)
+
+    def _forget_if_over(self, transfer: Transfer) -> None:
+        if transfer.inward.has_ended and (transfer.sender is None or transfer.outward.has_ended):
             self._transfers.pop(transfer.key, None)
 
     def _sender_ends(self, transfer: Transfer, fault: Event | None = None, error: str = "") -> None:
         outward = transfer.outward
         sender, key = transfer.sender, transfer.sender_key
-        if sender is None or key is None:
-            self._transfers.pop(transfer.key, None)
-            return
-        if outward.has_ended:
+        if sender is None or key is None or outward.has_ended:
             return
         if fault is None:
             outward.check(0, outward.size, True)
@@ -242,5 +243,5 @@ class Network:
             self._still(transfer)
             outward.handle(fault, error)
             outward.writer_gone()
-        self._transfers.pop(transfer.key, None)
+        self._forget_if_over(transfer)
         sender.sent(key, transfer.key, outward.state is State.VERIFIED, outward.error)

@@ -51,6 +51,8 @@ def run(rows: list[TraceRequest], config: SimConfig, block_tokens: int = 0) -> t
     world = World(Listed(rows, block_tokens=block_tokens), config)
     result = world.run()
     world.check()
+    assert world.network.is_quiet, "a transfer has no end"
     for machine in world.machines():
+        assert machine.is_idle, "an attempt is held for nobody"
         assert machine.blocks.num_referenced == 0, "a block is held by nobody"
     return world, result.requests

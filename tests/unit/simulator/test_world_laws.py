@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from time import process_time
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Slo
 from router.events import RequestArrived
-from simulator.model import Disturbance, DisturbanceKind, RequestRow, SimConfig, TraceRequest
+from simulator.model import Disturbance, DisturbanceKind, Link, RequestRow, SimConfig, TraceRequest
 from simulator.synthetic import chat
 from simulator.world import World, simulate
 from tests.unit.simulator.small import EASY, MESSAGE_S, Listed, asked, cluster, run
@@ -194,6 +195,26 @@ def test_a_config_that_cannot_be_is_named() -> None:
         simulate(Listed([]), cluster(disturbances=(lost,)))
     with pytest.raises(ConfigError, match="one of"):
         simulate(Listed([]), cluster(policy="nonesuch"))
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: Link(bytes_per_s=0.0), "link.bytes_per_s"),
+        (lambda: Link(latency_s=-1.0), "link.latency_s"),
+        (lambda: replace(cluster().workers[0], slowness=0.0), "p0.slowness"),
+        (lambda: replace(cluster().workers[1], max_batch=0), "d0.max_batch"),
+        (lambda: replace(cluster(), block_size=10**6), "p0.kv_capacity_tokens"),
+        (lambda: cluster(deadline_s=0.0), "deadline_s"),
+        (lambda: cluster(noise=-0.1), "noise"),
+        (lambda: Disturbance(at_s=-1.0, worker_id="d0", kind=DisturbanceKind.DIE), "disturbance.at_s"),
+        (lambda: Disturbance(at_s=0.0, worker_id="d0", kind=DisturbanceKind.SLOW, factor=0.0), "disturbance.factor"),
+    ],
+)
+def test_what_no_worker_can_be_is_named(make: Callable[[], object], field: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make()
+    assert raised.value.field == field
 
 
 def test_a_prompt_that_fits_nowhere_is_refused_at_once_and_others_go_on() -> None:
