@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtransfer.transport import Grant, TransferKey
@@ -24,6 +24,7 @@ from router.events import (
     TransferEnded,
     WorkerLost,
 )
+from router.lifecycle import Stage
 from router.settings import RouterSettings
 from router.state import RouterState
 from tests.unit.router.world import FINGERPRINT, arrival, hello
@@ -191,3 +192,13 @@ class Given:
     def decoding(self) -> None:
         self.moving()
         self.committed()
+
+
+#: How to get `a` there.
+STAGES: dict[Stage, Callable[[Given], None]] = {
+    Stage.RESERVING: Given.reserving,
+    Stage.PREFILLING: Given.prefilling,
+    Stage.MOVING: Given.moving,
+    Stage.LANDED: Given.landed,
+    Stage.DECODING: Given.decoding,
+}

@@ -156,3 +156,23 @@ def test_every_baseline_shows_what_it_predicted_for_its_choice(policy: str) -> N
     (chosen,) = [shown for shown in one.decision.candidates if shown.prefill_worker == one.decision.prefill_worker]
     assert chosen.ttft_s > 0.0
     assert chosen.tpot_s > 0.0
+
+
+def test_a_placement_is_explained_and_its_outcome_added() -> None:
+    given = Given(RouterSettings(is_strict=True, explain_capacity=2))
+    given.connect_prefill("p0")
+    given.connect_decode("d0")
+    given.decoding()
+    given.now_s = 1.0
+    given.tokens(1, [101], finish=FinishReason.STOP)
+    explained = given.state.explain("a")
+    assert explained is not None
+    assert explained.decision.reason.startswith("least predicted TTFT")
+    assert [(one.prefill_worker, one.decode_worker) for one in explained.decision.candidates] == [
+        ("p0", "d0"),
+        ("", "d0"),
+    ]
+    assert (explained.actual_ttft_s, explained.actual_tpot_s) == (0.0, 1.0)
+    given.arrives("b")
+    given.arrives("c")
+    assert given.state.explain("a") is None, "only the last ones are kept"

@@ -218,3 +218,21 @@ def test_workers_that_came_back_meanwhile_start_the_grace_anew() -> None:
     given.at(70.0)
     given.lost("d0")
     assert given.arrives("b") == []
+
+
+def test_waiting_requests_go_by_priority_then_by_promised_time() -> None:
+    given = Given(RouterSettings(policy="least-ttft", is_strict=True))
+    given.connect_decode("d0", inbox_depth=1)
+    given.arrives("a")
+    given.arrives("lazy", slo=Slo(ttft_s=9.0))
+    given.arrives("hasty", slo=Slo(ttft_s=0.5))
+    given.arrives("vip", slo=Slo(ttft_s=9.0), priority=1)
+    order = []
+    name = "a"
+    for _ in range(3):
+        given.seated(request_id=name)
+        one = given.tokens(0, [1], request_id=name)[-1]
+        assert isinstance(one, Reserve)
+        name = one.request_id
+        order.append(name)
+    assert order == ["vip", "hasty", "lazy"]

@@ -1,0 +1,55 @@
+"""Short words for the commands of a request `a`."""
+
+from __future__ import annotations
+
+from pdserve.core.types import TokenOut
+from router.commands import (
+    Admit,
+    Cancel,
+    Command,
+    EmitTokens,
+    FailRequest,
+    Prefill,
+    Reserve,
+)
+from tests.unit.router.given import grant
+
+
+def reserve(
+    attempt: int = 1, worker_id: str = "d0", output: tuple[int, ...] = (), *, is_local: bool = False
+) -> Reserve:
+    return Reserve(worker_id=worker_id, request_id="a", attempt=attempt, is_local=is_local, output_token_ids=output)
+
+
+def prefill(attempt: int = 1, worker_id: str = "p0", output: tuple[int, ...] = (), decode: str = "d0") -> Prefill:
+    return Prefill(
+        worker_id=worker_id,
+        request_id="a",
+        attempt=attempt,
+        grant=grant("a", attempt, decode),
+        output_token_ids=output,
+    )
+
+
+def cancel(worker_id: str, attempt: int = 1) -> Cancel:
+    return Cancel(worker_id=worker_id, request_id="a", attempt=attempt)
+
+
+def emit(index: int, *token_ids: int) -> EmitTokens:
+    tokens = tuple(TokenOut(token_id=one) for one in token_ids)
+    return EmitTokens(request_id="a", first_index=index, tokens=tokens)
+
+
+def admit(token_id: int = 100, attempt: int = 1, worker_id: str = "d0") -> Admit:
+    return Admit(worker_id=worker_id, request_id="a", attempt=attempt, first_token_id=token_id)
+
+
+def only(commands: list[Command]) -> Command:
+    (one,) = commands
+    return one
+
+
+def failure(commands: list[Command]) -> FailRequest:
+    one = commands[0]
+    assert isinstance(one, FailRequest), commands
+    return one

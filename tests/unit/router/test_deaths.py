@@ -1,0 +1,153 @@
+"""Workers die, fall silent and leave while they hold requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.core.errors import (
+    InternalError,
+)
+from router.commands import (
+    Command,
+    Reserve,
+)
+from router.events import DrainRequested, TimePassed
+from router.lifecycle import Stage
+from tests.unit.router.expected import admit, cancel, emit, failure, only, prefill, reserve
+from tests.unit.router.given import STAGES, Given
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_when_the_decode_worker_dies_the_stream_goes_on_at_the_next_token(given: Given, stage: Stage) -> None:
+    given.connect_decode("d1")
+    STAGES[stage](given)
+    commands = given.lost("d0")
+    had_token = stage in (Stage.MOVING, Stage.DECODING)
+    expected: list[Command] = [] if stage is Stage.RESERVING else [cancel("p0")]
+    assert commands == [*expected, reserve(2, "d1", (100,) if had_token else ())]
+    index = 1 if had_token else 0
+    assert given.granted(2, "d1") == [prefill(2, "p0", (100,) if had_token else (), "d1")]
+    assert given.first(200, 2)[0] == emit(index, 200)
+
+
+def test_tokens_emitted_before_a_death_are_never_sent_again(given: Given) -> None:
+    given.connect_decode("d1")
+    given.decoding()
+    given.tokens(1, [101, 102])
+    assert given.lost("d0")[-1] == reserve(2, "d1", (100, 101, 102))
+    given.granted(2, "d1")
+    assert given.first(103, 2) == [emit(3, 103), admit(103, 2, "d1")]
+    given.committed(attempt=2, worker_id="d1")
+    assert given.tokens(4, [104], 2, "d1") == [emit(4, 104)]
+
+
+@pytest.mark.parametrize("stage", [Stage.RESERVING, Stage.PREFILLING, Stage.MOVING, Stage.LANDED])
+def test_when_the_prefill_worker_dies_another_one_takes_over(given: Given, stage: Stage) -> None:
+    given.connect_prefill("p1")
+    STAGES[stage](given)
+    had_token = stage is Stage.MOVING
+    assert given.lost("p0") == [cancel("d0"), reserve(2, "d0", (100,) if had_token else ())]
+    given.released("d0")
+    assert given.granted(2) == [prefill(2, "p1", (100,) if had_token else ())]
+
+
+def test_when_the_only_prefill_worker_dies_the_decode_worker_computes_itself(given: Given) -> None:
+    given.prefilling()
+    assert given.lost("p0") == [cancel("d0"), reserve(2, is_local=True)]
+
+
+def test_a_prefill_worker_that_dies_after_the_commit_is_not_missed(given: Given) -> None:
+    given.decoding()
+    assert given.lost("p0") == []
+    assert given.tokens(1, [101]) == [emit(1, 101)]
+
+
+def test_old_messages_after_a_recovery_are_counted_and_dropped(given: Given) -> None:
+    given.connect_prefill("p1")
+    given.prefilling()
+    given.lost("p0")
+    late = given.state.counters["late"]
+    assert given.committed(attempt=1) == []
+    assert given.tokens(0, [100], attempt=1) == []
+    assert given.granted(attempt=1) == []
+    assert given.state.counters["late"] == late + 3
+
+
+def test_a_worker_that_comes_back_under_its_name_starts_empty(given: Given) -> None:
+    given.decoding()
+    # The hello of the new stream overtakes the end of the old one.
+    commands = given.connect_decode("d0", life=2)
+    assert commands == [cancel("p0"), reserve(2, "d0", (100,))]
+
+
+def test_a_request_that_kills_two_workers_gets_no_third(given: Given) -> None:
+    given.connect_decode("d1")
+    given.connect_decode("d2")
+    given.prefilling()
+    given.lost("d0")
+    given.granted(2, "d1")
+    failed = failure(given.lost("d1"))
+    assert isinstance(failed.to_error(), InternalError)
+    assert "2 workers died" in failed.message
+
+
+def test_a_request_that_lived_well_between_two_deaths_goes_on(given: Given) -> None:
+    given.connect_decode("d1")
+    given.connect_decode("d2")
+    given.arrives(max_tokens=100)
+    given.granted()
+    given.lost("d0")
+    given.granted(2, "d1")
+    given.first(100, 2)
+    given.committed(attempt=2, worker_id="d1")
+    given.tokens(1, list(range(101, 111)), 2, "d1")
+    assert given.lost("d1")[-1] == reserve(3, "d2", tuple(range(100, 111)))
+
+
+def test_workers_that_die_together_are_not_blamed_on_their_requests(given: Given) -> None:
+    """d0 dies in mid-answer, d1 before it has granted a place, d2 before it has computed a token."""
+    for index in range(1, 4):
+        given.connect_decode(f"d{index}")
+    given.arrives(max_tokens=100)
+    given.granted()
+    given.first(100, 1)
+    given.committed()
+    given.tokens(1, list(range(101, 111)))
+    assert given.lost("d0")[-1] == reserve(2, "d1", tuple(range(100, 111)))
+    assert given.lost("d1")[-1] == reserve(3, "d2", tuple(range(100, 111)))
+    given.granted(3, "d2")
+    assert given.lost("d2")[-1] == reserve(4, "d3", tuple(range(100, 111)))
+
+
+def test_a_draining_worker_that_leaves_is_no_death(given: Given) -> None:
+    for index in range(1, 4):
+        given.connect_decode(f"d{index}")
+    given.prefilling()
+    for attempt in (1, 2, 3):
+        worker_id = f"d{attempt - 1}"
+        given.hand(DrainRequested(worker_id=worker_id))
+        assert only(given.lost(worker_id)[-1:]) == reserve(attempt + 1, f"d{attempt}")
+        given.granted(attempt + 1, f"d{attempt}")
+
+
+def test_a_silent_worker_is_routed_around_and_then_given_up(given: Given) -> None:
+    given.connect_decode("d1")
+    given.decoding()
+    commands: list[Command] = []
+    while not commands:
+        given.now_s += 1.0
+        commands = given.heard("d1") + given.heard("p0")
+        if given.now_s == 6.0:
+            for name in ("b", "c"):
+                (one,) = given.arrives(name)
+                assert isinstance(one, Reserve)
+                assert one.worker_id == "d1"
+    assert 10.0 <= given.now_s <= 12.5
+    assert commands == [cancel("d0"), cancel("p0"), reserve(2, "d1", (100,))]
+
+
+def test_a_router_that_was_stopped_itself_blames_no_worker(given: Given) -> None:
+    given.decoding()
+    given.now_s += 3600.0
+    assert given.hand(TimePassed()) == []
+    assert given.tokens(1, [101]) == [emit(1, 101)]

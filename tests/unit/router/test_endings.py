@@ -1,0 +1,171 @@
+"""How requests end before their answer is complete: stop strings, cancels, deadlines, nobody there, too many."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.core.errors import (
+    DeadlineExceeded,
+    NoWorkers,
+    Overloaded,
+    Unavailable,
+)
+from pdserve.core.types import FinishReason
+from router.commands import (
+    Cancel,
+    DrainWorker,
+    EndCancelled,
+    FailRequest,
+    FinishRequest,
+    Outcome,
+    Prefill,
+    Reserve,
+)
+from router.events import DrainRequested, RouterClosing, StopMatched, TimePassed, WorkerForgotten
+from router.lifecycle import Stage
+from router.settings import RouterSettings
+from tests.unit.router.expected import cancel, emit, failure, only, reserve
+from tests.unit.router.given import STAGES, Given
+
+
+def test_a_stop_string_ends_the_request_and_tells_the_workers(given: Given) -> None:
+    given.decoding()
+    given.tokens(1, [101, 102])
+    finished, *cancels = given.hand(StopMatched(request_id="a", num_output_tokens=2))
+    assert isinstance(finished, FinishRequest)
+    assert finished.reason is FinishReason.STOP
+    assert finished.usage.completion_tokens == 2
+    assert cancels == [cancel("d0"), cancel("p0")]
+    assert given.tokens(3, [103]) == [], "late tokens are dropped"
+    assert given.hand(StopMatched(request_id="a", num_output_tokens=2)) == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_client_that_leaves_frees_both_workers_at_once(given: Given, stage: Stage) -> None:
+    STAGES[stage](given)
+    assert given.state.stage_of("a") is stage
+    gone, *cancels = given.leaves()
+    assert isinstance(gone, EndCancelled)
+    assert cancels == ([cancel("d0")] if stage is Stage.RESERVING else [cancel("d0"), cancel("p0")])
+    assert given.leaves() == []
+    for one in cancels:
+        assert isinstance(one, Cancel)
+        assert not given.state.is_empty
+        given.released(one.worker_id)
+    assert given.state.is_empty
+
+
+def test_a_client_that_leaves_the_queue_costs_nothing(given: Given) -> None:
+    given.lost("d0")
+    given.arrives()
+    assert given.state.stage_of("a") is Stage.QUEUED
+    assert isinstance(only(given.leaves()), EndCancelled)
+    assert given.state.is_empty
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_deadline_ends_the_request_wherever_it_is(given: Given, stage: Stage) -> None:
+    given.connect_decode("d0", incarnation="d0.2")
+    original = given.arrives
+    given.arrives = lambda *names, **facts: original(*names, deadline_s=2.0, **facts)  # type: ignore[method-assign]
+    STAGES[stage](given)
+    assert given.state.stage_of("a") is stage
+    given.now_s = 2.0
+    failed, *cancels = given.hand(TimePassed())
+    assert isinstance(failed, FailRequest)
+    assert failed.outcome is Outcome.EXPIRED
+    assert isinstance(failed.to_error(), DeadlineExceeded)
+    assert str(failed.to_error()).endswith(stage.value)
+    assert cancels == ([cancel("d0")] if stage is Stage.RESERVING else [cancel("d0"), cancel("p0")])
+
+
+def test_a_grant_after_the_deadline_starts_no_prefill(given: Given) -> None:
+    given.arrives(deadline_s=1.0)
+    given.now_s = 1.5
+    failed, *cancels = given.granted()
+    assert isinstance(failed, FailRequest)
+    assert cancels == [cancel("d0")]
+
+
+def test_the_deadline_is_passed_on_as_what_remains_of_it(given: Given) -> None:
+    assert given.arrives(deadline_s=4.0) == [
+        Reserve(worker_id="d0", request_id="a", attempt=1, is_local=False, deadline_s=4.0)
+    ]
+    given.now_s = 1.5
+    sent = only(given.granted())
+    assert isinstance(sent, Prefill)
+    assert sent.deadline_s == 2.5
+
+
+def test_where_no_decode_worker_was_ever_known_the_refusal_is_immediate() -> None:
+    given = Given(RouterSettings(is_strict=True))
+    given.connect_prefill("p0")
+    failed = failure(given.arrives())
+    assert failed.outcome is Outcome.REFUSED
+    error = failed.to_error()
+    assert isinstance(error, NoWorkers)
+    assert error.role == "decode"
+
+
+def test_requests_wait_a_while_for_decode_workers_to_come_back(given: Given) -> None:
+    given.lost("d0")
+    assert given.arrives() == []
+    assert given.at(9.9) == []
+    assert given.connect_decode("d0", life=2) == [reserve()]
+
+
+def test_requests_that_waited_long_enough_for_workers_are_refused(given: Given) -> None:
+    given.lost("d0")
+    given.arrives()
+    assert isinstance(failure(given.at(60.0)).to_error(), NoWorkers)
+    assert isinstance(failure(given.arrives("b")).to_error(), NoWorkers), "now everybody knows"
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
+    given = Given(RouterSettings(policy="round-robin", is_strict=True, max_queue=2))
+    given.connect_decode("d0", inbox_depth=1)
+    given.arrives("a")
+    for name in "bc":
+        assert given.arrives(name) == []
+    failed = failure(given.arrives("d"))
+    assert failed.outcome is Outcome.REFUSED
+    error = failed.to_error()
+    assert isinstance(error, Overloaded)
+    assert 0.0 < error.retry_after_s <= 30.0
+    assert given.state.num_queued == 2
+
+
+def test_a_router_that_closes_takes_nobody_new_and_serves_the_rest(given: Given) -> None:
+    given.decoding()
+    given.hand(RouterClosing())
+    assert isinstance(failure(given.arrives("b")).to_error(), Unavailable)
+    assert given.tokens(1, [101]) == [emit(1, 101)]
+
+
+def test_a_drained_worker_gets_nothing_new_and_keeps_its_residents(given: Given) -> None:
+    given.connect_decode("d1")
+    given.decoding()
+    assert given.hand(DrainRequested(worker_id="d0")) == [DrainWorker(worker_id="d0")]
+    for name in ("b", "c"):
+        one = given.arrives(name)[0]
+        assert isinstance(one, Reserve)
+        assert one.worker_id == "d1"
+    assert given.tokens(1, [101]) == [emit(1, 101)]
+
+
+def test_a_forgotten_worker_leaves_no_trace(given: Given) -> None:
+    given.connect_decode("d1")
+    given.decoding()
+    commands = given.hand(WorkerForgotten(worker_id="d0"))
+    assert commands[-1] == reserve(2, "d1", (100,))
+    assert [worker.worker_id for worker in given.state.snapshot().workers] == ["d1", "p0"]
+
+
+def test_a_worker_that_never_releases_does_not_fill_the_memory(given: Given) -> None:
+    given.decoding()
+    given.tokens(1, [101], finish=FinishReason.STOP)
+    given.at(119.0)
+    assert not given.state.is_empty
+    given.at(121.0)
+    assert given.state.is_empty
+    assert given.state.counters["never_released"] == 2
