@@ -120,6 +120,30 @@ def test_a_higher_class_is_served_under_overload() -> None:
     assert [outcomes(world)[request.request_id] for _, request in high] == ["served"] * 6
 
 
+def order_of(world: Clocked, *arrivals: RequestArrived) -> list[str]:
+    """In which they are placed behind one that keeps the only prefill worker for half a second."""
+    world.run([(0.0, short("first", 500)), *((0.01, one) for one in arrivals)], 60.0)
+    return world.placed[1:]
+
+
+def test_each_rule_of_the_order_can_be_switched_off_alone() -> None:
+    tight, loose = short("tight", slo=Slo(ttft_s=2.0)), short("loose", slo=Slo(ttft_s=9.0))
+    high = short("high", slo=Slo(ttft_s=9.5), priority=1)
+    assert order_of(cluster("refusal"), loose, tight, high) == ["high", "tight", "loose"]
+    assert order_of(cluster("refusal", "least-slack"), loose, tight, high) == ["high", "loose", "tight"]
+    assert order_of(cluster("refusal", "priority"), loose, tight, high) == ["tight", "loose", "high"]
+
+
+def test_a_late_request_is_served_amid_endless_tighter_ones_only_by_ageing() -> None:
+    late = (0.0, short("late", 300, Slo(ttft_s=0.2)))
+    others = [(0.05 * index, short(f"a{index}", 100, Slo(ttft_s=0.9 + 0.05 * index))) for index in range(200)]
+    aged, ageless = cluster("refusal"), cluster("refusal", "ageing")
+    for world in (aged, ageless):
+        world.run([(0.0, short("first", 500)), late, *others], 200.0)
+    assert aged.placed.index("late") <= 0.3 / (0.05 * 0.1) + 2, "5 % of 0.1 s each make up its 0.3 s"
+    assert ageless.placed.index("late") > aged.placed.index("late")
+
+
 def test_a_request_past_its_deadline_is_dropped_before_prefill_and_computed_in_vain_without_the_rule() -> None:
     arrivals = [(0.0, short("a", 500)), (0.0, short("b", 400, Slo(ttft_s=9.0), deadline_s=0.3))]
     world, off = cluster(), cluster("deadline-drop")
