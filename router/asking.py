@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from router.fleet import Fleet
 from router.lengths import OutputLengths
 from router.policy.interface import Ask
@@ -9,6 +11,8 @@ from router.policy.outlook import outlook
 from router.queue import Entry
 from router.request import Request
 from router.view import WorkerView
+
+JUDGED_BY_OUTLOOK: Final = frozenset({"least-slack", "ageing", "fairness", "refusal"})
 
 
 def ask_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float) -> Ask:
@@ -52,8 +56,11 @@ def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: froz
     is_begun = bool(request.output)
     level = (0 if is_begun else 1, -facts.priority if "priority" in rules else 0)
     tenant = facts.tenant if "fairness" in rules else ""
-    prefills, decodes = fleet.usable(now_s)
-    request.outlook = outlook(ask_of(request, fleet, lengths, now_s), prefills, decodes, now_s) if decodes else None
+    request.outlook = None
+    if rules & JUDGED_BY_OUTLOOK:
+        prefills, decodes = fleet.usable(now_s)
+        if decodes:
+            request.outlook = outlook(ask_of(request, fleet, lengths, now_s), prefills, decodes, now_s)
     prefill_s = request.outlook.ttft_s if request.outlook is not None else 0.0
     if is_begun or "least-slack" not in rules:
         return Entry(request.serial, request.serial, request.request_id, level, tenant, prefill_s)
