@@ -85,7 +85,7 @@ def plan(rate_rps: float, seconds: float, seed: int, name: str) -> list[Planned]
             Planned(
                 request_id=f"{name}-{len(planned)}",
                 at_s=at_s,
-                prompt=[lengths.randrange(32, 4000) for _ in range(tokens)],
+                prompt=[lengths.randrange(32, 127) for _ in range(tokens)],
                 max_tokens=lengths.randint(*ANSWERS),
             )
         )

@@ -123,6 +123,7 @@ class EngineThread:
                     break
             if num_calls:
                 self._hand_out(program)  # a grant does not wait for a step that it has no part in
+            program.is_between_steps = has_rows
             has_rows = program.has_work and program.step()
             program.tick()
             self._hand_out(program)

@@ -89,6 +89,8 @@ class RoleProgram(ABC):
         self._ledger = AttemptLedger()
         self._pending: list[tuple[int, worker_pb2.AttachResponse]] = []
         self._routers: dict[int, bool] = {}  # session -> whether it wants KV events
+        self.is_between_steps = False  # a step follows the last one at once
+        self._step_ended_s = 0.0
         self._timed_at_s = self._beat_at_s = float("-inf")
         self._told: fx.Load | None = None
         self._actions: dict[type, Callable[[Any], None]] = {
@@ -213,9 +215,10 @@ class RoleProgram(ABC):
         self.act(effects)
         if not rows:
             return False
-        started_s = now()
+        # Residents feel what comes between steps too, so where one follows the other it is part of the later one.
+        started_s = self._step_ended_s if self.is_between_steps else now()
         entries = self._isolation.step(rows)
-        ended_s = now()
+        self._step_ended_s = ended_s = now()
         self.num_steps += 1
         outs: list[RowOut] = []
         for key, entry in zip(step.keys, entries, strict=True):
