@@ -38,8 +38,9 @@ def on_granted(ledger: Ledger, event: Granted) -> None:
     if not ledger.move(request, Move.GRANTED):
         return
     view = ledger.fleet.views[event.worker_id]
-    view.granted_after(ledger.now_s - request.placed_s)
+    view.granted_after(ledger.now_s - request.placed_s, request.awaits_s)
     request.refusals = 0
+    request.granted_s = ledger.now_s
     if event.grant is None:
         return
     booking = ledger.booking(placement.prefill_worker, request.request_id, request.attempt)
@@ -93,6 +94,8 @@ def on_first_token(ledger: Ledger, event: FirstToken) -> None:
     if not ledger.move(request, Move.FIRST_TOKEN):
         return
     view = ledger.fleet.views[placement.prefill_worker]
+    if view.totals.prefills == 1:  # else it may have waited for what others compute there
+        view.replied_after(ledger.now_s - request.granted_s - event.queue_s - event.prefill_s)
     view.computed(view.bookings[request.request_id, request.attempt], ledger.now_s)
     view.arrived(view.bookings[request.request_id, request.attempt])
     ledger.is_placing_due = True

@@ -29,6 +29,9 @@ WIDEST_BAND: Final = 0.25  # relative; a worker that is less predictable is not 
 @final
 class DecodeLoad:
     __slots__ = (
+        "_cost",
+        "_most",
+        "_within_s",
         "alone_s",
         "arriving",
         "band",
@@ -77,13 +80,16 @@ class DecodeLoad:
         self.is_open = is_empty or (rows < hello.max_batch and arriving < hello.inbox_depth)
         self.block_size = hello.block_size
         self.free_tokens = math.inf if is_empty else (blocks - rows) * hello.block_size
+        self._cost, self._most = cost, hello.max_batch_tokens
         most = hello.max_batch_tokens
+        self._within_s = math.inf
         token_at_mid_s = per_token_s + per_token_context_s * MID_PROMPT
-        chunk: float = most
+        chunk = most
         if rows:
-            within_s = max((1.0 + FREE_SHARE) * step_s, tightest_s * min(CHUNK_SHARE, 1.0 / (1.0 + cost.step_error)))
-            chunk = min(chunk, cost.chunk_tokens(within_s, rows, context, MID_PROMPT))
-            chunk = max(chunk, min(hello.block_size, most))
+            self._within_s = max(
+                (1.0 + FREE_SHARE) * step_s, tightest_s * min(CHUNK_SHARE, 1.0 / (1.0 + cost.step_error))
+            )
+            chunk = self._chunk(MID_PROMPT)
         self.reads_s = reads_s = cost.step_s(rows, context, chunk, chunk * MID_PROMPT)
         self.stretch = max(1.0, reads_s / (chunk * token_at_mid_s)) if token_at_mid_s > 0.0 else 1.0
         self.hold = max(0.0, 1.0 - step_s / reads_s) if rows and reads_s > 0.0 else 0.0
@@ -93,8 +99,18 @@ class DecodeLoad:
         """Seconds from the step that starts to read a prompt to the one that ends it."""
         if uncached <= 0.0:
             return 0.0
-        seconds = uncached * (self.per_token_s + self.per_token_context_s * (cached + 0.5 * uncached)) * self.stretch
-        return seconds if seconds > self.step_s else self.step_s
+        chunk = self._chunk(cached)
+        if chunk < uncached:
+            chunk = self._chunk(cached + 0.5 * (uncached - chunk))
+        rows_s = self.row_s * self.rows + self.token_s * self.context
+        return self._cost.prefill_s(uncached, cached, chunk) + rows_s * -(-uncached // chunk)
+
+    def _chunk(self, cached: float) -> int:
+        """Prompt tokens that a step reads after `cached` of them."""
+        if not self.rows:
+            return self._most
+        tokens = self._cost.chunk_tokens(self._within_s, self.rows, self.context, cached)
+        return int(min(self._most, max(tokens + 1e-6, self.block_size)))
 
     def grew(self, tokens: int, blocks: int) -> None:
         """Rows have so many more tokens, in so many more blocks. The price of reading stays as it was."""

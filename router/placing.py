@@ -242,6 +242,7 @@ def _place(ledger: Ledger, request: Request, decision: Decision) -> None:
     )
     ledger.explain(request.request_id, decision)
     decode = ledger.fleet.views[decision.decode_worker]
+    request.awaits_s = decode.rest_of_step_s
     booking = _book(ledger, request, decode, has_row=True, computes=is_local)
     booking.is_sent = True
     if not is_local:

@@ -50,6 +50,8 @@ class Request:
     attempt_output: int = 0  # output tokens when it was placed
     queued_s: float = 0.0  # since when it waits, while QUEUED
     placed_s: float = 0.0
+    granted_s: float = 0.0
+    awaits_s: float = 0.0  # the rest of the step that ran on its decode worker when it was placed
     not_before_s: float = 0.0  # backoff
     outlook: Outlook | None = None  # what it could get at best when it joined the queue; None: nobody was there
     charged_s: float = 0.0  # GPU-seconds that its tenant was charged for it

@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Final
 
 from pdserve.core.latency import CostModel
 from pdserve.core.types import Role
 from router.events import BatchTimed, LoadReported, WorkerConnected
 from router.line import Line
 from router.load import DecodeLoad
+
+MOST_REPLY_S: Final = 0.1  # messages that take longer were held up: nothing to expect of the next
 
 # (sequences that decode here or are on their way here, those of them that wait for their first step, tokens of all
 # of them, blocks that could be given to others)
@@ -89,6 +92,7 @@ class WorkerView:
         "line",
         "most_tokens",
         "promises",
+        "reply_s",
         "report",
         "totals",
         "worker_id",
@@ -100,7 +104,8 @@ class WorkerView:
         self.cost = CostModel(hello.cost)
         self.line = Line()  # requests that are bound to it and not yet booked
         self.is_drain_requested = False
-        self.grant_wait_s = 0.0  # moving mean of Reserve -> Granted
+        self.grant_wait_s = 0.0  # moving mean of Reserve -> Granted, beyond the rest of the step that runs
+        self.reply_s = 0.0  # moving mean of Prefill -> FirstToken, less what the worker did meanwhile
         self._start(now_s)
 
     def _start(self, now_s: float) -> None:
@@ -168,6 +173,17 @@ class WorkerView:
         if self.hello.role is Role.DECODE and self.totals.rows:
             return self.load.reading_s(uncached, cached)
         return self.prefill_s(uncached, cached)
+
+    @property
+    def rest_of_step_s(self) -> float:
+        """Until the step that runs on a decode worker ends, on average: it reads its messages between steps."""
+        if not self.totals.rows:
+            return 0.0
+        return 0.5 * (self.load.reads_s if self.totals.prefills else self.load.step_s)
+
+    @property
+    def grants_in_s(self) -> float:
+        return self.rest_of_step_s + max(0.0, self.grant_wait_s)
 
     def timed(self, event: BatchTimed) -> bool:
         """Learns from a finished batch. False: it is no sample. `load` follows with the next report."""
@@ -311,8 +327,12 @@ class WorkerView:
             return tokens * totals.prefill_s / totals.prefill_tokens
         return self.reading_s(tokens, 0)
 
-    def granted_after(self, wait_s: float) -> None:
-        self.grant_wait_s += 0.2 * (wait_s - self.grant_wait_s)
+    def granted_after(self, wait_s: float, rest_of_step_s: float) -> None:
+        """`rest_of_step_s`: as it was when the worker was asked."""
+        self.grant_wait_s += 0.1 * (wait_s - rest_of_step_s - self.grant_wait_s)
+
+    def replied_after(self, wait_s: float) -> None:
+        self.reply_s += 0.1 * (min(max(wait_s, 0.0), MOST_REPLY_S) - self.reply_s)
 
     def lost(self) -> list[Booking]:
         """The stream is gone and with it all that the worker held. Returns what that was."""

@@ -166,12 +166,13 @@ def _remote(
     load: DecodeLoad,
     step_s: float,
 ) -> Way:
-    ttft_s = delay_s + decode.grant_wait_s
+    ttft_s = delay_s + decode.grants_in_s + prefill.reply_s
     # Its KV lands in the middle of a step, which it cannot join.
     tpot_s = step_s + (late_s + 0.5 * step_s) / max(1.0, ask.expected_tokens - 1.0)
     opens_s = 0.0 if can_start(prefill, ask.num_tokens, now_s) else opens_in_s(prefill, now_s)
     work_s = delay_s - prefill.queue_s(now_s)
-    cost = (ttft_s + WORK_WEIGHT * work_s) / ask.slo.ttft_s + late_s / _answer_s(ask)
+    # The rest of a step, longer where more is decoded, is no reason to spread what should be packed.
+    cost = (ttft_s - decode.rest_of_step_s + WORK_WEIGHT * work_s) / ask.slo.ttft_s + late_s / _answer_s(ask)
     return _way(ask, prefill, decode, load, ttft_s, tpot_s, step_s, cost, opens_s, prefill.cost.prefill_error)
 
 
@@ -181,8 +182,7 @@ def _local(
     held = min(cached.get(decode.worker_id, 0), ask.num_tokens - 1)
     read_s = decode.reading_s(ask.num_tokens - held, held)
     queue_s = decode.queue_s(now_s)
-    begins_s = queue_s if queue_s > 0.0 or not load.rows else 0.5 * load.step_s
-    ttft_s = begins_s + read_s + decode.grant_wait_s
+    ttft_s = max(queue_s, decode.rest_of_step_s) + read_s + max(0.0, decode.grant_wait_s)
     # Residents wait while prompts are read: those of the queue, and this.
     waits_s = load.step_s + (queue_s + read_s) * load.hold / max(1.0, ask.expected_tokens - 1.0)
     residents_s = max(step_s, min(waits_s, load.reads_s))

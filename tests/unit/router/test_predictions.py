@@ -1,0 +1,67 @@
+"""What a prediction of a first token is made of: the rest of a step, messages, chunks; and how it comes out when
+simulated, where nothing but the router's own account can be wrong."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator
+
+import pytest
+
+from pdserve.core.latency import CostPrior
+from pdserve.core.types import Role, Slo
+from router.settings import RouterSettings
+from simulator.model import Link, SimConfig, TraceRequest, WorkerShape
+from simulator.world import simulate
+
+COST = CostPrior(
+    prefill_base_s=0.004,
+    prefill_per_token_s=9.5e-5,
+    prefill_per_token_context_s=1.2e-7,
+    decode_base_s=0.0035,
+    decode_per_row_s=2.5e-4,
+    decode_per_context_token_s=1e-6,
+)
+
+
+def shape(worker_id: str, role: Role) -> WorkerShape:
+    return WorkerShape(
+        worker_id=worker_id,
+        role=role,
+        cost=COST,
+        kv_capacity_tokens=80_000,
+        kv_bytes_per_token=6144,
+        link=Link(latency_s=1e-3, bytes_per_s=1e9),
+        max_batch_tokens=512,
+        max_context_tokens=2048,
+    )
+
+
+def requests(rate_rps: float, seconds: float) -> Iterator[TraceRequest]:
+    """Short and long prompts, as in benchmarks.goodput."""
+    rng = random.Random(1)
+    at_s = rng.expovariate(rate_rps)
+    while at_s < seconds:
+        tokens = rng.randint(400, 1000) if rng.random() < 0.25 else rng.randint(24, 160)
+        yield TraceRequest(arrival_s=at_s, prompt_tokens=tokens, output_tokens=rng.randint(16, 64))
+        at_s += rng.expovariate(rate_rps)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (0, 2)])
+def test_first_tokens_come_when_they_were_predicted(prefill: int, decode: int) -> None:
+    workers = [shape(f"p{n}", Role.PREFILL) for n in range(prefill)]
+    workers += [shape(f"d{n}", Role.DECODE) for n in range(decode)]
+    config = SimConfig(
+        workers=tuple(workers),
+        slo=Slo(ttft_s=0.5, tpot_s=0.05),
+        router=RouterSettings(policy="goodput"),
+        block_size=16,
+        message_s=1e-3,
+    )
+    rows = [row for row in simulate(list(requests(8.0, 40.0)), config).requests if row.arrival_s > 10.0]
+    errors = [abs(row.predicted_ttft_s / row.ttft_s - 1.0) for row in rows if row.predicted_ttft_s and row.ttft_s]
+    assert len(errors) > 100
+    assert statistics.median(errors) < 0.1
+    tpot = [abs(row.predicted_tpot_s / row.tpot_s - 1.0) for row in rows if row.predicted_tpot_s and row.tpot_s]
+    assert statistics.median(tpot) < 0.1
