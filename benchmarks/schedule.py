@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from benchmarks import schedule_report
 from benchmarks.schedule_work import (
+    DISAGGREGATED,
     FINAL_REQUESTS,
     FINAL_TOLERANCE,
     OVERLOAD,
@@ -87,7 +88,7 @@ def _goodput(cell: Cell, out: Path) -> dict[str, Any]:
     begin = round(demand(short).prefill_share * short.num_workers)
     plan = climb(
         short.num_workers,
-        short.splits,
+        range(1, short.num_workers) if cell.policy.endswith(DISAGGREGATED) else short.splits,
         begin,
         lambda splits, floor: [measure(short, one, simulate, floor=floor) for one in splits],
     )

@@ -43,8 +43,10 @@ POLICIES: Final = (
     "dynamo",
     "lmetric",
     "mooncake",
+    "mooncake-pd",  # as published, with both kinds of workers; "mooncake" may also be aggregated, which helps it
     "least-ttft",
 )
+DISAGGREGATED: Final = "-pd"
 TRACES: Final = ("mooncake", "mooncake-jittered", "azure", "step")
 
 
@@ -133,7 +135,7 @@ def question(
         profile=profile(),
         num_workers=NUM_WORKERS,
         slo=Slo(),  # every request brings its own
-        router=RouterSettings(policy=policy, rules_off=rules_off),
+        router=RouterSettings(policy=policy.removesuffix(DISAGGREGATED), rules_off=rules_off),
         link=LINK,
         block_size=one.block_tokens or BLOCK_TOKENS,
         seed=SEED,

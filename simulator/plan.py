@@ -161,14 +161,15 @@ def sweep(num_workers: int, splits: range, evaluate: Evaluate) -> Plan:
 
 
 def climb(num_workers: int, splits: range, begin: int, evaluate: Evaluate) -> Plan:
-    """0:K, then from `begin` towards more goodput, in steps that halve."""
+    """0:K where it is one of `splits`, then from `begin` towards more goodput, in steps that halve."""
     curve: dict[int, Goodput] = {}
 
     def ask(one: int) -> None:
         floor = max((seen.scale for seen in curve.values()), default=0.0)
         [curve[one]] = evaluate([one], floor)
 
-    ask(0)
+    if 0 in splits:
+        ask(0)
     top, step = min(max(begin, 1), splits[-1]), max(1, len(splits) // 4)
     if top:
         ask(top)

@@ -61,6 +61,11 @@ def test_a_peak_is_found_behind_splits_that_0_to_k_beats(search: str, peak: int)
     assert plan.best == peak
 
 
+def test_0_to_k_is_left_out_where_it_is_no_choice() -> None:
+    plan = climb(16, range(1, 16), 5, by(lambda prefill: 2.0 if prefill == 0 else tent(9)(prefill), []))
+    assert (plan.best, 0 in plan.curve) == (9, False)
+
+
 def test_disaggregation_that_gains_less_than_the_margin_is_not_advised() -> None:
     plan = Plan(num_workers=4, curve={0: worth(1.0), 1: worth(1.02)})
     assert (plan.best, plan.advice) == (1, 0)
