@@ -1,4 +1,4 @@
-"""Goodput of real clusters on this machine: our policy against round-robin and colocated, as many processes each.
+r"""Goodput of real clusters on this machine: our policy against round-robin and colocated, as many processes each.
 
     python -m benchmarks.goodput                                  # some minutes: two rates, one seed
     python -m benchmarks.goodput --full [--json FILE]             # the published table, about 50 minutes
@@ -11,7 +11,11 @@ contender gets a fresh cluster in turn, so that what the machine does meanwhile 
 
 Error is the median of |predicted - actual| / actual over requests that came `--settle` seconds after the cluster's
 first, from the router's explanations. Simulated is the recorded run of the contender in the simulator: equal
-requests, the costs that its router learnt. Client, router and workers share this machine's cores.
+requests, the costs that its router learnt. Client, router and workers share this machine's cores: where single batches
+are further off their fitted cost than the bars, the machine is what cannot be foretold. Steps that only sleep tell:
+
+    python -m benchmarks.goodput --model toy --set worker.toy_step_s=0.012 --set worker.kv_blocks=4000 \
+        --set worker.max_context_tokens=2048
 """
 
 from __future__ import annotations
@@ -149,6 +153,19 @@ def report(cells: Sequence[Cell], course: Course, seeds: Sequence[int]) -> str:
     for label in ("goodput 1P+1D", "goodput 0P+2D"):
         if best and label in goodputs:
             held.append(_bar(f"{label}: goodput below colocated", max(0.0, 1.0 - goodputs[label] / best), 0.05))
+    lines += ["", "Error of predictions by rate, TTFT and TPOT (medians); of single batches beside it, by worker:", ""]
+    lines.append("| requests/s | " + " | ".join(f"{rate:g}" for rate in course.rates) + " | batches |")
+    lines.append("|---" * (len(course.rates) + 2) + "|")
+    for label in goodputs:
+        mine = [cell for cell in cells if cell.contender == label]
+        texts = []
+        for rate in course.rates:
+            there = [cell for cell in mine if cell.rate_rps == rate]
+            ttft_off = percentile([error for cell in there for error in cell.ttft_errors], 0.5)
+            tpot_off = percentile([error for cell in there for error in cell.tpot_errors], 0.5)
+            texts.append(f"{ttft_off:.0%}, {tpot_off:.0%}")
+        batches = ", ".join(f"{name} {error:.0%}" for name, error in mine[-1].batch_errors.items())
+        lines.append(f"| {label} | " + " | ".join(texts) + f" | {batches} |")
     worst_s = max(cell.late_start_s for cell in cells)
     return "\n".join([*lines, "", *held, f"Latest send of the client: {worst_s * 1e3:.0f} ms after its time."])
 

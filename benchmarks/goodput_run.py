@@ -68,6 +68,7 @@ class Cell:
     late_start_s: float  # worst delay of a send: the client's own saturation
     ttft_errors: list[float] = field(default_factory=list)  # |predicted - actual| / actual, as the router explains
     tpot_errors: list[float] = field(default_factory=list)
+    batch_errors: dict[str, float] = field(default_factory=dict)  # of each worker's fitted cost, over the whole run
     simulated: list[bool] = field(default_factory=list)  # promises kept, of the same requests in the simulator
 
     def kept(self, slo: Slo) -> float:
