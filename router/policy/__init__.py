@@ -21,7 +21,7 @@ from router.policy.static import RoundRobin, colocated
 from router.settings import RouterSettings
 
 POLICIES: Final[dict[str, Callable[[RouterSettings, Links], Policy]]] = {
-    "goodput": lambda settings, links: Goodput(links, settings.rules_off),
+    "goodput": lambda settings, links: Goodput(links, settings.rules_off, settings.local_max_uncached_tokens),
     "least-ttft": lambda settings, links: LeastTtft(settings.local_max_uncached_tokens, links),
     "round-robin": lambda settings, links: RoundRobin(),
     "least-loaded": lambda settings, links: make_least_loaded(),

@@ -17,6 +17,7 @@ Each rule that can be switched off is one part that is exchanged for a simpler o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, final
 
@@ -42,7 +43,8 @@ NO_TRANSFER: Final = LinkModel(0.0, 1e18)
 
 @final
 class Goodput:
-    def __init__(self, links: Links, rules_off: Sequence[str] = ()) -> None:
+    def __init__(self, links: Links, rules_off: Sequence[str] = (), local_max_uncached_tokens: int = 16) -> None:
+        self._short = local_max_uncached_tokens
         off = frozenset(rules_off)
         self._links: Links = (lambda p, d: NO_TRANSFER) if "transfer-price" in off else links
         self._cached: Callable[[Ask], Mapping[str, int]] = _no_cache if "prefix-value" in off else _cache
@@ -62,7 +64,7 @@ class Goodput:
         if prefills:
             ways = remote_ways(ask, cached, not_avoided(prefills, ask), landings, now_s, self._links)
         if self._has_choice or not ways:
-            ways += local_ways(ask, cached, landings, now_s)
+            ways += local_ways(ask, cached, landings, now_s, self._short if prefills else math.inf)
         return _choose(ask, ways)
 
 

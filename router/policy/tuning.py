@@ -14,8 +14,8 @@ WORK_WEIGHT: Final = 1.0
 # Relative; a model that errs more than this is not believed less. Else a noisy machine would stand half empty.
 WIDEST_BAND: Final = 0.25
 
-# Share of a promise that waiting for a busy worker must save over starting elsewhere at once: predictions of queues
-# are no better than that.
+# Share of a promise that waiting for a busy worker must save over starting elsewhere at once, and that a decode worker
+# must save over a prefill worker to read a prompt: predictions are no better than that.
 WORTH_WAITING: Final = 0.03
 
 # Promised TTFTs that a request which has lost its own waits for room that costs nobody else a promise. Then it takes

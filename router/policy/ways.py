@@ -22,6 +22,7 @@ from router.policy.tuning import (
     TRANSFER_TIE_S,
     WIDEST_BAND,
     WORK_WEIGHT,
+    WORTH_WAITING,
 )
 from router.view import WorkerView
 
@@ -136,10 +137,16 @@ def remote_ways(
     return best
 
 
-def local_ways(ask: Ask, cached: Mapping[str, int], landings: Sequence[Landing], now_s: float) -> list[Way]:
-    """The decode workers that would do all of it soonest and cheapest."""
+def local_ways(
+    ask: Ask, cached: Mapping[str, int], landings: Sequence[Landing], now_s: float, short: float
+) -> list[Way]:
+    """The decode workers that would do all of it soonest and cheapest.
+
+    A decode worker's time belongs to all who will come to it, so for prompts of more than `short` uncached tokens it
+    must save what would be worth waiting for; infinite where there is nobody else to read them.
+    """
     ranked = sorted(landings, key=_local_order)[:LOCALS_PRICED]
-    return [_local(ask, cached, now_s, step_s, view, load) for _, step_s, _, view, load in ranked]
+    return [_local(ask, cached, now_s, step_s, view, load, short) for _, step_s, _, view, load in ranked]
 
 
 def _late_s(
@@ -177,7 +184,13 @@ def _remote(
 
 
 def _local(
-    ask: Ask, cached: Mapping[str, int], now_s: float, step_s: float, decode: WorkerView, load: DecodeLoad
+    ask: Ask,
+    cached: Mapping[str, int],
+    now_s: float,
+    step_s: float,
+    decode: WorkerView,
+    load: DecodeLoad,
+    short: float,
 ) -> Way:
     held = min(cached.get(decode.worker_id, 0), ask.num_tokens - 1)
     read_s = decode.reading_s(ask.num_tokens - held, held)
@@ -189,6 +202,8 @@ def _local(
     # When a prompt will have been read is known only roughly, so one may wait behind it: else steps read nothing.
     opens_s = 0.0 if queue_s <= load.batch_s or decode.totals.prefills <= 1 else queue_s - load.batch_s
     cost = (ttft_s + WORK_WEIGHT * read_s) / ask.slo.ttft_s + read_s * load.hold / _answer_s(ask)
+    if ask.num_tokens - held > short:
+        cost += WORTH_WAITING
     return _way(ask, None, decode, load, ttft_s, step_s, residents_s, cost, opens_s, decode.cost.step_error)
 
 
