@@ -64,7 +64,8 @@ class Goodput:
         if prefills:
             ways = remote_ways(ask, cached, not_avoided(prefills, ask), landings, now_s, self._links)
         if self._has_choice or not ways:
-            ways += local_ways(ask, cached, landings, now_s, self._short if prefills else math.inf)
+            is_reader_free = any(way.opens_in_s == 0.0 for way in ways)
+            ways += local_ways(ask, cached, landings, now_s, self._short if is_reader_free else math.inf)
         return _choose(ask, ways)
 
 

@@ -143,7 +143,7 @@ def local_ways(
     """The decode workers that would do all of it soonest and cheapest.
 
     A decode worker's time belongs to all who will come to it, so for prompts of more than `short` uncached tokens it
-    must save what would be worth waiting for; infinite where there is nobody else to read them.
+    must save what would be worth waiting for; infinite where no prefill worker is free to read them.
     """
     ranked = sorted(landings, key=_local_order)[:LOCALS_PRICED]
     return [_local(ask, cached, now_s, step_s, view, load, short) for _, step_s, _, view, load in ranked]
