@@ -99,7 +99,7 @@ class RouterConfig:
     workers: tuple[str, ...] = _doc("HOST:PORT of workers that are known without a registry", ())
     redis: str = _doc("Redis URL of the registry and the prefix index; none when empty", "")
     cluster: str = _doc("name that keeps clusters on one Redis apart", "default")
-    policy: str = _doc("placement policy", "least-ttft")
+    policy: str = _doc("placement policy", "goodput")
     slo_ttft_s: float = _doc("promised time to first token where a request names none", 2.0)
     slo_tpot_s: float = _doc("promised time per output token where a request names none", 0.2)
     local_max_uncached_tokens: int = _doc("uncached prompt tokens up to which decode workers prefill themselves", 16)

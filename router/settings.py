@@ -11,7 +11,7 @@ from pdserve.core.errors import ConfigError
 class RouterSettings:
     """Everything that changes what a router decides, so that a recording needs nothing else."""
 
-    policy: str = "least-ttft"
+    policy: str = "goodput"
     rules_off: tuple[str, ...] = ()  # of router.policy.rules, for the goodput policy
     local_max_uncached_tokens: int = 16  # prompts up to this go to a decode worker whole
     max_queue: int = 1024

@@ -6,6 +6,7 @@ detail. Formulas: docs/scheduling.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -143,7 +144,8 @@ def local_ways(
     """The decode workers that would do all of it soonest and cheapest.
 
     A decode worker's time belongs to all who will come to it, so for prompts of more than `short` uncached tokens it
-    must save what would be worth waiting for; infinite where no prefill worker is free to read them.
+    must save what would be worth waiting for; shorter ones are not worth sending away. Infinite where no prefill
+    worker is free to read anything: then the cheaper way is taken.
     """
     ranked = sorted(landings, key=_local_order)[:LOCALS_PRICED]
     return [_local(ask, cached, now_s, step_s, view, load, short) for _, step_s, _, view, load in ranked]
@@ -202,8 +204,8 @@ def _local(
     # When a prompt will have been read is known only roughly, so one may wait behind it: else steps read nothing.
     opens_s = 0.0 if queue_s <= load.batch_s or decode.totals.prefills <= 1 else queue_s - load.batch_s
     cost = (ttft_s + WORK_WEIGHT * read_s) / ask.slo.ttft_s + read_s * load.hold / _answer_s(ask)
-    if ask.num_tokens - held > short:
-        cost += WORTH_WAITING
+    if short < math.inf:
+        cost += WORTH_WAITING if ask.num_tokens - held > short else -WORTH_WAITING
     return _way(ask, None, decode, load, ttft_s, step_s, residents_s, cost, opens_s, decode.cost.step_error)
 
 

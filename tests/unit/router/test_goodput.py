@@ -187,6 +187,13 @@ def test_the_second_tokens_delay_is_spread_over_the_answer() -> None:
     assert short - long == pytest.approx((last_chunk_s + 0.5 * long) * (1 / 2 - 1 / 299), rel=0.2)
 
 
+@pytest.mark.parametrize(("tokens", "choice"), [(16, Choice.LOCAL), (17, Choice.REMOTE)])
+def test_a_free_prefill_worker_reads_what_is_not_short(tokens: int, choice: Choice) -> None:
+    assert decide([view("p0")], [with_rows(view("d0"), 2)], ask(tokens)).choice is choice
+    held = {"p0": 8_000, "d0": 8_000}
+    assert decide([view("p0")], [with_rows(view("d0"), 2)], ask(8_000 + tokens, cached_tokens=held)).choice is choice
+
+
 # -- without prefill workers -------------------------------------------------------------------------------------
 
 
