@@ -172,9 +172,7 @@ def _mixed(cell: Cell, out: Path) -> dict[str, Any]:
     peak = _read(out, Cell("goodput", cell.trace, cell.pair))
     off = (cell.rule,) if cell.rule else ()
     asked = question(cell.trace, cell.pair, "goodput", FINAL_REQUESTS, FINAL_TOLERANCE, off)
-    config = replace(asked.config(peak["split"]), deadline_s=None)
-    if cell.rule in ("", "deadline-drop"):
-        config = replace(config, deadline_s=2.0 * slo("mooncake", cell.pair).ttft_s)
+    config = replace(asked.config(peak["split"]), deadline_s=2.0 * slo("mooncake", cell.pair).ttft_s)
     trace = Reshaped(asked.windows[0], mixed(SEED), rate_scaled(IN_A_CROWD * peak["scale"]))
     result = simulate(trace, config)
     numbers = list(trace)

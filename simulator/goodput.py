@@ -26,7 +26,7 @@ from simulator.reshape import Reshaped, Step, rate_scaled
 
 TARGET: Final = 0.9  # share of all requests that must keep both promises
 TOLERANCE: Final = 0.03  # relative, between the rate that holds and the one that does not
-TRICKLE: Final = 64.0  # a rate so many times below the first guess that fails as well: not attainable
+TRICKLE: Final = 64.0  # a rate so many times below the first guess that fails as well: not attainable; above: no edge
 STEP: Final = 1.3  # between two rates while the edge is not yet bracketed; grows with each
 
 
@@ -190,7 +190,7 @@ def find_goodput(
         )
 
     begin = floor * (1.0 + tolerance) if floor > 0.0 else first
-    lowest, highest = begin / TRICKLE, begin * TRICKLE
+    lowest, highest = min(begin, first) / TRICKLE, first * TRICKLE
     here = probe(begin)
     if floor > 0.0 and not here.has_held:
         return answer(None, here, is_bound=True)

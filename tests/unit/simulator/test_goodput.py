@@ -80,6 +80,12 @@ def test_requests_that_never_overload_the_cluster_have_no_edge() -> None:
     assert found.verdict.startswith("at least 640 requests/s")
 
 
+def test_beyond_the_highest_rate_of_any_search_nothing_is_looked_for() -> None:
+    run, asked = edge(lambda scale: 1.0)
+    assert find_goodput(run, 1.0, floor=64.0).missed is None
+    assert len(asked) == 1
+
+
 def test_what_does_not_beat_the_floor_costs_one_run() -> None:
     run, asked = edge(lambda scale: 1.0 if scale <= 4.0 else 0.5)
     found = find_goodput(run, 1.0, floor=4.0)
