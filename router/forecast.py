@@ -9,6 +9,7 @@ workers that are full, other routers, paths that the policy does not take.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Final, final
 
@@ -16,6 +17,7 @@ from router.view import WorkerView
 
 PRIOR_REQUESTS: Final = 8.0  # mean requests' worth of full pace that a fresh measure starts with
 MEMORY: Final = 0.98  # of what was measured, per request
+REMEMBERED: Final = 256  # requests whose work tells what is asked for
 SLOWEST: Final = 0.05  # pace below this is no pace
 LONGEST: Final = 4.0  # a stretch beyond this is an accident
 
@@ -133,21 +135,47 @@ class Stretch:
 
 @final
 class Demand:
-    """Work per second that comes and could be on time, over the last requests."""
+    """Work that comes and could be on time, of the last REMEMBERED requests."""
 
-    __slots__ = ("_last_s", "_span_s", "_work_s")
+    __slots__ = ("_came", "_work_s")
 
     def __init__(self) -> None:
-        self._last_s: float | None = None
-        self._span_s = self._work_s = 0.0
+        self._came: deque[tuple[float, float]] = deque()  # (when, prefill seconds), in order
+        self._work_s = 0.0  # sum of all but the first, which opens the span
 
     def arrived(self, prefill_s: float, now_s: float) -> None:
-        if self._last_s is not None:
-            self._span_s = MEMORY * self._span_s + (now_s - self._last_s)
-            self._work_s = MEMORY * self._work_s + prefill_s
-        self._last_s = now_s
+        came = self._came
+        if came:
+            self._work_s += prefill_s
+        came.append((now_s, prefill_s))
+        if len(came) > REMEMBERED:
+            came.popleft()
+            self._work_s = max(self._work_s - came[0][1], 0.0)
+
+    def span_s(self, now_s: float) -> float:
+        """What has not come since the last one counts."""
+        return now_s - self._came[0][0] if self._came else 0.0
 
     def rate(self, now_s: float) -> float:
-        """What has not come since the last one counts."""
-        span_s = self._span_s + (now_s - self._last_s if self._last_s is not None else 0.0)
+        """Prefill seconds per second."""
+        span_s = self.span_s(now_s)
         return self._work_s / span_s if span_s > 0.0 else 0.0
+
+    def fitting_s(self, rate: float, until_s: float) -> float:
+        """The longest prompt that has a place if the shortest go first and `rate` prefill seconds are done in a second.
+
+        Infinite where all that came can be done by `until_s`. To keep the most promises with a given capacity is to
+        refuse the longest first: the fractional knapsack in which every request is worth one.
+        """
+        room_s = rate * self.span_s(until_s)
+        if self._work_s <= room_s:
+            return math.inf
+        for _, prefill_s in sorted(self._came, key=_work):
+            room_s -= prefill_s
+            if room_s < 0.0:
+                return prefill_s
+        return math.inf
+
+
+def _work(came: tuple[float, float]) -> float:
+    return came[1]

@@ -1,6 +1,8 @@
 """Admission: whether a request that waits may go on waiting. Pure.
 
-Refused is only who surely misses its promise, or surely makes somebody miss his who was there before, and only where
+Refused is only who surely misses its promise, or surely makes somebody miss his who was there before, or is one of
+the longest of more than can be done (Demand.fitting_s: a promise kept counts the same, so the long ones cost most),
+and only where
 serving it would cost others: where someone waits who can keep his promise, or so many come who can that it would
 stand in their way. On an idle cluster a hopeless request is served late.
 
@@ -46,6 +48,13 @@ def admit(ledger: Ledger, request: Request) -> None:
     if waited_s + surely_s(rest_s, outlook) > slo.ttft_s or surely_s(outlook.tpot_s, outlook) > slo.tpot_s:
         if not _refuse_late(ledger, request, f"first token predicted after {waited_s + rest_s:.3f} s", retry_s):
             queue.turn_late(request.request_id)
+    elif (
+        "shortest" in ledger.rules
+        and is_trusted(outlook)
+        and outlook.ttft_s > (longest_s := ledger.demand.fitting_s(fluid.rate, request.arrived_s + slo.ttft_s))
+    ):
+        message = f"more is asked for than can be done; prompts of up to {longest_s:.3f} s have a place"
+        turn_away(ledger, request, FailKind.OVERLOADED, message, retry_s)
     elif harmed and is_trusted(outlook):
         message = f"{harmed} was admitted before and would miss its promised first token"
         turn_away(ledger, request, FailKind.OVERLOADED, message, _clipped(outlook.ttft_s))

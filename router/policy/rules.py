@@ -16,6 +16,7 @@ RULES: Final[dict[str, str]] = {
     "fairness": "tenants share predicted GPU-seconds; off: no matter whose",
     "priority": "higher classes go first; off: all are one class",
     "refusal": "what surely misses its promise, while others wait, is refused at once; off: nothing is",
+    "shortest": "when more comes than can be done, the longest prompts are refused; off: whoever does not fit",
     "deadline-drop": "past its deadline it is dropped before prefill and at the hand-off; off: computed in vain",
     "transfer-price": "the part of the transfer that the prefill does not hide counts; off: transfers cost nothing",
     "prefix-value": "a cached prefix is worth the seconds that it saves; off: caches are not looked at",

@@ -73,10 +73,27 @@ def test_demand_is_work_per_second_and_fades_when_nobody_comes() -> None:
     for tenth in range(500):
         demand.arrived(0.2, tenth / 10)
     assert demand.rate(49.9) == pytest.approx(2.0)
-    assert demand.rate(500.0) < 0.1
+    assert demand.rate(500.0) < 0.2
 
 
 def test_a_single_request_is_no_demand() -> None:
     demand = Demand()
     demand.arrived(5.0, 0.0)
     assert demand.rate(0.0) == demand.rate(1.0) == 0.0
+
+
+def test_of_more_than_can_be_done_the_shortest_have_a_place() -> None:
+    demand = Demand()
+    for index in range(100):  # by turns 0.1 s and 0.9 s of work, ten a second: five seconds' worth in one
+        demand.arrived(0.1 if index % 2 else 0.9, index / 10)
+    assert demand.fitting_s(6.0, 9.9) == math.inf
+    assert demand.fitting_s(2.0, 9.9) == 0.9  # some of the long ones
+    assert demand.fitting_s(0.3, 9.9) == 0.1
+    assert demand.fitting_s(2.0, 60.0) == math.inf  # with so much time ahead all can be done
+
+
+def test_a_lone_request_has_a_place_whatever_its_length() -> None:
+    demand = Demand()
+    assert demand.fitting_s(1.0, 0.0) == math.inf
+    demand.arrived(50.0, 0.0)
+    assert demand.fitting_s(1.0, 0.5) == math.inf

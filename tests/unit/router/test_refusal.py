@@ -94,6 +94,18 @@ def test_nobody_is_refused_by_a_model_that_has_seen_nothing() -> None:
     assert refused(world) == []
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_of_far_too_much_the_longest_are_refused_and_more_promises_are_kept(seed: int) -> None:
+    rng = random.Random(seed)
+    prompts = [rng.randint(50, 500) for _ in range(400)]  # 2.75 times what one worker can do
+    arrivals = [(0.1 * index, short(f"{index}", prompt)) for index, prompt in enumerate(prompts)]
+    worlds = cluster(), cluster("shortest")
+    for world in worlds:
+        world.run(arrivals, 120.0)
+    kept, kept_without = (list(outcomes(world).values()).count("served") for world in worlds)
+    assert kept > kept_without
+
+
 def test_nobody_is_refused_when_the_rule_is_off() -> None:
     world = cluster("refusal")
     world.run([(0.001 * index, short(f"a{index}", 200)) for index in range(30)], 60.0)
