@@ -20,7 +20,7 @@ DEFAULT_SLO_TPOT_S: Final = 0.02
 POLICY_NAMES: Final = "goodput, least-ttft, round-robin, least-loaded, colocated, dynamo, lmetric, mooncake"
 RULE_NAMES: Final = (
     "path-choice, most-loaded, tandem, least-slack, ageing, fairness, priority, refusal, "
-    "deadline-drop, transfer-price, prefix-value"
+    "shortest, deadline-drop, transfer-price, prefix-value"
 )
 FORMAT_NAMES: Final = "Mooncake JSONL, Azure CSV, pdserve recording"
 
