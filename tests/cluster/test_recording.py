@@ -13,7 +13,7 @@ import pytest
 from pdserve import AsyncClient
 from pdserve.cli.main import main
 from pdserve.client.retry import Retries
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import Overloaded, PdserveError
 from router import replay
 from simulator.traces import FileTrace
 from tests.cluster.cluster import Cluster
@@ -21,35 +21,43 @@ from tests.cluster.suite import toy_prompt
 
 EVENTS = 10_000
 MAX_TOKENS = 60
+MOST_TOGETHER = 640
 
 
-async def one_client(client: AsyncClient, number: int, answered: dict[str, int]) -> None:
-    """Every fifth client leaves after a few tokens."""
+async def one_client(client: AsyncClient, number: int, answered: dict[str, int]) -> bool:
+    """Every fifth client leaves after a few tokens. Whether the request was refused."""
     request_id = f"r{number}"
     prompt = toy_prompt(20 + number * 37 % 300, salt=number)
     with contextlib.suppress(PdserveError):
-        async with client.stream(prompt, max_tokens=MAX_TOKENS, seed=number, request_id=request_id) as stream:
-            count = 0
-            async for piece in stream:
-                count += len(piece.token_ids)
-                if number % 5 == 0 and count > 3:
-                    return
-            answered[request_id] = count
+        try:
+            async with client.stream(prompt, max_tokens=MAX_TOKENS, seed=number, request_id=request_id) as stream:
+                count = 0
+                async for piece in stream:
+                    count += len(piece.token_ids)
+                    if number % 5 == 0 and count > 3:
+                        return False
+                answered[request_id] = count
+        except Overloaded:
+            return True
+    return False
 
 
 async def drive(cluster: Cluster, record: Path) -> dict[str, int]:
-    """Bursts of clients, and a worker that dies, until enough was recorded."""
+    """Bursts of clients, and a worker that dies, until enough was recorded; they grow until somebody is refused."""
     answered: dict[str, int] = {}
-    number = bursts = 0
+    number = bursts = refused = 0
+    size = 40
     async with AsyncClient(cluster.target, retries=Retries(limit=0)) as client:
-        while bursts < 4 or sum(1 for _ in record.open()) < EVENTS + 300:
-            tasks = [asyncio.create_task(one_client(client, number + index, answered)) for index in range(40)]
+        while bursts < 4 or sum(1 for _ in record.open()) < EVENTS + 300 or (not refused and size < MOST_TOGETHER):
+            tasks = [asyncio.create_task(one_client(client, number + index, answered)) for index in range(size)]
             number += len(tasks)
             bursts += 1
             if bursts in (2, 3):
                 await asyncio.sleep(0.05)
                 cluster.kill("d1" if bursts == 2 else "p0")
-            await asyncio.gather(*tasks)
+            refused += sum(await asyncio.gather(*tasks))
+            if not refused:
+                size = min(2 * size, MOST_TOGETHER)  # a fast machine serves a small burst before it is a queue
     return answered
 
 
