@@ -1,4 +1,4 @@
-"""What each block of a pool holds, for whoever moves or reads it: a name of its contents and a count of its lives. Pure.
+"""What each block of a pool holds, for whoever moves or reads it: a name of its contents, a count of its lives. Pure.
 
 The worker's engine thread writes; transfer threads read single entries, which the interpreter keeps whole. The names
 are the prefix cache's chain hashes cut to 64 bits, the last block's partial contents included: enough to find a
