@@ -36,7 +36,7 @@ from pdserve.core.blocks import BlockAllocator
 from pdserve.core.effects import Drawn
 from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.types import Role, Sampling, TokenOut
-from pdserve.engine.interface import Engine, Row, RowOut, kept
+from pdserve.engine.interface import Engine, OnLayer, Row, RowOut, kept
 from pdserve.engine.load import load_engine
 from pdserve.worker.calibrate import measure_cost
 
@@ -108,8 +108,8 @@ class Replay:
         self._engine = engine
         self._whole = [*prompt, *text]
 
-    def step(self, rows: Sequence[Row]) -> list[RowOut]:
-        self._engine.step(rows)
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
+        self._engine.step(rows, on_layer)
         outs = []
         for row in rows:
             first = row.start + len(row.tokens)

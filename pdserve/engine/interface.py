@@ -6,11 +6,14 @@ sequence, and the blocks that hold its KV. So preemption, migration and recovery
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from pdserve.core.types import Sampling, TokenOut
+
+# Told how many layers, from the first, have stored the KV of every token of the step that runs.
+OnLayer = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,7 @@ class EngineSpec:
     block_size: int  # tokens per KV block
     num_blocks: int
     block_bytes: int  # bytes of one block over all layers, keys and values
+    num_layers: int = 1  # equal runs of bytes in a block, filled in order; 1: a block cannot be divided
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,11 +119,15 @@ class Engine(Protocol):
     @property
     def pool(self) -> KvPool: ...
 
-    def step(self, rows: Sequence[Row]) -> list[RowOut]:
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
         """Computes all rows, prefill chunks and decode rows mixed, and writes their KV.
 
         Returns one entry per row. A drawn token depends on the row alone (its tokens, sampling, seed and position),
         never on the other rows, the slot, the blocks' numbers, the worker or the drafts.
+
+        `on_layer` is called on this thread with 1, 2, .. spec.num_layers, each once those layers' bytes of every block
+        that the rows write are what they will be after the step. It may be called late, never early, and is not
+        called again where a step fails. It must not raise.
         """
         ...
 

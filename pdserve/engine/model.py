@@ -19,6 +19,7 @@ from pdserve.engine import ops
 from pdserve.engine.batch import Batch
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.experts import apply_experts
+from pdserve.engine.interface import OnLayer
 from pdserve.engine.parameters import ExpertWeights, LayerWeights, MlpWeights, Weights
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rope import inverse_frequencies, rotation
@@ -37,8 +38,11 @@ class Decoder:
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
         self._gated = ops.GATED[config.activation]
 
-    def hidden(self, batch: Batch, pool: TorchPool) -> Tensor:
-        """Writes the KV of all tokens; returns the state before the last norm of those that are read, [U, E]."""
+    def hidden(self, batch: Batch, pool: TorchPool, on_layer: OnLayer | None = None) -> Tensor:
+        """Writes the KV of all tokens; returns the state before the last norm of those that are read, [U, E].
+
+        `on_layer` is told how many layers have issued their writes.
+        """
         pool.clear(batch.fresh_blocks)
         x_TE = F.embedding(batch.token_T, self._weights.embedding_VE).to(self._weights.dtype)
         if self._embedding_scale != 1.0:
@@ -51,7 +55,7 @@ class Decoder:
         for index, layer in enumerate(self._weights.layers):
             normed_TE = self._add_norm(x_TE, delta_TE, layer.attention_norm_E)
             cos_sin = rotations[self._rope_of_layer[index]]
-            attended_TN = self._attention(index, layer, normed_TE, cos_sin, batch, pool)
+            attended_TN = self._attention(index, layer, normed_TE, cos_sin, batch, pool, on_layer)
             if index == self._config.num_layers - 1 and batch.read_U is not None:
                 # Behind the last layer's attention tokens no longer meet: of a prompt only the last one goes on.
                 if not len(batch.read_U):
@@ -80,6 +84,7 @@ class Decoder:
         cos_sin: tuple[Tensor, Tensor],
         batch: Batch,
         pool: TorchPool,
+        on_layer: OnLayer | None,
     ) -> Tensor:
         """What every token gets from its sequence, [T, H * D], before the output product."""
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
@@ -89,6 +94,8 @@ class Decoder:
         if layer.q_norm_D is not None and layer.k_norm_D is not None:
             q_THD, k_TKD = self._norm(q_THD, layer.q_norm_D), self._norm(k_TKD, layer.k_norm_D)
         q_THD = batch.place(pool, index, q_THD, k_TKD, v_TKD, cos_sin)
+        if on_layer is not None:
+            on_layer(index + 1)
         return batch.attend(pool, index, q_THD, layer.window, scale, softcap)
 
     def _mlp(self, mlp: MlpWeights | ExpertWeights, x_TE: Tensor) -> Tensor:

@@ -125,6 +125,7 @@ def make_spec(
         block_size=config.block_size,
         num_blocks=num_blocks,
         block_bytes=block_bytes,
+        num_layers=1 if shape.is_int8 else shape.num_layers,  # int8: the scales of all layers lie behind them
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from pdserve.core.types import TokenOut
 from pdserve.engine.batch import pack
 from pdserve.engine.grammars import Grammars, RowMasks
-from pdserve.engine.interface import EngineSpec, Row, RowOut, kept
+from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
 from pdserve.engine.model import Decoder
 from pdserve.engine.paged import PagedAttention
 from pdserve.engine.pool import TorchPool
@@ -41,15 +41,17 @@ class TorchEngine:
         self._model = model
         self._windows = tuple(dict.fromkeys(windows))
         self._device = pool.tensor.device
+        # Elsewhere a store has only been queued when its call returns.
+        self._reports_layers = self._device.type == "cpu" and spec.num_layers > 1
         self._paged = paged
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[Row]) -> list[RowOut]:
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
         check_rows(self.spec, rows)
         if not rows:
             return []
         batch = pack(rows, self._windows, self.spec.block_size, self._device, self._paged)
-        x_UE = self._model.hidden(batch, self.pool)
+        x_UE = self._model.hidden(batch, self.pool, on_layer if self._reports_layers else None)
         num_draws = sum(row.num_draws for row in rows)
         outs = [RowOut()] * len(rows)
         if num_draws:
@@ -66,6 +68,8 @@ class TorchEngine:
                 scored = score(self._model.logits, x_UE[first:], row.targets, row.num_top, self.spec.vocab_size)
                 outs[index] = replace(outs[index], scored=scored)
                 first += len(row.targets)
+        if on_layer is not None and not self._reports_layers:
+            on_layer(self.spec.num_layers)
         return outs
 
     def close(self) -> None:

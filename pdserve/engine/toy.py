@@ -35,7 +35,7 @@ from operator import mul
 from typing import Final, final
 
 from pdserve.core.types import Role, Sampling, TokenOut
-from pdserve.engine.interface import EngineSpec, Row, RowOut, kept
+from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
 from pdserve.engine.rows import check_rows
 
 EOS: Final = 256
@@ -93,12 +93,14 @@ class ToyEngine:
         self._step_s = step_s
         self._num_answers = num_answers
 
-    def step(self, rows: Sequence[Row]) -> list[RowOut]:
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
         check_rows(self.spec, rows)
         if self._step_s > 0.0:
             time.sleep(self._step_s)
         for row in rows:
             self._write(row)
+        if on_layer is not None:
+            on_layer(self.spec.num_layers)
         return [self._out(row) for row in rows]
 
     def close(self) -> None:

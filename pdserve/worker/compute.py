@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from pdserve.core.errors import InternalError
-from pdserve.engine.interface import Engine, Row, RowOut
+from pdserve.engine.interface import Engine, OnLayer, Row, RowOut
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ class Isolation:
         self._probe = probe
         self._num_barren = 0  # steps in a row in which nothing succeeded and nothing could be probed
 
-    def step(self, rows: Sequence[Row]) -> list[RowOut | RowFailed]:
-        """One entry per row. Raises EngineBroken where even the probe fails."""
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut | RowFailed]:
+        """One entry per row. Raises EngineBroken where even the probe fails. `on_layer` hears of the first try only."""
         try:
-            outs = self._engine.step(rows)
+            outs = self._engine.step(rows) if on_layer is None else self._engine.step(rows, on_layer)
         except Exception:  # whatever an engine may raise: the rows are tried one by one below
             log.exception("a step failed; its rows are tried one by one", extra={"rows": len(rows)})
         else:

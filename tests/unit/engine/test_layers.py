@@ -1,0 +1,80 @@
+"""A step that tells how many layers are stored: never early, and the step is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.core.types import Sampling
+from pdserve.engine.interface import Engine, Row, RowOut
+from pdserve.engine.toy import ToyEngine
+
+Tiny = Callable[[str], Path]
+OpenEngine = Callable[..., Engine]
+DRAWN = Sampling(temperature=0.0, max_tokens=4, logprobs=3)
+PROMPT = [3 + (7 * i) % 300 for i in range(75)]  # a block of 16 is partly filled
+
+
+def rows(tokens: Sequence[int] = PROMPT) -> list[Row]:
+    """A chunk that ends its prompt, one that does not, and a decode row behind neither."""
+    return [
+        Row(tokens=tokens, start=0, blocks=[9, 2, 7, 4, 30], sample=DRAWN, history=tokens, prompt_len=len(tokens)),
+        Row(tokens=tokens[:32], start=0, blocks=[11, 12]),
+        Row(tokens=tokens[:1], start=0, blocks=[20], sample=DRAWN, history=tokens[:1], prompt_len=1),
+    ]
+
+
+def written(step: Sequence[Row]) -> list[int]:
+    return [block for row in step for block in row.blocks]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-moe"])
+def test_the_layers_that_are_told_hold_what_they_will_hold_after_the_step(
+    name: str, tiny: Tiny, open_engine: OpenEngine
+) -> None:
+    engine = open_engine(tiny(name))
+    spec = engine.spec
+    layer_bytes, rest = divmod(spec.block_bytes, spec.num_layers)
+    assert spec.num_layers > 1
+    assert rest == 0
+    told: list[int] = []
+    seen: dict[tuple[int, int], bytes] = {}
+
+    def on_layer(num_layers: int) -> None:
+        told.append(num_layers)
+        for block in written(step):
+            for layer in range(num_layers):
+                first = block * spec.block_bytes + layer * layer_bytes
+                seen.setdefault((block, layer), bytes(engine.pool.buffer[first : first + layer_bytes]))
+
+    step = rows()
+    engine.step(step, on_layer)
+    assert told == list(range(1, spec.num_layers + 1))
+    for (block, layer), contents in seen.items():
+        first = block * spec.block_bytes + layer * layer_bytes
+        assert contents == engine.pool.buffer[first : first + layer_bytes], (block, layer)
+        assert any(contents), "the layer was stored at all"
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_dtype": "int8"}, {"deterministic": True}])
+def test_who_listens_changes_no_bit(settings: dict[str, Any], tiny: Tiny, open_engine: OpenEngine) -> None:
+    silent, listened = open_engine(tiny("llama"), **settings), open_engine(tiny("llama"), **settings)
+    told: list[int] = []
+    assert silent.step(rows()) == listened.step(rows(), told.append)
+    for block in written(rows()):
+        first, end = block * silent.spec.block_bytes, (block + 1) * silent.spec.block_bytes
+        assert silent.pool.buffer[first:end] == listened.pool.buffer[first:end]
+    assert told[-1] == listened.spec.num_layers
+
+
+def test_a_block_that_cannot_be_divided_is_told_as_one(tiny: Tiny, open_engine: OpenEngine) -> None:
+    engine = open_engine(tiny("llama"), kv_dtype="int8")  # the scales of all layers lie behind all values
+    told: list[int] = []
+    engine.step(rows(), told.append)
+    assert (engine.spec.num_layers, told) == (1, [1])
+    toy, toy_told = ToyEngine(), []
+    out: list[RowOut] = toy.step([Row(tokens=[65, 66], start=0, blocks=[1])], toy_told.append)
+    assert (out, toy.spec.num_layers, toy_told) == ([RowOut()], 1, [1])
