@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, decode
-from kvtransfer.gate import SHM, TICKET_BYTES
+from kvtransfer.gate import TICKET_BYTES
+from kvtransfer.paths.shm import SHM
 from kvtransfer.ring import Ring
 
 # (frame, header and inline payload, the chunk's bytes wherever they lie) -> what to forward; None cuts

@@ -44,7 +44,7 @@ Action = Report | Announce | Retract
 _OWN_FAULTS = (Event.ABORTED, Event.INCOMPLETE)  # which a receiver that was never spoken to cannot know of
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Departure:
     grant: Grant
     tag: Tag
@@ -52,11 +52,12 @@ class Departure:
     deadline_at_s: float | None
     began_at_s: float | None = None
     pending: deque[Chunk] = field(default_factory=deque)
+    num_taken: int = 0  # blocks of chunks that were taken to be sent
     num_bytes: int = 0
     is_announced: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """A chunk whose source blocks are being read, until `written`."""
 
@@ -144,8 +145,8 @@ class Departures:
                 self._ready.append(tag)
             if departure.began_at_s is None:
                 departure.began_at_s = now_s
-            session = departure.session
-            return Job(departure, chunk, session.landed.count + chunk.count == session.size)
+            departure.num_taken += chunk.count
+            return Job(departure, chunk, departure.num_taken == departure.session.size)
         return None
 
     def written(self, job: Job, now_s: float) -> list[Action]:

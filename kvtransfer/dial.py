@@ -11,28 +11,30 @@ from typing import Final
 import grpc
 
 from kvtransfer import checksum
-from kvtransfer.gate import CHECKSUM_OF, CHECKSUMS, KIND_NAMES, SHM, TICKET_BYTES
+from kvtransfer.gate import CHECKSUM_OF, CHECKSUMS, TICKET_BYTES
 from kvtransfer.grants import fingerprint_to_proto
 from kvtransfer.host import host_id
+from kvtransfer.paths.path import SendPath
+from kvtransfer.paths.registry import TRANSPORTS, name_of
 from kvtransfer.plan import MAX_CHUNK_BYTES
-from kvtransfer.ring import Ring
 from kvtransfer.transport import Fingerprint
 from pdserve.core.errors import TransferFailed
+from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
 
 DIAL_S: Final = 5.0
-_ANY_HOST: Final = ("0.0.0.0", "::", "")
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender, as it introduces itself."""
+    """The sender, as it introduces itself, and what it sends from."""
 
     worker_id: str
     incarnation: str
     fingerprint: Fingerprint
     transports: tuple[int, ...]  # in order of preference
     checksums: tuple[checksum.Checksum, ...]
+    pool: KvPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +42,14 @@ class Line:
     """An authenticated data connection."""
 
     socket: socket.socket
-    ring: Ring | None
+    path: SendPath
+    transport: str
     checksum: checksum.Checksum
     chunk_bytes: int
 
     def close(self) -> None:
         self.socket.close()
-        if self.ring is not None:
-            self.ring.close()
+        self.path.close()
 
 
 def dial(caller: Caller, endpoint: str, incarnation: str) -> Line:
@@ -62,8 +64,7 @@ def dial(caller: Caller, endpoint: str, incarnation: str) -> Line:
         try:
             return _connect(caller, answer, endpoint, ends_s)
         except OSError as error:
-            name = KIND_NAMES.get(answer.transport, str(answer.transport))
-            said.append(f"{name} to {endpoint}: {error}")
+            said.append(f"{name_of(answer.transport)} to {endpoint}: {error}")
             transports = tuple(kind for kind in transports if kind != answer.transport)
     raise TransferFailed("; ".join(said))
 
@@ -99,31 +100,11 @@ def _connect(caller: Caller, answer: transfer_pb2.OpenResponse, endpoint: str, e
         raise OSError("it chose a transport or a checksum that was not offered")
     if not block_bytes <= answer.chunk_bytes <= MAX_CHUNK_BYTES or len(answer.ticket) != TICKET_BYTES:
         raise OSError(f"it answered with chunks of {answer.chunk_bytes} bytes, or a malformed ticket")
-    left_s = max(0.1, ends_s - time.monotonic())
-    if answer.transport == SHM:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        target: str | tuple[str, int] = "\0" + answer.address
-    else:
-        host, port = _host_and_port(answer.address, endpoint)
-        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        target = (host, port)
-    ring: Ring | None = None
+    transport = TRANSPORTS[answer.transport]
+    sock = transport.dial(answer.address, endpoint, max(0.1, ends_s - time.monotonic()))
     try:
-        sock.settimeout(left_s)
-        sock.connect(target)
         sock.sendall(answer.ticket)
-        if answer.transport == SHM:
-            ring = Ring.accept(sock)
-        return Line(sock, ring, kind, answer.chunk_bytes)
+        return Line(sock, transport.sender(sock, caller.pool), transport.name, kind, answer.chunk_bytes)
     except BaseException:
         sock.close()
         raise
-
-
-def _host_and_port(address: str, endpoint: str) -> tuple[str, int]:
-    """A receiver that listens on every address is reached at the host of its gRPC endpoint."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if host in _ANY_HOST:
-        host = endpoint.rpartition(":")[0].strip("[]")
-    return host, int(port)

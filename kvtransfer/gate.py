@@ -14,6 +14,7 @@ from typing import Final
 
 from kvtransfer.checksum import Checksum
 from kvtransfer.grants import compare, fingerprint_from_proto
+from kvtransfer.paths.registry import TRANSPORTS, names_of
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Fingerprint
 from pdserve.core.errors import ConfigError, Overloaded
@@ -23,14 +24,11 @@ TICKET_BYTES: Final = 16
 TICKET_LIFE_S: Final = 10.0
 MAX_TICKETS: Final = 256
 MAX_NAME_CHARS: Final = 256
-SHM: Final = transfer_pb2.TRANSPORT_KIND_SHM
-TCP: Final = transfer_pb2.TRANSPORT_KIND_TCP
 CHECKSUMS: Final = {
     Checksum.XXH3_64: transfer_pb2.CHECKSUM_KIND_XXH3_64,
     Checksum.BLAKE2B_64: transfer_pb2.CHECKSUM_KIND_BLAKE2B_64,
 }
 CHECKSUM_OF: Final = {number: kind for kind, number in CHECKSUMS.items()}
-KIND_NAMES: Final[dict[int, str]] = {SHM: "shm", TCP: "tcp"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +105,12 @@ class Gate:
     def _transport(self, request: transfer_pb2.OpenRequest) -> int:
         is_same_host = bool(self._host_id) and request.host_id == self._host_id
         for kind in request.transports:
-            if kind in self._addresses and (kind != SHM or is_same_host):
+            if kind in self._addresses and (is_same_host or not TRANSPORTS[kind].is_same_host):
                 return int(kind)
-        offered = ", ".join(KIND_NAMES.get(kind, str(int(kind))) for kind in request.transports) or "none"
-        mine = ", ".join(KIND_NAMES[kind] for kind in self._addresses)
-        where = "" if is_same_host else " (another host, so not shm)"
-        raise ConfigError("transports", offered + where, mine)
+        offered = names_of(request.transports) or "none"
+        local = [kind for kind in self._addresses if TRANSPORTS[kind].is_same_host]
+        where = "" if is_same_host or not local else f" (another host, so not {names_of(local)})"
+        raise ConfigError("transports", offered + where, names_of(list(self._addresses)))
 
     def _issue(self, peer: Peer) -> bytes:
         now_s = self._clock()

@@ -1,6 +1,6 @@
 """One pair's connection on the prefill side, served by one thread: dials, sends chunks, hears how transfers ended.
 
-The thread owns the book, the socket and the ring; other threads only queue commands. It ends with its connection,
+The thread owns the book, the socket and the path; other threads only queue commands. It ends with its connection,
 and every transfer of it ends then too: a new connection is a new Outbound.
 """
 
@@ -9,45 +9,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from kvtransfer.channel import Channel, Gone, Waker
 from kvtransfer.checksum import hasher
+from kvtransfer.commands import Abort, OnSent, Push, Start
 from kvtransfer.departures import Action, Announce, Departures, Job, Report
 from kvtransfer.dial import Caller, Line, dial
 from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, decode, decode_text, encode_text
-from kvtransfer.memory import advance, copy, views_of
+from kvtransfer.paths.path import SendPath
 from kvtransfer.plan import blocks_per_chunk
-from kvtransfer.ring import Ring
 from kvtransfer.stats import TransferStats
-from kvtransfer.transport import Grant, Sent, TransferKey
+from kvtransfer.transport import TransferKey
+from kvtransfer.writer import Progress, Writer
 from pdserve.core.errors import TransferFailed
 
 log = logging.getLogger(__name__)
-
-OnSent = Callable[[Sent], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    grant: Grant
-    on_end: OnSent
-    deadline_at_s: float | None
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Push:
-    key: TransferKey
-    blocks: tuple[tuple[int, int], ...]
-    is_last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    key: TransferKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +37,9 @@ class Dialled:
 Command = Start | Push | Abort | Dialled
 
 
-class Progress(Enum):
-    IDLE = "idle"  # nothing to write, or no free slot: wait to be told
-    BLOCKED = "blocked"  # the socket is full
-    BUSY = "busy"  # there may be more to write at once
-
-
 class Outbound(threading.Thread):
+    """The thread, and the link of its path."""
+
     def __init__(
         self,
         caller: Caller,
@@ -75,24 +49,24 @@ class Outbound(threading.Thread):
         clock: Callable[[], float],
     ) -> None:
         super().__init__(name=f"kv-outbound-{endpoint}", daemon=True)
-        self._caller, self._memory, self._endpoint, self._incarnation = caller, memory, endpoint, incarnation
-        self._block_bytes = caller.fingerprint.block_bytes
+        self.pool, self.memory = caller.pool, memory
+        self.block_bytes = caller.fingerprint.block_bytes
+        self.writer = Writer()
+        self._caller, self._endpoint, self._incarnation = caller, endpoint, incarnation
         self._clock = clock
         self.stats = TransferStats()  # written by this thread only
-        self._book = Departures(self._block_bytes, self.stats)
+        self._book = Departures(self.block_bytes, self.stats)
         self._owners: dict[TransferKey, OnSent] = {}
         self._commands: deque[Command] = deque()
         self._lock = threading.Lock()  # guards the commands and is_over
         self._is_over = False
         self._is_stopping = False
         self._waker = Waker()
+        self.wake = self._waker.set
         self._channel: Channel | None = None
         self._line: Line | None = None
         self._is_dialling = False
-        self._control: deque[bytes] = deque()
-        self._current: list[memoryview] = []  # the frame that is being written
-        self._job: Job | None = None  # whose source blocks `_current` reads
-        self._free_slots: deque[int] = deque()
+        self._jobs: list[Job] = []  # whose source blocks the path reads
         self._inbox = bytearray()
         self._scratch = memoryview(bytearray(4096))
         self._limit_blocks = 1
@@ -125,6 +99,21 @@ class Outbound(threading.Thread):
             if not self._is_over:
                 self._waker.set()
 
+    # What the path asks.
+
+    def digest(self, views: Iterable[memoryview]) -> bytes:
+        return self._digest(views)
+
+    def head(self, job: Job, checksum: bytes, *, slot: int = 0, length: int = 0) -> bytes:
+        chunk, tag = job.chunk, job.departure.tag
+        return Frame(Kind.CHUNK, tag, chunk.first, chunk.count, slot, length, checksum, job.is_last).encode()
+
+    def finished(self, job: Job) -> None:
+        self._jobs.remove(job)
+        self._act(self._book.written(job, self._clock()))
+
+    # Inside.
+
     def run(self) -> None:
         error = "the connection's thread died"
         try:
@@ -150,11 +139,11 @@ class Outbound(threading.Thread):
                     command.line.close()
             else:
                 self._apply(command)
-        self._current.clear()
-        self._job = None
-        self._act(self._book.cut(error, self._clock()))
+        self.writer.clear()
+        self._jobs.clear()
         if self._line is not None:
-            self._line.close()
+            self._line.close()  # before the owners hear: nothing reads their blocks from here on
+        self._act(self._book.cut(error, self._clock()))
         self._waker.close()
 
     def _serve(self) -> None:
@@ -163,14 +152,13 @@ class Outbound(threading.Thread):
             if self._is_stopping:
                 raise Gone("the sender is closed")
             self._act(self._book.expire(self._clock()))
-            self._let_go()
-            if self._channel is None:
+            if self._channel is None or self._line is None:
                 if self._book.needs_link and not self._is_dialling:
                     self._is_dialling = True
                     threading.Thread(target=self._dial, name=f"kv-dial-{self._endpoint}", daemon=True).start()
                 self._waker.wait(self._timeout_s())
                 continue
-            progress = self._write(self._channel)
+            progress = self._write(self._channel, self._line.path)
             timeout_s = 0.0 if progress is Progress.BUSY else self._timeout_s()
             self._channel.wait(timeout_s, is_writing=progress is Progress.BLOCKED)
             if self._channel.is_readable:
@@ -213,10 +201,10 @@ class Outbound(threading.Thread):
         self._line = line
         self._channel = Channel(line.socket, self._waker)
         self._digest = hasher(line.checksum)
-        size = line.chunk_bytes if line.ring is None else min(line.chunk_bytes, line.ring.slot_bytes)
-        self._limit_blocks = blocks_per_chunk(self._block_bytes, size)
-        self._free_slots.extend(range(0 if line.ring is None else line.ring.slots))
-        log.info("kv connection up", extra={"endpoint": self._endpoint, "is_shm": line.ring is not None})
+        line.path.attach(self)
+        size = line.chunk_bytes if line.path.chunk_bytes is None else min(line.chunk_bytes, line.path.chunk_bytes)
+        self._limit_blocks = blocks_per_chunk(self.block_bytes, size)
+        log.info("kv connection up", extra={"endpoint": self._endpoint, "transport": line.transport})
         self._act(self._book.linked())
 
     def _act(self, actions: Sequence[Action]) -> None:
@@ -228,66 +216,20 @@ class Outbound(threading.Thread):
                 except Exception:  # the owner's fault must not end the other owners' transfers
                     log.exception("on_end of a transfer raised", extra={"transfer_id": action.sent.key.transfer_id})
             elif isinstance(action, Announce):
-                self._control.append(Frame(Kind.ANNOUNCE, action.tag).encode())
+                self.writer.say(Frame(Kind.ANNOUNCE, action.tag).encode())
             else:
-                self._control.append(encode_text(Kind.RETRACT, action.tag, action.error))
+                self.writer.say(encode_text(Kind.RETRACT, action.tag, action.error))
 
-    def _let_go(self) -> None:
-        """A transfer that failed while its chunk was being written: the rest goes out from a copy.
-
-        The frame must be completed for the next one to be understood, but the owner is waiting for its blocks.
-        """
-        if self._job is not None and not self._job.departure.session.is_open:
-            self._current = [memoryview(b"".join(self._current))]
-            self._finish_job(self._job)
-
-    def _finish_job(self, job: Job) -> None:
-        self._job = None
-        self._act(self._book.written(job, self._clock()))
-
-    def _write(self, channel: Channel) -> Progress:
+    def _write(self, channel: Channel, path: SendPath) -> Progress:
         """Moves on by at most one chunk."""
-        if not self._current and not self._next_frame():
-            return Progress.IDLE
-        sent = channel.send(self._current)
-        if sent == 0:
-            return Progress.BLOCKED
-        advance(self._current, sent)
-        if not self._current and self._job is not None:
-            self._finish_job(self._job)
-        return Progress.BUSY
-
-    def _next_frame(self) -> bool:
-        ring = self._line.ring if self._line is not None else None
-        if ring is not None:
-            self._fill_slot(ring)
-        if self._control:
-            self._current = [memoryview(b"".join(self._control))]
-            self._control.clear()
-            return True
-        job = self._book.take(self._limit_blocks, self._clock()) if ring is None else None
-        if job is None:
-            return False
-        views = views_of(self._memory, job.chunk.sources, self._block_bytes)
-        frame = self._chunk_frame(job, self._digest(views), length=job.chunk.count * self._block_bytes)
-        self._current, self._job = [memoryview(frame), *views], job
-        return True
-
-    def _fill_slot(self, ring: Ring) -> None:
-        job = self._book.take(self._limit_blocks, self._clock()) if self._free_slots else None
-        if job is None:
-            return
-        slot = self._free_slots.popleft()
-        views = views_of(self._memory, job.chunk.sources, self._block_bytes)
-        digest = self._digest(views)  # of the source, so that it covers the copy too
-        copy([ring.slot(slot, job.chunk.count * self._block_bytes)], views)
-        self._control.append(self._chunk_frame(job, digest, slot=slot))
-        self._finish_job(job)
-
-    def _chunk_frame(self, job: Job, digest: bytes, *, slot: int = 0, length: int = 0) -> bytes:
-        chunk, tag = job.chunk, job.departure.tag
-        frame = Frame(Kind.CHUNK, tag, chunk.first, chunk.count, slot, length, digest, job.is_last)
-        return frame.encode()
+        path.poll()
+        for forsaken in [one for one in self._jobs if not one.departure.session.is_open]:
+            path.forsake(forsaken)  # its owner is waiting for its blocks
+        job = self._book.take(self._limit_blocks, self._clock()) if path.is_free else None
+        if job is not None:
+            self._jobs.append(job)
+            path.post(job)
+        return self.writer.advance(channel)
 
     def _read(self, channel: Channel) -> None:
         received = channel.receive([self._scratch])
@@ -307,9 +249,7 @@ class Outbound(threading.Thread):
             self._act(self._book.done(frame.tag, now_s))
         elif frame.kind is Kind.REFUSE:
             self._act(self._book.refused(frame.tag, text, now_s))
-        elif frame.kind is Kind.CREDIT and self._line is not None and self._line.ring is not None:
-            if frame.slot >= self._line.ring.slots or frame.slot in self._free_slots:
-                raise BadFrame(f"credit for slot {frame.slot}, which is not in use")
-            self._free_slots.append(frame.slot)
+        elif frame.kind is Kind.CREDIT and self._line is not None:
+            self._line.path.hear(frame)
         else:
             raise BadFrame(f"a {frame.kind.name} frame from a receiver")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import secrets
 import selectors
 import socket
 import threading
@@ -20,11 +19,12 @@ from typing import Final
 from kvtransfer import checksum
 from kvtransfer.channel import Waker
 from kvtransfer.frames import Frame, Kind, Tag, encode_text
-from kvtransfer.gate import SHM, Gate, Peer
+from kvtransfer.gate import Gate, Peer
 from kvtransfer.host import host_id
 from kvtransfer.inbound import Inbound
 from kvtransfer.landings import Action, Answer, Claim, Landings
 from kvtransfer.memory import flat
+from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.service import TransferServicer
 from kvtransfer.stats import TransferStats
@@ -59,7 +59,7 @@ class StreamReceiver:
     ) -> None:
         if pool.block_bytes != fingerprint.block_bytes:
             raise ConfigError("fingerprint.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
-        self.memory, self.block_bytes, self.num_blocks = flat(pool.buffer), pool.block_bytes, pool.num_blocks
+        self.pool, self.memory, self.block_bytes = pool, flat(pool.buffer), pool.block_bytes
         self.chunk_bytes = max(chunk_bytes, pool.block_bytes)
         self._clock = clock
         self._book = Landings()
@@ -75,7 +75,7 @@ class StreamReceiver:
             fingerprint,
             incarnation,
             host_id(),
-            {kind: _address(kind, door) for kind, door in self._doors.items()},
+            {kind: TRANSPORTS[kind].address(door) for kind, door in self._doors.items()},
             checksums or checksum.available(),
             self.chunk_bytes,
             self._book.stats,
@@ -112,8 +112,8 @@ class StreamReceiver:
 
     def expect(self, grant: Grant, on_end: OnReceived, deadline_s: float | None = None) -> None:
         blocks = grant.blocks
-        if blocks and not (min(blocks) >= 0 and max(blocks) < self.num_blocks):
-            raise InvalidRequest("grant.blocks", f"{min(blocks)}..{max(blocks)}", f"0..{self.num_blocks - 1}")
+        if blocks and not (min(blocks) >= 0 and max(blocks) < self.pool.num_blocks):
+            raise InvalidRequest("grant.blocks", f"{min(blocks)}..{max(blocks)}", f"0..{self.pool.num_blocks - 1}")
         if len(set(blocks)) != len(blocks):
             raise InvalidRequest("grant.blocks", "a block twice", "each block once")
         now_s = self._clock()
@@ -267,7 +267,7 @@ class StreamReceiver:
                 if self._is_closed or len(self._connections) >= MAX_CONNECTIONS:
                     raise OSError(f"{MAX_CONNECTIONS} connections are open already")
                 self._number += 1
-                inbound = Inbound(self, sock, self._number, kind)
+                inbound = Inbound(self, sock, self._number, TRANSPORTS[kind])
                 self._connections[inbound.number] = inbound.begun()
         except (OSError, RuntimeError) as error:  # the peer has left again, or descriptors or threads are used up
             log.warning("kv connection not taken", extra={"error": str(error)})
@@ -286,21 +286,7 @@ def _encode(answer: Answer) -> bytes:
 
 
 def _listen(kind: int, host: str) -> socket.socket:
-    if kind == SHM:
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        door.bind("\0pdserve-kv-" + secrets.token_hex(16))
-    else:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        door = socket.socket(family, socket.SOCK_STREAM)
-        door.bind((host, 0))
+    door = TRANSPORTS[kind].listen(host)
     door.listen(64)
     door.setblocking(False)
     return door
-
-
-def _address(kind: int, door: socket.socket) -> str:
-    name = door.getsockname()
-    if kind == SHM:
-        return bytes(name)[1:].decode()
-    host, port = name[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvtransfer import checksum
+from kvtransfer.commands import Abort, OnSent, Push, Start
 from kvtransfer.dial import Caller
 from kvtransfer.grants import compare
 from kvtransfer.memory import flat
-from kvtransfer.outbound import Abort, OnSent, Outbound, Push, Start
+from kvtransfer.outbound import Outbound
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Fingerprint, Grant, Sent, TransferKey
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
@@ -40,7 +41,7 @@ class StreamSender:
             raise ConfigError("fingerprint.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
         self._memory, self._num_blocks = flat(pool.buffer).toreadonly(), pool.num_blocks
         self.caller = Caller(
-            worker_id, incarnation, fingerprint, tuple(transports), tuple(checksums or checksum.available())
+            worker_id, incarnation, fingerprint, tuple(transports), tuple(checksums or checksum.available()), pool
         )
         self._clock = clock
         self._lock = threading.Lock()  # guards all below

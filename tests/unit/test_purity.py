@@ -58,7 +58,17 @@ PURE = [
     "simulator.trace_rows",
     *(
         f"kvtransfer.{name}"
-        for name in ("departures", "frames", "landings", "memory", "plan", "session", "stats", "transport")
+        for name in (
+            "commands",
+            "departures",
+            "frames",
+            "landings",
+            "memory",
+            "plan",
+            "session",
+            "stats",
+            "transport",
+        )
     ),
 ]
 

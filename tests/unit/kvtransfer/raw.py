@@ -9,6 +9,8 @@ from benchmarks.transfer_proxy import read_exactly
 from kvtransfer.checksum import hasher
 from kvtransfer.dial import Line, dial
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, decode, tag_of
+from kvtransfer.paths.shm import ShmSend
+from kvtransfer.ring import Ring
 from kvtransfer.transport import Grant, ReceiveOutcome
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Heard, Pair
 
@@ -22,6 +24,7 @@ class RawSender:
         caller = replace(pair.sender.caller, worker_id=name)
         self.line: Line = dial(caller, pair.host.endpoint, "d0-1")
         self.line.socket.settimeout(WAIT_S)
+        self.ring: Ring | None = self.line.path.ring if isinstance(self.line.path, ShmSend) else None
         self._digest = hasher(self.line.checksum)
 
     def send(self, data: bytes) -> None:
@@ -32,11 +35,11 @@ class RawSender:
 
     def chunk(self, tag: Tag, first: int, payload: bytes, slot: int = 0, is_last: bool = False) -> None:
         count, checksum = len(payload) // BLOCK_BYTES, self._digest([memoryview(payload)])
-        if self.line.ring is None:
+        if self.ring is None:
             frame = Frame(Kind.CHUNK, tag, first, count, 0, len(payload), checksum, is_last)
             self.send(frame.encode() + payload)
         else:
-            self.line.ring.slot(slot, len(payload))[:] = payload
+            self.ring.slot(slot, len(payload))[:] = payload
             self.send(Frame(Kind.CHUNK, tag, first, count, slot, 0, checksum, is_last).encode())
 
     def hear(self) -> Frame:

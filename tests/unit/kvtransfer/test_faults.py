@@ -160,7 +160,7 @@ def test_an_aborting_sender_lets_go_of_its_blocks_in_the_middle_of_a_frame(make_
     received, sent = pair.begin(grant)
     pair.sender.push(grant.key, [(0, 0), (1, 1)], True)
     [outbound] = pair.sender._pairs.values()
-    wait_for(lambda: outbound._job is not None, "the frame that no socket buffer can hold")
+    wait_for(lambda: outbound.writer.is_streaming, "the frame that no socket buffer can hold")
     pair.sender.abort(grant.key)
     assert sent.wait().error == "aborted by the sender"
     pair.source.fill(range(1), STAMP)

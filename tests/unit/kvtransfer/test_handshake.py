@@ -13,10 +13,12 @@ import grpc
 import pytest
 
 from kvtransfer.checksum import Checksum
-from kvtransfer.dial import Line, _host_and_port
-from kvtransfer.gate import MAX_TICKETS, SHM
+from kvtransfer.dial import Line
+from kvtransfer.gate import MAX_TICKETS
 from kvtransfer.host import host_id
 from kvtransfer.inbound import AUTHENTICATION_S
+from kvtransfer.paths.shm import SHM
+from kvtransfer.paths.tcp import TcpSend, host_and_port
 from kvtransfer.transport import ReceiveOutcome
 from pdserve.core.errors import Unavailable
 from pdserve.v1 import transfer_pb2
@@ -42,7 +44,8 @@ def test_without_its_ticket_a_connection_is_closed(pair: Pair, first_bytes: byte
     answer = pair.host.open(pair.sender)
     with connect(pair, answer) as sock:
         sock.sendall(first_bytes)
-        assert RawSender.is_cut(type("S", (), {"line": Line(sock, None, Checksum.XXH3_64, 1)})())  # type: ignore[arg-type]
+        line = Line(sock, TcpSend(), "tcp", Checksum.XXH3_64, 1)
+        assert RawSender.is_cut(type("S", (), {"line": line})())  # type: ignore[arg-type]
     wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
     assert_still_serves(pair)
 
@@ -82,7 +85,7 @@ def test_running_out_of_descriptors_costs_connections_and_not_the_receiver(pair:
         with contextlib.suppress(OSError):
             while True:
                 taken.append(os.dup(sock.fileno()))
-        sock.connect("\0" + answer.address if answer.transport == SHM else _host_and_port(answer.address, ""))
+        sock.connect("\0" + answer.address if answer.transport == SHM else host_and_port(answer.address, ""))
         wait_for(lambda: pair.receiver.stats.refused_connections >= 1, "the refusal")
         assert pair.receiver.is_healthy
     finally:
@@ -197,4 +200,4 @@ def test_two_ends_without_xxhash_agree_on_blake2b(
 def test_a_receiver_on_every_address_is_reached_where_its_grpc_server_is(
     address: str, endpoint: str, target: tuple[str, int]
 ) -> None:
-    assert _host_and_port(address, endpoint) == target
+    assert host_and_port(address, endpoint) == target

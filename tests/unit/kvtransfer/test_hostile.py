@@ -165,10 +165,10 @@ def test_fuzzed_frames_never_crash_the_receiver_or_verify_anything(pair: Pair, s
     grant, tag, received = expected(pair, (1, 2, 3))
     raw = RawSender(pair)
     raw.announce(tag)
-    chunk = Frame(Kind.CHUNK, tag, 0, 1, 0, 0 if raw.line.ring else BLOCK_BYTES, b"c" * 8).encode()
+    chunk = Frame(Kind.CHUNK, tag, 0, 1, 0, 0 if raw.ring else BLOCK_BYTES, b"c" * 8).encode()
     try:
         for _ in range(rng.randint(1, 5)):
-            message = rng.choice([chunk + bytes(0 if raw.line.ring else BLOCK_BYTES), raw_word(rng, tag)])
+            message = rng.choice([chunk + bytes(0 if raw.ring else BLOCK_BYTES), raw_word(rng, tag)])
             raw.send(mutate(message, rng))
     except ConnectionError:
         pass

@@ -1,0 +1,30 @@
+"""What other threads ask of a sender's connection. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtransfer.transport import Grant, Sent, TransferKey
+
+OnSent = Callable[[Sent], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    grant: Grant
+    on_end: OnSent
+    deadline_at_s: float | None
+    error: str = ""  # it has failed already
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    key: TransferKey
+    blocks: tuple[tuple[int, int], ...]
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    key: TransferKey

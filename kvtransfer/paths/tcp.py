@@ -1,0 +1,153 @@
+"""tcp: a chunk's bytes follow its frame, from the source blocks into the socket, from there into the granted ones."""
+
+from __future__ import annotations
+
+import socket
+from typing import Final, final
+
+from kvtransfer.departures import Job
+from kvtransfer.frames import BadFrame, Frame
+from kvtransfer.landings import Claim
+from kvtransfer.memory import advance, views_of
+from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
+from pdserve.engine.interface import KvPool
+from pdserve.v1 import transfer_pb2
+
+TCP: Final = transfer_pb2.TRANSPORT_KIND_TCP
+
+_ANY_HOST: Final = ("0.0.0.0", "::", "")
+_SCRATCH_BYTES: Final = 64 * 1024
+
+
+@final
+class TcpSend:
+    """One chunk at a time; its source blocks are read until the socket has taken them."""
+
+    chunk_bytes = None
+
+    def attach(self, link: SendLink) -> None:
+        self._link = link
+
+    @property
+    def is_free(self) -> bool:
+        return self._link.writer.is_idle
+
+    def post(self, job: Job) -> None:
+        link = self._link
+        views = views_of(link.memory, job.chunk.sources, link.block_bytes)
+        head = link.head(job, link.digest(views), length=job.chunk.count * link.block_bytes)
+        link.writer.stream([memoryview(head), *views], lambda: link.finished(job))
+
+    def forsake(self, job: Job) -> None:
+        """The frame must be completed for the next one to be understood, so the rest goes out from a copy."""
+        self._link.writer.detach()
+
+    def hear(self, frame: Frame) -> None:
+        raise BadFrame("credit, which tcp has no use for")
+
+    def poll(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class TcpReceive:
+    """Reads straight into the granted blocks, and asks the book before each read."""
+
+    def __init__(self, link: ReceiveLink) -> None:
+        self._link = link
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+
+    def check(self, frame: Frame) -> None:
+        size = frame.count * self._link.block_bytes
+        if frame.length != size:
+            raise BadFrame(f"a chunk of {frame.count} blocks with {frame.length} bytes, expected {size}")
+
+    def land(self, frame: Frame, claim: Claim | None) -> None:
+        if claim is None:
+            self._discard(frame.length)
+            return
+        link = self._link
+        views = views_of(link.memory, claim.blocks, link.block_bytes)
+        rest, left = list(views), frame.length
+        while left:
+            if not link.enter(claim):
+                self._discard(left)
+                return
+            try:
+                received = link.channel.receive(rest)
+            finally:
+                link.leave(claim)
+            if received == 0:
+                link.channel.wait()
+            left -= received
+            advance(rest, received)
+        link.settle(claim, frame, link.digest(views))
+
+    def _discard(self, left: int) -> None:
+        while left:
+            received = self._link.channel.receive([self._scratch[:left]])
+            if received == 0:
+                self._link.channel.wait()
+            left -= received
+
+    def poll(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class Tcp:
+    kind: int = TCP
+    name = "tcp"
+    is_same_host = False
+    proves_quiescence = True  # the receiver's own thread is the only writer
+
+    def why_not(self) -> str:
+        return ""
+
+    def listen(self, host: str) -> socket.socket:
+        door = socket.socket(_family(host), socket.SOCK_STREAM)
+        door.bind((host, 0))
+        return door
+
+    def address(self, door: socket.socket) -> str:
+        host, port = door.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def dial(self, address: str, endpoint: str, timeout_s: float) -> socket.socket:
+        target = host_and_port(address, endpoint)
+        sock = socket.socket(_family(target[0]), socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(target)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def admits(self, sock: socket.socket) -> bool:
+        return True
+
+    def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
+        return TcpSend()
+
+    def receiver(self, link: ReceiveLink) -> ReceivePath:
+        return TcpReceive(link)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def host_and_port(address: str, endpoint: str) -> tuple[str, int]:
+    """A receiver that listens on every address is reached at the host of its gRPC endpoint."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if host in _ANY_HOST:
+        host = endpoint.rpartition(":")[0].strip("[]")
+    return host, int(port)
