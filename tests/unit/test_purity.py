@@ -96,6 +96,7 @@ LIGHT = {
     "pdserve.client": ("torch", "ray", "redis", "opentelemetry", "numpy"),
     "router.server": ("torch", "ray"),
     "pdserve.engine.toy": ("torch", "numpy"),
+    "pdserve.engine.opening": ("triton", "cupy"),
 }
 
 

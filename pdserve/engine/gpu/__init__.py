@@ -1,0 +1,20 @@
+"""What runs on a CUDA device: kernels in Triton, and how a step is laid out for CUDA graphs.
+
+The CPU path imports none of it.
+
+Kernels, by module. All write into given tensors or return new ones, none waits for the device, and each fits a CUDA
+graph: its grid depends on shapes alone.
+
+    norms.rms_norm(x_TE, weight_E, eps) -> out_TE
+    norms.add_rms_norm(x_TE, delta_TE, weight_E, eps) -> out_TE         x_TE += delta_TE
+    gated.silu_mul(gate_up) -> out_TF                                   also gelu_mul
+    place.place(pool, layer, qkv_TND, slot_T, position_T, table_PD)     rope, qk-norm, KV into the pool
+    attention.attend(pool, layer, q_THD, rows, plan) -> out_TN          split-KV over the paged pool, drafts too
+    sampling.Sampler(...).draw(logits_BV, draws)                        Gumbel noise, top_k, top_p, min_p, logprob
+    extents.gather / extents.scatter                                    pool blocks to and from one staging buffer
+
+Modules that decide and import no torch: splits, checksum, buckets.
+
+Without a CUDA device every kernel runs in Triton's interpreter (TRITON_INTERPRET=1 before triton is imported), and
+compiles for sm_90: tests/unit/engine/gpu does both.
+"""

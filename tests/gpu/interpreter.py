@@ -1,0 +1,35 @@
+"""Picks where kernels run: a CUDA device, or else Triton's interpreter. Call before importing pdserve.engine.gpu."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+import torch
+
+#: Everything that is decorated with triton.jit: whether it is interpreted is settled when it is imported.
+KERNELS = ("casts", "norms", "gated")
+
+
+def prepare() -> torch.device:
+    """The device for tensors. The environment is left as it was: other tests and their children see nothing of it."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    names = [name for name in sys.modules if name == "triton" or name.startswith("triton.")]
+    if any(name.startswith("pdserve.engine.gpu.") and name.rpartition(".")[2] in KERNELS for name in sys.modules):
+        raise RuntimeError("kernels were imported before the interpreter was chosen")
+    for name in names:  # triton's own functions have to be interpreted as well
+        del sys.modules[name]
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import_module("triton.experimental.gluon")  # triton imports it late, and it must find itself interpreted
+        for name in KERNELS:
+            import_module(f"pdserve.engine.gpu.{name}")
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+    return torch.device("cpu")
