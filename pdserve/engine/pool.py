@@ -20,6 +20,7 @@ from torch import Tensor
 from pdserve.core.errors import InternalError
 
 _INT8_MAX: Final = 127  # symmetric: -128 is not used
+_LEAST: Final = 2.0**-120  # below it a row becomes zero: 127 / largest must be finite
 _SCALE_BYTES: Final = 4  # float32
 _ALIGNMENT: Final = 64  # of int8 blocks, so that their scales can be read as float32 and lines are not shared
 
@@ -133,12 +134,13 @@ def quantise(x_TKD: Tensor) -> tuple[Tensor, Tensor]:
     """int8 values and their float32 scales, [T, K]: x is about values * scale, off by half a scale at most.
 
     A NaN or an infinity makes the scale NaN or infinite, so that a broken row shows as one instead of as numbers.
+    Each operation is one that rounds alike everywhere: kernels.place and kvtransfer.convert store the same bits.
     """
     x_TKD = x_TKD.float()
-    scale_TK = x_TKD.abs().amax(-1) / _INT8_MAX
-    inverse_TK = torch.where(scale_TK > 0, 1 / scale_TK, 0)
-    rounded_TKD = (x_TKD * inverse_TK[..., None]).round().clamp(-_INT8_MAX, _INT8_MAX)
-    return rounded_TKD.nan_to_num(0).to(torch.int8), scale_TK
+    largest_TK = x_TKD.abs().amax(-1)
+    inverse_TK = torch.where(largest_TK > _LEAST, torch.full_like(largest_TK, _INT8_MAX) / largest_TK, 0)
+    rounded_TKD = (x_TKD * inverse_TK[..., None]).round()
+    return rounded_TKD.nan_to_num(0).to(torch.int8), largest_TK * (1 / _INT8_MAX)
 
 
 def _round_up(num_bytes: int) -> int:

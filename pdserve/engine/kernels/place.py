@@ -7,7 +7,6 @@ The same numbers as rope.rotate and pool.write, up to the rounding of fused prod
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,8 @@ import numpy as np
 from pdserve.engine.kernels import jit
 from pdserve.engine.kernels.paged import largest
 
-_HALF, _ONE, _INT8_MAX = np.float32(0.5), np.float32(1), np.float32(127)
+# As in pool.quantise, operation by operation; none of them can be fused with another, so the bits are the same.
+_INT8_MAX, _STEP, _LEAST = np.float32(127), np.float32(1 / 127), np.float32(2**-120)
 
 
 def make_place(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..., None]:
@@ -84,11 +84,11 @@ def make_place(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[...
                         for d in range(U(D)):
                             size[d] = abs(row[d])
                             broken += row[d] * np.float32(0)
-                        scale = largest(size, np.float32(0)) / _INT8_MAX
-                        inverse = _ONE / scale if scale > 0 else np.float32(0)
-                        scales[U(block_T[token] * scale_stride + scale_start + in_layer)] = scale + broken
+                        most = largest(size, np.float32(0))
+                        inverse = _INT8_MAX / most if most > _LEAST else np.float32(0)
+                        scales[U(block_T[token] * scale_stride + scale_start + in_layer)] = most * _STEP + broken
                         for d in range(U(D)):
-                            whole = np.float32(math.floor(row[d] * inverse + _HALF))
+                            whole = np.rint(row[d] * inverse)
                             whole = min(max(whole, -_INT8_MAX), _INT8_MAX)
                             data[target + d] = np.int8(np.int32(whole))
                     else:

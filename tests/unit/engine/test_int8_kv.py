@@ -18,6 +18,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.types import Sampling
 from pdserve.engine import opening
 from pdserve.engine.interface import Engine, Row
+from pdserve.engine.paged import PagedAttention
 from pdserve.engine.pool import BlockShape, TorchPool, quantise
 from router.model import ModelFacts, difference
 
@@ -51,6 +52,24 @@ def test_what_is_not_finite_does_not_become_a_number() -> None:
     x_TKD[0, 0, 1], x_TKD[0, 1, 2] = torch.nan, torch.inf
     rounded_TKD, scale_TK = quantise(x_TKD)
     assert (rounded_TKD * scale_TK[..., None]).isfinite().all(-1).tolist() == [[False, False, True]]
+
+
+def test_the_kernel_stores_the_same_bits_as_torch() -> None:
+    """So that KV rounded on its way to an int8 pool is what that pool's own engine would have stored."""
+    num_tokens, num_kv_heads, head_dim = 4096, 2, 64
+    generator = torch.Generator().manual_seed(0)
+    spread_T11 = 10.0 ** torch.linspace(-45, 38, num_tokens)[:, None, None]  # from below what is normal to the end
+    qkv_THD = torch.rand(num_tokens, 1 + 2 * num_kv_heads, head_dim, generator=generator).sub_(0.5) * spread_T11
+    q_THD, k_TKD, v_TKD = qkv_THD.split((1, num_kv_heads, num_kv_heads), dim=1)
+    shape = BlockShape(num_layers=1, block_size=16, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=torch.int8)
+    pools = [TorchPool(num_blocks=num_tokens // 16, shape=shape, device=CPU) for _ in range(2)]
+    position_T = torch.arange(num_tokens)
+    block_T, offset_T = position_T // 16, position_T % 16
+    cos_T1R, sin_T1R = torch.ones(num_tokens, 1, head_dim // 2), torch.zeros(num_tokens, 1, head_dim // 2)
+    paged = PagedAttention(pools[0], 1)
+    paged.place(0, q_THD, k_TKD, v_TKD, cos_T1R, sin_T1R, block_T, offset_T)
+    pools[1].write(0, k_TKD, v_TKD, block_T, offset_T)
+    assert torch.equal(pools[0].raw, pools[1].raw)
 
 
 def test_a_pool_gives_back_what_was_rounded_wherever_it_lies() -> None:
