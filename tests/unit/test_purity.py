@@ -65,7 +65,9 @@ PURE = [
             "landings",
             "memory",
             "plan",
+            "reshape",
             "session",
+            "shape",
             "stats",
             "transport",
         )

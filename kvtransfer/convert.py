@@ -1,0 +1,240 @@
+"""Moves KV between blocks of two forms: gathers, casts or rounds, and scatters. numpy only.
+
+A block that travels is a block of the target's form, narrowed to the lane's heads and the part's layers, so packing
+and unpacking are the same copy between two memories. float32 rounds to bfloat16 as torch does and to int8 as
+pdserve.engine.pool.quantise does: what lands is what the target's engine would have stored, bit for bit.
+"""
+
+# Shapes: N blocks, L layers, P planes, C tokens per block, K kv heads, D head dim, R rows of D values.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import numpy as np
+
+from kvtransfer.reshape import Piece, Window
+from kvtransfer.shape import SCALE_BYTES, BlockForm
+
+# Tokens are converted in lots of about this size, so that the passes over a lot find it in the cache.
+LOT_BYTES: Final = 256 * 1024
+INT8_MAX: Final = np.float32(127)
+LEAST: Final = np.float32(2**-120)  # below it a row becomes zero: 127 / largest must be finite
+_STORED: Final[dict[str, Any]] = {
+    "float32": np.dtype("<f4"),
+    "bfloat16": np.dtype("<u2"),
+    "int8": np.dtype("i1"),
+    "uint64": np.dtype("<u8"),
+}
+_BFLOAT16_NAN: Final = 0x7FC0
+
+
+@final
+class Blocks:
+    """A memory of blocks of one form: `values` is [N, L, P, C, K, D], `scales` [N, L, P, C, K]; views, no copies."""
+
+    def __init__(self, memory: memoryview | bytearray, form: BlockForm) -> None:
+        self.form = form
+        self.num_blocks = len(memory) // form.block_bytes
+        whole = np.frombuffer(memory, np.uint8, self.num_blocks * form.block_bytes)
+        self.raw = whole.reshape(self.num_blocks, form.block_bytes)
+        rows = (form.num_layers, form.planes, form.block_size, form.num_heads)
+        values = self.raw[:, : form.value_bytes].view(_STORED[form.dtype])
+        self.values = _unflatten(values, (*rows, form.head_dim))
+        self.scales: Any = None
+        if form.is_scaled:
+            scales = self.raw[:, form.scales_at : form.scales_at + form.num_rows * SCALE_BYTES]
+            self.scales = _unflatten(scales.view(np.dtype("<f4")), rows)
+
+
+def move(
+    source: Blocks,
+    source_blocks: Sequence[int],
+    source_window: Window,
+    target: Blocks,
+    target_blocks: Sequence[int],
+    target_window: Window,
+    pieces: Sequence[Piece],
+) -> None:
+    """Copies the pieces' tokens; piece.source and piece.target index the two lists of block numbers.
+
+    The windows have equally many layers and heads. Nothing else of a target block is touched. Raises IndexError on
+    blocks outside the memories, before a byte is written where it is a target block.
+    """
+    for blocks, memory in ((source_blocks, source), (target_blocks, target)):
+        if blocks and not (min(blocks) >= 0 and max(blocks) < memory.num_blocks):
+            raise IndexError(f"blocks {min(blocks)}..{max(blocks)} of a memory of {memory.num_blocks}")
+    views = _Windowed(source, source_window), _Windowed(target, target_window)
+    is_copy = source.form.dtype == target.form.dtype
+    step = _copy_lot if is_copy else _CONVERTERS[source.form.dtype, target.form.dtype]
+    for lot in [pieces] if is_copy else _lots(pieces, source_window.num_layers, source_window.num_heads, source.form):
+        step(*views, [(source_blocks[piece.source], target_blocks[piece.target], piece) for piece in lot])
+
+
+def pack(
+    source: Blocks, source_blocks: Sequence[int], source_window: Window, out: Blocks, pieces: Sequence[Piece]
+) -> None:
+    """Fills the first blocks of `out`, one for each block that the pieces speak of; positions in no piece are zero."""
+    num_blocks = pieces[-1].target + 1 if pieces else 0
+    form = out.form
+    filled = [0] * num_blocks
+    for piece in pieces:
+        filled[piece.target] += piece.num_tokens
+    for block, num_tokens in enumerate(filled):
+        if num_tokens < form.block_size:
+            out.raw[block] = 0
+    if form.is_scaled:  # the padding travels too, and `out` may have carried somebody else's bytes
+        out.raw[:num_blocks, form.value_bytes : form.scales_at] = 0
+        out.raw[:num_blocks, form.scales_at + form.num_rows * SCALE_BYTES :] = 0
+    move(source, source_blocks, source_window, out, range(num_blocks), Window.whole(form), pieces)
+
+
+def unpack(packed: Blocks, target: Blocks, target_blocks: Sequence[int], target_window: Window) -> None:
+    """Scatters the first len(target_blocks) blocks of `packed` into these blocks' windows."""
+    size = packed.form.block_size
+    pieces = [Piece(index, 0, index, 0, size) for index in range(len(target_blocks))]
+    numbers = range(len(target_blocks))
+    move(packed, numbers, Window.whole(packed.form), target, target_blocks, target_window, pieces)
+
+
+class _Windowed:
+    """Values and scales of some layers and heads of each block."""
+
+    def __init__(self, blocks: Blocks, window: Window) -> None:
+        layers = slice(window.first_layer, window.first_layer + window.num_layers)
+        heads = slice(window.first_head, window.first_head + window.num_heads)
+        self.values = blocks.values[:, layers, :, :, heads]
+        self.scales = None if blocks.scales is None else blocks.scales[:, layers, :, :, heads]
+
+
+_Moves = Sequence[tuple[int, int, Piece]]  # source block, target block, what of them
+
+
+def _lots(pieces: Sequence[Piece], num_layers: int, num_heads: int, form: BlockForm) -> list[list[Piece]]:
+    """Pieces in groups of about LOT_BYTES of float32."""
+    token_bytes = 4 * num_layers * form.planes * num_heads * form.head_dim
+    limit = max(1, LOT_BYTES // token_bytes)
+    lots: list[list[Piece]] = []
+    size = limit
+    for piece in pieces:
+        if size + piece.num_tokens > limit:
+            lots.append([])
+            size = 0
+        lots[-1].append(piece)
+        size += piece.num_tokens
+    return lots
+
+
+def _copy_lot(source: _Windowed, target: _Windowed, moves: _Moves) -> None:
+    pairs = [(source.values, target.values)]
+    if source.scales is not None:
+        pairs.append((source.scales, target.scales))
+    for out_of, into in pairs:
+        for block, number, piece in moves:
+            a, b, count = piece.source_at, piece.target_at, piece.num_tokens
+            into[number, :, :, b : b + count] = out_of[block, :, :, a : a + count]
+
+
+def _gather(x: Any, moves: _Moves) -> Any:
+    """[L, P, T, K, ...] of all tokens of the moves, closely packed."""
+    num_tokens = sum(piece.num_tokens for _, _, piece in moves)
+    out = np.empty((*x.shape[1:3], num_tokens, *x.shape[4:]), x.dtype)
+    at = 0
+    for block, _, piece in moves:
+        out[:, :, at : at + piece.num_tokens] = x[block, :, :, piece.source_at : piece.source_at + piece.num_tokens]
+        at += piece.num_tokens
+    return out
+
+
+def _scatter(x: Any, into: Any, moves: _Moves) -> None:
+    at = 0
+    for _, number, piece in moves:
+        into[number, :, :, piece.target_at : piece.target_at + piece.num_tokens] = x[:, :, at : at + piece.num_tokens]
+        at += piece.num_tokens
+
+
+def _to_float32(source: _Windowed, moves: _Moves) -> Any:
+    values = _gather(source.values, moves)
+    if values.dtype == _STORED["bfloat16"]:
+        return widened(values)
+    if source.scales is None:
+        return values
+    return dequantised(values, _gather(source.scales, moves))
+
+
+def _float32_lot(source: _Windowed, target: _Windowed, moves: _Moves) -> None:
+    _scatter(_to_float32(source, moves), target.values, moves)
+
+
+def _bfloat16_lot(source: _Windowed, target: _Windowed, moves: _Moves) -> None:
+    _scatter(rounded(_to_float32(source, moves)), target.values, moves)
+
+
+def _int8_lot(source: _Windowed, target: _Windowed, moves: _Moves) -> None:
+    values, scales = quantised(_to_float32(source, moves))
+    _scatter(values, target.values, moves)
+    _scatter(scales, target.scales, moves)
+
+
+_CONVERTERS: Final[dict[tuple[str, str], Callable[[_Windowed, _Windowed, _Moves], None]]] = {
+    ("bfloat16", "float32"): _float32_lot,
+    ("int8", "float32"): _float32_lot,
+    ("float32", "bfloat16"): _bfloat16_lot,
+    ("int8", "bfloat16"): _bfloat16_lot,
+    ("float32", "int8"): _int8_lot,
+    ("bfloat16", "int8"): _int8_lot,
+}
+
+
+def widened(bits: Any) -> Any:
+    """bfloat16 bits as float32."""
+    wide = bits.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+def rounded(x: Any) -> Any:
+    """float32 as bfloat16 bits, to nearest, ties to even; a NaN stays one."""
+    bits = x.view(np.uint32)
+    out = bits >> 16
+    out &= 1
+    out += bits
+    out += 0x7FFF
+    out >>= 16
+    narrow = out.astype(np.uint16)
+    np.putmask(narrow, np.isnan(x), _BFLOAT16_NAN)
+    return narrow
+
+
+def quantised(x: Any) -> tuple[Any, Any]:
+    """int8 values, and float32 scales without the last axis. x, float32 [..., D], is overwritten.
+
+    A NaN or an infinity makes its row's scale NaN or infinite, as in the engine.
+    """
+    # Without their sign, floats are ordered as integers are, NaN last; numpy finds the largest integer faster.
+    largest = (x.view(np.int32) & 0x7FFFFFFF).max(-1).view(np.float32)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        scales = largest * (1 / INT8_MAX)
+        inverse = np.where(largest > LEAST, INT8_MAX / largest, np.float32(0))
+        x *= inverse[..., None]
+        np.rint(x, out=x)
+        is_broken = not np.isfinite(scales).all()
+        if is_broken:
+            np.nan_to_num(x, copy=False, nan=0.0)
+        return x.astype(np.int8), scales
+
+
+def dequantised(values: Any, scales: Any) -> Any:
+    x = values.astype(np.float32)
+    x *= scales[..., None]
+    return x
+
+
+def _unflatten(x: Any, inner: tuple[int, ...]) -> Any:
+    """[N, prod(inner)], rows apart, as [N, *inner] without a copy."""
+    item = x.itemsize
+    strides = [item]
+    for size in reversed(inner[1:]):
+        strides.insert(0, strides[0] * size)
+    return np.lib.stride_tricks.as_strided(x, (len(x), *inner), (x.strides[0], *strides))

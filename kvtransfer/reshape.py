@@ -1,0 +1,118 @@
+"""Which tokens and heads of which source blocks fill which rectangle of which target block. Pure.
+
+Heads: a target rank gets its heads from one or several source ranks, each a *lane*. Tokens: a target block is filled
+by *pieces*, runs of tokens that lie in one source block. The pieces are the same for every lane and layer, so what
+moves is lanes x layers x pieces. Target blocks are counted as in the grant: index 0 comes after the held blocks.
+
+    source blocks of 16    |0      |1      |2   :   |          40 tokens
+    target blocks of 32    |held           |0   :          |   pieces: 8 tokens of source 2, then zeros
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtransfer.shape import BlockForm, KvShape
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The heads that one source rank gives one target rank; heads are counted within each side's own rank."""
+
+    index: int  # among the target's lanes, by rising head
+    source_rank: int
+    source_head: int
+    target_head: int
+    num_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`num_tokens` tokens from (source block, offset) to (target block, offset).
+
+    `source` counts the blocks of the sequence, `target` those of the call that made the pieces.
+    """
+
+    source: int
+    source_at: int
+    target: int
+    target_at: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Layers and heads of each block that a copy touches."""
+
+    first_layer: int
+    num_layers: int
+    first_head: int
+    num_heads: int
+
+    @staticmethod
+    def whole(form: BlockForm) -> Window:
+        return Window(0, form.num_layers, 0, form.num_heads)
+
+
+def lanes_of(source: KvShape, target: KvShape) -> tuple[Lane, ...]:
+    """Which ranks of the source's worker fill the target rank; the source's own rank does not matter.
+
+    Where several source ranks hold a head, the target's replicas spread over them.
+    """
+    begin, end = target.first_head, target.first_head + target.num_heads
+    share = source.num_heads
+    replica = target.tp_rank % target.replicas * source.replicas // target.replicas
+    lanes = []
+    for index, shard in enumerate(range(begin // share, -(-end // share))):
+        first, last = max(begin, shard * share), min(end, (shard + 1) * share)
+        rank = shard * source.replicas + replica
+        lanes.append(Lane(index, rank, first - shard * share, first - begin, last - first))
+    return tuple(lanes)
+
+
+def lane_of(source: KvShape, target: KvShape) -> Lane | None:
+    """The lane of the source's own rank; None where other ranks give the target all that it needs."""
+    return next((lane for lane in lanes_of(source, target) if lane.source_rank == source.tp_rank), None)
+
+
+def pieces_of(source_size: int, target_size: int, *, num_tokens: int, first_block: int, num_blocks: int) -> list[Piece]:
+    """What fills the sequence's target blocks first_block, first_block + 1, ...; the pieces' targets count from 0.
+
+    Sizes are tokens per block. Positions from num_tokens on, the sequence's length, are in no piece.
+    """
+    pieces = []
+    at = first_block * target_size
+    end = min(at + num_blocks * target_size, num_tokens)
+    while at < end:
+        source, source_at = divmod(at, source_size)
+        target, target_at = divmod(at, target_size)
+        count = min(source_size - source_at, target_size - target_at, end - at)
+        pieces.append(Piece(source, source_at, target - first_block, target_at, count))
+        at += count
+    return pieces
+
+
+def ready_blocks(final_tokens: int, target_size: int, num_tokens: int) -> int:
+    """Leading target blocks of the sequence whose tokens are all final; the last one may be partly filled."""
+    return -(-num_tokens // target_size) if final_tokens >= num_tokens else final_tokens // target_size
+
+
+def runs_of(form: BlockForm, window: Window) -> list[tuple[int, int]]:
+    """(offset, length) of the bytes within a block that the window covers, the padding of a whole block included."""
+    if window == Window.whole(form):
+        return [(0, form.block_bytes)]
+    planes = [(0, form.value_bytes // form.num_rows)]  # (begin, bytes of one head's row)
+    if form.is_scaled:
+        planes.append((form.scales_at, 4))
+    runs: list[tuple[int, int]] = []
+    for begin, row_bytes in planes:
+        token_bytes = form.num_heads * row_bytes
+        layer_tokens = form.planes * form.block_size
+        first, count = window.first_layer * layer_tokens, window.num_layers * layer_tokens
+        if window.num_heads == form.num_heads:
+            runs.append((begin + first * token_bytes, count * token_bytes))
+            continue
+        head_at = begin + window.first_head * row_bytes
+        size = window.num_heads * row_bytes
+        runs += ((head_at + token * token_bytes, size) for token in range(first, first + count))
+    return runs

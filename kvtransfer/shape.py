@@ -1,0 +1,189 @@
+"""What the bytes of a KV block mean on each side, and which two sides can exchange blocks. Pure.
+
+A pool is block-major: block b is one run of bytes that holds [layers, planes, tokens, heads, head_dim]; planes are
+keys, then values. An int8 block holds, behind its values, one float32 scale for each (layer, plane, token, head). Two
+workers of one model may differ in block size, in the stored dtype and in their tensor-parallel degree; everything
+else must be equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.core.errors import ConfigError
+
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "int8": 1, "uint64": 8}  # of one stored value
+SCALE_BYTES: Final = 4  # float32
+ALIGNMENT: Final = 64  # of a scaled block's values and of its scales
+MOST: Final = 1 << 20  # of any number in a shape: what comes over the wire is multiplied, and sizes memory
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the name of a layout says. Blocks of different families never mean the same."""
+
+    family: str
+    dtypes: tuple[str, ...]
+    planes: int
+    is_scaled: bool = False
+
+
+LAYOUTS: Final = {
+    "block-major.v1": Layout("attention", ("float32", "bfloat16"), planes=2),
+    "block-major-int8.v1": Layout("attention", ("int8",), planes=2, is_scaled=True),
+    "toy.v1": Layout("toy", ("uint64",), planes=1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """How far a converted value may lie from x: relative * |x| + of_largest * (the largest |x| of its token and head).
+
+    For finite values of normal size: a row whose largest |x| is below 2^-120 becomes zero.
+    """
+
+    relative: float = 0.0
+    of_largest: float = 0.0
+
+    @property
+    def is_none(self) -> bool:
+        return self.relative == 0.0 and self.of_largest == 0.0
+
+
+_HALF_STEP: Final = 0.5 / 127 * (1 + 2**-12)  # half an int8 step, and float32's rounding on the way to it
+# Sources: bfloat16 keeps 8 significant bits, float32 24. An int8 value means value * scale in float32.
+LOSSES: Final = {
+    ("float32", "bfloat16"): Loss(relative=2**-8),
+    ("float32", "int8"): Loss(of_largest=_HALF_STEP),
+    ("bfloat16", "float32"): Loss(),
+    ("bfloat16", "int8"): Loss(of_largest=_HALF_STEP),
+    ("int8", "float32"): Loss(),
+    ("int8", "bfloat16"): Loss(relative=2**-8),
+    **{(dtype, dtype): Loss() for dtype in ITEM_BYTES},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockForm:
+    """The bytes of one block, or of the part of a block that travels by itself."""
+
+    dtype: str
+    planes: int
+    num_layers: int
+    block_size: int
+    num_heads: int
+    head_dim: int
+    is_scaled: bool
+
+    @property
+    def num_rows(self) -> int:
+        """Vectors of head_dim values."""
+        return self.num_layers * self.planes * self.block_size * self.num_heads
+
+    @property
+    def value_bytes(self) -> int:
+        return self.num_rows * self.head_dim * ITEM_BYTES[self.dtype]
+
+    @property
+    def scales_at(self) -> int:
+        """Where a scaled block's scales begin."""
+        return _round_up(self.value_bytes) if self.is_scaled else self.value_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self.scales_at + (_round_up(self.num_rows * SCALE_BYTES) if self.is_scaled else 0)
+
+    def narrowed(self, num_layers: int, num_heads: int) -> BlockForm:
+        """That many layers and heads of it."""
+        return BlockForm(self.dtype, self.planes, num_layers, self.block_size, num_heads, self.head_dim, self.is_scaled)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShape:
+    """One worker's pool. Raises ConfigError naming the field that no pool has."""
+
+    layout: str
+    dtype: str  # of the stored keys and values
+    num_layers: int
+    num_kv_heads: int  # of the model; a rank holds a share
+    head_dim: int
+    block_size: int
+    tp_degree: int = 1
+    tp_rank: int = 0
+
+    def __post_init__(self) -> None:
+        layout = LAYOUTS.get(self.layout)
+        if layout is None:
+            raise _wrong("layout", self.layout, "one of " + ", ".join(LAYOUTS))
+        if self.dtype not in layout.dtypes:
+            raise _wrong("dtype", self.dtype, " or ".join(layout.dtypes) + f", the dtypes of {self.layout}")
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "tp_degree"):
+            if not 1 <= getattr(self, name) <= MOST:
+                raise _wrong(name, getattr(self, name), f"1 to {MOST}")
+        if not 0 <= self.tp_rank < self.tp_degree:
+            raise _wrong("tp_rank", self.tp_rank, f"0 to {self.tp_degree - 1}, below tp_degree")
+        small, large = sorted((self.num_kv_heads, self.tp_degree))
+        if large % small:
+            raise _wrong("tp_degree", self.tp_degree, f"a divisor or a multiple of {self.num_kv_heads}, the kv heads")
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same head: more than one where there are more ranks than kv heads."""
+        return max(1, self.tp_degree // self.num_kv_heads)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of this rank."""
+        return max(1, self.num_kv_heads // self.tp_degree)
+
+    @property
+    def first_head(self) -> int:
+        """This rank's heads are first_head .. first_head + num_heads - 1."""
+        return self.tp_rank // self.replicas * self.num_heads
+
+    @property
+    def form(self) -> BlockForm:
+        layout = LAYOUTS[self.layout]
+        return BlockForm(
+            self.dtype,
+            layout.planes,
+            self.num_layers,
+            self.block_size,
+            self.num_heads,
+            self.head_dim,
+            layout.is_scaled,
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        return self.form.block_bytes
+
+    @property
+    def token_bytes(self) -> float:
+        """Of one token's KV on this rank, for estimates."""
+        return self.block_bytes / self.block_size
+
+
+def check_convertible(source: KvShape, target: KvShape) -> Loss:
+    """What conversion costs in precision. Raises ConfigError naming the first field that forbids it."""
+    for name in ("num_layers", "num_kv_heads", "head_dim"):
+        seen, expected = getattr(source, name), getattr(target, name)
+        if seen != expected:
+            raise _wrong(name, seen, f"{expected}, as on the receiving worker")
+    if LAYOUTS[source.layout].family != LAYOUTS[target.layout].family:
+        raise _wrong("layout", source.layout, f"one that can become {target.layout}")
+    return LOSSES[source.dtype, target.dtype]
+
+
+def is_same_bytes(source: KvShape, target: KvShape) -> bool:
+    """Whether a source block is a target block: nothing is to be cut, joined or converted."""
+    return source.form == target.form and source.first_head == target.first_head
+
+
+def _wrong(name: str, seen: object, expected: str) -> ConfigError:
+    return ConfigError(f"kv_shape.{name}", seen, expected)
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,164 @@
+"""Which rectangles fill which blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.plan import byte_ranges
+from kvtransfer.reshape import Lane, Piece, Window, lane_of, lanes_of, pieces_of, ready_blocks, runs_of
+from kvtransfer.shape import KvShape
+from tests.unit.kvtransfer.test_shape import PLAIN, SMALL
+
+
+def test_the_example_of_the_modules_text() -> None:
+    assert pieces_of(16, 32, num_tokens=40, first_block=1, num_blocks=1) == [Piece(2, 0, 0, 0, 8)]
+
+
+def test_equal_sizes_give_whole_blocks_one_to_one() -> None:
+    pieces = pieces_of(16, 16, num_tokens=64, first_block=1, num_blocks=3)
+    assert pieces == [Piece(1, 0, 0, 0, 16), Piece(2, 0, 1, 0, 16), Piece(3, 0, 2, 0, 16)]
+
+
+def test_a_small_block_is_a_part_of_a_large_one() -> None:
+    assert pieces_of(32, 16, num_tokens=61, first_block=1, num_blocks=3) == [
+        Piece(0, 16, 0, 0, 16),
+        Piece(1, 0, 1, 0, 16),
+        Piece(1, 16, 2, 0, 13),
+    ]
+
+
+def test_sizes_that_divide_nothing() -> None:
+    assert pieces_of(3, 5, num_tokens=9, first_block=0, num_blocks=2) == [
+        Piece(0, 0, 0, 0, 3),
+        Piece(1, 0, 0, 3, 2),
+        Piece(1, 2, 1, 0, 1),
+        Piece(2, 0, 1, 1, 3),
+    ]
+
+
+def test_nothing_asked_is_nothing_moved() -> None:
+    assert pieces_of(3, 5, num_tokens=9, first_block=0, num_blocks=0) == []
+    assert pieces_of(3, 5, num_tokens=9, first_block=2, num_blocks=1) == []
+
+
+@given(
+    source_size=st.integers(1, 20),
+    target_size=st.integers(1, 20),
+    num_tokens=st.integers(0, 100),
+    first=st.integers(0, 9),
+    count=st.integers(0, 9),
+)
+def test_each_token_comes_once_from_its_place_to_its_place(
+    source_size: int, target_size: int, num_tokens: int, first: int, count: int
+) -> None:
+    pieces = pieces_of(source_size, target_size, num_tokens=num_tokens, first_block=first, num_blocks=count)
+    seen = []
+    for piece in pieces:
+        for step in range(piece.num_tokens):
+            assert piece.source_at + step < source_size
+            assert piece.target_at + step < target_size
+            position = piece.source * source_size + piece.source_at + step
+            assert position == (first + piece.target) * target_size + piece.target_at + step
+            seen.append(position)
+    assert seen == list(range(first * target_size, min((first + count) * target_size, num_tokens)))
+    assert len(pieces) <= count * (target_size // source_size + 2), "never one piece per token"
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    num_tokens=st.integers(1, 100),
+    cuts=st.lists(st.integers(0, 100), max_size=5),
+)
+def test_blocks_become_ready_once_and_only_when_their_tokens_are_final(
+    sizes: tuple[int, int], num_tokens: int, cuts: list[int]
+) -> None:
+    source_size, target_size = sizes
+    done = 0
+    for final in [*sorted(min(cut, num_tokens) for cut in cuts), num_tokens]:
+        ready = ready_blocks(final, target_size, num_tokens)
+        pieces = pieces_of(source_size, target_size, num_tokens=num_tokens, first_block=done, num_blocks=ready - done)
+        assert all(piece.source * source_size + piece.source_at + piece.num_tokens <= final for piece in pieces)
+        done = ready
+    assert done == -(-num_tokens // target_size)
+
+
+def ranks(shape: KvShape, degree: int) -> list[KvShape]:
+    return [replace(shape, tp_degree=degree, tp_rank=rank) for rank in range(degree)]
+
+
+def test_two_ranks_fill_one() -> None:
+    source = ranks(PLAIN, 2)
+    assert lanes_of(source[0], PLAIN) == (Lane(0, 0, 0, 0, 4), Lane(1, 1, 0, 4, 4))
+    assert [lane_of(one, PLAIN) for one in source] == list(lanes_of(source[1], PLAIN))
+
+
+def test_one_rank_fills_each_of_two() -> None:
+    assert [lanes_of(PLAIN, target) for target in ranks(PLAIN, 2)] == [(Lane(0, 0, 0, 0, 4),), (Lane(0, 0, 4, 0, 4),)]
+
+
+def test_degrees_that_divide_each_other_not() -> None:
+    twelve = replace(PLAIN, num_kv_heads=12)
+    source, target = ranks(twelve, 4), ranks(twelve, 6)
+    assert lanes_of(source[0], target[1]) == (Lane(0, 0, 2, 0, 1), Lane(1, 1, 0, 1, 1))
+    assert lane_of(source[2], target[1]) is None
+
+
+def test_replicas_of_a_head_share_the_work() -> None:
+    pair = replace(PLAIN, num_kv_heads=2)
+    source, target = ranks(pair, 8), ranks(pair, 4)
+    senders = [[lane.source_rank for lane in lanes_of(source[0], one)] for one in target]
+    assert senders == [[0], [2], [4], [6]]
+
+
+degrees = st.sampled_from([1, 2, 3, 4, 6, 12, 24])
+
+
+@given(source_degree=degrees, target_degree=degrees)
+def test_lanes_fill_every_head_of_a_rank_once_with_that_head(source_degree: int, target_degree: int) -> None:
+    twelve = replace(PLAIN, num_kv_heads=12)
+    senders = ranks(twelve, source_degree)
+    for target in ranks(twelve, target_degree):
+        lanes = lanes_of(senders[0], target)
+        seen = []
+        for index, lane in enumerate(lanes):
+            sender = senders[lane.source_rank]
+            assert lane.index == index
+            assert lane == lane_of(sender, target)
+            assert lane.source_head + lane.num_heads <= sender.num_heads
+            for head in range(lane.num_heads):
+                assert sender.first_head + lane.source_head + head == target.first_head + lane.target_head + head
+                seen.append(lane.target_head + head)
+        assert seen == list(range(target.num_heads))
+
+
+def test_the_identity_is_whole_blocks_and_so_todays_extents() -> None:
+    """Nothing is cut: each piece is a block, and its window is one run, the whole block."""
+    for shape in (PLAIN, SMALL):
+        [lane] = lanes_of(shape, shape)
+        window = Window(0, shape.num_layers, lane.source_head, lane.num_heads)
+        assert window == Window.whole(shape.form)
+        assert runs_of(shape.form, window) == [(0, shape.block_bytes)]
+    assert byte_ranges([4, 5, 6, 2], PLAIN.block_bytes)[0] == (4 * PLAIN.block_bytes, 7 * PLAIN.block_bytes)
+
+
+@pytest.mark.parametrize("shape", [PLAIN, SMALL, replace(PLAIN, block_size=3, num_layers=3)])
+def test_windows_of_all_layers_and_heads_cover_a_block_once(shape: KvShape) -> None:
+    form = shape.form
+    for layers in (1, form.num_layers):
+        for heads in (1, 4, form.num_heads):
+            seen = sorted(
+                run
+                for first_layer in range(0, form.num_layers, layers)
+                for first_head in range(0, form.num_heads, heads)
+                for run in runs_of(form, Window(first_layer, layers, first_head, heads))
+            )
+            at = 0
+            for begin, size in seen:
+                assert begin in (at, form.scales_at), "runs meet, padding aside"
+                at = begin + size
+            assert at <= form.block_bytes
+            assert sum(size for _, size in seen) >= form.value_bytes
