@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, final
 
@@ -22,6 +22,7 @@ from pdserve.engine.linear import Linear, is_repacked, make_linear
 from pdserve.engine.load_threads import load_threads
 from pdserve.engine.parameters import Weights, build_weights
 from pdserve.engine.scratch import Scratch
+from pdserve.engine.sharding import WHOLE, Cut, Shard, Span
 
 _CHUNK: Final = 2**20  # weights
 _CPU: Final = torch.device("cpu")
@@ -35,11 +36,12 @@ def dummy_weights(
     is_int8: bool = False,
     is_deterministic: bool = False,
     num_threads: int = 0,
+    shard: Shard = WHOLE,
 ) -> Weights:
-    """`num_threads` 0: as many as torch computes with."""
-    source = DummySource(device, dtype, is_int8=is_int8)
+    """`num_threads` 0: as many as torch computes with. Ranks hold parts of the weights that one alone would have."""
+    source = DummySource(device, dtype, is_int8=is_int8, shard=shard)
     with load_threads(num_threads) as threads:
-        return build_weights(config, stable(source, is_deterministic=is_deterministic), threads)
+        return build_weights(config, stable(source, is_deterministic=is_deterministic, shard=shard), threads)
 
 
 def dummy_hash(folder: Path, *choices: str) -> str:
@@ -56,7 +58,8 @@ def dummy_hash(folder: Path, *choices: str) -> str:
 class DummySource:
     """Gives the same to whichever thread asks."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, is_int8: bool) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, is_int8: bool, shard: Shard = WHOLE) -> None:
+        self._shard = shard
         self._device = device
         self._dtype = dtype
         self._is_int8 = is_int8
@@ -66,11 +69,16 @@ class DummySource:
     def vector(self, name: str, size: int) -> Tensor:
         return torch.ones(size, device=self._device, dtype=self._dtype)
 
-    def table(self, name: str, num_rows: int, num_columns: int) -> Tensor:
-        table_VE = torch.empty((num_rows, num_columns), dtype=self._dtype)
-        return self._fill(table_VE, name, num_columns).to(self._device)
+    def table(self, name: str, num_rows: int, num_columns: int, *, is_cut: bool = False) -> Tensor:
+        table_VE = self._fill(torch.empty((num_rows, num_columns), dtype=self._dtype), name, num_columns)
+        if is_cut and self._shard.size > 1:
+            begin, end = self._shard.span(num_rows, num_rows)
+            table_VE = table_VE[begin:end].clone()
+        return table_VE.to(self._device)
 
-    def matrix(self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False) -> Linear:
+    def matrix(
+        self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False, cut: Cut | None = None
+    ) -> Linear:
         num_outputs = sum(parts.values())
         if self._is_scratch:
             if not hasattr(self._scratches, "one"):
@@ -84,6 +92,12 @@ class DummySource:
         if has_bias:
             bias_N = self._fill(torch.empty(num_outputs, dtype=self._dtype), f"{name}.bias", num_inputs)
             bias_N = bias_N.to(self._device)
+        if cut is not None and self._shard.size > 1:
+            spans = list(self._shard.outputs(parts, cut).values())
+            first, last = self._shard.inputs(num_inputs, cut)
+            weight_NK = _rows(weight_NK, list(parts.values()), spans)[:, first:last].contiguous()
+            if bias_N is not None:
+                bias_N = _rows(bias_N, list(parts.values()), spans) if self._shard.has_bias(cut) else None
         return make_linear(weight_NK.to(self._device), bias_N, is_int8=self._is_int8)
 
     def product(self, table_NK: Tensor) -> Linear:
@@ -96,6 +110,12 @@ class DummySource:
         for at, chunk in enumerate(target.view(-1).split(_CHUNK)):
             _fill_chunk(chunk, name, at, fan_in**-0.5)
         return target
+
+
+def _rows(whole: Tensor, sizes: Sequence[int], spans: Sequence[Span]) -> Tensor:
+    """Of tensors that lie above one another, each one's span."""
+    parts = (part[begin:end] for part, (begin, end) in zip(whole.split(sizes), spans, strict=True))
+    return torch.cat(list(parts))
 
 
 def _fill_chunk(chunk: Tensor, name: str, at: int, spread: float) -> None:

@@ -17,28 +17,33 @@ from torch import Tensor
 
 from pdserve.engine.linear import Linear, make_invariant
 from pdserve.engine.parameters import Source
+from pdserve.engine.sharding import WHOLE, Cut, Shard
 
 
-def stable(source: Source, *, is_deterministic: bool) -> Source:
+def stable(source: Source, *, is_deterministic: bool, shard: Shard = WHOLE) -> Source:
     """`source`, its products made invariant where that is asked for."""
-    return InvariantSource(source) if is_deterministic else source
+    return InvariantSource(source, shard) if is_deterministic else source
 
 
 @final
 class InvariantSource:
     """Hands every product of `source` on as one that does not depend on the number of rows."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, shard: Shard) -> None:
         self._source = source
+        self._shard = shard
 
     def vector(self, name: str, size: int) -> Tensor:
         return self._source.vector(name, size)
 
-    def table(self, name: str, num_rows: int, num_columns: int) -> Tensor:
-        return self._source.table(name, num_rows, num_columns)
+    def table(self, name: str, num_rows: int, num_columns: int, *, is_cut: bool = False) -> Tensor:
+        return self._source.table(name, num_rows, num_columns, is_cut=is_cut)
 
-    def matrix(self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False) -> Linear:
-        return make_invariant(self._source.matrix(parts, num_inputs, has_bias=has_bias), num_inputs)
+    def matrix(
+        self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False, cut: Cut | None = None
+    ) -> Linear:
+        begin, end = self._shard.inputs(num_inputs, cut)
+        return make_invariant(self._source.matrix(parts, num_inputs, has_bias=has_bias, cut=cut), end - begin)
 
     def product(self, table_NK: Tensor) -> Linear:
         return make_invariant(self._source.product(table_NK), int(table_NK.shape[1]))

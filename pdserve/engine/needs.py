@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, final
 
 import torch
 from torch import Tensor
 
 from pdserve.core.errors import InternalError, ModelError
+from pdserve.engine.cutting import cut_scale, cut_tensor
 from pdserve.engine.linear import Linear, PlainLinear
 from pdserve.engine.quantisation_config import Quantisation
 from pdserve.engine.safetensors_file import StoredTensor
+from pdserve.engine.sharding import WHOLE, Cut, Shard
 
 PLAIN_DTYPES: Final = ("F32", "BF16", "F16")
 
@@ -27,30 +30,45 @@ class Need:
 class Needs:
     """A Source that gives nothing: it notes every tensor that is asked for, in the order of reading."""
 
-    def __init__(self, quantisation: Quantisation) -> None:
+    def __init__(self, quantisation: Quantisation, shard: Shard = WHOLE) -> None:
         self.tensors: dict[str, Need] = {}
-        self.num_matrix_weights = 0  # that are multiplied with
-        self.num_table_weights = 0  # that are looked up
+        self._shard = shard
+        self._parts: dict[str, Callable[[StoredTensor], StoredTensor] | None] = {}  # None: not this rank's
+        self.num_matrix_weights = 0  # that this rank multiplies with
+        self.num_table_weights = 0  # that it looks up
         self._quantisation = quantisation
 
     def vector(self, name: str, size: int) -> Tensor:
         return self._note(name, (size,))
 
-    def table(self, name: str, num_rows: int, num_columns: int) -> Tensor:
-        self.num_table_weights += num_rows * num_columns
-        return self._note(name, (num_rows, num_columns))
+    def table(self, name: str, num_rows: int, num_columns: int, *, is_cut: bool = False) -> Tensor:
+        rows = self._shard.span(num_rows, num_rows) if is_cut else (0, num_rows)
+        self._note(name, (num_rows, num_columns))
+        self._parts[name] = partial(cut_tensor, rows=rows)
+        table = torch.empty((rows[1] - rows[0], num_columns), device="meta")
+        self.num_table_weights += table.numel()
+        return table
 
-    def matrix(self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False) -> Linear:
-        for module, num_outputs in parts.items():
-            scheme = self._quantisation.scheme(module)
+    def matrix(
+        self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False, cut: Cut | None = None
+    ) -> Linear:
+        inputs = self._shard.inputs(num_inputs, cut)
+        spans = self._shard.outputs(parts, cut)
+        for (module, num_outputs), outputs in zip(parts.items(), spans.values(), strict=True):
+            scheme, shape = self._quantisation.scheme(module), (num_outputs, num_inputs)
             if scheme is None:
-                self._note(f"{module}.weight", (num_outputs, num_inputs))
+                self._note(f"{module}.weight", shape)
             else:
-                self._note(f"{module}.weight", (num_outputs, num_inputs), dtypes=(scheme.stored,))
-                self._note(f"{module}.{scheme.scale_name}", *scheme.scale_shapes(num_outputs, num_inputs))
+                self._note(f"{module}.weight", shape, dtypes=(scheme.stored,))
+                scale = f"{module}.{scheme.scale_name}"
+                self._note(scale, *scheme.scale_shapes(*shape))
+                self._parts[scale] = partial(cut_scale, scheme=scheme, outputs=outputs, inputs=inputs, shape=shape)
+            self._parts[f"{module}.weight"] = partial(cut_tensor, rows=outputs, columns=inputs)
             if has_bias:
                 self._note(f"{module}.bias", (num_outputs,))
-        return self.product(torch.empty((sum(parts.values()), num_inputs), device="meta"))
+                self._parts[f"{module}.bias"] = partial(cut_tensor, rows=outputs) if self._shard.has_bias(cut) else None
+        num_outputs = sum(end - begin for begin, end in spans.values())
+        return self.product(torch.empty((num_outputs, inputs[1] - inputs[0]), device="meta"))
 
     def product(self, table_NK: Tensor) -> Linear:
         self.num_matrix_weights += table_NK.numel()
@@ -73,8 +91,21 @@ class Needs:
             if seen.dtype not in need.dtypes:
                 raise ModelError(name, f"dtype {seen.dtype}", " or ".join(need.dtypes) + ", as config.json says")
 
+    def cut(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """This rank's parts of a checkpoint that `check` found whole, in the order of reading."""
+        parts: dict[str, StoredTensor] = {}
+        for name in self.tensors:
+            part = self._parts.get(name, _whole)
+            if part is not None:
+                parts[name] = part(stored[name])
+        return parts
+
     def _note(self, name: str, *shapes: tuple[int, ...], dtypes: tuple[str, ...] = PLAIN_DTYPES) -> Tensor:
         if name in self.tensors:
             raise InternalError(f"two parameters are called {name}")
         self.tensors[name] = Need(shapes, dtypes)
         return torch.empty(shapes[0], device="meta")
+
+
+def _whole(tensor: StoredTensor) -> StoredTensor:
+    return tensor

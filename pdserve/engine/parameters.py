@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.linear import Linear
+from pdserve.engine.sharding import Cut
 
 MLP_PARTS: Final = ("gate_proj", "up_proj", "down_proj")
 
@@ -30,12 +31,17 @@ class Source(Protocol):
         """A norm's weight, in the compute dtype."""
         ...
 
-    def table(self, name: str, num_rows: int, num_columns: int) -> Tensor:
-        """A matrix that rows are looked up in."""
+    def table(self, name: str, num_rows: int, num_columns: int, *, is_cut: bool = False) -> Tensor:
+        """A matrix that rows are looked up in; if `is_cut`, the rank's rows of it."""
         ...
 
-    def matrix(self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False) -> Linear:
-        """A product with matrices that lie above one another: {module name: its outputs}, without `.weight`."""
+    def matrix(
+        self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False, cut: Cut | None = None
+    ) -> Linear:
+        """A product with matrices that lie above one another: {module name: its outputs}, without `.weight`.
+
+        Sizes are the whole model's; with `cut` the rank's part of them is given.
+        """
         ...
 
     def product(self, table_NK: Tensor) -> Linear:
@@ -85,11 +91,13 @@ class Weights:
 
 
 def build_weights(config: ModelConfig, source: Source, threads: Executor | None = None) -> Weights:
-    """On `threads`, where they are given, layers are built side by side, and the source must bear that.
+    """`config` is the whole model's; the source gives what its rank holds.
+
+    On `threads`, where they are given, layers are built side by side, and the source must bear that.
 
     The head comes first: it is the largest, and while it is packed there is a second copy of it.
     """
-    embedding_VE = source.table("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    embedding_VE = source.table("model.embed_tokens.weight", config.vocab_size, config.hidden_size, is_cut=True)
     if threads is None:
         head = build_head(config, source, embedding_VE)
         layers = tuple(build_layer(config, index, source) for index in range(config.num_layers))
@@ -106,7 +114,8 @@ def build_weights(config: ModelConfig, source: Source, threads: Executor | None 
 def build_head(config: ModelConfig, source: Source, embedding_VE: Tensor) -> Linear:
     if config.is_tied:
         return source.product(embedding_VE)
-    return source.matrix({"lm_head": config.vocab_size}, config.hidden_size)
+    cut = Cut("outputs", (config.vocab_size,))
+    return source.matrix({"lm_head": config.vocab_size}, config.hidden_size, cut=cut)
 
 
 def build_layer(config: ModelConfig, index: int, source: Source) -> LayerWeights:
@@ -114,6 +123,8 @@ def build_layer(config: ModelConfig, index: int, source: Source) -> LayerWeights
     hidden, head_dim = config.hidden_size, config.head_dim
     query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     qkv = {f"{at}self_attn.q_proj": query_size, f"{at}self_attn.k_proj": kv_size, f"{at}self_attn.v_proj": kv_size}
+    heads = Cut("outputs", (config.num_heads, config.num_kv_heads, config.num_kv_heads))
+    heads_in = Cut("inputs", (config.num_heads,))
 
     def norm(name: str, size: int = hidden) -> Tensor:
         return _offset(config, source.vector(f"{at}{name}.weight", size))
@@ -121,10 +132,10 @@ def build_layer(config: ModelConfig, index: int, source: Source) -> LayerWeights
     has_post = config.has_post_norms  # it takes the name that elsewhere the norm before the mlp has
     return LayerWeights(
         attention_norm_E=norm("input_layernorm"),
-        qkv=source.matrix(qkv, hidden, has_bias=config.has_qkv_bias),
+        qkv=source.matrix(qkv, hidden, has_bias=config.has_qkv_bias, cut=heads),
         q_norm_D=norm("self_attn.q_norm", head_dim) if config.has_qk_norm else None,
         k_norm_D=norm("self_attn.k_norm", head_dim) if config.has_qk_norm else None,
-        o=source.matrix({f"{at}self_attn.o_proj": hidden}, query_size, has_bias=config.has_o_bias),
+        o=source.matrix({f"{at}self_attn.o_proj": hidden}, query_size, has_bias=config.has_o_bias, cut=heads_in),
         attention_post_norm_E=norm("post_attention_layernorm") if has_post else None,
         mlp_norm_E=norm("pre_feedforward_layernorm" if has_post else "post_attention_layernorm"),
         mlp=_mlp_or_experts(config, index, source),
@@ -151,9 +162,10 @@ def _mlp(
     source: Source, at: str, parts: tuple[str, str, str], hidden_size: int, mlp_size: int, *, has_bias: bool = False
 ) -> MlpWeights:
     gate, up, down = (at + part for part in parts)
+    inner, inner_in = Cut("outputs", (mlp_size, mlp_size)), Cut("inputs", (mlp_size,))
     return MlpWeights(
-        gate_up=source.matrix({gate: mlp_size, up: mlp_size}, hidden_size, has_bias=has_bias),
-        down=source.matrix({down: hidden_size}, mlp_size, has_bias=has_bias),
+        gate_up=source.matrix({gate: mlp_size, up: mlp_size}, hidden_size, has_bias=has_bias, cut=inner),
+        down=source.matrix({down: hidden_size}, mlp_size, has_bias=has_bias, cut=inner_in),
     )
 
 

@@ -86,7 +86,8 @@ class Reader:
         end = min(start + _CHUNK_BYTES, tensor.num_bytes)
         at = start
         while at < end:
-            num = os.preadv(self._files[tensor.file], [target[at:end]], tensor.begin + at)
+            here = target[at : min(end, at + tensor.num_joined(at))]
+            num = os.preadv(self._files[tensor.file], [here], tensor.offset(at))
             if num == 0:
                 expected = f"{tensor.num_bytes} bytes, as its header promises"
                 raise ModelError(tensor.name, f"{tensor.file.name} ends after {at} bytes of it", expected)
@@ -111,8 +112,9 @@ class Reader:
                     is_late = num_asked_bytes + size <= self._num_read_bytes
                 num_asked_bytes += size
                 if not is_late and hasattr(os, "posix_fadvise"):
-                    offset = tensor.begin + start
-                    os.posix_fadvise(self._files[tensor.file], offset, size, os.POSIX_FADV_WILLNEED)
+                    offset = tensor.offset(start)
+                    length = tensor.offset(start + size - 1) + 1 - offset
+                    os.posix_fadvise(self._files[tensor.file], offset, length, os.POSIX_FADV_WILLNEED)
 
 
 def _open_files(paths: Iterable[Path]) -> dict[Path, int]:

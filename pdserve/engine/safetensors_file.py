@@ -32,6 +32,19 @@ class StoredTensor:
     shape: tuple[int, ...]
     begin: int  # byte offset in the file
     num_bytes: int
+    run_bytes: int = 0  # of a part whose rows lie apart: so many bytes of each, one every `stride_bytes`
+    stride_bytes: int = 0
+
+    def offset(self, at: int) -> int:
+        """Where in the file byte `at` of the tensor stands."""
+        if not self.run_bytes:
+            return self.begin + at
+        row, rest = divmod(at, self.run_bytes)
+        return self.begin + row * self.stride_bytes + rest
+
+    def num_joined(self, at: int) -> int:
+        """Bytes of the tensor that lie together in the file from byte `at` on."""
+        return self.run_bytes - at % self.run_bytes if self.run_bytes else self.num_bytes - at
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from pdserve.engine.quantisation_config import Quantisation, Scheme
 from pdserve.engine.reading import Reader
 from pdserve.engine.safetensors_file import Checkpoint, StoredTensor
 from pdserve.engine.scratch import Scratch
+from pdserve.engine.sharding import WHOLE, Cut, Shard
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
 
@@ -46,20 +47,24 @@ def load_weights(
     *,
     is_int8: bool = False,
     is_deterministic: bool = False,
+    shard: Shard = WHOLE,
 ) -> Weights:
-    """Raises ModelError on a missing, left over or misshapen tensor, before anything is read."""
+    """A rank's part of the checkpoint. Raises ModelError on a missing, left over or misshapen tensor, before anything
+    is read."""
     stored = split_experts(config, checkpoint.tensors)
     for name in checkpoint.tensors:
         is_copy_of_embedding = config.is_tied and name == "lm_head.weight"
         if name.endswith(_IGNORED_SUFFIX) or is_copy_of_embedding:
             del stored[name]
-    needs = Needs(config.quantisation)
+    needs = Needs(config.quantisation, shard)
     build_weights(config, needs)
     needs.check(stored)
-    order = [stored[name] for name in needs.tensors]
-    with Reader(order) as reader, load_threads() as threads:
-        source = CheckpointSource(stored, reader, config.quantisation, device, dtype, progress, is_int8=is_int8)
-        return build_weights(config, stable(source, is_deterministic=is_deterministic), threads)
+    parts = needs.cut(stored)
+    with Reader(list(parts.values())) as reader, load_threads() as threads:
+        source = CheckpointSource(
+            parts, reader, config.quantisation, device, dtype, progress, is_int8=is_int8, shard=shard
+        )
+        return build_weights(config, stable(source, is_deterministic=is_deterministic, shard=shard), threads)
 
 
 @final
@@ -84,7 +89,9 @@ class CheckpointSource:
         progress: Progress | None,
         *,
         is_int8: bool,
+        shard: Shard = WHOLE,
     ) -> None:
+        self._shard = shard
         self._stored = stored
         self._reader = reader
         self._quantisation = quantisation
@@ -101,13 +108,21 @@ class CheckpointSource:
     def vector(self, name: str, size: int) -> Tensor:
         return self._read_into(name, torch.empty(size, device=self._device, dtype=self._dtype))
 
-    def table(self, name: str, num_rows: int, num_columns: int) -> Tensor:
+    def table(self, name: str, num_rows: int, num_columns: int, *, is_cut: bool = False) -> Tensor:
         """In the narrower of the stored and the compute dtype: a row that is looked up can be widened then."""
         stored = _DTYPES[self._stored[name].dtype]
         dtype = stored if stored.itemsize < self._dtype.itemsize else self._dtype
+        if is_cut:
+            begin, end = self._shard.span(num_rows, num_rows)
+            num_rows = end - begin
         return self._read_into(name, torch.empty((num_rows, num_columns), device=self._device, dtype=dtype))
 
-    def matrix(self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False) -> Linear:
+    def matrix(
+        self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False, cut: Cut | None = None
+    ) -> Linear:
+        parts = {module: end - begin for module, (begin, end) in self._shard.outputs(parts, cut).items()}
+        first, last = self._shard.inputs(num_inputs, cut)
+        num_inputs, has_bias = last - first, has_bias and self._shard.has_bias(cut)
         schemes = {module: self._quantisation.scheme(module) for module in parts}
         if self._is_int8 and all(_is_kept(scheme) for scheme in schemes.values()):
             return self._kept_matrix(parts, schemes, num_inputs, has_bias)
