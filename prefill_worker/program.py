@@ -13,7 +13,7 @@ from kvtransfer.transport import Grant, Sender, SendOutcome, Sent
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core.attempt import AttemptKey, FailureKind
-from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
@@ -144,6 +144,8 @@ class PrefillProgram(RoleProgram):
 def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] = load_engine) -> PrefillProgram:
     """Runs on the engine thread. Raises ConfigError and ModelError."""
     config = context.config
+    if config.tensor_parallel > 1:
+        raise ConfigError("tensor_parallel", config.tensor_parallel, "1 on a prefill worker: ranks do not send KV yet")
     engine = load(config, context.role)
     sender = make_sender(
         engine.pool,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from pdserve.config import WorkerConfig
+from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine
 from pdserve.engine.toy import CELL_BYTES, MARKS, ToyEngine
@@ -21,7 +22,13 @@ def load_engine(config: WorkerConfig, role: Role) -> Engine:
     Raises ModelError where the folder cannot be served.
     """
     if config.model in TOY_MODELS:
+        if config.tensor_parallel > 1:
+            raise ConfigError("tensor_parallel", config.tensor_parallel, "1: a toy has nothing to divide")
         return _toy(config, role)
+    if config.tensor_parallel > 1:
+        from pdserve.engine.parallel import open_parallel_engine
+
+        return open_parallel_engine(config)
     from pdserve.engine.opening import open_torch_engine
 
     return open_torch_engine(config)

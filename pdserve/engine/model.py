@@ -9,7 +9,7 @@ Prefill chunks and decode rows run through the same matrices in one packed batch
 
 from __future__ import annotations
 
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +23,19 @@ from pdserve.engine.interface import OnLayer
 from pdserve.engine.parameters import ExpertWeights, LayerWeights, MlpWeights, Weights
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rope import inverse_frequencies, rotation
+from pdserve.engine.sharding import Shard, rank_config
+
+if TYPE_CHECKING:  # torch.distributed is for those who have ranks
+    from pdserve.engine.ranks import Ranks
 
 
 @final
 class Decoder:
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self._config = config
+    def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks | None = None) -> None:
+        """With `ranks`, `weights` are one rank's part, and every rank calls the same methods with the same batches."""
+        self._ranks = ranks
+        whole = config
+        config = self._config = config if ranks is None else rank_config(config, ranks.shard)
         self._weights = weights
         device = weights.norm_E.device
         self._ropes = tuple(dict.fromkeys(config.ropes))
@@ -37,6 +44,8 @@ class Decoder:
         # Rounded to the compute dtype, as the models were trained: 55.5 and not 55.4256 in bfloat16.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
         self._gated = ops.GATED[config.activation]
+        shards = () if ranks is None else (Shard(rank, ranks.shard.size) for rank in range(ranks.shard.size))
+        self._tokens_of = tuple(one.span(whole.vocab_size, whole.vocab_size) for one in shards)  # by rank
 
     def hidden(self, batch: Batch, pool: TorchPool, on_layer: OnLayer | None = None) -> Tensor:
         """Writes the KV of all tokens; returns the state before the last norm of those that are read, [U, E].
@@ -44,7 +53,7 @@ class Decoder:
         `on_layer` is told how many layers have issued their writes.
         """
         pool.clear(batch.fresh_blocks)
-        x_TE = F.embedding(batch.token_T, self._weights.embedding_VE).to(self._weights.dtype)
+        x_TE = self._embed(batch.token_T)
         if self._embedding_scale != 1.0:
             x_TE.mul_(self._embedding_scale)
         rotations = [
@@ -61,11 +70,11 @@ class Decoder:
                 if not len(batch.read_U):
                     return x_TE[:0]
                 x_TE, attended_TN = x_TE[batch.read_U], attended_TN[batch.read_U]
-            delta_TE = layer.o(attended_TN)
+            delta_TE = self._sum(layer.o(attended_TN))
             if layer.attention_post_norm_E is not None:
                 delta_TE = self._norm(delta_TE, layer.attention_post_norm_E)
             normed_TE = self._add_norm(x_TE, delta_TE, layer.mlp_norm_E)
-            delta_TE = self._mlp(layer.mlp, normed_TE)
+            delta_TE = self._sum(self._mlp(layer.mlp, normed_TE))
             if layer.mlp_post_norm_E is not None:
                 delta_TE = self._norm(delta_TE, layer.mlp_post_norm_E)
         return x_TE if delta_TE is None else x_TE.add_(delta_TE)
@@ -73,8 +82,22 @@ class Decoder:
     def logits(self, x_TE: Tensor) -> Tensor:
         """float32, [T, V]."""
         logits_TV = self._weights.head(self._norm(x_TE, self._weights.norm_E)).float()
+        if self._ranks is not None:
+            logits_TV = self._ranks.join(logits_TV, [end - begin for begin, end in self._tokens_of])
         softcap = self._config.logit_softcap
         return logits_TV if softcap is None else (logits_TV / softcap).tanh_().mul_(softcap)
+
+    def _embed(self, token_T: Tensor) -> Tensor:
+        table_VE, dtype = self._weights.embedding_VE, self._weights.dtype
+        if self._ranks is None:
+            return F.embedding(token_T, table_VE).to(dtype)
+        begin, end = self._tokens_of[self._ranks.shard.rank]
+        is_mine_T = (token_T >= begin) & (token_T < end)
+        mine_TE = F.embedding(torch.where(is_mine_T, token_T - begin, 0), table_VE).to(dtype)
+        return self._ranks.sum(mine_TE.mul_(is_mine_T[:, None]))  # zeros and one row: exact
+
+    def _sum(self, x_TE: Tensor) -> Tensor:
+        return x_TE if self._ranks is None else self._ranks.sum(x_TE)
 
     def _attention(
         self,

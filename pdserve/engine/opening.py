@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,39 +25,50 @@ from pdserve.engine.parameters import Weights
 from pdserve.engine.pool import BlockShape, TorchPool
 from pdserve.engine.progress import loading_line
 from pdserve.engine.safetensors_file import Checkpoint, checkpoint_hash, open_checkpoint
+from pdserve.engine.sharding import WHOLE, Shard, rank_config
 from pdserve.engine.torch_engine import TorchEngine
 from pdserve.engine.weights import Progress, load_weights
+
+if TYPE_CHECKING:
+    from pdserve.engine.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
 
 def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) -> TorchEngine:
     """Raises ModelError where the folder cannot be served, ConfigError where the settings do not fit the model."""
+    return open_rank(config, progress, WHOLE, None)
+
+
+def open_rank(config: WorkerConfig, progress: Progress | None, shard: Shard, ranks: Ranks | None) -> TorchEngine:
+    """The part of the model that a tensor-parallel rank holds; alone, all of it."""
     began_s = time.monotonic()
     if config.threads > 0:
         torch.set_num_threads(config.threads)
     folder = Path(config.model)
     model_config = read_config(folder)
-    device, dtype = choose_device(config.device), choose_dtype(config.dtype, config.device)
+    device, dtype = choose_device(config.device, shard.rank), choose_dtype(config.dtype, config.device)
+    rank_model = rank_config(model_config, shard)
     is_paged = device.type == "cpu" and dtype == torch.float32 and jit.is_available()
     if config.deterministic and not is_paged:
         raise ConfigError("deterministic", "on", "off, or a CPU with numba, and dtype float32 or int8")
     choices = (f"integers to {weight_levels()}",) if config.dtype == "int8" else ()
     checkpoint = open_checkpoint(folder) if config.load == "auto" else None
     name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, *choices)
-    shape = block_shape(config, model_config, dtype)
+    shape = block_shape(config, rank_model, dtype)
     spec = make_spec(config, model_config, dtype, shape, name)
-    num_bytes = weight_bytes(model_config, dtype, is_int8=config.dtype == "int8")
-    check_fits(num_bytes, spec.num_blocks * spec.block_bytes, available_bytes(device))
+    num_bytes = weight_bytes(model_config, dtype, is_int8=config.dtype == "int8", shard=shard)
+    num_together = 1 if device.type == "cuda" else shard.size  # ranks of a host share its memory
+    check_fits(num_bytes * num_together, spec.num_blocks * spec.block_bytes * num_together, available_bytes(device))
     load_began_s = time.monotonic()
-    weights = load(config, model_config, checkpoint, device, dtype, progress)
+    weights = load(config, model_config, checkpoint, device, dtype, progress, shard)
     load_s = time.monotonic() - load_began_s
     if checkpoint is not None:
         num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
     grammars = open_grammars(folder, spec)
     pool = TorchPool(num_blocks=spec.num_blocks, shape=shape, device=device)
     most_queries = sys.maxsize if config.deterministic else MOST_QUERIES
-    paged = PagedAttention(pool, model_config.num_heads, most_queries) if is_paged else None
+    paged = PagedAttention(pool, rank_model.num_heads, most_queries) if is_paged else None
     log.info(
         "model loaded",
         extra={
@@ -71,7 +83,7 @@ def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) ->
             "gb_per_s": round(num_bytes / 1e9 / max(load_s, 1e-6), 2),
         },
     )
-    return TorchEngine(spec, Decoder(model_config, weights), pool, model_config.windows, grammars, paged)
+    return TorchEngine(spec, Decoder(model_config, weights, ranks), pool, model_config.windows, grammars, paged)
 
 
 def load(
@@ -81,13 +93,16 @@ def load(
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress | None,
+    shard: Shard = WHOLE,
 ) -> Weights:
     """From the checkpoint, or made up where there is none."""
     is_int8, is_deterministic = config.dtype == "int8", config.deterministic
     if checkpoint is None:
-        return dummy_weights(model, device, dtype, is_int8=is_int8, is_deterministic=is_deterministic)
+        return dummy_weights(model, device, dtype, is_int8=is_int8, is_deterministic=is_deterministic, shard=shard)
     progress = progress or loading_line(config.worker_id)
-    return load_weights(model, checkpoint, device, dtype, progress, is_int8=is_int8, is_deterministic=is_deterministic)
+    return load_weights(
+        model, checkpoint, device, dtype, progress, is_int8=is_int8, is_deterministic=is_deterministic, shard=shard
+    )
 
 
 def block_shape(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) -> BlockShape:
@@ -129,10 +144,15 @@ def make_spec(
     )
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, rank: int = 0) -> torch.device:
+    """Each tensor-parallel rank has a GPU of its own."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", name, "cpu or auto: torch sees no CUDA device")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if rank >= torch.cuda.device_count():
+        raise ConfigError("tensor_parallel", f"rank {rank}", f"at most {torch.cuda.device_count()} ranks: one per GPU")
+    return torch.device("cuda", rank)
 
 
 def choose_dtype(name: str, device_name: str) -> torch.dtype:

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import final
 
 import torch
+from torch import Tensor
 
 from pdserve.core.types import TokenOut
 from pdserve.engine.batch import pack
@@ -50,8 +51,7 @@ class TorchEngine:
         check_rows(self.spec, rows)
         if not rows:
             return []
-        batch = pack(rows, self._windows, self.spec.block_size, self._device, self._paged)
-        x_UE = self._model.hidden(batch, self.pool, on_layer if self._reports_layers else None)
+        x_UE = self._states(rows, on_layer)
         num_draws = sum(row.num_draws for row in rows)
         outs = [RowOut()] * len(rows)
         if num_draws:
@@ -71,6 +71,22 @@ class TorchEngine:
         if on_layer is not None and not self._reports_layers:
             on_layer(self.spec.num_layers)
         return outs
+
+    @torch.inference_mode()
+    def follow(self, rows: Sequence[Row]) -> None:
+        """Takes part in a step whose tokens another rank draws: the same states and logits, in the same order."""
+        x_UE = self._states(rows)
+        first = sum(row.num_draws for row in rows)
+        if first:
+            self._model.logits(x_UE[:first])
+        for row in rows:
+            if row.targets:
+                score(self._model.logits, x_UE[first:], row.targets, row.num_top, self.spec.vocab_size)
+                first += len(row.targets)
+
+    def _states(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Tensor:
+        batch = pack(rows, self._windows, self.spec.block_size, self._device, self._paged)
+        return self._model.hidden(batch, self.pool, on_layer if self._reports_layers else None)
 
     def close(self) -> None:
         """Nothing to free: weights and pool go with their last reader."""

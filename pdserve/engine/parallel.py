@@ -1,0 +1,153 @@
+"""One engine on several ranks of one host: this process leads, a follower process computes beside it for each other.
+
+The leader tells its followers the rows of each step, computes its own part and draws all tokens. A failure of one
+rank in mid-step leaves the others waiting in a sum, so the engine is broken from then on: the worker ends, and is
+started anew with all its ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, Final, final
+
+from pdserve.config import WorkerConfig, to_flags
+from pdserve.core.errors import ConfigError, InternalError
+from pdserve.engine.config import read_config
+from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut
+from pdserve.engine.opening import choose_device, open_rank
+from pdserve.engine.pool import TorchPool
+from pdserve.engine.ranks import Ranks, make_store
+from pdserve.engine.row_words import to_words
+from pdserve.engine.rows import check_rows
+from pdserve.engine.sharding import Shard, rank_config
+from pdserve.engine.torch_engine import TorchEngine
+from pdserve.engine.weights import Progress
+
+log = logging.getLogger(__name__)
+
+MEET_S: Final = 120.0  # until all ranks stand; loading comes after
+STOP: Final = 0  # orders: their first word
+STEP: Final = 1
+_JOIN_S: Final = 5.0
+_POLL_S: Final = 0.05
+_TAIL_BYTES: Final = 2000
+
+
+@final
+class ParallelEngine:
+    """`spec` and `pool` are the leader's: a block holds its heads only."""
+
+    def __init__(self, engine: TorchEngine, ranks: Ranks, followers: Sequence[Follower]) -> None:
+        self._engine, self._ranks, self._followers = engine, ranks, followers
+        self._broken = ""
+
+    @property
+    def spec(self) -> EngineSpec:
+        return self._engine.spec
+
+    @property
+    def pool(self) -> TorchPool:
+        return self._engine.pool
+
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
+        """Raises InternalError for ever once a rank has failed in mid-step."""
+        if self._broken:
+            raise InternalError(f"a tensor-parallel rank failed before: {self._broken}")
+        check_rows(self.spec, rows)
+        if not rows:
+            return []
+        try:
+            self._ranks.tell([STEP, *to_words(rows)])
+            return self._engine.step(rows, on_layer)
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+
+    def close(self) -> None:
+        try:
+            if not self._broken:
+                self._ranks.tell([STOP])
+        except RuntimeError:
+            log.warning("a tensor-parallel rank was gone already")
+        for follower in self._followers:
+            follower.end()
+        self._engine.close()
+
+
+@final
+class Follower:
+    """A rank's process. It ends with its leader, however that ends."""
+
+    def __init__(self, config: WorkerConfig, rank: int, port: int) -> None:
+        self.rank = rank
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
+        program = ["pdserve.engine.follower", str(rank), str(port), *to_flags(config)]
+        command = [sys.executable, "-m", "pdserve.launch.tether", str(os.getpid()), "module", *program]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=self._errors)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def check(self) -> None:
+        """Raises ConfigError with its last words where it has ended."""
+        if self._process.poll() is not None:
+            raise ConfigError("tensor_parallel", f"rank {self.rank} ended: {self._last_words()}", "a rank that starts")
+
+    def end(self) -> None:
+        try:
+            self._process.wait(_JOIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.end()
+
+    def _last_words(self) -> str:
+        size = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, size - _TAIL_BYTES))
+        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else f"exit code {self._process.returncode}"
+
+
+def open_parallel_engine(config: WorkerConfig, progress: Progress | None = None) -> ParallelEngine:
+    """Starts the followers and loads this rank's part. Raises ConfigError and ModelError as one rank alone would."""
+    size = config.tensor_parallel
+    rank_config(read_config(Path(config.model)), Shard(0, size))  # before anything starts
+    store = make_store(0, size, is_leader=True, timeout_s=MEET_S)
+    each = dataclasses.replace(config, threads=max(1, config.threads // size) if config.threads else 0)
+    followers = [Follower(each, rank, store.port) for rank in range(1, size)]
+    try:
+        _meet(store, followers)
+        shard = Shard(0, size)
+        ranks = Ranks(shard, store, choose_device(config.device), config.stall_s)
+        engine = open_rank(each, progress, shard, ranks)
+        _meet(store, followers, "loaded", MEET_S + config.stall_s)
+    except BaseException:
+        for follower in followers:
+            follower.kill()
+        raise
+    log.info("tensor-parallel ranks stand", extra={"ranks": size, "pids": [one.pid for one in followers]})
+    return ParallelEngine(engine, ranks, followers)
+
+
+def _meet(store: Any, followers: Sequence[Follower], what: str = "here", timeout_s: float = MEET_S) -> None:
+    """Waits until every follower has said so, or one has ended."""
+    ends_s = time.monotonic() + timeout_s
+    for follower in followers:
+        while not store.check([f"{what}/{follower.rank}"]):
+            follower.check()
+            if time.monotonic() > ends_s:
+                raise ConfigError("tensor_parallel", f"rank {follower.rank} silent for {timeout_s:.0f} s", "an answer")
+            time.sleep(_POLL_S)

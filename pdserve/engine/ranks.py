@@ -1,0 +1,99 @@
+"""What tensor-parallel ranks say to each other: sums and joins of tensors in a step, and orders between steps.
+
+Orders are numbers over gloo on the CPU: no pickle, nothing to parse. Tensors meet over NCCL where they lie on GPUs,
+else over gloo. Every rank makes the same calls in the same order; one that fails takes all others with it.
+"""
+
+# Shapes: T tokens, V vocabulary, W widest part of it.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final, final
+
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.engine.sharding import Shard
+
+HOST: Final = "127.0.0.1"  # ranks share a host: what they exchange in each layer bears no network
+_FIRST_WORDS: Final = 4096  # of an order that go in one message; 32 KiB
+_dist: Any = torch.distributed  # its groups and stores are made in C++, and its stubs leave them out
+_FOREVER: Final = timedelta(days=365)  # an idle rank waits for orders; it dies with its leader
+
+
+def make_store(port: int, size: int, *, is_leader: bool, timeout_s: float) -> Any:
+    """Where ranks find each other; port 0 picks a free one. Raises RuntimeError."""
+    timeout = timedelta(seconds=timeout_s)
+    return _dist.TCPStore(HOST, port, size, is_leader, timeout, wait_for_workers=False)
+
+
+@final
+class Ranks:
+    """One rank's end of all groups. Raises RuntimeError where another rank is gone, or silent for `timeout_s`."""
+
+    def __init__(self, shard: Shard, store: Any, device: torch.device, timeout_s: float) -> None:
+        self.shard = shard
+        self._orders = _gloo(_dist.PrefixStore("orders", store), shard, _FOREVER)
+        self._tensors: Any
+        if device.type == "cuda":
+            self._tensors = _nccl(_dist.PrefixStore("tensors", store), shard, timedelta(seconds=timeout_s))
+        else:
+            self._tensors = _gloo(_dist.PrefixStore("tensors", store), shard, timedelta(seconds=timeout_s))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, in the place of this one's."""
+        x = x.contiguous()
+        self._tensors.allreduce([x]).wait()
+        return x
+
+    def join(self, x_TW: Tensor, widths: Sequence[int]) -> Tensor:
+        """All ranks' columns beside each other, [T, sum of widths]; rank r has widths[r] of them."""
+        widest = max(widths)
+        mine = F.pad(x_TW, (0, widest - x_TW.shape[1])) if x_TW.shape[1] < widest else x_TW.contiguous()
+        parts = [torch.empty_like(mine) for _ in widths]
+        self._tensors.allgather([parts], [mine]).wait()
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+    def tell(self, words: Sequence[int]) -> None:
+        """The leader's order to all others; 64-bit numbers."""
+        order = torch.zeros(_FIRST_WORDS, dtype=torch.int64)
+        body = torch.tensor(words, dtype=torch.int64)
+        order[0] = len(words)
+        order[1 : 1 + len(words)] = body[: _FIRST_WORDS - 1]
+        self._broadcast(order)
+        if len(words) >= _FIRST_WORDS:
+            self._broadcast(body[_FIRST_WORDS - 1 :].clone())
+
+    def hear(self) -> list[int]:
+        """The next order, however long it takes to come."""
+        order = torch.empty(_FIRST_WORDS, dtype=torch.int64)
+        self._broadcast(order)
+        num_words = int(order[0])
+        words: list[int] = order[1 : 1 + num_words].tolist()
+        if num_words >= _FIRST_WORDS:
+            rest = torch.empty(num_words - (_FIRST_WORDS - 1), dtype=torch.int64)
+            self._broadcast(rest)
+            words += rest.tolist()
+        return words
+
+    def _broadcast(self, x: Tensor) -> None:
+        options = _dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._orders.broadcast([x], options).wait()
+
+
+def _gloo(store: Any, shard: Shard, timeout: timedelta) -> Any:
+    options = _dist.ProcessGroupGloo._Options()
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=HOST)]
+    options._timeout = timeout
+    return _dist.ProcessGroupGloo(store, shard.rank, shard.size, options)
+
+
+def _nccl(store: Any, shard: Shard, timeout: timedelta) -> Any:
+    options = _dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return _dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)

@@ -1,0 +1,125 @@
+"""Two ranks give the tokens of one: real processes over gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.core.errors import ConfigError, InternalError, ModelError
+from pdserve.core.types import Sampling
+from pdserve.engine.interface import Engine, Row
+from pdserve.engine.parallel import ParallelEngine
+from pdserve.engine.row_words import from_words, to_words
+from tests.unit.engine.conftest import GREEDY, Request
+
+BUNDLED = Path(__file__).parents[3] / "pdserve/models/stdlib-5m"
+SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=7, max_tokens=24)
+
+
+def requests(vocab_size: int) -> list[Request]:
+    """Prompts of several lengths that arrive while others decode."""
+    made = []
+    for index, (length, sampling) in enumerate([(5, GREEDY), (70, SEEDED), (33, GREEDY), (1, SEEDED)]):
+        prompt = [3 + (index * 31 + at * 7) % (vocab_size - 3) for at in range(length)]
+        made.append(Request(prompt=prompt, sampling=sampling, arrival=2 * index))
+    return made
+
+
+def answers(engine: Engine, serve: Callable[..., list[list[int]]]) -> list[list[int]]:
+    def guess(one: Request) -> list[int]:
+        return [one.history[-1], 5] if len(one.outs) % 3 == 1 else []
+
+    made = requests(engine.spec.vocab_size)
+    limit = engine.spec.max_context_tokens
+    assert all(len(one.prompt) + one.sampling.max_tokens < limit for one in made)
+    return serve(engine, made, chunk=16, guess=guess)
+
+
+# Heads that neighbours share (gemma3: one kv head), experts, tied and biased weights, an odd number of tokens' ranks.
+@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3-moe", "gemma3"])
+def test_two_ranks_draw_the_tokens_of_one(
+    name: str, tiny: Callable[[str], Path], open_engine: Callable[..., Any], serve: Callable[..., list[list[int]]]
+) -> None:
+    folder = tiny(name)
+    alone = open_engine(folder)
+    together = open_engine(folder, tensor_parallel=2)
+    try:
+        assert isinstance(together, ParallelEngine)
+        assert together.spec.num_blocks == alone.spec.num_blocks
+        assert answers(together, serve) == answers(alone, serve)
+    finally:
+        together.close()
+        alone.close()
+
+
+def test_three_ranks_of_the_bundled_model_score_and_draw_alike(
+    open_engine: Callable[..., Any], serve: Callable[..., list[list[int]]]
+) -> None:
+    alone = open_engine(BUNDLED)
+    size = 2 if alone.pool.shape.num_kv_heads % 3 else 3
+    together = open_engine(BUNDLED, tensor_parallel=size)
+    try:
+        assert together.spec.block_bytes * size == alone.spec.block_bytes
+        assert answers(together, serve) == answers(alone, serve)
+        tokens = list(range(40, 60))
+        row = Row(tokens=tokens, start=0, blocks=[3, 4], targets=tokens[1:], num_top=2)
+        [mine], [theirs] = together.step([row]), alone.step([row])
+        assert [one.token_id for one in mine.scored] == [one.token_id for one in theirs.scored]
+        for one, other in zip(mine.scored, theirs.scored, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [token for token, _ in one.top] == [token for token, _ in other.top]
+    finally:
+        together.close()
+        alone.close()
+
+
+def test_a_dead_rank_breaks_the_engine_and_hangs_nobody(open_engine: Callable[..., Any]) -> None:
+    engine = open_engine(BUNDLED, tensor_parallel=2, stall_s=5.0)
+    row = Row(tokens=[5, 6, 7], start=0, blocks=[0], sample=GREEDY, history=[5, 6, 7], prompt_len=3)
+    try:
+        assert len(engine.step([row])[0].drawn) == 1
+        with pytest.raises(InternalError, match="outside the pool"):
+            engine.step([Row(tokens=[5], start=0, blocks=[10**6])])
+        assert len(engine.step([row])[0].drawn) == 1, "a row that is refused reaches no rank"
+        os.kill(engine._followers[0].pid, signal.SIGKILL)
+        began_s = time.monotonic()
+        engine._followers[0].end()
+        with pytest.raises(RuntimeError):
+            engine.step([row])
+        assert time.monotonic() - began_s < 10.0
+        with pytest.raises(InternalError, match="failed before"):
+            engine.step([row])
+    finally:
+        engine.close()
+
+
+def test_a_model_that_cannot_be_divided_is_refused_with_the_reason(
+    open_engine: Callable[..., Any], tmp_path: Path
+) -> None:
+    with pytest.raises((ConfigError, ModelError), match="query heads"):
+        open_engine(BUNDLED, tensor_parallel=7)
+    with pytest.raises((ConfigError, ModelError), match="config"):
+        open_engine(tmp_path, tensor_parallel=2)
+    with pytest.raises(ConfigError, match="toy"):
+        open_engine("toy", tensor_parallel=2)
+
+
+def test_rows_become_numbers_and_rows_again() -> None:
+    rows = [
+        Row(tokens=[4], start=9, blocks=[1, 2], sample=SEEDED, history=range(10), prompt_len=3, drafts=[7, 8]),
+        Row(tokens=[1, 2, 3], start=0, blocks=[5], targets=[2, 3], num_top=4),
+    ]
+    again = from_words(to_words(rows))
+    assert [(list(r.tokens), r.start, list(r.blocks), list(r.drafts)) for r in again] == [
+        ([4], 9, [1, 2], [7, 8]),
+        ([1, 2, 3], 0, [5], []),
+    ]
+    assert [r.num_draws for r in again] == [3, 0]
+    assert (list(again[1].targets), again[1].num_top) == ([2, 3], 4)
+    assert from_words([]) == []
