@@ -23,6 +23,7 @@ DTYPES: Final = ("auto", "float32", "bfloat16", "int8")
 LOADS: Final = ("auto", "dummy")
 KV_DTYPES: Final = ("auto", "int8")
 DEVICES: Final = ("auto", "cpu", "cuda")
+PUSHES: Final = ("auto", "end", "chunk", "layers")
 SPECULATIONS: Final = ("ngram", "off")
 MOST_DRAFTS: Final = 15  # a row of as many and its own token is what attention computes at once
 
@@ -55,6 +56,9 @@ class WorkerConfig:
     max_context_tokens: int = _doc("longest sequence; 0 takes the model's own limit", 0)
     max_batch: int = _doc("sequences in one decode step", 64)
     max_batch_tokens: int = _doc("prompt tokens in one prefill step", 512)
+    push: str = _doc(
+        "when KV leaves a prefill worker: auto (what the measured costs say), end, chunk or layers", "auto"
+    )
     speculation: str = _doc(
         "guesses that decode steps verify: ngram (what followed before in the text) or off", "ngram"
     )
@@ -82,6 +86,7 @@ class WorkerConfig:
         _at_least("kv_blocks", self.kv_blocks, 0)
         _at_least("max_batch", self.max_batch, 1)
         _at_least("max_batch_tokens", self.max_batch_tokens, 1)
+        _choice("push", self.push, PUSHES)
         _choice("speculation", self.speculation, SPECULATIONS)
         if not 1 <= self.max_drafts <= MOST_DRAFTS:
             raise ConfigError("max_drafts", self.max_drafts, f"between 1 and {MOST_DRAFTS}")

@@ -5,7 +5,8 @@ A prompt waits in the inbox, is computed in chunks, then lies still until its KV
     WAITING -> COMPUTING -> SENDING -> (gone)        first come, first served
 
 All blocks of a prompt are taken when its computing starts, so that nothing here can run out of memory half-way.
-From then on a sender may read them, so they are given back only when `sent` says that it does not.
+From then on a sender may read them, so they are given back only when `sent` says that it does not. When finished
+blocks are handed to it is decided for each prompt as its computing starts (prefill_worker/pushing.py).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from pdserve.core.effects import (
 )
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import Row, RowOut
+from prefill_worker.pushing import BY_CHUNK, Push, PushRule
 
 
 class Stage(Enum):
@@ -56,14 +58,17 @@ class Prompt:
     """Where one attempt stands."""
 
     attempt: Attempt
-    held_blocks: int  # leading blocks that the decode worker has
+    receiver: str  # the decode worker
+    held_blocks: int  # leading blocks that it has
     stage: Stage = Stage.WAITING
     tokens: tuple[int, ...]
     hashes: list[bytes]
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # leading positions whose KV is in `blocks`
     cached: int = 0  # of them, found in the prefix cache
+    push: Push = BY_CHUNK
     pushed: int = 0  # leading blocks that were handed to the sender or are held by the receiver
+    pushed_groups: int = 0  # of the layers of those behind
     started_s: float = 0.0
 
     @property
@@ -119,8 +124,10 @@ class PrefillBatching:
         max_batch_tokens: int,
         inbox_depth: int,
         end_rule: EndRule,
+        pushing: PushRule,
     ) -> None:
         self.blocks = blocks
+        self.pushing = pushing
         self._block_size = block_size
         self._max_batch_tokens = max_batch_tokens
         self._inbox_depth = inbox_depth
@@ -156,7 +163,9 @@ class PrefillBatching:
             pending_prefill_tokens=pending,
         )
 
-    def offer(self, attempt: Attempt, *, held_blocks: int, num_granted: int, now_s: float) -> list[PrefillEffect]:
+    def offer(
+        self, attempt: Attempt, *, receiver: str, held_blocks: int, num_granted: int, now_s: float
+    ) -> list[PrefillEffect]:
         """Takes a new attempt into the inbox, or says why not."""
         key, size = attempt.key, self._block_size
         needed = blocks_for(attempt.num_tokens, size)
@@ -173,7 +182,14 @@ class PrefillBatching:
             return [Failed(key=key, kind=FailureKind.TRANSFER, message=message), Released(key=key)]
         tokens = attempt.token_ids
         hashes = attempt.extend_hashes([], tokens, size)
-        prompt = Prompt(attempt=attempt, held_blocks=held_blocks, pushed=held_blocks, tokens=tokens, hashes=hashes)
+        prompt = Prompt(
+            attempt=attempt,
+            receiver=receiver,
+            held_blocks=held_blocks,
+            pushed=held_blocks,
+            tokens=tokens,
+            hashes=hashes,
+        )
         self._prompts[key] = self._waiting[key] = prompt
         return []
 
@@ -192,6 +208,24 @@ class PrefillBatching:
                 break
         account = StepAccount(prefill_tokens=self._max_batch_tokens - budget, prefill_token_context=load)
         return Step(shares=shares, account=account, block_size=self._block_size), effects
+
+    def wants_layers(self, step: Step) -> bool:
+        """Whether `stored` has anything to do for this step."""
+        return any(prompt.push.groups > 1 and count == prompt.remaining for prompt, count in step.shares)
+
+    def stored(self, step: Step, num_layers: int, of: int) -> list[PrefillEffect]:
+        """While the step runs: its first `num_layers` of `of` layers are what they will be after it. The last group
+        waits for `apply`, which says that it is the last."""
+        effects: list[PrefillEffect] = []
+        for prompt, count in step.shares:
+            push = prompt.push
+            done = num_layers * push.groups // of
+            is_due = count == prompt.remaining and prompt.pushed_groups < done < push.groups
+            if not is_due or prompt.attempt.key not in self._computing:
+                continue
+            effects.append(self._pushed(prompt, len(prompt.blocks), is_last=False, end_group=done))
+            prompt.pushed_groups = done
+        return effects
 
     def apply(self, step: Step, outs: Sequence[RowOut], now_s: float) -> list[PrefillEffect]:
         """What the computed step means; prompts that left meanwhile are passed over."""
@@ -264,7 +298,8 @@ class PrefillBatching:
         for key, prompt in list(self._waiting.items()):
             if not self._start(prompt, now_s):
                 return  # first come, first served: nobody overtakes for being smaller
-            effects.append(SendStarted(key=key))
+            effects.append(SendStarted(key=key, groups=prompt.push.groups))
+            effects += self._done(prompt)  # what the cache holds
             yield prompt
 
     def _start(self, prompt: Prompt, now_s: float) -> bool:
@@ -280,6 +315,12 @@ class PrefillBatching:
         prompt.blocks = matched + fresh
         prompt.cached = prompt.computed = len(matched) * size
         prompt.started_s = now_s
+        prompt.push = self.pushing.choose(
+            prompt.receiver,
+            cached=prompt.cached,
+            num_tokens=len(prompt.tokens),
+            held_blocks=prompt.held_blocks,
+        )
         prompt.stage = Stage.COMPUTING
         del self._waiting[key]
         self._computing[key] = prompt
@@ -287,10 +328,24 @@ class PrefillBatching:
 
     def _done(self, prompt: Prompt) -> list[PrefillEffect]:
         is_last = prompt.remaining == 0
+        if not is_last and not prompt.push.is_early:
+            return []
         final = len(prompt.blocks) if is_last else prompt.computed // self._block_size
-        blocks = tuple((index - prompt.held_blocks, prompt.blocks[index]) for index in range(prompt.pushed, final))
+        if final <= prompt.pushed and not is_last:
+            return []
+        done = self._pushed(prompt, final, is_last=is_last, end_group=prompt.push.groups)
         prompt.pushed = max(prompt.pushed, final)
-        return [BlocksDone(key=prompt.attempt.key, blocks=blocks, is_last=is_last)] if blocks or is_last else []
+        return [done]
+
+    def _pushed(self, prompt: Prompt, final: int, *, is_last: bool, end_group: int) -> BlocksDone:
+        return BlocksDone(
+            key=prompt.attempt.key,
+            blocks=tuple((index - prompt.held_blocks, prompt.blocks[index]) for index in range(prompt.pushed, final)),
+            is_last=is_last,
+            first_group=prompt.pushed_groups,
+            end_group=end_group,
+            groups=prompt.push.groups,
+        )
 
     def _first(self, prompt: Prompt, token: TokenOut, now_s: float) -> FirstDrawn:
         attempt = prompt.attempt

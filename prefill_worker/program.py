@@ -24,6 +24,7 @@ from pdserve.worker.context import ProgramContext
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.program import RoleProgram
 from prefill_worker.batching import PrefillBatching
+from prefill_worker.pushing import PushRule
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,14 @@ class PrefillProgram(RoleProgram):
             max_batch_tokens=config.max_batch_tokens,
             inbox_depth=config.inbox_depth,
             end_rule=self.end_rule,
+            pushing=PushRule(
+                self.cost,
+                block_size=engine.spec.block_size,
+                block_bytes=engine.spec.block_bytes,
+                num_layers=1,
+                max_batch_tokens=config.max_batch_tokens,
+                choice=config.push,
+            ),
         )
 
     @property
@@ -75,9 +84,15 @@ class PrefillProgram(RoleProgram):
             self.act([fx.Failed(key=key, kind=FailureKind.TRANSFER, message=why), fx.Released(key=key)])
             return
         self._grants[key] = (grant, attempt.deadline_at_s)
-        now_s = self.context.now()
-        num_granted = len(grant.blocks)
-        self.act(self._batching.offer(attempt, held_blocks=grant.held_blocks, num_granted=num_granted, now_s=now_s))
+        self.act(
+            self._batching.offer(
+                attempt,
+                receiver=grant.worker_id,
+                held_blocks=grant.held_blocks,
+                num_granted=len(grant.blocks),
+                now_s=self.context.now(),
+            )
+        )
 
     def fingerprint(self) -> transfer_pb2.Fingerprint:
         return fingerprint_to_proto(fingerprint_of(self.engine.spec))

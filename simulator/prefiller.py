@@ -9,6 +9,7 @@ from pdserve.core import effects as fx
 from pdserve.core.attempt import AttemptKey
 from pdserve.engine.interface import RowOut
 from prefill_worker.batching import PrefillBatching, Step
+from prefill_worker.pushing import PushRule
 from router import events
 from simulator.machine import Machine, Order, Surroundings
 from simulator.model import WorkerShape
@@ -33,6 +34,14 @@ class Prefiller(Machine):
             max_batch_tokens=shape.max_batch_tokens,
             inbox_depth=shape.inbox_depth,
             end_rule=self.end_rule,
+            pushing=PushRule(
+                shape.cost,
+                block_size=self.block_size,
+                block_bytes=self.block_size * shape.kv_bytes_per_token,
+                num_layers=1,
+                max_batch_tokens=shape.max_batch_tokens,
+                choice="chunk",
+            ),
         )
 
     @property
@@ -48,9 +57,15 @@ class Prefiller(Machine):
         if attempt is None:
             return
         self._grants[order.key] = grant
-        num_granted = len(grant.blocks)
-        now_s = self.agenda.now_s
-        self.act(self._batching.offer(attempt, held_blocks=grant.held_blocks, num_granted=num_granted, now_s=now_s))
+        self.act(
+            self._batching.offer(
+                attempt,
+                receiver=grant.worker_id,
+                held_blocks=grant.held_blocks,
+                num_granted=len(grant.blocks),
+                now_s=self.agenda.now_s,
+            )
+        )
 
     def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str) -> None:
         self.post(self._sent, key, transfer, is_whole, error)

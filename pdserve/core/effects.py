@@ -63,18 +63,25 @@ class PromptScored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendStarted:
-    """Computing begins; the pair may connect meanwhile."""
+    """Computing begins; the pair may connect meanwhile. Blocks will come in up to `groups` groups of layers."""
 
     key: AttemptKey
+    groups: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksDone:
-    """(grant index, source block) of blocks whose contents are final."""
+    """(grant index, source block) of blocks whose contents are final.
+
+    Of each block the layer groups first_group .. end_group - 1 of `groups` equal ones; the groups before went already.
+    """
 
     key: AttemptKey
     blocks: tuple[tuple[int, int], ...]
     is_last: bool
+    first_group: int = 0
+    end_group: int = 1
+    groups: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

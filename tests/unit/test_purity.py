@@ -33,6 +33,7 @@ PURE = [
     "router.state",
     "router.policy",
     "prefill_worker.batching",
+    "prefill_worker.pushing",
     "decode_worker.batching",
     "decode_worker.chunking",
     "decode_worker.resident",

@@ -10,9 +10,11 @@ import pytest
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule, blocks_for
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.effects import BlocksDone, FirstDrawn, PrefillEffect
+from pdserve.core.latency import CostPrior
 from pdserve.core.types import Sampling
 from pdserve.engine.toy import EOS, ToyEngine
 from prefill_worker.batching import PrefillBatching
+from prefill_worker.pushing import PushRule
 
 BLOCK_SIZE = 4
 
@@ -20,7 +22,14 @@ BLOCK_SIZE = 4
 class Bench:
     """A batching, its engine, and a clock that each step moves by a second."""
 
-    def __init__(self, num_blocks: int = 16, max_batch_tokens: int = 8, inbox_depth: int = 4) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        max_batch_tokens: int = 8,
+        inbox_depth: int = 4,
+        num_layers: int = 1,
+        push: str = "chunk",
+    ) -> None:
         self.engine = ToyEngine(num_blocks=num_blocks, block_size=BLOCK_SIZE)
         self.batching = PrefillBatching(
             blocks=BlockAllocator(num_blocks),
@@ -28,6 +37,14 @@ class Bench:
             max_batch_tokens=max_batch_tokens,
             inbox_depth=inbox_depth,
             end_rule=EndRule(eos_token_ids=frozenset({EOS}), max_context_tokens=num_blocks * BLOCK_SIZE),
+            pushing=PushRule(
+                CostPrior(),
+                block_size=BLOCK_SIZE,
+                block_bytes=self.engine.spec.block_bytes,
+                num_layers=num_layers,
+                max_batch_tokens=max_batch_tokens,
+                choice=push,
+            ),
         )
         self.now_s = 0.0
 
@@ -57,7 +74,9 @@ class Bench:
         )
         needed = blocks_for(one.num_tokens, BLOCK_SIZE) - held_blocks
         num_granted = needed if num_granted is None else num_granted
-        return self.batching.offer(one, held_blocks=held_blocks, num_granted=num_granted, now_s=self.now_s)
+        return self.batching.offer(
+            one, receiver="d", held_blocks=held_blocks, num_granted=num_granted, now_s=self.now_s
+        )
 
     def step(self) -> list[PrefillEffect]:
         """The effects before and after one step."""
@@ -96,7 +115,7 @@ class Bench:
 def make_bench() -> Iterator[Callable[..., Bench]]:
     benches: list[Bench] = []
 
-    def make(**settings: int) -> Bench:
+    def make(**settings: Any) -> Bench:
         benches.append(Bench(**settings))
         return benches[-1]
 

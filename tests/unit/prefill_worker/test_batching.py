@@ -93,8 +93,11 @@ def test_a_cached_prefix_is_reused_and_pushed_at_once(bench: Any) -> None:
     bench.sent("a")
     bench.offer("b", [*PROMPT[:8], 99])
     effects = bench.step()
-    [push] = bench.pushes(effects, "b")
-    assert [index for index, _ in push.blocks] == [0, 1, 2]
+    at_once, rest = bench.pushes(effects, "b")
+    assert [index for index, _ in at_once.blocks] == [0, 1]
+    assert [index for index, _ in rest.blocks] == [2]
+    kinds = [type(one) for one in effects]
+    assert kinds.index(SendStarted) + 1 == kinds.index(BlocksDone), "before the step, not after it"
     [first] = [one for one in effects if isinstance(one, FirstDrawn)]
     assert first.cached_tokens == 8
     assert [first.token.token_id] == answer([*PROMPT[:8], 99], 1)

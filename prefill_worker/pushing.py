@@ -1,0 +1,148 @@
+"""When a prompt's KV leaves: as chunks are computed, the last chunk by groups of layers, or all at the end. Pure.
+
+What leaves early lands early, and has its price: each part is one more message, and where a transfer shares cores or
+memory with the engine, each byte that moves while it computes makes that step longer. Both are weighed in seconds
+until the receiver has all, from the link and the steps as they were measured:
+
+    price(plan) = exposed_s(plan) + stolen_s per byte * bytes hidden + MESSAGE_S * messages
+
+The cheapest plan is taken, and another one than sending at the end only where it is cheaper by MARGIN.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, final
+
+from pdserve.core.effects import StepAccount
+from pdserve.core.fit import Fit
+from pdserve.core.latency import TYPICAL_TRANSFER_BYTES, CostPrior, LinkModel
+from pdserve.core.overlap import grouped_s
+
+MESSAGE_S: Final = 2e-4  # both ends' handling of one more part; benchmarks/overlap.py measures it
+MARGIN: Final = 0.1  # of what sending at the end exposes: less than that is no gain that anybody could see
+MOST_GROUPS: Final = 8
+REVISIT: Final = 32  # of so many prompts that would leave at the end, one leaves early: what it steals may have changed
+MAX_LINKS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """How one prompt's KV leaves."""
+
+    is_early: bool  # finished blocks go while the rest of the prompt is computed
+    groups: int = 1  # equal ranges of layers, in which the last chunk goes
+
+
+AT_END: Final = Push(is_early=False)
+BY_CHUNK: Final = Push(is_early=True)
+
+
+@final
+class PushRule:
+    """Of one prefill worker; learns from each step and each finished transfer."""
+
+    def __init__(
+        self,
+        cost: CostPrior,
+        *,
+        block_size: int,
+        block_bytes: int,
+        num_layers: int,
+        max_batch_tokens: int,
+        choice: str = "auto",
+    ) -> None:
+        """`choice`: as WorkerConfig.push; anything but auto is for measurements."""
+        self._block_size = block_size
+        self._block_bytes = block_bytes
+        self._chunk = max_batch_tokens
+        self._choice = choice
+        self.groups = [one for one in range(2, min(num_layers, MOST_GROUPS) + 1) if num_layers % one == 0]
+        cost = cost.sane()
+        self._step = Fit(
+            (cost.prefill_base_s, cost.prefill_per_token_s, cost.prefill_per_token_context_s, 0.0),
+            (1.0, 512.0, 512.0 * 1024.0, TYPICAL_TRANSFER_BYTES),
+        )
+        self._links: OrderedDict[str, LinkModel] = OrderedDict()
+        self._any_link = LinkModel()  # what an unmeasured one is taken for
+        self._num_late = 0
+
+    @property
+    def stolen_s(self) -> float:
+        """By which a step is longer for each byte that moves meanwhile."""
+        return self._step.coefficients[3]
+
+    def link(self, receiver: str) -> LinkModel:
+        return self._links.get(receiver, self._any_link)
+
+    def choose(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int) -> Push:
+        """For a prompt whose first `cached` tokens need no computing; the receiver has `held_blocks` leading blocks."""
+        if self._choice == "end":
+            return AT_END
+        priced = self.prices(receiver, cached=cached, num_tokens=num_tokens, held_blocks=held_blocks)
+        if self._choice == "chunk":
+            return BY_CHUNK
+        at_end_s = priced.pop(AT_END)
+        early = min(priced, key=lambda push: priced[push])
+        if self._choice == "layers":
+            return max(priced, key=lambda push: push.groups)
+        if priced[early] <= (1.0 - MARGIN) * at_end_s:
+            return early
+        self._num_late += 1
+        return BY_CHUNK if self._num_late % REVISIT == 0 and num_tokens - cached > self._chunk else AT_END
+
+    def prices(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int) -> dict[Push, float]:
+        """Seconds, beside the computing, until the receiver has all: of sending at the end, and of each early plan."""
+        link = self.link(receiver)
+        latency_s, bandwidth = link.latency_s, link.bandwidth_bytes_s
+        parts = self._parts(cached, num_tokens, held_blocks)
+        total = sum(num_bytes for _, num_bytes in parts)
+        last_ready_s, last_bytes = parts[-1]
+        computing_s = last_ready_s - parts[-2][0] if len(parts) > 1 else last_ready_s
+        behind = 0.0  # seconds that the link is still busy with what was computed before, when the last chunk is
+        waiting = total
+        for ready_s, num_bytes in parts[:-1]:
+            behind = max(behind, waiting / bandwidth - (last_ready_s - ready_s))
+            waiting -= num_bytes
+        prices = {AT_END: latency_s + total / bandwidth + MESSAGE_S}
+        for groups in (1, *self.groups):
+            exposed_s = max(behind, grouped_s(last_bytes, computing_s, groups, bandwidth))
+            hidden = max(0.0, total - exposed_s * bandwidth)
+            messages = len(parts) - 1 + groups
+            prices[Push(is_early=True, groups=groups)] = (
+                latency_s + exposed_s + self.stolen_s * hidden + MESSAGE_S * messages
+            )
+        return prices
+
+    def stepped(self, account: StepAccount, step_s: float, moved_bytes: int) -> None:
+        """A step took `step_s`, and so many bytes of KV left meanwhile."""
+        if account.prefill_tokens:
+            self._step.observe((1.0, account.prefill_tokens, account.prefill_token_context, moved_bytes), step_s)
+
+    def sent(self, receiver: str, exposed_bytes: int, exposed_s: float) -> None:
+        """A transfer took `exposed_s` for the bytes that were left when its prompt had been computed."""
+        link = self._links.get(receiver)
+        if link is None:
+            link = self._links[receiver] = LinkModel(self._any_link.latency_s, self._any_link.bandwidth_bytes_s)
+            if len(self._links) > MAX_LINKS:
+                self._links.popitem(last=False)
+        self._links.move_to_end(receiver)
+        link.observe(exposed_bytes, exposed_s)
+        self._any_link.observe(exposed_bytes, exposed_s)
+
+    def _parts(self, cached: int, num_tokens: int, held_blocks: int) -> list[tuple[float, float]]:
+        """(when, from the start of the computing; bytes) of what becomes ready with each step of the prompt alone."""
+        base_s, per_token_s, per_token_context_s, _ = self._step.coefficients
+        size = self._block_size
+        ends = [cached, *range(cached + self._chunk, num_tokens, self._chunk), num_tokens]
+        ready_s, done = 0.0, max(held_blocks, cached // size)
+        parts = [(0.0, float(done - held_blocks) * self._block_bytes)] if done > held_blocks else []
+        for start, end in pairwise(ends):
+            count = end - start
+            ready_s += base_s + per_token_s * count + per_token_context_s * count * (start + count / 2)
+            now_done = max(done, -(-end // size) if end == num_tokens else end // size)
+            parts.append((ready_s, float(now_done - done) * self._block_bytes))
+            done = now_done
+        return parts

@@ -1,0 +1,90 @@
+"""The last chunk leaves by groups of layers while it is computed, whatever happens to the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pdserve.core.effects import BlocksDone, PrefillEffect
+from pdserve.engine.interface import RowOut
+
+PROMPT = list(range(65, 84))  # 19 tokens: chunks of 8, 8 and 3; 5 blocks of 4
+LAYERS = 4
+
+
+@pytest.fixture
+def bench(make_bench: Callable[..., Any]) -> Any:
+    return make_bench(num_layers=LAYERS, push="layers")
+
+
+def run_step(bench: Any, up_to: int = LAYERS) -> tuple[list[PrefillEffect], list[PrefillEffect]]:
+    """What leaves while the step computes (told of `up_to` layers), and what comes after it."""
+    batching = bench.batching
+    step, _ = batching.plan(bench.now_s)
+    outs = bench.engine.step(step.rows)
+    during = []
+    if batching.wants_layers(step):
+        for num_layers in range(1, up_to + 1):
+            during += batching.stored(step, num_layers, LAYERS)
+    after = batching.apply(step, outs, bench.now_s)
+    batching.check()
+    return during, after
+
+
+def pushed(effects: list[PrefillEffect]) -> list[tuple[list[int], int, int, int, bool]]:
+    return [
+        ([index for index, _ in one.blocks], one.first_group, one.end_group, one.groups, one.is_last)
+        for one in effects
+        if isinstance(one, BlocksDone)
+    ]
+
+
+def test_chunks_before_the_last_leave_whole_and_the_last_by_layers(bench: Any) -> None:
+    bench.offer("a", PROMPT)
+    for blocks in ([0, 1], [2, 3]):
+        during, after = run_step(bench)
+        assert (during, pushed(after)) == ([], [(blocks, 0, 4, 4, False)])
+    during, after = run_step(bench)
+    assert pushed(during) == [([4], group, group + 1, 4, False) for group in range(3)]
+    assert pushed(after) == [([4], 3, 4, 4, True)]
+
+
+@pytest.mark.parametrize("heard", [0, 1, 2, 3])
+def test_groups_that_were_not_told_leave_after_the_step(bench: Any, heard: int) -> None:
+    bench.offer("a", PROMPT[:8])
+    during, after = run_step(bench, up_to=heard)
+    assert len(pushed(during)) == heard
+    assert pushed(after) == [([0, 1], heard, 4, 4, True)]
+
+
+def test_layers_that_are_told_late_leave_together(bench: Any) -> None:
+    bench.offer("a", PROMPT[:8])
+    step, _ = bench.batching.plan(0.0)
+    assert pushed(bench.batching.stored(step, 3, LAYERS)) == [([0, 1], 0, 3, 4, False)]
+    assert bench.batching.stored(step, 3, LAYERS) == []
+
+
+def test_a_prompt_that_left_meanwhile_sends_nothing(bench: Any) -> None:
+    bench.offer("a", PROMPT[:8])
+    step, _ = bench.batching.plan(0.0)
+    bench.batching.cancel(bench.key("a"))
+    assert bench.batching.stored(step, 2, LAYERS) == []
+    assert bench.batching.apply(step, [RowOut()], 0.0) == []
+
+
+def test_a_prompt_that_leaves_at_the_end_leaves_in_one_piece(make_bench: Callable[..., Any]) -> None:
+    bench = make_bench(num_layers=LAYERS, push="end")
+    bench.offer("a", PROMPT)
+    steps = [run_step(bench) for _ in range(3)]
+    assert [during for during, _ in steps] == [[], [], []]
+    assert [pushed(after) for _, after in steps] == [[], [], [([0, 1, 2, 3, 4], 0, 1, 1, True)]]
+
+
+def test_blocks_of_the_cache_wait_for_the_end_where_all_do(make_bench: Callable[..., Any]) -> None:
+    bench = make_bench(push="end")
+    for name in ("a", "b"):
+        bench.offer(name, PROMPT)
+        assert pushed(bench.run()) == [([0, 1, 2, 3, 4], 0, 1, 1, True)]
+        bench.sent(name)

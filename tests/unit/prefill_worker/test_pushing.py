@@ -1,0 +1,130 @@
+"""When KV leaves: early where that is worth it, never where the model says that it is dearer."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.core.effects import StepAccount
+from pdserve.core.latency import CostPrior
+from prefill_worker.pushing import AT_END, BY_CHUNK, MESSAGE_S, Push, PushRule
+
+COST = CostPrior(prefill_base_s=0.01, prefill_per_token_s=1e-3, prefill_per_token_context_s=1e-7)
+CHUNK = 512
+BLOCK_BYTES = 400_000
+SIZE = 16
+
+
+def rule(
+    choice: str = "auto", num_layers: int = 12, bandwidth: float | None = None, latency_s: float = 1e-3
+) -> PushRule:
+    made = PushRule(
+        COST, block_size=SIZE, block_bytes=BLOCK_BYTES, num_layers=num_layers, max_batch_tokens=CHUNK, choice=choice
+    )
+    for num_bytes in (10**5, 10**6, 10**7, 10**8) * 8 if bandwidth else ():
+        made.sent("d", num_bytes, latency_s + num_bytes / bandwidth)
+    return made
+
+
+def choose(made: PushRule, num_tokens: int, cached: int = 0, held_blocks: int = 0) -> Push:
+    return made.choose("d", cached=cached, num_tokens=num_tokens, held_blocks=held_blocks)
+
+
+def test_a_long_prompt_over_a_slow_link_leaves_by_chunk_and_its_last_chunk_by_layers() -> None:
+    chosen = choose(rule(bandwidth=5e7), 4096)
+    assert chosen.is_early
+    assert chosen.groups > 1
+
+
+def test_one_token_more_than_a_chunk_has_little_to_gain() -> None:
+    prices = rule(bandwidth=5e7).prices("d", cached=0, num_tokens=CHUNK + 1, held_blocks=0)
+    assert prices[AT_END] - 0.02 < prices[BY_CHUNK] < prices[AT_END], "a step of one token hides little"
+    assert prices[Push(True, 6)] > prices[BY_CHUNK], "six messages for one token"
+
+
+def test_a_short_prompt_over_a_fast_link_leaves_at_the_end() -> None:
+    assert choose(rule(bandwidth=1e10, latency_s=5e-4), 40) == AT_END
+
+
+def test_blocks_that_cannot_be_divided_leave_whole() -> None:
+    made = rule(num_layers=1, bandwidth=5e7)
+    assert choose(made, 4096) == BY_CHUNK
+    assert choose(made, 100) == AT_END, "one chunk is one part, early or not"
+
+
+def test_what_the_receiver_holds_is_neither_sent_nor_priced() -> None:
+    made = rule(bandwidth=5e7)
+    prices = made.prices("d", cached=0, num_tokens=4096, held_blocks=4096 // SIZE - 1)
+    assert prices[AT_END] == pytest.approx(made.link("d").transfer_s(BLOCK_BYTES) + MESSAGE_S)
+
+
+def test_blocks_of_the_prefix_cache_have_the_whole_computing_to_hide_behind() -> None:
+    made = rule(bandwidth=5e7)
+    prices = made.prices("d", cached=3584, num_tokens=4096, held_blocks=0)
+    computing_s = COST.prefill_base_s + 512 * (COST.prefill_per_token_s + COST.prefill_per_token_context_s * 3840)
+    exposed_s = 4096 // SIZE * BLOCK_BYTES / made.link("d").bandwidth_bytes_s - computing_s
+    assert prices[BY_CHUNK] == pytest.approx(made.link("d").latency_s + exposed_s + 2 * MESSAGE_S, rel=0.02)
+
+
+@given(
+    num_tokens=st.integers(1, 9000),
+    cached=st.integers(0, 500),
+    held_share=st.floats(0, 1),
+    bandwidth=st.floats(1e6, 1e11),
+    stolen=st.floats(0, 1e-7),
+)
+def test_an_early_plan_is_never_dearer_than_the_end(
+    num_tokens: int, cached: int, held_share: float, bandwidth: float, stolen: float
+) -> None:
+    made = rule(bandwidth=bandwidth)
+    for _ in range(20):
+        account = StepAccount(prefill_tokens=CHUNK, prefill_token_context=CHUNK * CHUNK / 2)
+        step_s = 0.01 + CHUNK * 1e-3 + 1e-7 * CHUNK * CHUNK / 2
+        made.stepped(account, step_s, 0)
+        made.stepped(account, step_s + stolen * 10**7, 10**7)
+    cached = min(cached, num_tokens - 1) // SIZE * SIZE
+    held_blocks = int(held_share * ((num_tokens - 1) // SIZE))
+    prices = made.prices("d", cached=cached, num_tokens=num_tokens, held_blocks=held_blocks)
+    chosen = choose(made, num_tokens, cached, held_blocks)
+    assert prices[chosen] <= prices[AT_END]
+    assert all(price >= 0.0 for price in prices.values())
+
+
+def test_what_a_transfer_steals_from_the_steps_is_learnt_and_ends_early_sending() -> None:
+    made = rule(bandwidth=1e9)
+    assert choose(made, 4096).is_early
+    rng = random.Random(1)
+    for index in range(200):  # a transfer beside a step costs it twice what the link takes
+        context = CHUNK * (CHUNK * (index % 8) + CHUNK / 2)
+        moved = 0 if index % 8 == 0 else 12_000_000
+        step_s = 0.01 + CHUNK * 1e-3 + 1e-7 * context + 2e-9 * moved
+        made.stepped(
+            StepAccount(prefill_tokens=CHUNK, prefill_token_context=context), step_s * rng.gauss(1, 0.01), moved
+        )
+    assert made.stolen_s == pytest.approx(2e-9, rel=0.3)
+    chosen = [choose(made, 4096) for _ in range(64)]
+    assert chosen.count(AT_END) == 62, "twice it is tried again: the machine may have changed"
+    assert chosen.count(BY_CHUNK) == 2
+
+
+def test_steps_without_prompt_tokens_teach_nothing() -> None:
+    made = rule()
+    made.stepped(StepAccount(decode_rows=3, context_tokens=90), 5.0, 10**9)
+    assert made.stolen_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"), [("end", AT_END), ("chunk", BY_CHUNK), ("layers", Push(is_early=True, groups=6))]
+)
+def test_a_measurement_may_choose_itself(choice: str, expected: Push) -> None:
+    assert choose(rule(choice, bandwidth=1e12), 40) == expected
+
+
+def test_groups_divide_the_layers_evenly() -> None:
+    assert rule(num_layers=1).groups == []
+    assert rule(num_layers=12).groups == [2, 3, 4, 6]
+    assert rule(num_layers=31).groups == []
+    assert rule(num_layers=80).groups == [2, 4, 5, 8]
