@@ -49,17 +49,18 @@ def fingerprint(block_bytes: int = BLOCK_BYTES, **changes: Any) -> Fingerprint:
 class GrpcHost:
     """A grpc.aio server in a thread of its own, as in a worker."""
 
-    def __init__(self, servicer: Any, port: int = 0) -> None:
+    def __init__(self, servicer: Any, port: int = 0, host: str = "127.0.0.1") -> None:
+        self._host = host
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.port = asyncio.run_coroutine_threadsafe(self._start(servicer, port), self._loop).result(WAIT_S)
-        self.endpoint = f"127.0.0.1:{self.port}"
+        self.endpoint = f"{host}:{self.port}"
 
     async def _start(self, servicer: Any, port: int) -> int:
         self._server = grpc.aio.server()
         transfer_pb2_grpc.add_TransferServiceServicer_to_server(servicer, self._server)
-        bound: int = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        bound: int = self._server.add_insecure_port(f"{self._host}:{port}")
         await self._server.start()
         return bound
 

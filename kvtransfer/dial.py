@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Final
 import grpc
 
 from kvtransfer import checksum
+from kvtransfer.disturbance import Disturbance
 from kvtransfer.gate import CHECKSUM_OF, CHECKSUMS, TICKET_BYTES
 from kvtransfer.grants import fingerprint_to_proto
 from kvtransfer.host import host_id
@@ -35,6 +37,7 @@ class Caller:
     transports: tuple[int, ...]  # in order of preference
     checksums: tuple[checksum.Checksum, ...]
     pool: KvPool
+    disturbance: Disturbance | None = None  # in tests of faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,10 @@ def dial(caller: Caller, endpoint: str, incarnation: str) -> Line:
         if answer.receiver_incarnation != incarnation:
             raise TransferFailed(f"{endpoint} has restarted since it granted this transfer")
         try:
-            return _connect(caller, answer, endpoint, ends_s)
+            line = _connect(caller, answer, endpoint, ends_s)
+            if caller.disturbance is None:
+                return line
+            return dataclasses.replace(line, socket=caller.disturbance.between(line.socket, line.path))
         except OSError as error:
             said.append(f"{name_of(answer.transport)} to {endpoint}: {error}")
             transports = tuple(kind for kind in transports if kind != answer.transport)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtransfer.disturbance import Disturbance
 from kvtransfer.paths.registry import kinds
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
@@ -10,16 +11,42 @@ from pdserve.engine.interface import KvPool
 
 
 def make_receiver(
-    pool: KvPool, fingerprint: Fingerprint, *, worker_id: str, incarnation: str, host: str, transport: str
+    pool: KvPool,
+    fingerprint: Fingerprint,
+    *,
+    worker_id: str,
+    incarnation: str,
+    host: str,
+    transport: str,
+    disturbance: Disturbance | None = None,
 ) -> StreamReceiver:
     """Listens at once, on `host` and free ports. Add `.servicer` to the worker's gRPC server. Raises ConfigError."""
     return StreamReceiver(
-        pool, fingerprint, worker_id=worker_id, incarnation=incarnation, host=host, transports=kinds(transport)
+        pool,
+        fingerprint,
+        worker_id=worker_id,
+        incarnation=incarnation,
+        host=host,
+        transports=kinds(transport),
+        disturbance=disturbance,
     )
 
 
 def make_sender(
-    pool: KvPool, fingerprint: Fingerprint, *, worker_id: str, incarnation: str, transport: str
+    pool: KvPool,
+    fingerprint: Fingerprint,
+    *,
+    worker_id: str,
+    incarnation: str,
+    transport: str,
+    disturbance: Disturbance | None = None,
 ) -> StreamSender:
     """Connects to each decode worker when the first transfer to it starts. Raises ConfigError."""
-    return StreamSender(pool, fingerprint, worker_id=worker_id, incarnation=incarnation, transports=kinds(transport))
+    return StreamSender(
+        pool,
+        fingerprint,
+        worker_id=worker_id,
+        incarnation=incarnation,
+        transports=kinds(transport),
+        disturbance=disturbance,
+    )

@@ -18,6 +18,7 @@ from typing import Final
 
 from kvtransfer import checksum
 from kvtransfer.channel import Waker
+from kvtransfer.disturbance import Disturbance
 from kvtransfer.frames import Frame, Kind, Tag, encode_text
 from kvtransfer.gate import Gate, Peer
 from kvtransfer.host import host_id
@@ -56,12 +57,14 @@ class StreamReceiver:
         checksums: Sequence[checksum.Checksum] | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         clock: Callable[[], float] = time.monotonic,
+        disturbance: Disturbance | None = None,
     ) -> None:
         if pool.block_bytes != fingerprint.block_bytes:
             raise ConfigError("fingerprint.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
         self.pool, self.memory, self.block_bytes = pool, flat(pool.buffer), pool.block_bytes
         self.chunk_bytes = max(chunk_bytes, pool.block_bytes)
         self._clock = clock
+        self._disturbance = disturbance
         self._book = Landings()
         self._lock = threading.Lock()  # guards the book, the owners, the connections and the queue of reports
         self._owners: dict[TransferKey, OnReceived] = {}
@@ -166,6 +169,8 @@ class StreamReceiver:
             self._do(self._book.announce(tag, writer))
 
     def claim(self, tag: Tag, writer: int, first: int, count: int) -> Claim | None:
+        if self._disturbance is not None:
+            self._disturbance.landing(tag)
         with self._lock:
             return self._book.claim(tag, writer, first, count, self._clock())
 

@@ -11,6 +11,7 @@ from typing import Final
 from kvtransfer import checksum
 from kvtransfer.commands import Abort, OnSent, Push, Start
 from kvtransfer.dial import Caller
+from kvtransfer.disturbance import Disturbance
 from kvtransfer.grants import compare
 from kvtransfer.memory import flat
 from kvtransfer.outbound import Outbound
@@ -36,12 +37,19 @@ class StreamSender:
         transports: Sequence[int],
         checksums: Sequence[checksum.Checksum] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        disturbance: Disturbance | None = None,
     ) -> None:
         if pool.block_bytes != fingerprint.block_bytes:
             raise ConfigError("fingerprint.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
         self._memory, self._num_blocks = flat(pool.buffer).toreadonly(), pool.num_blocks
         self.caller = Caller(
-            worker_id, incarnation, fingerprint, tuple(transports), tuple(checksums or checksum.available()), pool
+            worker_id,
+            incarnation,
+            fingerprint,
+            tuple(transports),
+            tuple(checksums or checksum.available()),
+            pool,
+            disturbance,
         )
         self._clock = clock
         self._lock = threading.Lock()  # guards all below

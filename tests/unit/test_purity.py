@@ -62,6 +62,7 @@ PURE = [
         for name in (
             "commands",
             "departures",
+            "faults",
             "frames",
             "landings",
             "memory",

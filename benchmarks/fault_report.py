@@ -1,0 +1,97 @@
+"""What a fault storm has seen, as a table in markdown. Pure but for printing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from benchmarks.fault_cases import NO_FAULT, Case, OwnerFault
+
+NEVER_VERIFIED: Final = (OwnerFault.GAP, OwnerFault.UNFINISHED, OwnerFault.TWICE)
+LATEST_S: Final = 1.0  # after its deadline, a failed transfer's memory is free
+_COUNTED: Final = ("late_messages", "duplicate_chunks", "checksum_mismatches", "protocol_errors", "expired", "cut")
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    transport: str
+    seed: int
+    transfers: int = 0
+    seconds: float = 0.0
+    kills: int = 0
+    quarantined: int = 0
+    rests: int = 0  # how often everything was looked at, at rest
+    ends: Counter[tuple[str, str]] = field(default_factory=Counter)  # (fault, how the transfer ended)
+    late_s: list[float] = field(default_factory=list)  # of each failed side: freed so long after its deadline
+    stats: Counter[str] = field(default_factory=Counter)  # of the processes that live
+    wrong: list[str] = field(default_factory=list)
+    most: dict[str, tuple[int, int]] = field(default_factory=dict)  # descriptors and threads at the first rest
+
+    def take(self, case: Case, sent: str, received: str, why: str, took_s: float) -> None:
+        """A transfer has ended on both sides."""
+        self.transfers += 1
+        number, label = case.number, case.label
+        if sent == "sent" and received not in ("verified", "process died"):
+            self.wrong.append(f"transfer {number} ({label}) was acknowledged and {received}")
+        if received == "verified" and case.fault in NEVER_VERIFIED:
+            self.wrong.append(f"transfer {number} ({label}) was committed")
+        if why.startswith("other"):
+            self.wrong.append(f"transfer {number} ({label}) failed for a reason that is not known: {why}")
+        end = "committed" if received == "verified" else why or received
+        self.ends[label, end] += 1
+
+    def at_rest(self, name: str, stats: dict[str, int], facts: tuple[int, int]) -> None:
+        self.stats.update({key: stats[key] for key in _COUNTED})
+        descriptors, threads = facts
+        before = self.most.setdefault(name, facts)
+        if descriptors > before[0] + 40 or threads > before[1] + 40:
+            self.wrong.append(f"{name} has {descriptors} descriptors and {threads} threads, at first {before}")
+
+    def facts(self) -> dict[str, Any]:
+        plain = asdict(self)
+        plain["ends"] = [[*key, count] for key, count in sorted(self.ends.items())]
+        plain["late_s"] = dict(zip(("p50", "p99", "p99.9", "max"), self.lateness(), strict=True))
+        return plain
+
+    def lateness(self) -> tuple[float, float, float, float]:
+        values = sorted(self.late_s) or [0.0]
+        return tuple(values[min(len(values) - 1, int(share * len(values)))] for share in (0.5, 0.99, 0.999, 1.0))  # type: ignore[return-value]
+
+
+def table(results: Sequence[Result]) -> list[str]:
+    """Faults down, outcomes across, all transports together."""
+    ends: Counter[tuple[str, str]] = Counter()
+    for one in results:
+        ends.update(one.ends)
+    outcomes = ["committed", *sorted({end for _, end in ends} - {"committed"})]
+    rows = [["fault", "transfers", *outcomes], ["---", *["---:"] * (len(outcomes) + 1)]]
+    for label in [NO_FAULT, *sorted({label for label, _ in ends} - {NO_FAULT})]:
+        counts = [ends[label, outcome] for outcome in outcomes]
+        rows.append([label, str(sum(counts)), *(str(count) if count else "" for count in counts)])
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def verdict(result: Result) -> list[str]:
+    p50, p99, p999, most = result.lateness()
+    rate = result.transfers / max(result.seconds, 1e-9)
+    stats = ", ".join(f"{result.stats[name]} {name.replace('_', ' ')}" for name in _COUNTED)
+    return [
+        f"{result.transport}, seed {result.seed}: {result.transfers} transfers in {result.seconds:.0f} s "
+        f"({rate:.0f}/s), {result.kills} processes killed, {result.quarantined} quarantined",
+        f"  at rest, {result.rests} times: {len(result.wrong)} wrong bytes, leaks or hangs",
+        f"  {len(result.late_s)} failed sides freed after their deadline by: p50 {p50 * 1e3:.0f} ms, "
+        f"p99 {p99 * 1e3:.0f} ms, p99.9 {p999 * 1e3:.0f} ms, max {most * 1e3:.0f} ms",
+        f"  {stats}",
+        *(f"  WRONG: {one}" for one in result.wrong[:40]),
+    ]
+
+
+def print_result(result: Result) -> None:
+    for line in [*verdict(result), "", *table([result]), ""]:
+        print(line)
+
+
+def exit_code(results: Iterable[Result]) -> int:
+    return int(any(one.wrong or one.lateness()[-1] > LATEST_S for one in results))

@@ -1,0 +1,394 @@
+"""A process of the fault storm: a prefill or a decode worker's pool, books and transfer end, without the model.
+
+The pool is the engine's, the allocator the worker's. A block's contents follow from its transfer's number and its
+place, so that whoever holds one knows every byte that it must have. What comes back is written over at once and must
+still hold that when it is handed out again: a write or a read after the end shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from benchmarks.fault_cases import Case, OwnerFault, case_of, fault_of
+from benchmarks.transfer_ends import GrpcHost, fingerprint
+from kvtransfer.channel import Waker
+from kvtransfer.disturbance import Disturbance
+from kvtransfer.endpoint import make_receiver, make_sender
+from kvtransfer.grants import grant_from_proto, grant_to_proto
+from kvtransfer.transport import Grant, Received, ReceiveOutcome, SendOutcome, Sent
+from pdserve.core.blocks import BlockAllocator
+from pdserve.engine.pool import BlockShape, TorchPool
+from pdserve.v1 import transfer_pb2
+
+NUM_BLOCKS: Final = 512
+SHAPES: Final = {
+    "small": BlockShape(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype=torch.float32),
+    "bundled": BlockShape(num_layers=6, block_size=16, num_kv_heads=4, head_dim=32, dtype=torch.float32),
+    "int8": BlockShape(num_layers=6, block_size=16, num_kv_heads=4, head_dim=32, dtype=torch.int8),
+}
+FREED: Final = 1 << 40  # added to a number: the contents of a block that its transfer gave back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    name: str
+    role: str  # "prefill" or "decode"
+    transport: str
+    seed: int
+    shape: str
+    host: str
+    netns: str = ""
+
+
+class Storage:
+    """A pool, who holds its blocks, and what each must contain."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        self.pool = TorchPool(num_blocks=NUM_BLOCKS, shape=shape, device=torch.device("cpu"))
+        self.allocator = BlockAllocator(NUM_BLOCKS)
+        self._words = np.frombuffer(self.pool.buffer, dtype=np.uint64).reshape(NUM_BLOCKS, -1)
+        self._base = np.random.default_rng(7).integers(1, 1 << 63, self._words.shape[1], dtype=np.uint64)
+        self._holds: list[tuple[int, int] | None] = [None] * NUM_BLOCKS
+        self.wrong: list[str] = []
+
+    def take(self, count: int) -> list[int] | None:
+        """Blocks whose contents nobody has touched since they came back."""
+        blocks = self.allocator.allocate(count)
+        for block in blocks or ():
+            self.look(block, "was written while nobody held it")
+        return blocks
+
+    def give_back(self, blocks: Sequence[int], number: int) -> None:
+        """Written over and released."""
+        for place, block in enumerate(blocks):
+            self.write(block, number + FREED, place)
+        self.allocator.release(blocks)
+
+    def write(self, block: int, number: int, place: int) -> None:
+        self._words[block] = self._contents(number, place)
+        self._holds[block] = (number, place)
+
+    def must_hold(self, block: int, number: int, place: int) -> None:
+        """The block has come from elsewhere."""
+        self._holds[block] = (number, place)
+        self.look(block, "was committed with wrong bytes")
+
+    def look(self, block: int, complaint: str) -> None:
+        held = self._holds[block]
+        expected = 0 if held is None else self._contents(*held)
+        if not np.array_equal(self._words[block], np.broadcast_to(expected, self._words[block].shape)):
+            self.wrong.append(f"block {block}, which must hold {held}, {complaint}")
+
+    def expects_anything(self, block: int) -> None:
+        """A transfer writes here: until it ends, nothing is known of the contents."""
+        self._holds[block] = None
+
+    def _contents(self, number: int, place: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        factor = np.uint64(2 * (number * 64 + place) + 1)
+        return self._base * factor
+
+    def check_rest(self, held: Sequence[Sequence[int]]) -> None:
+        try:
+            self.allocator.check(holders=held)
+        except AssertionError as error:
+            self.wrong.append(f"the books do not balance: {error}")
+        for block in range(NUM_BLOCKS):
+            self.look(block, "was written at rest")
+
+
+def block_hash(number: int, place: int) -> bytes:
+    return hashlib.blake2b(b"%d %d" % (number, place), digest_size=16).digest()
+
+
+_KINDS: Final = (
+    ("deadline", "deadline"),
+    ("checksum", "checksum"),
+    ("stamp", "stamp|life|granted|chain"),
+    ("aborted", "abort"),
+    ("pushed wrongly", "pushed twice|leaves|never came"),
+    ("connection", "connection|closed|lost|protocol|header|frame|credit|restart|refused: UNAVAILABLE|Errno|silent|heartbeat|lease"),
+    ("told by the peer", "gave up|refused|does not expect"),
+)
+
+
+def kind_of(error: str) -> str:
+    """One word for the table, of an error's text."""
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, error)), "other: " + error[:60])
+
+
+class Worker:
+    """The loop that both roles share: commands from the driver, ends from transfer threads, timers."""
+
+    def __init__(self, setup: Setup, driver: Connection) -> None:
+        self.setup, self.driver = setup, driver
+        self.storage = Storage(SHAPES[setup.shape])
+        self.fingerprint = fingerprint(self.storage.pool.block_bytes)
+        self.disturbance = Disturbance(lambda tag: fault_of(setup.seed, tag), self.storage.pool.block_bytes)
+        self.incarnation = secrets.token_hex(4)
+        self._ends: deque[tuple[float, Received | Sent]] = deque()
+        self._waker = Waker()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+        self._news: list[tuple[Any, ...]] = []
+
+    def run(self) -> None:
+        self._tell("ready", self.greeting())
+        while True:
+            self._flush()
+            timeout_s = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+            ready: list[Any] = wait([self.driver, self._waker.fileno()], timeout_s)
+            if self._waker.fileno() in ready:
+                self._waker.clear()
+            while self._ends:
+                self.ended(*self._ends.popleft())
+            while self._timers and self._timers[0][0] <= time.monotonic():
+                heapq.heappop(self._timers)[2]()
+            if self.driver in ready:
+                for command in self.driver.recv():
+                    if not self._obey(*command):
+                        return
+
+    def greeting(self) -> str:
+        return ""
+
+    def on_end(self, end: Received | Sent) -> None:
+        """From any thread."""
+        self._ends.append((time.monotonic(), end))
+        self._waker.set()
+
+    def after(self, delay_s: float, call: Callable[[], None]) -> None:
+        self._number += 1
+        heapq.heappush(self._timers, (time.monotonic() + delay_s, self._number, call))
+
+    def late_s(self, deadline_at_s: float) -> float:
+        """How long after its deadline a transfer is freed now, not counting the time that this process was stopped."""
+        now_s = time.monotonic()
+        pauses = sum(max(0.0, min(end, now_s) - max(begin, deadline_at_s)) for begin, end in self.disturbance.pauses)
+        return max(0.0, now_s - deadline_at_s - pauses)
+
+    def _tell(self, *news: Any) -> None:
+        self._news.append(news)
+
+    def _flush(self) -> None:
+        if self._news:
+            self.driver.send(self._news)
+            self._news = []
+
+    def _obey(self, command: str, *arguments: Any) -> bool:
+        if command == "rest":
+            self.storage.check_rest(self.held())
+            stats = asdict(self.end.stats)
+            facts = (len(os.listdir("/proc/self/fd")), threading.active_count())
+            self._tell("rest", self.storage.wrong[:20], [repr(key) for key in self.end.open_keys], stats, facts)
+            self.storage.wrong.clear()
+        elif command == "quit":
+            self.close()
+            return False
+        else:
+            getattr(self, command)(*arguments)
+        return True
+
+    # What the roles fill in.
+
+    end: Any
+
+    def held(self) -> list[Sequence[int]]:
+        raise NotImplementedError
+
+    def ended(self, at_s: float, end: Any) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.end.close()
+
+
+class Decode(Worker):
+    def __init__(self, setup: Setup, driver: Connection) -> None:
+        super().__init__(setup, driver)
+        self.end = make_receiver(
+            self.storage.pool,
+            self.fingerprint,
+            worker_id=setup.name,
+            incarnation=self.incarnation,
+            host=setup.host,
+            transport=setup.transport,
+            disturbance=self.disturbance,
+        )
+        self._grpc = GrpcHost(self.end.servicer, host=setup.host)
+        self._landings: dict[int, tuple[Case, list[int], float]] = {}
+        self._kept: dict[int, list[int]] = {}
+
+    def grant(self, number: int) -> None:
+        case = case_of(self.setup.seed, number)
+        blocks = self.storage.take(case.count)
+        if blocks is None:
+            self._tell("full", number)
+            return
+        grant = Grant(
+            key=case.key,
+            endpoint=self._grpc.endpoint,
+            worker_id=self.setup.name,
+            incarnation=self.incarnation,
+            fingerprint=self.fingerprint,
+            blocks=tuple(blocks),
+            held_blocks=0,
+        )
+        for block in blocks:
+            self.storage.expects_anything(block)
+        self._landings[number] = (case, blocks, time.monotonic() + case.deadline_s)
+        self.end.expect(grant, self.on_end, case.deadline_s)
+        if case.fault is OwnerFault.RECEIVER_ABORTS:
+            self.after(case.hold_s / 10, lambda: self.end.abort(case.key))
+        self._tell("granted", number, grant_to_proto(grant).SerializeToString())
+
+    def abort(self, number: int) -> None:
+        self.end.abort(case_of(self.setup.seed, number).key)
+
+    def ended(self, at_s: float, end: Received) -> None:
+        number = end.key.generation
+        if end.outcome is ReceiveOutcome.QUARANTINED:
+            self._tell("quarantined", number)
+            return
+        if number not in self._landings:
+            self.storage.wrong.append(f"{end.key} ended twice: {end}")
+            return
+        case, blocks, deadline_at_s = self._landings.pop(number)
+        if end.outcome is not ReceiveOutcome.VERIFIED:
+            self.storage.give_back(blocks, number)
+            self._tell("ended", number, end.outcome.value, kind_of(end.error), self.late_s(deadline_at_s))
+            return
+        for place, block in enumerate(blocks):
+            self.storage.must_hold(block, number, place)
+            self.storage.allocator.publish(block, block_hash(number, place))
+        self._kept[number] = blocks
+        self.after(case.hold_s, lambda: self._let_go(number))
+        self._tell("ended", number, end.outcome.value, "", 0.0)
+
+    def _let_go(self, number: int) -> None:
+        blocks = self._kept.pop(number)
+        for block in blocks:
+            self.storage.look(block, "was written after its commit")
+        self.storage.allocator.release(blocks)  # into the prefix cache, contents and all
+
+    def held(self) -> list[Sequence[int]]:
+        return [*(blocks for _, blocks, _ in self._landings.values()), *self._kept.values()]
+
+    def close(self) -> None:
+        super().close()
+        self._grpc.stop()
+
+
+class Prefill(Worker):
+    def __init__(self, setup: Setup, driver: Connection) -> None:
+        super().__init__(setup, driver)
+        self.end = self._make()
+        self._sending: dict[int, tuple[Case, Grant, list[int], float]] = {}
+
+    def _make(self) -> Any:
+        self.incarnation = secrets.token_hex(4)
+        return make_sender(
+            self.storage.pool,
+            self.fingerprint,
+            worker_id=self.setup.name,
+            incarnation=self.incarnation,
+            transport=self.setup.transport,
+            disturbance=self.disturbance,
+        )
+
+    def send(self, number: int, message: bytes) -> None:
+        case = case_of(self.setup.seed, number)
+        blocks = self.storage.take(case.count)
+        if blocks is None:
+            self._tell("full", number)
+            return
+        for place, block in enumerate(blocks):
+            self.storage.write(block, number, place)
+        grant = grant_from_proto(transfer_pb2.Grant.FromString(message))
+        self._sending[number] = (case, grant, blocks, time.monotonic() + case.deadline_s)
+        self.end.start(grant, self.on_end, case.deadline_s)
+        self._push(number, 0)
+
+    def _push(self, number: int, piece: int) -> None:
+        """The piece and, after a pause, what follows."""
+        if number not in self._sending:
+            return
+        case, grant, blocks, _ = self._sending[number]
+        if piece == case.act_at:
+            self._act(case)
+        if piece == len(case.pieces) or number not in self._sending:
+            return
+        indices = case.pieces[piece][1]
+        is_last = piece + 1 == len(case.pieces) and case.fault is not OwnerFault.UNFINISHED
+        self.end.push(grant.key, [(index, blocks[index]) for index in indices], is_last)
+        pause_s = case.pieces[piece + 1][0] if piece + 1 < len(case.pieces) else 0.0
+        if pause_s:
+            self.after(pause_s, lambda: self._push(number, piece + 1))
+        else:
+            self._push(number, piece + 1)
+
+    def _act(self, case: Case) -> None:
+        if case.fault is OwnerFault.SENDER_ABORTS:
+            self.end.abort(case.key)
+        elif case.fault is OwnerFault.RESTART:
+            old, self.end = self.end, self._make()
+            old.close()
+            if old.open_keys:
+                self.storage.wrong.append(f"a closed sender holds {old.open_keys}")
+
+    def abort(self, number: int) -> None:
+        self.end.abort(case_of(self.setup.seed, number).key)
+
+    def ended(self, at_s: float, end: Sent) -> None:
+        number = end.key.generation
+        if number not in self._sending:
+            self.storage.wrong.append(f"{end.key} ended twice: {end}")
+            return
+        _, _, blocks, deadline_at_s = self._sending.pop(number)
+        for block in blocks:
+            self.storage.look(block, "was written while it was sent")
+        self.storage.give_back(blocks, number)
+        late_s = 0.0 if end.outcome is SendOutcome.SENT else self.late_s(deadline_at_s)
+        self._tell("ended", number, end.outcome.value, kind_of(end.error) if end.error else "", late_s)
+
+    def held(self) -> list[Sequence[int]]:
+        return [blocks for _, _, blocks, _ in self._sending.values()]
+
+
+def main(setup: Setup, driver: Connection) -> None:
+    """The process's whole life; it ends with its driver."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)  # each fault is logged
+    if setup.netns:
+        enter_netns(setup.netns)
+    worker = Decode(setup, driver) if setup.role == "decode" else Prefill(setup, driver)
+    try:
+        worker.run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)
+
+
+def enter_netns(name: str) -> None:
+    """Moves this process into a network namespace that `ip netns add` made."""
+    fd = os.open(f"/var/run/netns/{name}", os.O_RDONLY)
+    try:
+        import ctypes
+
+        if ctypes.CDLL(None, use_errno=True).setns(fd, 0x40000000) != 0:
+            raise OSError(ctypes.get_errno(), f"setns to {name}")
+    finally:
+        os.close(fd)

@@ -1,0 +1,227 @@
+"""Carries a plan of faults out: a man in the middle of a sender's connection, and a trap before a receiver's writes.
+
+Nothing of this runs unless a worker was started with faults to inject. The connection's threads then speak to one end
+of a socket pair, and two threads forward frames between the other end and the real socket: what is lost, late,
+doubled, changed, cut short or held up meets the product's own code as it would from a network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import heapq
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from kvtransfer.faults import Fault, FaultKind, Where
+from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, Tag, decode
+from kvtransfer.paths.path import SendPath
+from kvtransfer.paths.shm import ShmSend
+from kvtransfer.plan import MAX_CHUNK_BYTES
+from kvtransfer.ring import Ring
+
+log = logging.getLogger(__name__)
+
+_HEADER_SHARE: Final = 0.1  # of changed bytes that are a header's
+_STALE: Final = 1 << 62  # in a generation: one that was never granted
+_FRAMES_KNOWN: Final = 1024  # transfers whose frames are counted
+
+
+class Disturbance:
+    """One worker's; `fault_of` is asked for each frame, and must answer alike for one transfer."""
+
+    def __init__(self, fault_of: Callable[[Tag], Fault | None], block_bytes: int) -> None:
+        self._fault_of, self.block_bytes = fault_of, block_bytes
+        self._lock = threading.Lock()  # guards the two below
+        self._frames: dict[tuple[Tag, Where], int] = {}
+        self.counts: Counter[FaultKind] = Counter()
+        self.pauses: list[tuple[float, float]] = []  # when this process was stopped, on its monotonic clock
+
+    def between(self, sock: socket.socket, path: SendPath) -> socket.socket:
+        """What a sender uses in the place of its authenticated socket."""
+        ring = path.ring if isinstance(path, ShmSend) else None
+        near, far = socket.socketpair()
+        near.settimeout(sock.gettimeout())
+        sock.setblocking(True)
+        ends = _Ends(far, sock)
+        for way, source, target in ((Where.SENT, far, sock), (Where.ANSWERED, sock, far)):
+            _Pump(self, ring, ends, way, source, target).start()
+        return near
+
+    def landing(self, tag: Tag) -> None:
+        """A receiver is about to write a chunk."""
+        fault = self.due(tag, Where.LANDING)
+        if fault is None:
+            return
+        if fault.kind is FaultKind.STALL:
+            time.sleep(fault.for_s)
+        else:
+            self.end_process(fault)
+
+    def end_process(self, fault: Fault) -> None:
+        """Kills this process, or stops it for a while."""
+        began_s = time.monotonic()
+        if fault.kind is FaultKind.STOP:
+            wake = f"sleep {fault.for_s:.3f}; kill -CONT {os.getpid()}"
+            subprocess.Popen(["/bin/sh", "-c", wake], start_new_session=True, stdin=subprocess.DEVNULL)
+        os.kill(os.getpid(), signal.SIGSTOP if fault.kind is FaultKind.STOP else signal.SIGKILL)
+        self.pauses.append((began_s, time.monotonic()))
+
+    def due(self, tag: Tag, where: Where) -> Fault | None:
+        """The fault that this frame of the transfer meets."""
+        fault = self._fault_of(tag)
+        if fault is None or fault.where is not where:
+            return None
+        with self._lock:
+            nth = self._frames.pop((tag, where), 0)
+            self._frames[tag, where] = nth + 1
+            while len(self._frames) > _FRAMES_KNOWN:
+                del self._frames[next(iter(self._frames))]
+            if nth != fault.nth:
+                return None
+            self.counts[fault.kind] += 1
+        log.warning("fault injected", extra={"fault": fault.kind.value, "where": where.value, "for_s": fault.for_s})
+        return fault
+
+
+class _Ends:
+    """The two sockets of one connection: closed when both directions are done with them."""
+
+    def __init__(self, *sockets: socket.socket) -> None:
+        self._sockets = sockets
+        self._lock = threading.Lock()
+        self._users = 2
+
+    def leave(self) -> None:
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # wakes the other direction, and both peers
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                for one in self._sockets:
+                    one.close()
+
+
+class _Pump(threading.Thread):
+    """One direction of one connection."""
+
+    def __init__(
+        self,
+        owner: Disturbance,
+        ring: Ring | None,
+        ends: _Ends,
+        way: Where,
+        source: socket.socket,
+        target: socket.socket,
+    ) -> None:
+        super().__init__(name=f"kv-disturbance-{way.value}", daemon=True)
+        self._owner, self._ring, self._ends, self._way = owner, ring, ends, way
+        self._source, self._target = source, target
+        self._held: list[tuple[float, int, bytes]] = []  # due, number, frame
+        self._number = 0
+
+    def run(self) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                while self._forward():
+                    pass
+        finally:
+            self._ends.leave()
+
+    def _forward(self) -> bool:
+        """One frame, or the held ones whose time has come. False: the connection is to end."""
+        if not self._wait():
+            return True
+        message = bytearray(HEADER_BYTES)
+        if not self._fill(memoryview(message)):
+            return False
+        try:
+            frame = decode(message, MAX_CHUNK_BYTES)
+        except BadFrame:  # another fault's work; what follows cannot be told apart any more
+            self._target.sendall(message)
+            return self._forward_blindly()
+        rest = bytearray(frame.length)
+        if not self._fill(memoryview(rest)):
+            return False
+        message += rest
+        fault = self._owner.due(frame.tag, self._way)
+        if fault is None:
+            self._target.sendall(message)
+            return True
+        return self._do(fault, frame, message)
+
+    def _do(self, fault: Fault, frame: Frame, message: bytearray) -> bool:
+        match fault.kind:
+            case FaultKind.DROP if frame.kind is Kind.CREDIT:
+                self._target.sendall(message)  # a ring's slot is not lost on its own
+            case FaultKind.DROP if self._ring is not None and frame.kind is Kind.CHUNK:
+                # Lost for the transfer; but the receiver must see the slot, or the ring has one less for ever.
+                stale = frame.tag._replace(generation=frame.tag.generation | _STALE)
+                self._target.sendall(dataclasses.replace(frame, tag=stale).encode() + message[HEADER_BYTES:])
+            case FaultKind.DROP:
+                pass
+            case FaultKind.DELAY:
+                self._number += 1
+                heapq.heappush(self._held, (time.monotonic() + fault.for_s, self._number, bytes(message)))
+            case FaultKind.DUPLICATE:
+                self._target.sendall(message + message)
+            case FaultKind.CORRUPT:
+                self._corrupt(fault, frame, message)
+                self._target.sendall(message)
+            case FaultKind.TRUNCATE:
+                self._target.sendall(message[: int(fault.at * len(message))])
+            case FaultKind.STALL:
+                time.sleep(fault.for_s)
+                self._target.sendall(message)
+            case FaultKind.CUT:
+                return False
+            case FaultKind.KILL | FaultKind.STOP:
+                self._owner.end_process(fault)
+                self._target.sendall(message)
+        return True
+
+    def _corrupt(self, fault: Fault, frame: Frame, message: bytearray) -> None:
+        if fault.at < _HEADER_SHARE or len(message) == HEADER_BYTES:
+            body = memoryview(message)[:HEADER_BYTES]
+        else:
+            body = memoryview(message)[HEADER_BYTES:]
+        if self._ring is not None and frame.kind is Kind.CHUNK and fault.at >= _HEADER_SHARE:
+            body = self._ring.slot(frame.slot, min(frame.count * self._owner.block_bytes, self._ring.slot_bytes))
+        body[int(fault.at * len(body))] ^= 0x5A
+
+    def _wait(self) -> bool:
+        """True where there is something to read; held frames that are due leave meanwhile."""
+        timeout_ms = None
+        if self._held:
+            left_s = self._held[0][0] - time.monotonic()
+            if left_s <= 0:
+                self._target.sendall(heapq.heappop(self._held)[2])
+                return False
+            timeout_ms = left_s * 1000 + 1
+        poll = select.poll()
+        poll.register(self._source, select.POLLIN)
+        return bool(poll.poll(timeout_ms))
+
+    def _fill(self, view: memoryview) -> bool:
+        """False at the end of the stream."""
+        while view:
+            received = self._source.recv_into(view)
+            if received == 0:
+                return False
+            view = view[received:]
+        return True
+
+    def _forward_blindly(self) -> bool:
+        while data := self._source.recv(65_536):
+            self._target.sendall(data)
+        return False

@@ -1,0 +1,114 @@
+"""Which transfer meets which fault: a seeded plan for tests of the whole cluster. Pure.
+
+A plan names at most one fault for a transfer, from its seed and the transfer's tag alone: the same seed over the same
+transfers gives the same faults, whatever the threads do. `kvtransfer.disturbance` carries a plan out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Final
+
+from kvtransfer.frames import Tag
+from pdserve.core.errors import ConfigError
+
+
+class FaultKind(Enum):
+    DROP = "drop"  # the frame is lost
+    DELAY = "delay"  # others overtake it
+    DUPLICATE = "duplicate"
+    CORRUPT = "corrupt"  # one byte of it is another
+    TRUNCATE = "truncate"  # its tail is lost, and what follows is read in its place
+    STALL = "stall"  # it waits, and everything behind it
+    CUT = "cut"  # the connection ends before it
+    KILL = "kill"  # the process gets SIGKILL
+    STOP = "stop"  # the process gets SIGSTOP, and SIGCONT later
+
+
+class Where(Enum):
+    """What the fault happens to."""
+
+    SENT = "sent"  # a frame of the sender; the sender's process
+    ANSWERED = "answered"  # a frame of the receiver, as the sender gets it
+    LANDING = "landing"  # a chunk that the receiver is about to write; the receiver's process
+
+
+OF_FRAMES: Final = tuple(kind for kind in FaultKind if kind not in (FaultKind.KILL, FaultKind.STOP))
+OF_LANDINGS: Final = (FaultKind.STALL, FaultKind.KILL, FaultKind.STOP)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    kind: FaultKind
+    where: Where
+    nth: int  # frame of the transfer there, from 0; a transfer with fewer frames escapes
+    for_s: float  # of a delay, a stall or a stop
+    at: float  # where in the frame a byte is changed or the tail begins, as a share of its length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultPlan:
+    """`weights` says how often each kind comes, relative to the others."""
+
+    seed: int = 0
+    share: float = 0.1  # of transfers that meet a fault
+    longest_s: float = 0.5  # of delays, stalls and stops
+    weights: Mapping[FaultKind, float] = field(default_factory=lambda: MappingProxyType(dict.fromkeys(OF_FRAMES, 1.0)))
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.share <= 1.0:
+            raise ConfigError("share", self.share, "between 0 and 1")
+        if not 0.0 < self.longest_s <= 3600.0:
+            raise ConfigError("longest_s", self.longest_s, "above 0 and at most 3600 seconds")
+        if not any(self.weights.values()) or not all(0.0 <= weight < 1e9 for weight in self.weights.values()):
+            raise ConfigError("weights", dict(self.weights), "at least one kind, and none below 0")
+
+    def fault_of(self, tag: Tag) -> Fault | None:
+        """The fault that this transfer meets, if any."""
+        words = b"%d %d %d " % (self.seed, tag.attempt, tag.generation)
+        rng = random.Random(int.from_bytes(hashlib.blake2b(words + tag.transfer, digest_size=8).digest(), "little"))
+        if rng.random() >= self.share:
+            return None
+        kind = rng.choices(list(self.weights), list(self.weights.values()))[0]
+        places = {Where.SENT: 3.0}  # where the bytes are
+        if kind in OF_LANDINGS:
+            places[Where.LANDING] = 3.0
+        if kind in OF_FRAMES:
+            places[Where.ANSWERED] = 1.0
+        where = rng.choices(list(places), list(places.values()))[0]
+        # The first frame of a sender announces; its chunks, which matter most, follow.
+        nth = rng.choice((0, 1, 1, 1, 2, 2, 3)) if where is Where.SENT else rng.choice((0, 0, 1))
+        return Fault(kind, where, nth, rng.uniform(0.1, 1.0) * self.longest_s, rng.random())
+
+
+def parse(text: str) -> FaultPlan:
+    """`seed=7,share=0.1,longest_s=0.5,drop=1,kill=0.01`: all but the kinds' weights may be left out, and without any
+    kind all faults of frames come equally often. Raises ConfigError."""
+    kinds = {kind.value: kind for kind in FaultKind}
+    options = ("seed", "share", "longest_s")
+    given: dict[str, float] = {}
+    weights: dict[FaultKind, float] = {}
+    for word in text.split(","):
+        name, _, value = word.strip().partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            raise ConfigError("inject_faults", word, "NAME=NUMBER, such as drop=1") from None
+        if name in kinds:
+            weights[kinds[name]] = number
+        elif name in options:
+            given[name] = number
+        else:
+            raise ConfigError("inject_faults", name, "one of " + ", ".join((*options, *kinds)))
+    plan = FaultPlan(weights=weights) if weights else FaultPlan()
+    return FaultPlan(
+        seed=int(given.get("seed", plan.seed)),
+        share=given.get("share", plan.share),
+        longest_s=given.get("longest_s", plan.longest_s),
+        weights=plan.weights,
+    )
