@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-slow check format proto bench clean
+.PHONY: demo test test-slow fault-storm check format proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -11,10 +11,13 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -q $(ARGS)
 
-# What is too long or too heavy for every run: Redis away for a minute, 100,000 faulty transfers on each transport.
+# What is too long or too heavy for every run: Redis away for a minute.
 test-slow: $(STAMP)
 	PDSERVE_REDIS_AWAY_S=60 $(BIN)/python -m pytest -q tests/cluster/test_faults.py
-	$(BIN)/python -m benchmarks.transfer --storm 100000 --seed 1
+
+# 100,000 faulty transfers on each transport between processes that are killed and stopped; about fifteen minutes.
+fault-storm: $(STAMP)
+	$(BIN)/python -m benchmarks.fault_storm --transfers 100000 $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

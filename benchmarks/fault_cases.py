@@ -31,7 +31,7 @@ class OwnerFault(Enum):
     RESTART = "sender restarts"
 
 
-# How often, relative to each other. Of a hundred thousand transfers 80 kill a process and 80 stop one.
+# How often, relative to each other. Of 100,000 transfers 200 kill a process and 200 stop one, if they get so far.
 WEIGHTS: Final[dict[FaultKind | OwnerFault, float]] = {
     FaultKind.DROP: 10.0,
     FaultKind.DELAY: 10.0,
@@ -40,8 +40,8 @@ WEIGHTS: Final[dict[FaultKind | OwnerFault, float]] = {
     FaultKind.TRUNCATE: 3.0,
     FaultKind.STALL: 1.0,
     FaultKind.CUT: 3.0,
-    FaultKind.KILL: 0.16,
-    FaultKind.STOP: 0.16,
+    FaultKind.KILL: 0.4,
+    FaultKind.STOP: 0.4,
     OwnerFault.RECEIVER_ABORTS: 12.0,
     OwnerFault.SENDER_ABORTS: 12.0,
     OwnerFault.GAP: 6.0,

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from benchmarks.fault_cases import NO_FAULT, Case, OwnerFault
 
-NEVER_VERIFIED: Final = (OwnerFault.GAP, OwnerFault.UNFINISHED, OwnerFault.TWICE)
+NEVER_VERIFIED: Final = (OwnerFault.GAP, OwnerFault.UNFINISHED)
 LATEST_S: Final = 1.0  # after its deadline, a failed transfer's memory is free
 _COUNTED: Final = ("late_messages", "duplicate_chunks", "checksum_mismatches", "protocol_errors", "expired", "cut")
 

@@ -47,7 +47,7 @@ class Move:
     is_asked: bool = False  # the prefill side, to send
     sent: str = ""
     received: str = ""
-    why: str = ""  # the decode side's reason, else the prefill side's
+    why: str = ""  # the reason that was heard first
 
 
 @dataclass(slots=True, eq=False)
@@ -228,7 +228,7 @@ class Storm:
         if outcome not in ("verified", "sent"):
             self.result.late_s.append(late_s)
         if member is move.decode:
-            move.why = why or move.why
+            move.why = move.why or why
             self._heard_of(move, received=outcome)
             if outcome != "verified":
                 self._tell_other(move, move.prefill)

@@ -121,7 +121,10 @@ _KINDS: Final = (
     ("stamp", "stamp|life|granted|chain"),
     ("aborted", "abort"),
     ("pushed wrongly", "pushed twice|leaves|never came"),
-    ("connection", "connection|closed|lost|protocol|header|frame|credit|restart|refused: UNAVAILABLE|Errno|silent|heartbeat|lease"),
+    (
+        "connection",
+        "connection|closed|lost|protocol|header|frame|credit|restart|refused: UNAVAILABLE|Errno|silent|heartbeat|lease",
+    ),
     ("told by the peer", "gave up|refused|does not expect"),
 )
 

@@ -1,7 +1,6 @@
 """Times KV transfers between two processes beside a plain copy and a raw socket of the same bytes, in the same run.
 
     python -m benchmarks.transfer [--sizes 65536,...] [--block-bytes 65536] [--repeat 15] [--json]
-    python -m benchmarks.transfer --storm 100000 [--seed 1]
 
 A transfer is timed on the sender, from the push of finished blocks to the receiver's word that every checksum
 matched; grant and connection exist already. Blocks are scattered in runs of --run-blocks on both sides. The floors,
@@ -28,7 +27,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from benchmarks.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
-from benchmarks.transfer_storm import Storm
 from kvtransfer import checksum
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
@@ -209,17 +207,6 @@ def show(row: dict[str, Any]) -> None:
         )
 
 
-def storm(count: int, seed: int) -> None:
-    for transport in TRANSPORTS:
-        result = Storm(transport, seed).run(count)
-        print(f"{transport}: {result.transfers} transfers in {result.seconds:.1f} s, seed {seed}")
-        print("  ended:", ", ".join(f"{name} {number}" for name, number in result.outcomes.most_common()))
-        print("  faults:", ", ".join(f"{name} {number}" for name, number in result.faults.most_common()))
-        print(f"  wrong: {len(result.wrong)}", *result.wrong[:20], sep="\n    ")
-        if result.wrong:
-            raise SystemExit(1)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default=SIZES, help="bytes per transfer, comma-separated")
@@ -227,17 +214,10 @@ def main() -> None:
     parser.add_argument("--run-blocks", type=int, default=16, help="consecutive blocks in each run")
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument(
-        "--storm", type=int, default=0, metavar="N", help="run N faulty transfers per transport instead"
-    )
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.serve:
         serve(flags.serve, flags.block_bytes, flags.run_blocks)
-        return
-    if flags.storm:
-        storm(flags.storm, flags.seed)
         return
     sizes = [int(size) for size in flags.sizes.split(",")]
     bench = Bench(max(sizes), flags.block_bytes, flags.run_blocks)

@@ -164,8 +164,8 @@ class _Pump(threading.Thread):
         match fault.kind:
             case FaultKind.DROP if frame.kind is Kind.CREDIT:
                 self._target.sendall(message)  # a ring's slot is not lost on its own
-            case FaultKind.DROP if self._ring is not None and frame.kind is Kind.CHUNK:
-                # Lost for the transfer; but the receiver must see the slot, or the ring has one less for ever.
+            case FaultKind.DROP if frame.kind is Kind.CHUNK and (self._ring is not None or fault.at < 0.5):
+                # It comes as another grant's: as lost to the transfer as one that vanishes, and the ring's slot is not.
                 stale = frame.tag._replace(generation=frame.tag.generation | _STALE)
                 self._target.sendall(dataclasses.replace(frame, tag=stale).encode() + message[HEADER_BYTES:])
             case FaultKind.DROP:

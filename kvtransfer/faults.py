@@ -7,6 +7,7 @@ transfers gives the same faults, whatever the threads do. `kvtransfer.disturbanc
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -105,6 +106,8 @@ def parse(text: str) -> FaultPlan:
             given[name] = number
         else:
             raise ConfigError("inject_faults", name, "one of " + ", ".join((*options, *kinds)))
+    if not math.isfinite(given.get("seed", 0.0)):
+        raise ConfigError("seed", given["seed"], "a whole number")
     plan = FaultPlan(weights=weights) if weights else FaultPlan()
     return FaultPlan(
         seed=int(given.get("seed", plan.seed)),

@@ -9,19 +9,32 @@ from typing import Any
 import pytest
 
 from benchmarks.transfer_proxy import Hook, Proxy
+from kvtransfer.disturbance import Disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
+from kvtransfer.faults import Fault
+from kvtransfer.frames import Tag
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, HostPool, Pair, fingerprint, wait_for
 
 
 @pytest.fixture
 def make_pair() -> Iterator[Callable[..., Pair]]:
-    """make_pair(transport, num_blocks=64, block_bytes=4096, hook=None); a hook puts a Proxy in between."""
+    """make_pair(transport, num_blocks=64, block_bytes=4096, hook=None, fault_of=None).
+
+    A hook puts a Proxy in between; `fault_of` makes both ends meet faults.
+    """
     pairs: list[Pair] = []
     proxies: list[Proxy] = []
 
-    def make(transport: str, num_blocks: int = 64, block_bytes: int = BLOCK_BYTES, hook: Hook | None = None) -> Pair:
+    def make(
+        transport: str,
+        num_blocks: int = 64,
+        block_bytes: int = BLOCK_BYTES,
+        hook: Hook | None = None,
+        fault_of: Callable[[Tag], Fault | None] | None = None,
+    ) -> Pair:
         source, landing = HostPool(num_blocks, block_bytes, seed=7), HostPool(num_blocks, block_bytes)
-        common: dict[str, Any] = {"transport": transport}
+        disturbance = None if fault_of is None else Disturbance(fault_of, block_bytes)
+        common: dict[str, Any] = {"transport": transport, "disturbance": disturbance}
         facts = fingerprint(block_bytes)
         receiver = make_receiver(landing, facts, worker_id="d0", incarnation="d0-1", host="127.0.0.1", **common)
         sender = make_sender(source, facts, worker_id="p0", incarnation="p0-1", **common)

@@ -1,0 +1,144 @@
+"""Each kind of fault, injected as the product does it, over real sockets and rings."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.faults import Fault, FaultKind, Where
+from kvtransfer.frames import Tag
+from tests.unit.kvtransfer.harness import Pair
+
+ROOT = Path(__file__).parents[3]
+BLOCKS = tuple(range(8))
+SOURCES = tuple(range(20, 28))
+CHUNK = 1  # the sender's frame 0 announces
+
+
+def once(kind: FaultKind, where: Where, nth: int, *, for_s: float = 0.2, at: float = 0.7) -> Callable[[Tag], Fault]:
+    """A fault for the first grant of a pair."""
+    fault = Fault(kind, where, nth, for_s, at)
+    return lambda tag: fault if tag.generation == 1 else None  # type: ignore[return-value]
+
+
+def run(pair: Pair, deadline_s: float = 0.6) -> tuple[str, str]:
+    """The first transfer's two ends."""
+    grant = pair.grant(BLOCKS)
+    received, sent = pair.begin(grant, deadline_s)
+    pair.sender.push(grant.key, list(enumerate(SOURCES)), True)
+    ends = received.wait().outcome.value, sent.wait().outcome.value
+    if ends[0] == "verified":
+        pair.assert_equal(grant, SOURCES)
+    goes_on(pair)
+    return ends
+
+
+def goes_on(pair: Pair) -> None:
+    """A transfer soon goes through: one that meets the end of a broken connection fails and is tried again."""
+    for _ in range(5):
+        grant = pair.grant(tuple(range(30, 38)))
+        received, _ = pair.begin(grant, 0.5)
+        pair.sender.push(grant.key, list(enumerate(SOURCES)), True)
+        if received.wait().outcome.value == "verified":
+            pair.assert_equal(grant, SOURCES)
+            return
+    raise AssertionError("the pair does not recover")
+
+
+FAILS = ("failed", "failed")
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "nth", "expected"),
+    [
+        (FaultKind.DROP, Where.SENT, 0, FAILS),
+        (FaultKind.DROP, Where.SENT, CHUNK, FAILS),
+        (FaultKind.DELAY, Where.SENT, 0, FAILS),  # a chunk that overtakes its announcement is nobody's
+        (FaultKind.DELAY, Where.SENT, CHUNK, ("verified", "sent")),
+        (FaultKind.DUPLICATE, Where.SENT, 0, ("verified", "sent")),
+        (FaultKind.CORRUPT, Where.SENT, 0, FAILS),
+        (FaultKind.CORRUPT, Where.SENT, CHUNK, FAILS),
+        (FaultKind.STALL, Where.SENT, CHUNK, ("verified", "sent")),
+        (FaultKind.STALL, Where.LANDING, 0, ("verified", "sent")),
+        (FaultKind.CUT, Where.SENT, 0, FAILS),
+        (FaultKind.CUT, Where.SENT, CHUNK, FAILS),
+    ],
+)
+def test_a_fault_on_the_way_ends_typed_and_the_pair_goes_on(
+    make_pair: Callable[..., Pair],
+    transport: str,
+    kind: FaultKind,
+    where: Where,
+    nth: int,
+    expected: tuple[str, str],
+) -> None:
+    assert run(make_pair(transport, fault_of=once(kind, where, nth))) == expected
+
+
+def test_a_chunk_that_comes_twice_is_never_wrong(make_pair: Callable[..., Pair], transport: str) -> None:
+    """Its second half is dropped; on shm the slot's second credit ends the connection, after or before the end."""
+    received, sent = run(make_pair(transport, fault_of=once(FaultKind.DUPLICATE, Where.SENT, CHUNK)))
+    assert received == "verified"
+    assert sent == "sent" or transport == "shm"
+
+
+def test_the_answer_may_be_lost_when_all_has_landed(make_pair: Callable[..., Pair]) -> None:
+    """The sender frees its blocks at the deadline."""
+    began_s = time.monotonic()
+    pair = make_pair("tcp", fault_of=once(FaultKind.DROP, Where.ANSWERED, 0))
+    assert run(pair, deadline_s=0.3) == ("verified", "failed")
+    assert 0.3 <= time.monotonic() - began_s < 1.3
+
+
+def test_a_frame_without_its_tail_swallows_what_follows(make_pair: Callable[..., Pair], transport: str) -> None:
+    """Nothing that comes behind it is taken for what it is not; the pair recovers on a new connection."""
+    pair = make_pair(transport, fault_of=once(FaultKind.TRUNCATE, Where.SENT, CHUNK))
+    first, second = pair.grant(BLOCKS), pair.grant(tuple(range(40, 48)))
+    ends = [(grant, *pair.begin(grant, 0.6)) for grant in (first, second)]
+    for grant, _, _ in ends:
+        pair.sender.push(grant.key, list(enumerate(SOURCES)), True)
+    assert [received.wait().outcome.value for _, received, _ in ends] == ["failed", "failed"]
+    goes_on(pair)
+
+
+def test_without_faults_there_is_nobody_in_the_middle(make_pair: Callable[..., Pair], transport: str) -> None:
+    pair = make_pair(transport)
+    assert pair.move(pair.grant(BLOCKS), SOURCES)[0].outcome.value == "verified"
+    assert not [thread for thread in threading.enumerate() if "disturbance" in thread.name]
+
+
+PROCESS = """
+import sys, time
+from kvtransfer.disturbance import Disturbance
+from kvtransfer.faults import Fault, FaultKind, Where
+from kvtransfer.frames import Tag
+fault = Fault(FaultKind(sys.argv[1]), Where.LANDING, 1, 0.3, 0.5)
+trap = Disturbance(lambda tag: fault, 4096)
+tag = Tag(bytes(16), 1, 1)
+trap.landing(tag)
+print("first", flush=True)
+began = time.monotonic()
+trap.landing(tag)
+print(f"{time.monotonic() - began:.2f}", trap.pauses[0][1] - trap.pauses[0][0] > 0.2, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_a_process_dies_or_stops_at_the_chunk_that_was_named(kind: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS, kind], capture_output=True, text=True, cwd=ROOT, timeout=30, check=False
+    )
+    lines = done.stdout.split()
+    if kind == "kill":
+        assert (done.returncode, lines) == (-signal.SIGKILL, ["first"])
+    else:
+        assert done.returncode == 0, done.stderr
+        assert 0.25 < float(lines[1]) < 5.0
+        assert lines[2] == "True"
