@@ -1,8 +1,8 @@
 """Memory of all KV blocks: one allocation, block-major, so that a block is one run of bytes over all layers.
 
-float32 and bfloat16 blocks hold keys and values as they are. An int8 block holds them rounded to a scale for each
-token and kv head, and behind them the scales: what travels or is cached is still one run of bytes. Whoever attends
-reads the rounded values, the chunk that wrote them included: so a position's answer is the same whether its
+float32 and bfloat16 blocks hold keys and values as they are. An int8 or fp8 (e4m3) block holds them rounded to a scale
+for each token and kv head, and behind them the scales: what travels or is cached is still one run of bytes. Whoever
+attends reads the rounded values, the chunk that wrote them included: so a position's answer is the same whether its
 context was computed in one chunk or in many, here or on another worker.
 """
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from pdserve.core.errors import InternalError
 
-_INT8_MAX: Final = 127  # symmetric: -128 is not used
+_MOST: Final = {torch.int8: 127, torch.float8_e4m3fn: 448}  # what a row's largest becomes; -128 is not used
 _LEAST: Final = 2.0**-120  # below it a row becomes zero: 127 / largest must be finite
 _SCALE_BYTES: Final = 4  # float32
-_ALIGNMENT: Final = 64  # of int8 blocks, so that their scales can be read as float32 and lines are not shared
+_ALIGNMENT: Final = 64  # of scaled blocks, so that their scales can be read as float32 and lines are not shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +40,15 @@ class BlockShape:
         return self.dtype == torch.int8
 
     @property
+    def is_scaled(self) -> bool:
+        return self.dtype in _MOST
+
+    @property
     def layout(self) -> str:
         """Names what the bytes mean; workers whose names differ never exchange blocks."""
-        return "block-major-int8.v1" if self.is_int8 else "block-major.v1"
+        if self.is_scaled:
+            return "block-major-int8.v1" if self.is_int8 else "block-major-fp8.v1"
+        return "block-major.v1"
 
     @property
     def num_scales(self) -> int:
@@ -50,18 +56,18 @@ class BlockShape:
 
     @property
     def data_bytes(self) -> int:
-        """Keys and values; an int8 block's scales begin behind them, at a multiple of 64."""
+        """Keys and values; a scaled block's scales begin behind them, at a multiple of 64."""
         num_bytes = self.num_scales * self.head_dim * self.dtype.itemsize
-        return _round_up(num_bytes) if self.is_int8 else num_bytes
+        return _round_up(num_bytes) if self.is_scaled else num_bytes
 
     @property
     def block_bytes(self) -> int:
-        return self.data_bytes + (_round_up(self.num_scales * _SCALE_BYTES) if self.is_int8 else 0)
+        return self.data_bytes + (_round_up(self.num_scales * _SCALE_BYTES) if self.is_scaled else 0)
 
 
 @final
 class TorchPool:
-    """`tensor` is [N, L, 2, C, K, D], and `scales`, of an int8 pool, [N, L, 2, C, K].
+    """`tensor` is [N, L, 2, C, K, D], and `scales`, of a scaled pool, [N, L, 2, C, K].
 
     `raw` is all of it as bytes, [N, block_bytes]. On the CPU `buffer` is the same memory.
     """
@@ -85,7 +91,7 @@ class TorchPool:
         num_values = shape.num_scales * shape.head_dim
         self.tensor = self.raw.view(shape.dtype)[:, :num_values].unflatten(1, inner)
         self.scales: Tensor | None = None
-        if shape.is_int8:
+        if shape.is_scaled:
             first = shape.data_bytes // _SCALE_BYTES
             self.scales = self.raw.view(torch.float32)[:, first : first + shape.num_scales].unflatten(1, inner[:-1])
 
@@ -110,7 +116,7 @@ class TorchPool:
             if self.scales is None:
                 self.tensor[:, layer, part][block_T, offset_T] = x_TKD
             else:
-                rounded_TKD, scale_TK = quantise(x_TKD)
+                rounded_TKD, scale_TK = quantise(x_TKD, self.shape.dtype)
                 self.tensor[:, layer, part][block_T, offset_T] = rounded_TKD
                 self.scales[:, layer, part][block_T, offset_T] = scale_TK
 
@@ -124,23 +130,27 @@ class TorchPool:
         flat = block_BP.reshape(-1)
         x_NCKD = self.tensor[:, layer, part].index_select(0, flat)
         if self.scales is not None:
-            x_NCKD = x_NCKD * self.scales[:, layer, part].index_select(0, flat)[..., None]
+            x_NCKD = x_NCKD.float() * self.scales[:, layer, part].index_select(0, flat)[..., None]
         shape = (num_rows, num_pages * self.block_size, self.shape.num_kv_heads, self.shape.head_dim)
         x_BSKD: Tensor = x_NCKD.to(dtype).view(shape)
         return x_BSKD.transpose(1, 2)
 
 
-def quantise(x_TKD: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values and their float32 scales, [T, K]: x is about values * scale, off by half a scale at most.
+def quantise(x_TKD: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """int8 or fp8 values and their float32 scales, [T, K]: x is about values * scale, in int8 off by half a scale.
 
     A NaN or an infinity makes the scale NaN or infinite, so that a broken row shows as one instead of as numbers.
-    Each operation is one that rounds alike everywhere: kernels.place and kvtransfer.convert store the same bits.
+    Each operation is one that rounds alike everywhere: kernels.place, gpu.place and kvtransfer.convert store the same
+    bits.
     """
+    most = _MOST[dtype]
     x_TKD = x_TKD.float()
     largest_TK = x_TKD.abs().amax(-1)
-    inverse_TK = torch.where(largest_TK > _LEAST, torch.full_like(largest_TK, _INT8_MAX) / largest_TK, 0)
-    rounded_TKD = (x_TKD * inverse_TK[..., None]).round()
-    return rounded_TKD.nan_to_num(0).to(torch.int8), largest_TK * (1 / _INT8_MAX)
+    inverse_TK = torch.where(largest_TK > _LEAST, torch.full_like(largest_TK, most) / largest_TK, 0)
+    scaled_TKD = x_TKD * inverse_TK[..., None]
+    # A largest may come out a hair above 448: fp8 would make a NaN of much more, and rounds that down.
+    rounded_TKD = scaled_TKD.round() if dtype == torch.int8 else scaled_TKD
+    return rounded_TKD.nan_to_num(0).to(dtype), largest_TK * (1 / most)
 
 
 def _round_up(num_bytes: int) -> int:

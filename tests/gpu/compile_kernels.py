@@ -21,10 +21,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from tests.gpu.case_attention import LAUNCHES as ATTENTION
 from tests.gpu.case_norms import LAUNCHES as NORMS
+from tests.gpu.case_place import LAUNCHES as PLACE
 
 MOST_SPILLED_BYTES = 64
-ALL = (*NORMS,)
+ALL = (*NORMS, *PLACE, *ATTENTION)
 
 
 class NoDevice:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from typing import Any
 
 import torch
 
 #: Everything that is decorated with triton.jit: whether it is interpreted is settled when it is imported.
-KERNELS = ("casts", "norms", "gated")
+KERNELS = ("casts", "norms", "gated", "place", "attention")
 
 
 def prepare() -> torch.device:
@@ -24,6 +25,7 @@ def prepare() -> torch.device:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
+        let_scalars_be_loop_bounds()
         import_module("triton.experimental.gluon")  # triton imports it late, and it must find itself interpreted
         for name in KERNELS:
             import_module(f"pdserve.engine.gpu.{name}")
@@ -33,3 +35,15 @@ def prepare() -> torch.device:
         else:
             os.environ["TRITON_INTERPRET"] = before
     return torch.device("cpu")
+
+
+def let_scalars_be_loop_bounds() -> None:
+    """The interpreter holds scalars as arrays of one element, and numpy 2.4 refuses int() of these."""
+    interpreter = import_module("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_mend

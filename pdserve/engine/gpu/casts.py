@@ -24,8 +24,9 @@ def cast(x, dtype: tl.constexpr):
         if dtype == tl.bfloat16:
             x = _drop_bits(x, 16)
         if dtype == tl.float8e4nv:
-            tiny = (x + _FP8_RINT) - _FP8_RINT
-            x = tl.where(tl.abs(x) < _FP8_LEAST_NORMAL, tiny, _drop_bits(x, 20))
+            tiny = tl.abs((x + _FP8_RINT) - _FP8_RINT).to(tl.uint32, bitcast=True)
+            tiny |= (x.to(tl.uint32, bitcast=True) >> 31) << 31  # a negative that becomes zero keeps its sign
+            x = tl.where(tl.abs(x) < _FP8_LEAST_NORMAL, tiny.to(tl.float32, bitcast=True), _drop_bits(x, 20))
     return x.to(dtype)
 
 
