@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 
+from kvtransfer.shape import KvShape
 from kvtransfer.transport import Fingerprint, Grant, TransferKey
 from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut
 from router.commands import Prefill, Reserve
@@ -33,7 +34,12 @@ from router.settings import RouterSettings
 from router.state import RouterState
 
 FINGERPRINT = Fingerprint(
-    protocol=1, model="m", dtype="bf16", layout="block-major.v1", block_size=16, block_bytes=2**21, engine="none"
+    protocol=1,
+    model="m",
+    engine="none",
+    shape=KvShape(
+        layout="block-major.v1", dtype="bfloat16", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16
+    ),
 )
 RESIDENTS = 8  # per decode worker
 COLUMNS = ("mean", "p10", "p50", "p95", "p99")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import threading
 from dataclasses import replace
@@ -12,6 +13,7 @@ import grpc
 
 from kvtransfer.dial import open_request
 from kvtransfer.sender import StreamSender
+from kvtransfer.shape import KvShape
 from kvtransfer.transport import Fingerprint
 from pdserve.v1 import transfer_pb2_grpc
 
@@ -40,9 +42,17 @@ class HostPool:
 
 
 def fingerprint(block_bytes: int = BLOCK_BYTES, **changes: Any) -> Fingerprint:
-    plain = Fingerprint(
-        protocol=1, model="m", dtype="float32", layout="l", block_size=16, block_bytes=block_bytes, engine="e"
+    """Of a pool of plain bytes: a block is eight tokens or fewer, of one row of 64-bit cells."""
+    size = math.gcd(block_bytes // 8, 8)
+    shape = KvShape(
+        layout="toy.v1",
+        dtype="uint64",
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=block_bytes // 8 // size,
+        block_size=size,
     )
+    plain = Fingerprint(protocol=1, model="m", engine="e", shape=shape)
     return replace(plain, **changes)
 
 

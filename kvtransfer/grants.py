@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Final
 
+from kvtransfer.shape import KvShape, check_convertible
 from kvtransfer.transport import Fingerprint, Grant, TransferKey
 from pdserve.core.errors import ConfigError, InvalidRequest
 from pdserve.engine.interface import EngineSpec
@@ -13,50 +14,50 @@ from pdserve.wire.convert import blocks_from_extents, extents_from_blocks
 
 PROTOCOL: Final = 1  # of the transfer; raised when frames or checksums change their meaning
 MAX_TRANSFER_ID_CHARS: Final = 256
+_SHAPE: Final = tuple(one.name for one in fields(KvShape))
+
+
+def shape_of(spec: EngineSpec) -> KvShape:
+    return KvShape(
+        layout=spec.layout,
+        dtype=spec.kv_dtype,
+        num_layers=spec.kv_layers,
+        num_kv_heads=spec.kv_heads,
+        head_dim=spec.kv_head_dim,
+        block_size=spec.block_size,
+    )
 
 
 def fingerprint_of(spec: EngineSpec) -> Fingerprint:
-    return Fingerprint(
-        protocol=PROTOCOL,
-        model=spec.model,
-        dtype=spec.dtype,
-        layout=spec.layout,
-        block_size=spec.block_size,
-        block_bytes=spec.block_bytes,
-        engine=spec.weights_hash,
-    )
+    return Fingerprint(protocol=PROTOCOL, model=spec.model, engine=spec.weights_hash, shape=shape_of(spec))
 
 
 def fingerprint_to_proto(fingerprint: Fingerprint) -> transfer_pb2.Fingerprint:
     return transfer_pb2.Fingerprint(
         protocol=fingerprint.protocol,
         model=fingerprint.model,
-        dtype=fingerprint.dtype,
-        layout=fingerprint.layout,
-        block_size=fingerprint.block_size,
-        block_bytes=fingerprint.block_bytes,
         engine=fingerprint.engine,
+        shape=transfer_pb2.KvShape(**{name: getattr(fingerprint.shape, name) for name in _SHAPE}),
     )
 
 
 def fingerprint_from_proto(message: transfer_pb2.Fingerprint) -> Fingerprint:
+    """Raises ConfigError on a shape that no pool has."""
     return Fingerprint(
         protocol=message.protocol,
         model=message.model,
-        dtype=message.dtype,
-        layout=message.layout,
-        block_size=message.block_size,
-        block_bytes=message.block_bytes,
         engine=message.engine,
+        shape=KvShape(**{name: getattr(message.shape, name) for name in _SHAPE}),
     )
 
 
 def compare(mine: Fingerprint, theirs: Fingerprint) -> None:
-    """Raises ConfigError naming the first field that differs, with both values."""
-    for one in fields(Fingerprint):
-        expected, seen = getattr(mine, one.name), getattr(theirs, one.name)
+    """Whether their blocks can become mine. Raises ConfigError naming the first field that forbids it, both values."""
+    for name in ("protocol", "model", "engine"):
+        expected, seen = getattr(mine, name), getattr(theirs, name)
         if expected != seen:
-            raise ConfigError(f"fingerprint.{one.name}", repr(seen), f"{expected!r}, as on the receiving worker")
+            raise ConfigError(f"fingerprint.{name}", repr(seen), f"{expected!r}, as on the receiving worker")
+    check_convertible(theirs.shape, mine.shape)
 
 
 def grant_to_proto(grant: Grant) -> transfer_pb2.Grant:
@@ -71,6 +72,7 @@ def grant_to_proto(grant: Grant) -> transfer_pb2.Grant:
         extents=extents_from_blocks(grant.blocks),
         held_blocks=grant.held_blocks,
         num_blocks=len(grant.blocks),
+        hash_seed=grant.hash_seed,
     )
 
 
@@ -82,12 +84,17 @@ def grant_from_proto(message: transfer_pb2.Grant) -> Grant:
     blocks = blocks_from_extents(message.extents)
     if len(blocks) != message.num_blocks:
         raise InvalidRequest("grant.extents", f"{len(blocks)} blocks", f"num_blocks = {message.num_blocks}")
+    try:
+        fingerprint = fingerprint_from_proto(message.fingerprint)
+    except ConfigError as error:
+        raise InvalidRequest(f"grant.fingerprint.{error.field}", error.seen, error.expected) from error
     return Grant(
         key=TransferKey(transfer_id=message.transfer_id, attempt=message.attempt, generation=message.generation),
         endpoint=message.endpoint,
         worker_id=message.worker_id,
         incarnation=message.incarnation,
-        fingerprint=fingerprint_from_proto(message.fingerprint),
+        fingerprint=fingerprint,
         blocks=blocks,
         held_blocks=message.held_blocks,
+        hash_seed=message.hash_seed,
     )

@@ -60,7 +60,7 @@ class StreamReceiver:
         disturbance: Disturbance | None = None,
     ) -> None:
         if pool.block_bytes != fingerprint.block_bytes:
-            raise ConfigError("fingerprint.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
+            raise ConfigError("kv_shape.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
         self.pool, self.memory, self.block_bytes = pool, flat(pool.buffer), pool.block_bytes
         self.chunk_bytes = max(chunk_bytes, pool.block_bytes)
         self._clock = clock

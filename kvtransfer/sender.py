@@ -15,6 +15,7 @@ from kvtransfer.disturbance import Disturbance
 from kvtransfer.grants import compare
 from kvtransfer.memory import flat
 from kvtransfer.outbound import Outbound
+from kvtransfer.shape import is_same_bytes
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Fingerprint, Grant, Sent, TransferKey
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
@@ -40,7 +41,7 @@ class StreamSender:
         disturbance: Disturbance | None = None,
     ) -> None:
         if pool.block_bytes != fingerprint.block_bytes:
-            raise ConfigError("fingerprint.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
+            raise ConfigError("kv_shape.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
         self._memory, self._num_blocks = flat(pool.buffer).toreadonly(), pool.num_blocks
         self.caller = Caller(
             worker_id,
@@ -77,6 +78,8 @@ class StreamSender:
         error = ""
         try:
             compare(grant.fingerprint, self.caller.fingerprint)
+            if not is_same_bytes(self.caller.fingerprint.shape, grant.fingerprint.shape):
+                raise ConfigError("kv_shape", self.caller.fingerprint.shape, f"{grant.fingerprint.shape}")
         except ConfigError as differs:
             error = differs.message
         deadline_at_s = None if deadline_s is None else self._clock() + deadline_s

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from kvtransfer.shape import KvShape
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferKey:
@@ -23,22 +25,24 @@ class TransferKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Everything that must be equal on both sides for a block to mean the same."""
+    """What a worker's KV is: of two workers that exchange blocks all must be equal but the shape."""
 
     protocol: int
     model: str
-    dtype: str
-    layout: str
-    block_size: int
-    block_bytes: int
-    engine: str
+    engine: str  # names the weights
+    shape: KvShape
+
+    @property
+    def block_bytes(self) -> int:
+        return self.shape.block_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
     """A decode worker's promise of a landing place.
 
-    `blocks` are the receiver's block numbers in prompt order, after `held_blocks` leading blocks that it already has.
+    `blocks` are the receiver's block numbers in prompt order, after `held_blocks` leading blocks that it already has;
+    both count blocks of the receiver's size.
     """
 
     key: TransferKey
@@ -48,6 +52,7 @@ class Grant:
     fingerprint: Fingerprint
     blocks: tuple[int, ...]
     held_blocks: int
+    hash_seed: bytes = b""  # of the receiver's names of blocks
 
 
 class ReceiveOutcome(Enum):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from kvtransfer.grants import grant_from_proto, grant_to_proto
+from kvtransfer.grants import fingerprint_from_proto, grant_from_proto, grant_to_proto
 from pdserve.core.attempt import FailureKind, RefusalReason
 from pdserve.core.latency import CostPrior
 from pdserve.core.types import Sampling
@@ -32,7 +32,7 @@ _FAILURES: Final[Mapping[int, FailureKind]] = {
 
 
 def connected(hello: worker_pb2.WorkerHello, endpoint: str) -> events.WorkerConnected:
-    """Raises InvalidRequest where the role is none that we know."""
+    """Raises InvalidRequest where the role is none that we know, ConfigError on a shape that no pool has."""
     cost = hello.cost
     return events.WorkerConnected(
         worker_id=hello.worker_id,
@@ -45,7 +45,7 @@ def connected(hello: worker_pb2.WorkerHello, endpoint: str) -> events.WorkerConn
         max_batch=hello.max_batch,
         max_batch_tokens=hello.max_batch_tokens,
         inbox_depth=hello.inbox_depth,
-        block_bytes=hello.fingerprint.block_bytes,
+        block_bytes=fingerprint_from_proto(hello.fingerprint).block_bytes,
         cost=CostPrior(
             prefill_base_s=cost.prefill_base_s,
             prefill_per_token_s=cost.prefill_per_token_s,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtransfer.grants import fingerprint_from_proto
+from kvtransfer.shape import check_convertible
 from kvtransfer.transport import Fingerprint
+from pdserve.core.errors import ConfigError
 from pdserve.v1 import worker_pb2
 
 
@@ -40,13 +42,18 @@ def facts_of(hello: worker_pb2.WorkerHello) -> ModelFacts:
 def difference(ours: ModelFacts, theirs: ModelFacts) -> str | None:
     """The first fact in which two workers' models differ, in words; None when they may work together.
 
-    How long a sequence may be is not among them: it depends on each worker's memory.
+    How long a sequence may be is not among them, nor are a block's size and dtype: what a prefill worker sends
+    becomes what the decode worker stores.
     """
-    for name in ("protocol", "model", "dtype", "layout", "block_size", "block_bytes", "engine"):
+    for name in ("protocol", "model", "engine"):
         one, other = getattr(ours.fingerprint, name), getattr(theirs.fingerprint, name)
         if one != other:
             return f"its {name} is {other!r}, the cluster's is {one!r}"
-    for name in ("vocab_size", "eos_token_ids", "hash_seed"):
+    for name in ("vocab_size", "eos_token_ids"):
         if getattr(ours, name) != getattr(theirs, name):
             return f"its {name} differs from the cluster's"
+    try:
+        check_convertible(ours.fingerprint.shape, theirs.fingerprint.shape)
+    except ConfigError as error:
+        return f"its {error.field} is {error.seen!r}, the cluster's is {error.expected}"
     return None

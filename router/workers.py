@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final, final
 
 from pdserve.core.blocks import CacheChange
-from pdserve.core.errors import InvalidRequest
+from pdserve.core.errors import ConfigError, InvalidRequest
 from pdserve.core.hashing import HASH_BYTES
 from pdserve.core.types import Role
 from pdserve.prefix.index import PrefixIndex
@@ -167,9 +167,11 @@ class Workers:
             return "its block size, context or vocabulary is empty"
         if hello.model != self._model_name:
             return f"it serves {hello.model!r}, this router reads text for {self._model_name!r}"
-        if self.model is not None and self._attached:
-            return difference(self.model, facts_of(hello))
-        return None
+        try:
+            facts = facts_of(hello)
+        except ConfigError as error:
+            return f"its {error.message}"
+        return difference(self.model, facts) if self.model is not None and self._attached else None
 
     def _set_context(self) -> None:
         """The last decode worker's limit holds while none is attached: clients are told of that in another way."""

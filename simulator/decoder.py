@@ -15,6 +15,7 @@ from decode_worker.batching import DecodeBatching
 from decode_worker.chunking import ChunkRule
 from decode_worker.resident import Stage
 from decode_worker.step import Step
+from kvtransfer.shape import KvShape
 from kvtransfer.transport import Fingerprint, Grant, TransferKey
 from pdserve.core import effects as fx
 from pdserve.core.attempt import AttemptKey
@@ -82,12 +83,17 @@ class Decoder(Machine):
         self._fingerprint = Fingerprint(
             protocol=1,
             model="simulated",
-            dtype="",
-            layout="",
-            block_size=self.block_size,
-            block_bytes=self.block_size * shape.kv_bytes_per_token,
             engine="simulated",
+            shape=KvShape(
+                layout="toy.v1",
+                dtype="uint64",
+                num_layers=1,
+                num_kv_heads=1,
+                head_dim=1,
+                block_size=self.block_size,
+            ),
         )
+        self._block_bytes = self.block_size * shape.kv_bytes_per_token  # the real model's
 
     @property
     def batching(self) -> DecodeBatching:
@@ -364,7 +370,7 @@ class Decoder(Machine):
         )
         self._transfers[key] = grant.key
         self.strand(key, self._batching.num_held(key))
-        self.around.network.expect(self, key, grant, self._fingerprint.block_bytes)
+        self.around.network.expect(self, key, grant, self._block_bytes)
         self._granted(key, grant)
 
     def _granted(self, key: AttemptKey, grant: Grant | None) -> None:

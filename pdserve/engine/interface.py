@@ -30,6 +30,10 @@ class EngineSpec:
     block_size: int  # tokens per KV block
     num_blocks: int
     block_bytes: int  # bytes of one block over all layers, keys and values
+    kv_dtype: str  # of the stored keys and values
+    kv_layers: int  # of the model
+    kv_heads: int
+    kv_head_dim: int
     num_layers: int = 1  # equal runs of bytes in a block, filled in order; 1: a block cannot be divided
 
 

@@ -140,6 +140,10 @@ def make_spec(
         block_size=config.block_size,
         num_blocks=num_blocks,
         block_bytes=block_bytes,
+        kv_dtype=str(shape.dtype).removeprefix("torch."),
+        kv_layers=shape.num_layers,
+        kv_heads=shape.num_kv_heads,
+        kv_head_dim=shape.head_dim,
         num_layers=1 if shape.is_int8 else shape.num_layers,  # int8: the scales of all layers lie behind them
     )
 

@@ -86,6 +86,10 @@ class ToyEngine:
             block_size=block_size,
             num_blocks=num_blocks,
             block_bytes=CELL_BYTES * block_size,
+            kv_dtype="uint64",
+            kv_layers=1,
+            kv_heads=1,
+            kv_head_dim=1,
         )
         self.pool = ToyPool(num_blocks, self.spec.block_bytes)
         self._cells = self.pool.buffer.cast("Q")

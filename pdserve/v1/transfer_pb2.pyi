@@ -32,22 +32,36 @@ CHECKSUM_KIND_XXH3_64: ChecksumKind
 CHECKSUM_KIND_BLAKE2B_64: ChecksumKind
 
 class Fingerprint(_message.Message):
-    __slots__ = ("protocol", "model", "dtype", "layout", "block_size", "block_bytes", "engine")
+    __slots__ = ("protocol", "model", "engine", "shape")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     model: str
-    dtype: str
-    layout: str
-    block_size: int
-    block_bytes: int
     engine: str
-    def __init__(self, protocol: _Optional[int] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., engine: _Optional[str] = ...) -> None: ...
+    shape: KvShape
+    def __init__(self, protocol: _Optional[int] = ..., model: _Optional[str] = ..., engine: _Optional[str] = ..., shape: _Optional[_Union[KvShape, _Mapping]] = ...) -> None: ...
+
+class KvShape(_message.Message):
+    __slots__ = ("layout", "dtype", "num_layers", "num_kv_heads", "head_dim", "block_size", "tp_degree", "tp_rank")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TP_DEGREE_FIELD_NUMBER: _ClassVar[int]
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    layout: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    tp_degree: int
+    tp_rank: int
+    def __init__(self, layout: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., tp_degree: _Optional[int] = ..., tp_rank: _Optional[int] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
     __slots__ = ("fingerprint", "sender_id", "sender_incarnation", "host_id", "transports", "checksums")
@@ -90,7 +104,7 @@ class Extent(_message.Message):
     def __init__(self, first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("transfer_id", "attempt", "generation", "endpoint", "worker_id", "incarnation", "fingerprint", "extents", "held_blocks", "num_blocks")
+    __slots__ = ("transfer_id", "attempt", "generation", "endpoint", "worker_id", "incarnation", "fingerprint", "extents", "held_blocks", "num_blocks", "hash_seed")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +115,7 @@ class Grant(_message.Message):
     EXTENTS_FIELD_NUMBER: _ClassVar[int]
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HASH_SEED_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     attempt: int
     generation: int
@@ -111,4 +126,5 @@ class Grant(_message.Message):
     extents: _containers.RepeatedCompositeFieldContainer[Extent]
     held_blocks: int
     num_blocks: int
-    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., endpoint: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    hash_seed: bytes
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., endpoint: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., hash_seed: _Optional[bytes] = ...) -> None: ...

@@ -19,9 +19,10 @@ from kvtransfer import departures, landings
 from kvtransfer.departures import Departures, Job
 from kvtransfer.frames import Tag
 from kvtransfer.landings import Claim, Landings
-from kvtransfer.transport import Fingerprint, Grant, ReceiveOutcome, SendOutcome, TransferKey
+from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome, TransferKey
+from tests.unit.kvtransfer.harness import fingerprint
 
-FACTS = Fingerprint(protocol=1, model="m", dtype="d", layout="l", block_size=16, block_bytes=1, engine="e")
+FACTS = fingerprint(64)
 SCRIBBLE = -1
 
 

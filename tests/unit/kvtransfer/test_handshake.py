@@ -112,9 +112,9 @@ def test_a_sender_without_descriptors_says_so(pair: Pair, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("changes", "field", "seen", "expected"),
     [
-        ({"dtype": "bfloat16"}, "dtype", "'bfloat16'", "'float32'"),
-        ({"block_bytes": 8}, "block_bytes", "8", "4096"),
-        ({"protocol": 9}, "protocol", "9", "1"),
+        ({"model": "n"}, "fingerprint.model", "'n'", "'m'"),
+        ({"shape": fingerprint(64).shape}, "kv_shape.head_dim", "1", "64"),
+        ({"protocol": 9}, "fingerprint.protocol", "9", "1"),
     ],
 )
 def test_open_refuses_another_fingerprint_naming_the_field_and_both_values(
@@ -123,9 +123,7 @@ def test_open_refuses_another_fingerprint_naming_the_field_and_both_values(
     with pytest.raises(grpc.RpcError) as refused:
         pair.host.open(pair.sender, fingerprint=fingerprint(**changes))
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert refused.value.details() == (
-        f"fingerprint.{field}: got {seen}, expected {expected}, as on the receiving worker"
-    )
+    assert refused.value.details() == f"{field}: got {seen}, expected {expected}, as on the receiving worker"
     assert pair.receiver.stats.refused_opens == 1
 
 

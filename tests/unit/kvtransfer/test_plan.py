@@ -18,11 +18,12 @@ from kvtransfer.plan import (
     chunks_of,
     extents_of,
 )
-from kvtransfer.transport import Fingerprint, Grant, TransferKey
+from kvtransfer.transport import Grant, TransferKey
 from pdserve.core.errors import InvalidRequest
+from tests.unit.kvtransfer.harness import fingerprint
 
 BLOCKS = st.lists(st.integers(0, 40), max_size=40, unique=True)
-FACTS = Fingerprint(protocol=1, model="m", dtype="d", layout="l", block_size=16, block_bytes=64, engine="e")
+FACTS = fingerprint(64)
 
 
 def grant_of(blocks: tuple[int, ...]) -> Grant:

@@ -12,6 +12,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+from kvtransfer.shape import KvShape
 from kvtransfer.transport import Fingerprint, Grant, TransferKey
 from pdserve.core.attempt import FailureKind, RefusalReason
 from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut
@@ -52,7 +53,10 @@ from router.state import RouterState
 
 BLOCK = 16
 FINGERPRINT = Fingerprint(
-    protocol=1, model="toy", dtype="int", layout="toy", block_size=BLOCK, block_bytes=1024, engine="toy"
+    protocol=1,
+    model="toy",
+    engine="toy",
+    shape=KvShape(layout="toy.v1", dtype="uint64", num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK),
 )
 Key = tuple[str, int]
 

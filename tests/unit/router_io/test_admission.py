@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
+from kvtransfer.shape import KvShape
 from kvtransfer.transport import Fingerprint
 from pdserve.core.errors import InvalidRequest, Overloaded
 from pdserve.core.hashing import block_hashes, chain_key
@@ -20,7 +21,10 @@ from router.admission import Admission, Limits
 from router.model import ModelFacts, difference
 
 FINGERPRINT = Fingerprint(
-    protocol=1, model="toy", dtype="uint64", layout="toy.v1", block_size=16, block_bytes=128, engine="toy.v1"
+    protocol=1,
+    model="toy",
+    engine="toy.v1",
+    shape=KvShape(layout="toy.v1", dtype="uint64", num_layers=1, num_kv_heads=1, head_dim=1, block_size=16),
 )
 MODEL = ModelFacts(
     name="toy",
@@ -143,6 +147,15 @@ def test_models_that_differ_say_in_what() -> None:
     import dataclasses
 
     assert difference(MODEL, MODEL) is None
-    other = dataclasses.replace(MODEL, fingerprint=dataclasses.replace(FINGERPRINT, dtype="float32"))
-    assert difference(MODEL, other) == "its dtype is 'float32', the cluster's is 'uint64'"
+    other = dataclasses.replace(MODEL, fingerprint=dataclasses.replace(FINGERPRINT, engine="toy.v2"))
+    assert difference(MODEL, other) == "its engine is 'toy.v2', the cluster's is 'toy.v1'"
+    attention = dataclasses.replace(FINGERPRINT.shape, layout="block-major.v1", dtype="float32")
+    other = dataclasses.replace(MODEL, fingerprint=dataclasses.replace(FINGERPRINT, shape=attention))
+    assert (
+        difference(MODEL, other)
+        == "its kv_shape.layout is 'toy.v1', the cluster's is one that can become block-major.v1"
+    )
+    large = dataclasses.replace(FINGERPRINT.shape, block_size=32)
+    other = dataclasses.replace(MODEL, fingerprint=dataclasses.replace(FINGERPRINT, shape=large), block_size=32)
+    assert difference(MODEL, other) is None
     assert difference(MODEL, dataclasses.replace(MODEL, vocab_size=1)) == "its vocab_size differs from the cluster's"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtransfer.shape import KvShape
 from kvtransfer.transport import Fingerprint
 from pdserve.core.errors import InvalidRequest, Overloaded
 from pdserve.core.grammar import Grammar, GrammarKind, choice
@@ -32,7 +33,10 @@ MODEL = ModelFacts(
     block_size=16,
     hash_seed=b"s" * 32,
     fingerprint=Fingerprint(
-        protocol=1, model=FOLDER.name, dtype="float32", layout="a", block_size=16, block_bytes=1, engine="e"
+        protocol=1,
+        model=FOLDER.name,
+        engine="e",
+        shape=KvShape(layout="toy.v1", dtype="uint64", num_layers=1, num_kv_heads=1, head_dim=1, block_size=16),
     ),
 )
 HUGE = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 99999989}))
