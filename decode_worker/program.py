@@ -12,6 +12,7 @@ from typing import Any, final
 from decode_worker.batching import DecodeBatching
 from decode_worker.chunking import ChunkRule
 from decode_worker.drafting import DraftRule
+from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_receiver
 from kvtransfer.grants import fingerprint_of, fingerprint_to_proto, grant_to_proto
 from kvtransfer.transport import Grant, Received, ReceiveOutcome, Receiver, TransferKey
@@ -297,6 +298,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         incarnation=context.incarnation,
         host=config.host,
         transport=config.transport,
+        disturbance=make_disturbance(config.inject_faults, engine.pool.block_bytes),
     )
     return DecodeProgram(context, engine, receiver, partial(add_TransferServiceServicer_to_server, receiver.servicer))
 

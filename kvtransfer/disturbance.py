@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from kvtransfer.faults import Fault, FaultKind, Where
+from kvtransfer.faults import Fault, FaultKind, Where, parse
 from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, Tag, decode
 from kvtransfer.paths.path import SendPath
 from kvtransfer.paths.shm import ShmSend
@@ -91,6 +91,14 @@ class Disturbance:
             self.counts[fault.kind] += 1
         log.warning("fault injected", extra={"fault": fault.kind.value, "where": where.value, "for_s": fault.for_s})
         return fault
+
+
+def make_disturbance(faults: str, block_bytes: int) -> Disturbance | None:
+    """What a worker's setting asks for; nothing where it is empty. Raises ConfigError."""
+    if not faults:
+        return None
+    log.warning("faults are injected into KV transfers", extra={"faults": faults})
+    return Disturbance(parse(faults).fault_of, block_bytes)
 
 
 class _Ends:

@@ -74,6 +74,7 @@ class WorkerConfig:
     is_prefix_cache_on: bool = _doc("keep finished blocks for later prompts", True)
     profile: str = _doc("what steps are believed to take: a known worker's name or a file; measured when empty", "")
     toy_step_s: float = _doc("seconds that a toy step takes", 0.0)
+    inject_faults: str = _doc("for tests: faults that KV transfers meet, as kvtransfer.faults reads them", "")
 
     def __post_init__(self) -> None:
         _choice("transport", self.transport, TRANSPORTS)

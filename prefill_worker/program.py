@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, final
 
+from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_sender
 from kvtransfer.grants import fingerprint_of, fingerprint_to_proto, grant_from_proto
 from kvtransfer.transport import Grant, Sender, SendOutcome, Sent
@@ -168,6 +169,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         worker_id=config.worker_id,
         incarnation=context.incarnation,
         transport=config.transport,
+        disturbance=make_disturbance(config.inject_faults, engine.pool.block_bytes),
     )
     return PrefillProgram(context, engine, sender)
 

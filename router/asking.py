@@ -35,11 +35,13 @@ def ask_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float)
             for worker_id, blocks in request.cached_blocks.items()
             if worker_id in views
         },
-        avoid_workers=frozenset(key[0] for key in request.avoid_workers if present(key[0]) == key),
+        avoid_workers=frozenset([key[0] for key in request.avoid_workers if present(key[0]) == key]),
         avoid_pairs=frozenset(
-            (prefill[0], decode[0])
-            for prefill, decode in request.avoid_pairs
-            if present(prefill[0]) == prefill and present(decode[0]) == decode
+            [
+                (prefill[0], decode[0])
+                for prefill, decode in request.avoid_pairs
+                if present(prefill[0]) == prefill and present(decode[0]) == decode
+            ]
         ),
     )
 

@@ -9,6 +9,7 @@ from router.lifecycle import ENDED, WITH_WORKERS, Stage
 def check(ledger: Ledger) -> None:
     """Raises AssertionError, naming what does not hold."""
     ledger.queue.check()
+    ledger.fleet.check(ledger.now_s)
     queued = list(ledger.queue)
     assert len(queued) == len(set(queued)), "a request is queued twice"
     assert not ledger.parked & set(queued), "a request is queued and in backoff"

@@ -18,10 +18,13 @@ class Fleet:
         self.silence_s = silence_s
         self.views: dict[str, WorkerView] = {}
         self.has_known_decode = False
+        self._usable: tuple[list[WorkerView], list[WorkerView]] | None = None  # kept until something of it changes
+        self._usable_until_s = 0.0  # when the first of them will have been silent for too long
         self._links: OrderedDict[tuple[str, str], LinkModel] = OrderedDict()
         self._any_link = LinkModel()  # what an unmeasured pair is taken for
 
     def connect(self, hello: WorkerConnected, now_s: float) -> WorkerView:
+        self.changed()
         view = self.views.get(hello.worker_id)
         if view is None:
             view = self.views[hello.worker_id] = WorkerView(hello, now_s)
@@ -29,6 +32,10 @@ class Fleet:
             view.came_back(hello, now_s)
         self.has_known_decode = self.has_known_decode or hello.role is Role.DECODE
         return view
+
+    def forget(self, worker_id: str) -> None:
+        self.changed()
+        self.views.pop(worker_id, None)
 
     def connected(self, worker_id: str) -> WorkerView | None:
         view = self.views.get(worker_id)
@@ -39,15 +46,29 @@ class Fleet:
         return view.is_connected and view.heard_s > now_s - self.silence_s and not view.is_draining
 
     def usable(self, now_s: float) -> tuple[list[WorkerView], list[WorkerView]]:
-        """The prefill workers and the decode workers that may be given new work."""
-        heard_after_s = now_s - self.silence_s
-        able = [
-            view
-            for view in self.views.values()
-            if view.is_connected and view.heard_s > heard_after_s and not view.is_draining
-        ]
-        prefills = [view for view in able if view.hello.role is Role.PREFILL]
-        return prefills, [view for view in able if view.hello.role is Role.DECODE]
+        """The prefill workers and the decode workers that may be given new work. Not to be changed: they are kept."""
+        kept = self._usable
+        if kept is None or now_s >= self._usable_until_s:
+            able = [view for view in self.views.values() if self.is_usable(view, now_s)]
+            prefills = [view for view in able if view.role is Role.PREFILL]
+            kept = self._usable = prefills, [view for view in able if view.role is Role.DECODE]
+            self._usable_until_s = min([view.heard_s for view in able], default=now_s) + self.silence_s
+        return kept
+
+    def changed(self) -> None:
+        """A worker came, went, drains, or is heard again."""
+        self._usable = None
+
+    def heard(self, view: WorkerView, now_s: float) -> None:
+        if not view.heard_s > now_s - self.silence_s:
+            self.changed()
+        view.heard_s = now_s
+
+    def check(self, now_s: float) -> None:
+        kept = self._usable
+        if kept is not None and now_s < self._usable_until_s:
+            able = {view.worker_id for view in self.views.values() if self.is_usable(view, now_s)}
+            assert {view.worker_id for role in kept for view in role} == able, "who is usable is out of date"
 
     def key(self, worker_id: str) -> tuple[str, str]:
         """Names a worker's present life, so that a restarted one starts with a clean slate."""
@@ -72,5 +93,6 @@ class Fleet:
 
     def excuse_silence(self, gap_s: float) -> None:
         """The router itself was away for `gap_s`: nobody could be heard, so nobody was silent."""
+        self.changed()
         for view in self.views.values():
             view.heard_s += gap_s

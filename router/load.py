@@ -42,6 +42,7 @@ class DecodeLoad:
         "free_tokens",
         "hold",
         "is_open",
+        "joined_s",
         "per_token_context_s",
         "per_token_s",
         "reads_s",
@@ -49,6 +50,7 @@ class DecodeLoad:
         "rows",
         "step_s",
         "stretch",
+        "sure",
         "tightest_s",
         "token_s",
     )
@@ -69,6 +71,7 @@ class DecodeLoad:
         self.per_token_s, self.per_token_context_s = per_token_s, per_token_context_s
         rows_s = row_s * rows + token_s * context
         self.step_s = step_s = base_s + rows_s
+        self.joined_s = step_s + row_s  # with one more row, its context not counted
         # A promise that the worker could not keep for a single short sequence binds nobody.
         self.alone_s = alone_s = base_s + row_s
         self.tightest_s = tightest_s = min([one for one in promises if one > alone_s], default=math.inf)
@@ -76,6 +79,7 @@ class DecodeLoad:
         self.band = (
             (error if error < WIDEST_BAND else WIDEST_BAND) if cost.num_decode_samples >= TRUSTED_SAMPLES else 0.0
         )
+        self.sure = 1.0 + self.band
         # An empty worker is asked whatever its report says: the report may be old, and it knows best.
         self.is_open = is_empty or (rows < hello.max_batch and arriving < hello.inbox_depth)
         self.block_size = hello.block_size
@@ -109,12 +113,15 @@ class DecodeLoad:
         """Prompt tokens that a step reads after `cached` of them."""
         if not self.rows:
             return self._most
-        tokens = self._cost.chunk_tokens(self._within_s, self.rows, self.context, cached)
-        return int(min(self._most, max(tokens + 1e-6, self.block_size)))
+        tokens = self._cost.chunk_tokens(self._within_s, self.rows, self.context, cached) + 1e-6
+        if tokens >= self._most:
+            return self._most
+        return int(tokens) if tokens > self.block_size else min(self._most, self.block_size)
 
     def grew(self, tokens: int, blocks: int) -> None:
         """Rows have so many more tokens, in so many more blocks. The price of reading stays as it was."""
         self.context += tokens
         self.step_s += self.token_s * tokens
+        self.joined_s = self.step_s + self.row_s
         self.blocks -= blocks
         self.free_tokens -= blocks * self.block_size

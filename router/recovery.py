@@ -95,7 +95,7 @@ def on_worker_lost(ledger: Ledger, event: WorkerLost) -> None:
 
 def on_worker_forgotten(ledger: Ledger, event: WorkerForgotten) -> None:
     _worker_gone(ledger, event.worker_id, Cause.DEATH)
-    ledger.fleet.views.pop(event.worker_id, None)
+    ledger.fleet.forget(event.worker_id)
     ledger.is_placing_due = True
 
 
@@ -118,6 +118,7 @@ def _worker_gone(ledger: Ledger, worker_id: str, cause: Cause) -> None:
     ledger.is_placing_due = True
     ledger.shrunk_s = ledger.now_s
     was_draining = view.is_draining
+    ledger.fleet.changed()
     ledger.unbind_all(view)
     for booking in view.lost():
         request = ledger.requests.get(booking.request_id)

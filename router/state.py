@@ -232,6 +232,8 @@ def _on_load(ledger: Ledger, event: LoadReported) -> None:
     if view is None:
         ledger.counters["late"] += 1
         return
+    if event.is_draining is not view.report.is_draining:
+        ledger.fleet.changed()
     view.reported(event, ledger.now_s)
     ledger.is_placing_due = ledger.is_placing_due or len(ledger.queue) + ledger.num_bound > 0
 
@@ -249,6 +251,7 @@ def _on_drain(ledger: Ledger, event: DrainRequested) -> None:
     view = ledger.fleet.connected(event.worker_id)
     if view is not None:
         view.is_drain_requested = True
+        ledger.fleet.changed()
         ledger.shrunk_s = ledger.now_s
         ledger.is_placing_due = True
         ledger.out.append(DrainWorker(worker_id=event.worker_id))
@@ -269,7 +272,7 @@ def _heard(handler: Callable[[Ledger, Any], None]) -> Callable[[Ledger, Any], No
     def hear(ledger: Ledger, event: Any) -> None:
         view = ledger.fleet.connected(event.worker_id)
         if view is not None:
-            view.heard_s = ledger.now_s
+            ledger.fleet.heard(view, ledger.now_s)
         handler(ledger, event)
 
     return hear

@@ -77,7 +77,6 @@ class WorkerView:
 
     __slots__ = (
         "_at_report",
-        "_load",
         "bookings",
         "closed_until_s",
         "computed_s",
@@ -89,6 +88,7 @@ class WorkerView:
         "hello",
         "is_connected",
         "is_drain_requested",
+        "kept_load",
         "line",
         "most_tokens",
         "promises",
@@ -118,7 +118,7 @@ class WorkerView:
         self.totals = Totals()
         self._at_report = Totals()
         self.promises: Counter[float] = Counter()  # promised TPOT -> rows booked with it
-        self._load: DecodeLoad | None = None  # kept until something of this changes
+        self.kept_load: DecodeLoad | None = None  # `load`, until something of this changes
         self.free_at_s = now_s  # when the prefills that are here should be done
         self.closed_until_s = now_s  # it refused; not asked before
         self.freed_s = now_s  # when something last happened that may have made room here
@@ -161,9 +161,9 @@ class WorkerView:
     @property
     def load(self) -> DecodeLoad:
         """Of a decode worker: all of this in seconds."""
-        load = self._load
+        load = self.kept_load
         if load is None:
-            load = self._load = DecodeLoad(
+            load = self.kept_load = DecodeLoad(
                 self.cost, self.hello, self.beliefs(), self.promises, is_empty=not self.bookings
             )
         return load
@@ -180,10 +180,6 @@ class WorkerView:
         if not self.totals.rows:
             return 0.0
         return 0.5 * (self.load.reads_s if self.totals.prefills else self.load.step_s)
-
-    @property
-    def grants_in_s(self) -> float:
-        return self.rest_of_step_s + max(0.0, self.grant_wait_s)
 
     def timed(self, event: BatchTimed) -> bool:
         """Learns from a finished batch. False: it is no sample. `load` follows with the next report."""
@@ -231,7 +227,7 @@ class WorkerView:
         key = (booking.request_id, booking.attempt)
         assert key not in self.bookings, key
         self.bookings[key] = booking
-        self._load = None
+        self.kept_load = None
         totals = self.totals
         totals.blocks += booking.blocks
         totals.arriving += 1
@@ -256,7 +252,7 @@ class WorkerView:
         if booking.is_arriving:
             booking.is_arriving = False
             self.totals.arriving -= 1
-            self._load = None
+            self.kept_load = None
 
     def grew(self, booking: Booking, tokens: int) -> None:
         """A decode row has `tokens` more tokens."""
@@ -267,8 +263,8 @@ class WorkerView:
         fresh = blocks - booking.blocks
         self.totals.blocks += fresh
         booking.blocks = blocks
-        if self._load is not None:
-            self._load.grew(tokens, fresh)
+        if self.kept_load is not None:
+            self.kept_load.grew(tokens, fresh)
         if booking.tpot_s is not None:
             self.totals.tokens += tokens
 
@@ -285,7 +281,7 @@ class WorkerView:
 
     def left_batch(self, booking: Booking) -> None:
         """It has no row any more; its blocks may still be held."""
-        self._load = None
+        self.kept_load = None
         if booking.tpot_s is not None:
             self.totals.rows -= 1
             self.totals.tokens -= booking.tokens
@@ -300,7 +296,7 @@ class WorkerView:
         self.left_batch(booking)
         self.arrived(booking)
         self.totals.blocks -= booking.blocks
-        self._load = None
+        self.kept_load = None
         del self.bookings[booking.request_id, booking.attempt]
 
     # -- what the worker says ------------------------------------------------------------------------------------
@@ -308,7 +304,7 @@ class WorkerView:
     def reported(self, report: LoadReported, now_s: float) -> None:
         self.report = report
         self.freed_s = now_s
-        self._load = None
+        self.kept_load = None
         self._at_report = self.totals.copy()
         # Slower than predicted, or other routers' work: what it says is pending is yet to come.
         self.free_at_s = max(self.free_at_s, now_s + self._pending_s(report.pending_prefill_tokens))
@@ -340,7 +336,7 @@ class WorkerView:
         self.is_connected = False
         self.bookings, self.totals, self._at_report = {}, Totals(), Totals()
         self.promises = Counter()
-        self._load = None
+        self.kept_load = None
         return held
 
     def came_back(self, hello: WorkerConnected, now_s: float) -> None:

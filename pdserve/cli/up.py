@@ -31,6 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--otlp", default=keep, metavar="HOST:PORT", help="OpenTelemetry collector that traces go to")
     add("--record", default=keep, metavar="FILE", help="record what the router hears and decides; without prompts")
     add("--log-dir", default=keep, metavar="DIR", help="write each process's log there instead of to stderr")
+    add("--inject-faults", default=keep, metavar="PLAN", help="for tests: break KV transfers, as in seed=7,share=0.1")
     add("--config", metavar="FILE", help="TOML with the same names, and tables [router], [worker], [prefill_worker]")
     add(
         "--set",

@@ -49,7 +49,7 @@ class CostPrior:
 class CostModel:
     """Seconds that one worker needs. Corrected by `observe` with every batch that it reports."""
 
-    __slots__ = ("_decode", "_prefill")
+    __slots__ = ("_decode", "_prefill", "decode_coefficients", "prefill_coefficients")
 
     def __init__(self, prior: CostPrior | None = None) -> None:
         prior = (prior or CostPrior()).sane()
@@ -61,13 +61,17 @@ class CostModel:
             (prior.decode_base_s, prior.decode_per_row_s, prior.decode_per_context_token_s),
             (1.0, 16.0, 16.0 * 1024.0),
         )
+        #: (base, per token, per token and token of context) and (base, per row, per context token), for who prices
+        #: many workers at once.
+        self.prefill_coefficients: tuple[float, ...] = self._prefill.coefficients
+        self.decode_coefficients: tuple[float, ...] = self._decode.coefficients
 
     def prefill_s(self, uncached: float, cached: float = 0.0, chunk_tokens: int = 0) -> float:
         """Seconds of compute for `uncached` tokens after `cached` ones, in chunks; 0: in one."""
         if uncached <= 0.0:
             return 0.0
-        base, per_token, per_token_context = self._prefill.coefficients
-        weights_s = self._decode.coefficients[0]
+        base, per_token, per_token_context = self.prefill_coefficients
+        weights_s = self.decode_coefficients[0]
         chunks, rest = divmod(uncached, chunk_tokens) if chunk_tokens > 0 else (0.0, uncached)
         seconds = per_token_context * uncached * (cached + 0.5 * uncached)
         if chunks:
@@ -82,7 +86,7 @@ class CostModel:
         """Seconds of one decode step of `rows` sequences with `context_tokens` in sum."""
         if rows <= 0.0:
             return 0.0
-        base, per_row, per_context_token = self._decode.coefficients
+        base, per_row, per_context_token = self.decode_coefficients
         seconds = base + per_row * rows + per_context_token * context_tokens
         return seconds if seconds < LONGEST_S else LONGEST_S
 
@@ -95,8 +99,8 @@ class CostModel:
         """
         if prefill_tokens <= 0.0:
             return self.decode_s(rows, context_tokens)
-        prefill_base, per_token, per_token_context = self._prefill.coefficients
-        decode_base, per_row, per_context_token = self._decode.coefficients
+        prefill_base, per_token, per_token_context = self.prefill_coefficients
+        decode_base, per_row, per_context_token = self.decode_coefficients
         compute_s = prefill_base + per_token * prefill_tokens
         seconds = compute_s if compute_s > decode_base else decode_base
         seconds += per_row * rows + per_context_token * context_tokens + per_token_context * prefill_token_context
@@ -104,8 +108,8 @@ class CostModel:
 
     def chunk_tokens(self, step_s: float, rows: float, context_tokens: float, cached: float) -> float:
         """The inverse of `step_s`: how long a chunk after `cached` tokens may be. May be infinite."""
-        prefill_base, per_token, per_token_context = self._prefill.coefficients
-        decode_base, per_row, per_context_token = self._decode.coefficients
+        prefill_base, per_token, per_token_context = self.prefill_coefficients
+        decode_base, per_row, per_context_token = self.decode_coefficients
         left_s = step_s - per_row * rows - per_context_token * context_tokens
         # A maximum is within the limit where both of its sides are.
         beside_weights = _length(left_s - decode_base, 0.0, per_token_context, cached)
@@ -115,12 +119,19 @@ class CostModel:
         self, *, rows: int, prefill_tokens: int, prefill_token_context: float, context_tokens: int, step_s: float
     ) -> bool:
         """One finished batch. A mixed one corrects the side that it is believed to have waited for."""
+        is_sample = self._learn(rows, prefill_tokens, prefill_token_context, context_tokens, step_s)
+        self.prefill_coefficients, self.decode_coefficients = self._prefill.coefficients, self._decode.coefficients
+        return is_sample
+
+    def _learn(
+        self, rows: int, prefill_tokens: int, prefill_token_context: float, context_tokens: int, step_s: float
+    ) -> bool:
         if prefill_tokens <= 0:
             return self._decode.observe((1.0, rows, context_tokens), step_s) if rows > 0 else False
-        base, per_token, per_token_context = self._prefill.coefficients
+        base, per_token, per_token_context = self.prefill_coefficients
         if rows < 0 or context_tokens < 0 or not 0.0 <= prefill_token_context <= MOST_WORK:
             return False
-        weights_s, per_row, per_context_token = self._decode.coefficients
+        weights_s, per_row, per_context_token = self.decode_coefficients
         rows_s = min(per_row * rows + per_context_token * context_tokens, LONGEST_S)
         attention_s = min(per_token_context * prefill_token_context, LONGEST_S)
         # A step that took longer than the weights explain has waited for the arithmetic, whatever was believed of it.
@@ -128,16 +139,6 @@ class CostModel:
         if hides and step_s - rows_s - attention_s <= HIDDEN_SHARE * weights_s:
             return self._decode.observe((1.0, rows, context_tokens), step_s, known_s=attention_s)
         return self._prefill.observe((1.0, prefill_tokens, prefill_token_context), step_s, known_s=rows_s)
-
-    @property
-    def decode_coefficients(self) -> tuple[float, ...]:
-        """(base, per row, per context token), for who prices many workers at once."""
-        return self._decode.coefficients
-
-    @property
-    def prefill_coefficients(self) -> tuple[float, ...]:
-        """(base, per token, per token and token of context)."""
-        return self._prefill.coefficients
 
     @property
     def coefficients(self) -> CostPrior:
@@ -196,7 +197,11 @@ class LinkModel:
         self._fit = Fit((latency_s, 1.0 / max(bandwidth_bytes_s, 1.0)), (1.0, TYPICAL_TRANSFER_BYTES))
 
     def transfer_s(self, num_bytes: float) -> float:
-        return self._fit.predict((1.0, num_bytes)) if num_bytes > 0.0 else 0.0
+        if num_bytes <= 0.0:
+            return 0.0
+        latency_s, per_byte_s = self._fit.coefficients
+        seconds = latency_s + per_byte_s * num_bytes
+        return seconds if seconds < LONGEST_S else LONGEST_S
 
     def observe(self, num_bytes: float, transfer_s: float, *, is_overlapped: bool = False) -> bool:
         """One finished transfer. False: it is no sample, or longer than predicted for another reason."""

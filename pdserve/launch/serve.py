@@ -41,6 +41,8 @@ async def serve(asked: Asked) -> int:
         if address is None:
             return INTERRUPTED
         report.table()
+        if cluster.spec.inject_faults:
+            report.say("launcher", f"FAULTS ARE INJECTED into KV transfers: {cluster.spec.inject_faults}")
         report.ready(ready_line(cluster.spec, address))
         is_graceful = True
         await cluster.run(stop)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pdserve
+from kvtransfer.faults import parse as parse_faults
 from pdserve.core.errors import ConfigError
 from pdserve.launch.spec import KINDS, ClusterSpec, check_settings, processes
 
@@ -54,7 +55,12 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
     found: dict[str, Any] = {} if file is None else _from_file(file)
     for word in words:
         _put_word(found, word)
+    if "inject_faults" in found:  # a test's, never a setting that outlives it in a file
+        raise ConfigError("inject_faults", found["inject_faults"], "no value here: give `up` the flag --inject-faults")
     found.update(flags)
+    faults = found.pop("inject_faults", "")
+    if faults:
+        parse_faults(faults)
     tables = {kind: _table(kind, found.pop(kind)) for kind in KINDS if kind in found}
     for name, value in found.items():
         _check_top(name, value)
@@ -74,6 +80,7 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         model=_model(found.get("model"), is_here=not found.get("ray")),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         gpus=_gpus(),
+        inject_faults=faults,
         settings=tables,
         **{name: found[name] for name in ("prefill", "decode", "host", "port", "redis", "cluster") if name in found},
     )

@@ -21,7 +21,9 @@ KINDS: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decode_worker", "
 MODULES: Final[Mapping[Role, Kind]] = {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"}
 
 # What the launcher computes itself; a config file that set it as well would be obeyed by half of the cluster.
-_OURS: Final = frozenset({"model", "worker_id", "router_id", "port", "host", "workers", "redis", "cluster"})
+_OURS: Final = frozenset(
+    {"model", "worker_id", "router_id", "port", "host", "workers", "redis", "cluster", "inject_faults"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,7 @@ class ClusterSpec:
     cores: int = 1
     gpus: tuple[str, ...] = ()  # of this host, for CUDA_VISIBLE_DEVICES
     worker_ports: tuple[int, ...] = ()
+    inject_faults: str = ""  # for tests: the faults that KV transfers meet
     settings: Mapping[Kind, Mapping[str, Value]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -112,6 +115,7 @@ def worker_config(spec: ClusterSpec, index: int) -> tuple[Role, WorkerConfig]:
         port=spec.worker_ports[index] if spec.worker_ports else 0,
         redis=spec.redis,
         cluster=spec.cluster,
+        inject_faults=spec.inject_faults,
         **given,  # type: ignore[arg-type]
     )
     return role, config

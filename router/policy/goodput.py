@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Final, final
 
 from pdserve.core.latency import LinkModel
@@ -27,7 +28,6 @@ from router.policy.rooms import LONGEST_WAIT_S, SHORTEST_WAIT_S, not_avoided
 from router.policy.tuning import PATIENCE, WAYS_SHOWN, WORTH_WAITING
 from router.policy.ways import (
     NOTHING_CACHED,
-    Landing,
     StepRule,
     Way,
     find_landings,
@@ -37,6 +37,9 @@ from router.policy.ways import (
     tandem_step_s,
 )
 from router.view import WorkerView
+
+_COST: Final = attrgetter("cost")
+_SLACK: Final = attrgetter("slack")
 
 NO_TRANSFER: Final = LinkModel(0.0, 1e18)
 
@@ -59,7 +62,6 @@ class Goodput:
         landings = find_landings(ask, cached, able, now_s, self._step_of, self._fullest)
         if not landings:
             return _wait_for_room(ask, "no decode worker has a free row and free blocks for the answer")
-        landings.sort(key=_landing_order)
         ways = []
         if prefills:
             ways = remote_ways(ask, cached, not_avoided(prefills, ask), landings, now_s, self._links)
@@ -75,7 +77,7 @@ def _choose(ask: Ask, ways: list[Way]) -> Decision:
         open_ones = [way for way in feasible if way.opens_in_s == 0.0]
         if not open_ones:
             return _wait(feasible, "no worker that keeps both promises can start it yet")
-        chosen, best = min(open_ones, key=_cost), min(feasible, key=_cost)
+        chosen, best = min(open_ones, key=_COST), min(feasible, key=_COST)
         if best.cost + WORTH_WAITING < chosen.cost:
             return _wait([best], "a worker that is busy for a moment costs less, waiting included")
         return _go(ways, chosen, "it costs everybody the least")
@@ -88,7 +90,7 @@ def _choose(ask: Ask, ways: list[Way]) -> Decision:
     open_ones = [way for way in harmless if way.opens_in_s == 0.0]
     if not open_ones:
         return _wait(harmless, "no worker can start it yet")
-    return _go(ways, max(open_ones, key=_slack), "its promise cannot be kept; served late where nobody pays for it")
+    return _go(ways, max(open_ones, key=_SLACK), "its promise cannot be kept; served late where nobody pays for it")
 
 
 def _is_hopeless_tpot(ask: Ask, ways: list[Way]) -> bool:
@@ -132,13 +134,9 @@ def _wait_for_room(ask: Ask, reason: str) -> Decision:
 
 
 def _candidate(way: Way) -> Candidate:
+    prefill_worker = "" if way.prefill is None else way.prefill.worker_id
     return Candidate(
-        prefill_worker="" if way.prefill is None else way.prefill.worker_id,
-        decode_worker=way.decode.worker_id,
-        ttft_s=way.ttft_s,
-        tpot_s=way.tpot_s,
-        slack=way.slack,
-        is_feasible=way.tpot_slack >= 0.0,
+        prefill_worker, way.decode.worker_id, way.ttft_s, way.tpot_s, way.slack, is_feasible=way.tpot_slack >= 0.0
     )
 
 
@@ -148,15 +146,3 @@ def _cache(ask: Ask) -> Mapping[str, int]:
 
 def _no_cache(ask: Ask) -> Mapping[str, int]:
     return NOTHING_CACHED
-
-
-def _landing_order(landing: Landing) -> tuple[int, float]:
-    return landing[0]
-
-
-def _slack(way: Way) -> float:
-    return way.slack
-
-
-def _cost(way: Way) -> float:
-    return way.cost

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pdserve.core.latency import LinkModel
 from pdserve.core.types import Slo
@@ -71,8 +71,7 @@ class Outlook:
     work_s: float  # GPU-seconds that it takes from the others: its prefill, and its share of the decode steps
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One way to serve the request now, as predicted; prefill_worker is empty on the local path."""
 
     prefill_worker: str

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from heapq import nsmallest
+from operator import itemgetter
+from typing import Final, final
 
 from pdserve.core.latency import LinkModel
 from router.load import DecodeLoad
@@ -28,9 +30,13 @@ from router.policy.tuning import (
 from router.view import WorkerView
 
 # A decode worker with room: (rank as a landing place, its step with this request in it, rank as the only worker,
-# view, load). Ranks begin with whether somebody's promise is broken.
-Landing = tuple[tuple[int, float], float, tuple[int, float], WorkerView, DecodeLoad]
+# view, load). Ranks begin with whether somebody's promise is broken; equal readers are ranked as landing places.
+Rank = tuple[int, float]
+Landing = tuple[Rank, float, tuple[int, float, Rank], WorkerView, DecodeLoad]
 StepRule = Callable[[WorkerView, DecodeLoad, float, float], float]
+
+_RANK: Final = itemgetter(0)
+_LOCAL_RANK: Final = itemgetter(2)
 
 NOTHING_CACHED: Final[Mapping[str, int]] = {}
 
@@ -47,16 +53,13 @@ class Way:
     harms: bool  # a resident's promise is broken by it
     cost: float  # shares of promises that it takes: from its own TTFT and the next one's, from TPOTs on d
     opens_in_s: float  # 0: it can start now
-
-    @property
-    def slack(self) -> float:
-        return self.ttft_slack if self.ttft_slack < self.tpot_slack else self.tpot_slack
+    slack: float  # the lesser of both
 
 
 def tandem_step_s(view: WorkerView, load: DecodeLoad, tokens: float, growth: float) -> float:
     """One step once all that is on its way has arrived, and this and they are half answered. Residents are taken to
     be in the middle of their answers: as many tokens as they will add leave with those that end."""
-    return load.step_s + load.row_s + load.token_s * (tokens + growth * (1 + load.arriving))
+    return load.joined_s + load.token_s * (tokens + growth * (1 + load.arriving))
 
 
 def reported_step_s(view: WorkerView, load: DecodeLoad, tokens: float, growth: float) -> float:
@@ -68,37 +71,43 @@ def reported_step_s(view: WorkerView, load: DecodeLoad, tokens: float, growth: f
 def find_landings(
     ask: Ask, cached: Mapping[str, int], decodes: Sequence[WorkerView], now_s: float, step_of: StepRule, fullest: float
 ) -> list[Landing]:
-    """Decode workers with a row and blocks for the whole answer that is expected; `fullest`: 1 or -1, the order."""
+    """Decode workers with a row and blocks for the whole answer that is expected.
+    `fullest`: 1 or -1, the order of their ranks."""
     tokens, own_s = ask.num_tokens, ask.slo.tpot_s
     growth = 0.5 * ask.expected_tokens
+    room = tokens + ask.expected_tokens
     per_second = 1.0 / ask.slo.ttft_s
     per_read = (1.0 + WORK_WEIGHT) * per_second
     per_wait = 1.0 / _answer_s(ask)
+    is_tandem = step_of is tandem_step_s
+    half = tokens - 0.5 * tokens
     found: list[Landing] = []
     for view in decodes:
-        load = view.load
-        if not load.is_open or view.closed_until_s > now_s:
+        load = view.kept_load or view.load
+        rows = load.rows
+        if load.free_tokens < room + growth * rows or not load.is_open or view.closed_until_s > now_s:
             continue
-        if load.free_tokens < tokens + ask.expected_tokens + growth * load.rows:
-            continue
-        step_s = step_of(view, load, tokens, growth)
+        if is_tandem:  # written out: every worker is asked for every request, and a call would cost more
+            step_s = load.joined_s + load.token_s * (tokens + growth * (1 + load.arriving))
+        else:
+            step_s = step_of(view, load, tokens, growth)
         limit_s = load.tightest_s
         if load.alone_s < own_s < limit_s:
             limit_s = own_s
-        spare = 1.0 - step_s * (1.0 + load.band) / limit_s
+        spare = 1.0 - step_s * load.sure / limit_s
         if spare >= PACK_SLACK:
             rank = (0, fullest * spare)
         else:
             rank = (1 if spare >= 0.0 else 2, -spare)
-        uncached = tokens - cached.get(view.worker_id, 0)
-        if uncached < 1:
-            uncached = 1
-        read_s = uncached * (load.per_token_s + load.per_token_context_s * (tokens - 0.5 * uncached)) * load.stretch
-        queue_s = view.free_at_s - now_s
+        uncached, middle = tokens, half
+        if view.worker_id in cached:
+            uncached = max(1, tokens - cached[view.worker_id])
+            middle = tokens - 0.5 * uncached
+        read_s = uncached * (load.per_token_s + load.per_token_context_s * middle) * load.stretch
         cost = read_s * (per_read + per_wait * load.hold)
-        if queue_s > 0.0:
-            cost += queue_s * per_second
-        found.append((rank, step_s, (rank[0] >> 1, cost), view, load))
+        if view.free_at_s > now_s:
+            cost += (view.free_at_s - now_s) * per_second
+        found.append((rank, step_s, (rank[0] >> 1, cost, rank), view, load))
     return found
 
 
@@ -110,31 +119,39 @@ def remote_ways(
     now_s: float,
     links: Links,
 ) -> list[Way]:
-    """Pairs of the cheapest prefill workers, open or not, and the first of `landings`; the best pair first."""
-    tokens = ask.num_tokens
+    """Pairs of the cheapest prefill workers, open or not, and the best of `landings`; the best pair first."""
+    tokens, answer_s = ask.num_tokens, _answer_s(ask)
     starts = []  # (its delay and that of who comes next, worker id, delay, seconds of compute, view)
     for view in prefills:
         held = cached.get(view.worker_id, 0)
         if held >= tokens:
             held = tokens - 1
-        work_s = view.prefill_s(tokens - held, held)
-        delay_s = view.queue_s(now_s) + work_s
+        work_s = view.cost.prefill_s(tokens - held, held, view.hello.max_batch_tokens)
+        delay_s = work_s
+        if view.free_at_s > now_s:
+            delay_s += view.free_at_s - now_s
         starts.append((delay_s + WORK_WEIGHT * work_s, view.worker_id, delay_s, view))
     starts.sort()
+    places = []
+    for order, (rank, step_s, _, decode, load) in enumerate(nsmallest(DECODES_PAIRED, landings, key=_RANK)):
+        uncached = max(1, tokens - cached.get(decode.worker_id, 0))
+        places.append((order, rank, step_s, decode, load, decode.blocks_for(uncached)))
     pairs = []
     for cost_s, prefill_id, delay_s, prefill in starts[:PREFILLS_PAIRED]:
-        for order, (rank, step_s, _, decode, load) in enumerate(landings[:DECODES_PAIRED]):
-            if (prefill_id, decode.worker_id) in ask.avoid_pairs:
+        for order, rank, step_s, decode, load, blocks in places:
+            if ask.avoid_pairs and (prefill_id, decode.worker_id) in ask.avoid_pairs:
                 continue
-            late_s = _late_s(ask, cached, links(prefill_id, decode.worker_id), prefill, decode, delay_s)
+            late_s = _late_s(blocks, links(prefill_id, decode.worker_id), prefill, decode, delay_s)
             price_s = round((cost_s + late_s) / TRANSFER_TIE_S)
             pairs.append(((rank[0] >> 1, price_s, order, prefill_id), delay_s, late_s, prefill, decode, load, step_s))
-    pairs.sort(key=_pair_order)
-    best = [_remote(ask, now_s, *pair[1:]) for pair in pairs[:DECODES_PAIRED]]
+    pairs.sort(key=_RANK)
+    best = [_remote(ask, answer_s, now_s, *pair[1:]) for pair in pairs[:DECODES_PAIRED]]
     if pairs and not any(way.opens_in_s == 0.0 for way in best):
-        best += [way for pair in pairs[DECODES_PAIRED:] if (way := _remote(ask, now_s, *pair[1:])).opens_in_s == 0.0][
-            :1
-        ]
+        best += [
+            way
+            for pair in pairs[DECODES_PAIRED:]
+            if (way := _remote(ask, answer_s, now_s, *pair[1:])).opens_in_s == 0.0
+        ][:1]
     return best
 
 
@@ -147,26 +164,25 @@ def local_ways(
     must save what would be worth waiting for; shorter ones are not worth sending away. Infinite where no prefill
     worker is free to read anything: then the cheaper way is taken.
     """
-    ranked = sorted(landings, key=_local_order)[:LOCALS_PRICED]
+    ranked = nsmallest(LOCALS_PRICED, landings, key=_LOCAL_RANK)
     return [_local(ask, cached, now_s, step_s, view, load, short) for _, step_s, _, view, load in ranked]
 
 
-def _late_s(
-    ask: Ask, cached: Mapping[str, int], link: LinkModel, prefill: WorkerView, decode: WorkerView, delay_s: float
-) -> float:
-    """How long after the first token the KV lands: what is sent before it and itself take turns on the link, and are
-    hidden while prompts are computed; the last chunk's KV never is."""
-    hello = decode.hello
-    block_bytes, size = hello.block_bytes, hello.block_size
-    blocks = -(-(ask.num_tokens - min(cached.get(decode.worker_id, 0), ask.num_tokens - 1)) // size)
-    last_blocks = min(blocks, -(-prefill.hello.max_batch_tokens // size))
-    before = max(prefill.totals.blocks * prefill.hello.block_bytes, decode.totals.landing_tokens // size * block_bytes)
-    unhidden_s = link.transfer_s(before + blocks * block_bytes) - delay_s
-    return max(unhidden_s, link.transfer_s(last_blocks * block_bytes))
+def _late_s(blocks: int, link: LinkModel, prefill: WorkerView, decode: WorkerView, delay_s: float) -> float:
+    """How long after the first token the KV lands, `blocks` of it: what is sent before it and itself take turns on the
+    link, and are hidden while prompts are computed; the last chunk's KV never is."""
+    block_bytes, size = decode.hello.block_bytes, decode.hello.block_size
+    last_blocks = -(-prefill.hello.max_batch_tokens // size)
+    before = prefill.totals.blocks * prefill.hello.block_bytes
+    landing = decode.totals.landing_tokens // size * block_bytes
+    unhidden_s = link.transfer_s((before if before > landing else landing) + blocks * block_bytes) - delay_s
+    last_s = link.transfer_s((blocks if blocks < last_blocks else last_blocks) * block_bytes)
+    return unhidden_s if unhidden_s > last_s else last_s
 
 
 def _remote(
     ask: Ask,
+    answer_s: float,
     now_s: float,
     delay_s: float,
     late_s: float,
@@ -175,13 +191,14 @@ def _remote(
     load: DecodeLoad,
     step_s: float,
 ) -> Way:
-    ttft_s = delay_s + decode.grants_in_s + prefill.reply_s
+    rest_s = decode.rest_of_step_s
+    ttft_s = delay_s + (rest_s + max(0.0, decode.grant_wait_s)) + prefill.reply_s
     # Its KV lands in the middle of a step, which it cannot join.
-    tpot_s = step_s + (late_s + 0.5 * step_s) / max(1.0, ask.expected_tokens - 1.0)
+    tpot_s = step_s + (late_s + 0.5 * step_s) / _steps(ask)
     opens_s = 0.0 if can_start(prefill, ask.num_tokens, now_s) else opens_in_s(prefill, now_s)
-    work_s = delay_s - prefill.queue_s(now_s)
+    work_s = delay_s - (prefill.free_at_s - now_s if prefill.free_at_s > now_s else 0.0)
     # The rest of a step, longer where more is decoded, is no reason to spread what should be packed.
-    cost = (ttft_s - decode.rest_of_step_s + WORK_WEIGHT * work_s) / ask.slo.ttft_s + late_s / _answer_s(ask)
+    cost = (ttft_s - rest_s + WORK_WEIGHT * work_s) / ask.slo.ttft_s + late_s / answer_s
     return _way(ask, prefill, decode, load, ttft_s, tpot_s, step_s, cost, opens_s, prefill.cost.prefill_error)
 
 
@@ -199,7 +216,7 @@ def _local(
     queue_s = decode.queue_s(now_s)
     ttft_s = max(queue_s, decode.rest_of_step_s) + read_s + max(0.0, decode.grant_wait_s)
     # Residents wait while prompts are read: those of the queue, and this.
-    waits_s = load.step_s + (queue_s + read_s) * load.hold / max(1.0, ask.expected_tokens - 1.0)
+    waits_s = load.step_s + (queue_s + read_s) * load.hold / _steps(ask)
     residents_s = max(step_s, min(waits_s, load.reads_s))
     # When a prompt will have been read is known only roughly, so one may wait behind it: else steps read nothing.
     opens_s = 0.0 if queue_s <= load.batch_s or decode.totals.prefills <= 1 else queue_s - load.batch_s
@@ -211,7 +228,12 @@ def _local(
 
 def _answer_s(ask: Ask) -> float:
     """What the whole answer may take by its promise: a delay within it is this share of the promise."""
-    return max(1.0, ask.expected_tokens - 1.0) * ask.slo.tpot_s
+    return _steps(ask) * ask.slo.tpot_s
+
+
+def _steps(ask: Ask) -> float:
+    """Tokens of the answer that take a time per token: all but the first."""
+    return ask.expected_tokens - 1.0 if ask.expected_tokens > 2.0 else 1.0
 
 
 def _way(
@@ -226,26 +248,20 @@ def _way(
     opens_in_s: float,
     error: float,
 ) -> Way:
-    slo, tightest_s, sure = ask.slo, load.tightest_s, 1.0 + load.band
+    slo, sure = ask.slo, load.sure
     own = 1.0 - tpot_s * sure / slo.tpot_s
-    theirs = 1.0 - residents_s * sure / tightest_s
+    theirs = 1.0 - residents_s * sure / load.tightest_s
+    tpot_slack = own if own < theirs else theirs
+    ttft_slack = 1.0 - (ask.waited_s + ttft_s * (1.0 + (error if error < WIDEST_BAND else WIDEST_BAND))) / slo.ttft_s
     return Way(
-        prefill=prefill,
-        decode=decode,
-        ttft_s=ttft_s,
-        tpot_s=tpot_s,
-        ttft_slack=1.0 - (ask.waited_s + ttft_s * (1.0 + min(error, WIDEST_BAND))) / slo.ttft_s,
-        tpot_slack=own if own < theirs else theirs,
-        harms=theirs < 0.0,
-        cost=cost,
-        opens_in_s=opens_in_s,
+        prefill,
+        decode,
+        ttft_s,
+        tpot_s,
+        ttft_slack,
+        tpot_slack,
+        theirs < 0.0,
+        cost,
+        opens_in_s,
+        ttft_slack if ttft_slack < tpot_slack else tpot_slack,
     )
-
-
-def _local_order(landing: Landing) -> tuple[int, float]:
-    return landing[2]
-
-
-def _pair_order(pair: tuple[Any, ...]) -> tuple[int, int, int, str]:
-    order: tuple[int, int, int, str] = pair[0]
-    return order

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.launch import settings
-from pdserve.launch.spec import worker_config
+from pdserve.launch.spec import processes, worker_config
 
 
 def read(flags: dict[str, Any] | None = None, text: str | None = None, *words: str, folder: Path) -> settings.Asked:
@@ -119,3 +119,31 @@ def test_a_recording_goes_to_the_router_by_its_absolute_path(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     asked = read({"record": "here.jsonl", "model": "toy"}, folder=tmp_path)
     assert asked.spec.settings["router"]["record"] == str(tmp_path / "here.jsonl")
+
+
+def test_faults_are_injected_where_the_flag_says_so_and_nowhere_else(tmp_path: Path) -> None:
+    plan = "seed=3,share=0.5,drop=1"
+    asked = read({"model": "toy", "inject_faults": plan}, folder=tmp_path)
+    configs = [one.config for one in processes(asked.spec) if one.module != "router"]
+    assert [getattr(config, "inject_faults", None) for config in configs] == [plan, plan]
+    plain = [one.config for one in processes(read({"model": "toy"}, folder=tmp_path).spec)]
+    assert not any(getattr(config, "inject_faults", "") for config in plain)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('inject_faults = "drop=1"', ()),
+        ('[worker]\ninject_faults = "drop=1"', ()),
+        ("", ("inject_faults=drop=1",)),
+        ("", ("decode_worker.inject_faults=drop=1",)),
+    ],
+)
+def test_a_file_or_a_word_cannot_inject_faults(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="inject_faults"):
+        read({"model": "toy"}, text, *words, folder=tmp_path)
+
+
+def test_a_plan_of_faults_is_read_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="explode"):
+        read({"model": "toy", "inject_faults": "explode=1"}, folder=tmp_path)

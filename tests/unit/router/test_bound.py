@@ -110,6 +110,7 @@ def test_who_waits_for_a_silent_worker_may_go_anywhere() -> None:
     given.arrives("b-0", prompt=300)
     given.state._ledger.fleet.views["p0"].free_at_s = 1e6
     given.state._ledger.fleet.views["p0"].heard_s = -5.0
+    given.state._ledger.fleet.changed()
     assert placed(given.heard("d0")) == ["b-0"]
 
 

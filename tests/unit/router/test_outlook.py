@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from pdserve.core.latency import CostPrior
 from router.policy.outlook import TRUSTED_SAMPLES, outlook
 from tests.unit.router.test_policy import ask, busy, view
 
@@ -32,3 +35,26 @@ def test_nothing_is_sure_before_batches_were_seen_and_the_band_narrows_with_them
     assert not first.is_sure
     assert then.is_sure
     assert then.band_s < first.band_s
+
+
+def test_it_is_the_least_of_what_the_cost_models_say() -> None:
+    dice = random.Random(5)
+    for _ in range(200):
+        views = [
+            view(
+                f"w{i}",
+                cost=CostPrior(
+                    prefill_base_s=dice.uniform(0.0, 0.02),
+                    prefill_per_token_s=dice.uniform(0.0, 2e-4),
+                    prefill_per_token_context_s=dice.uniform(0.0, 1e-7),
+                    decode_base_s=dice.uniform(0.0, 0.02),
+                ),
+            )
+            for i in range(6)
+        ]
+        tokens = dice.randint(1, 20_000)
+        request = ask(tokens, cached_tokens={f"w{dice.randint(0, 5)}": dice.randint(0, 25_000)})
+        seen = outlook(request, views[:3], views[3:], 0.0)
+        times_s = [one.prefill_s(tokens - request.cached_on(one), request.cached_on(one)) for one in views]
+        assert seen.ttft_s == min(times_s)
+        assert seen.tpot_s == min(one.cost.decode_s(1, tokens) for one in views[3:])

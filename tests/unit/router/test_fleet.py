@@ -1,0 +1,55 @@
+"""Who may be given new work, as it is kept between decisions."""
+
+from __future__ import annotations
+
+import random
+
+from pdserve.core.types import Role
+from router.events import DrainRequested, LoadReported, WorkerForgotten, WorkerLost
+from router.settings import RouterSettings
+from router.state import RouterState
+from tests.unit.router.world import hello
+
+SILENCE_S = 3.0
+
+
+def test_who_is_usable_follows_every_word_and_every_silence() -> None:
+    """RouterState.check compares what is kept with every worker asked anew."""
+    dice = random.Random(3)
+    state = RouterState(RouterSettings(worker_silence_s=SILENCE_S))
+    names = [f"p{i}" for i in range(3)] + [f"d{i}" for i in range(3)]
+    now_s = 0.0
+    seen: set[int] = set()
+    for _ in range(2000):
+        now_s += 5.0 if dice.random() < 0.01 else dice.choice((0.0, 0.01, 0.2))
+        name = dice.choice(names)
+        kind = dice.random()
+        if kind < 0.3:
+            state.handle(hello(name, Role.PREFILL if name[0] == "p" else Role.DECODE), now_s)
+        elif kind < 0.32:
+            state.handle(WorkerLost(worker_id=name), now_s)
+        elif kind < 0.33:
+            state.handle(WorkerForgotten(worker_id=name), now_s)
+        elif kind < 0.34:
+            state.handle(DrainRequested(worker_id=name), now_s)
+        else:
+            word = LoadReported(worker_id=name, steps=1, free_blocks=64, is_draining=dice.random() < 0.05)
+            state.handle(word, now_s)
+        fleet = state._ledger.fleet
+        prefills, decodes = fleet.usable(now_s)
+        asked = {one.worker_id for one in fleet.views.values() if fleet.is_usable(one, now_s)}
+        assert {one.worker_id for one in (*prefills, *decodes)} == asked
+        assert all(one.role is Role.PREFILL for one in prefills)
+        seen.add(len(asked))
+        state.check()
+    assert seen >= {0, 1, 5, 6}
+
+
+def test_a_worker_that_falls_silent_is_left_out_without_any_event() -> None:
+    state = RouterState(RouterSettings(worker_silence_s=SILENCE_S))
+    state.handle(hello("d0", Role.DECODE), 0.0)
+    fleet = state._ledger.fleet
+    assert fleet.usable(2.9)[1]
+    assert not fleet.usable(3.1)[1]
+    fleet.heard(fleet.views["d0"], 3.2)
+    assert fleet.usable(3.2)[1]
