@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-slow fault-storm check format proto bench clean
+.PHONY: demo test test-slow fault-storm kill-storm check format proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -18,6 +18,10 @@ test-slow: $(STAMP)
 # 100,000 faulty transfers on each transport between processes that are killed and stopped; about fifteen minutes.
 fault-storm: $(STAMP)
 	$(BIN)/python -m benchmarks.fault_storm --transfers 100000 $(ARGS)
+
+# 1,000 requests of the bundled model on 2 x 2 workers, one of which is killed every five seconds; about ten minutes.
+kill-storm: $(STAMP)
+	$(BIN)/python -m benchmarks.kill_storm --requests 1000 --every 5 $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,0 +1,260 @@
+"""Requests against a whole cluster whose workers are killed at random: exact tokens, or a typed error.
+
+    python -m benchmarks.kill_storm --requests 1000 --every 5 --seed 1
+
+Two clusters of two prefill and two decode workers serve the same requests of the bundled model, half of them greedy
+and half sampled with a seed: the first in peace, the second while a random worker gets SIGKILL every few seconds (its
+supervisor starts it again). Ends with status 1 where a finished answer differs by one token, where an unfinished one
+has no typed error or had streamed a wrong token, or where the cluster does not come to rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from pdserve import AsyncClient, PdserveError, Retries
+from pdserve.core.errors import ConfigError
+from pdserve.launch.running import Running
+
+WORKERS: Final = ("p0", "p1", "d0", "d1")
+FLAGS: Final = (
+    *("--prefill", "2", "--decode", "2"),
+    # The same bits whatever shares a step, so that two runs can be compared at all.
+    *("--set", "worker.deterministic=true"),
+    # A cluster with half of its workers gone is slow: nothing is refused for that.
+    *("--set", "router.slo_ttft_s=120", "--set", "router.slo_tpot_s=20"),
+)
+WORKER: Final = r"\b[pd][01]\b"
+REST_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    prompt: list[int]
+    options: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """What a client has seen."""
+
+    tokens: list[int] = field(default_factory=list)
+    attempts: int = 0  # placements, of a finished one
+    error: BaseException | None = None
+    took_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    requests: int
+    seconds: float = 0.0
+    kills: Counter[str] = field(default_factory=Counter)
+    attempts: Counter[int] = field(default_factory=Counter)  # of finished requests
+    errors: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def finished(self) -> int:
+        return self.attempts.total()
+
+
+def requests(count: int, seed: int, *, longest: int, max_tokens: int, vocabulary: int) -> list[Request]:
+    """Prompts that share no block, of 2 to `longest` tokens; every second one sampled."""
+    draw = random.Random(seed)
+    made = []
+    for number in range(count):
+        prompt = [draw.randrange(1, vocabulary) for _ in range(draw.randint(2, longest))]
+        options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+        if number % 2:
+            options |= {"temperature": 0.8, "top_p": 0.95, "seed": number}
+        made.append(Request(prompt=prompt, options=options))
+    return made
+
+
+async def serve(target: str, asked: Sequence[Request], at_once: int, on_end: Callable[[Answer], None]) -> list[Answer]:
+    """Sends each request once: the client's own retries would hide what the cluster does."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(client: AsyncClient, request: Request) -> Answer:
+        answer = Answer()
+        async with gate:
+            began_s = time.monotonic()
+            try:
+                stream = client.stream(request.prompt, **request.options)
+                async for piece in stream:
+                    answer.tokens.extend(piece.token_ids)
+                answer.attempts = stream.completion.timings.attempts
+            except Exception as error:  # judged later: only a PdserveError is an answer
+                answer.error = error
+            answer.took_s = time.monotonic() - began_s
+        on_end(answer)
+        return answer
+
+    async with AsyncClient(target, retries=Retries(limit=0)) as client:
+        return await asyncio.gather(*(one(client, request) for request in asked))
+
+
+class Killer:
+    """SIGKILL to a worker that lives, every few seconds."""
+
+    def __init__(self, cluster: Running, every_s: float, seed: int) -> None:
+        self._cluster, self._every_s, self._draw = cluster, every_s, random.Random(seed)
+        self.kills: Counter[str] = Counter()
+        self._dead: set[int] = set()
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            alive = {name: pid for name in WORKERS if (pid := self._cluster.pid(name)) not in self._dead}
+            if not alive:
+                continue
+            name = self._draw.choice(sorted(alive))
+            os.kill(alive[name], signal.SIGKILL)
+            self._dead.add(alive[name])
+            self.kills[name] += 1
+
+
+async def wait_until_idle(target: str) -> str:
+    """Empty once all workers are there, nothing runs, and every block is free or cached; else what was seen last."""
+    ends_s = time.monotonic() + REST_S
+    async with AsyncClient(target) as client:
+        while True:
+            topology = await client.topology()
+            busy = [w for w in topology.workers if w.running or w.waiting or not w.is_connected]
+            held = [w for w in topology.workers if w.free_blocks + w.evictable_blocks != w.num_blocks]
+            if not busy and not held and topology.running_requests == topology.queued_requests == 0:
+                return ""
+            if time.monotonic() > ends_s:
+                return f"not at rest after {REST_S:.0f} s: {topology}"
+            await asyncio.sleep(0.1)
+
+
+def judge(asked: Sequence[Request], calm: Sequence[Answer], stormy: Sequence[Answer]) -> Result:
+    result = Result(requests=len(asked))
+    for number, (expected, seen) in enumerate(zip(calm, stormy, strict=True)):
+        if expected.error is not None:
+            result.wrong.append(f"request {number} failed in peace: {expected.error!r}")
+        elif seen.error is None:
+            result.attempts[seen.attempts] += 1
+            if seen.tokens != expected.tokens:
+                result.wrong.append(f"request {number}: {seen.tokens}, in peace {expected.tokens}")
+        else:
+            result.errors[f"{type(seen.error).__name__}: {re.sub(WORKER, 'a worker', str(seen.error))}"] += 1
+            if not isinstance(seen.error, PdserveError):
+                result.wrong.append(f"request {number} ended untyped: {seen.error!r}")
+            if seen.tokens != expected.tokens[: len(seen.tokens)]:
+                result.wrong.append(f"request {number} streamed wrong tokens before its error: {seen.tokens}")
+    return result
+
+
+ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1"}
+
+
+def in_peace(
+    asked: Sequence[Request], flags: Sequence[str], at_once: int, on_end: Callable[[Answer], None]
+) -> list[Answer]:
+    with Running.start(*flags, env=ENVIRONMENT) as cluster:
+        return asyncio.run(serve(cluster.target, asked, at_once, on_end))
+
+
+def in_storm(
+    asked: Sequence[Request],
+    calm: Sequence[Answer],
+    flags: Sequence[str],
+    *,
+    every_s: float,
+    seed: int,
+    at_once: int,
+    on_end: Callable[[Answer], None] = lambda answer: None,
+) -> Result:
+    """`calm` is what the same requests get undisturbed."""
+
+    async def storm(cluster: Running) -> tuple[list[Answer], Counter[str], float, str]:
+        killer = Killer(cluster, every_s, seed)
+        killing = asyncio.create_task(killer.run())
+        began_s = time.monotonic()
+        try:
+            answers = await serve(cluster.target, asked, at_once, on_end)
+        finally:
+            killing.cancel()
+        return answers, killer.kills, time.monotonic() - began_s, await wait_until_idle(cluster.target)
+
+    with Running.start(*flags, env=ENVIRONMENT) as cluster:
+        stormy, kills, seconds, unrest = asyncio.run(storm(cluster))
+    result = judge(asked, calm, stormy)
+    result.seconds, result.kills = seconds, kills
+    if unrest:
+        result.wrong.append(unrest)
+    return result
+
+
+def show(result: Result) -> None:
+    kills = ", ".join(f"{name} {count}" for name, count in sorted(result.kills.items()))
+    print(f"{result.requests} requests in {result.seconds:.0f} s, {result.kills.total()} workers killed ({kills})")
+    print("| end | requests |\n| --- | ---: |")
+    for attempts, count in sorted(result.attempts.items()):
+        print(f"| finished, exact, {attempts} placement{'s' * (attempts > 1)} | {count} |")
+    for name, count in result.errors.most_common():
+        print(f"| {name} | {count} |")
+    print(f"| wrong | {len(result.wrong)} |")
+    for line in result.wrong[:20]:
+        print("WRONG:", line)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.kill_storm", description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between two kills")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--longest", type=int, default=400, help="tokens of the longest prompt")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("up", nargs="*", help="further flags of `pdserve up`, after --")
+    args = parser.parse_args()
+    if args.requests < 1 or args.every <= 0 or args.at_once < 1:
+        raise ConfigError("requests, every, at-once", (args.requests, args.every, args.at_once), "above 0")
+    asked = requests(
+        args.requests, args.seed, longest=args.longest, max_tokens=args.max_tokens, vocabulary=_vocabulary()
+    )
+    done = 0
+
+    def on_end(answer: Answer) -> None:
+        nonlocal done
+        done += 1
+        if done % 20 == 0:
+            print(f"\r{done} of {2 * len(asked)}: in peace, then not", end="", file=sys.stderr, flush=True)
+
+    flags = (*FLAGS, *args.up)
+    calm = in_peace(asked, flags, args.at_once, on_end)
+    storm = {"every_s": args.every, "seed": args.seed, "at_once": args.at_once}
+    result = in_storm(asked, calm, flags, on_end=on_end, **storm)
+    print(file=sys.stderr)
+    show(result)
+    if args.json:
+        facts = {"kills": result.kills, "attempts": result.attempts, "errors": result.errors, "wrong": result.wrong}
+        args.json.write_text(json.dumps({"requests": result.requests, "seconds": result.seconds, **facts}, indent=1))
+    return int(bool(result.wrong))
+
+
+def _vocabulary() -> int:
+    from pdserve.launch.settings import bundled_model
+
+    return int(json.loads((bundled_model() / "config.json").read_text())["vocab_size"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""A short storm of killed workers on toy engines; `make kill-storm` runs 1,000 requests of the bundled model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.kill_storm import Answer, Request, in_storm, judge, requests
+from pdserve import InternalError
+from pdserve.engine.toy import answer
+
+FLAGS = (
+    *("--model", "toy", "--prefill", "2", "--decode", "2", "--set", "worker.toy_step_s=0.01"),
+    *("--set", "router.slo_ttft_s=120", "--set", "router.slo_tpot_s=20"),
+)
+
+
+@pytest.mark.timeout(180)
+def test_finished_answers_are_exact_and_the_others_typed_while_workers_are_killed() -> None:
+    asked = [
+        Request(prompt=[33 + token % 90 for token in one.prompt], options=one.options)
+        for one in requests(150, seed=3, longest=400, max_tokens=48, vocabulary=256)
+    ]
+    calm = [Answer(tokens=answer(one.prompt, 48, seed=one.options.get("seed"))) for one in asked]
+    asked = [replace(one, options={**one.options, "ignore_eos": False}) for one in asked]
+    result = in_storm(asked, calm, FLAGS, every_s=1.5, seed=3, at_once=12)
+    assert result.wrong == []
+    assert result.finished + result.errors.total() == 150
+    assert result.finished >= 120, result.errors
+    assert result.kills.total() >= 2
+    assert sum(count for attempts, count in result.attempts.items() if attempts > 1) >= 3, "nobody met a death"
+
+
+def test_the_storm_sees_a_wrong_token_and_an_untyped_end() -> None:
+    asked = requests(4, seed=1, longest=9, max_tokens=3, vocabulary=99)
+    calm = [Answer(tokens=[1, 2, 3]) for _ in asked]
+    stormy = [
+        Answer(tokens=[1, 2, 3], attempts=2),
+        Answer(tokens=[1, 2, 4], attempts=1),
+        Answer(tokens=[1, 5], error=InternalError("2 workers died")),
+        Answer(tokens=[1], error=TimeoutError()),
+    ]
+    result = judge(asked, calm, stormy)
+    assert (result.finished, result.errors.total()) == (2, 2)
+    assert [line.partition(":")[0] for line in result.wrong] == [
+        "request 1",
+        "request 2 streamed wrong tokens before its error",
+        "request 3 ended untyped",
+    ]
