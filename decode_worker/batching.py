@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import final
 
+from decode_worker.ahead import Lending, step_after
 from decode_worker.chunking import ChunkRule
 from decode_worker.drafting import DraftRule
 from decode_worker.resident import Resident, Stage
@@ -74,6 +75,7 @@ class DecodeBatching:
         self._residents: dict[AttemptKey, Resident] = {}
         self._running: list[Resident] = []  # by age
         self._waiting: list[Resident] = []  # by age, so that a preempted one is the first to start again
+        self._lending = Lending(blocks)
         self._num_arrived = 0
         self._is_short = False  # memory ended in the last plan, so that nobody could start
         self._is_starved = False  # the oldest waiting one finds no memory
@@ -240,6 +242,7 @@ class DecodeBatching:
 
     def apply(self, step: Step, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
         """What the computed step means; sequences that left meanwhile are passed over."""
+        self._lending.ended(step)
         effects: list[DecodeEffect] = []
         for (resident, count), out in zip(step.shares(), outs, strict=True):
             key = resident.key
@@ -256,6 +259,22 @@ class DecodeBatching:
                 if key not in self._residents:
                     break
         return effects
+
+    # -- one step ahead: for engines that can take it ---------------------------------------------------------------
+
+    def plan_after(self, step: Step) -> Step | None:
+        """The step that follows the running `step`, before its draws are known; None where it must wait for them."""
+        if self._drafting is not None or self._is_short or self._waiting:
+            return None
+        return step_after(step, self._running, self.blocks, block_size=self._block_size, max_batch=self._max_batch)
+
+    def launched(self, step: Step) -> None:
+        """The step runs: until `apply` or `dropped` is called for it, it may write into the blocks of its rows."""
+        self._lending.launched(step)
+
+    def dropped(self, step: Step) -> None:
+        """A launched step has ended and its draws are not wanted; its positions will be computed again."""
+        self._lending.ended(step)
 
     # -- many steps at once: for who has the time of a step in closed form, and no engine --------------------------
 
@@ -300,7 +319,7 @@ class DecodeBatching:
 
     def check(self) -> None:
         """Raises AssertionError unless the books of attempts and blocks agree."""
-        self.blocks.check(holders=[resident.blocks for resident in self._residents.values()])
+        self.blocks.check(holders=[*(resident.blocks for resident in self._residents.values()), *self._lending.lent])
         for resident in self._residents.values():
             stage, size = resident.stage, self._block_size
             assert (resident in self._running) == (stage is Stage.RUNNING), resident
@@ -366,8 +385,7 @@ class DecodeBatching:
         return decoding, is_short
 
     def _preempt(self, resident: Resident) -> None:
-        self.blocks.release(resident.blocks)
-        resident.blocks = []
+        self._lending.release(resident)
         resident.computed = resident.cached = 0
         resident.preemptions += 1
         resident.stage = Stage.WAITING
@@ -491,7 +509,7 @@ class DecodeBatching:
         return [drawn, *self._release(resident)]
 
     def _release(self, resident: Resident) -> list[DecodeEffect]:
-        self.blocks.release(resident.blocks)
+        self._lending.release(resident)
         del self._residents[resident.key]
         for group in (self._running, self._waiting):
             if resident in group:

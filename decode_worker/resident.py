@@ -8,7 +8,7 @@ from enum import Enum
 
 from decode_worker.speculation import Guesser
 from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
-from pdserve.engine.interface import Row
+from pdserve.engine.interface import PENDING, Row
 
 
 class Stage(Enum):
@@ -52,6 +52,18 @@ class Resident:
     def is_scored(self) -> bool:
         """It reads its prompt for the prompt's logprobs too, from the beginning: a cache holds none."""
         return self.is_local and self.num_output == 0 and self.attempt.num_top_of_prompt is not None
+
+    def row_after(self, index: int) -> Row:
+        """The position after the one that a running step computes as its row `index`."""
+        return Row(
+            tokens=(PENDING,),
+            start=self.computed + 1,
+            blocks=self.blocks,
+            sample=self.attempt.sampling,
+            history=self.tokens,
+            prompt_len=len(self.attempt.prompt_ids),
+            follows=index,
+        )
 
     def row(self, count: int, block_size: int, drafts: Sequence[int] = ()) -> Row:
         """Its next `count` positions; the row draws if no more remain, and may then have drafts."""

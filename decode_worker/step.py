@@ -24,6 +24,7 @@ class Step:
     reading: list[tuple[Resident, int]]
     account: StepAccount
     block_size: int
+    follows: list[int | None] | None = None  # for each of `decoding`: whose draw in the step before is its token
 
     @property
     def is_empty(self) -> bool:
@@ -43,7 +44,12 @@ class Step:
     def rows(self) -> list[Row]:
         """For the engine, as of when they are first asked for: before anything else changes."""
         size = self.block_size
-        if self.drafts is None:
+        if self.follows is not None:
+            rows = [
+                resident.row(1, size) if index is None else resident.row_after(index)
+                for resident, index in zip(self.decoding, self.follows, strict=True)
+            ]
+        elif self.drafts is None:
             rows = [resident.row(1, size) for resident in self.decoding]
         else:
             rows = [resident.row(1, size, each) for resident, each in zip(self.decoding, self.drafts, strict=True)]

@@ -106,6 +106,12 @@ class Sampling:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether a draw depends on which tokens came before, beside how many."""
+        is_penalised = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        return is_penalised or bool(self.bad_token_ids) or self.grammar is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from pdserve.core.types import Sampling, TokenOut
 
@@ -37,6 +37,9 @@ class EngineSpec:
     num_layers: int = 1  # equal runs of bytes in a block, filled in order; 1: a block cannot be divided
 
 
+PENDING: Final = -1  # in a row's tokens: what the step before draws, which only the engine knows yet
+
+
 @dataclass(slots=True, kw_only=True)
 class Row:
     """One sequence's share of a step.
@@ -53,6 +56,9 @@ class Row:
 
     `targets` are the prompt tokens that follow tokens[0], tokens[1], ..., for a row whose prompt is to be scored: each
     gets its logprob and those of the `num_top` most likely tokens in its place.
+
+    `follows`, of a row whose one token is PENDING: the index of the row in the step before that draws it. Only the
+    first `start` tokens of its history count, which lack that one: its sampling must not need it.
     """
 
     tokens: Sequence[int]
@@ -64,6 +70,7 @@ class Row:
     drafts: Sequence[int] = ()
     targets: Sequence[int] = ()
     num_top: int = 0
+    follows: int | None = None
 
     @property
     def num_queries(self) -> int:
@@ -116,6 +123,17 @@ class KvPool(Protocol):
         ...
 
 
+class Flight(Protocol):
+    """A step that was launched."""
+
+    def wait(self) -> list[RowOut]:
+        """What `Engine.step` would have returned; each flight is waited for once, in the order of launching.
+
+        Raises what the step raised.
+        """
+        ...
+
+
 class Engine(Protocol):
     @property
     def spec(self) -> EngineSpec: ...
@@ -136,3 +154,11 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class AheadEngine(Engine, Protocol):
+    """An engine that takes the next step while one is computed: at most two are launched and not waited for."""
+
+    def launch(self, rows: Sequence[Row], after: Flight | None) -> Flight:
+        """Begins a step and returns. `after`: the step before, still running, whose draws rows may follow."""
+        ...

@@ -35,6 +35,7 @@ PURE = [
     "router.policy",
     "prefill_worker.batching",
     "prefill_worker.pushing",
+    "decode_worker.ahead",
     "decode_worker.batching",
     "decode_worker.chunking",
     "decode_worker.resident",

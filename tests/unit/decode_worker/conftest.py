@@ -11,12 +11,14 @@ import pytest
 from decode_worker.batching import DecodeBatching
 from decode_worker.chunking import ChunkRule
 from decode_worker.drafting import DraftRule
+from decode_worker.step import Step
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.effects import DecodeEffect, Drawn, LandingHeld, StepAccount
 from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.types import Sampling
-from pdserve.engine.interface import Row
+from pdserve.engine.ahead import LazyAhead
+from pdserve.engine.interface import Flight, Row
 from pdserve.engine.toy import EOS, NUM_ANSWERS, ToyEngine
 
 BLOCK_SIZE = 4
@@ -42,7 +44,11 @@ class Bench:
         inbox_depth: int = 4,
         num_answers: int = NUM_ANSWERS,
         max_drafts: int = 0,
+        is_ahead: bool = False,
     ) -> None:
+        self.is_ahead = is_ahead
+        self.num_ahead = 0  # steps that were launched before the one before them was read
+        self.flight: tuple[Step, Flight] | None = None
         self.num_answers = num_answers
         self.engine = ToyEngine(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_answers=num_answers)
         self.accounts: list[StepAccount] = []
@@ -121,22 +127,47 @@ class Bench:
 
     def step(self) -> list[DecodeEffect]:
         """The effects before and after one step."""
+        return self._step_ahead() if self.is_ahead else self._step()
+
+    def _step_ahead(self) -> list[DecodeEffect]:
+        """One step is read, and the next one may have been launched before."""
+        engine, before = LazyAhead(self.engine), list[DecodeEffect]()
+        if self.flight is None:
+            plan, before = self.batching.plan(self.now_s)
+            if not plan.rows:
+                return before
+            self.flight = plan, engine.launch(plan.rows, None)
+            self.batching.launched(plan)
+        (plan, flight), self.flight = self.flight, None
+        following = self.batching.plan_after(plan)
+        if following is not None:
+            self.num_ahead += 1
+            self.flight = following, engine.launch(following.rows, flight)
+            self.batching.launched(following)
+        self.batching.check()
+        self.now_s += 1.0
+        self.accounts.append(plan.account)
+        return [*before, *self._read(self.batching.apply(plan, flight.wait(), self.now_s))]
+
+    def _step(self) -> list[DecodeEffect]:
         plan, before = self.batching.plan(self.now_s)
         self.batching.check()
         self.now_s += 1.0
         if not plan.rows:
             return before
         self.accounts.append(plan.account)
-        after = self.batching.apply(plan, self.engine.step(plan.rows), self.now_s)
+        return [*before, *self._read(self.batching.apply(plan, self.engine.step(plan.rows), self.now_s))]
+
+    def _read(self, after: list[DecodeEffect]) -> list[DecodeEffect]:
         self.batching.check()
         for one in after:
             if isinstance(one, Drawn):
                 self.drawn.setdefault(one.key.request_id, []).append(one.token.token_id)
-        return [*before, *after]
+        return after
 
     def run(self, limit: int = 1000) -> list[DecodeEffect]:
         effects: list[DecodeEffect] = []
-        while self.batching.has_work:
+        while self.batching.has_work or self.flight is not None:
             assert limit, "the batching makes no progress"
             limit -= 1
             effects += self.step()

@@ -27,13 +27,18 @@ MOVES = st.lists(
 )
 
 
-@pytest.mark.parametrize(("num_blocks", "num_answers", "max_drafts"), [(5, 95, 0), (9, 95, 0), (5, 2, 6), (9, 1, 15)])
+@pytest.mark.parametrize(
+    ("num_blocks", "num_answers", "max_drafts", "is_ahead"),
+    [(5, 95, 0, False), (9, 95, 0, False), (5, 2, 6, False), (9, 1, 15, False), (5, 95, 0, True), (12, 95, 0, True)],
+)
 @given(moves=MOVES)
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_tokens_are_right_and_no_block_is_lost(
-    make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, moves: list[Any]
+    make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is_ahead: bool, moves: list[Any]
 ) -> None:
-    bench = make_bench(num_blocks=num_blocks, max_batch=3, num_answers=num_answers, max_drafts=max_drafts)
+    bench = make_bench(
+        num_blocks=num_blocks, max_batch=3, num_answers=num_answers, max_drafts=max_drafts, is_ahead=is_ahead
+    )
     batching, blocks = bench.batching, bench.batching.blocks
     attempts = dict.fromkeys(NAMES, 0)
     first: dict[str, int] = {}

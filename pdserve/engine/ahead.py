@@ -1,0 +1,59 @@
+"""Any engine as one that takes a step ahead: it computes a step when that is waited for.
+
+Nothing is gained by it on a CPU, where the engine thread computes itself; it is how one step ahead is tried out
+without a GPU, token for token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import final
+
+from pdserve.core.errors import InternalError
+from pdserve.engine.interface import Engine, EngineSpec, Flight, KvPool, OnLayer, Row, RowOut
+
+
+@final
+class LazyFlight:
+    def __init__(self, engine: Engine, rows: Sequence[Row], after: LazyFlight | None) -> None:
+        self.outs: list[RowOut] | None = None
+        self._engine, self._rows, self._after = engine, rows, after
+
+    def wait(self) -> list[RowOut]:
+        self.outs = self._engine.step([self._known(row) for row in self._rows])
+        self._after = None
+        return self.outs
+
+    def _known(self, row: Row) -> Row:
+        if row.follows is None:
+            return row
+        if self._after is None or self._after.outs is None:
+            raise InternalError("a step is waited for before the one that it follows")
+        token = self._after.outs[row.follows].drawn[0].token_id
+        return replace(row, tokens=(token,), history=[*row.history[: row.start], token], follows=None)
+
+
+@final
+class LazyAhead:
+    """An AheadEngine around `engine`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def spec(self) -> EngineSpec:
+        return self._engine.spec
+
+    @property
+    def pool(self) -> KvPool:
+        return self._engine.pool
+
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
+        return self._engine.step(rows, on_layer)
+
+    def launch(self, rows: Sequence[Row], after: Flight | None) -> LazyFlight:
+        return LazyFlight(self._engine, rows, after if isinstance(after, LazyFlight) else None)
+
+    def close(self) -> None:
+        self._engine.close()

@@ -1,0 +1,119 @@
+"""One step ahead: the same tokens, no token too many, and no block that a launched step may still write is reused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decode_worker.resident import Stage
+from pdserve.core.effects import Drawn, Released
+from pdserve.core.types import FinishReason
+from pdserve.engine.toy import EOT, answer
+
+LONG = list(range(40, 46))
+
+
+def finished(effects: list[Any]) -> dict[str, FinishReason | None]:
+    return {one.key.request_id: one.finish for one in effects if isinstance(one, Drawn) and one.finish}
+
+
+def test_steps_are_launched_ahead_and_draw_the_same(make_bench: Any) -> None:
+    told = {}
+    for is_ahead in (False, True):
+        bench = make_bench(is_ahead=is_ahead)
+        for name, length in (("a", 20), ("b", 9), ("c", 14)):
+            bench.offer(name, [*LONG, ord(name)], max_tokens=length)
+        effects = bench.run()
+        told[is_ahead] = dict(bench.drawn), finished(effects)
+        assert bench.batching.blocks.num_referenced == 0
+        assert (bench.num_ahead > 10) == is_ahead
+    assert told[True] == told[False]
+
+
+def test_a_text_that_ends_by_itself_gets_no_token_of_the_step_ahead(make_bench: Any) -> None:
+    bench = make_bench(is_ahead=True)
+    prompt = [*b"hi", 5, EOT]  # five characters, then the end of sequence
+    bench.offer("a", prompt, max_tokens=20)
+    effects = bench.run()
+    assert finished(effects) == {"a": FinishReason.STOP}
+    assert len(bench.drawn["a"]) == 6
+    assert bench.drawn["a"] == answer(prompt, 6)
+    assert sum(isinstance(one, Released) for one in effects) == 1
+
+
+def test_blocks_of_who_leaves_are_lent_until_the_step_ahead_has_ended(make_bench: Any) -> None:
+    bench = make_bench(is_ahead=True)
+    batching, blocks = bench.batching, bench.batching.blocks
+    for name in "ab":
+        bench.offer(name, [*LONG, ord(name)], max_tokens=20)
+    while bench.num_ahead == 0:
+        bench.step()
+    held = set(batching._residents[bench.key("a")].blocks)
+    num_private = sum(block not in blocks._hash_of for block in held)
+    assert num_private > 0
+    free = blocks.num_free
+    assert [type(one) for one in batching.cancel(bench.key("a"))] == [Released]
+    assert batching.stage(bench.key("a")) is None
+    assert blocks.num_free == free, "a launched step writes into them"
+    assert batching._lending.lent == [list(one) for one in batching._lending.lent if held == set(one)]
+    bench.step()
+    bench.step()
+    assert blocks.num_free > free
+    bench.run()
+    assert bench.drawn["b"] == answer([*LONG, ord("b")], 20)
+
+
+def test_a_dropped_step_gives_back_what_was_lent(make_bench: Any) -> None:
+    bench = make_bench(is_ahead=True)
+    bench.offer("a", LONG, max_tokens=20)
+    while bench.num_ahead == 0:
+        bench.step()
+    bench.batching.cancel(bench.key("a"))
+    assert bench.batching.blocks.num_referenced > 0
+    (step, _), bench.flight = bench.flight, None
+    bench.batching.dropped(step)
+    assert bench.batching.blocks.num_referenced == 0
+    bench.batching.dropped(step)
+
+
+def test_what_needs_the_last_token_waits_for_it(make_bench: Any) -> None:
+    for sampling in ({"repetition_penalty": 1.2}, {"frequency_penalty": 0.5}, {"bad_token_ids": ((40, 41),)}):
+        bench = make_bench(is_ahead=True)
+        bench.offer("a", LONG, max_tokens=9, **sampling)
+        bench.run()
+        assert bench.num_ahead == 0
+        assert len(bench.drawn["a"]) == 9
+
+
+def test_a_prompt_to_be_read_is_not_passed_by(make_bench: Any) -> None:
+    bench = make_bench(is_ahead=True)
+    bench.offer("a", LONG, max_tokens=20)
+    while bench.num_ahead == 0:
+        bench.step()
+    bench.offer("b", [*LONG, 7], max_tokens=3)
+    bench.step()
+    before = bench.num_ahead
+    bench.step()
+    assert bench.batching.stage(bench.key("b")) is Stage.RUNNING
+    assert bench.num_ahead <= before + 1
+    bench.run()
+    assert bench.drawn["b"] == answer([*LONG, 7], 3)
+
+
+def test_no_step_goes_ahead_where_memory_is_short(make_bench: Any) -> None:
+    bench = make_bench(num_blocks=5, is_ahead=True)
+    for name in "ab":
+        bench.offer(name, [50, ord(name)], max_tokens=12)
+    bench.run()
+    assert bench.batching.num_preemptions > 0
+    for name in "ab":
+        assert bench.drawn[name] == answer([50, ord(name)], 12)
+
+
+def test_a_text_whose_length_is_known_has_no_row_behind_its_last(make_bench: Any) -> None:
+    bench = make_bench(is_ahead=True)
+    for name, length in (("a", 20), ("b", 9)):
+        bench.offer(name, [*LONG, ord(name)], max_tokens=length)
+    bench.run()
+    assert bench.num_ahead > 0
+    drawn_by_reading = 2
+    assert sum(one.decode_rows for one in bench.accounts) == 20 + 9 - drawn_by_reading
