@@ -15,6 +15,7 @@ from kvtransfer.dial import open_request
 from kvtransfer.sender import StreamSender
 from kvtransfer.shape import KvShape
 from kvtransfer.transport import Fingerprint
+from pdserve.engine.host_memory import HostMemory
 from pdserve.v1 import transfer_pb2_grpc
 
 WAIT_S = 20.0
@@ -22,16 +23,16 @@ BLOCK_BYTES = 4096
 
 
 class HostPool:
-    """Plain memory in blocks."""
+    """Memory in blocks, such as an engine's."""
 
     def __init__(self, num_blocks: int, block_bytes: int = BLOCK_BYTES, seed: int | None = None) -> None:
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
         size = num_blocks * block_bytes
-        self.memory = bytearray(size) if seed is None else bytearray(random.Random(seed).randbytes(size))
-
-    @property
-    def buffer(self) -> memoryview:
-        return memoryview(self.memory)
+        self._memory = HostMemory(size)
+        self.memory = self.buffer = self._memory.buffer
+        self.descriptor = self._memory.descriptor
+        if seed is not None:
+            self.memory[:] = random.Random(seed).randbytes(size)
 
     def block(self, number: int) -> bytes:
         return bytes(self.memory[number * self.block_bytes : (number + 1) * self.block_bytes])

@@ -1,7 +1,7 @@
 """A real man in the middle of a data connection: forwards frames and may change, hold or drop them.
 
-tcp: two sockets. shm: two Unix sockets, and the ring's descriptor is passed on, so that the proxy can reach
-into the shared memory as a faulty sender would.
+tcp: two sockets. shm: two Unix sockets and a pool of its own, into which it copies what the sender announces and
+which it offers in the place of the sender's: so that it can change what the receiver reads, as a faulty sender would.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import contextlib
 import secrets
 import socket
 import threading
+from array import array
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.transfer_ends import HostPool
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, decode
 from kvtransfer.gate import TICKET_BYTES
-from kvtransfer.paths.shm import SHM
-from kvtransfer.ring import Ring
+from kvtransfer.paths.shm import CHUNK_BYTES, SHM, WINDOW
+from kvtransfer.shared import HELLO_BYTES, SharedPool, offer
 
 # (frame, header and inline payload, the chunk's bytes wherever they lie) -> what to forward; None cuts
 Hook = Callable[[Frame, bytearray, memoryview], bytes | bytearray | None]
@@ -85,7 +87,7 @@ class Proxy:
             thread.start()
 
     def _serve(self, door: socket.socket, upstream: Any, is_shm: bool) -> None:
-        ring: Ring | None = None
+        pools: Pools | None = None
         ends = [door]
         with contextlib.suppress(OSError):
             try:
@@ -96,23 +98,24 @@ class Proxy:
                 up.connect(upstream)
                 up.sendall(read_exactly(down, TICKET_BYTES))
                 if is_shm:
-                    ring = Ring.accept(up)
-                    ring.offer(down)
+                    pools = Pools(down, self._block_bytes)
+                    offer(up, pools.mine)
                 self._spawn(self._back, up, down)
-                self._forward(down, up, ring)
+                self._forward(down, up, pools)
             finally:
                 self._shut(*ends)
-                if ring is not None:
-                    ring.close()
+                if pools is not None:
+                    pools.close()
 
-    def _forward(self, down: socket.socket, up: socket.socket, ring: Ring | None) -> None:
+    def _forward(self, down: socket.socket, up: socket.socket, pools: Pools | None) -> None:
         while True:
             message = read_exactly(down, HEADER_BYTES)
             frame = decode(message, 2**30)
             message += read_exactly(down, frame.length)
             body = memoryview(message)[HEADER_BYTES:]
-            if ring is not None and frame.kind is Kind.CHUNK:
-                body = ring.slot(frame.slot, frame.count * self._block_bytes)
+            if pools is not None and frame.kind is Kind.CHUNK:
+                body.release()
+                body = pools.take(frame, message)
             forwarded = self._hook(frame, message, body)
             body.release()
             if forwarded is None:
@@ -123,3 +126,25 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := up.recv(4096):
                 down.sendall(data)
+
+
+class Pools:
+    """The sender's, and the one that stands for it before the receiver: a run of blocks per slot."""
+
+    def __init__(self, down: socket.socket, block_bytes: int) -> None:
+        hello, descriptors, _, _ = socket.recv_fds(down, HELLO_BYTES, 1)
+        self._theirs = SharedPool(hello, descriptors, block_bytes)
+        self._block_bytes, self._run_blocks = block_bytes, max(1, CHUNK_BYTES // block_bytes)
+        self.mine = HostPool(WINDOW * self._run_blocks, block_bytes)
+
+    def take(self, frame: Frame, message: bytearray) -> memoryview:
+        """The chunk's bytes, in the slot's run; the message now names the blocks of that run."""
+        size, first = self._block_bytes, frame.slot * self._run_blocks
+        numbers = array("I", bytes(message[HEADER_BYTES:]))
+        for at, block in enumerate(numbers, first):
+            self.mine.buffer[at * size : (at + 1) * size] = self._theirs.memory[block * size : (block + 1) * size]
+        message[HEADER_BYTES:] = array("I", range(first, first + frame.count)).tobytes()
+        return self.mine.buffer[first * size : (first + frame.count) * size]
+
+    def close(self) -> None:
+        self._theirs.close()

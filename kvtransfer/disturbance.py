@@ -27,7 +27,6 @@ from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, Tag, decode
 from kvtransfer.paths.path import SendPath
 from kvtransfer.paths.shm import ShmSend
 from kvtransfer.plan import MAX_CHUNK_BYTES
-from kvtransfer.ring import Ring
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +47,13 @@ class Disturbance:
 
     def between(self, sock: socket.socket, path: SendPath) -> socket.socket:
         """What a sender uses in the place of its authenticated socket."""
-        ring = path.ring if isinstance(path, ShmSend) else None
+        has_slots = isinstance(path, ShmSend)
         near, far = socket.socketpair()
         near.settimeout(sock.gettimeout())
         sock.setblocking(True)
         ends = _Ends(far, sock)
         for way, source, target in ((Where.SENT, far, sock), (Where.ANSWERED, sock, far)):
-            _Pump(self, ring, ends, way, source, target).start()
+            _Pump(self, has_slots, ends, way, source, target).start()
         return near
 
     def landing(self, tag: Tag) -> None:
@@ -126,14 +125,14 @@ class _Pump(threading.Thread):
     def __init__(
         self,
         owner: Disturbance,
-        ring: Ring | None,
+        has_slots: bool,
         ends: _Ends,
         way: Where,
         source: socket.socket,
         target: socket.socket,
     ) -> None:
         super().__init__(name=f"kv-disturbance-{way.value}", daemon=True)
-        self._owner, self._ring, self._ends, self._way = owner, ring, ends, way
+        self._owner, self._has_slots, self._ends, self._way = owner, has_slots, ends, way
         self._source, self._target = source, target
         self._held: list[tuple[float, int, bytes]] = []  # due, number, frame
         self._number = 0
@@ -171,9 +170,9 @@ class _Pump(threading.Thread):
     def _do(self, fault: Fault, frame: Frame, message: bytearray) -> bool:
         match fault.kind:
             case FaultKind.DROP if frame.kind is Kind.CREDIT:
-                self._target.sendall(message)  # a ring's slot is not lost on its own
-            case FaultKind.DROP if frame.kind is Kind.CHUNK and (self._ring is not None or fault.at < 0.5):
-                # It comes as another grant's: as lost to the transfer as one that vanishes, and the ring's slot is not.
+                self._target.sendall(message)  # a slot is not lost on its own
+            case FaultKind.DROP if frame.kind is Kind.CHUNK and (self._has_slots or fault.at < 0.5):
+                # It comes as another grant's: as lost to the transfer as one that vanishes, and its slot is not.
                 stale = frame.tag._replace(generation=frame.tag.generation | _STALE)
                 self._target.sendall(dataclasses.replace(frame, tag=stale).encode() + message[HEADER_BYTES:])
             case FaultKind.DROP:
@@ -184,7 +183,7 @@ class _Pump(threading.Thread):
             case FaultKind.DUPLICATE:
                 self._target.sendall(message + message)
             case FaultKind.CORRUPT:
-                self._corrupt(fault, frame, message)
+                self._corrupt(fault, message)
                 self._target.sendall(message)
             case FaultKind.TRUNCATE:
                 self._target.sendall(message[: int(fault.at * len(message))])
@@ -198,13 +197,11 @@ class _Pump(threading.Thread):
                 self._target.sendall(message)
         return True
 
-    def _corrupt(self, fault: Fault, frame: Frame, message: bytearray) -> None:
+    def _corrupt(self, fault: Fault, message: bytearray) -> None:
         if fault.at < _HEADER_SHARE or len(message) == HEADER_BYTES:
             body = memoryview(message)[:HEADER_BYTES]
         else:
-            body = memoryview(message)[HEADER_BYTES:]
-        if self._ring is not None and frame.kind is Kind.CHUNK and fault.at >= _HEADER_SHARE:
-            body = self._ring.slot(frame.slot, min(frame.count * self._owner.block_bytes, self._ring.slot_bytes))
+            body = memoryview(message)[HEADER_BYTES:]  # of shm: which blocks the receiver is to read
         body[int(fault.at * len(body))] ^= 0x5A
 
     def _wait(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtransfer import fused
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.paths.registry import kinds
 from kvtransfer.receiver import StreamReceiver
@@ -21,6 +22,7 @@ def make_receiver(
     disturbance: Disturbance | None = None,
 ) -> StreamReceiver:
     """Listens at once, on `host` and free ports. Add `.servicer` to the worker's gRPC server. Raises ConfigError."""
+    fused.prepare(pool.block_bytes)
     return StreamReceiver(
         pool,
         fingerprint,

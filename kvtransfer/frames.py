@@ -4,7 +4,8 @@
     slot 4, length 4, checksum 8, crc32 of all that 4
 
 A transfer's id travels as a 16-byte digest, so that headers have one size. A chunk's bytes follow its header
-(tcp) or lie in the ring at `slot` (shm, length 0). Nothing is ever allocated from a received number.
+(tcp), or the numbers of the blocks where the receiver finds them do (shm). Nothing is ever allocated from a number
+that was received.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Kind(IntEnum):
     RETRACT = 3  # sender: gives up; the text says why
     DONE = 4  # receiver: every block is verified
     REFUSE = 5  # receiver: the transfer is over and was not verified; the text says why
-    CREDIT = 6  # receiver: the ring's slot is free again (shm)
+    CREDIT = 6  # receiver: the chunk in `slot` has been read (shm)
 
 
 class BadFrame(Exception):

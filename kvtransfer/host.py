@@ -3,7 +3,7 @@
 Two processes get the same id where one can pass a file descriptor to the other over an abstract Unix socket: the
 same boot of the same kernel, the same network namespace (it holds the abstract names), and the same user in the
 same user namespace (each side checks the other's credentials). Mount and process namespaces do not matter, since
-the ring is an anonymous memory file that only ever travels as a descriptor.
+the pool is an anonymous memory file that only ever travels as a descriptor.
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ class Inbound(threading.Thread):
         self.peer = self._hub.admit(bytes(ticket), self._transport.kind, self)
         if self.peer is None:
             return False
-        self._digest = hasher(self.peer.checksum)
+        self.checksum = self.peer.checksum
+        self._digest = hasher(self.checksum)
         self._path = self._transport.receiver(self)
         return True
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-DEFAULT_CHUNK_BYTES: Final = 1024 * 1024  # larger ones leave the caches before the checksum reads them
+DEFAULT_CHUNK_BYTES: Final = 4 * 2**20  # a path may ask for less
 MAX_CHUNK_BYTES: Final = 1 << 30
 
 

@@ -1,8 +1,8 @@
 """What a transport fills in.
 
 The connection is the same for every transport: a stream socket for frames, one thread and one book on each side. A
-path is how the bytes of an announced chunk travel: behind their frame (tcp), through a ring (shm), copied by the
-receiver from the sender's pool, or by a library of their own. Each side has a half, which only the connection's
+path is how the bytes of an announced chunk travel: behind their frame (tcp), copied by the receiver from the sender's
+pool (shm), or by a library of their own. Each side has a half, which only the connection's
 thread calls.
 
     sender                                          receiver
@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from kvtransfer.channel import Channel
+from kvtransfer.checksum import Checksum
 from kvtransfer.departures import Job
 from kvtransfer.frames import Frame
 from kvtransfer.landings import Claim
@@ -97,6 +98,7 @@ class ReceiveLink(Protocol):
     block_bytes: int
     chunk_bytes: int  # the most that one chunk may have
     channel: Channel
+    checksum: Checksum  # that the pair has agreed on
 
     def digest(self, views: Iterable[memoryview]) -> bytes: ...
 

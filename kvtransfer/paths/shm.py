@@ -1,4 +1,8 @@
-"""shm: the sender copies a chunk into a slot of a shared ring, the receiver copies it out and gives the slot back."""
+"""shm: the receiver maps the sender's pool and copies blocks out of it, once.
+
+Only the receiver writes into its pool, so fencing is exact: a sender that is late, mad or dead can at worst change
+what the receiver is about to read, and then the checksum differs from the one that was taken before.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +10,42 @@ import os
 import secrets
 import socket
 import struct
+import time
+from array import array
 from collections import deque
 from typing import Final, final
 
+from kvtransfer import fused
+from kvtransfer.checksum import Checksum
 from kvtransfer.departures import Job
 from kvtransfer.frames import BadFrame, Frame, Kind
 from kvtransfer.host import can_share_memory
 from kvtransfer.landings import Claim
 from kvtransfer.memory import copy, views_of
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.ring import Ring
+from kvtransfer.shared import HELLO_BYTES, TAKEN, SharedPool, offer
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
 
 SHM: Final = transfer_pb2.TRANSPORT_KIND_SHM
 
-RING_BYTES: Final = 8 * 2**20  # small enough to stay in the last-level cache
-MIN_SLOTS: Final = 4
+# The sender hashes a chunk while the receiver copies the one before it out of the cache that the hash has filled:
+# so a few chunks must fit into the last-level cache, and each must be worth a system call on both sides.
+CHUNK_BYTES: Final = 4 * 2**20
+WINDOW: Final = 3  # chunks that are announced and not yet copied
+HANDSHAKE_S: Final = 5.0
+_BLOCK_NUMBER_BYTES: Final = 4
 
 
 @final
 class ShmSend:
-    """As many chunks as the ring has slots; a source block is read within `post` only."""
+    """A chunk's frame is followed by its source blocks' numbers; the receiver gives the slot back once it has read."""
 
-    def __init__(self, ring: Ring) -> None:
-        self.ring = ring
-        self.chunk_bytes = ring.slot_bytes
-        self._free = deque(range(ring.slots))
+    chunk_bytes = CHUNK_BYTES
+
+    def __init__(self) -> None:
+        self._free = deque(range(WINDOW))
+        self._out: dict[int, Job | None] = {}  # by slot; None: given up meanwhile
 
     def attach(self, link: SendLink) -> None:
         self._link = link
@@ -43,49 +56,70 @@ class ShmSend:
 
     def post(self, job: Job) -> None:
         link, slot = self._link, self._free.popleft()
-        views = views_of(link.memory, job.chunk.sources, link.block_bytes)
-        digest = link.digest(views)  # of the source, so that it covers the copy too
-        copy([self.ring.slot(slot, job.chunk.count * link.block_bytes)], views)
-        link.writer.say(link.head(job, digest, slot=slot))
-        link.finished(job)
+        digest = link.digest(views_of(link.memory, job.chunk.sources, link.block_bytes))
+        numbers = array("I", job.chunk.sources).tobytes()
+        link.writer.say(link.head(job, digest, slot=slot, length=len(numbers)) + numbers)
+        self._out[slot] = job
 
     def forsake(self, job: Job) -> None:
-        """There is none: a job ends within its `post`."""
+        """At once. Whatever the receiver still reads of it belongs to a transfer that it will not commit."""
+        for slot in [slot for slot, one in self._out.items() if one is job]:
+            self._out[slot] = None
+            self._link.finished(job)
 
     def hear(self, frame: Frame) -> None:
-        if frame.slot >= self.ring.slots or frame.slot in self._free:
+        if frame.slot not in self._out:
             raise BadFrame(f"credit for slot {frame.slot}, which is not in use")
+        job = self._out.pop(frame.slot)
         self._free.append(frame.slot)
+        if job is not None:
+            self._link.finished(job)
 
     def poll(self) -> None:
         pass
 
     def close(self) -> None:
-        self.ring.close()
+        pass
 
 
 @final
 class ShmReceive:
-    def __init__(self, link: ReceiveLink, ring: Ring) -> None:
-        self._link, self._ring = link, ring
+    def __init__(self, link: ReceiveLink, source: SharedPool) -> None:
+        self._link, self._source = link, source
+        self._copier = fused.Copier.between(link.memory, source.memory, link.block_bytes)
 
     def check(self, frame: Frame) -> None:
-        if frame.length != 0 or frame.slot >= self._ring.slots:
-            raise BadFrame(f"a chunk in slot {frame.slot} with {frame.length} bytes behind its header")
+        if frame.length != frame.count * _BLOCK_NUMBER_BYTES or frame.slot >= WINDOW:
+            raise BadFrame(f"{frame.count} blocks in slot {frame.slot} with {frame.length} bytes behind the header")
 
     def land(self, frame: Frame, claim: Claim | None) -> None:
-        link = self._link
+        link, sources = self._link, self._read_numbers(frame)
         if claim is None or not link.enter(claim):
             self._give_back(frame)
             return
-        views = views_of(link.memory, claim.blocks, link.block_bytes)
         try:
-            copy(views, [self._ring.slot(frame.slot, frame.count * link.block_bytes)])
+            digest = self._copy(claim.blocks, sources)
         finally:
             link.leave(claim)
         self._give_back(frame)
-        # Of the granted blocks, not of the ring: it covers every copy on the way.
-        link.settle(claim, frame, link.digest(views))
+        link.settle(claim, frame, digest)
+
+    def _read_numbers(self, frame: Frame) -> array[int]:
+        data = bytearray(frame.length)
+        self._link.channel.fill(memoryview(data))
+        numbers = array("I", bytes(data))
+        if max(numbers) >= self._source.num_blocks:
+            raise BadFrame(f"source block {max(numbers)} of a pool of {self._source.num_blocks}")
+        return numbers
+
+    def _copy(self, blocks: tuple[int, ...], sources: array[int]) -> bytes:
+        """The checksum of what was written."""
+        link = self._link
+        if self._copier is not None and link.checksum is Checksum.XXH3_64:
+            return self._copier.copy(blocks, sources)
+        views = views_of(link.memory, blocks, link.block_bytes)
+        copy(views, views_of(self._source.memory, sources, link.block_bytes))
+        return link.digest(views)
 
     def _give_back(self, frame: Frame) -> None:
         self._link.channel.post(Frame(Kind.CREDIT, frame.tag, slot=frame.slot).encode())
@@ -94,7 +128,8 @@ class ShmReceive:
         pass
 
     def close(self) -> None:
-        self._ring.close()
+        self._copier = None
+        self._source.close()
 
 
 @final
@@ -132,14 +167,29 @@ class Shm:
         return bool(user == os.geteuid())
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
-        return ShmSend(Ring.accept(sock))
+        offer(sock, pool)
+        answer = b""
+        while len(answer) < len(TAKEN):
+            received = sock.recv(len(TAKEN) - len(answer))
+            if not received:
+                raise OSError("the receiver did not take the pool")
+            answer += received
+        return ShmSend()
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
-        slots = max(MIN_SLOTS, RING_BYTES // link.chunk_bytes)
-        ring = Ring.create(slots, link.chunk_bytes)
+        hello, descriptors = _receive_descriptors(link)
+        source = SharedPool(hello, descriptors, link.block_bytes)
+        link.channel.post(TAKEN)
+        return ShmReceive(link, source)
+
+
+def _receive_descriptors(link: ReceiveLink) -> tuple[bytes, list[int]]:
+    ends_s = time.monotonic() + HANDSHAKE_S
+    while True:
         try:
-            ring.offer(link.channel.socket)
-        except BaseException:
-            ring.close()
-            raise
-        return ShmReceive(link, ring)
+            hello, descriptors, _, _ = socket.recv_fds(link.channel.socket, HELLO_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            return hello, descriptors
+        except BlockingIOError:
+            left_s = ends_s - time.monotonic()
+            if left_s <= 0 or not link.channel.wait(left_s):
+                raise BadFrame("no pool was offered") from None

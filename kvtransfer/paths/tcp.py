@@ -16,6 +16,7 @@ from pdserve.v1 import transfer_pb2
 TCP: Final = transfer_pb2.TRANSPORT_KIND_TCP
 
 _ANY_HOST: Final = ("0.0.0.0", "::", "")
+CHUNK_BYTES: Final = 2**20  # larger ones leave the caches before the checksum reads them
 _SCRATCH_BYTES: Final = 64 * 1024
 
 
@@ -23,7 +24,7 @@ _SCRATCH_BYTES: Final = 64 * 1024
 class TcpSend:
     """One chunk at a time; its source blocks are read until the socket has taken them."""
 
-    chunk_bytes = None
+    chunk_bytes = CHUNK_BYTES
 
     def attach(self, link: SendLink) -> None:
         self._link = link

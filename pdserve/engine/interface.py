@@ -122,6 +122,11 @@ class KvPool(Protocol):
         """The whole pool as writable bytes (host pools only)."""
         ...
 
+    @property
+    def descriptor(self) -> int | None:
+        """A sealed memory file that holds `buffer` from its first byte; None: other processes cannot map the pool."""
+        ...
+
 
 class Flight(Protocol):
     """A step that was launched."""

@@ -10,7 +10,6 @@ context was computed in one chunk or in many, here or on another worker.
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pdserve.core.errors import InternalError
+from pdserve.engine.host_memory import HostMemory
 
 _MOST: Final = {torch.int8: 127, torch.float8_e4m3fn: 448}  # what a row's largest becomes; -128 is not used
 _LEAST: Final = 2.0**-120  # below it a row becomes zero: 127 / largest must be finite
@@ -78,13 +78,12 @@ class TorchPool:
         self.block_size = shape.block_size
         self.block_bytes = shape.block_bytes
         self._buffer: memoryview | None = None
+        self.descriptor: int | None = None
         if device.type == "cpu":
-            # Private anonymous memory: page-aligned, zero, and touched only as blocks come into use.
-            memory = mmap.mmap(-1, num_blocks * self.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            self._buffer = memoryview(memory)
-            self.raw = torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, self.block_bytes)
+            memory = HostMemory(num_blocks * self.block_bytes)
+            self._memory = memory  # keeps the descriptor
+            self._buffer, self.descriptor = memory.buffer, memory.descriptor
+            self.raw = torch.frombuffer(memory.buffer, dtype=torch.uint8).view(num_blocks, self.block_bytes)
         else:
             self.raw = torch.zeros((num_blocks, self.block_bytes), device=device, dtype=torch.uint8)
         inner = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)

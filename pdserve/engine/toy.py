@@ -35,6 +35,7 @@ from operator import mul
 from typing import Final, final
 
 from pdserve.core.types import Role, Sampling, TokenOut
+from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
 from pdserve.engine.rows import check_rows
 
@@ -57,7 +58,8 @@ class ToyPool:
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
-        self.buffer = memoryview(bytearray(num_blocks * block_bytes))
+        self._memory = HostMemory(num_blocks * block_bytes)
+        self.buffer, self.descriptor = self._memory.buffer, self._memory.descriptor
 
 
 @final

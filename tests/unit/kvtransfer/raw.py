@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import replace
 
 from benchmarks.transfer_proxy import read_exactly
@@ -10,11 +11,16 @@ from kvtransfer.checksum import hasher
 from kvtransfer.dial import Line, dial
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, decode, tag_of
 from kvtransfer.paths.shm import ShmSend
-from kvtransfer.ring import Ring
 from kvtransfer.transport import Grant, ReceiveOutcome
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Heard, Pair
 
+FIRST_BLOCK = 32
 GARBAGE = random.Random(1).randbytes(4096)
+
+
+def numbers(blocks: range) -> bytes:
+    """How an shm frame names its source blocks."""
+    return array("I", blocks).tobytes()
 
 
 class RawSender:
@@ -24,7 +30,8 @@ class RawSender:
         caller = replace(pair.sender.caller, worker_id=name)
         self.line: Line = dial(caller, pair.host.endpoint, "d0-1")
         self.line.socket.settimeout(WAIT_S)
-        self.ring: Ring | None = self.line.path.ring if isinstance(self.line.path, ShmSend) else None
+        self.pool, self._next_block = pair.source, FIRST_BLOCK
+        self.is_shm = isinstance(self.line.path, ShmSend)
         self._digest = hasher(self.line.checksum)
 
     def send(self, data: bytes) -> None:
@@ -33,14 +40,16 @@ class RawSender:
     def announce(self, tag: Tag) -> None:
         self.send(Frame(Kind.ANNOUNCE, tag).encode())
 
-    def chunk(self, tag: Tag, first: int, payload: bytes, slot: int = 0, is_last: bool = False) -> None:
+    def chunk(self, tag: Tag, first: int, payload: bytes, is_last: bool = False) -> None:
         count, checksum = len(payload) // BLOCK_BYTES, self._digest([memoryview(payload)])
-        if self.ring is None:
-            frame = Frame(Kind.CHUNK, tag, first, count, 0, len(payload), checksum, is_last)
-            self.send(frame.encode() + payload)
-        else:
-            self.ring.slot(slot, len(payload))[:] = payload
-            self.send(Frame(Kind.CHUNK, tag, first, count, slot, 0, checksum, is_last).encode())
+        """shm: the payload lies in blocks of the pool that nobody else reads."""
+        body = payload
+        if self.is_shm:
+            blocks = range(self._next_block, self._next_block + count)
+            self._next_block = blocks.stop
+            self.pool.memory[blocks.start * BLOCK_BYTES : blocks.stop * BLOCK_BYTES] = payload
+            body = numbers(blocks)
+        self.send(Frame(Kind.CHUNK, tag, first, count, 0, len(body), checksum, is_last).encode() + body)
 
     def hear(self) -> Frame:
         """The next frame that is not a credit."""

@@ -10,6 +10,7 @@ import pytest
 
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.frames import Frame, Kind
+from kvtransfer.paths import shm, tcp
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
@@ -18,7 +19,7 @@ from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, HostPool, Pair, fingerprint, wait_for
 
 MakePair = Callable[..., Pair]
-CHUNK_BLOCKS = DEFAULT_CHUNK_BYTES // BLOCK_BYTES
+CHUNK_BLOCKS = {"tcp": tcp.CHUNK_BYTES // BLOCK_BYTES, "shm": shm.CHUNK_BYTES // BLOCK_BYTES}
 
 
 def test_both_ends_are_what_the_contract_says(pair: Pair) -> None:
@@ -54,7 +55,7 @@ def test_blocks_larger_than_a_chunk_travel_one_by_one(make_pair: MakePair, trans
     assert pair.receiver.stats.chunks == 3
 
 
-def test_more_bytes_than_the_ring_and_the_socket_hold_at_once(make_pair: MakePair, transport: str) -> None:
+def test_more_bytes_than_the_window_and_the_socket_hold_at_once(make_pair: MakePair, transport: str) -> None:
     pair = make_pair(transport, num_blocks=512, block_bytes=65_536)
     sources = tuple(reversed(range(512)))
     grant = pair.grant(tuple(range(512)))
@@ -173,7 +174,7 @@ def flip_in_chunk(number: int) -> Callable[..., bytes | bytearray]:
 def test_a_flipped_bit_on_the_way_fails_the_transfer_on_both_sides(
     make_pair: MakePair, transport: str, number: int
 ) -> None:
-    blocks = tuple(range(3 * CHUNK_BLOCKS))
+    blocks = tuple(range(3 * CHUNK_BLOCKS[transport]))
     pair = make_pair(transport, num_blocks=len(blocks), hook=flip_in_chunk(number))
     grant = pair.grant(blocks)
     received, sent = pair.move(grant, blocks)
@@ -201,11 +202,11 @@ def test_a_lost_chunk_is_noticed_when_the_last_one_comes(make_pair: MakePair, tr
     def hook(frame: Frame, message: bytearray, body: memoryview) -> bytes | bytearray:
         return b"" if frame.kind is Kind.CHUNK and frame.first == 0 else message
 
-    blocks = tuple(range(2 * CHUNK_BLOCKS))
+    blocks = tuple(range(2 * CHUNK_BLOCKS[transport]))
     pair = make_pair(transport, num_blocks=len(blocks), hook=hook)
     received, sent = pair.move(pair.grant(blocks), blocks)
     assert received.outcome is ReceiveOutcome.FAILED
-    assert received.error == f"{CHUNK_BLOCKS} of {2 * CHUNK_BLOCKS} blocks never came"
+    assert received.error == f"{len(blocks) // 2} of {len(blocks)} blocks never came"
     assert sent.outcome is SendOutcome.FAILED
 
 

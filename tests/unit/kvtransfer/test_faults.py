@@ -148,7 +148,7 @@ def test_when_the_sender_gives_up_both_hear_of_it_at_once(pair: Pair) -> None:
 
 
 def test_an_aborting_sender_lets_go_of_its_blocks_in_the_middle_of_a_frame(make_pair: MakePair) -> None:
-    """tcp only: through a ring, no frame holds on to the source."""
+    """tcp only: no frame of shm holds the bytes."""
     release = threading.Event()
 
     def hook(frame: Frame, message: bytearray, body: memoryview) -> bytearray:

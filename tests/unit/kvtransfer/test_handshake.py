@@ -163,7 +163,7 @@ def test_auto_falls_back_to_tcp_when_shared_memory_cannot_be_had(
     def refuse(*_: object) -> None:
         raise OSError("no descriptors for you")
 
-    monkeypatch.setattr("kvtransfer.ring.Ring.accept", refuse)
+    monkeypatch.setattr("kvtransfer.paths.shm.offer", refuse)
     pair = make_pair("auto")
     assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, encode_text
 from kvtransfer.transport import ReceiveOutcome
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for
-from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves, expected
+from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves, expected, numbers
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def test_a_duplicate_chunk_changes_nothing_and_is_counted(pair: Pair, raw: RawSe
     _, tag, received = expected(pair, (1, 2))
     raw.announce(tag)
     raw.chunk(tag, 0, b"a" * BLOCK_BYTES)
-    raw.chunk(tag, 0, b"b" * BLOCK_BYTES, slot=1)
-    raw.chunk(tag, 1, b"c" * BLOCK_BYTES, slot=2, is_last=True)
-    raw.chunk(tag, 1, b"d" * BLOCK_BYTES, slot=3)
+    raw.chunk(tag, 0, b"b" * BLOCK_BYTES)
+    raw.chunk(tag, 1, b"c" * BLOCK_BYTES, is_last=True)
+    raw.chunk(tag, 1, b"d" * BLOCK_BYTES)
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
     assert raw.hear().kind is Kind.DONE
     wait_for(lambda: pair.receiver.stats.late_messages == 1, "the last chunk, which came after the end")
@@ -42,10 +42,8 @@ def test_a_duplicate_chunk_changes_nothing_and_is_counted(pair: Pair, raw: RawSe
 def test_old_generations_and_attempts_write_nothing_and_are_counted(pair: Pair, raw: RawSender) -> None:
     grant, tag, received = expected(pair, (1, 2))
     raw.announce(tag)
-    for number, old in enumerate(
-        (tag._replace(generation=0), tag._replace(attempt=0), tag._replace(transfer=b"x" * 16))
-    ):
-        raw.chunk(old, 0, b"z" * BLOCK_BYTES, slot=number)
+    for old in (tag._replace(generation=0), tag._replace(attempt=0), tag._replace(transfer=b"x" * 16)):
+        raw.chunk(old, 0, b"z" * BLOCK_BYTES)
     raw.announce(tag._replace(generation=0))
     assert raw.hear() == Frame(Kind.REFUSE, tag._replace(generation=0), length=42)
     assert pair.receiver.stats.late_messages == 4
@@ -110,7 +108,8 @@ def bad_frames(tag: Tag) -> dict[str, bytes]:
         "more blocks than bytes": replace(good, count=2**31, length=BLOCK_BYTES).encode() + bytes(BLOCK_BYTES),
         "no blocks": replace(good, count=0).encode(),
         "bytes that are no whole block": replace(good, length=BLOCK_BYTES - 1).encode() + bytes(BLOCK_BYTES),
-        "a slot that is not there": replace(good, slot=2**31).encode(),
+        "a slot that is not there": replace(good, slot=2**31, length=4).encode() + numbers(range(1)),
+        "a source block that is not there": replace(good, length=4).encode() + b"\xff" * 4,
         "a receiver's word": Frame(Kind.DONE, tag).encode(),
         "an unknown kind": good.encode()[:5] + b"\x63" + good.encode()[6:],
         "another version": good.encode()[:4] + b"\x63" + good.encode()[5:],
@@ -141,8 +140,8 @@ def test_indices_outside_the_grant_write_nothing(pair: Pair, raw: RawSender) -> 
     _, tag, received = expected(pair, (1, 2))
     raw.announce(tag)
     raw.chunk(tag, 1, b"z" * 2 * BLOCK_BYTES)
-    raw.chunk(tag, 2**32 - 1, b"z" * BLOCK_BYTES, slot=1)
-    raw.chunk(tag, 0, b"a" * 2 * BLOCK_BYTES, slot=2, is_last=True)
+    raw.chunk(tag, 2**32 - 1, b"z" * BLOCK_BYTES)
+    raw.chunk(tag, 0, b"a" * 2 * BLOCK_BYTES, is_last=True)
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
     assert pair.landing.block(0) + pair.landing.block(3) == bytes(2 * BLOCK_BYTES)
     assert pair.receiver.stats.duplicate_chunks == 2
@@ -165,10 +164,11 @@ def test_fuzzed_frames_never_crash_the_receiver_or_verify_anything(pair: Pair, s
     grant, tag, received = expected(pair, (1, 2, 3))
     raw = RawSender(pair)
     raw.announce(tag)
-    chunk = Frame(Kind.CHUNK, tag, 0, 1, 0, 0 if raw.ring else BLOCK_BYTES, b"c" * 8).encode()
+    body = numbers(range(1)) if raw.is_shm else bytes(BLOCK_BYTES)
+    chunk = Frame(Kind.CHUNK, tag, 0, 1, 0, len(body), b"c" * 8).encode()
     try:
         for _ in range(rng.randint(1, 5)):
-            message = rng.choice([chunk + bytes(0 if raw.ring else BLOCK_BYTES), raw_word(rng, tag)])
+            message = rng.choice([chunk + body, raw_word(rng, tag)])
             raw.send(mutate(message, rng))
     except ConnectionError:
         pass

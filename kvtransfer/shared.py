@@ -1,0 +1,60 @@
+"""One process's pool as another process of this machine sees it: mapped, and only to be read.
+
+The owner sends the descriptor of its memory file over the control socket, behind the ticket; what travels is a
+capability, not a name that another program could open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+from typing import Final, final
+
+from kvtransfer.frames import BadFrame
+from pdserve.engine.host_memory import is_sealed
+from pdserve.engine.interface import KvPool
+
+_HELLO: Final = struct.Struct("<4sIQ")  # magic, blocks, bytes per block
+_MAGIC: Final = b"PDKP"
+HELLO_BYTES: Final = _HELLO.size
+TAKEN: Final = b"PDOK"  # the other side has mapped it
+
+
+def offer(sock: socket.socket, pool: KvPool) -> None:
+    """Raises OSError where the pool cannot be shared, or the socket is gone."""
+    if pool.descriptor is None:
+        raise OSError("the sender's pool is not in memory that can be shared")
+    hello = _HELLO.pack(_MAGIC, pool.num_blocks, pool.block_bytes)
+    socket.send_fds(sock, [hello], [pool.descriptor])
+
+
+@final
+class SharedPool:
+    """Another process's pool. Takes over the descriptor."""
+
+    def __init__(self, hello: bytes, descriptors: list[int], block_bytes: int) -> None:
+        """Raises BadFrame on what no owner offers, and OSError where it cannot be mapped."""
+        try:
+            if len(descriptors) != 1 or len(hello) != HELLO_BYTES:
+                raise BadFrame(f"{len(hello)} bytes and {len(descriptors)} descriptors where a pool was to be offered")
+            magic, self.num_blocks, theirs = _HELLO.unpack(hello)
+            num_bytes = self.num_blocks * block_bytes
+            if magic != _MAGIC or self.num_blocks == 0 or theirs != block_bytes:
+                raise BadFrame(
+                    f"a pool of {self.num_blocks} blocks of {theirs} bytes, expected blocks of {block_bytes}"
+                )
+            if not is_sealed(descriptors[0]) or os.fstat(descriptors[0]).st_size < num_bytes:
+                raise BadFrame(f"a pool of {num_bytes} bytes in a file that is shorter, or can be made so")
+            self._map = mmap.mmap(descriptors[0], num_bytes, prot=mmap.PROT_READ)
+            self.memory = memoryview(self._map)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def close(self) -> None:
+        with contextlib.suppress(BufferError):  # a block's view is still alive; the mapping goes with it
+            self.memory.release()
+            self._map.close()

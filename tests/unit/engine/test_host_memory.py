@@ -1,0 +1,51 @@
+"""A pool's memory: what another process may do with it."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+
+import pytest
+
+from pdserve.engine.host_memory import HostMemory, is_sealed
+
+
+def test_another_mapping_sees_what_is_written_and_cannot_write() -> None:
+    memory = HostMemory(10_000)
+    assert (len(memory.buffer), memory.descriptor is not None) == (10_000, True)
+    assert memory.descriptor is not None
+    theirs = mmap.mmap(memory.descriptor, 10_000, prot=mmap.PROT_READ)
+    memory.buffer[9_999] = 7
+    assert theirs[9_999] == 7
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory.descriptor, 10_000)
+    with pytest.raises(PermissionError):
+        os.pwrite(memory.descriptor, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.descriptor, 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.descriptor, 2**20)
+    assert is_sealed(memory.descriptor)
+
+
+def test_a_peer_that_opens_the_file_again_cannot_write_either() -> None:
+    memory = HostMemory(4096)
+    again = os.open(f"/proc/self/fd/{memory.descriptor}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        mmap.mmap(again, 4096)
+    os.close(again)
+
+
+def test_the_descriptor_ends_with_the_memory() -> None:
+    memory = HostMemory(4096)
+    descriptor = memory.descriptor
+    assert descriptor is not None
+    del memory
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_no_bytes_at_all() -> None:
+    assert len(HostMemory(0).buffer) == 0

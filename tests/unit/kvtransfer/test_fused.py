@@ -1,0 +1,54 @@
+"""One pass that copies and hashes, against a plain copy and the xxhash package."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtransfer import fused
+from pdserve.engine.host_memory import HostMemory
+
+xxhash = pytest.importorskip("xxhash")
+pytest.importorskip("numba")
+import numpy as np  # noqa: E402
+
+KIB = fused.KIB
+
+
+def pools(num_blocks: int, block_bytes: int) -> tuple[HostMemory, HostMemory]:
+    to, source = HostMemory(num_blocks * block_bytes), HostMemory(num_blocks * block_bytes)
+    source.buffer[:] = np.random.default_rng(1).bytes(num_blocks * block_bytes)
+    return to, source
+
+
+@pytest.mark.parametrize("block_kib", [1, 2, 7, 64])
+@pytest.mark.parametrize("count", [1, 2, 3, 16])
+def test_blocks_arrive_whole_and_nothing_else_is_touched(block_kib: int, count: int) -> None:
+    size, num_blocks = block_kib * KIB, 19
+    to, source = pools(num_blocks, size)
+    targets = [7 * i % num_blocks for i in range(count)]
+    sources = [(5 * i + 3) % num_blocks for i in range(count)]
+    copier = fused.Copier.between(to.buffer, source.buffer.toreadonly(), size)
+    assert copier is not None
+    digest = copier.copy(targets, sources)
+    expected = bytearray(num_blocks * size)
+    for target, block in zip(targets, sources, strict=True):
+        expected[target * size : (target + 1) * size] = source.buffer[block * size : (block + 1) * size]
+    assert to.buffer == expected
+    moved = b"".join(source.buffer[block * size : (block + 1) * size] for block in sources)
+    assert digest == xxhash.xxh3_64_digest(moved)
+
+
+@pytest.mark.parametrize(("to", "source"), [([3], [0]), ([0], [3]), ([-1], [0]), ([0], [-1]), ([], []), ([0, 1], [0])])
+def test_what_lies_outside_a_pool_is_refused_before_a_byte_moves(to: list[int], source: list[int]) -> None:
+    memory, other = pools(3, KIB)
+    copier = fused.Copier.between(memory.buffer, other.buffer, KIB)
+    assert copier is not None
+    with pytest.raises((IndexError, ValueError)):
+        copier.copy(to, source)
+    assert memory.buffer == bytes(3 * KIB)
+
+
+def test_odd_blocks_and_unaligned_memory_are_left_to_others() -> None:
+    to, source = pools(4, KIB)
+    assert fused.Copier.between(to.buffer, source.buffer, 1000) is None
+    assert fused.Copier.between(to.buffer[8:], source.buffer, KIB) is None

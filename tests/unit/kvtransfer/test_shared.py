@@ -1,0 +1,110 @@
+"""shm: what a sender may offer for its pool, and what comes of an offer that is a lie."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from kvtransfer.frames import BadFrame
+from kvtransfer.paths.registry import TRANSPORTS
+from kvtransfer.paths.shm import SHM
+from kvtransfer.shared import HELLO_BYTES, SharedPool, offer
+from kvtransfer.transport import ReceiveOutcome
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, HostPool, Pair, wait_for
+
+MakePair = Callable[..., Pair]
+
+HELLO = b"PDKP" + (4).to_bytes(4, "little") + BLOCK_BYTES.to_bytes(8, "little")
+
+
+def descriptor_of(pool: HostPool) -> int:
+    assert pool.descriptor is not None
+    return os.dup(pool.descriptor)
+
+
+def test_an_offered_pool_is_read_where_it_lies() -> None:
+    near, far = socket.socketpair()
+    pool = HostPool(4, seed=3)
+    offer(near, pool)
+    hello, descriptors, _, _ = socket.recv_fds(far, HELLO_BYTES, 1)
+    shared = SharedPool(hello, descriptors, BLOCK_BYTES)
+    pool.fill((2,), 9)
+    assert shared.memory == pool.memory
+    assert shared.memory.readonly
+    shared.close()
+    near.close()
+    far.close()
+
+
+def unsealed(num_bytes: int) -> int:
+    descriptor = os.memfd_create("t", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor
+
+
+def lies() -> dict[str, tuple[bytes, list[int]]]:
+    pool = HostPool(3)
+    return {
+        "no descriptor": (HELLO, []),
+        "two descriptors": (HELLO, [unsealed(8), unsealed(8)]),
+        "half a hello": (HELLO[:7], [unsealed(4 * BLOCK_BYTES)]),
+        "another magic": (b"PDRG" + HELLO[4:], [unsealed(4 * BLOCK_BYTES)]),
+        "no blocks": (HELLO[:4] + bytes(4) + HELLO[8:], [unsealed(4 * BLOCK_BYTES)]),
+        "blocks of another size": (HELLO[:8] + (512).to_bytes(8, "little"), [unsealed(4 * BLOCK_BYTES)]),
+        "a file that can be cut short": (HELLO, [unsealed(4 * BLOCK_BYTES)]),
+        "a file that is too short": (HELLO, [descriptor_of(pool)]),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(lies()))
+def test_a_lie_about_the_pool_is_refused_and_keeps_no_descriptor(name: str) -> None:
+    hello, descriptors = lies()[name]
+    with pytest.raises(BadFrame):
+        SharedPool(hello, descriptors, BLOCK_BYTES)
+    for descriptor in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+
+
+def test_what_is_no_memory_file_is_refused() -> None:
+    read, write = os.pipe()
+    os.close(write)
+    with pytest.raises(OSError, match="Invalid argument"):
+        SharedPool(HELLO, [read], BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("lie", [b"", HELLO[:3], HELLO])
+def test_a_sender_that_offers_no_pool_costs_only_its_own_connection(make_pair: MakePair, lie: bytes) -> None:
+    pair = make_pair("shm")
+    answer = pair.host.open(pair.sender)
+    sock = TRANSPORTS[SHM].dial(answer.address, pair.host.endpoint, 5.0)
+    sock.sendall(answer.ticket + lie)
+    sock.shutdown(socket.SHUT_WR)
+    assert sock.recv(16) == b""
+    sock.close()
+    wait_for(lambda: not pair.receiver.peers, "the connection's end")
+    assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
+
+
+def test_a_pool_that_cannot_be_shared_goes_by_tcp(make_pair: MakePair) -> None:
+    pair = make_pair("auto")
+    pair.source.descriptor = None
+    received, _ = pair.move(pair.grant((1,)), (1,))
+    assert received.outcome is ReceiveOutcome.VERIFIED
+    [outbound] = pair.sender._pairs.values()
+    assert outbound._line is not None
+    assert outbound._line.transport == "tcp"
+
+
+def test_shm_alone_says_why_it_cannot(make_pair: MakePair) -> None:
+    pair = make_pair("shm")
+    pair.source.descriptor = None
+    grant = pair.grant((2,))
+    received, sent = pair.begin(grant)
+    pair.sender.push(grant.key, [(0, 0)], True)
+    assert "the sender's pool is not in memory that can be shared" in sent.wait().error
+    pair.receiver.abort(grant.key)
+    assert received.wait().outcome is ReceiveOutcome.DRAINED
