@@ -24,9 +24,10 @@ from triton.runtime.jit import JITFunction
 from tests.gpu.case_attention import LAUNCHES as ATTENTION
 from tests.gpu.case_norms import LAUNCHES as NORMS
 from tests.gpu.case_place import LAUNCHES as PLACE
+from tests.gpu.case_sampling import LAUNCHES as SAMPLING
 
 MOST_SPILLED_BYTES = 64
-ALL = (*NORMS, *PLACE, *ATTENTION)
+ALL = (*NORMS, *PLACE, *ATTENTION, *SAMPLING)
 
 
 class NoDevice:

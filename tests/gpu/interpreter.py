@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 #: Everything that is decorated with triton.jit: whether it is interpreted is settled when it is imported.
-KERNELS = ("casts", "norms", "gated", "place", "attention")
+KERNELS = (
+    *(
+        f"pdserve.engine.gpu.{name}"
+        for name in ("casts", "norms", "gated", "place", "attention", "noise", "cutoff", "sampling")
+    ),
+    "tests.gpu.case_sampling",
+)
 
 
 def prepare() -> torch.device:
@@ -18,7 +24,7 @@ def prepare() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda")
     names = [name for name in sys.modules if name == "triton" or name.startswith("triton.")]
-    if any(name.startswith("pdserve.engine.gpu.") and name.rpartition(".")[2] in KERNELS for name in sys.modules):
+    if any(name in sys.modules for name in KERNELS):
         raise RuntimeError("kernels were imported before the interpreter was chosen")
     for name in names:  # triton's own functions have to be interpreted as well
         del sys.modules[name]
@@ -28,7 +34,7 @@ def prepare() -> torch.device:
         let_scalars_be_loop_bounds()
         import_module("triton.experimental.gluon")  # triton imports it late, and it must find itself interpreted
         for name in KERNELS:
-            import_module(f"pdserve.engine.gpu.{name}")
+            import_module(name)
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]

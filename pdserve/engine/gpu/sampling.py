@@ -1,0 +1,330 @@
+"""Draws one token per row from its logits, on the device: what sampling.py does for rows without bans or penalties.
+
+Greedy rows take the lowest of the likeliest tokens. Others add the noise of (seed, position) to the scaled logits
+that cutoff.py leaves, and take the best: a token does not depend on where, when or beside whom it was drawn. For
+equal logits it is the CPU's token, up to the float64 logarithms of noise.py and the mass of cutoff.py; best and
+scaled logits are the same float32 bits. Logprobs are those of the model: log-softmax of the raw logits.
+
+Four launches: statistics of parts of the vocabulary; cutoffs; draws of parts; and their merge. The results do not
+depend on the number of parts, but for the last bits of the logprob.
+"""
+
+# Shapes: B rows, V vocabulary, S parts, G groups of tokens.
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Final, final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.core.errors import InternalError
+from pdserve.engine.gpu.cutoff import EVERYTHING, GROUP, depth_key, find_cutoff
+from pdserve.engine.gpu.noise import gumbel, stream
+from pdserve.engine.sampling import LEAST_TEMPERATURE
+
+_BLOCK: Final = 1024
+_CUTOFF_BLOCK: Final = 4096
+_MOST_PARTS: Final = 64
+KEEP_ALL: Final = int(EVERYTHING.value)  # a floor that min_p does not raise
+
+_LEAST = tl.constexpr(LEAST_TEMPERATURE)
+_GROUP = tl.constexpr(GROUP)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How each row is drawn, on the device, [B] each. Rows that nobody reads may hold anything."""
+
+    seed: Tensor  # int64: its bits
+    position: Tensor  # int64: how many tokens come before
+    temperature: Tensor  # float32; 0 is greedy
+    top_k: Tensor  # int32; 0 is off
+    top_p: Tensor  # float64; 1 is off
+    floor: Tensor  # int32: floor_key(min_p)
+
+
+def floor_key(min_p: float) -> int:
+    """The deepest key that min_p keeps: a token must be at least min_p times as likely as the best."""
+    if min_p <= 0.0:
+        return KEEP_ALL
+    key: int = struct.unpack("<i", struct.pack("<f", max(0.0, -math.log(min_p))))[0]
+    return key
+
+
+@triton.jit
+def _part(size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """First and end of this program's tokens."""
+    length = tl.cdiv(tl.cdiv(size, BLOCK), PARTS) * BLOCK
+    begin = tl.program_id(1) * length
+    return begin, tl.minimum(begin + length, size)
+
+
+@triton.jit
+def _look(
+    logits,
+    best_out,
+    sum_out,
+    token_out,
+    group_out,
+    stride,
+    group_stride,
+    size,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of a part: the largest logit, its first token, the sum of exponentials relative to it, each group's largest."""
+    row = tl.program_id(0).to(tl.int64)
+    begin, end = _part(size, PARTS, BLOCK)
+    best = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    token = tl.zeros([1], tl.int32)
+    for first in range(begin, end, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        logit = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf")).to(tl.float32)
+        group = tl.max(tl.reshape(logit, [BLOCK // _GROUP, _GROUP]), axis=1)
+        group_at = first // _GROUP + tl.arange(0, BLOCK // _GROUP)
+        tl.store(group_out + row * group_stride + group_at, group, mask=group_at * _GROUP < end)
+        here = tl.max(logit, axis=0, keep_dims=True)
+        first_token = tl.min(tl.where(logit == here, at, size - 1), axis=0, keep_dims=True)
+        token = tl.where(here > best, first_token, token)
+        higher = tl.maximum(best, here)
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp2((best - anchor) * _LOG2_E)
+        total += tl.sum(tl.exp2((logit - anchor) * _LOG2_E), axis=0, keep_dims=True)
+        best = higher
+    at = row * PARTS + tl.program_id(1) + tl.arange(0, 1)
+    tl.store(best_out + at, best)
+    tl.store(sum_out + at, total)
+    tl.store(token_out + at, token)
+
+
+@triton.jit
+def _cut(
+    logits,
+    best_in,
+    group_best,
+    temperature_of,
+    top_k_of,
+    top_p_of,
+    floor_of,
+    cutoff_out,
+    keys,
+    group_keys,
+    stride,
+    group_stride,
+    size,
+    num_groups,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_of + row)
+    top_k = tl.load(top_k_of + row)
+    top_p = tl.load(top_p_of + row)
+    cutoff = tl.load(floor_of + row)
+    if (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0)):
+        cutoff = find_cutoff(
+            logits + row * stride,
+            tl.max(tl.load(best_in + row * PARTS + tl.arange(0, PARTS)), axis=0),
+            tl.maximum(temperature, _LEAST),
+            top_k,
+            top_p,
+            cutoff,
+            group_best + row * group_stride,
+            keys + row * size,
+            group_keys + row * group_stride,
+            size,
+            num_groups,
+            BLOCK,
+        )
+    tl.store(cutoff_out + row, cutoff)
+
+
+@triton.jit
+def _draw(
+    logits,
+    best_in,
+    cutoff_in,
+    seed_of,
+    position_of,
+    temperature_of,
+    score_out,
+    token_out,
+    stride,
+    size,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of a part: the best score among the kept tokens, and its first token."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_of + row)
+    if temperature <= 0.0:
+        return
+    temperature = tl.maximum(temperature, _LEAST)
+    state = stream(tl.load(seed_of + row), tl.load(position_of + row))
+    best_logit = tl.max(tl.load(best_in + row * PARTS + tl.arange(0, PARTS)), axis=0)
+    cutoff = tl.load(cutoff_in + row)
+    begin, end = _part(size, PARTS, BLOCK)
+    best = tl.full([1], float("-inf"), tl.float64)
+    token = tl.zeros([1], tl.int32)
+    for first in range(begin, end, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        logit = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf")).to(tl.float32)
+        key = depth_key(logit, best_logit, temperature)
+        is_kept = (at < end) & (key <= cutoff)
+        if tl.max(is_kept.to(tl.int32), axis=0) > 0:  # most blocks of a truncated row keep nothing
+            depth = key.to(tl.float32, bitcast=True)
+            score = tl.where(is_kept, gumbel(state, at) - depth.to(tl.float64), float("-inf"))
+            here = tl.max(score, axis=0, keep_dims=True)
+            first_token = tl.min(tl.where(score == here, at, size - 1), axis=0, keep_dims=True)
+            token = tl.where(here > best, first_token, token)
+            best = tl.maximum(best, here)
+    at = row * PARTS + tl.program_id(1) + tl.arange(0, 1)
+    tl.store(score_out + at, best)
+    tl.store(token_out + at, token)
+
+
+@triton.jit
+def _finish(
+    logits,
+    best_in,
+    sum_in,
+    greedy_in,
+    score_in,
+    drawn_in,
+    temperature_of,
+    token_out,
+    logprob_out,
+    stride,
+    PARTS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    best_S = tl.load(best_in + row * PARTS + part)
+    best = tl.max(best_S, axis=0)
+    anchor = tl.where(best == float("-inf"), 0.0, best)
+    total = tl.sum(tl.load(sum_in + row * PARTS + part) * tl.exp2((best_S - anchor) * _LOG2_E), axis=0)
+    greedy_S = tl.load(greedy_in + row * PARTS + part)
+    # Parts are in the order of tokens, so the first part with the best has the lowest token.
+    first = tl.min(tl.where(best_S == best, part, PARTS - 1), axis=0)
+    token = tl.sum(tl.where(part == first, greedy_S, 0), axis=0)
+    if tl.load(temperature_of + row) > 0.0:
+        score_S = tl.load(score_in + row * PARTS + part)
+        first = tl.min(tl.where(score_S == tl.max(score_S, axis=0), part, PARTS - 1), axis=0)
+        token = tl.sum(tl.where(part == first, tl.load(drawn_in + row * PARTS + part), 0), axis=0)
+    logit = tl.load(logits + row * stride + token).to(tl.float32)
+    tl.store(token_out + row, token.to(tl.int64))
+    tl.store(logprob_out + row, logit - anchor - tl.log2(total) * _LN_2)
+
+
+@final
+class Sampler:
+    """Scratch for up to `most_rows` rows; one for all graphs of a stream."""
+
+    def __init__(self, most_rows: int, vocab_size: int, device: torch.device, num_processors: int = 132) -> None:
+        self._most_rows = most_rows
+        self._size = vocab_size
+        self._num_groups = -(-vocab_size // GROUP)
+        self._num_processors = num_processors
+
+        def scratch(dtype: torch.dtype, *size: int) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        self._best = scratch(torch.float32, most_rows, _MOST_PARTS)
+        self._sum = scratch(torch.float32, most_rows, _MOST_PARTS)
+        self._greedy = scratch(torch.int32, most_rows, _MOST_PARTS)
+        self._score = scratch(torch.float64, most_rows, _MOST_PARTS)
+        self._drawn = scratch(torch.int32, most_rows, _MOST_PARTS)
+        self._cutoff = scratch(torch.int32, most_rows)
+        self._keys = scratch(torch.int32, most_rows, vocab_size)
+        self._group_best = scratch(torch.float32, most_rows, self._num_groups)
+        self._group_keys = scratch(torch.int32, most_rows, self._num_groups)
+
+    def draw(self, logits_BV: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Tokens, int64, and their logprobs, float32: [B] each. Logits are of any float dtype, and are not changed."""
+        num_rows, size = logits_BV.shape
+        if num_rows > self._most_rows or size != self._size:
+            raise InternalError(f"logits {num_rows} x {size}: the sampler is for {self._most_rows} x {self._size}")
+        token_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
+        logprob_B = torch.empty(num_rows, dtype=torch.float32, device=logits_BV.device)
+        if not num_rows:
+            return token_B, logprob_B
+        parts = num_parts(num_rows, size, self._num_processors)
+        stride, grid = logits_BV.stride(0), (num_rows, parts)
+        _look[grid](
+            logits_BV,
+            self._best,
+            self._sum,
+            self._greedy,
+            self._group_best,
+            stride,
+            self._num_groups,
+            size,
+            PARTS=parts,
+            BLOCK=_BLOCK,
+        )
+        _cut[(num_rows,)](
+            logits_BV,
+            self._best,
+            self._group_best,
+            draws.temperature,
+            draws.top_k,
+            draws.top_p,
+            draws.floor,
+            self._cutoff,
+            self._keys,
+            self._group_keys,
+            stride,
+            self._num_groups,
+            size,
+            self._num_groups,
+            PARTS=parts,
+            BLOCK=_CUTOFF_BLOCK,
+            num_warps=16,
+        )
+        _draw[grid](
+            logits_BV,
+            self._best,
+            self._cutoff,
+            draws.seed,
+            draws.position,
+            draws.temperature,
+            self._score,
+            self._drawn,
+            stride,
+            size,
+            PARTS=parts,
+            BLOCK=_BLOCK,
+        )
+        _finish[(num_rows,)](
+            logits_BV,
+            self._best,
+            self._sum,
+            self._greedy,
+            self._score,
+            self._drawn,
+            draws.temperature,
+            token_B,
+            logprob_B,
+            stride,
+            PARTS=parts,
+            num_warps=1,
+        )
+        return token_B, logprob_B
+
+
+def num_parts(num_rows: int, vocab_size: int, num_processors: int) -> int:
+    """A power of two that fills the device twice, and leaves each part some blocks."""
+    wanted = min(_MOST_PARTS, 2 * num_processors / num_rows, vocab_size / _BLOCK)
+    parts = 1
+    while parts * 2 <= wanted:
+        parts *= 2
+    return parts
