@@ -78,6 +78,8 @@ class DecodeProgram(RoleProgram):
             end_rule=self.end_rule,
             drafting=self._drafting,
         )
+        if self._drafting is None:
+            self.go_ahead(self._batching)
 
     @property
     def batching(self) -> DecodeBatching:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from decode_worker.resident import Resident
+from decode_worker.resident import Resident, Stage
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.effects import StepAccount
 from pdserve.engine.interface import Row
@@ -39,6 +39,14 @@ class Step:
     @property
     def keys(self) -> list[AttemptKey]:
         return [resident.key for resident, _ in self.shares()]
+
+    def rows_again(self) -> list[Row | None]:
+        """The rows once every token before them is known, to be computed anew; None for who has left."""
+        again: list[Row | None] = []
+        for resident, count in self.shares():
+            is_here = resident.stage is Stage.RUNNING and bool(resident.blocks)
+            again.append(resident.row(count, self.block_size) if is_here else None)
+        return again
 
     @cached_property
     def rows(self) -> list[Row]:

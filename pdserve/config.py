@@ -25,6 +25,7 @@ KV_DTYPES: Final = ("auto", "int8")
 DEVICES: Final = ("auto", "cpu", "cuda")
 PUSHES: Final = ("auto", "end", "chunk", "layers")
 SPECULATIONS: Final = ("ngram", "off")
+AHEADS: Final = ("auto", "on", "off")
 MOST_DRAFTS: Final = 15  # a row of as many and its own token is what attention computes at once
 
 
@@ -62,6 +63,10 @@ class WorkerConfig:
     speculation: str = _doc(
         "guesses that decode steps verify: ngram (what followed before in the text) or off", "ngram"
     )
+    ahead: str = _doc(
+        "launch a decode step before the last one is read, where nobody speculates: auto (engines on a GPU), on, off",
+        "auto",
+    )
     max_drafts: int = _doc("guessed tokens of one sequence in one step, at most", 8)
     inbox_depth: int = _doc("requests that may wait on the worker before it refuses", 16)
     threads: int = _doc("compute threads; 0 shares the cores among this host's workers", 0)
@@ -89,6 +94,7 @@ class WorkerConfig:
         _at_least("max_batch_tokens", self.max_batch_tokens, 1)
         _choice("push", self.push, PUSHES)
         _choice("speculation", self.speculation, SPECULATIONS)
+        _choice("ahead", self.ahead, AHEADS)
         if not 1 <= self.max_drafts <= MOST_DRAFTS:
             raise ConfigError("max_drafts", self.max_drafts, f"between 1 and {MOST_DRAFTS}")
         _at_least("inbox_depth", self.inbox_depth, 1)

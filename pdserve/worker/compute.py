@@ -43,11 +43,16 @@ class Isolation:
         """One entry per row. Raises EngineBroken where even the probe fails. `on_layer` hears of the first try only."""
         try:
             outs = self._engine.step(rows) if on_layer is None else self._engine.step(rows, on_layer)
-        except Exception:  # whatever an engine may raise: the rows are tried one by one below
-            log.exception("a step failed; its rows are tried one by one", extra={"rows": len(rows)})
-        else:
-            self._num_barren = 0
-            return list(outs)
+        except Exception as error:  # whatever an engine may raise: the rows are tried one by one
+            return self.after_failure(rows, error)
+        self._num_barren = 0
+        return list(outs)
+
+    def after_failure(self, rows: Sequence[Row], error: Exception) -> list[RowOut | RowFailed]:
+        """The rows of a step that failed, each tried alone. Raises EngineBroken where even the probe fails."""
+        if not rows:
+            return []
+        log.error("a step failed; its rows are tried one by one", exc_info=error, extra={"rows": len(rows)})
         entries = [self._alone(row) for row in rows]
         if all(isinstance(entry, RowFailed) for entry in entries):
             self._suspect()

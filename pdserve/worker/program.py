@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from pdserve.core import effects as fx
 from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, FailureKind
@@ -19,12 +19,14 @@ from pdserve.core.blocks import BlockAllocator, CacheChange
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.hashing import hash_seed
 from pdserve.core.latency import CostPrior
-from pdserve.engine.interface import Engine, Row, RowOut
+from pdserve.engine.ahead import LazyAhead
+from pdserve.engine.interface import AheadEngine, Engine, Row, RowOut
 from pdserve.profiles import load_profile
 from pdserve.telemetry import names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.wire.convert import role_to_proto
 from pdserve.worker import calibrate, messages
+from pdserve.worker.begun import AheadBatching, Begun, Runway
 from pdserve.worker.compute import Isolation, RowFailed
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.intake import Limits, key_of, read_sequence
@@ -86,6 +88,7 @@ class RoleProgram(ABC):
         self.cost = load_profile(config.profile).cost if config.profile else self._measure()
         self.tracks: dict[AttemptKey, Track] = {}
         self._isolation = Isolation(engine, self._probe)
+        self._runway: Runway | None = None  # of a role that takes one step ahead
         self._ledger = AttemptLedger()
         self._pending: list[tuple[int, worker_pb2.AttachResponse]] = []
         self._routers: dict[int, bool] = {}  # session -> whether it wants KV events
@@ -101,6 +104,14 @@ class RoleProgram(ABC):
             fx.PromptScored: self._prompt_scored,
             **self.actions(),
         }
+
+    def go_ahead(self, batching: AheadBatching) -> None:
+        """Steps are launched before the one before them is read, where the engine can take them so."""
+        engine, choice = self.engine, self.context.config.ahead
+        if choice == "on" and not hasattr(engine, "launch"):
+            engine = LazyAhead(engine)
+        if choice != "off" and hasattr(engine, "launch"):
+            self._runway = Runway(cast(AheadEngine, engine), batching, self._isolation)
 
     # -- what a role adds ---------------------------------------------------------------------------------------
 
@@ -192,7 +203,7 @@ class RoleProgram(ABC):
 
     @property
     def has_work(self) -> bool:
-        return self.batching.has_work
+        return self.batching.has_work or (self._runway is not None and self._runway.is_busy)
 
     @property
     def is_draining(self) -> bool:
@@ -210,14 +221,16 @@ class RoleProgram(ABC):
     def step(self) -> bool:
         """Plans and computes one step; False where there was nothing to compute."""
         now = self.context.now
-        step, effects = self.batching.plan(now())
-        rows = step.rows
-        self.act(effects)
-        if not rows:
+        begun = self._begin()
+        if begun is None:
             return False
         # Residents feel what comes between steps too, so where one follows the other it is part of the later one.
         started_s = self._step_ended_s if self.is_between_steps else now()
-        entries = self._isolation.step(rows)
+        step = begun.step
+        if self._runway is None or begun.flight is None:
+            entries = self._isolation.step(step.rows)
+        else:
+            entries = self._runway.read(begun)
         self._step_ended_s = ended_s = now()
         self.num_steps += 1
         outs: list[RowOut] = []
@@ -233,6 +246,19 @@ class RoleProgram(ABC):
         self.act(self.batching.apply(step, outs, ended_s))
         self._account(step.account, outs, ended_s - started_s, ended_s)
         return True
+
+    def _begin(self) -> Begun | None:
+        """The step that was launched ahead, else a new one; None where there is nothing to compute."""
+        runway = self._runway
+        begun = None if runway is None else runway.take_next()
+        if begun is not None:
+            return begun
+        step, effects = self.batching.plan(self.context.now())
+        rows = step.rows  # as of the plan: effects may change who is there
+        self.act(effects)
+        if not rows:
+            return None
+        return Begun(step) if runway is None else runway.launch(step)
 
     def tick(self) -> None:
         """Between steps and while idle: deadlines, heartbeats, cache changes."""

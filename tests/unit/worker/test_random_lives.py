@@ -82,14 +82,14 @@ class Life:
         return (await self.router.wait_for(found))[-1]
 
 
-@pytest.mark.parametrize(("transport", "seed"), [("tcp", 1), ("shm", 2), ("auto", 3)])
+@pytest.mark.parametrize(("transport", "seed", "ahead"), [("tcp", 1, "off"), ("shm", 2, "off"), ("auto", 3, "on")])
 async def test_finished_texts_are_right_and_everything_is_free_at_the_end(
-    start: Any, attach: Any, ask: Any, transport: str, seed: int
+    start: Any, attach: Any, ask: Any, transport: str, seed: int, ahead: str
 ) -> None:
     rng = random.Random(seed)
     settings = {"model": "toy", "transport": transport, "toy_step_s": 0.001, "inbox_depth": 6}
     p = start(Role.PREFILL, **settings, kv_blocks=24, max_batch_tokens=16)
-    d = start(Role.DECODE, **settings, kv_blocks=24, max_context_tokens=96)
+    d = start(Role.DECODE, **settings, kv_blocks=24, max_context_tokens=96, ahead=ahead, speculation="off")
     router = await attach(p, d)
     lives = [Life(router, ask, f"r{n}", rng) for n in range(NUM_REQUESTS)]
     async with asyncio.timeout(60):

@@ -1,0 +1,68 @@
+"""A decode worker that launches steps ahead, over real gRPC, with an engine whose steps fail now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pdserve.config import WorkerConfig
+from pdserve.core.types import Role
+from pdserve.engine.ahead import LazyFlight
+from pdserve.engine.interface import Flight, Row, RowOut
+from pdserve.engine.load import load_engine
+from pdserve.engine.toy import answer
+from pdserve.v1 import worker_pb2
+
+PROMPT = list(range(10, 30))
+
+
+class FlakyEngine:
+    """Takes steps ahead; once it is `is_flaky`, every fifth step of several rows raises."""
+
+    def __init__(self, config: WorkerConfig, role: Role) -> None:
+        self._engine = load_engine(config, role)
+        self.spec, self.pool = self._engine.spec, self._engine.pool
+        self.num_steps = self.num_failed = self.num_ahead = 0
+        self.is_flaky = False
+
+    def step(self, rows: Sequence[Row]) -> list[RowOut]:
+        self.num_steps += 1
+        if self.is_flaky and len(rows) > 1 and self.num_steps % 5 == 0:
+            self.num_failed += 1
+            raise RuntimeError("a launch failed")
+        return self._engine.step(rows)
+
+    def launch(self, rows: Sequence[Row], after: Flight | None) -> LazyFlight:
+        self.num_ahead += after is not None
+        return LazyFlight(self, rows, after if isinstance(after, LazyFlight) else None)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def is_empty(program: Any) -> bool:
+    program.check()
+    return program.is_idle and program.blocks.num_referenced == 0
+
+
+async def test_failed_steps_drop_the_one_ahead_and_no_token_is_wrong(start: Any, attach: Any, ask: Any) -> None:
+    d = start(Role.DECODE, load=FlakyEngine, speculation="off", toy_step_s=0.001)
+    d.program.engine.is_flaky = True
+    router = await attach(d)
+    lengths = {"a": 40, "b": 25, "c": 33}
+    for name, length in lengths.items():
+        sequence = ask(name, [*PROMPT, ord(name)], max_tokens=length)
+        await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence, is_local=True))
+    for name, length in lengths.items():
+        assert await router.finished(name) == answer([*PROMPT, ord(name)], length), name
+    await d.until(is_empty, "an empty worker")
+    engine = d.program.engine
+    assert engine.num_failed > 3
+    assert engine.num_ahead > 10
+    assert not d.fatal
+
+
+async def test_ahead_is_for_engines_that_can_and_can_be_forced(start: Any, attach: Any, ask: Any) -> None:
+    for ahead, is_used in (("auto", False), ("on", True), ("off", False)):
+        d = start(Role.DECODE, speculation="off", ahead=ahead, worker_id=f"d-{ahead}")
+        assert (d.program._runway is not None) == is_used
