@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-slow fault-storm kill-storm check format proto bench clean
+.PHONY: demo test test-slow fault-storm kill-storm model check format proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -22,6 +22,10 @@ fault-storm: $(STAMP)
 # 1,000 requests of the bundled model on 2 x 2 workers, one of which is killed every five seconds; about ten minutes.
 kill-storm: $(STAMP)
 	$(BIN)/python -m benchmarks.kill_storm --requests 1000 --every 5 $(ARGS)
+
+# Every interleaving of a transfer and a reuse of its blocks, with more faults than in every run of the tests.
+model: $(STAMP)
+	$(BIN)/python -m tests.unit.kvtransfer.model $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,0 +1,85 @@
+"""A value that is equal for two local states exactly where they behave the same.
+
+Every field of every object is walked, so that a field which a book gains is part of the state from its first day;
+only what is listed here as without influence is left out. Times are taken relative to the side's clock. An object
+that is reached twice is one object: the second time only its number stands there.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import fields
+from enum import Enum
+from typing import Any, Final
+
+from kvtransfer.transport import Grant, TransferKey
+
+IGNORED: Final = {
+    "stats",  # counted, never read
+    "error",  # for people
+    "now_s",  # everything is relative to it
+    "began_at_s",
+    "first_byte_at_s",  # both only for figures in reports
+    "num_bytes",
+    "num_evicted",
+    "_alarm_number",  # breaks ties
+    "moves",  # the table of the side, the same in all states
+}
+_ATOMS: Final = (int, str, bytes, float, type(None), Enum, Grant, TransferKey)
+_MANY: Final = (tuple, list, deque, array)
+_known: dict[type, tuple[str, ...]] = {}
+
+
+def canonical(side: Any) -> Hashable:
+    return _Walk(side.now_s).of(side)
+
+
+class _Walk:
+    def __init__(self, now_s: float) -> None:
+        self._now_s = now_s
+        self._numbers: dict[int, int] = {}
+
+    def of(self, value: Any) -> Hashable:
+        if isinstance(value, _ATOMS):
+            return value
+        if isinstance(value, _MANY):
+            return tuple([self.of(one) for one in value])
+        if isinstance(value, OrderedDict | dict):
+            return tuple([(self.of(key), self.of(one)) for key, one in value.items()])
+        if isinstance(value, set | frozenset):
+            return tuple(sorted(value))
+        number = self._numbers.get(id(value))
+        if number is not None:
+            return ("again", number)
+        self._numbers[id(value)] = len(self._numbers)
+        return tuple([self._field(value, name) for name in _names(value)])
+
+    def _field(self, value: Any, name: str) -> Hashable:
+        one = getattr(value, name)
+        if name.endswith("_at_s"):
+            return None if one is None else one - self._now_s
+        special = _SPECIAL.get(name)
+        return self.of(one) if special is None else special(value, one, self._now_s)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    kind = type(value)
+    names = _known.get(kind)
+    if names is None:
+        every = vars(value) if hasattr(value, "__dict__") else [one.name for one in fields(value)]
+        names = _known[kind] = tuple(name for name in every if name not in IGNORED)
+    return names
+
+
+def _live_alarms(book: Any, alarms: list[tuple[float, int, Any]], now_s: float) -> Hashable:
+    """Alarms of transfers that have ended do nothing when they ring."""
+    return tuple(sorted((at_s - now_s, tag) for at_s, _, tag in alarms if tag in book._open))
+
+
+def _ends(book: Any, ended: dict[Any, tuple[bool, str]], now_s: float) -> Hashable:
+    return tuple((tag, is_verified) for tag, (is_verified, _) in ended.items())
+
+
+_SPECIAL: Final[dict[str, Callable[[Any, Any, float], Hashable]]] = {"_alarms": _live_alarms, "_ended": _ends}

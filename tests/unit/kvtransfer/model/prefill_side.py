@@ -1,0 +1,191 @@
+"""The prefill worker in the model: the real Departures and BlockAllocator, the one thread of a pair, an owner.
+
+A chunk's checksum is taken when the chunk is (`take`); its bytes are read at the latest moment (`send`), as a socket
+does that fills up meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvtransfer.departures import Action, Announce, Departures, Job, Report
+from kvtransfer.landings import Answer
+from kvtransfer.transport import Sent, TransferKey
+from pdserve.core.blocks import BlockAllocator
+from tests.unit.kvtransfer.model.checker import Event, Output, Violated
+from tests.unit.kvtransfer.model.wire import BLOCK_BYTES, JUNK, Chunk, Content, Scenario, grant_of
+
+
+@dataclass(slots=True)
+class Order:
+    """One transfer as its owner sees it."""
+
+    key: TransferKey
+    blocks: list[int]
+    num_pushed: int = 0
+    num_ends: int = 0
+
+
+@dataclass
+class PrefillSide:
+    scenario: Scenario
+    pool: BlockAllocator
+    memory: list[Content]
+    book: Departures | None = None  # of the pair's connection; a new one has a new book
+    to_incarnation: int = 0  # of the worker at the other end
+    now_s: float = 0.0
+    job: Job | None = None
+    checksum: tuple[Content, ...] = ()
+    orders: dict[int, Order] = field(default_factory=dict)
+
+    @classmethod
+    def begun(cls, scenario: Scenario) -> PrefillSide:
+        return cls(scenario, BlockAllocator(scenario.source_blocks), [JUNK] * scenario.source_blocks)
+
+    def react(self, event: Event) -> list[Output] | None:
+        match event:
+            case ("start", int(transfer), int(incarnation)):
+                return self._start(transfer, incarnation)
+            case ("push", int(transfer)):
+                return self._push(transfer)
+            case ("take",):
+                return self._take()
+            case ("send",):
+                return self._send()
+            case ("cut",):
+                return self._cut()
+            case ("restart",):
+                self.__dict__.update(PrefillSide.begun(self.scenario).__dict__)
+                return []
+        if self.book is None:
+            return None
+        match event:
+            case ("dial",):
+                return (
+                    [("linked", self.to_incarnation), *self._do(self.book.linked())] if self.book.needs_link else None
+                )
+            case ("hear", Answer(_, tag, True)):
+                return self._do(self.book.done(tag, self.now_s))
+            case ("hear", Answer(_, tag, False)):
+                return self._do(self.book.refused(tag, "", self.now_s))
+            case ("abort", int(transfer)):
+                order = self.orders.get(transfer)
+                return None if order is None or order.num_ends else self._do(self.book.abort(order.key, self.now_s))
+            case ("time passes",):
+                return self._tick()
+        raise AssertionError(event)
+
+    def alone(self) -> Iterator[Event]:
+        yield from (("push", transfer) for transfer in self.orders)
+        yield from (("take",), ("send",), ("time passes",), ("dial",))
+
+    def given_up(self) -> Iterator[Event]:
+        yield ("restart",)
+        yield from (("abort", transfer) for transfer in self.orders)
+
+    @property
+    def holds(self) -> list[int]:
+        return [block for order in self.orders.values() for block in order.blocks]
+
+    def next_alarm_s(self) -> float | None:
+        return None if self.book is None else self.book.next_alarm_s
+
+    def _deadline_at_s(self) -> float | None:
+        return None if self.scenario.deadline_s is None else self.now_s + self.scenario.deadline_s
+
+    def deadline_s(self) -> float:
+        open_ones = () if self.book is None else self.book._open.values()
+        return max((one.deadline_at_s or self.now_s for one in open_ones), default=self.now_s)
+
+    def _start(self, transfer: int, incarnation: int) -> list[Output] | None:
+        if self.book is not None and self.to_incarnation != incarnation:
+            return None  # the old pair's connection ends first; in the product they may overlap, and share nothing
+        blocks = self.pool.allocate(self.scenario.blocks)
+        if blocks is None:
+            return None
+        for block in blocks:
+            self.memory[block] = JUNK
+        if self.book is None:
+            self.book, self.to_incarnation = Departures(BLOCK_BYTES), incarnation
+        grant = grant_of(transfer, incarnation, tuple(range(self.scenario.blocks)))
+        self.orders[transfer] = Order(grant.key, blocks)
+        return self._do(self.book.start(grant, self.now_s, self._deadline_at_s()))
+
+    def _push(self, transfer: int) -> list[Output] | None:
+        """The next block is computed, and handed to the sender."""
+        order = self.orders.get(transfer)
+        if self.book is None or order is None or order.num_pushed >= len(order.blocks):
+            return None
+        index = order.num_pushed
+        order.num_pushed += 1
+        self.memory[order.blocks[index]] = (transfer, index)
+        is_last = order.num_pushed == len(order.blocks)
+        return self._do(self.book.push(order.key, [(index, order.blocks[index])], is_last, self.now_s))
+
+    def _take(self) -> list[Output] | None:
+        if self.book is None or self.job is not None or not self.book.is_linked:
+            return None
+        self.job = self.book.take(1, self.now_s)
+        if self.job is None:
+            return None
+        self.checksum = self._read(self.job)
+        return []
+
+    def _send(self) -> list[Output] | None:
+        if self.book is None or self.job is None:
+            return None
+        job, checksum = self.job, self.checksum
+        payload = self._read(job)
+        self.job, self.checksum = None, ()
+        origin = job.departure.grant.key.generation
+        chunk = Chunk(job.departure.tag, job.chunk.first, payload, checksum, job.is_last, origin)
+        return [("send", chunk), *self._do(self.book.written(job, self.now_s))]
+
+    def _read(self, job: Job) -> tuple[Content, ...]:
+        transfer = job.departure.grant.key.generation
+        order = self.orders[transfer]
+        for source in job.chunk.sources:
+            if source not in order.blocks:
+                raise Violated("sources kept", f"block {source} of P is read for transfer {transfer}, which has ended")
+        return tuple(self.memory[source] for source in job.chunk.sources)
+
+    def _cut(self) -> list[Output] | None:
+        """The thread of the pair ends, and what it was writing with it."""
+        if self.book is None:
+            return None
+        self.job, self.checksum = None, ()
+        outputs = self._do(self.book.cut("cut", self.now_s))
+        self.book = None
+        return outputs
+
+    def _tick(self) -> list[Output] | None:
+        alarm_s = self.next_alarm_s()
+        if alarm_s is None or self.book is None:
+            return None
+        self.now_s = max(self.now_s, alarm_s)
+        return self._do(self.book.expire(self.now_s))
+
+    def _do(self, actions: list[Action]) -> list[Output]:
+        outputs: list[Output] = []
+        for action in actions:
+            if isinstance(action, Report):
+                outputs.append(self._hear_end(action.sent))
+            elif isinstance(action, Announce):
+                outputs.append(("send", action))
+            else:
+                outputs.append(("send", type(action)(action.tag, "")))
+        self.pool.check(holders=[order.blocks for order in self.orders.values()])
+        return outputs
+
+    def _hear_end(self, sent: Sent) -> Output:
+        transfer = sent.key.generation
+        order = self.orders[transfer]
+        order.num_ends += 1
+        if order.num_ends > 1:
+            raise Violated(
+                "one end", f"the owner of transfer {transfer} on P hears {sent.outcome.value} as a second end"
+            )
+        self.pool.release(order.blocks)
+        order.blocks = []
+        return ("ended", transfer, sent.outcome)

@@ -1,0 +1,40 @@
+"""What is explored: small pools, so that the second transfer lands on the blocks of the first."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from tests.unit.kvtransfer.model.wire import Scenario
+
+
+def scenario(*, blocks: int = 1, sources: int = 1, landings: int = 1, **more: Any) -> Scenario:
+    """Pools in transfers' worth of blocks."""
+    return Scenario(blocks=blocks, source_blocks=sources * blocks, landing_blocks=landings * blocks, **more)
+
+
+# One transfer and one reuse of its blocks on both sides, with two faults at any two steps.
+REUSE: Final = scenario(faults=2)
+# The same with transfers of two blocks: coverage, half-done transfers, the last chunk.
+REUSE_OF_TWO: Final = scenario(blocks=2, faults=1)
+# Both transfers' sources at once, so that their chunks take turns; a chunk reaches memory in two writes (tcp).
+BOTH_AT_ONCE: Final = scenario(sources=2, slices=2, faults=1)
+# One transfer of two blocks in two writes each, with more faults.
+ONE_OF_TWO: Final = scenario(blocks=2, transfers=1, slices=2, faults=3)
+# Two live transfers on different blocks, over two connections.
+SIDE_BY_SIDE: Final = scenario(landings=2, faults=2)
+# `python -m tests.unit.kvtransfer.model`, for minutes and gigabytes.
+REUSE_WITH_MORE: Final = scenario(faults=3)
+BOTH_WITH_MORE: Final = scenario(sources=2, slices=2, faults=2)
+
+EVERY_TIME: Final = {
+    "reuse": REUSE,
+    "reuse of two": REUSE_OF_TWO,
+    "both at once": BOTH_AT_ONCE,
+    "one of two": ONE_OF_TWO,
+}
+DEEP: Final = {
+    **EVERY_TIME,
+    "side by side": SIDE_BY_SIDE,
+    "both at once, more": BOTH_WITH_MORE,
+    "reuse, more": REUSE_WITH_MORE,
+}
