@@ -158,7 +158,9 @@ class DecodeBatching:
         resident.first_token = first_token
         return self._join(resident, now_s)
 
-    def landed(self, key: AttemptKey, *, transfer_s: float, num_bytes: int, now_s: float) -> list[DecodeEffect]:
+    def landed(
+        self, key: AttemptKey, *, transfer_s: float, busy_s: float, num_bytes: int, now_s: float
+    ) -> list[DecodeEffect]:
         """All granted blocks hold verified KV, and nobody writes any more."""
         resident = self._residents.get(key)
         if resident is None or resident.has_landed:
@@ -168,7 +170,13 @@ class DecodeBatching:
         resident.has_landed = True
         resident.computed = len(resident.tokens)
         self._publish(resident, 0)
-        committed = KvCommitted(key=key, transfer_s=transfer_s, num_bytes=num_bytes)
+        committed = KvCommitted(
+            key=key,
+            transfer_s=transfer_s,
+            busy_s=busy_s,
+            num_bytes=num_bytes,
+            held_blocks=resident.cached // self._block_size,
+        )
         return [committed, *self._join(resident, now_s)]
 
     def lost(self, key: AttemptKey, error: str) -> list[DecodeEffect]:

@@ -177,7 +177,11 @@ class DecodeProgram(RoleProgram):
                 now_s = self.context.now()
                 self.act(
                     self._batching.landed(
-                        key, transfer_s=received.transfer_s, num_bytes=received.num_bytes, now_s=now_s
+                        key,
+                        transfer_s=received.transfer_s,
+                        busy_s=received.busy_s,
+                        num_bytes=received.num_bytes,
+                        now_s=now_s,
                     )
                 )
             case ReceiveOutcome.FAILED | ReceiveOutcome.DRAINED:
@@ -218,17 +222,22 @@ class DecodeProgram(RoleProgram):
 
     def _kv_committed(self, effect: fx.KvCommitted) -> None:
         key, metrics = effect.key, self.context.metrics
+        saved_bytes = effect.held_blocks * self.engine.spec.block_bytes
         ended = worker_pb2.TransferEnded(
             request_id=key.request_id,
             attempt=key.attempt,
             is_committed=True,
             transfer_s=effect.transfer_s,
             bytes=effect.num_bytes,
+            busy_s=effect.busy_s,
+            saved_bytes=saved_bytes,
         )
         self.emit(key.router, transfer_ended=ended)
         metrics.add(names.TRANSFERS, outcome="committed")
         metrics.add(names.TRANSFER_BYTES_TOTAL, effect.num_bytes)
+        metrics.add(names.TRANSFER_SAVED_BYTES, saved_bytes)
         metrics.observe(names.TRANSFER_TIME, effect.transfer_s)
+        metrics.observe(names.TRANSFER_BUSY_TIME, effect.busy_s)
         self.record_span(names.SPAN_TRANSFER, key, effect.transfer_s, {names.TRANSFER_BYTES: effect.num_bytes})
 
     def _tell(self, drawn: Iterable[fx.Drawn]) -> None:

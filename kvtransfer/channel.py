@@ -7,11 +7,13 @@ Nothing here waits without `poll`, and nothing is written or read outside the ow
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import select
 import socket
 import sys
+import termios
 import threading
 from collections import deque
 from typing import Final
@@ -102,6 +104,14 @@ class Channel:
         self._outbox.append(data)
         if threading.get_ident() != self._owner:  # the owner flushes before it waits
             self.waker.set()
+
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """Written bytes that the peer's host has not acknowledged; 0 where this cannot be known."""
+        if sys.platform != "linux" or self.socket.family not in (socket.AF_INET, socket.AF_INET6):
+            return 0
+        answer = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))
+        return int.from_bytes(answer, sys.byteorder)
 
     def stop(self, reason: str) -> None:
         """Makes the owner's next wait raise Gone, from any thread."""

@@ -54,6 +54,9 @@ class Departure:
     pending: deque[Chunk] = field(default_factory=deque)
     num_taken: int = 0  # blocks of chunks that were taken to be sent
     num_bytes: int = 0
+    early_bytes: int = 0
+    last_pushed_at_s: float | None = None
+    busy_s: float = 0.0
     is_announced: bool = False
 
 
@@ -99,13 +102,26 @@ class Departures:
             departure.session.handle(Event.REFUSED, error)
         return self._after(departure, now_s) + self._announce(departure)
 
-    def push(self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool, now_s: float) -> list[Action]:
-        """Queues blocks; a block that was pushed before, or a last push that leaves a gap, fails the transfer."""
+    def push(
+        self,
+        key: TransferKey,
+        blocks: Sequence[tuple[int, int]],
+        is_last: bool,
+        now_s: float,
+        unacknowledged_bytes: int = 0,
+    ) -> list[Action]:
+        """Queues blocks; a block that was pushed before, or a last push that leaves a gap, fails the transfer.
+
+        `unacknowledged_bytes` of what was written on this connection have not reached the receiver's host.
+        """
         departure = self._open.get(tag_of(key))
         if departure is None or not departure.session.is_open:
             self.stats.late_messages += 1
             return []
         session = departure.session
+        if is_last:
+            departure.last_pushed_at_s = now_s
+            departure.early_bytes = max(0, departure.num_bytes - unacknowledged_bytes)
         for chunk in chunks_of(blocks, max(1, session.size)):
             if not session.claim(chunk.first, chunk.count):
                 error = f"blocks {chunk.first}..{chunk.first + chunk.count - 1} of {session.size} were pushed twice"
@@ -159,9 +175,11 @@ class Departures:
             session.land(job.chunk.first, job.chunk.count)
         return self._after(departure, now_s)
 
-    def done(self, tag: Tag, now_s: float) -> list[Action]:
-        """The receiver has verified every block."""
+    def done(self, tag: Tag, now_s: float, busy_s: float = 0.0) -> list[Action]:
+        """The receiver has verified every block; chunks were on their way for `busy_s`."""
         departure = self._open.get(tag)
+        if departure is not None:
+            departure.busy_s = busy_s
         if departure is None or not departure.session.handle(Event.CHECKED):
             self.stats.late_messages += 1
             return []
@@ -229,6 +247,7 @@ class Departures:
             if is_sent:
                 self.stats.bytes += departure.num_bytes
             began_s = now_s if departure.began_at_s is None else departure.began_at_s
+            pushed_s = now_s if departure.last_pushed_at_s is None else departure.last_pushed_at_s
             actions.append(
                 Report(
                     Sent(
@@ -236,6 +255,9 @@ class Departures:
                         outcome=SendOutcome.SENT if is_sent else SendOutcome.FAILED,
                         num_bytes=departure.num_bytes,
                         send_s=now_s - began_s,
+                        busy_s=departure.busy_s,
+                        exposed_s=now_s - pushed_s,
+                        early_bytes=departure.early_bytes,
                         error=session.error,
                     )
                 )

@@ -33,7 +33,7 @@ class Kind(IntEnum):
     ANNOUNCE = 1  # sender: this transfer comes over this connection
     CHUNK = 2  # sender: blocks first .. first + count - 1 of the grant
     RETRACT = 3  # sender: gives up; the text says why
-    DONE = 4  # receiver: every block is verified
+    DONE = 4  # receiver: every block is verified; `slot` is for how many microseconds chunks were on their way
     REFUSE = 5  # receiver: the transfer is over and was not verified; the text says why
     CREDIT = 6  # receiver: the chunk in `slot` has been read (shm)
 

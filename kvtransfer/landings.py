@@ -11,6 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvtransfer.busy import Busy
 from kvtransfer.frames import Tag, tag_of
 from kvtransfer.session import RECEIVER_MOVES, Event, Session, State
 from kvtransfer.stats import TransferStats
@@ -35,6 +36,7 @@ class Answer:
     tag: Tag
     is_verified: bool
     error: str = ""
+    busy_s: float = 0.0
 
 
 Action = Report | Answer
@@ -52,6 +54,7 @@ class Landing:
     first_byte_at_s: float | None = None
     aborted_at_s: float | None = None
     num_bytes: int = 0
+    busy: Busy = field(default_factory=Busy)
     is_answered: bool = False
     reported: State | None = None
 
@@ -139,6 +142,7 @@ class Landings:
         if landing.first_byte_at_s is None:
             landing.first_byte_at_s = now_s
         self.stats.chunks += 1
+        landing.busy.begin(now_s)
         return Claim(landing, first, count)
 
     def enter(self, claim: Claim) -> bool:
@@ -156,6 +160,7 @@ class Landings:
         if not session.is_open:
             return []
         claim.landing.num_bytes += num_bytes
+        claim.landing.busy.end(now_s)
         session.land(claim.first, claim.count)
         session.check(claim.first, claim.count, matches)
         if not matches:
@@ -233,7 +238,8 @@ class Landings:
             landing.is_answered = True
             if landing.writer is not None:
                 is_verified = session.state is State.VERIFIED
-                actions.append(Answer(landing.writer, landing.tag, is_verified, session.error))
+                answer = Answer(landing.writer, landing.tag, is_verified, session.error, landing.busy.total_s)
+                actions.append(answer)
         outcome = OUTCOMES.get(session.state)
         if outcome is None or landing.reported is session.state:
             return actions
@@ -254,6 +260,7 @@ class Landings:
                     outcome=outcome,
                     num_bytes=landing.num_bytes,
                     transfer_s=now_s - began_s,
+                    busy_s=landing.busy.total_s,
                     error=session.error,
                 )
             )

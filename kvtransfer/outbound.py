@@ -189,13 +189,18 @@ class Outbound(threading.Thread):
             self._owners[command.grant.key] = command.on_end
             self._act(self._book.start(command.grant, now_s, command.deadline_at_s, command.error))
         elif isinstance(command, Push):
-            self._act(self._book.push(command.key, command.blocks, command.is_last, now_s))
+            self._act(
+                self._book.push(command.key, command.blocks, command.is_last, now_s, self._unacknowledged(command))
+            )
         elif isinstance(command, Abort):
             self._act(self._book.abort(command.key, now_s))
         elif command.line is None:
             raise TransferFailed(command.error)
         else:
             self._link(command.line)
+
+    def _unacknowledged(self, push: Push) -> int:
+        return self._channel.unacknowledged_bytes if push.is_last and self._channel is not None else 0
 
     def _link(self, line: Line) -> None:
         self._line = line
@@ -246,7 +251,7 @@ class Outbound(threading.Thread):
     def _hear(self, frame: Frame, text: str) -> None:
         now_s = self._clock()
         if frame.kind is Kind.DONE:
-            self._act(self._book.done(frame.tag, now_s))
+            self._act(self._book.done(frame.tag, now_s, frame.slot * 1e-6))
         elif frame.kind is Kind.REFUSE:
             self._act(self._book.refused(frame.tag, text, now_s))
         elif frame.kind is Kind.CREDIT and self._line is not None:

@@ -286,7 +286,7 @@ class StreamReceiver:
 
 def _encode(answer: Answer) -> bytes:
     if answer.is_verified:
-        return Frame(Kind.DONE, answer.tag).encode()
+        return Frame(Kind.DONE, answer.tag, slot=min(round(answer.busy_s * 1e6), 2**32 - 1)).encode()
     return encode_text(Kind.REFUSE, answer.tag, answer.error)
 
 

@@ -68,6 +68,7 @@ class Received:
     outcome: ReceiveOutcome
     num_bytes: int = 0
     transfer_s: float = 0.0  # first byte to verification, on this host's monotonic clock
+    busy_s: float = 0.0  # of it, with chunks on their way
     error: str = ""
 
 
@@ -82,6 +83,9 @@ class Sent:
     outcome: SendOutcome
     num_bytes: int = 0
     send_s: float = 0.0
+    busy_s: float = 0.0  # Received.busy_s
+    exposed_s: float = 0.0  # from the last push to the receiver's word: what no computing hid
+    early_bytes: int = 0  # that the receiver's host had acknowledged at the last push
     error: str = ""
 
 

@@ -15,6 +15,7 @@ from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core.attempt import AttemptKey, FailureKind
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
+from pdserve.core.overlap import hidden_share
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
@@ -130,7 +131,28 @@ class PrefillProgram(RoleProgram):
         if held is None or held[0].key != sent.key:
             self.counts["late end of a transfer"] += 1
             return
+        if sent.outcome is SendOutcome.SENT:
+            self._measure_sent(key, held[0], sent)
         self.act(self._batching.sent(key, is_whole=sent.outcome is SendOutcome.SENT, error=sent.error))
+
+    def _measure_sent(self, key: AttemptKey, grant: Grant, sent: Sent) -> None:
+        if not sent.num_bytes:
+            return
+        # What left in one piece shows what the link takes with all that comes before and behind the bytes.
+        took_s = sent.busy_s if sent.early_bytes else sent.exposed_s
+        self._batching.pushing.sent(grant.worker_id, sent.num_bytes, took_s)
+        metrics = self.context.metrics
+        metrics.observe(names.TRANSFER_EXPOSED_TIME, sent.exposed_s)
+        metrics.observe(names.TRANSFER_HIDDEN_SHARE, hidden_share(sent.busy_s, sent.exposed_s))
+        metrics.add(names.TRANSFER_SENT_BYTES, sent.early_bytes, when="early")
+        metrics.add(names.TRANSFER_SENT_BYTES, sent.num_bytes - sent.early_bytes, when="late")
+        ended = worker_pb2.TransferEnded(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            is_committed=True,
+            exposed_s=sent.exposed_s,
+        )
+        self.emit(key.router, transfer_ended=ended)
 
     def _first_drawn(self, effect: fx.FirstDrawn) -> None:
         key = effect.key

@@ -187,10 +187,13 @@ def _timings(end: FinishRequest) -> inference_pb2.Timings:
         queue_s=timings.queue_s,
         prefill_s=timings.prefill_s,
         transfer_s=timings.transfer_s,
+        transfer_busy_s=timings.transfer_busy_s,
+        transfer_exposed_s=timings.transfer_exposed_s,
         decode_s=timings.decode_s,
         path=convert.path_to_proto(timings.path),
         prefill_worker=timings.prefill_worker,
         decode_worker=timings.decode_worker,
         attempts=timings.attempts,
         transfer_bytes=timings.transfer_bytes,
+        transfer_saved_bytes=timings.transfer_saved_bytes,
     )

@@ -18,9 +18,7 @@ from router.ledger import Ledger
 from router.lifecycle import Move, Stage
 from router.recovery import Cause, lose, requeue
 from router.request import Placement, Request
-from router.view import WorkerView
 
-OVERLAP_SHARE: Final = 1.2  # of a predicted prefill: transfers that last longer have waited for the link
 FIRST_REFUSAL_S: Final = 0.01  # after which a refused request is placed again, doubling
 LONGEST_REFUSAL_S: Final = 0.5
 LONGEST_CLOSED_S: Final = 5.0  # that a worker is not asked, whatever it says
@@ -126,7 +124,10 @@ def on_transfer_ended(ledger: Ledger, event: TransferEnded) -> None:
         return
     request, placement = found
     is_from_prefill = event.worker_id == placement.prefill_worker
-    if is_from_prefill and (event.is_committed or request.stage in (Stage.DECODING, Stage.LANDED)):
+    if is_from_prefill and event.is_committed:
+        request.transfer_exposed_s += event.exposed_s
+        return
+    if is_from_prefill and request.stage in (Stage.DECODING, Stage.LANDED):
         # The receiver's word counts: it has verified the blocks whatever the sender saw.
         ledger.counters["sender_disagrees"] += 1
         return
@@ -136,26 +137,15 @@ def on_transfer_ended(ledger: Ledger, event: TransferEnded) -> None:
     if not ledger.move(request, Move.COMMITTED):
         return
     request.transfer_s += event.transfer_s
+    request.transfer_busy_s += event.busy_s
+    request.transfer_saved_bytes += event.saved_bytes
     request.transfer_bytes += event.num_bytes
     attempt_tokens = request.facts.num_prompt_tokens + request.attempt_output
-    ledger.fleet.measured(
-        placement.prefill_worker,
-        placement.decode_worker,
-        event.num_bytes,
-        event.transfer_s,
-        is_overlapped=_is_overlapped(ledger.fleet.views.get(placement.prefill_worker), attempt_tokens, event),
-    )
+    ledger.fleet.measured(placement.prefill_worker, placement.decode_worker, event.num_bytes, event.busy_s)
     block_size = ledger.fleet.views[placement.decode_worker].hello.block_size
     request.cached_blocks[placement.decode_worker] = attempt_tokens // block_size
     if request.stage is Stage.DECODING:
         _joined(ledger, request, placement)
-
-
-def _is_overlapped(prefill: WorkerView | None, tokens: int, event: TransferEnded) -> bool:
-    """Whether the transfer may have waited for the prefill: blocks leave as their chunk is computed."""
-    if prefill is None or tokens <= prefill.hello.max_batch_tokens:
-        return False
-    return event.transfer_s <= OVERLAP_SHARE * prefill.prefill_s(tokens, 0)
 
 
 def on_tokens(ledger: Ledger, event: TokensArrived) -> None:

@@ -50,7 +50,7 @@ class Usage:
 class Timings:
     """ttft_s, tpot_s and total_s by the router's clock; the rest by the process that did the work.
 
-    After a recovery, queue_s, prefill_s and transfer_s add up over the attempts that got that far.
+    After a recovery, queue_s, prefill_s and what is said of transfers add up over the attempts that got that far.
     """
 
     ttft_s: float
@@ -58,13 +58,16 @@ class Timings:
     total_s: float
     queue_s: float = 0.0  # in the router before the last placement, and on the prefilling worker
     prefill_s: float = 0.0
-    transfer_s: float = 0.0
+    transfer_s: float = 0.0  # first byte to commit; overlaps the prefill
+    transfer_busy_s: float = 0.0  # of it, with bytes on their way
+    transfer_exposed_s: float = 0.0  # after the prefill: what it did not hide
     decode_s: float = 0.0
     path: Path | None = None  # of the last attempt
     prefill_worker: str = ""  # empty on the local path
     decode_worker: str = ""
     attempts: int = 0
     transfer_bytes: int = 0
+    transfer_saved_bytes: int = 0  # that the decode worker had already
     preemptions: int = 0
 
 

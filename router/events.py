@@ -157,14 +157,20 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEnded:
-    """KV is verified and committed, or is not to be had. May come before FirstToken: the streams differ."""
+    """KV is verified and committed, or is not to be had. May come before FirstToken: the streams differ.
+
+    From the prefill worker, committed: all is acknowledged, and `exposed_s` is what its computing did not hide.
+    """
 
     worker_id: str
     request_id: str
     attempt: int
     is_committed: bool
     transfer_s: float = 0.0
+    busy_s: float = 0.0  # of it, with chunks on their way
+    exposed_s: float = 0.0
     num_bytes: int = 0
+    saved_bytes: int = 0  # that the decode worker had already
     error: str = ""
 
 

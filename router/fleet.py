@@ -78,17 +78,16 @@ class Fleet:
     def link(self, prefill_worker: str, decode_worker: str) -> LinkModel:
         return self._links.get((prefill_worker, decode_worker), self._any_link)
 
-    def measured(
-        self, prefill_worker: str, decode_worker: str, num_bytes: int, transfer_s: float, *, is_overlapped: bool
-    ) -> None:
+    def measured(self, prefill_worker: str, decode_worker: str, num_bytes: int, busy_s: float) -> None:
+        """A transfer of so many bytes kept the pair's link busy for so long, waits for the prefill apart."""
         pair = (prefill_worker, decode_worker)
         link = self._links.get(pair)
         if link is None:
             link = self._links[pair] = LinkModel(self._any_link.latency_s, self._any_link.bandwidth_bytes_s)
             if len(self._links) > MAX_LINKS:
                 self._links.popitem(last=False)
-        link.observe(num_bytes, transfer_s, is_overlapped=is_overlapped)
-        self._any_link.observe(num_bytes, transfer_s, is_overlapped=is_overlapped)
+        link.observe(num_bytes, busy_s)
+        self._any_link.observe(num_bytes, busy_s)
         self._links.move_to_end(pair)
 
     def excuse_silence(self, gap_s: float) -> None:

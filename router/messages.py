@@ -107,6 +107,9 @@ def event_of(worker_id: str, message: worker_pb2.AttachResponse) -> events.Event
             is_committed=ended.is_committed,
             transfer_s=ended.transfer_s,
             num_bytes=ended.bytes,
+            busy_s=ended.busy_s,
+            exposed_s=ended.exposed_s,
+            saved_bytes=ended.saved_bytes,
             error=ended.error,
         )
     if kind == "failed":

@@ -79,8 +79,11 @@ class Request:
     queue_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
+    transfer_busy_s: float = 0.0
+    transfer_exposed_s: float = 0.0
     decode_s: float = 0.0
     transfer_bytes: int = 0
+    transfer_saved_bytes: int = 0
     preemptions: int = 0
     cached_tokens: int | None = None
 
@@ -129,12 +132,15 @@ class Request:
             queue_s=self.queue_s,
             prefill_s=self.prefill_s,
             transfer_s=self.transfer_s,
+            transfer_busy_s=self.transfer_busy_s,
+            transfer_exposed_s=self.transfer_exposed_s,
             decode_s=self.decode_s,
             path=where.path if where is not None else None,
             prefill_worker=where.prefill_worker if where is not None else "",
             decode_worker=where.decode_worker if where is not None else "",
             attempts=self.num_tried,
             transfer_bytes=self.transfer_bytes,
+            transfer_saved_bytes=self.transfer_saved_bytes,
             preemptions=self.preemptions,
         )
 

@@ -136,17 +136,21 @@ class Decoder(Machine):
             self.act(effects)
             self._joined(key)
 
-    def received(self, key: AttemptKey, transfer: TransferKey, transfer_s: float, num_bytes: int) -> None:
-        self.post(self._received, key, transfer, transfer_s, num_bytes)
+    def received(
+        self, key: AttemptKey, transfer: TransferKey, transfer_s: float, busy_s: float, num_bytes: int
+    ) -> None:
+        self.post(self._received, key, transfer, transfer_s, busy_s, num_bytes)
 
     def not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
         self.post(self._not_received, key, transfer, error)
 
-    def _received(self, key: AttemptKey, transfer: TransferKey, transfer_s: float, num_bytes: int) -> None:
+    def _received(
+        self, key: AttemptKey, transfer: TransferKey, transfer_s: float, busy_s: float, num_bytes: int
+    ) -> None:
         if self._transfers.get(key) != transfer:
             return
         now_s = self.agenda.now_s
-        self.act(self._batching.landed(key, transfer_s=transfer_s, num_bytes=num_bytes, now_s=now_s))
+        self.act(self._batching.landed(key, transfer_s=transfer_s, busy_s=busy_s, num_bytes=num_bytes, now_s=now_s))
         self._joined(key)
 
     def _not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
@@ -346,7 +350,9 @@ class Decoder(Machine):
                     attempt=key.attempt,
                     is_committed=True,
                     transfer_s=effect.transfer_s,
+                    busy_s=effect.busy_s,
                     num_bytes=effect.num_bytes,
+                    saved_bytes=effect.held_blocks * self.block_size * self.shape.kv_bytes_per_token,
                 )
                 self.tell(key.router, event)
             case fx.ReceiveAborted():

@@ -183,7 +183,7 @@ class Machine(ABC):
     def drain(self) -> None:
         self.batching.is_draining = True
 
-    def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str) -> None:
+    def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float = 0.0) -> None:
         raise AssertionError("only prefill workers send")
 
     def moving(self, key: AttemptKey) -> None:
@@ -191,7 +191,9 @@ class Machine(ABC):
         self.note()
         self.unstrand(key)
 
-    def received(self, key: AttemptKey, transfer: TransferKey, transfer_s: float, num_bytes: int) -> None:
+    def received(
+        self, key: AttemptKey, transfer: TransferKey, transfer_s: float, busy_s: float, num_bytes: int
+    ) -> None:
         raise AssertionError("only decode workers receive")
 
     def not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:

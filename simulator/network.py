@@ -26,14 +26,16 @@ class End(Protocol):
     def moving(self, key: AttemptKey) -> None:
         """The first byte is on its way."""
 
-    def received(self, key: AttemptKey, transfer: TransferKey, transfer_s: float, num_bytes: int) -> None:
+    def received(
+        self, key: AttemptKey, transfer: TransferKey, transfer_s: float, busy_s: float, num_bytes: int
+    ) -> None:
         """Every block has landed and was verified."""
 
     def not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
         """Nobody writes any more, and not all has come."""
 
-    def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str) -> None:
-        """Nobody reads the source blocks any more."""
+    def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float = 0.0) -> None:
+        """Nobody reads the source blocks any more; whole, it has landed `exposed_s` after the last of it was pushed."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,6 +56,9 @@ class Transfer:
     as_of_s: float = 0.0  # when left_bytes was so many
     turn: int = 0  # outdates the ends that were foreseen
     began_s: float | None = None
+    chunk_began_s: float = 0.0
+    busy_s: float = 0.0  # with a chunk on its way, latency apart
+    last_pushed_s: float = 0.0
 
     @property
     def key(self) -> TransferKey:
@@ -113,6 +118,7 @@ class Network:
             return
         transfer.inward.claim(first, count)
         transfer.pushed.append((first, count))
+        transfer.last_pushed_s = self._agenda.now_s
         if transfer.chunk is None:
             self._next_chunk(transfer)
 
@@ -148,7 +154,7 @@ class Network:
             return
         transfer.chunk = transfer.pushed.popleft()
         transfer.left_bytes = float(transfer.chunk[1] * transfer.block_bytes)
-        transfer.as_of_s = self._agenda.now_s
+        transfer.as_of_s = transfer.chunk_began_s = self._agenda.now_s
         if transfer.began_s is None:
             transfer.began_s = self._agenda.now_s
             receiver.moving(transfer.receiver_key)
@@ -188,6 +194,7 @@ class Network:
         if turn != transfer.turn or transfer.chunk is None:
             return
         first, count = transfer.chunk
+        transfer.busy_s += self._agenda.now_s - transfer.chunk_began_s
         self._agenda.after(transfer.latency_s, self._chunk_landed, transfer, first, count)
         transfer.outward.land(first, count)
         transfer.outward.leave()
@@ -206,7 +213,8 @@ class Network:
             num_bytes = inward.size * transfer.block_bytes
             self.num_bytes += num_bytes
             transfer_s = self._agenda.now_s - transfer.began_s
-            transfer.receiver.received(transfer.receiver_key, transfer.key, transfer_s, num_bytes)
+            busy_s = transfer.latency_s + transfer.busy_s
+            transfer.receiver.received(transfer.receiver_key, transfer.key, transfer_s, busy_s, num_bytes)
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
@@ -244,4 +252,5 @@ class Network:
             outward.handle(fault, error)
             outward.writer_gone()
         self._forget_if_over(transfer)
-        sender.sent(key, transfer.key, outward.state is State.VERIFIED, outward.error)
+        exposed_s = self._agenda.now_s - transfer.last_pushed_s
+        sender.sent(key, transfer.key, outward.state is State.VERIFIED, outward.error, exposed_s)

@@ -67,12 +67,14 @@ class Prefiller(Machine):
             )
         )
 
-    def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str) -> None:
-        self.post(self._sent, key, transfer, is_whole, error)
+    def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float = 0.0) -> None:
+        self.post(self._sent, key, transfer, is_whole, error, exposed_s)
 
-    def _sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str) -> None:
+    def _sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float) -> None:
         grant = self._grants.get(key)
         if grant is not None and grant.key == transfer:
+            if is_whole:
+                self._exposed(key, exposed_s)
             self.act(self._batching.sent(key, is_whole=is_whole, error=error))
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -131,6 +133,16 @@ class Prefiller(Machine):
                     self.act_on(effect)
                 case _:
                     self.act_on(effect)
+
+    def _exposed(self, key: AttemptKey, exposed_s: float) -> None:
+        ended = events.TransferEnded(
+            worker_id=self.shape.worker_id,
+            request_id=key.request_id,
+            attempt=key.attempt,
+            is_committed=True,
+            exposed_s=exposed_s,
+        )
+        self.tell(key.router, ended)
 
     def _first_drawn(self, effect: fx.FirstDrawn) -> None:
         key = effect.key

@@ -172,13 +172,13 @@ class _Cluster:
                 self.quickest_grant_s = min(self.quickest_grant_s, now_s - asked_s)
             case Prefill():
                 self._senders[item.request_id, item.attempt] = item.worker_id
-            case TransferEnded():
+            case TransferEnded() if item.num_bytes or not item.is_committed:  # not the sender's word
                 sender = self._senders.pop((item.request_id, item.attempt), "")
                 for worker_id in (item.worker_id, sender):
                     if item.is_committed and worker_id in self.workers:
                         worker = self.workers[worker_id]
                         worker.link = worker.link or LinkModel()
-                        worker.link.observe(item.num_bytes, item.transfer_s)
+                        worker.link.observe(item.num_bytes, item.busy_s or item.transfer_s)
 
     def heartbeat_s(self) -> float:
         beating = [one for one in self.workers.values() if one.num_beats > 1]

@@ -62,12 +62,15 @@ class Timings:
     queue_s: float
     prefill_s: float
     transfer_s: float  # first byte to commit; overlaps prefill
+    transfer_busy_s: float  # of it, with bytes on their way
+    transfer_exposed_s: float  # after the prefill: what it did not hide
     decode_s: float
     path: Path | None
     prefill_worker: str
     decode_worker: str
     attempts: int  # placements tried; 1 when nothing went wrong
     transfer_bytes: int
+    transfer_saved_bytes: int  # that the decode worker had already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,12 +261,15 @@ def _timings(seen: inference_pb2.Timings) -> Timings:
         queue_s=seen.queue_s,
         prefill_s=seen.prefill_s,
         transfer_s=seen.transfer_s,
+        transfer_busy_s=seen.transfer_busy_s,
+        transfer_exposed_s=seen.transfer_exposed_s,
         decode_s=seen.decode_s,
         path=_PATHS.get(seen.path),
         prefill_worker=seen.prefill_worker,
         decode_worker=seen.decode_worker,
         attempts=seen.attempts,
         transfer_bytes=seen.transfer_bytes,
+        transfer_saved_bytes=seen.transfer_saved_bytes,
     )
 
 

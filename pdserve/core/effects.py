@@ -130,8 +130,10 @@ class ReceiveAborted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCommitted:
     key: AttemptKey
-    transfer_s: float
+    transfer_s: float  # first byte to verification
+    busy_s: float  # of it, with chunks on their way
     num_bytes: int
+    held_blocks: int  # leading blocks that were here and did not travel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 LONGEST_S: Final = 86_400.0  # samples and predictions beyond a day are nonsense
+NO_TIME_S: Final = 1e-12  # below what any clock tells: no sample
 CLIP_SIGMAS: Final = 2.0
 CLIPPED_SHARE: Final = 0.92  # of a normal variable's variance that is left when clipped there
 BAND_GAIN: Final = 0.05
@@ -76,7 +77,7 @@ class Fit:
 
         `known_s` of the `seconds` is predicted by others; errors stay relative to the whole.
         """
-        usable = math.isfinite(seconds) and 0.0 < seconds <= LONGEST_S
+        usable = math.isfinite(seconds) and NO_TIME_S < seconds <= LONGEST_S
         if not usable or not all(math.isfinite(f) and 0.0 <= f <= 1e15 for f in features) or not any(features):
             self.num_rejected += 1
             return False

@@ -186,10 +186,7 @@ class CostModel:
 
 
 class LinkModel:
-    """Seconds that KV needs between one pair of workers, whatever else shares the way.
-
-    A transfer that overlaps its prefill lasts as long as that, so its duration only bounds what the link needs.
-    """
+    """Seconds that KV needs between one pair of workers, whatever else shares the way."""
 
     __slots__ = ("_fit",)
 
@@ -203,11 +200,9 @@ class LinkModel:
         seconds = latency_s + per_byte_s * num_bytes
         return seconds if seconds < LONGEST_S else LONGEST_S
 
-    def observe(self, num_bytes: float, transfer_s: float, *, is_overlapped: bool = False) -> bool:
-        """One finished transfer. False: it is no sample, or longer than predicted for another reason."""
-        if not num_bytes > 0.0 or (is_overlapped and not transfer_s < self.transfer_s(num_bytes)):
-            return False
-        return self._fit.observe((1.0, num_bytes), transfer_s)
+    def observe(self, num_bytes: float, busy_s: float) -> bool:
+        """One finished transfer, the waits for what it was to carry apart. False: it is no sample."""
+        return self._fit.observe((1.0, num_bytes), busy_s) if num_bytes > 0.0 else False
 
     @property
     def latency_s(self) -> float:

@@ -58,3 +58,11 @@ def grouped_s(num_bytes: float, computing_s: float, groups: int, bandwidth: floa
     """What is exposed of one chunk alone, latency apart, where it leaves in `groups` equal ones as layers are done."""
     later = 1.0 - 1.0 / groups
     return max(num_bytes / groups / bandwidth, num_bytes / bandwidth - computing_s * later)
+
+
+def hidden_share(busy_s: float, exposed_s: float) -> float:
+    """Of the time that a transfer's bytes were on their way, the share that passed before the last was computed.
+
+    `exposed_s` holds the last message's latency and the receiver's word, too, so the share is not flattered.
+    """
+    return max(0.0, 1.0 - exposed_s / busy_s) if busy_s > 0.0 else 0.0

@@ -127,6 +127,7 @@ TPOT_BUCKETS: Final = (
 SHORT_BUCKETS: Final = (
     0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0,
 )  # fmt: skip
+SHARE_BUCKETS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,7 @@ class MetricSpec:
     by: Process
     help: str
     labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()  # histograms only; seconds
+    buckets: tuple[float, ...] = ()  # histograms only; in the unit of the name
 
 
 METRICS: Final[dict[str, MetricSpec]] = {}
@@ -249,6 +250,43 @@ TRANSFERS: Final = _metric(
 )
 TRANSFER_BYTES_TOTAL: Final = _metric(
     "pdserve_kv_transfer_bytes_total", "counter", "worker", "bytes of KV received and committed"
+)
+TRANSFER_SAVED_BYTES: Final = _metric(
+    "pdserve_kv_transfer_saved_bytes_total",
+    "counter",
+    "worker",
+    "bytes of KV that the receiver had, and did not travel",
+)
+TRANSFER_SENT_BYTES: Final = _metric(
+    "pdserve_kv_sent_bytes_total",
+    "counter",
+    "worker",
+    "bytes of KV, by whether the receiver's host had them when the prompt's last chunk was computed",
+    ("when",),
+)  # when: early, late
+TRANSFER_EXPOSED_TIME: Final = _metric(
+    "pdserve_kv_exposed_seconds",
+    "histogram",
+    "worker",
+    "prompt computed to the receiver's word that all is there, by the sender: what no computing hid",
+    (),
+    TTFT_BUCKETS,
+)
+TRANSFER_BUSY_TIME: Final = _metric(
+    "pdserve_kv_busy_seconds",
+    "histogram",
+    "worker",
+    "of a transfer the time with chunks on their way, by the receiver",
+    (),
+    TTFT_BUCKETS,
+)
+TRANSFER_HIDDEN_SHARE: Final = _metric(
+    "pdserve_kv_hidden_ratio",
+    "histogram",
+    "worker",
+    "1 - exposed / busy seconds of a transfer: what of it was hidden behind the prompt's computing",
+    (),
+    SHARE_BUCKETS,
 )
 TRANSFER_TIME: Final = _metric(
     "pdserve_kv_transfer_seconds", "histogram", "worker", "first byte to commit, by the receiver", (), TTFT_BUCKETS

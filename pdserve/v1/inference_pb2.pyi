@@ -241,7 +241,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("ttft_s", "tpot_s", "total_s", "queue_s", "prefill_s", "transfer_s", "decode_s", "path", "prefill_worker", "decode_worker", "attempts", "transfer_bytes")
+    __slots__ = ("ttft_s", "tpot_s", "total_s", "queue_s", "prefill_s", "transfer_s", "decode_s", "path", "prefill_worker", "decode_worker", "attempts", "transfer_bytes", "transfer_busy_s", "transfer_exposed_s", "transfer_saved_bytes")
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
@@ -254,6 +254,9 @@ class Timings(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     ttft_s: float
     tpot_s: float
     total_s: float
@@ -266,7 +269,10 @@ class Timings(_message.Message):
     decode_worker: str
     attempts: int
     transfer_bytes: int
-    def __init__(self, ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., path: _Optional[_Union[Path, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., transfer_bytes: _Optional[int] = ...) -> None: ...
+    transfer_busy_s: float
+    transfer_exposed_s: float
+    transfer_saved_bytes: int
+    def __init__(self, ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., path: _Optional[_Union[Path, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_busy_s: _Optional[float] = ..., transfer_exposed_s: _Optional[float] = ..., transfer_saved_bytes: _Optional[int] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ()

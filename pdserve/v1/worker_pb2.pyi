@@ -291,20 +291,26 @@ class PromptScored(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., scores: _Optional[_Union[_inference_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class TransferEnded(_message.Message):
-    __slots__ = ("request_id", "attempt", "is_committed", "transfer_s", "bytes", "error")
+    __slots__ = ("request_id", "attempt", "is_committed", "transfer_s", "bytes", "error", "busy_s", "exposed_s", "saved_bytes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     IS_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
+    SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     is_committed: bool
     transfer_s: float
     bytes: int
     error: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., is_committed: _Optional[bool] = ..., transfer_s: _Optional[float] = ..., bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    busy_s: float
+    exposed_s: float
+    saved_bytes: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., is_committed: _Optional[bool] = ..., transfer_s: _Optional[float] = ..., bytes: _Optional[int] = ..., error: _Optional[str] = ..., busy_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., saved_bytes: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("rows",)

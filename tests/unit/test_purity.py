@@ -59,6 +59,7 @@ PURE = [
     "simulator.synthetic",
     "simulator.tables",
     "simulator.trace_rows",
+    "kvtransfer.busy",
     *(
         f"kvtransfer.{name}"
         for name in (

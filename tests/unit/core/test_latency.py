@@ -330,15 +330,6 @@ def test_transfers_tell_latency_and_bandwidth() -> None:
     assert link.error < 0.1
 
 
-def test_a_transfer_that_waited_for_its_prefill_says_only_what_the_link_needs_at_most() -> None:
-    link = LinkModel(latency_s=0.0, bandwidth_bytes_s=1e9)
-    assert not link.observe(10**7, 1.0, is_overlapped=True)
-    assert link.transfer_s(10**7) == pytest.approx(0.01)
-    for _ in range(10):
-        link.observe(10**7, 0.001, is_overlapped=True)
-    assert link.transfer_s(10**7) == pytest.approx(0.001, rel=0.05)
-
-
 def test_a_link_that_became_ten_times_slower_is_believed_within_a_dozen_transfers() -> None:
     link = LinkModel(latency_s=0.0, bandwidth_bytes_s=1e9)
     for _ in range(100):

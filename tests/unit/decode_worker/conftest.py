@@ -117,7 +117,7 @@ class Bench:
 
     def land(self, name: str, attempt: int = 1) -> list[DecodeEffect]:
         key = self.key(name, attempt)
-        return self.batching.landed(key, transfer_s=0.5, num_bytes=64, now_s=self.now_s)
+        return self.batching.landed(key, transfer_s=0.5, busy_s=0.25, num_bytes=64, now_s=self.now_s)
 
     def admit(self, name: str, first_token: int, attempt: int = 1) -> list[DecodeEffect] | None:
         effects = self.batching.admit(self.key(name, attempt), first_token, self.now_s)

@@ -47,7 +47,7 @@ def test_a_landing_place_covers_the_prompt_in_one_run(bench: Any) -> None:
 @pytest.mark.parametrize("is_admitted_first", [True, False])
 def test_decoding_starts_when_kv_and_first_token_are_both_there(bench: Any, is_admitted_first: bool) -> None:
     first = landing(bench, "a")
-    committed = KvCommitted(key=bench.key("a"), transfer_s=0.5, num_bytes=64)
+    committed = KvCommitted(key=bench.key("a"), transfer_s=0.5, busy_s=0.25, num_bytes=64, held_blocks=0)
     if is_admitted_first:
         assert bench.admit("a", first) == []
         assert not bench.batching.has_work

@@ -105,7 +105,7 @@ def test_a_run_is_the_same_as_its_steps(seed: int) -> None:
             names.remove(key)
             for batching in (one, other):
                 batching.admit(key, 7, now_s)
-                batching.landed(key, transfer_s=0.1, num_bytes=1, now_s=now_s)
+                batching.landed(key, transfer_s=0.1, busy_s=0.1, num_bytes=1, now_s=now_s)
         if other.live() and rng.random() < 0.1:
             gone = rng.choice(other.live())
             assert one.cancel(gone) == other.cancel(gone)

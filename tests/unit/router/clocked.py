@@ -264,7 +264,9 @@ class Clocked:
             )
             if landed is not None and not is_last:
                 name = {"worker_id": landed, "request_id": request_id, "attempt": attempt}
-                self.hand(router, TransferEnded(**name, is_committed=True, transfer_s=1e-4, num_bytes=1_000_000))  # type: ignore[arg-type]
+                self.hand(
+                    router, TransferEnded(**name, is_committed=True, transfer_s=1e-4, busy_s=1e-4, num_bytes=1_000_000)
+                )  # type: ignore[arg-type]
             self._release(worker_id, key)
         self._compute(worker_id)
 

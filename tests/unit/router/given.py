@@ -132,6 +132,7 @@ class Given:
                 attempt=attempt,
                 is_committed=is_committed,
                 transfer_s=0.05,
+                busy_s=0.04,
                 num_bytes=4096,
                 error="" if is_committed else "checksum",
             )

@@ -403,6 +403,7 @@ class World:
                     attempt=key[1],
                     is_committed=True,
                     transfer_s=0.01,
+                    busy_s=0.01,
                     num_bytes=1024 * held.tokens,
                 ),
             )

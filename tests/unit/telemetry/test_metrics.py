@@ -106,7 +106,7 @@ def test_names_units_and_buckets_are_well_formed() -> None:
     for spec in names.METRICS.values():
         assert spec.name.startswith(("pdserve_", "gen_ai_server_")), spec
         assert (spec.kind == "counter") == spec.name.endswith("_total"), spec
-        assert (spec.kind == "histogram") == spec.name.endswith("_seconds") == bool(spec.buckets), spec
+        assert (spec.kind == "histogram") == spec.name.endswith(("_seconds", "_ratio")) == bool(spec.buckets), spec
         assert list(spec.buckets) == sorted(set(spec.buckets)), spec
     for fine in (names.TTFT_BUCKETS, names.TPOT_BUCKETS):
         assert max(high / low for low, high in itertools.pairwise(fine) if 0.02 <= low <= 0.5) < 1.6
