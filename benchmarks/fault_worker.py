@@ -32,6 +32,7 @@ from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.grants import grant_from_proto, grant_to_proto
 from kvtransfer.transport import Grant, Received, ReceiveOutcome, SendOutcome, Sent
 from pdserve.core.blocks import BlockAllocator
+from pdserve.core.stamps import chain64
 from pdserve.engine.pool import BlockShape, TorchPool
 from pdserve.v1 import transfer_pb2
 
@@ -231,6 +232,7 @@ class Decode(Worker):
             host=setup.host,
             transport=setup.transport,
             disturbance=self.disturbance,
+            stamps=self.storage.allocator.stamps,
         )
         self._grpc = GrpcHost(self.end.servicer, host=setup.host)
         self._landings: dict[int, tuple[Case, list[int], float]] = {}
@@ -254,7 +256,8 @@ class Decode(Worker):
         for block in blocks:
             self.storage.expects_anything(block)
         self._landings[number] = (case, blocks, time.monotonic() + case.deadline_s)
-        self.end.expect(grant, self.on_end, case.deadline_s)
+        chains = [chain64(block_hash(number, place)) for place in range(case.count)]
+        self.end.expect(grant, self.on_end, case.deadline_s, chains)
         if case.fault is OwnerFault.RECEIVER_ABORTS:
             self.after(case.hold_s / 10, lambda: self.end.abort(case.key))
         self._tell("granted", number, grant_to_proto(grant).SerializeToString())
@@ -311,6 +314,7 @@ class Prefill(Worker):
             incarnation=self.incarnation,
             transport=self.setup.transport,
             disturbance=self.disturbance,
+            stamps=self.storage.allocator.stamps,
         )
 
     def send(self, number: int, message: bytes) -> None:
@@ -321,6 +325,7 @@ class Prefill(Worker):
             return
         for place, block in enumerate(blocks):
             self.storage.write(block, number, place)
+            self.storage.allocator.stamps.mark(block, chain64(block_hash(number, place)))
         grant = grant_from_proto(transfer_pb2.Grant.FromString(message))
         self._sending[number] = (case, grant, blocks, time.monotonic() + case.deadline_s)
         self.end.start(grant, self.on_end, case.deadline_s)

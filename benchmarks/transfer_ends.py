@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from kvtransfer.dial import open_request
+from kvtransfer.grants import PROTOCOL
 from kvtransfer.sender import StreamSender
 from kvtransfer.shape import KvShape
 from kvtransfer.transport import Fingerprint
@@ -53,7 +54,7 @@ def fingerprint(block_bytes: int = BLOCK_BYTES, **changes: Any) -> Fingerprint:
         head_dim=block_bytes // 8 // size,
         block_size=size,
     )
-    plain = Fingerprint(protocol=1, model="m", engine="e", shape=shape)
+    plain = Fingerprint(protocol=PROTOCOL, model="m", engine="e", shape=shape)
     return replace(plain, **changes)
 
 

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.transfer_ends import HostPool
-from kvtransfer.frames import HEADER_BYTES, Frame, Kind, decode
-from kvtransfer.gate import TICKET_BYTES
+from kvtransfer.frames import GREETING_BYTES, HEADER_BYTES, Frame, Kind, decode
 from kvtransfer.paths.shm import CHUNK_BYTES, SHM, WINDOW
 from kvtransfer.shared import HELLO_BYTES, SharedPool, offer
 
@@ -96,7 +95,7 @@ class Proxy:
                 self._keep(*ends)
                 _, down, up = ends
                 up.connect(upstream)
-                up.sendall(read_exactly(down, TICKET_BYTES))
+                up.sendall(read_exactly(down, GREETING_BYTES))
                 if is_shm:
                     pools = Pools(down, self._block_bytes)
                     offer(up, pools.mine)
@@ -111,8 +110,8 @@ class Proxy:
         while True:
             message = read_exactly(down, HEADER_BYTES)
             frame = decode(message, 2**30)
-            message += read_exactly(down, frame.length)
-            body = memoryview(message)[HEADER_BYTES:]
+            message += read_exactly(down, frame.num_behind)
+            body = memoryview(message)[HEADER_BYTES + frame.num_behind - frame.length :]
             if pools is not None and frame.kind is Kind.CHUNK:
                 body.release()
                 body = pools.take(frame, message)
@@ -140,10 +139,10 @@ class Pools:
     def take(self, frame: Frame, message: bytearray) -> memoryview:
         """The chunk's bytes, in the slot's run; the message now names the blocks of that run."""
         size, first = self._block_bytes, frame.slot * self._run_blocks
-        numbers = array("I", bytes(message[HEADER_BYTES:]))
+        numbers = array("I", bytes(message[-frame.length :]))
         for at, block in enumerate(numbers, first):
             self.mine.buffer[at * size : (at + 1) * size] = self._theirs.memory[block * size : (block + 1) * size]
-        message[HEADER_BYTES:] = array("I", range(first, first + frame.count)).tobytes()
+        message[-frame.length :] = array("I", range(first, first + frame.count)).tobytes()
         return self.mine.buffer[first * size : (first + frame.count) * size]
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import final
 
 from decode_worker.ahead import Lending, step_after
+from decode_worker.checking import KvCheck, Mistake
 from decode_worker.chunking import ChunkRule
 from decode_worker.drafting import DraftRule
 from decode_worker.resident import Resident, Stage
@@ -38,6 +39,7 @@ from pdserve.core.effects import (
     Drawn,
     Failed,
     KvCommitted,
+    KvMistaken,
     LandingHeld,
     Load,
     PromptScored,
@@ -48,6 +50,7 @@ from pdserve.core.effects import (
     StepAccount,
     TransferLost,
 )
+from pdserve.core.stamps import chain64
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import RowOut
 
@@ -64,6 +67,7 @@ class DecodeBatching:
         inbox_depth: int,
         end_rule: EndRule,
         drafting: DraftRule | None = None,
+        check: KvCheck | None = None,
     ) -> None:
         self.blocks = blocks
         self._block_size = block_size
@@ -72,6 +76,7 @@ class DecodeBatching:
         self._inbox_depth = inbox_depth
         self._end_rule = end_rule
         self._drafting = drafting
+        self._check = check
         self._residents: dict[AttemptKey, Resident] = {}
         self._running: list[Resident] = []  # by age
         self._waiting: list[Resident] = []  # by age, so that a preempted one is the first to start again
@@ -101,6 +106,12 @@ class DecodeBatching:
         """Blocks that the attempt holds, shared ones included."""
         resident = self._residents.get(key)
         return 0 if resident is None else len(resident.blocks)
+
+    def chains(self, key: AttemptKey) -> tuple[int, ...]:
+        """What stamps will call the blocks that are granted for the attempt, once its KV has landed."""
+        resident = self._residents[key]
+        names = resident.attempt.chains(resident.hashes, resident.tokens, self._block_size)
+        return names[resident.cached // self._block_size :]
 
     @property
     def has_work(self) -> bool:
@@ -169,6 +180,8 @@ class DecodeBatching:
             return self._release(resident)
         resident.has_landed = True
         resident.computed = len(resident.tokens)
+        for block, chain in zip(resident.blocks[resident.cached // self._block_size :], self.chains(key), strict=True):
+            self.blocks.stamps.mark(block, chain)
         self._publish(resident, 0)
         committed = KvCommitted(
             key=key,
@@ -255,6 +268,9 @@ class DecodeBatching:
         for (resident, count), out in zip(step.shares(), outs, strict=True):
             key = resident.key
             if self._residents.get(key) is not resident or resident.stage is not Stage.RUNNING:
+                continue
+            if self._check is not None and (wrong := self._check.find(resident, self._block_size)) is not None:
+                effects.append(self._distrust(resident, wrong))
                 continue
             start = resident.computed
             self._advance(resident, count)
@@ -366,6 +382,8 @@ class DecodeBatching:
             return False
         resident.blocks = matched + fresh
         resident.cached = len(matched) * size
+        if self._check is not None:
+            self._check.hold(resident)
         return True
 
     def _grow(self) -> tuple[list[Resident], bool]:
@@ -394,6 +412,7 @@ class DecodeBatching:
 
     def _preempt(self, resident: Resident) -> None:
         self._lending.release(resident)
+        resident.lives = ()
         resident.computed = resident.cached = 0
         resident.preemptions += 1
         resident.stage = Stage.WAITING
@@ -401,6 +420,12 @@ class DecodeBatching:
         insort(self._waiting, resident, key=_age)
         self.num_preemptions += 1
         self.num_changes += 1
+
+    def _distrust(self, resident: Resident, wrong: Mistake) -> DecodeEffect:
+        """What the step drew for it is worth nothing; its text is read anew, into other blocks."""
+        self.blocks.distrust(resident.blocks[wrong.index])
+        self._preempt(resident)
+        return KvMistaken(key=resident.key, error=wrong.error)
 
     def _readers(self, unread: list[Resident], now_s: float, *, may_start: bool) -> Iterator[Resident]:
         """Who reads a prompt: running ones first, then waiting ones, started as the caller asks for more."""
@@ -474,6 +499,7 @@ class DecodeBatching:
         if full > len(resident.hashes):
             resident.hashes = resident.attempt.extend_hashes(resident.hashes, resident.tokens, self._block_size)
         for index in range(first, full):
+            self.blocks.stamps.mark(resident.blocks[index], chain64(resident.hashes[index]))
             self.blocks.publish(resident.blocks[index], resident.hashes[index])
 
     # -- sequences ----------------------------------------------------------------------------------------------

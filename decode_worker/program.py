@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, final
 
 from decode_worker.batching import DecodeBatching
+from decode_worker.checking import KvCheck
 from decode_worker.chunking import ChunkRule
 from decode_worker.drafting import DraftRule
 from kvtransfer.disturbance import make_disturbance
@@ -21,6 +22,7 @@ from pdserve.core import effects as fx
 from pdserve.core.attempt import AttemptKey, FailureKind
 from pdserve.core.errors import PdserveError
 from pdserve.core.latency import CostModel
+from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
@@ -53,9 +55,14 @@ class Answer:
 @final
 class DecodeProgram(RoleProgram):
     def __init__(
-        self, context: ProgramContext, engine: Engine, receiver: Receiver, add_servicers: Callable[[Any], None]
+        self,
+        context: ProgramContext,
+        engine: Engine,
+        receiver: Receiver,
+        add_servicers: Callable[[Any], None],
+        stamps: BlockStamps | None = None,
     ) -> None:
-        super().__init__(context, engine)
+        super().__init__(context, engine, stamps)
         config = context.config
         self._receiver = receiver
         self._add_servicers = add_servicers
@@ -77,6 +84,7 @@ class DecodeProgram(RoleProgram):
             inbox_depth=config.inbox_depth,
             end_rule=self.end_rule,
             drafting=self._drafting,
+            check=KvCheck(self.blocks.stamps) if config.kv_check == "step" else None,
         )
         if self._drafting is None:
             self.go_ahead(self._batching)
@@ -91,6 +99,7 @@ class DecodeProgram(RoleProgram):
             fx.SeatHeld: self._seat_held,
             fx.ReceiveAborted: self._receive_aborted,
             fx.KvCommitted: self._kv_committed,
+            fx.KvMistaken: self._kv_mistaken,
             fx.Released: self._gone,
             fx.Refused: self._not_taken,
         }
@@ -206,7 +215,12 @@ class DecodeProgram(RoleProgram):
         remaining_s = None if landing.deadline_at_s is None else max(0.0, landing.deadline_at_s - context.now())
         post = context.post
         try:  # open before anybody hears of it
-            self._receiver.expect(grant, lambda received: post(partial(self._received, key, received)), remaining_s)
+            self._receiver.expect(
+                grant,
+                lambda received: post(partial(self._received, key, received)),
+                remaining_s,
+                self._batching.chains(key),
+            )
         except PdserveError as error:
             self.act(self._batching.lost(key, error.message))
             return
@@ -239,6 +253,10 @@ class DecodeProgram(RoleProgram):
         metrics.observe(names.TRANSFER_TIME, effect.transfer_s)
         metrics.observe(names.TRANSFER_BUSY_TIME, effect.busy_s)
         self.record_span(names.SPAN_TRANSFER, key, effect.transfer_s, {names.TRANSFER_BYTES: effect.num_bytes})
+
+    def _kv_mistaken(self, effect: fx.KvMistaken) -> None:
+        self.context.metrics.add(names.KV_MISTAKEN)
+        log.error("a block does not hold what it should; its text is computed anew", extra={"error": effect.error})
 
     def _tell(self, drawn: Iterable[fx.Drawn]) -> None:
         by_router: defaultdict[int, list[worker_pb2.TokenRow]] = defaultdict(list)
@@ -302,6 +320,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
     """Runs on the engine thread. Raises ConfigError and ModelError."""
     config = context.config
     engine = load(config, context.role)
+    stamps = BlockStamps(engine.spec.num_blocks)
     receiver = make_receiver(
         engine.pool,
         fingerprint_of(engine.spec),
@@ -310,8 +329,10 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         host=config.host,
         transport=config.transport,
         disturbance=make_disturbance(config.inject_faults, engine.pool.block_bytes),
+        stamps=stamps,
     )
-    return DecodeProgram(context, engine, receiver, partial(add_TransferServiceServicer_to_server, receiver.servicer))
+    add_servicers = partial(add_TransferServiceServicer_to_server, receiver.servicer)
+    return DecodeProgram(context, engine, receiver, add_servicers, stamps)
 
 
 def make_host(config: WorkerConfig) -> WorkerHost:

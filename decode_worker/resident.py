@@ -37,6 +37,7 @@ class Resident:
     preemptions: int = 0
     started_s: float | None = None  # when computing first began
     decoding_since_s: float | None = None  # when its first token was there
+    lives: tuple[int, ...] = ()  # of `blocks` when they were taken, where kv_check is on
     guesser: Guesser | None = None  # where the worker speculates
 
     @property

@@ -22,6 +22,7 @@ class Start:
 class Push:
     key: TransferKey
     blocks: tuple[tuple[int, int], ...]
+    lives: tuple[int, ...]  # of the source blocks when they were pushed
     is_last: bool
 
 

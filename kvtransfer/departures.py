@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvtransfer import stamping
 from kvtransfer.frames import Tag, tag_of
-from kvtransfer.landings import count_end
+from kvtransfer.landings import ONE_PART, count_end
 from kvtransfer.plan import Chunk, chunks_of
 from kvtransfer.session import SENDER_MOVES, Event, Session, State
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Grant, SendOutcome, Sent, TransferKey
+from pdserve.core.stamps import BlockStamps
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Retract:
 
 Action = Report | Announce | Retract
 
-_OWN_FAULTS = (Event.ABORTED, Event.INCOMPLETE)  # which a receiver that was never spoken to cannot know of
+_OWN_FAULTS = (Event.ABORTED, Event.INCOMPLETE, Event.STALE)  # which a receiver that was never spoken to cannot know of
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +52,7 @@ class Departure:
     tag: Tag
     session: Session
     deadline_at_s: float | None
+    lives: list[int]  # of the source blocks when they were pushed, by grant index
     began_at_s: float | None = None
     pending: deque[Chunk] = field(default_factory=deque)
     num_taken: int = 0  # blocks of chunks that were taken to be sent
@@ -69,9 +72,14 @@ class Job:
     is_last: bool
 
 
+class StaleSource(Exception):
+    """A source block was handed out again before its bytes were on their way."""
+
+
 @dataclass(slots=True)
 class Departures:
     block_bytes: int
+    stamps: BlockStamps  # of the pool
     stats: TransferStats = field(default_factory=TransferStats)
     is_linked: bool = False
     _open: dict[Tag, Departure] = field(default_factory=dict)
@@ -96,7 +104,8 @@ class Departures:
         if tag in self._open:
             return []
         self.stats.transfers += 1
-        departure = Departure(grant, tag, Session(SENDER_MOVES, len(grant.blocks)), deadline_at_s)
+        size = len(grant.blocks)
+        departure = Departure(grant, tag, Session(SENDER_MOVES, size), deadline_at_s, [0] * size)
         self._open[tag] = departure
         if error:
             departure.session.handle(Event.REFUSED, error)
@@ -109,9 +118,11 @@ class Departures:
         is_last: bool,
         now_s: float,
         unacknowledged_bytes: int = 0,
+        lives: Sequence[int] | None = None,
     ) -> list[Action]:
-        """Queues blocks; a block that was pushed before, or a last push that leaves a gap, fails the transfer.
+        """Queues blocks that had these lives when they were pushed; None: that is now.
 
+        A block that was pushed before, or a last push that leaves a gap, fails the transfer.
         `unacknowledged_bytes` of what was written on this connection have not reached the receiver's host.
         """
         departure = self._open.get(tag_of(key))
@@ -119,6 +130,9 @@ class Departures:
             self.stats.late_messages += 1
             return []
         session = departure.session
+        pushed = self.stamps.lives([source for _, source in blocks]) if lives is None else lives
+        for (index, _), life in zip(blocks, pushed, strict=True):
+            departure.lives[index] = life
         if is_last:
             departure.last_pushed_at_s = now_s
             departure.early_bytes = max(0, departure.num_bytes - unacknowledged_bytes)
@@ -165,9 +179,29 @@ class Departures:
             return Job(departure, chunk, departure.num_taken == departure.session.size)
         return None
 
+    def stamp(self, job: Job) -> bytes:
+        """The stamps of a chunk, once its bytes have been copied or their checksum taken. Raises StaleSource.
+
+        In this order a block that is reused is noticed: before the copy by its life, after it by the checksum.
+        """
+        chains = self.stamps.chains(job.chunk.sources)
+        if stale := self._reused(job):
+            raise StaleSource(stale)
+        return stamping.pack(chains, job.departure.tag.generation, ONE_PART)
+
+    def stale(self, job: Job, error: str, now_s: float) -> list[Action]:
+        """The chunk was not sent, since `stamp` raised, and is read no more."""
+        self.stats.stale_source += 1
+        job.departure.session.handle(Event.STALE, error)
+        job.departure.session.leave()
+        return self._after(job.departure, now_s)
+
     def written(self, job: Job, now_s: float) -> list[Action]:
         """The chunk's source blocks are read no more."""
         departure, session = job.departure, job.departure.session
+        if session.is_open and (stale := self._reused(job)):
+            self.stats.stale_source += 1
+            session.handle(Event.STALE, stale)
         departure.num_bytes += job.chunk.count * self.block_bytes
         self.stats.chunks += 1
         session.leave()
@@ -225,6 +259,15 @@ class Departures:
                 actions += self._after(departure, now_s)
         return actions
 
+    def _reused(self, job: Job) -> str:
+        """Which source block is not the pushed one any more; empty where all are."""
+        sources, first = job.chunk.sources, job.chunk.first
+        pushed, lives = job.departure.lives[first : first + len(sources)], self.stamps.lives(sources)
+        if tuple(pushed) == lives:
+            return ""
+        block = next(block for block, was, is_ in zip(sources, pushed, lives, strict=True) if was != is_)
+        return f"source block {block} was handed out again while it was being sent"
+
     def _announce(self, departure: Departure) -> list[Action]:
         if not self.is_linked or not departure.grant.blocks or not departure.session.handle(Event.ANNOUNCED):
             return []
@@ -259,6 +302,7 @@ class Departures:
                         exposed_s=now_s - pushed_s,
                         early_bytes=departure.early_bytes,
                         error=session.error,
+                        fault="" if session.fault is None else session.fault.value,
                     )
                 )
             )

@@ -13,7 +13,8 @@ import grpc
 
 from kvtransfer import checksum
 from kvtransfer.disturbance import Disturbance
-from kvtransfer.gate import CHECKSUM_OF, CHECKSUMS, TICKET_BYTES
+from kvtransfer.frames import TICKET_BYTES, greeting
+from kvtransfer.gate import CHECKSUM_OF, CHECKSUMS
 from kvtransfer.grants import fingerprint_to_proto
 from kvtransfer.host import host_id
 from kvtransfer.paths.path import SendPath
@@ -109,7 +110,7 @@ def _connect(caller: Caller, answer: transfer_pb2.OpenResponse, endpoint: str, e
     transport = TRANSPORTS[answer.transport]
     sock = transport.dial(answer.address, endpoint, max(0.1, ends_s - time.monotonic()))
     try:
-        sock.sendall(answer.ticket)
+        sock.sendall(greeting(answer.ticket))
         return Line(sock, transport.sender(sock, caller.pool), transport.name, kind, answer.chunk_bytes)
     except BaseException:
         sock.close()

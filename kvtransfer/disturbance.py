@@ -157,7 +157,7 @@ class _Pump(threading.Thread):
         except BadFrame:  # another fault's work; what follows cannot be told apart any more
             self._target.sendall(message)
             return self._forward_blindly()
-        rest = bytearray(frame.length)
+        rest = bytearray(frame.num_behind)
         if not self._fill(memoryview(rest)):
             return False
         message += rest

@@ -8,6 +8,7 @@ from kvtransfer.paths.registry import kinds
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
 from kvtransfer.transport import Fingerprint
+from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
 
 
@@ -20,6 +21,7 @@ def make_receiver(
     host: str,
     transport: str,
     disturbance: Disturbance | None = None,
+    stamps: BlockStamps | None = None,
 ) -> StreamReceiver:
     """Listens at once, on `host` and free ports. Add `.servicer` to the worker's gRPC server. Raises ConfigError."""
     fused.prepare(pool.block_bytes)
@@ -31,6 +33,7 @@ def make_receiver(
         host=host,
         transports=kinds(transport),
         disturbance=disturbance,
+        stamps=stamps,
     )
 
 
@@ -42,6 +45,7 @@ def make_sender(
     incarnation: str,
     transport: str,
     disturbance: Disturbance | None = None,
+    stamps: BlockStamps | None = None,
 ) -> StreamSender:
     """Connects to each decode worker when the first transfer to it starts. Raises ConfigError."""
     return StreamSender(
@@ -51,4 +55,5 @@ def make_sender(
         incarnation=incarnation,
         transports=kinds(transport),
         disturbance=disturbance,
+        stamps=stamps,
     )

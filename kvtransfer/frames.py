@@ -1,11 +1,13 @@
-"""The frames of the data connection: one fixed header of 64 bytes, little-endian, then `length` bytes. Pure.
+"""The frames of the data connection: one fixed header of 68 bytes, little-endian, and what follows it. Pure.
 
     magic 4, version 1, kind 1, flags 2, attempt 4, generation 8, transfer 16, first 4, count 4,
-    slot 4, length 4, checksum 8, crc32 of all that 4
+    slot 4, length 4, checksum 8, lane 2, group 1, groups 1, crc32 of all that 4
 
-A transfer's id travels as a 16-byte digest, so that headers have one size. A chunk's bytes follow its header
-(tcp), or the numbers of the blocks where the receiver finds them do (shm). Nothing is ever allocated from a number
-that was received.
+A transfer's id travels as a 16-byte digest, so that headers have one size. Behind a chunk's header come the stamps of
+its blocks, then `length` bytes, which are the path's own: the blocks themselves (tcp), or the numbers of those where
+the receiver finds them (shm). Nothing is ever allocated from a number that was received.
+
+A connection begins with a greeting: magic, version, ticket.
 """
 
 from __future__ import annotations
@@ -17,16 +19,21 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
 
+from kvtransfer.stamping import STAMP_BYTES
 from kvtransfer.transport import TransferKey
 
 MAGIC: Final = b"PDKV"
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_TEXT_BYTES: Final = 512
-_BODY: Final = struct.Struct("<4sBBHIQ16sIIII8s")
+MAX_GROUPS: Final = 32
+TICKET_BYTES: Final = 16
+_BODY: Final = struct.Struct("<4sBBHIQ16sIIII8sHBB")
 _CRC: Final = struct.Struct("<I")
 HEADER_BYTES: Final = _BODY.size + _CRC.size
 FLAG_LAST: Final = 1
 NO_CHECKSUM: Final = bytes(8)
+_GREETING: Final = MAGIC + bytes([VERSION])
+GREETING_BYTES: Final = len(_GREETING) + TICKET_BYTES
 
 
 class Kind(IntEnum):
@@ -65,6 +72,14 @@ class Frame:
     length: int = 0
     checksum: bytes = NO_CHECKSUM
     is_last: bool = False
+    lane: int = 0
+    group: int = 0
+    groups: int = 1
+
+    @property
+    def num_behind(self) -> int:
+        """Bytes that follow the header: a chunk's stamps, and `length`."""
+        return self.length + (self.count * STAMP_BYTES if self.kind is Kind.CHUNK else 0)
 
     def encode(self) -> bytes:
         body = _BODY.pack(
@@ -80,6 +95,9 @@ class Frame:
             self.slot,
             self.length,
             self.checksum,
+            self.lane,
+            self.group,
+            self.groups,
         )
         return body + _CRC.pack(zlib.crc32(body))
 
@@ -100,13 +118,10 @@ def decode(header: bytes | bytearray | memoryview, max_chunk_bytes: int) -> Fram
     """Raises BadFrame on anything that `encode` does not make, and on lengths over the limits."""
     if len(header) != HEADER_BYTES:
         raise BadFrame(f"a header of {len(header)} bytes, expected {HEADER_BYTES}")
-    magic, version, kind, flags, attempt, generation, transfer, first, count, slot, length, checksum = (
+    magic, version, kind, flags, attempt, generation, transfer, first, count, slot, length, checksum, *part = (
         _BODY.unpack_from(header)
     )
-    if magic != MAGIC:
-        raise BadFrame("a header without the magic bytes")
-    if version != VERSION:
-        raise BadFrame(f"frame version {version}, expected {VERSION}")
+    _require_version(magic, version)
     if _CRC.unpack_from(header, _BODY.size)[0] != zlib.crc32(memoryview(header)[: _BODY.size]):
         raise BadFrame("a header whose CRC does not match")
     try:
@@ -116,8 +131,33 @@ def decode(header: bytes | bytearray | memoryview, max_chunk_bytes: int) -> Fram
     limit = max_chunk_bytes if known is Kind.CHUNK else MAX_TEXT_BYTES if known in TEXT_KINDS else 0
     if length > limit:
         raise BadFrame(f"a {known.name} frame of {length} bytes, at most {limit}")
+    lane, group, groups = part
+    if not group < groups <= MAX_GROUPS:
+        raise BadFrame(f"layer group {group} of {groups}, at most {MAX_GROUPS}")
     is_last = bool(flags & FLAG_LAST)
-    return Frame(known, Tag(transfer, attempt, generation), first, count, slot, length, checksum, is_last)
+    tag = Tag(transfer, attempt, generation)
+    return Frame(known, tag, first, count, slot, length, checksum, is_last, lane, group, groups)
+
+
+def greeting(ticket: bytes) -> bytes:
+    """The first bytes of a connection, GREETING_BYTES of them."""
+    return _GREETING + ticket
+
+
+def ticket_in(greeting: bytes) -> bytes:
+    """The ticket of a greeting. Raises BadFrame where another version or none of ours speaks, as soon as it shows."""
+    if greeting[:4] != MAGIC[: len(greeting)]:
+        raise BadFrame("a connection that does not begin with the magic bytes")
+    if len(greeting) > len(MAGIC):
+        _require_version(MAGIC, greeting[len(MAGIC)])
+    return greeting[len(_GREETING) :]
+
+
+def _require_version(magic: bytes, version: int) -> None:
+    if magic != MAGIC:
+        raise BadFrame("a header without the magic bytes")
+    if version != VERSION:
+        raise BadFrame(f"frame version {version}, expected {VERSION}")
 
 
 TEXT_KINDS: Final = (Kind.RETRACT, Kind.REFUSE)

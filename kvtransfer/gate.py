@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtransfer.checksum import Checksum
+from kvtransfer.frames import TICKET_BYTES
 from kvtransfer.grants import compare, fingerprint_from_proto
 from kvtransfer.paths.registry import TRANSPORTS, names_of
 from kvtransfer.stats import TransferStats
@@ -20,7 +21,6 @@ from kvtransfer.transport import Fingerprint
 from pdserve.core.errors import ConfigError, Overloaded
 from pdserve.v1 import transfer_pb2
 
-TICKET_BYTES: Final = 16
 TICKET_LIFE_S: Final = 10.0
 MAX_TICKETS: Final = 256
 MAX_NAME_CHARS: Final = 256

@@ -12,7 +12,7 @@ from pdserve.engine.interface import EngineSpec
 from pdserve.v1 import transfer_pb2
 from pdserve.wire.convert import blocks_from_extents, extents_from_blocks
 
-PROTOCOL: Final = 1  # of the transfer; raised when frames or checksums change their meaning
+PROTOCOL: Final = 2  # of the transfer; raised when frames, stamps or checksums change their meaning
 MAX_TRANSFER_ID_CHARS: Final = 256
 _SHAPE: Final = tuple(one.name for one in fields(KvShape))
 

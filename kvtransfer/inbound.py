@@ -16,10 +16,11 @@ from typing import Final, Protocol
 
 from kvtransfer.channel import Channel, Gone
 from kvtransfer.checksum import hasher
-from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, Tag, decode, decode_text
-from kvtransfer.gate import TICKET_BYTES, Peer
+from kvtransfer.frames import GREETING_BYTES, HEADER_BYTES, BadFrame, Frame, Kind, Tag, decode, decode_text, ticket_in
+from kvtransfer.gate import Peer
 from kvtransfer.landings import Claim
 from kvtransfer.paths.path import ReceivePath, Transport
+from kvtransfer.stamping import STAMP_BYTES
 from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class Hub(Protocol):
 
     def admit(self, ticket: bytes, transport: int, inbound: Inbound) -> Peer | None: ...
     def announce(self, tag: Tag, writer: int) -> None: ...
-    def claim(self, tag: Tag, writer: int, first: int, count: int) -> Claim | None: ...
+    def claim(self, tag: Tag, writer: int, first: int, stamps: bytes) -> Claim | None: ...
     def enter(self, claim: Claim) -> bool: ...
     def leave(self, claim: Claim) -> None: ...
     def settle(self, claim: Claim, num_bytes: int, matches: bool, is_last: bool) -> None: ...
@@ -106,15 +107,16 @@ class Inbound(threading.Thread):
     def _authenticate(self) -> bool:
         if not self._transport.admits(self.channel.socket):
             return False
-        ticket = bytearray(TICKET_BYTES)
-        view = memoryview(ticket)
-        while view:
-            received = self.channel.receive([view])
+        greeting = bytearray(GREETING_BYTES)
+        at = 0
+        while at < GREETING_BYTES:
+            received = self.channel.receive([memoryview(greeting)[at:]])
+            ticket_in(bytes(greeting[: at + received]))  # garbage and other versions are not waited for
             left_s = self._began_s + AUTHENTICATION_S - time.monotonic()
             if received == 0 and (left_s <= 0 or not self.channel.wait(left_s)):
                 return False
-            view = view[received:]
-        self.peer = self._hub.admit(bytes(ticket), self._transport.kind, self)
+            at += received
+        self.peer = self._hub.admit(ticket_in(bytes(greeting)), self._transport.kind, self)
         if self.peer is None:
             return False
         self.checksum = self.peer.checksum
@@ -153,4 +155,6 @@ class Inbound(threading.Thread):
         if not 0 < size <= self.chunk_bytes:
             raise BadFrame(f"a chunk of {frame.count} blocks of {self.block_bytes} bytes, at most {self.chunk_bytes}")
         path.check(frame)
-        path.land(frame, self._hub.claim(frame.tag, self.number, frame.first, frame.count))
+        stamps = bytearray(frame.count * STAMP_BYTES)
+        self.channel.fill(memoryview(stamps))
+        path.land(frame, self._hub.claim(frame.tag, self.number, frame.first, bytes(stamps)))

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvtransfer import stamping
 from kvtransfer.busy import Busy
 from kvtransfer.frames import Tag, tag_of
 from kvtransfer.session import RECEIVER_MOVES, Event, Session, State
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Grant, Received, ReceiveOutcome, TransferKey
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.stamps import BlockStamps
 
+ONE_PART: Final = 1
 REMEMBERED: Final = 4096  # ended transfers whose outcome a late sender still learns
 
 
@@ -42,7 +46,7 @@ class Answer:
 Action = Report | Answer
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Landing:
     """One granted transfer."""
 
@@ -50,6 +54,8 @@ class Landing:
     tag: Tag
     session: Session
     deadline_at_s: float | None
+    chains: tuple[int, ...] | None  # the names of what the blocks are to hold, where the owner knows them
+    lives: tuple[int, ...]  # of the blocks when they were granted
     writer: int | None = None
     first_byte_at_s: float | None = None
     aborted_at_s: float | None = None
@@ -57,6 +63,13 @@ class Landing:
     busy: Busy = field(default_factory=Busy)
     is_answered: bool = False
     reported: State | None = None
+
+    def mistake(self, first: int, stamps: bytes) -> str:
+        """What is wrong with the stamps of the blocks from `first` on; empty where nothing is."""
+        chains = stamping.chains_in(stamps) if self.chains is None else self.chains[first:]
+        count = len(stamps) // stamping.STAMP_BYTES
+        found = stamping.difference(stamps, stamping.pack(chains[:count], self.tag.generation, ONE_PART))
+        return "" if found is None else f"the stamp of block {first + found[0]} of the grant has {found[1]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +79,7 @@ class Claim:
     landing: Landing
     first: int
     count: int
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        return self.landing.grant.blocks[self.first : self.first + self.count]
+    blocks: tuple[int, ...]
 
 
 OUTCOMES: Final = {
@@ -84,6 +94,7 @@ OUTCOMES: Final = {
 class Landings:
     """`grace_s` is how long an access may stay open after an abort before the owner hears QUARANTINED."""
 
+    stamps: BlockStamps  # of the pool
     stats: TransferStats = field(default_factory=TransferStats)
     grace_s: float = 1.0
     _open: dict[Tag, Landing] = field(default_factory=dict)
@@ -101,13 +112,24 @@ class Landings:
         """When `expire` has something to do next."""
         return self._alarms[0][0] if self._alarms else None
 
-    def expect(self, grant: Grant, now_s: float, deadline_at_s: float | None) -> list[Action]:
+    def expect(
+        self, grant: Grant, now_s: float, deadline_at_s: float | None, chains: Sequence[int] | None = None
+    ) -> list[Action]:
         """Opens the grant. Raises InvalidRequest where the key is open already: its owner has lost count."""
-        tag = tag_of(grant.key)
+        tag, size = tag_of(grant.key), len(grant.blocks)
+        if chains is not None and len(chains) != size:
+            raise InvalidRequest("chains", f"{len(chains)} names", f"{size}, one for each granted block")
         if tag in self._open:
             raise InvalidRequest("grant.key", grant.key, "one that is not expected already")
         self._ended.pop(tag, None)
-        landing = Landing(grant, tag, Session(RECEIVER_MOVES, len(grant.blocks)), deadline_at_s)
+        landing = Landing(
+            grant,
+            tag,
+            Session(RECEIVER_MOVES, size),
+            deadline_at_s,
+            None if chains is None else tuple(chains),
+            self.stamps.lives(grant.blocks),
+        )
         self._open[tag] = landing
         self.stats.transfers += 1
         if deadline_at_s is not None:
@@ -130,8 +152,9 @@ class Landings:
         landing.session.handle(Event.ANNOUNCED)
         return []
 
-    def claim(self, tag: Tag, writer: int, first: int, count: int, now_s: float) -> Claim | None:
-        """Whether a chunk may be written; None means that its payload is to be discarded."""
+    def claim(self, tag: Tag, writer: int, first: int, stamps: bytes, now_s: float) -> Claim | None:
+        """Whether a chunk with these stamps may be written; None: its payload is to be discarded, then `review`."""
+        count = len(stamps) // stamping.STAMP_BYTES
         landing = self._open.get(tag)
         if landing is None or landing.writer != writer or not landing.session.is_open:
             self.stats.late_messages += 1
@@ -139,15 +162,24 @@ class Landings:
         if not landing.session.claim(first, count):
             self.stats.duplicate_chunks += 1
             return None
+        if wrong := landing.mistake(first, stamps):
+            self.stats.stamp_mismatches += 1
+            landing.session.handle(Event.MISTAKEN, wrong)
+            return None
         if landing.first_byte_at_s is None:
             landing.first_byte_at_s = now_s
         self.stats.chunks += 1
         landing.busy.begin(now_s)
-        return Claim(landing, first, count)
+        return Claim(landing, first, count, landing.grant.blocks[first : first + count])
 
     def enter(self, claim: Claim) -> bool:
-        """Opens one write. False: the transfer is over, and not a byte may be written."""
-        return claim.landing.session.enter()
+        """Opens one write. False: the transfer is over, and not a byte may be written; then `review`."""
+        return not self._is_reused(claim) and claim.landing.session.enter()
+
+    def review(self, tag: Tag, now_s: float) -> list[Action]:
+        """What a refused claim or write asks for."""
+        landing = self._open.get(tag)
+        return [] if landing is None else self._after(landing, now_s)
 
     def leave(self, claim: Claim, now_s: float) -> list[Action]:
         """Closes the write."""
@@ -159,6 +191,8 @@ class Landings:
         session = claim.landing.session
         if not session.is_open:
             return []
+        if self._is_reused(claim):
+            return self._after(claim.landing, now_s)
         claim.landing.num_bytes += num_bytes
         claim.landing.busy.end(now_s)
         session.land(claim.first, claim.count)
@@ -223,6 +257,17 @@ class Landings:
             actions += self._after(landing, now_s)
         return actions
 
+    def _is_reused(self, claim: Claim) -> bool:
+        """Whether a block of the claim was handed out again: its owner's mistake, which ends the transfer."""
+        landing = claim.landing
+        granted, lives = landing.lives[claim.first : claim.first + claim.count], self.stamps.lives(claim.blocks)
+        if lives == granted:
+            return False
+        block = next(block for block, was, is_ in zip(claim.blocks, granted, lives, strict=True) if was != is_)
+        if landing.session.handle(Event.STALE, f"block {block} was handed out again while it was granted"):
+            self.stats.stale_landing += 1
+        return True
+
     def _set_alarm(self, at_s: float, tag: Tag) -> None:
         if len(self._alarms) > 2 * len(self._open) + 64:  # most belong to transfers that ended well before
             self._alarms = [alarm for alarm in self._alarms if alarm[2] in self._open]
@@ -262,6 +307,7 @@ class Landings:
                     transfer_s=now_s - began_s,
                     busy_s=landing.busy.total_s,
                     error=session.error,
+                    fault="" if session.fault is None else session.fault.value,
                 )
             )
         )

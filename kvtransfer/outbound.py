@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvtransfer.channel import Channel, Gone, Waker
 from kvtransfer.checksum import hasher
 from kvtransfer.commands import Abort, OnSent, Push, Start
-from kvtransfer.departures import Action, Announce, Departures, Job, Report
+from kvtransfer.departures import Action, Announce, Departures, Job, Report, StaleSource
 from kvtransfer.dial import Caller, Line, dial
 from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, decode, decode_text, encode_text
 from kvtransfer.paths.path import SendPath
@@ -24,6 +24,7 @@ from kvtransfer.stats import TransferStats
 from kvtransfer.transport import TransferKey
 from kvtransfer.writer import Progress, Writer
 from pdserve.core.errors import TransferFailed
+from pdserve.core.stamps import BlockStamps
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Outbound(threading.Thread):
         self,
         caller: Caller,
         memory: memoryview,
+        stamps: BlockStamps,
         endpoint: str,
         incarnation: str,
         clock: Callable[[], float],
@@ -55,7 +57,7 @@ class Outbound(threading.Thread):
         self._caller, self._endpoint, self._incarnation = caller, endpoint, incarnation
         self._clock = clock
         self.stats = TransferStats()  # written by this thread only
-        self._book = Departures(self.block_bytes, self.stats)
+        self._book = Departures(self.block_bytes, stamps, self.stats)
         self._owners: dict[TransferKey, OnSent] = {}
         self._commands: deque[Command] = deque()
         self._lock = threading.Lock()  # guards the commands and is_over
@@ -106,7 +108,8 @@ class Outbound(threading.Thread):
 
     def head(self, job: Job, checksum: bytes, *, slot: int = 0, length: int = 0) -> bytes:
         chunk, tag = job.chunk, job.departure.tag
-        return Frame(Kind.CHUNK, tag, chunk.first, chunk.count, slot, length, checksum, job.is_last).encode()
+        frame = Frame(Kind.CHUNK, tag, chunk.first, chunk.count, slot, length, checksum, job.is_last)
+        return frame.encode() + self._book.stamp(job)
 
     def finished(self, job: Job) -> None:
         self._jobs.remove(job)
@@ -189,8 +192,11 @@ class Outbound(threading.Thread):
             self._owners[command.grant.key] = command.on_end
             self._act(self._book.start(command.grant, now_s, command.deadline_at_s, command.error))
         elif isinstance(command, Push):
+            unacknowledged_bytes = self._unacknowledged(command)
             self._act(
-                self._book.push(command.key, command.blocks, command.is_last, now_s, self._unacknowledged(command))
+                self._book.push(
+                    command.key, command.blocks, command.is_last, now_s, unacknowledged_bytes, command.lives
+                )
             )
         elif isinstance(command, Abort):
             self._act(self._book.abort(command.key, now_s))
@@ -232,9 +238,16 @@ class Outbound(threading.Thread):
             path.forsake(forsaken)  # its owner is waiting for its blocks
         job = self._book.take(self._limit_blocks, self._clock()) if path.is_free else None
         if job is not None:
-            self._jobs.append(job)
-            path.post(job)
+            self._post(path, job)
         return self.writer.advance(channel)
+
+    def _post(self, path: SendPath, job: Job) -> None:
+        self._jobs.append(job)
+        try:
+            path.post(job)
+        except StaleSource as stale:
+            self._jobs.remove(job)
+            self._act(self._book.stale(job, str(stale), self._clock()))
 
     def _read(self, channel: Channel) -> None:
         received = channel.receive([self._scratch])

@@ -31,6 +31,7 @@ from kvtransfer.service import TransferServicer
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Fingerprint, Grant, Received, ReceiveOutcome, TransferKey
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class StreamReceiver:
         incarnation: str,
         host: str,
         transports: Sequence[int],
+        stamps: BlockStamps | None = None,
         checksums: Sequence[checksum.Checksum] | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         clock: Callable[[], float] = time.monotonic,
@@ -65,7 +67,7 @@ class StreamReceiver:
         self.chunk_bytes = max(chunk_bytes, pool.block_bytes)
         self._clock = clock
         self._disturbance = disturbance
-        self._book = Landings()
+        self._book = Landings(BlockStamps(pool.num_blocks) if stamps is None else stamps)
         self._lock = threading.Lock()  # guards the book, the owners, the connections and the queue of reports
         self._owners: dict[TransferKey, OnReceived] = {}
         self._connections: dict[int, Inbound] = {}
@@ -113,7 +115,13 @@ class StreamReceiver:
         with self._lock:
             return self._book.keys
 
-    def expect(self, grant: Grant, on_end: OnReceived, deadline_s: float | None = None) -> None:
+    def expect(
+        self,
+        grant: Grant,
+        on_end: OnReceived,
+        deadline_s: float | None = None,
+        chains: Sequence[int] | None = None,
+    ) -> None:
         blocks = grant.blocks
         if blocks and not (min(blocks) >= 0 and max(blocks) < self.pool.num_blocks):
             raise InvalidRequest("grant.blocks", f"{min(blocks)}..{max(blocks)}", f"0..{self.pool.num_blocks - 1}")
@@ -123,7 +131,7 @@ class StreamReceiver:
         with self._lock:
             if self._is_closed or not self._thread.is_alive():
                 raise Unavailable("the KV receiver is closed")
-            actions = self._book.expect(grant, now_s, None if deadline_s is None else now_s + deadline_s)
+            actions = self._book.expect(grant, now_s, None if deadline_s is None else now_s + deadline_s, chains)
             self._owners[grant.key] = on_end
             self._do(actions)
         self._waker.set()  # the clock has a new alarm, or something to deliver
@@ -168,15 +176,23 @@ class StreamReceiver:
         with self._lock:
             self._do(self._book.announce(tag, writer))
 
-    def claim(self, tag: Tag, writer: int, first: int, count: int) -> Claim | None:
+    def claim(self, tag: Tag, writer: int, first: int, stamps: bytes) -> Claim | None:
         if self._disturbance is not None:
             self._disturbance.landing(tag)
         with self._lock:
-            return self._book.claim(tag, writer, first, count, self._clock())
+            claim = self._book.claim(tag, writer, first, stamps, self._clock())
+            if claim is None:
+                self._do(self._book.review(tag, self._clock()))
+        self._deliver()
+        return claim
 
     def enter(self, claim: Claim) -> bool:
         with self._lock:
-            return self._book.enter(claim)
+            if self._book.enter(claim):
+                return True
+            self._do(self._book.review(claim.landing.tag, self._clock()))
+        self._deliver()
+        return False
 
     def leave(self, claim: Claim) -> None:
         with self._lock:

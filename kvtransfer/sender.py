@@ -19,6 +19,7 @@ from kvtransfer.shape import is_same_bytes
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Fingerprint, Grant, Sent, TransferKey
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
 
 _JOIN_S: Final = 5.0
@@ -36,6 +37,7 @@ class StreamSender:
         worker_id: str,
         incarnation: str,
         transports: Sequence[int],
+        stamps: BlockStamps | None = None,
         checksums: Sequence[checksum.Checksum] | None = None,
         clock: Callable[[], float] = time.monotonic,
         disturbance: Disturbance | None = None,
@@ -52,6 +54,7 @@ class StreamSender:
             pool,
             disturbance,
         )
+        self._stamps = BlockStamps(pool.num_blocks) if stamps is None else stamps
         self._clock = clock
         self._lock = threading.Lock()  # guards all below
         self._pairs: dict[Pair, Outbound] = {}
@@ -108,7 +111,8 @@ class StreamSender:
                 raise InvalidRequest("blocks", f"grant index {index}", f"0..{size - 1}")
             if not 0 <= source < self._num_blocks:
                 raise InvalidRequest("blocks", f"source block {source}", f"0..{self._num_blocks - 1}")
-        outbound.post(Push(key, tuple(blocks), is_last))
+        lives = self._stamps.lives([source for _, source in blocks])
+        outbound.post(Push(key, tuple(blocks), lives, is_last))
 
     def abort(self, key: TransferKey) -> None:
         with self._lock:
@@ -131,7 +135,7 @@ class StreamSender:
         for old in [one for one, outbound in self._pairs.items() if outbound.is_over]:
             self._past = _sum([self._past, self._pairs.pop(old).stats])
         try:
-            outbound = Outbound(self.caller, self._memory, pair[0], pair[2], self._clock).begun()
+            outbound = Outbound(self.caller, self._memory, self._stamps, pair[0], pair[2], self._clock).begun()
         except (OSError, RuntimeError) as error:
             raise Unavailable(f"no KV connection to {pair[0]} can be made: {error}") from error
         self._pairs[pair] = outbound

@@ -33,6 +33,8 @@ class Event(Enum):
     ABORTED = "aborted"  # by the owner on this side
     REFUSED = "refused"  # by the other side
     CORRUPT = "corrupt"  # a checksum differs
+    MISTAKEN = "mistaken"  # a stamp differs: these are the bytes of another block
+    STALE = "stale"  # a block of ours was handed out again meanwhile
     INCOMPLETE = "incomplete"  # the sender's last word, and blocks are missing
     CUT = "cut"  # the connection is gone
     EXPIRED = "expired"  # past the deadline
@@ -42,7 +44,15 @@ class Event(Enum):
 
 OPEN: Final = (State.GRANTED, State.SENDING, State.SENT)
 ENDED: Final = (State.VERIFIED, State.FAILED, State.DRAINED)
-FAULTS: Final = (Event.REFUSED, Event.CORRUPT, Event.INCOMPLETE, Event.CUT, Event.EXPIRED)
+FAULTS: Final = (
+    Event.REFUSED,
+    Event.CORRUPT,
+    Event.MISTAKEN,
+    Event.STALE,
+    Event.INCOMPLETE,
+    Event.CUT,
+    Event.EXPIRED,
+)
 
 Moves = dict[tuple[State, Event], State]
 

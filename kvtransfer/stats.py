@@ -19,6 +19,9 @@ class TransferStats:
     late_messages: int = 0  # for transfers that are unknown, replaced or over
     duplicate_chunks: int = 0  # overlapping what is already there or coming; dropped
     checksum_mismatches: int = 0
+    stamp_mismatches: int = 0  # a block of another text, grant or layer group
+    stale_source: int = 0  # transfers that failed since a source block was handed out again while it was needed
+    stale_landing: int = 0  # the same of a granted block
     refused_opens: int = 0  # handshakes that were turned away
-    refused_connections: int = 0  # no valid ticket
+    refused_connections: int = 0  # no greeting of this version, no valid ticket, or too many
     protocol_errors: int = 0  # connections that were closed because of what they sent

@@ -70,6 +70,7 @@ class Received:
     transfer_s: float = 0.0  # first byte to verification, on this host's monotonic clock
     busy_s: float = 0.0  # of it, with chunks on their way
     error: str = ""
+    fault: str = ""  # the kind of error, of few: session.Event
 
 
 class SendOutcome(Enum):
@@ -87,6 +88,7 @@ class Sent:
     exposed_s: float = 0.0  # from the last push to the receiver's word: what no computing hid
     early_bytes: int = 0  # that the receiver's host had acknowledged at the last push
     error: str = ""
+    fault: str = ""  # the kind of error, of few: session.Event
 
 
 class Receiver(Protocol):
@@ -97,8 +99,17 @@ class Receiver(Protocol):
         """False once it can receive nothing any more; the worker then ends."""
         ...
 
-    def expect(self, grant: Grant, on_end: Callable[[Received], None], deadline_s: float | None = None) -> None:
-        """Opens the grant for writing. `on_end` is called once with VERIFIED or FAILED, or through abort()."""
+    def expect(
+        self,
+        grant: Grant,
+        on_end: Callable[[Received], None],
+        deadline_s: float | None = None,
+        chains: Sequence[int] | None = None,
+    ) -> None:
+        """Opens the grant for writing. `on_end` is called once with VERIFIED or FAILED, or through abort().
+
+        `chains` are the names of what each granted block is to hold (`Attempt.chains`); None checks no name.
+        """
         ...
 
     def abort(self, key: TransferKey) -> None:
@@ -116,7 +127,10 @@ class Sender(Protocol):
         ...
 
     def push(self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool) -> None:
-        """Queues finished blocks, whose contents must not change any more: (grant index, source block)."""
+        """Queues finished blocks, whose contents must not change any more: (grant index, source block).
+
+        They are marked with their names before (`BlockStamps.mark`).
+        """
         ...
 
     def abort(self, key: TransferKey) -> None:

@@ -24,6 +24,7 @@ LOADS: Final = ("auto", "dummy")
 KV_DTYPES: Final = ("auto", "int8")
 DEVICES: Final = ("auto", "cpu", "cuda")
 PUSHES: Final = ("auto", "end", "chunk", "layers")
+KV_CHECKS: Final = ("off", "step")
 SPECULATIONS: Final = ("ngram", "off")
 AHEADS: Final = ("auto", "on", "off")
 MOST_DRAFTS: Final = 15  # a row of as many and its own token is what attention computes at once
@@ -68,6 +69,7 @@ class WorkerConfig:
         "auto",
     )
     max_drafts: int = _doc("guessed tokens of one sequence in one step, at most", 8)
+    kv_check: str = _doc("step compares every block of every text with its stamp at each decode step; or off", "off")
     inbox_depth: int = _doc("requests that may wait on the worker before it refuses", 16)
     threads: int = _doc("compute threads; 0 shares the cores among this host's workers", 0)
     heartbeat_s: float = _doc("seconds between load reports", 0.25)
@@ -95,6 +97,7 @@ class WorkerConfig:
         _choice("push", self.push, PUSHES)
         _choice("speculation", self.speculation, SPECULATIONS)
         _choice("ahead", self.ahead, AHEADS)
+        _choice("kv_check", self.kv_check, KV_CHECKS)
         if not 1 <= self.max_drafts <= MOST_DRAFTS:
             raise ConfigError("max_drafts", self.max_drafts, f"between 1 and {MOST_DRAFTS}")
         _at_least("inbox_depth", self.inbox_depth, 1)

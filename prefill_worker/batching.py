@@ -41,6 +41,7 @@ from pdserve.core.effects import (
     StepAccount,
     TransferLost,
 )
+from pdserve.core.stamps import chain64
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import Row, RowOut
 from prefill_worker.pushing import BY_CHUNK, Push, PushRule
@@ -74,6 +75,10 @@ class Prompt:
     @property
     def remaining(self) -> int:
         return len(self.tokens) - self.computed
+
+    def chains(self, block_size: int) -> tuple[int, ...]:
+        """What stamps call its blocks."""
+        return self.attempt.chains(self.hashes, self.tokens, block_size)
 
     def row(self, count: int, block_size: int) -> Row:
         """Its next `count` positions; the row draws if no more remain."""
@@ -223,6 +228,8 @@ class PrefillBatching:
             is_due = count == prompt.remaining and prompt.pushed_groups < done < push.groups
             if not is_due or prompt.attempt.key not in self._computing:
                 continue
+            for block, chain in zip(prompt.blocks, prompt.chains(self._block_size), strict=True):
+                self.blocks.stamps.mark(block, chain)  # the sender asks for a block's name with its first group
             effects.append(self._pushed(prompt, len(prompt.blocks), is_last=False, end_group=done))
             prompt.pushed_groups = done
         return effects
@@ -238,7 +245,10 @@ class PrefillBatching:
             full = start // self._block_size
             prompt.computed += count
             for index in range(full, prompt.computed // self._block_size):
+                self.blocks.stamps.mark(prompt.blocks[index], chain64(prompt.hashes[index]))
                 self.blocks.publish(prompt.blocks[index], prompt.hashes[index])
+            if prompt.remaining == 0 and prompt.computed % self._block_size:
+                self.blocks.stamps.mark(prompt.blocks[-1], prompt.chains(self._block_size)[-1])
             if out.scored:
                 effects.append(PromptScored(key=key, first_position=start + 1, tokens=out.scored))
             effects += self._done(prompt)

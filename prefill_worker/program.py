@@ -16,6 +16,7 @@ from pdserve.core import effects as fx
 from pdserve.core.attempt import AttemptKey, FailureKind
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
 from pdserve.core.overlap import hidden_share
+from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
@@ -33,8 +34,10 @@ log = logging.getLogger(__name__)
 
 @final
 class PrefillProgram(RoleProgram):
-    def __init__(self, context: ProgramContext, engine: Engine, sender: Sender) -> None:
-        super().__init__(context, engine)
+    def __init__(
+        self, context: ProgramContext, engine: Engine, sender: Sender, stamps: BlockStamps | None = None
+    ) -> None:
+        super().__init__(context, engine, stamps)
         config = context.config
         self._sender = sender
         self._grants: dict[AttemptKey, tuple[Grant, float | None]] = {}  # with the deadline on our clock
@@ -185,6 +188,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
     if config.tensor_parallel > 1:
         raise ConfigError("tensor_parallel", config.tensor_parallel, "1 on a prefill worker: ranks do not send KV yet")
     engine = load(config, context.role)
+    stamps = BlockStamps(engine.spec.num_blocks)
     sender = make_sender(
         engine.pool,
         fingerprint_of(engine.spec),
@@ -192,8 +196,9 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         incarnation=context.incarnation,
         transport=config.transport,
         disturbance=make_disturbance(config.inject_faults, engine.pool.block_bytes),
+        stamps=stamps,
     )
-    return PrefillProgram(context, engine, sender)
+    return PrefillProgram(context, engine, sender, stamps)
 
 
 def make_host(config: WorkerConfig) -> WorkerHost:

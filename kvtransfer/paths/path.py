@@ -42,7 +42,11 @@ class SendLink(Protocol):
         ...
 
     def head(self, job: Job, checksum: bytes, *, slot: int = 0, length: int = 0) -> bytes:
-        """The chunk's frame; `length` bytes of the path's own follow it on the socket."""
+        """The chunk's frame with its stamps; `length` bytes of the path's own follow it on the socket.
+
+        To be asked for once the bytes have been copied or their checksum taken. Raises StaleSource, which `post`
+        lets through: nothing of the job was posted, and nobody reads its source blocks any more.
+        """
         ...
 
     def finished(self, job: Job) -> None:

@@ -55,10 +55,11 @@ class ShmSend:
         return bool(self._free)
 
     def post(self, job: Job) -> None:
-        link, slot = self._link, self._free.popleft()
+        link, slot = self._link, self._free[0]
         digest = link.digest(views_of(link.memory, job.chunk.sources, link.block_bytes))
         numbers = array("I", job.chunk.sources).tobytes()
         link.writer.say(link.head(job, digest, slot=slot, length=len(numbers)) + numbers)
+        self._free.popleft()
         self._out[slot] = job
 
     def forsake(self, job: Job) -> None:

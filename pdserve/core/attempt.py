@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, final
 
-from pdserve.core.hashing import extend_hashes
+from pdserve.core.hashing import extend_hashes, tail_hash
+from pdserve.core.stamps import chain64
 from pdserve.core.types import FinishReason, Sampling
 
 
@@ -76,6 +77,12 @@ class Attempt:
     def extend_hashes(self, known: list[bytes], token_ids: Sequence[int], block_size: int) -> list[bytes]:
         """`known` and the names of the full blocks of `token_ids` after them; equal names mean equal KV."""
         return extend_hashes(known, token_ids, block_size, self.chain_key)
+
+    def chains(self, hashes: Sequence[bytes], token_ids: Sequence[int], block_size: int) -> tuple[int, ...]:
+        """What stamps call the blocks of `token_ids`, the last partly filled one included; `hashes` as above."""
+        full = tuple(map(chain64, hashes[: len(token_ids) // block_size]))
+        tail = tail_hash(hashes, token_ids, block_size, self.chain_key)
+        return full if tail is None else (*full, chain64(tail))
 
     def is_late(self, now_s: float) -> bool:
         return self.deadline_at_s is not None and now_s >= self.deadline_at_s

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 from pdserve.core.extents import FreeRuns
+from pdserve.core.stamps import BlockStamps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +31,10 @@ class CacheChange:
 
 @final
 class BlockAllocator:
-    """Reference-counted blocks 0 .. num_blocks - 1 and the prefix cache over them."""
+    """Reference-counted blocks 0 .. num_blocks - 1, the prefix cache over them, and their stamps."""
 
-    def __init__(self, num_blocks: int, *, is_cache_on: bool = True) -> None:
+    def __init__(self, num_blocks: int, *, is_cache_on: bool = True, stamps: BlockStamps | None = None) -> None:
+        self.stamps = BlockStamps(num_blocks) if stamps is None else stamps
         self._is_cache_on = is_cache_on
         self._free = FreeRuns(num_blocks)
         self._references = [0] * num_blocks
@@ -77,6 +79,7 @@ class BlockAllocator:
         blocks = self._free.take(count)
         for block in blocks:
             self._references[block] = 1
+        self.stamps.begin(blocks)
         return blocks
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
@@ -119,6 +122,14 @@ class BlockAllocator:
             self._block_of[block_hash] = block
             self._note(block_hash, self._stored, self._removed)
         return True
+
+    def distrust(self, block: int) -> None:
+        """Nobody shall find the block any more: it does not hold what it should."""
+        if block in self._hash_of:
+            self._forget(block)
+            if block in self._evictable:
+                del self._evictable[block]
+                self._free.add(block)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Gives one reference of each block back; `blocks` in prompt order."""

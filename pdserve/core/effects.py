@@ -137,6 +137,14 @@ class KvCommitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvMistaken:
+    """A block did not hold what the attempt's text says; what was drawn from it is dropped, and it is recomputed."""
+
+    key: AttemptKey
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
     """One token of one step. Durations and counts come with the row that knows them, else 0."""
 
@@ -164,6 +172,7 @@ DecodeEffect = (
     | SeatHeld
     | ReceiveAborted
     | KvCommitted
+    | KvMistaken
     | Drawn
 )
 

@@ -46,10 +46,7 @@ def extend_hashes(known: list[bytes], token_ids: Sequence[int], block_size: int,
     first, full = len(known), len(token_ids) // block_size
     if full <= first:
         return known[:full]
-    packed = array(_UINT32, token_ids[first * block_size : full * block_size])
-    if sys.byteorder == "big":  # pragma: no cover
-        packed.byteswap()
-    data = memoryview(packed).cast("B")
+    data = _packed(token_ids[first * block_size : full * block_size])
     hashes = list(known)
     parent = known[-1] if known else _ROOT
     width = 4 * block_size
@@ -59,3 +56,23 @@ def extend_hashes(known: list[bytes], token_ids: Sequence[int], block_size: int,
         parent = digest.digest()
         hashes.append(parent)
     return hashes
+
+
+def tail_hash(hashes: Sequence[bytes], token_ids: Sequence[int], block_size: int, key: bytes) -> bytes | None:
+    """Name of the last, partly filled block; None where there is none. `hashes` are of the full blocks before it.
+
+    It has fewer bytes than any full block, so it is never the name of one.
+    """
+    full = len(token_ids) // block_size
+    if full * block_size == len(token_ids):
+        return None
+    digest = blake2b(hashes[full - 1] if full else _ROOT, digest_size=HASH_BYTES, key=key)
+    digest.update(_packed(token_ids[full * block_size :]))
+    return digest.digest()
+
+
+def _packed(token_ids: Sequence[int]) -> memoryview:
+    packed = array(_UINT32, token_ids)
+    if sys.byteorder == "big":  # pragma: no cover
+        packed.byteswap()
+    return memoryview(packed).cast("B")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Final, final
 
 CHAIN_BITS: Final = 64
@@ -51,7 +52,14 @@ class BlockStamps:
         return self._chains[block]
 
     def lives(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self._lives[block] for block in blocks)
+        return _picked(self._lives, blocks)
 
     def chains(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self._chains[block] for block in blocks)
+        return _picked(self._chains, blocks)
+
+
+def _picked(of: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
+    if len(blocks) > 1:
+        picked: tuple[int, ...] = itemgetter(*blocks)(of)  # a few nanoseconds each
+        return picked
+    return tuple(of[block] for block in blocks)

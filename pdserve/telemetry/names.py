@@ -248,6 +248,9 @@ REFUSED_BY_WORKER: Final = _metric(
 TRANSFERS: Final = _metric(
     "pdserve_kv_transfers_total", "counter", "worker", "KV transfers that ended: committed or failed", ("outcome",)
 )
+KV_MISTAKEN: Final = _metric(
+    "pdserve_kv_mistaken_total", "counter", "worker", "texts recomputed since a block was not theirs (kv_check)"
+)
 TRANSFER_BYTES_TOTAL: Final = _metric(
     "pdserve_kv_transfer_bytes_total", "counter", "worker", "bytes of KV received and committed"
 )

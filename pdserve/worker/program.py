@@ -19,6 +19,7 @@ from pdserve.core.blocks import BlockAllocator, CacheChange
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.hashing import hash_seed
 from pdserve.core.latency import CostPrior
+from pdserve.core.stamps import BlockStamps
 from pdserve.engine.ahead import LazyAhead
 from pdserve.engine.interface import AheadEngine, Engine, Row, RowOut
 from pdserve.profiles import load_profile
@@ -72,13 +73,13 @@ class Track:
 
 
 class RoleProgram(ABC):
-    def __init__(self, context: ProgramContext, engine: Engine) -> None:
+    def __init__(self, context: ProgramContext, engine: Engine, stamps: BlockStamps | None = None) -> None:
         config, spec = context.config, engine.spec
         self.context = context
         self.engine = engine
         self.counts: Counter[str] = Counter()  # of messages that were dropped, by why
         self.num_steps = 0
-        self.blocks = BlockAllocator(spec.num_blocks, is_cache_on=config.is_prefix_cache_on)
+        self.blocks = BlockAllocator(spec.num_blocks, is_cache_on=config.is_prefix_cache_on, stamps=stamps)
         # A sequence that has the whole pool to itself must fit.
         max_context_tokens = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
         seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)

@@ -37,6 +37,7 @@ PURE = [
     "prefill_worker.pushing",
     "decode_worker.ahead",
     "decode_worker.batching",
+    "decode_worker.checking",
     "decode_worker.chunking",
     "decode_worker.resident",
     "simulator.charts",
@@ -73,6 +74,7 @@ PURE = [
             "reshape",
             "session",
             "shape",
+            "stamping",
             "stats",
             "transport",
         )

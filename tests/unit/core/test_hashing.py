@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 import pytest
 
-from pdserve.core.hashing import block_hashes, chain_key, extend_hashes, hash_seed
+from pdserve.core.hashing import block_hashes, chain_key, extend_hashes, hash_seed, tail_hash
 
 KEY = chain_key(b"tenant", hash_seed("weights", "float32", "v1", 4))
 
@@ -54,3 +54,14 @@ def test_extending_a_chain_equals_hashing_it_whole() -> None:
 def test_a_token_id_that_is_not_an_unsigned_32_bit_integer_is_refused() -> None:
     with pytest.raises(OverflowError):
         block_hashes([-1], 1, KEY)
+
+
+def test_the_last_partly_filled_block_has_a_name_of_its_own() -> None:
+    key, tokens = chain_key(b"", bytes(32)), list(range(8))
+    hashes = block_hashes(tokens, 4, key)
+    assert tail_hash(hashes, tokens, 4, key) is None
+    names = {tail_hash(hashes[: size // 4], tokens[:size], 4, key) for size in (1, 2, 3, 5, 6, 7)}
+    assert len(names | set(hashes)) == 8
+    assert tail_hash(hashes[:1], tokens[:6], 4, key) != tail_hash(hashes[:1], [*tokens[:5], 9], 4, key)
+    assert tail_hash(hashes[:1], tokens[:6], 4, key) != tail_hash(hashes[1:], tokens[:6], 4, key)
+    assert tail_hash(hashes[:1], tokens[:6], 4, key) != tail_hash(hashes[:1], tokens[:6], 4, chain_key(b"x", bytes(32)))

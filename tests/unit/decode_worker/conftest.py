@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from decode_worker.batching import DecodeBatching
+from decode_worker.checking import KvCheck
 from decode_worker.chunking import ChunkRule
 from decode_worker.drafting import DraftRule
 from decode_worker.step import Step
@@ -45,6 +46,7 @@ class Bench:
         num_answers: int = NUM_ANSWERS,
         max_drafts: int = 0,
         is_ahead: bool = False,
+        is_checked: bool = False,
     ) -> None:
         self.is_ahead = is_ahead
         self.num_ahead = 0  # steps that were launched before the one before them was read
@@ -52,8 +54,10 @@ class Bench:
         self.num_answers = num_answers
         self.engine = ToyEngine(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_answers=num_answers)
         self.accounts: list[StepAccount] = []
+        blocks = BlockAllocator(num_blocks)
         self.batching = DecodeBatching(
-            blocks=BlockAllocator(num_blocks),
+            blocks=blocks,
+            check=KvCheck(blocks.stamps) if is_checked else None,
             block_size=BLOCK_SIZE,
             max_batch=max_batch,
             chunks=ChunkRule(CostModel(PRIOR), least=4, most=max_batch_tokens),

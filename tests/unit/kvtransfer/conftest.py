@@ -13,6 +13,7 @@ from kvtransfer.disturbance import Disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.faults import Fault
 from kvtransfer.frames import Tag
+from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, HostPool, Pair, fingerprint, wait_for
 
 
@@ -35,15 +36,18 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
         source, landing = HostPool(num_blocks, block_bytes, seed=7), HostPool(num_blocks, block_bytes)
         disturbance = None if fault_of is None else Disturbance(fault_of, block_bytes)
         common: dict[str, Any] = {"transport": transport, "disturbance": disturbance}
+        stamps = BlockStamps(num_blocks), BlockStamps(num_blocks)
         facts = fingerprint(block_bytes)
-        receiver = make_receiver(landing, facts, worker_id="d0", incarnation="d0-1", host="127.0.0.1", **common)
-        sender = make_sender(source, facts, worker_id="p0", incarnation="p0-1", **common)
+        receiver = make_receiver(
+            landing, facts, worker_id="d0", incarnation="d0-1", host="127.0.0.1", stamps=stamps[1], **common
+        )
+        sender = make_sender(source, facts, worker_id="p0", incarnation="p0-1", stamps=stamps[0], **common)
         servicer: Any = receiver.servicer
         if hook is not None:
             servicer = Proxy(receiver, hook, block_bytes)
             proxies.append(servicer)
         host = GrpcHost(servicer)
-        pairs.append(Pair(transport, source, landing, receiver, sender, host))
+        pairs.append(Pair(transport, source, landing, receiver, sender, host, *stamps))
         return pairs[-1]
 
     yield make

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from benchmarks.transfer_ends import BLOCK_BYTES, WAIT_S, GrpcHost, HostPool, fi
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
 from kvtransfer.transport import Grant, Received, Sent, TransferKey
+from pdserve.core.stamps import BlockStamps
 
 
 def wait_for(holds: Callable[[], bool], what: str) -> None:
@@ -54,6 +55,8 @@ class Pair:
     receiver: StreamReceiver
     sender: StreamSender
     host: GrpcHost
+    source_stamps: BlockStamps
+    landing_stamps: BlockStamps
     _attempts: int = 0
     _generation: int = field(default=0)
 
@@ -70,10 +73,12 @@ class Pair:
         )
         return replace(plain, **changes)
 
-    def begin(self, grant: Grant, deadline_s: float | None = None) -> tuple[Heard, Heard]:
+    def begin(
+        self, grant: Grant, deadline_s: float | None = None, chains: Sequence[int] | None = None
+    ) -> tuple[Heard, Heard]:
         """Opens both sides."""
         received, sent = Heard(), Heard()
-        self.receiver.expect(grant, received, deadline_s)
+        self.receiver.expect(grant, received, deadline_s, chains)
         self.sender.start(grant, sent, deadline_s)
         return received, sent
 

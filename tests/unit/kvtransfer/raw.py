@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.transfer_proxy import read_exactly
@@ -11,6 +12,7 @@ from kvtransfer.checksum import hasher
 from kvtransfer.dial import Line, dial
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, decode, tag_of
 from kvtransfer.paths.shm import ShmSend
+from kvtransfer.stamping import pack
 from kvtransfer.transport import Grant, ReceiveOutcome
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Heard, Pair
 
@@ -40,16 +42,17 @@ class RawSender:
     def announce(self, tag: Tag) -> None:
         self.send(Frame(Kind.ANNOUNCE, tag).encode())
 
-    def chunk(self, tag: Tag, first: int, payload: bytes, is_last: bool = False) -> None:
-        count, checksum = len(payload) // BLOCK_BYTES, self._digest([memoryview(payload)])
+    def chunk(self, tag: Tag, first: int, payload: bytes, is_last: bool = False, chains: Sequence[int] = ()) -> None:
         """shm: the payload lies in blocks of the pool that nobody else reads."""
+        count, checksum = len(payload) // BLOCK_BYTES, self._digest([memoryview(payload)])
         body = payload
         if self.is_shm:
             blocks = range(self._next_block, self._next_block + count)
             self._next_block = blocks.stop
             self.pool.memory[blocks.start * BLOCK_BYTES : blocks.stop * BLOCK_BYTES] = payload
             body = numbers(blocks)
-        self.send(Frame(Kind.CHUNK, tag, first, count, 0, len(body), checksum, is_last).encode() + body)
+        stamps = pack(chains or [0] * count, tag.generation, 1)
+        self.send(Frame(Kind.CHUNK, tag, first, count, 0, len(body), checksum, is_last).encode() + stamps + body)
 
     def hear(self) -> Frame:
         """The next frame that is not a credit."""

@@ -19,11 +19,19 @@ from kvtransfer import departures, landings
 from kvtransfer.departures import Departures, Job
 from kvtransfer.frames import Tag
 from kvtransfer.landings import Claim, Landings
+from kvtransfer.stamping import pack
 from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome, TransferKey
+from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.harness import fingerprint
 
 FACTS = fingerprint(64)
 SCRIBBLE = -1
+STAMPS = BlockStamps(1_000_000)
+
+
+def stamps(tag: Tag, count: int) -> bytes:
+    """Of blocks without names."""
+    return pack([0] * count, tag.generation, 1)
 
 
 def grant_of(transfer_id: str, attempt: int, generation: int, blocks: tuple[int, ...]) -> Grant:
@@ -48,8 +56,8 @@ class World:
     is_faulty: bool = True
     now_s: float = 0.0
     writer: int = 1
-    book: Landings = field(default_factory=lambda: Landings(grace_s=1.0))
-    out: Departures = field(default_factory=lambda: Departures(block_bytes=1))
+    book: Landings = field(default_factory=lambda: Landings(STAMPS, grace_s=1.0))
+    out: Departures = field(default_factory=lambda: Departures(1, STAMPS))
     to_receiver: deque[Any] = field(default_factory=deque)
     to_sender: deque[Any] = field(default_factory=deque)
     landing: dict[int, int] = field(default_factory=dict)  # block -> value
@@ -174,7 +182,9 @@ class World:
         elif isinstance(message, departures.Retract):
             self.receiver_acts(self.book.retract(message.tag, self.writer, message.error, self.now_s))
         else:
-            claim = self.book.claim(message.tag, self.writer, message.first, len(message.payload), self.now_s)
+            claim = self.book.claim(
+                message.tag, self.writer, message.first, stamps(message.tag, len(message.payload)), self.now_s
+            )
             if claim is not None and self.book.enter(claim):
                 self.writing = claim, message
 
@@ -297,7 +307,7 @@ def check_the_end(world: World) -> None:
 
 
 def opened(blocks: tuple[int, ...] = (0, 1, 2, 3), deadline_at_s: float | None = None) -> tuple[Landings, Grant, Tag]:
-    book, grant = Landings(grace_s=1.0), grant_of("t", 1, 1, blocks)
+    book, grant = Landings(STAMPS, grace_s=1.0), grant_of("t", 1, 1, blocks)
     assert book.expect(grant, 0.0, deadline_at_s) == []
     tag = landings.tag_of(grant.key)
     assert book.announce(tag, 1) == []
@@ -310,28 +320,28 @@ def outcomes_of(actions: list[landings.Action]) -> list[tuple[ReceiveOutcome, st
 
 def test_a_chunk_of_an_old_generation_or_attempt_gets_no_claim_and_is_counted() -> None:
     book, _, tag = opened()
-    assert book.claim(tag._replace(generation=0), 1, 0, 1, 0.0) is None
-    assert book.claim(tag._replace(attempt=9), 1, 0, 1, 0.0) is None
+    assert book.claim(tag._replace(generation=0), 1, 0, stamps(tag, 1), 0.0) is None
+    assert book.claim(tag._replace(attempt=9), 1, 0, stamps(tag, 1), 0.0) is None
     assert book.stats.late_messages == 2
 
 
 def test_a_chunk_from_a_connection_that_did_not_announce_gets_no_claim() -> None:
     book, _, tag = opened()
-    assert book.claim(tag, 2, 0, 1, 0.0) is None
+    assert book.claim(tag, 2, 0, stamps(tag, 1), 0.0) is None
     assert book.stats.late_messages == 1
 
 
 def test_a_chunk_outside_the_grant_or_over_another_gets_no_claim() -> None:
     book, _, tag = opened()
-    assert book.claim(tag, 1, 3, 2, 0.0) is None
-    assert book.claim(tag, 1, 2**31, 2**31, 0.0) is None
-    assert book.claim(tag, 1, 0, 2, 0.0) is not None
-    assert book.claim(tag, 1, 1, 2, 0.0) is None
+    assert book.claim(tag, 1, 3, stamps(tag, 2), 0.0) is None
+    assert book.claim(tag, 1, 2**31, stamps(tag, 2**10), 0.0) is None
+    assert book.claim(tag, 1, 0, stamps(tag, 2), 0.0) is not None
+    assert book.claim(tag, 1, 1, stamps(tag, 2), 0.0) is None
     assert book.stats.duplicate_chunks == 3
 
 
 def test_an_empty_grant_is_verified_at_once_and_a_late_announcement_learns_it() -> None:
-    book, grant = Landings(), grant_of("t", 1, 1, ())
+    book, grant = Landings(STAMPS), grant_of("t", 1, 1, ())
     assert outcomes_of(book.expect(grant, 0.0, None)) == [(ReceiveOutcome.VERIFIED, "")]
     tag = landings.tag_of(grant.key)
     assert book.announce(tag, 5) == [landings.Answer(5, tag, True)]
@@ -339,7 +349,7 @@ def test_an_empty_grant_is_verified_at_once_and_a_late_announcement_learns_it() 
 
 def test_a_last_chunk_that_leaves_a_gap_fails_the_transfer_at_once() -> None:
     book, _, tag = opened()
-    claim = book.claim(tag, 1, 3, 1, 0.0)
+    claim = book.claim(tag, 1, 3, stamps(tag, 1), 0.0)
     assert claim is not None
     actions = book.settle(claim, 1, True, True, 0.0)
     assert outcomes_of(actions) == [(ReceiveOutcome.FAILED, "3 of 4 blocks never came")]
@@ -348,7 +358,7 @@ def test_a_last_chunk_that_leaves_a_gap_fails_the_transfer_at_once() -> None:
 
 def test_an_abort_that_does_not_drain_in_time_is_quarantined_and_then_drained() -> None:
     book, grant, tag = opened()
-    claim = book.claim(tag, 1, 0, 1, 0.0)
+    claim = book.claim(tag, 1, 0, stamps(tag, 1), 0.0)
     assert claim is not None
     assert book.enter(claim)
     assert outcomes_of(book.abort(grant.key, 10.0)) == []
@@ -361,7 +371,7 @@ def test_an_abort_that_does_not_drain_in_time_is_quarantined_and_then_drained() 
 
 def test_a_deadline_fails_the_transfer_and_says_how_far_it_came() -> None:
     book, _, tag = opened(deadline_at_s=5.0)
-    claim = book.claim(tag, 1, 0, 3, 0.0)
+    claim = book.claim(tag, 1, 0, stamps(tag, 3), 0.0)
     assert claim is not None
     book.settle(claim, 3, True, False, 0.0)
     assert book.expire(4.9) == []
@@ -378,7 +388,7 @@ def test_an_abort_of_what_ended_or_never_was_does_nothing() -> None:
 
 
 def test_alarms_of_ended_transfers_do_not_pile_up() -> None:
-    book = Landings()
+    book = Landings(STAMPS)
     for generation in range(5000):
         grant = grant_of("t", 1, generation, (0,))
         book.expect(grant, 0.0, 600.0)
@@ -388,7 +398,7 @@ def test_alarms_of_ended_transfers_do_not_pile_up() -> None:
 
 
 def test_chunks_of_two_transfers_take_turns() -> None:
-    out = Departures(block_bytes=1)
+    out = Departures(1, STAMPS)
     out.linked()
     for name in ("long", "short"):
         grant = grant_of(name, 1, 1, tuple(range(4)))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.frames import Frame, Kind
+from kvtransfer.frames import HEADER_BYTES, Frame, Kind
 from kvtransfer.paths import shm, tcp
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.receiver import StreamReceiver
@@ -191,7 +191,7 @@ def test_a_wrong_checksum_for_right_bytes_is_no_better(make_pair: MakePair, tran
     def hook(frame: Frame, message: bytearray, body: memoryview) -> bytes | bytearray:
         if frame.kind is not Kind.CHUNK:
             return message
-        return replace(frame, checksum=b"\0" * 8).encode() + message[64:]
+        return replace(frame, checksum=b"\0" * 8).encode() + message[HEADER_BYTES:]
 
     pair = make_pair(transport, hook=hook)
     received, _ = pair.move(pair.grant((1,)), (1,))

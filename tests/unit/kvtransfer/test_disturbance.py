@@ -31,7 +31,9 @@ def once(kind: FaultKind, where: Where, nth: int, *, for_s: float = 0.2, at: flo
 def run(pair: Pair, deadline_s: float = 0.6) -> tuple[str, str]:
     """The first transfer's two ends."""
     grant = pair.grant(BLOCKS)
-    received, sent = pair.begin(grant, deadline_s)
+    for source in SOURCES:
+        pair.source_stamps.mark(source, 1 + source)
+    received, sent = pair.begin(grant, deadline_s, [1 + source for source in SOURCES])
     pair.sender.push(grant.key, list(enumerate(SOURCES)), True)
     ends = received.wait().outcome.value, sent.wait().outcome.value
     if ends[0] == "verified":

@@ -14,6 +14,7 @@ import pytest
 
 from kvtransfer.checksum import Checksum
 from kvtransfer.dial import Line
+from kvtransfer.frames import greeting
 from kvtransfer.gate import MAX_TICKETS
 from kvtransfer.host import host_id
 from kvtransfer.inbound import AUTHENTICATION_S
@@ -53,9 +54,9 @@ def test_without_its_ticket_a_connection_is_closed(pair: Pair, first_bytes: byte
 def test_a_ticket_admits_once(pair: Pair) -> None:
     answer = pair.host.open(pair.sender)
     with connect(pair, answer) as first, connect(pair, answer) as second:
-        first.sendall(answer.ticket)
+        first.sendall(greeting(answer.ticket))
         wait_for(lambda: len(pair.receiver.peers) == 1, "the first")
-        second.sendall(answer.ticket)
+        second.sendall(greeting(answer.ticket))
         wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
 
 
@@ -64,7 +65,7 @@ def test_a_ticket_for_one_transport_does_not_admit_to_another(make_pair: Callabl
     shm = pair.host.open(pair.sender)
     tcp = pair.host.open(pair.sender, transports=(2,))
     with connect(pair, tcp) as sock:
-        sock.sendall(shm.ticket)
+        sock.sendall(greeting(shm.ticket))
         wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
 
 
@@ -114,7 +115,7 @@ def test_a_sender_without_descriptors_says_so(pair: Pair, monkeypatch: pytest.Mo
     [
         ({"model": "n"}, "fingerprint.model", "'n'", "'m'"),
         ({"shape": fingerprint(64).shape}, "kv_shape.head_dim", "1", "64"),
-        ({"protocol": 9}, "fingerprint.protocol", "9", "1"),
+        ({"protocol": 9}, "fingerprint.protocol", "9", "2"),
     ],
 )
 def test_open_refuses_another_fingerprint_naming_the_field_and_both_values(

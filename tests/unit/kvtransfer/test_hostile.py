@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, encode_text
+from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for
 from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves, expected, numbers
@@ -87,7 +88,7 @@ def test_an_abort_under_a_write_that_does_not_end_is_quarantined_until_it_does(p
     raw.announce(tag._replace(generation=0))
     raw.hear()  # so the first announcement has been heard
     [writer] = pair.receiver._connections
-    claim = pair.receiver.claim(tag, writer, 0, 2)
+    claim = pair.receiver.claim(tag, writer, 0, pack([0, 0], tag.generation, 1))
     assert claim is not None
     assert pair.receiver.enter(claim)
     pair.receiver.abort(grant.key)
@@ -101,6 +102,7 @@ def test_an_abort_under_a_write_that_does_not_end_is_quarantined_until_it_does(p
 
 def bad_frames(tag: Tag) -> dict[str, bytes]:
     good = Frame(Kind.CHUNK, tag, 0, 1, 0, 0, b"c" * 8)
+    stamp = pack([0], tag.generation, 1)
     oversized = replace(good, count=2**20, length=2**32 - 1)
     return {
         "garbage": GARBAGE,
@@ -108,8 +110,8 @@ def bad_frames(tag: Tag) -> dict[str, bytes]:
         "more blocks than bytes": replace(good, count=2**31, length=BLOCK_BYTES).encode() + bytes(BLOCK_BYTES),
         "no blocks": replace(good, count=0).encode(),
         "bytes that are no whole block": replace(good, length=BLOCK_BYTES - 1).encode() + bytes(BLOCK_BYTES),
-        "a slot that is not there": replace(good, slot=2**31, length=4).encode() + numbers(range(1)),
-        "a source block that is not there": replace(good, length=4).encode() + b"\xff" * 4,
+        "a slot that is not there": replace(good, slot=2**31, length=4).encode() + stamp + numbers(range(1)),
+        "a source block that is not there": replace(good, length=4).encode() + stamp + b"\xff" * 4,
         "a receiver's word": Frame(Kind.DONE, tag).encode(),
         "an unknown kind": good.encode()[:5] + b"\x63" + good.encode()[6:],
         "another version": good.encode()[:4] + b"\x63" + good.encode()[5:],
@@ -153,7 +155,8 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     for _ in range(rng.randint(1, 4)):
         damaged[rng.randrange(len(damaged))] = rng.randrange(256)
     if rng.random() < 0.5 and len(damaged) >= HEADER_BYTES:
-        damaged[60:64] = struct.pack("<I", zlib.crc32(bytes(damaged[:60])))
+        end = HEADER_BYTES - 4
+        damaged[end:HEADER_BYTES] = struct.pack("<I", zlib.crc32(bytes(damaged[:end])))
     return bytes(damaged)
 
 
@@ -168,7 +171,7 @@ def test_fuzzed_frames_never_crash_the_receiver_or_verify_anything(pair: Pair, s
     chunk = Frame(Kind.CHUNK, tag, 0, 1, 0, len(body), b"c" * 8).encode()
     try:
         for _ in range(rng.randint(1, 5)):
-            message = rng.choice([chunk + body, raw_word(rng, tag)])
+            message = rng.choice([chunk + pack([0], tag.generation, 1) + body, raw_word(rng, tag)])
             raw.send(mutate(message, rng))
     except ConnectionError:
         pass

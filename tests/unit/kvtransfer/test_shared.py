@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtransfer.frames import BadFrame
+from kvtransfer.frames import BadFrame, greeting
 from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.paths.shm import SHM
 from kvtransfer.shared import HELLO_BYTES, SharedPool, offer
@@ -81,7 +81,7 @@ def test_a_sender_that_offers_no_pool_costs_only_its_own_connection(make_pair: M
     pair = make_pair("shm")
     answer = pair.host.open(pair.sender)
     sock = TRANSPORTS[SHM].dial(answer.address, pair.host.endpoint, 5.0)
-    sock.sendall(answer.ticket + lie)
+    sock.sendall(greeting(answer.ticket) + lie)
     sock.shutdown(socket.SHUT_WR)
     assert sock.recv(16) == b""
     sock.close()

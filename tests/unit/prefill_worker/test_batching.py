@@ -266,3 +266,25 @@ def test_the_load_counts_what_waits_and_what_is_left_to_read(bench: Any) -> None
     load = bench.batching.load()
     assert (load.running, load.waiting, load.pending_prefill_tokens, load.context_tokens) == (1, 1, 12, 8)
     assert (load.free_blocks, load.evictable_blocks) == (13, 0)
+
+
+def test_finished_blocks_are_named_before_the_sender_hears_of_them_the_last_half_one_too(
+    make_bench: Any,
+) -> None:
+    bench = make_bench(max_batch_tokens=4)
+    prompt = list(range(10, 20))
+    bench.offer("a", prompt)
+    [live] = bench.batching._prompts.values()
+    names = live.attempt.chains(live.hashes, prompt, 4)
+    assert len(set(names)) == 3
+    stamps = bench.batching.blocks.stamps
+    for _ in range(3):
+        [done] = [effect for effect in bench.step() if isinstance(effect, BlocksDone)]
+        assert stamps.chains([block for _, block in done.blocks]) == tuple(names[index] for index, _ in done.blocks)
+    bench.sent("a")
+    bench.offer("b", [*prompt[:8], 1])  # two blocks come from the cache, and keep their names
+    effects = bench.run()
+    blocks = [block for effect in effects if isinstance(effect, BlocksDone) for _, block in effect.blocks]
+    assert stamps.chains(blocks)[:2] == names[:2]
+    assert stamps.chains(blocks)[2] not in names
+    bench.sent("b")

@@ -42,6 +42,7 @@ def config(role: Role, **changes: Any) -> WorkerConfig:
         inbox_depth=8,
         heartbeat_s=0.05,
         transport="tcp",
+        kv_check="step",
     )
     return dataclasses.replace(base, **changes)
 

@@ -1,0 +1,47 @@
+"""The debug mode kv_check: does each block of a row hold what the row's text says? Pure.
+
+A stamp that differs means that a block was handed to somebody else, or was filled for another text. Asked after each
+step and before its tokens count, so that no token drawn from such a block is told to anybody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from decode_worker.resident import Resident
+from pdserve.core.stamps import BlockStamps, chain64
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    index: int  # of the sequence's blocks
+    error: str
+
+
+@final
+class KvCheck:
+    def __init__(self, stamps: BlockStamps) -> None:
+        self._stamps = stamps
+
+    def hold(self, resident: Resident) -> None:
+        """The resident has just been given its blocks."""
+        resident.lives = self._stamps.lives(resident.blocks)
+
+    def find(self, resident: Resident, block_size: int) -> Mistake | None:
+        """The first block that is not the one that the resident was given, or is not named as its tokens are."""
+        blocks, held = resident.blocks, resident.lives
+        resident.lives = lives = self._stamps.lives(blocks)
+        if lives[: len(held)] != held:
+            index = next(index for index, life in enumerate(held) if life != lives[index])
+            return Mistake(index, f"block {blocks[index]} was handed out again while it was held")
+        full = resident.computed // block_size
+        expected = tuple(map(chain64, resident.hashes[:full]))
+        attempt = resident.attempt
+        if resident.has_landed and resident.computed == attempt.num_tokens and resident.preemptions == 0:
+            expected = attempt.chains(resident.hashes, attempt.token_ids, block_size)  # the partly filled one too
+        chains = self._stamps.chains(blocks[: len(expected)])
+        if chains == expected:
+            return None
+        index = next(index for index, chain in enumerate(chains) if chain != expected[index])
+        return Mistake(index, f"block {blocks[index]} is stamped {chains[index]:016x}, expected {expected[index]:016x}")

@@ -1,0 +1,60 @@
+"""The stamps of a chunk's blocks as they travel: 16 bytes a block, little-endian, in front of the chunk. Pure.
+
+    chain 8       the name of what the block holds, from the sender's table at the moment of packing
+    generation 4  of the grant, its low half
+    mask 4        which layer groups of the block this chunk brings
+
+The sender's table is asked, not the transfer: a source block that somebody else has been given since shows. The
+receiver knows from its own copy of the prompt what each granted block must be.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+STAMP_BYTES: Final = 16
+_LOW: Final = 0xFFFF_FFFF
+_WORD: Final = "Q"
+
+
+def pack(chains: Sequence[int], generation: int, mask: int) -> bytes:
+    """One stamp for each chain."""
+    count = len(chains)
+    words = array(_WORD, bytes(STAMP_BYTES * count))
+    words[::2] = array(_WORD, chains)
+    words[1::2] = array(_WORD, [generation & _LOW | mask << 32]) * count
+    return _little(words).tobytes()
+
+
+def chains_in(stamps: bytes) -> tuple[int, ...]:
+    return tuple(_words(stamps)[::2])
+
+
+def difference(seen: bytes, expected: bytes) -> tuple[int, str] | None:
+    """(number of the first stamp that differs, what differs with both values); None where they are equal."""
+    if seen == expected:
+        return None
+    if len(seen) != len(expected):
+        return 0, f"{len(seen)} bytes of stamps, expected {len(expected)}"
+    is_, must_be = _words(seen), _words(expected)
+    at = next(i for i in range(len(is_)) if is_[i] != must_be[i])
+    if at % 2 == 0:
+        return at // 2, f"chain {is_[at]:016x}, expected {must_be[at]:016x}"
+    if is_[at] & _LOW != must_be[at] & _LOW:
+        return at // 2, f"generation {is_[at] & _LOW}, expected {must_be[at] & _LOW}"
+    return at // 2, f"layer groups {is_[at] >> 32:#x}, expected {must_be[at] >> 32:#x}"
+
+
+def _words(stamps: bytes) -> array[int]:
+    words = array(_WORD)
+    words.frombytes(stamps)
+    return _little(words)
+
+
+def _little(words: array[int]) -> array[int]:
+    if sys.byteorder == "big":  # pragma: no cover
+        words.byteswap()
+    return words

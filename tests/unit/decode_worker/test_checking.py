@@ -1,0 +1,143 @@
+"""kv_check: a block that is not the row's own costs a recompute, and never a wrong token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pdserve.core.effects import Drawn, KvMistaken
+from tests.unit.decode_worker.conftest import BLOCK_SIZE, Bench
+
+PROMPT = [7, 3, 9, 1, 4, 4, 2, 8, 6, 5]  # two full blocks and a half
+
+
+def answer(make_bench: Callable[..., Bench], is_checked: bool = False) -> list[int]:
+    bench = make_bench(is_checked=is_checked)
+    land(bench)
+    bench.run()
+    return bench.drawn["a"]
+
+
+def land(bench: Bench, name: str = "a", prompt: list[int] = PROMPT) -> tuple[int, ...]:
+    """A text that arrived from a prefill worker; its granted blocks."""
+    bench.offer(name, prompt, is_local=False)
+    first = bench.write(name)
+    bench.land(name)
+    bench.admit(name, first)
+    return bench.grants[bench.key(name)].blocks
+
+
+def mistakes(effects: list[object]) -> list[str]:
+    return [effect.error for effect in effects if isinstance(effect, KvMistaken)]
+
+
+def test_an_undisturbed_text_passes_every_check_and_is_the_same(make_bench: Callable[..., Bench]) -> None:
+    assert answer(make_bench, is_checked=True) == answer(make_bench)
+
+
+def test_commit_marks_every_landed_block_the_last_half_one_too(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.offer("a", PROMPT, is_local=False)
+    chains = bench.batching.chains(bench.key("a"))
+    blocks = bench.grants[bench.key("a")].blocks
+    assert len(set(chains)) == len(blocks) == 3
+    assert bench.batching.blocks.stamps.chains(blocks) == (0, 0, 0)
+    bench.land("a")
+    assert bench.batching.blocks.stamps.chains(blocks) == chains
+    bench.batching.cancel(bench.key("a"))
+
+
+def test_the_names_of_granted_blocks_leave_out_the_held_ones(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    land(bench)
+    bench.run()
+    bench.offer("b", PROMPT, is_local=False)
+    assert bench.grants[bench.key("b")].held_blocks == 2
+    assert len(bench.batching.chains(bench.key("b"))) == 1
+    bench.batching.cancel(bench.key("b"))
+    bench.batching.lost(bench.key("b"), "over")
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_a_block_with_another_texts_stamp_costs_a_recompute_and_no_token(
+    make_bench: Callable[..., Bench], at: int, steps: int
+) -> None:
+    """After the half block has grown, its landed name stands for nothing any more."""
+    expected = answer(make_bench)
+    bench = make_bench(is_checked=True)
+    blocks = land(bench)
+    for _ in range(steps):
+        bench.step()
+    size = bench.engine.pool.block_bytes
+    bench.batching.blocks.stamps.mark(blocks[at], 666)
+    bench.engine.pool.buffer[blocks[at] * size : (blocks[at] + 1) * size] = b"\x11" * size  # what it would have read
+    bad = bench.step()
+    if at == 2 and steps in (1, 5):
+        return  # a partly filled block has no name while it grows; its life is what is checked
+    [error] = mistakes(bad)
+    assert f"block {blocks[at]} is stamped 000000000000029a, expected" in error
+    assert not [effect for effect in bad if isinstance(effect, Drawn)]
+    bench.run()
+    assert bench.drawn["a"] == expected
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_block_that_was_handed_to_somebody_else_costs_a_recompute_and_no_token(
+    make_bench: Callable[..., Bench], at: int
+) -> None:
+    expected = answer(make_bench)
+    bench = make_bench(is_checked=True)
+    blocks = land(bench)
+    bench.step()
+    bench.batching.blocks.stamps.begin([blocks[at]])
+    bad = bench.step()
+    assert mistakes(bad) == [f"block {blocks[at]} was handed out again while it was held"]
+    assert not [effect for effect in bad if isinstance(effect, Drawn)]
+    bench.run()
+    assert bench.drawn["a"] == expected
+
+
+def test_a_block_that_was_taken_while_decoding_is_watched_too(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(is_checked=True)
+    land(bench, prompt=PROMPT[: 2 * BLOCK_SIZE])
+    bench.step()
+    [resident] = bench.batching._residents.values()
+    grown = resident.blocks[-1]
+    bench.batching.blocks.stamps.begin([grown])
+    assert mistakes(bench.step()) == [f"block {grown} was handed out again while it was held"]
+    bench.run()
+
+
+def test_a_distrusted_block_is_not_found_again_and_harms_no_later_text(make_bench: Callable[..., Bench]) -> None:
+    expected = answer(make_bench)
+    bench = make_bench(is_checked=True)
+    blocks = land(bench)
+    bench.run()
+    bench.drawn.clear()
+    bench.batching.blocks.stamps.mark(blocks[0], 666)  # cached now, and wrong
+    bench.offer("b", PROMPT)
+    assert len(mistakes(bench.run())) == 1
+    assert bench.drawn["b"] == expected
+    bench.offer("c", PROMPT)
+    assert mistakes(bench.run()) == []
+    assert bench.drawn["c"] == expected
+
+
+def test_without_the_check_nothing_is_looked_at(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    blocks = land(bench)
+    bench.batching.blocks.stamps.mark(blocks[0], 666)
+    assert mistakes(bench.run()) == []
+
+
+def test_with_a_step_ahead_in_flight_a_mistake_costs_no_token_either(make_bench: Callable[..., Bench]) -> None:
+    expected = answer(make_bench)
+    bench = make_bench(is_checked=True, is_ahead=True)
+    blocks = land(bench)
+    bench.step()
+    assert bench.flight is not None
+    bench.batching.blocks.stamps.begin([blocks[0]])
+    assert len(mistakes(bench.run())) == 1
+    assert bench.drawn["a"] == expected

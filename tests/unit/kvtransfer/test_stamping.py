@@ -1,0 +1,329 @@
+"""The three mix-ups that stamps are for: another text's block, a source and a landing block that were reused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.departures import Departures, StaleSource
+from kvtransfer.dial import Line, dial
+from kvtransfer.frames import GREETING_BYTES, BadFrame, Frame, Kind, greeting, tag_of, ticket_in
+from kvtransfer.landings import Landings
+from kvtransfer.paths.tcp import TcpReceive
+from kvtransfer.stamping import STAMP_BYTES, chains_in, difference, pack
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.stamps import BlockStamps
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Pair, wait_for
+from tests.unit.kvtransfer.raw import RawSender, assert_still_serves
+from tests.unit.kvtransfer.test_books import grant_of
+
+MakePair = Callable[..., Pair]
+U64 = st.integers(0, 2**64 - 1)
+U32 = st.integers(0, 2**32 - 1)
+
+
+# The words themselves.
+
+
+@given(st.lists(U64, max_size=9), U64, U32)
+def test_stamps_survive_the_wire(chains: list[int], generation: int, mask: int) -> None:
+    packed = pack(chains, generation, mask)
+    assert len(packed) == STAMP_BYTES * len(chains)
+    assert chains_in(packed) == tuple(chains)
+    assert difference(packed, packed) is None
+
+
+@given(st.lists(U64, min_size=1, max_size=9), U32, U32, st.data())
+def test_any_flipped_bit_is_a_difference_in_its_own_stamp(
+    chains: list[int], generation: int, mask: int, data: st.DataObject
+) -> None:
+    good = pack(chains, generation, mask)
+    bit = data.draw(st.integers(0, len(good) * 8 - 1))
+    bad = bytearray(good)
+    bad[bit // 8] ^= 1 << bit % 8
+    found = difference(bytes(bad), good)
+    assert found is not None
+    assert found[0] == bit // 8 // STAMP_BYTES
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        (pack([1, 9], 7, 1), "chain 0000000000000009, expected 0000000000000002"),
+        (pack([1, 2], 8, 1), "generation 8, expected 7"),
+        (pack([1, 2], 7, 3), "layer groups 0x3, expected 0x1"),
+        (pack([1], 7, 1), "16 bytes of stamps, expected 32"),
+    ],
+)
+def test_a_difference_names_the_field_and_both_values(seen: bytes, said: str) -> None:
+    found = difference(seen, pack([1, 2], 7, 1))
+    assert found is not None
+    assert found[1] == said
+
+
+def test_only_the_low_half_of_a_generation_travels() -> None:
+    assert pack([1], (5 << 32) + 7, 1) == pack([1], 7, 1)
+
+
+# The books.
+
+
+def departures() -> tuple[Departures, BlockStamps]:
+    stamps = BlockStamps(8)
+    out = Departures(1, stamps)
+    out.start(grant_of("t", 1, 5, (0, 1)), 0.0, None)
+    out.linked()
+    stamps.begin((3, 4))
+    stamps.mark(3, 33)
+    stamps.mark(4, 44)
+    out.push(grant_of("t", 1, 5, (0, 1)).key, [(0, 3), (1, 4)], True, 0.0)
+    return out, stamps
+
+
+def test_a_chunk_carries_what_the_senders_table_says_when_it_is_packed() -> None:
+    out, stamps = departures()
+    job = out.take(2, 0.0)
+    assert job is not None
+    assert out.stamp(job) == pack([33, 44], 5, 1)
+    stamps.mark(4, 45)  # by a mistake of the worker: the receiver will see it
+    assert out.stamp(job) == pack([33, 45], 5, 1)
+
+
+def test_a_source_block_that_was_reused_before_it_was_packed_is_not_sent() -> None:
+    out, stamps = departures()
+    stamps.begin([4])
+    job = out.take(2, 0.0)
+    assert job is not None
+    with pytest.raises(StaleSource, match="source block 4 was handed out again"):
+        out.stamp(job)
+    [retract, report] = out.stale(job, "source block 4 was handed out again", 0.0)
+    assert (out.stats.stale_source, retract.error) == (1, report.sent.error)  # type: ignore[union-attr]
+    assert report.sent.fault == "stale"  # type: ignore[union-attr]
+    assert out.keys == []
+
+
+def test_a_source_block_that_was_reused_before_it_was_written_fails_the_transfer() -> None:
+    out, stamps = departures()
+    job = out.take(2, 0.0)
+    assert job is not None
+    out.stamp(job)
+    stamps.begin([3])
+    out.written(job, 0.0)
+    assert (out.stats.stale_source, out.stats.failed, out.keys) == (1, 1, [])
+
+
+def test_the_life_that_counts_is_that_at_the_push_not_that_at_the_command() -> None:
+    stamps = BlockStamps(8)
+    out = Departures(1, stamps)
+    grant = grant_of("t", 1, 5, (0,))
+    out.start(grant, 0.0, None)
+    out.linked()
+    pushed = stamps.lives([3])
+    stamps.begin([3])  # between the engine thread's push and this thread's turn
+    out.push(grant.key, [(0, 3)], True, 0.0, lives=pushed)
+    job = out.take(1, 0.0)
+    assert job is not None
+    with pytest.raises(StaleSource):
+        out.stamp(job)
+
+
+def landing(chains: list[int] | None) -> tuple[Landings, BlockStamps]:
+    stamps = BlockStamps(8)
+    stamps.begin((5, 6))
+    book, grant = Landings(stamps), grant_of("t", 1, 5, (5, 6))
+    book.expect(grant, 0.0, None, chains)
+    book.announce(tag_of(grant.key), 1)
+    return book, stamps
+
+
+TAG = tag_of(grant_of("t", 1, 5, ()).key)
+
+
+@pytest.mark.parametrize(
+    "stamps", [pack([1, 3], 5, 1), pack([2, 1], 5, 1), pack([1, 2], 6, 1), pack([1, 2], 5, 2), pack([0, 0], 5, 1)]
+)
+def test_a_chunk_with_a_wrong_stamp_may_not_be_written_and_ends_the_transfer(stamps: bytes) -> None:
+    book, _ = landing([1, 2])
+    assert book.claim(TAG, 1, 0, stamps, 0.0) is None
+    answer, report = book.review(TAG, 0.0)
+    assert (report.received.outcome, report.received.fault) == (ReceiveOutcome.FAILED, "mistaken")  # type: ignore[union-attr]
+    assert answer.error == report.received.error  # type: ignore[union-attr]
+    assert (book.stats.stamp_mismatches, book.stats.chunks, book.keys) == (1, 0, [])
+
+
+def test_a_second_chunk_is_compared_with_its_own_names() -> None:
+    book, _ = landing([1, 2])
+    assert book.claim(TAG, 1, 1, pack([2], 5, 1), 0.0) is not None
+    assert book.claim(TAG, 1, 0, pack([2], 5, 1), 0.0) is None
+    assert "the stamp of block 0 of the grant has chain 0000000000000002" in book.review(TAG, 0.0)[0].error  # type: ignore[union-attr]
+
+
+def test_where_nobody_knows_the_names_the_grant_and_the_groups_are_still_compared() -> None:
+    book, _ = landing(None)
+    assert book.claim(TAG, 1, 0, pack([8], 5, 1), 0.0) is not None
+    assert book.claim(TAG, 1, 1, pack([8], 4, 1), 0.0) is None
+
+
+@pytest.mark.parametrize("block", [5, 6])
+def test_a_granted_block_that_was_handed_out_again_is_not_written(block: int) -> None:
+    book, stamps = landing([1, 2])
+    claim = book.claim(TAG, 1, 0, pack([1, 2], 5, 1), 0.0)
+    assert claim is not None
+    assert book.enter(claim)
+    book.leave(claim, 0.0)
+    stamps.begin([block])
+    assert not book.enter(claim)
+    [_, report] = book.review(TAG, 0.0)
+    assert report.received.fault == "stale"  # type: ignore[union-attr]
+    assert report.received.error == f"block {block} was handed out again while it was granted"  # type: ignore[union-attr]
+    assert book.stats.stale_landing == 1
+
+
+def test_a_granted_block_that_was_handed_out_again_is_not_verified() -> None:
+    book, stamps = landing([1, 2])
+    claim = book.claim(TAG, 1, 0, pack([1, 2], 5, 1), 0.0)
+    assert claim is not None
+    assert book.enter(claim)
+    stamps.begin([6])
+    book.leave(claim, 0.0)
+    [_, report] = book.settle(claim, 2, True, True, 0.0)
+    assert report.received.outcome is ReceiveOutcome.FAILED  # type: ignore[union-attr]
+    assert book.stats.stale_landing == 1
+
+
+def test_names_for_another_number_of_blocks_are_refused() -> None:
+    book = Landings(BlockStamps(8))
+    with pytest.raises(InvalidRequest, match="chains: got 1 names, expected 2, one for each granted block"):
+        book.expect(grant_of("t", 1, 5, (5, 6)), 0.0, None, [1])
+
+
+# Over real connections.
+
+
+def ready(pair: Pair, chains: dict[int, int]) -> None:
+    """The source blocks hold these."""
+    pair.source_stamps.begin(chains)
+    for block, chain in chains.items():
+        pair.source_stamps.mark(block, chain)
+
+
+def test_blocks_of_the_text_that_was_asked_for_land(pair: Pair) -> None:
+    ready(pair, {7: 70, 8: 80, 9: 90})
+    grant = pair.grant((3, 1, 2))
+    received, sent = pair.begin(grant, chains=(70, 80, 90))
+    pair.sender.push(grant.key, [(0, 7), (1, 8), (2, 9)], True)
+    assert (received.wait().outcome, sent.wait().outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
+    pair.assert_equal(grant, (7, 8, 9))
+
+
+def test_another_texts_block_is_refused_before_a_byte_is_written(pair: Pair) -> None:
+    """The sender is sure of itself: checksum, coverage and grant are all right."""
+    ready(pair, {7: 70, 8: 80})
+    pair.landing.fill((1, 2), 0xEE)
+    grant = pair.grant((1, 2))
+    received, sent = pair.begin(grant, chains=(70, 81))
+    pair.sender.push(grant.key, [(0, 7), (1, 8)], True)
+    end = received.wait()
+    assert (end.outcome, end.fault) == (ReceiveOutcome.FAILED, "mistaken")
+    assert end.error == ("the stamp of block 1 of the grant has chain 0000000000000050, expected 0000000000000051")
+    assert sent.wait().outcome is SendOutcome.FAILED
+    assert pair.landing.block(1) + pair.landing.block(2) == b"\xee" * 2 * BLOCK_BYTES
+    assert pair.receiver.stats.stamp_mismatches == 1
+    assert_still_serves(pair)
+
+
+def test_a_block_that_was_never_marked_is_refused(pair: Pair) -> None:
+    pair.source_stamps.begin([7])
+    grant = pair.grant((1,))
+    received, _ = pair.begin(grant, chains=(70,))
+    pair.sender.push(grant.key, [(0, 7)], True)
+    assert received.wait().fault == "mistaken"
+
+
+def test_a_source_block_that_is_reused_while_it_waits_to_be_sent_is_never_sent(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pair is being connected while the worker gives the block to somebody else, who marks it in his turn."""
+    release = threading.Event()
+
+    def slowly(*args: Any) -> Line:
+        assert release.wait(WAIT_S)
+        return dial(*args)
+
+    monkeypatch.setattr("kvtransfer.outbound.dial", slowly)
+    ready(pair, {7: 70, 8: 80})
+    grant = pair.grant((1, 2))
+    received, sent = pair.begin(grant, chains=(70, 80))
+    pair.sender.push(grant.key, [(0, 7), (1, 8)], True)
+    pair.source_stamps.begin([8])
+    pair.source_stamps.mark(8, 80)  # even with the right name
+    pair.source.fill((8,), 0x66)
+    release.set()
+    end = sent.wait()
+    assert (end.outcome, end.fault) == (SendOutcome.FAILED, "stale")
+    assert end.error == "source block 8 was handed out again while it was being sent"
+    assert received.wait().error == f"the sender gave up: {end.error}"
+    assert (pair.sender.stats.stale_source, pair.sender.stats.chunks) == (1, 0)
+    assert_still_serves(pair)
+
+
+def test_a_landing_block_that_is_reused_is_not_written(make_pair: MakePair, transport: str) -> None:
+    held, release = threading.Event(), threading.Event()
+
+    def hook(frame: Frame, message: bytearray, body: memoryview) -> bytearray:
+        if frame.kind is Kind.CHUNK and frame.tag.generation == 1:
+            held.set()
+            assert release.wait(WAIT_S)
+        return message
+
+    pair = make_pair(transport, hook=hook)
+    ready(pair, {7: 70})
+    grant = pair.grant((1,))
+    received, sent = pair.begin(grant, chains=(70,))
+    pair.sender.push(grant.key, [(0, 7)], True)
+    assert held.wait(WAIT_S)
+    pair.landing_stamps.begin([1])  # the worker has given it away under the open grant: its own mistake
+    pair.landing.fill((1,), 0x77)
+    release.set()
+    end = received.wait()
+    assert (end.outcome, end.fault) == (ReceiveOutcome.FAILED, "stale")
+    assert end.error == "block 1 was handed out again while it was granted"
+    assert sent.wait().outcome is SendOutcome.FAILED
+    assert pair.landing.block(1) == b"\x77" * BLOCK_BYTES
+    assert pair.receiver.stats.stale_landing == 1
+    assert_still_serves(pair)
+
+
+def test_another_versions_frame_and_greeting_are_named(pair: Pair) -> None:
+    with pytest.raises(BadFrame, match="frame version 3, expected 2"):
+        ticket_in(b"PDKV\x03")
+    with pytest.raises(BadFrame, match="does not begin with the magic bytes"):
+        ticket_in(b"GET /")
+    assert ticket_in(greeting(b"t" * 16)) == b"t" * 16
+    assert len(greeting(b"t" * 16)) == GREETING_BYTES
+    raw = RawSender(pair)
+    good = Frame(Kind.ANNOUNCE, TAG).encode()
+    raw.send(good[:4] + b"\x03" + good[5:])
+    assert raw.is_cut()
+    wait_for(lambda: pair.receiver.stats.protocol_errors == 1, "the count")
+    raw.close()
+    assert_still_serves(pair)
+
+
+def test_the_check_of_a_frame_is_the_paths_own() -> None:
+    """A tcp chunk whose length is not that of its blocks cannot be read past."""
+
+    class Link:
+        block_bytes = 8
+
+    path = TcpReceive(Link())  # type: ignore[arg-type]
+    path.check(Frame(Kind.CHUNK, TAG, 0, 2, length=16))
+    with pytest.raises(BadFrame, match="a chunk of 2 blocks with 15 bytes, expected 16"):
+        path.check(replace(Frame(Kind.CHUNK, TAG, 0, 2), length=15))
