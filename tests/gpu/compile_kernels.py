@@ -22,12 +22,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from tests.gpu.case_attention import LAUNCHES as ATTENTION
+from tests.gpu.case_extents import LAUNCHES as EXTENTS
 from tests.gpu.case_norms import LAUNCHES as NORMS
 from tests.gpu.case_place import LAUNCHES as PLACE
 from tests.gpu.case_sampling import LAUNCHES as SAMPLING
 
 MOST_SPILLED_BYTES = 64
-ALL = (*NORMS, *PLACE, *ATTENTION, *SAMPLING)
+ALL = (*NORMS, *PLACE, *ATTENTION, *SAMPLING, *EXTENTS)
 
 
 class NoDevice:

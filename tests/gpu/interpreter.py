@@ -13,7 +13,7 @@ import torch
 KERNELS = (
     *(
         f"pdserve.engine.gpu.{name}"
-        for name in ("casts", "norms", "gated", "place", "attention", "noise", "cutoff", "sampling")
+        for name in ("casts", "norms", "gated", "place", "attention", "noise", "cutoff", "sampling", "extents")
     ),
     "tests.gpu.case_sampling",
 )

@@ -12,6 +12,7 @@ ACTING = ("grpc", "torch", "ray", "redis", "asyncio", "opentelemetry", "threadin
 PURE = [
     *(f"pdserve.core.{path.stem}" for path in sorted((ROOT / "pdserve/core").glob("[!_]*.py"))),
     "pdserve.prefix.index",
+    "pdserve.engine.gpu.extent",
     "pdserve.engine.gpu.splits",
     "pdserve.engine.interface",
     "pdserve.structured.endless",
