@@ -1,236 +1,170 @@
-"""Times KV transfers between two processes beside a plain copy and a raw socket of the same bytes, in the same run.
+"""Times KV transfers between two processes beside one memcpy, a raw socket and NIXL of the same bytes, in one run.
 
-    python -m benchmarks.transfer [--sizes 65536,...] [--block-bytes 65536] [--repeat 15] [--json]
+    python -m benchmarks.transfer [--sizes 1,16,128,1024] [--block-bytes 65536] [--repeat 9] [--at-once 1,4,16]
+                                  [--nixl-python PYTHON] [--quick] [--json]
 
 A transfer is timed on the sender, from the push of finished blocks to the receiver's word that every checksum
-matched; grant and connection exist already. Blocks are scattered in runs of --run-blocks on both sides. The floors,
-with the same bytes between the same two processes' kind of memory:
-  copy    one thread copies the bytes once in large pieces (what shm would cost if sharing were free)
-  socket  sendall in one process, recv_into in the other, one byte back (what tcp would cost without frames or checks)
-Rounds of all ways alternate, so that a noisy neighbour hits each alike. Medians are shown, with the quartiles of each
-round's ratio. `best` compares the fastest round of each way, which a crowded machine disturbs least. `checksum` is
-the time to hash the bytes once, chunk by chunk as the sender does, over the transfer's time; sender and receiver
-each do it, at the same time.
+matched; grant and connection exist already. The floors and the peers:
+  memcpy    one call in the receiving process that copies the bytes out of the sender's memory into its own
+  socket    sendall in one process, recv_into in the other, one byte back: tcp without frames or checks
+  nixl      a WRITE of the same blocks by prepared lists, UCX free to choose (pip install nixl in an environment of its
+            own; --nixl-python names its python); nixl-tcp: the same held to sockets by UCX_TLS=tcp
+Blocks lie in order on both sides, or at random (fragmented: nothing in a row). `off` is the same without checksum.
+Every way has its turn in each round, in an order that is drawn anew, and NIXL's processes stand stopped but for
+theirs; ratios are taken round by round and their medians shown. A bar is judged for each size. Ours need both cores:
+on a machine that does other work too, compare medians of long runs, or none.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import socket
+import random
 import statistics
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
-from typing import Any, Final
+from dataclasses import asdict, dataclass
+from typing import Final
 
-from benchmarks.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
-from kvtransfer import checksum
-from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.plan import DEFAULT_CHUNK_BYTES
-from kvtransfer.transport import Grant, SendOutcome, Sent, TransferKey
+from benchmarks.transfer_ways import TRANSPORTS, Ways, serve
 
-SIZES: Final = "65536,1048576,16777216,134217728"
-TRANSPORTS: Final = ("tcp", "shm")
+MIB: Final = 2**20
+WARM_ROUNDS: Final = 2  # pages, caches, socket buffers
 
-
-def scattered(num_blocks: int, run_blocks: int) -> list[int]:
-    """Every block of the pool once: runs of consecutive blocks, the runs in reverse order."""
-    runs = [range(at, min(at + run_blocks, num_blocks)) for at in range(0, num_blocks, run_blocks)]
-    return [block for run in reversed(runs) for block in run]
+Way = tuple[str, bool, int]  # name, whether fragmented, how many at once
 
 
-def grant_of(transport: str, endpoint: str, number: int, blocks: list[int], block_bytes: int) -> Grant:
-    return Grant(
-        key=TransferKey(transfer_id="bench", attempt=1, generation=number),
-        endpoint=endpoint,
-        worker_id=f"d-{transport}",
-        incarnation="1",
-        fingerprint=fingerprint(block_bytes),
-        blocks=tuple(blocks),
-        held_blocks=0,
-    )
+@dataclass(frozen=True)
+class Bar:
+    """`way` moves bytes at least `least` times as fast as `against`."""
+
+    name: str
+    way: Way
+    against: Way
+    least: float
 
 
-def serve(max_bytes: int, block_bytes: int, run_blocks: int) -> None:
-    """The receiving process: obeys one JSON line at a time on stdin, answers on stdout."""
-    pool = HostPool(max_bytes // block_bytes, block_bytes)
-    receivers = {
-        name: make_receiver(
-            pool, fingerprint(block_bytes), worker_id=f"d-{name}", incarnation="1", host="127.0.0.1", transport=name
-        )
-        for name in TRANSPORTS
+def plain(name: str) -> Way:
+    return (name, False, 1)
+
+
+BARS: Final = (
+    Bar("shm, of one memcpy", plain("shm"), plain("memcpy"), 0.8),
+    Bar("tcp, of a raw socket", plain("tcp"), plain("socket"), 0.8),
+    Bar("shm, of NIXL over UCX", plain("shm"), plain("nixl"), 1.5),
+    Bar("tcp, of NIXL over UCX held to sockets", plain("tcp"), plain("nixl-tcp"), 1.5),
+    Bar("shm fragmented, of contiguous", ("shm", True, 1), plain("shm"), 0.7),
+    Bar("tcp fragmented, of contiguous", ("tcp", True, 1), plain("tcp"), 0.7),
+    Bar("shm, of shm without checksum", plain("shm"), plain("shm-off"), 1 - 0.08),
+    Bar("tcp, of tcp without checksum", plain("tcp"), plain("tcp-off"), 1 - 0.02),
+)
+
+
+@dataclass
+class Rounds:
+    num_bytes: int
+    seconds: dict[Way, list[float]]
+
+    def rate(self, way: Way) -> float:
+        """GB/s."""
+        return self.num_bytes / statistics.median(self.seconds[way]) / 1e9
+
+    def ratio(self, way: Way, against: Way) -> tuple[float, float, float]:
+        """How many times as fast: the median of the rounds, and the quartiles."""
+        pairs = zip(self.seconds[way], self.seconds[against], strict=True)
+        low, middle, high = statistics.quantiles([floor / own for own, floor in pairs], n=4)
+        return middle, low, high
+
+
+def measure(ways: Ways, num_bytes: int, at_once: list[int], repeat: int, say: Callable[[str], None]) -> Rounds:
+    turns: dict[Way, Callable[[], float]] = {
+        plain("memcpy"): lambda: ways.memcpy(num_bytes),
+        plain("socket"): lambda: ways.raw_socket(num_bytes),
     }
-    hosts = {name: GrpcHost(receiver.servicer) for name, receiver in receivers.items()}
-    door = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=_drain_socket, args=(door, pool.buffer), daemon=True).start()
-    answer: dict[str, Any] = {name: host.endpoint for name, host in hosts.items()}
-    print(json.dumps({**answer, "socket": door.getsockname()[1]}), flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        blocks = scattered(order["bytes"] // block_bytes, run_blocks)
-        grant = grant_of(order["transport"], "", order["number"], blocks, block_bytes)
-        receivers[order["transport"]].expect(grant, lambda received: None)
-        print("{}", flush=True)
+    ours = [(name, fragmented, count) for name in TRANSPORTS for fragmented in (False, True) for count in at_once]
+    ours += [plain(f"{name}-off") for name in TRANSPORTS]
+    for way in ours:
+        turns[way] = lambda way=way: ways.transfer(way[0], num_bytes, *way[1:])  # type: ignore[misc]
+    for name in ways.nixl:
+        for fragmented in (False, True):
+            turns[name, fragmented, 1] = lambda n=name, f=fragmented: ways.peer(n, num_bytes, f, 1)  # type: ignore[misc]
+    rounds = Rounds(num_bytes, {way: [] for way in turns})
+    order, rng = list(turns), random.Random(num_bytes)
+    for number in range(WARM_ROUNDS + repeat):
+        rng.shuffle(order)
+        say(f"{num_bytes / MIB:g} MiB: round {number + 1} of {WARM_ROUNDS + repeat}")
+        for way in order:
+            took_s = turns[way]()
+            if number >= WARM_ROUNDS:
+                rounds.seconds[way].append(took_s)
+    assert ways.is_equal(num_bytes), "the bytes that arrived are not those that were sent"
+    return rounds
 
 
-def _drain_socket(door: socket.socket, memory: memoryview) -> None:
-    sock, _ = door.accept()
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    head = bytearray(8)
-    while sock.recv_into(head) == 8:
-        view = memory[: int.from_bytes(head, "little")]
-        while view:
-            view = view[sock.recv_into(view) :]
-        sock.sendall(b"k")
+def title(way: Way) -> str:
+    name, is_fragmented, at_once = way
+    return name + (", fragmented" if is_fragmented else "") + (f", {at_once} at once" if at_once > 1 else "")
 
 
-class Bench:
-    def __init__(self, max_bytes: int, block_bytes: int, run_blocks: int) -> None:
-        self._block_bytes, self._run_blocks = block_bytes, run_blocks
-        command = [sys.executable, "-m", "benchmarks.transfer", "--serve", str(max_bytes)]
-        command += ["--block-bytes", str(block_bytes), "--run-blocks", str(run_blocks)]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._pool = HostPool(max_bytes // block_bytes, block_bytes, seed=1)
-        self._copy = bytearray(max_bytes)
-        self._ends: dict[str, Any] = self._hear()
-        self._socket = socket.create_connection(("127.0.0.1", self._ends["socket"]))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._senders = {
-            name: make_sender(
-                self._pool, fingerprint(block_bytes), worker_id=f"p-{name}", incarnation="1", transport=name
-            )
-            for name in TRANSPORTS
-        }
-        self._hash = checksum.hasher(checksum.available()[0])
-        self._number = 0
-
-    def _hear(self) -> dict[str, Any]:
-        assert self._child.stdout is not None
-        said: dict[str, Any] = json.loads(self._child.stdout.readline())
-        return said
-
-    def transfer(self, transport: str, num_bytes: int) -> float:
-        assert self._child.stdin is not None
-        self._number += 1
-        blocks = scattered(num_bytes // self._block_bytes, self._run_blocks)
-        order = {"transport": transport, "number": self._number, "bytes": num_bytes}
-        self._child.stdin.write(json.dumps(order) + "\n")
-        self._child.stdin.flush()
-        self._hear()
-        grant = grant_of(transport, self._ends[transport], self._number, blocks, self._block_bytes)
-        ended, ends = threading.Event(), list[Sent]()
-
-        def on_end(sent: Sent) -> None:
-            ends.append(sent)
-            ended.set()
-
-        sender = self._senders[transport]
-        sender.start(grant, on_end)
-        pushes = list(enumerate(blocks))
-        began_s = time.perf_counter()
-        sender.push(grant.key, pushes, True)
-        assert ended.wait(WAIT_S), "the transfer hangs"
-        took_s = time.perf_counter() - began_s
-        assert ends[0].outcome is SendOutcome.SENT, ends[0].error
-        return took_s
-
-    def copy(self, num_bytes: int) -> float:
-        source, target = self._pool.buffer, memoryview(self._copy)
-        began_s = time.perf_counter()
-        for at in range(0, num_bytes, DEFAULT_CHUNK_BYTES):
-            end = min(at + DEFAULT_CHUNK_BYTES, num_bytes)
-            target[at:end] = source[at:end]
-        return time.perf_counter() - began_s
-
-    def raw_socket(self, num_bytes: int) -> float:
-        view = self._pool.buffer[:num_bytes]
-        began_s = time.perf_counter()
-        self._socket.sendall(num_bytes.to_bytes(8, "little"))
-        self._socket.sendall(view)
-        assert self._socket.recv(1) == b"k"
-        return time.perf_counter() - began_s
-
-    def hash(self, num_bytes: int) -> float:
-        view = self._pool.buffer
-        began_s = time.perf_counter()
-        for at in range(0, num_bytes, DEFAULT_CHUNK_BYTES):
-            self._hash([view[at : min(at + DEFAULT_CHUNK_BYTES, num_bytes)]])
-        return time.perf_counter() - began_s
-
-    def close(self) -> None:
-        for sender in self._senders.values():
-            sender.close()
-        self._socket.close()
-        self._child.kill()
-        self._child.wait()
+def table(sizes: list[Rounds], missing: dict[str, str]) -> str:
+    heads = [f"{one.num_bytes / MIB:g} MiB" for one in sizes]
+    lines = ["| GB/s | " + " | ".join(heads) + " |", "|---|" + "---|" * len(sizes)]
+    for way in sizes[0].seconds:
+        lines.append(f"| {title(way)} | " + " | ".join(f"{one.rate(way):.2f}" for one in sizes) + " |")
+    lines += [f"| {name} | missing: {why} |" for name, why in missing.items()]
+    lines += ["", "| bar | " + " | ".join(heads) + " |", "|---|" + "---|" * len(sizes)]
+    for bar in BARS:
+        if bar.against not in sizes[0].seconds:
+            lines.append(f"| {bar.name} >= {bar.least:g} | not judged: {bar.against[0]} is missing |")
+            continue
+        cells = []
+        for one in sizes:
+            middle, low, high = one.ratio(bar.way, bar.against)
+            cells.append(f"{middle:.2f} ({low:.2f}..{high:.2f}) {'met' if middle >= bar.least else 'missed'}")
+        lines.append(f"| {bar.name} >= {bar.least:g} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
-def measure(bench: Bench, num_bytes: int, repeat: int) -> dict[str, Any]:
-    ways: dict[str, Callable[[], float]] = {
-        "copy": lambda: bench.copy(num_bytes),
-        "socket": lambda: bench.raw_socket(num_bytes),
-        "tcp": lambda: bench.transfer("tcp", num_bytes),
-        "shm": lambda: bench.transfer("shm", num_bytes),
-        "hash": lambda: bench.hash(num_bytes),
-    }
-    rounds: list[dict[str, float]] = []
-    for number in range(repeat + 2):
-        times = {name: way() for name, way in ways.items()}
-        if number >= 2:  # the first ones warm pages, caches and socket buffers
-            rounds.append(times)
-    median = {name: statistics.median(one[name] for one in rounds) for name in ways}
-    row: dict[str, Any] = {"bytes": num_bytes, "seconds": median}
-    for name, floor in (("tcp", "socket"), ("shm", "copy")):
-        ratios = sorted(one[floor] / one[name] for one in rounds)
-        quarters = statistics.quantiles(ratios, n=4)
-        row[name] = {"ratio": statistics.median(ratios), "quartiles": [quarters[0], quarters[2]]}
-        row[name]["best_ratio"] = min(one[floor] for one in rounds) / min(one[name] for one in rounds)
-        row[name]["best_s"] = min(one[name] for one in rounds)
-        row[name]["checksum_share"] = median["hash"] / median[name]
-    return row
-
-
-def show(row: dict[str, Any]) -> None:
-    size, seconds = row["bytes"], row["seconds"]
-    for name, floor in (("tcp", "socket"), ("shm", "copy")):
-        low, high = row[name]["quartiles"]
-        print(
-            f"{size / 2**20:9.3f} MiB  {name}  {seconds[name] * 1e3:9.3f} ms  {size / seconds[name] / 1e9:6.2f} GB/s   "
-            f"{floor:6s} {seconds[floor] * 1e3:9.3f} ms  {size / seconds[floor] / 1e9:6.2f} GB/s   "
-            f"ratio {row[name]['ratio']:4.2f} ({low:4.2f}..{high:4.2f})   "
-            f"best {size / row[name]['best_s'] / 1e9:5.2f} GB/s {row[name]['best_ratio']:4.2f}   "
-            f"checksum {row[name]['checksum_share']:5.1%}",
-            flush=True,
-        )
+def as_json(sizes: list[Rounds], missing: dict[str, str]) -> str:
+    bars = [
+        {**asdict(bar), "bytes": one.num_bytes, "ratio": one.ratio(bar.way, bar.against)[0]}
+        for bar in BARS
+        if bar.against in sizes[0].seconds
+        for one in sizes
+    ]
+    seconds = [{"bytes": one.num_bytes, **{title(way): took for way, took in one.seconds.items()}} for one in sizes]
+    return json.dumps({"bars": bars, "seconds": seconds, "missing": missing})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default=SIZES, help="bytes per transfer, comma-separated")
-    parser.add_argument("--block-bytes", type=int, default=65536)
-    parser.add_argument("--run-blocks", type=int, default=16, help="consecutive blocks in each run")
-    parser.add_argument("--repeat", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--sizes", help="MiB per transfer, comma-separated (default 1,16,128,1024)")
+    parser.add_argument("--at-once", help="transfers that share the bytes (default 1,4,16)")
+    parser.add_argument("--block-bytes", type=int, default=65536, help="of 16 tokens, with all layers")
+    parser.add_argument("--repeat", type=int, help="rounds that count (default 9)")
+    parser.add_argument("--nixl-python", default="", metavar="PYTHON", help="of an environment that has nixl")
+    parser.add_argument("--quick", action="store_true", help="1, 16 and 64 MiB, 1 and 4 at once, 5 rounds")
+    parser.add_argument("--json", action="store_true", help="every figure, for programs")
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--source-fd", type=int, default=-1, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.serve:
-        serve(flags.serve, flags.block_bytes, flags.run_blocks)
+        serve(flags.serve, flags.block_bytes, flags.source_fd)
         return
-    sizes = [int(size) for size in flags.sizes.split(",")]
-    bench = Bench(max(sizes), flags.block_bytes, flags.run_blocks)
+    usual = ("1,16,64", "1,4", 5) if flags.quick else ("1,16,128,1024", "1,4,16", 9)
+    num_bytes = [int(float(size) * MIB) for size in (flags.sizes or usual[0]).split(",")]
+    at_once = [int(count) for count in (flags.at_once or usual[1]).split(",")]
+    repeat = flags.repeat or usual[2]
+    least = max(at_once) * flags.block_bytes
+    if min(num_bytes) < least or any(size % flags.block_bytes for size in num_bytes) or repeat < 2 or min(at_once) < 1:
+        parser.error(f"sizes are multiples of {flags.block_bytes} bytes and at least {least}; at least 2 rounds")
+    say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    ways = Ways(max(num_bytes), flags.block_bytes, flags.nixl_python)
     try:
-        rows = []
-        for size in sizes:
-            rows.append(measure(bench, size, flags.repeat))
-            if not flags.json:
-                show(rows[-1])
-        if flags.json:
-            print(json.dumps(rows))
+        sizes = [measure(ways, size, sorted({1, *at_once}), repeat, say) for size in num_bytes]
     finally:
-        bench.close()
+        ways.close()
+    print(as_json(sizes, ways.missing) if flags.json else table(sizes, ways.missing))
 
 
 if __name__ == "__main__":
