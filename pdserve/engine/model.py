@@ -15,14 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.engine import ops
-from pdserve.engine.batch import Batch
+from pdserve.engine import ops as host_ops
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.experts import apply_experts
-from pdserve.engine.interface import OnLayer
-from pdserve.engine.parameters import ExpertWeights, LayerWeights, MlpWeights, Weights
-from pdserve.engine.pool import TorchPool
-from pdserve.engine.rope import inverse_frequencies, rotation
+from pdserve.engine.mixing import Heads, Mixer
+from pdserve.engine.ops import Ops
+from pdserve.engine.parameters import ExpertWeights, MlpWeights, Weights
 from pdserve.engine.sharding import Shard, rank_config
 
 if TYPE_CHECKING:  # torch.distributed is for those who have ranks
@@ -31,45 +29,35 @@ if TYPE_CHECKING:  # torch.distributed is for those who have ranks
 
 @final
 class Decoder:
-    def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks | None = None) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ranks: Ranks | None = None, ops: Ops = host_ops) -> None:
         """With `ranks`, `weights` are one rank's part, and every rank calls the same methods with the same batches."""
         self._ranks = ranks
         whole = config
         config = self._config = config if ranks is None else rank_config(config, ranks.shard)
         self._weights = weights
-        device = weights.norm_E.device
-        self._ropes = tuple(dict.fromkeys(config.ropes))
-        self._rope_of_layer = tuple(self._ropes.index(rope) for rope in config.ropes)
-        self._frequencies = tuple(inverse_frequencies(rope, config.head_dim).to(device) for rope in self._ropes)
+        self.heads = Heads.of(config, weights.norm_E)
         # Rounded to the compute dtype, as the models were trained: 55.5 and not 55.4256 in bfloat16.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
-        self._gated = ops.GATED[config.activation]
+        self._ops = ops
+        self._gated = ops.silu_mul if config.activation == "silu" else ops.gelu_mul
         shards = () if ranks is None else (Shard(rank, ranks.shard.size) for rank in range(ranks.shard.size))
         self._tokens_of = tuple(one.span(whole.vocab_size, whole.vocab_size) for one in shards)  # by rank
 
-    def hidden(self, batch: Batch, pool: TorchPool, on_layer: OnLayer | None = None) -> Tensor:
-        """Writes the KV of all tokens; returns the state before the last norm of those that are read, [U, E].
-
-        `on_layer` is told how many layers have issued their writes.
-        """
-        pool.clear(batch.fresh_blocks)
-        x_TE = self._embed(batch.token_T)
+    def hidden(self, mixer: Mixer) -> Tensor:
+        """Writes the KV of all tokens; returns the state before the last norm of those that are read, [U, E]."""
+        x_TE = self._embed(mixer.token_T)
         if self._embedding_scale != 1.0:
             x_TE.mul_(self._embedding_scale)
-        rotations = [
-            rotation(frequency_R, rope.attention_factor, batch.position_T, x_TE.dtype)
-            for rope, frequency_R in zip(self._ropes, self._frequencies, strict=True)
-        ]
         delta_TE: Tensor | None = None  # what the last sublayer adds
         for index, layer in enumerate(self._weights.layers):
             normed_TE = self._add_norm(x_TE, delta_TE, layer.attention_norm_E)
-            cos_sin = rotations[self._rope_of_layer[index]]
-            attended_TN = self._attention(index, layer, normed_TE, cos_sin, batch, pool, on_layer)
-            if index == self._config.num_layers - 1 and batch.read_U is not None:
+            qkv_TND = layer.qkv(normed_TE).view(len(normed_TE), -1, self._config.head_dim)
+            attended_TN = mixer.mix(index, layer, qkv_TND)
+            if index == self._config.num_layers - 1 and mixer.read_U is not None:
                 # Behind the last layer's attention tokens no longer meet: of a prompt only the last one goes on.
-                if not len(batch.read_U):
+                if not len(mixer.read_U):
                     return x_TE[:0]
-                x_TE, attended_TN = x_TE[batch.read_U], attended_TN[batch.read_U]
+                x_TE, attended_TN = x_TE[mixer.read_U], attended_TN[mixer.read_U]
             delta_TE = self._sum(layer.o(attended_TN))
             if layer.attention_post_norm_E is not None:
                 delta_TE = self._norm(delta_TE, layer.attention_post_norm_E)
@@ -99,28 +87,6 @@ class Decoder:
     def _sum(self, x_TE: Tensor) -> Tensor:
         return x_TE if self._ranks is None else self._ranks.sum(x_TE)
 
-    def _attention(
-        self,
-        index: int,
-        layer: LayerWeights,
-        x_TE: Tensor,
-        cos_sin: tuple[Tensor, Tensor],
-        batch: Batch,
-        pool: TorchPool,
-        on_layer: OnLayer | None,
-    ) -> Tensor:
-        """What every token gets from its sequence, [T, H * D], before the output product."""
-        num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
-        scale, softcap = self._config.attention_scale, self._config.attention_softcap
-        qkv_TND = layer.qkv(x_TE).view(x_TE.shape[0], -1, self._config.head_dim)
-        q_THD, k_TKD, v_TKD = qkv_TND.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        if layer.q_norm_D is not None and layer.k_norm_D is not None:
-            q_THD, k_TKD = self._norm(q_THD, layer.q_norm_D), self._norm(k_TKD, layer.k_norm_D)
-        q_THD = batch.place(pool, index, q_THD, k_TKD, v_TKD, cos_sin)
-        if on_layer is not None:
-            on_layer(index + 1)
-        return batch.attend(pool, index, q_THD, layer.window, scale, softcap)
-
     def _mlp(self, mlp: MlpWeights | ExpertWeights, x_TE: Tensor) -> Tensor:
         if isinstance(mlp, MlpWeights):
             return mlp.down(self._gated(mlp.gate_up(x_TE)))
@@ -131,7 +97,7 @@ class Decoder:
         """The norm of x after `delta_TE`, if any, is added to it in place."""
         if delta_TE is None:
             return self._norm(x_TE, weight_E)
-        return ops.add_rms_norm(x_TE, delta_TE, weight_E, self._config.norm_eps)
+        return self._ops.add_rms_norm(x_TE, delta_TE, weight_E, self._config.norm_eps)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return ops.rms_norm(x, weight, self._config.norm_eps)
+        return self._ops.rms_norm(x, weight, self._config.norm_eps)

@@ -4,15 +4,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.engine.families import Activation
 from pdserve.engine.kernels import rows
+
+
+class Ops(Protocol):
+    """This module, or another with the same functions for another device."""
+
+    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor: ...
+    def add_rms_norm(self, x_TE: Tensor, delta_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor: ...
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+    def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -42,9 +50,6 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 def _gate(activate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
     gate_TF, up_TF = gate_up.chunk(2, dim=-1)
     return activate(gate_TF) * up_TF
-
-
-GATED: Final[Mapping[Activation, Callable[[Tensor], Tensor]]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
 
 
 def _rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:

@@ -15,6 +15,7 @@ from pdserve.core.types import TokenOut
 from pdserve.engine.batch import pack
 from pdserve.engine.grammars import Grammars, RowMasks
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
+from pdserve.engine.mixing import EagerMixer
 from pdserve.engine.model import Decoder
 from pdserve.engine.paged import PagedAttention
 from pdserve.engine.pool import TorchPool
@@ -86,7 +87,8 @@ class TorchEngine:
 
     def _states(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Tensor:
         batch = pack(rows, self._windows, self.spec.block_size, self._device, self._paged)
-        return self._model.hidden(batch, self.pool, on_layer if self._reports_layers else None)
+        mixer = EagerMixer(batch, self.pool, self._model.heads, on_layer if self._reports_layers else None)
+        return self._model.hidden(mixer)
 
     def close(self) -> None:
         """Nothing to free: weights and pool go with their last reader."""
