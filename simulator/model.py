@@ -179,6 +179,7 @@ class RequestRow:
     cached_tokens: int = 0
     queue_s: float = 0.0
     transfer_s: float = 0.0
+    transfer_exposed_s: float = 0.0  # of it, after the prefill
     transfer_bytes: int = 0
     attempts: int = 0
     preemptions: int = 0

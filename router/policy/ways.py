@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import Final, final
 
 from pdserve.core.latency import LinkModel
+from pdserve.core.overlap import chunked_exposed_s
 from router.load import DecodeLoad
 from router.policy.interface import Ask, Links
 from router.policy.rooms import can_start, opens_in_s
@@ -121,7 +122,7 @@ def remote_ways(
 ) -> list[Way]:
     """Pairs of the cheapest prefill workers, open or not, and the best of `landings`; the best pair first."""
     tokens, answer_s = ask.num_tokens, _answer_s(ask)
-    starts = []  # (its delay and that of who comes next, worker id, delay, seconds of compute, view)
+    starts = []  # (its delay and that of who comes next, worker id, delay, seconds of compute, cached tokens, view)
     for view in prefills:
         held = cached.get(view.worker_id, 0)
         if held >= tokens:
@@ -130,18 +131,19 @@ def remote_ways(
         delay_s = work_s
         if view.free_at_s > now_s:
             delay_s += view.free_at_s - now_s
-        starts.append((delay_s + WORK_WEIGHT * work_s, view.worker_id, delay_s, view))
+        starts.append((delay_s + WORK_WEIGHT * work_s, view.worker_id, delay_s, work_s, held, view))
     starts.sort()
     places = []
     for order, (rank, step_s, _, decode, load) in enumerate(nsmallest(DECODES_PAIRED, landings, key=_RANK)):
         uncached = max(1, tokens - cached.get(decode.worker_id, 0))
-        places.append((order, rank, step_s, decode, load, decode.blocks_for(uncached)))
+        places.append((order, rank, step_s, decode, load, uncached))
     pairs = []
-    for cost_s, prefill_id, delay_s, prefill in starts[:PREFILLS_PAIRED]:
-        for order, rank, step_s, decode, load, blocks in places:
+    for cost_s, prefill_id, delay_s, work_s, held, prefill in starts[:PREFILLS_PAIRED]:
+        for order, rank, step_s, decode, load, lacking in places:
             if ask.avoid_pairs and (prefill_id, decode.worker_id) in ask.avoid_pairs:
                 continue
-            late_s = _late_s(blocks, links(prefill_id, decode.worker_id), prefill, decode, delay_s)
+            link = links(prefill_id, decode.worker_id)
+            late_s = _late_s(tokens, held, lacking, prefill, decode, link, work_s, delay_s)
             price_s = round((cost_s + late_s) / TRANSFER_TIE_S)
             pairs.append(((rank[0] >> 1, price_s, order, prefill_id), delay_s, late_s, prefill, decode, load, step_s))
     pairs.sort(key=_RANK)
@@ -168,16 +170,44 @@ def local_ways(
     return [_local(ask, cached, now_s, step_s, view, load, short) for _, step_s, _, view, load in ranked]
 
 
-def _late_s(blocks: int, link: LinkModel, prefill: WorkerView, decode: WorkerView, delay_s: float) -> float:
-    """How long after the first token the KV lands, `blocks` of it: what is sent before it and itself take turns on the
-    link, and are hidden while prompts are computed; the last chunk's KV never is."""
-    block_bytes, size = decode.hello.block_bytes, decode.hello.block_size
-    last_blocks = -(-prefill.hello.max_batch_tokens // size)
+def _late_s(
+    tokens: int,
+    held: int,
+    lacking: int,
+    prefill: WorkerView,
+    decode: WorkerView,
+    link: LinkModel,
+    work_s: float,
+    delay_s: float,
+) -> float:
+    """How long after the first token the KV lands: of a prompt of `tokens`, of which the prefill worker has `held` and
+    the decode worker lacks the last `lacking`.
+
+    Its chunks leave as they are computed (core/overlap.py). What is sent before it takes turns with it on the link,
+    and is hidden while prompts are computed.
+    """
+    hello, chunk = decode.hello, prefill.hello.max_batch_tokens
+    num_bytes = decode.blocks_for(lacking) * hello.block_bytes
+    last = (tokens - held - 1) % chunk + 1
+    chunks_s, last_s = work_s, work_s  # from the first part's readiness; what p has cached is ready at once
+    if last < tokens - held:
+        cost = prefill.cost
+        last_s = cost.prefill_s(last, tokens - last)
+        if lacking <= tokens - held:
+            read = ((tokens - lacking - held) // chunk + 1) * chunk
+            chunks_s = work_s - cost.prefill_s(read, held, chunk) if read < tokens - held else 0.0
+    late_s = chunked_exposed_s(
+        link,
+        num_bytes=num_bytes,
+        chunk_bytes=decode.blocks_for(chunk) * hello.block_bytes,
+        last_bytes=decode.blocks_for(last) * hello.block_bytes,
+        chunks_s=chunks_s,
+        last_s=last_s,
+    )
     before = prefill.totals.blocks * prefill.hello.block_bytes
-    landing = decode.totals.landing_tokens // size * block_bytes
-    unhidden_s = link.transfer_s((before if before > landing else landing) + blocks * block_bytes) - delay_s
-    last_s = link.transfer_s((blocks if blocks < last_blocks else last_blocks) * block_bytes)
-    return unhidden_s if unhidden_s > last_s else last_s
+    landing = decode.totals.landing_tokens // hello.block_size * hello.block_bytes
+    queued_s = link.transfer_s((before if before > landing else landing) + num_bytes) - delay_s
+    return queued_s if queued_s > late_s else late_s
 
 
 def _remote(
