@@ -44,19 +44,11 @@ class Cluster:
         return pid
 
     def wait_until_idle(self, within_s: float = 10.0) -> None:
-        """All workers there, nothing running or waiting anywhere, and every block free or in a prefix cache."""
-        deadline = time.monotonic() + within_s
-        while True:
-            topology = self.client.topology()
-            idle = topology.running_requests == 0 and topology.queued_requests == 0
-            idle = idle and all(
-                w.is_connected and w.running == w.waiting == 0 and w.free_blocks + w.evictable_blocks == w.num_blocks
-                for w in topology.workers
-            )
-            if idle:
-                return
-            assert time.monotonic() < deadline, f"not idle: {topology}\n{self._last_lines(30)}"
-            time.sleep(0.05)
+        """As `rest`; the last lines of the cluster's log stand in the error."""
+        try:
+            rest(self.client, within_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._last_lines(30)}") from None
 
     def stop(self) -> None:
         self.client.close()
@@ -75,6 +67,22 @@ class Cluster:
         if error is not None:
             print(self._last_lines(60))
         self.stop()
+
+
+def rest(client: Client, within_s: float) -> None:
+    """All workers there, nothing running or waiting anywhere, and every block free or in a prefix cache."""
+    deadline = time.monotonic() + within_s
+    while True:
+        topology = client.topology()
+        idle = topology.running_requests == 0 and topology.queued_requests == 0
+        idle = idle and all(
+            w.is_connected and w.running == w.waiting == 0 and w.free_blocks + w.evictable_blocks == w.num_blocks
+            for w in topology.workers
+        )
+        if idle:
+            return
+        assert time.monotonic() < deadline, f"not idle: {topology}"
+        time.sleep(0.05)
 
 
 def pid_listening_on(port: int) -> int:

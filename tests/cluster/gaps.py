@@ -1,0 +1,50 @@
+"""Streams whose pieces are timed as they come, so that a delay of one request by another's trouble shows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from pdserve import AsyncClient
+
+
+@dataclass
+class Timed:
+    """One stream: its tokens, and when each piece came."""
+
+    prompt: list[int]
+    max_tokens: int
+    seed: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    came_s: list[float] = field(default_factory=list)
+    attempts: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+
+    async def follow(self, client: AsyncClient) -> None:
+        options = {"temperature": 0.0} if self.seed is None else {"temperature": 0.9, "seed": self.seed}
+        stream = client.stream(self.prompt, max_tokens=self.max_tokens, **options)  # type: ignore[arg-type]
+        async for piece in stream:
+            self.tokens.extend(piece.token_ids)
+            self.came_s.append(time.monotonic())
+        self.attempts = stream.completion.timings.attempts
+
+    def gaps(self, begin_s: float, end_s: float) -> list[float]:
+        """Between pieces of which one came in this time; the last one counts as far as it reaches into it."""
+        times = self.came_s
+        found = [b - a for a, b in pairwise(times) if b >= begin_s and a <= end_s]
+        return found or [end_s - begin_s]
+
+
+async def until(streams: list[Timed], tokens: int, within_s: float = 30.0) -> None:
+    """All streams have that many tokens."""
+    ends_s = time.monotonic() + within_s
+    while not all(len(one.tokens) >= tokens for one in streams):
+        assert time.monotonic() < ends_s, [len(one.tokens) for one in streams]
+        await asyncio.sleep(0.01)
+
+
+def longest_gap(streams: list[Timed], begin_s: float, end_s: float) -> float:
+    return max(gap for one in streams for gap in one.gaps(begin_s, end_s))

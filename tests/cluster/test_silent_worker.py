@@ -1,0 +1,168 @@
+"""A worker that stops or is cut off delays nobody else by more than one step; its victims go on elsewhere, exactly.
+
+A step takes a tenth of a second here, so that what is measured is not this machine's other work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import pytest
+
+from pdserve import AsyncClient
+from pdserve.engine.toy import answer
+from tests.cluster.cluster import Cluster
+from tests.cluster.faults import busiest_decode_worker
+from tests.cluster.gaps import Timed, longest_gap, until
+from tests.cluster.netns import NetCluster, Network, why_not
+from tests.cluster.suite import toy_prompt
+
+pytestmark = pytest.mark.timeout(180)
+
+STEP_S = 0.1
+SILENCE_S = 1.0  # a worker's, after which it gets nothing more; twice that, and what it had goes elsewhere
+WATCHED_S = 2.0
+NOISE_S = 0.025  # of this machine's scheduling
+WORKERS = ("--set", f"worker.toy_step_s={STEP_S}", "--set", "worker.max_batch_tokens=256")
+ROUTER = (
+    *("--set", f"router.worker_silence_s={SILENCE_S}"),
+    # At two steps and a half, at most one prompt of the victims is read between two of the others' steps.
+    *("--set", "router.slo_ttft_s=60", "--set", f"router.slo_tpot_s={2.5 * STEP_S}"),
+    *("--set", "router.policy=least-loaded"),  # so that both decode workers have streams
+)
+
+
+def flags(words: Sequence[str]) -> list[str]:
+    """The same settings as a worker's or the router's own flags."""
+    settings = (word.partition(".")[2].partition("=") for word in words[1::2])
+    return [f"--{name.replace('_', '-')}={value}" for name, _, value in settings]
+
+
+class Stopping(Protocol):
+    """A cluster whose workers can be made silent."""
+
+    target: str
+
+    def silence(self, worker_id: str) -> None: ...
+
+    def wake(self, worker_id: str) -> None: ...
+
+    def wait_until_idle(self, within_s: float) -> None: ...
+
+
+class Stopped(Cluster):
+    """By SIGSTOP."""
+
+    def silence(self, worker_id: str) -> None:
+        self._pid = self.pid_of(worker_id)
+        os.kill(self._pid, signal.SIGSTOP)
+
+    def wake(self, worker_id: str) -> None:
+        os.kill(self._pid, signal.SIGCONT)
+
+
+class Cut(NetCluster):
+    """By its cable."""
+
+    def silence(self, worker_id: str) -> None:
+        self.network.cut(worker_id)
+
+    def wake(self, worker_id: str) -> None:
+        self.network.heal(worker_id)
+
+
+async def watch(cluster: Stopping, streams: list[Timed], who: str, latecomers: list[Timed]) -> tuple[float, ...]:
+    """Silences a worker (the busiest decode worker if `who` names none) while streams run. Returns when the time before
+    it began, when it fell silent and when it came back. `latecomers` start just before, and are waited for on it."""
+    async with AsyncClient(cluster.target) as client:
+        running = [asyncio.create_task(one.follow(client)) for one in streams]
+        await until(streams, 4)
+        calm_s = time.monotonic()
+        await asyncio.sleep(WATCHED_S)
+        running += [asyncio.create_task(one.follow(client)) for one in latecomers]
+        worker = who or await busiest_decode_worker(client)
+        while latecomers and not await _is_busy(client, worker):
+            await asyncio.sleep(0.01)
+        stopped_s = time.monotonic()
+        cluster.silence(worker)
+        try:
+            await asyncio.sleep(2 * SILENCE_S + WATCHED_S)
+        finally:
+            cluster.wake(worker)
+        ended_s = time.monotonic()
+        await asyncio.wait_for(asyncio.gather(*running), 60)
+        return calm_s, stopped_s, ended_s
+
+
+async def _is_busy(client: AsyncClient, worker_id: str) -> bool:
+    topology = await client.topology()
+    return any(w.worker_id == worker_id and w.running > 0 for w in topology.workers)
+
+
+def check_exact(streams: list[Timed]) -> None:
+    assert [one.tokens for one in streams] == [answer(one.prompt, one.max_tokens, seed=one.seed) for one in streams]
+
+
+def a_silent_decode_worker_delays_only_its_own(cluster: Stopping, how: str) -> None:
+    streams = [Timed(toy_prompt(60 + 9 * i, salt=i), 85, seed=i if i % 2 else None) for i in range(8)]
+    calm_s, stopped_s, ended_s = asyncio.run(watch(cluster, streams, "", []))
+    check_exact(streams)
+    victims = [one for one in streams if one.attempts > 1]
+    others = [one for one in streams if one.attempts == 1]
+    assert victims, "nobody was on the silent worker"
+    assert others, "everybody was on the silent worker"
+    before_s, during_s = longest_gap(others, calm_s, stopped_s), longest_gap(others, stopped_s, ended_s)
+    print(f"decode worker {how}: longest gap of the others {before_s:.3f} s before, {during_s:.3f} s meanwhile")
+    assert during_s <= before_s + STEP_S + NOISE_S
+    assert longest_gap(victims, stopped_s, ended_s) < 2 * SILENCE_S + 1.5, "the victims wait too long"
+    cluster.wait_until_idle(within_s=30)
+
+
+def a_silent_prefill_worker_delays_only_its_own(cluster: Stopping, how: str) -> None:
+    """Its victims are prompts; the others are the streams that decode, and prompts on the other worker."""
+    streams = [Timed(toy_prompt(60 + 9 * i, salt=20 + i), 85) for i in range(6)]
+    prompts = [Timed(toy_prompt(1500 + 100 * i, salt=30 + i), 8, seed=i) for i in range(6)]
+    calm_s, stopped_s, ended_s = asyncio.run(watch(cluster, streams, "p0", prompts))
+    check_exact(streams + prompts)
+    assert max(one.attempts for one in prompts) > 1, "nobody was on the silent worker"
+    assert min(one.attempts for one in prompts) == 1, "everybody was on the silent worker"
+    assert {one.attempts for one in streams} == {1}
+    before_s, during_s = longest_gap(streams, calm_s, stopped_s), longest_gap(streams, stopped_s, ended_s)
+    print(f"prefill worker {how}: longest gap of the others {before_s:.3f} s before, {during_s:.3f} s meanwhile")
+    assert during_s <= before_s + STEP_S + NOISE_S
+    cluster.wait_until_idle(within_s=30)
+
+
+@pytest.fixture(scope="module")
+def stopping() -> Iterator[Stopped]:
+    with Stopped("--model", "toy", "--prefill", "2", "--decode", "2", *WORKERS, *ROUTER) as cluster:
+        yield cluster
+
+
+def test_a_decode_worker_that_stops_delays_only_its_own(stopping: Stopped) -> None:
+    a_silent_decode_worker_delays_only_its_own(stopping, "stopped")
+
+
+def test_a_prefill_worker_that_stops_delays_only_its_own(stopping: Stopped) -> None:
+    a_silent_prefill_worker_delays_only_its_own(stopping, "stopped")
+
+
+@pytest.fixture(scope="module")
+def cutting() -> Iterator[Cut]:
+    if missing := why_not():
+        pytest.skip(missing)
+    with Network(("p0", "p1", "d0", "d1")) as network, Cut(network, flags(WORKERS), flags(ROUTER)) as cluster:
+        yield cluster
+
+
+def test_a_decode_worker_whose_network_is_cut_delays_only_its_own(cutting: Cut) -> None:
+    a_silent_decode_worker_delays_only_its_own(cutting, "cut off")
+
+
+def test_a_prefill_worker_whose_network_is_cut_delays_only_its_own(cutting: Cut) -> None:
+    a_silent_prefill_worker_delays_only_its_own(cutting, "cut off")
