@@ -43,6 +43,11 @@ class Decoder:
         shards = () if ranks is None else (Shard(rank, ranks.shard.size) for rank in range(ranks.shard.size))
         self._tokens_of = tuple(one.span(whole.vocab_size, whole.vocab_size) for one in shards)  # by rank
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is computed."""
+        return self._weights.dtype
+
     def hidden(self, mixer: Mixer) -> Tensor:
         """Writes the KV of all tokens; returns the state before the last norm of those that are read, [U, E]."""
         x_TE = self._embed(mixer.token_T)

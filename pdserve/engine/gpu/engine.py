@@ -1,0 +1,151 @@
+"""The engine of a CUDA device: plain decode rows go through graphs, everything else through the eager engine.
+
+A graph row has one token, no drafts and a draw that needs neither bans nor penalties nor the likeliest tokens. A step
+of such rows alone can be launched ahead: nothing is waited for until its flight is. Others are computed when they are
+launched, prompts among them, and the rows of a mixed step that can still take the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+
+from pdserve.core.errors import InternalError
+from pdserve.core.types import TokenOut
+from pdserve.engine.gpu import buckets
+from pdserve.engine.gpu.graphs import Replays
+from pdserve.engine.gpu.static import StaticDecode
+from pdserve.engine.gpu.tables import TableMirror
+from pdserve.engine.interface import EngineSpec, Flight, OnLayer, Row, RowOut
+from pdserve.engine.pool import TorchPool
+from pdserve.engine.rows import check_rows
+from pdserve.engine.torch_engine import TorchEngine
+
+
+@final
+class GraphFlight:
+    """A step whose draws are on their way to the host."""
+
+    def __init__(self, rows: Sequence[Row], host: tuple[Any, Any], event: Any | None) -> None:
+        self._rows, self._host, self._event = rows, host, event
+
+    def wait(self) -> list[RowOut]:
+        if self._event is not None:
+            self._event.synchronize()
+        count = len(self._rows)
+        tokens, logprobs = self._host[0][:count].tolist(), self._host[1][:count].tolist()
+        wants = (row.sample is not None and row.sample.logprobs is not None for row in self._rows)
+        return [
+            RowOut((TokenOut(token_id=token, logprob=logprob if is_wanted else None),))
+            for token, logprob, is_wanted in zip(tokens, logprobs, wants, strict=True)
+        ]
+
+
+@final
+class DoneFlight:
+    """A step that was computed when it was launched."""
+
+    def __init__(self, outs: list[RowOut]) -> None:
+        self._outs = outs
+
+    def wait(self) -> list[RowOut]:
+        return self._outs
+
+
+@final
+class GraphEngine:
+    """Takes steps ahead. `stream` is where all steps run; None without CUDA."""
+
+    def __init__(self, eager: TorchEngine, decode: StaticDecode, replays: Replays, stream: Any | None) -> None:
+        self._eager, self._decode, self._replays, self._stream = eager, decode, replays, stream
+        self._mirror = TableMirror(decode.num_seats, decode.num_pages)
+        is_cuda = stream is not None
+        size = replays.buckets[-1]
+        # Two, since a flight may be read while the next one is under way.
+        self._hosts = [
+            (
+                torch.zeros(size, dtype=torch.int64, pin_memory=is_cuda),
+                torch.zeros(size, dtype=torch.float32, pin_memory=is_cuda),
+            )
+            for _ in range(2)
+        ]
+        self._turn = 0
+
+    @property
+    def spec(self) -> EngineSpec:
+        return self._eager.spec
+
+    @property
+    def pool(self) -> TorchPool:
+        return self._eager.pool
+
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
+        return self._launch(rows, None, on_layer).wait()
+
+    def launch(self, rows: Sequence[Row], after: Flight | None) -> Flight:
+        return self._launch(rows, after, None)
+
+    def close(self) -> None:
+        self._eager.close()
+
+    def _launch(self, rows: Sequence[Row], after: Flight | None, on_layer: OnLayer | None) -> Flight:
+        if after is None or not isinstance(after, GraphFlight):
+            if any(row.follows is not None for row in rows):
+                raise InternalError("a row follows a step that does not run")
+            check_rows(self.spec, rows)
+        fast = [index for index, row in enumerate(rows) if is_graph_row(row)]
+        if not fast or buckets.choose(self._replays.buckets, len(fast)) is None:
+            return DoneFlight(self._eager.step(rows, on_layer))
+        if len(fast) == len(rows):
+            return self._replay(rows)
+        if any(row.follows is not None for row in rows):
+            raise InternalError("a step ahead has rows that no graph takes")
+        flight = self._replay([rows[index] for index in fast])
+        taken = set(fast)
+        slow = [index for index in range(len(rows)) if index not in taken]
+        outs: list[RowOut] = [RowOut()] * len(rows)
+        for index, out in zip(slow, self._eager.step([rows[index] for index in slow], on_layer), strict=True):
+            outs[index] = out
+        for index, out in zip(fast, flight.wait(), strict=True):
+            outs[index] = out
+        return DoneFlight(outs)
+
+    @torch.inference_mode()
+    def _replay(self, rows: Sequence[Row]) -> GraphFlight:
+        decode, count = self._decode, len(rows)
+        bucket = buckets.choose(self._replays.buckets, count)
+        assert bucket is not None
+        update = self._mirror.update([row.blocks for row in rows])
+        if update.at:
+            change = torch.tensor([update.at, update.block], pin_memory=self._stream is not None)
+            change = change.to(decode.table_SP.device, non_blocking=True)
+            decode.table_SP.view(-1).index_copy_(0, change[0], change[1].to(torch.int32))
+        decode.inputs.send(rows, update.seats, bucket)
+        self._replays.replay(bucket)
+        host = self._hosts[self._turn]
+        self._turn = 1 - self._turn
+        host[0][:count].copy_(decode.drawn_B[:count], non_blocking=True)
+        host[1][:count].copy_(decode.logprob_B[:count], non_blocking=True)
+        event = None
+        if self._stream is not None:
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return GraphFlight(list(rows), host, event)
+
+
+def is_graph_row(row: Row) -> bool:
+    """Whether a graph can compute and draw the row."""
+    sampling = row.sample
+    return (
+        sampling is not None
+        and len(row.tokens) == 1
+        and not row.drafts
+        and not row.targets
+        and not sampling.needs_history
+        and not sampling.logit_bias
+        and not sampling.allowed_token_ids
+        and not sampling.logprobs
+        and row.start + 1 - row.prompt_len >= sampling.min_tokens
+    )

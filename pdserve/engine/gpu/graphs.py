@@ -1,0 +1,71 @@
+"""Captures a decode step for every bucket once, and replays it: one launch instead of some hundred."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, final
+
+import torch
+
+from pdserve.engine.gpu.static import StaticDecode
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]  # graphs captured, graphs in all
+
+
+class Replays(Protocol):
+    buckets: tuple[int, ...]
+
+    def replay(self, bucket: int) -> None:
+        """Queues the step that the buffers describe, for that many rows."""
+        ...
+
+
+@final
+class EagerReplays:
+    """Without graphs: the same step, kernel by kernel. For machines without CUDA, and to compare with."""
+
+    def __init__(self, decode: StaticDecode, buckets: Sequence[int]) -> None:
+        self.buckets = tuple(buckets)
+        self._decode = decode
+
+    def replay(self, bucket: int) -> None:
+        self._decode.run(bucket)
+
+
+@final
+class GraphReplays:
+    """All graphs share one memory pool; the largest comes first, so that the others fit into what it took."""
+
+    def __init__(
+        self,
+        decode: StaticDecode,
+        buckets: Sequence[int],
+        stream: torch.cuda.Stream,
+        progress: Progress = lambda done, count: None,
+    ) -> None:
+        self.buckets = tuple(sorted(buckets))
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        began_s = time.monotonic()
+        pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(stream):
+            for bucket in reversed(self.buckets):
+                decode.inputs.send([], [], bucket)
+                decode.run(bucket)  # compiles kernels and lets cuBLAS choose, neither of which may happen in a capture
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                # Transfer threads call CUDA too; what they do must not end our capture.
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    decode.run(bucket)
+                self._graphs[bucket] = graph
+                progress(len(self._graphs), len(self.buckets))
+        log.info(
+            "decode graphs captured",
+            extra={"graphs": len(self._graphs), "capture_s": round(time.monotonic() - began_s, 2)},
+        )
+
+    def replay(self, bucket: int) -> None:
+        self._graphs[bucket].replay()

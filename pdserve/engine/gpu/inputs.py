@@ -1,0 +1,114 @@
+"""What a decode step is told, in one run of bytes: one copy to the device for each step.
+
+The host writes into pinned memory, the device reads views of its own copy. Pinned buffers take turns, since a copy
+that was begun may still read the last one; two are enough, as at most two steps are launched and not waited for.
+"""
+
+# Shapes: B rows of a bucket, F bytes of all fields for a row.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.core.types import Sampling
+from pdserve.engine.gpu.place import NOWHERE
+from pdserve.engine.gpu.sampling import Draws, floor_key
+from pdserve.engine.interface import Row
+
+_ALIGNMENT: Final = 16
+FIELDS: Final = (  # the wide ones first
+    ("token", np.int64),
+    ("follows", np.int64),  # a row of the step before, whose draw is the token; -1: `token` is
+    ("position", np.int64),
+    ("slot", np.int64),
+    ("seat", np.int64),
+    ("seed", np.int64),
+    ("num_before", np.int64),  # tokens before the one that is drawn
+    ("top_p", np.float64),
+    ("start", np.int32),
+    ("length", np.int32),
+    ("top_k", np.int32),
+    ("floor", np.int32),
+    ("temperature", np.float32),
+)
+_TORCH: Final[dict[Any, torch.dtype]] = {
+    np.int64: torch.int64,
+    np.float64: torch.float64,
+    np.int32: torch.int32,
+    np.float32: torch.float32,
+}
+
+
+@final
+class Inputs:
+    """Fields of up to `most_rows` rows, on the device: each a tensor [most_rows] that keeps its address."""
+
+    def __init__(self, most_rows: int, block_size: int, device: torch.device) -> None:
+        self._block_size = block_size
+        sizes = [most_rows * np.dtype(kind).itemsize for _, kind in FIELDS]
+        starts = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)])
+        num_bytes = int(starts[-1])
+        is_cuda = device.type == "cuda"
+        self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
+        self._turn = 0
+        self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._host_fields: list[dict[str, Any]] = [{}, {}]
+        self._fields: dict[str, Tensor] = {}
+        for (name, kind), begin, size in zip(FIELDS, starts.tolist(), sizes, strict=False):
+            self._fields[name] = self._device[begin : begin + size].view(_TORCH[kind])
+            for host, fields in zip(self._hosts, self._host_fields, strict=True):
+                fields[name] = host[begin : begin + size].view(_TORCH[kind]).numpy()
+
+    def field(self, name: str, num_rows: int) -> Tensor:
+        return self._fields[name][:num_rows]
+
+    def draws(self, num_rows: int) -> Draws:
+        return Draws(
+            seed=self.field("seed", num_rows),
+            position=self.field("num_before", num_rows),
+            temperature=self.field("temperature", num_rows),
+            top_k=self.field("top_k", num_rows),
+            top_p=self.field("top_p", num_rows),
+            floor=self.field("floor", num_rows),
+        )
+
+    def send(self, rows: Sequence[Row], seats: Sequence[int], bucket: int) -> None:
+        """Queues the copy for these rows and the padding behind them, which attends to nothing and stores nothing."""
+        fields = self._host_fields[self._turn]
+        count, size = len(rows), self._block_size
+        start = np.fromiter((row.start for row in rows), np.int64, count)
+        block = np.fromiter((row.blocks[row.start // size] for row in rows), np.int64, count)
+        samplings = [sampling_of(row) for row in rows]
+        follows = np.fromiter((-1 if row.follows is None else row.follows for row in rows), np.int64, count)
+        token = np.fromiter((row.tokens[0] for row in rows), np.int64, count)
+        self._fill(fields, "token", np.maximum(token, 0), bucket, 0)
+        self._fill(fields, "follows", follows, bucket, -1)
+        self._fill(fields, "position", start, bucket, 0)
+        self._fill(fields, "slot", block * size + start % size, bucket, NOWHERE)
+        self._fill(fields, "seat", np.fromiter(seats, np.int64, count), bucket, 0)
+        self._fill(fields, "start", start, bucket, 0)
+        self._fill(fields, "length", start + 1, bucket, 0)
+        self._fill(fields, "num_before", start + 1, bucket, 0)
+        seed = np.fromiter((one.seed for one in samplings), np.uint64, count).view(np.int64)
+        self._fill(fields, "seed", seed, bucket, 0)
+        self._fill(fields, "top_p", [one.top_p for one in samplings], bucket, 1.0)
+        self._fill(fields, "top_k", [one.top_k for one in samplings], bucket, 0)
+        self._fill(fields, "floor", [floor_key(one.min_p) for one in samplings], bucket, floor_key(0.0))
+        self._fill(fields, "temperature", [one.temperature for one in samplings], bucket, 0.0)
+        self._device.copy_(self._hosts[self._turn], non_blocking=True)
+        self._turn = 1 - self._turn
+
+    def _fill(self, fields: dict[str, Any], name: str, values: Any, bucket: int, padding: float) -> None:
+        field = fields[name]
+        field[: len(values)] = values
+        field[len(values) : bucket] = padding
+
+
+def sampling_of(row: Row) -> Sampling:
+    assert row.sample is not None, "a decode row draws"
+    return row.sample

@@ -1,0 +1,20 @@
+"""What happens between the products, on a CUDA device: engine.ops in Triton."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pdserve.engine.gpu import norms
+from pdserve.engine.gpu.gated import gelu_mul, silu_mul
+
+__all__ = ["add_rms_norm", "gelu_mul", "rms_norm", "silu_mul"]
+
+
+def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Over the last axis, of any tensor."""
+    return norms.rms_norm(x.reshape(-1, x.shape[-1]), weight_E, eps).view(x.shape)
+
+
+def add_rms_norm(x_TE: Tensor, delta_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Adds `delta_TE` to `x_TE` in place, and returns the norm of the sum."""
+    return norms.add_rms_norm(x_TE, delta_TE, weight_E, eps)

@@ -1,0 +1,137 @@
+"""One decode step over static buffers, from the tokens to the drawn ones: what a CUDA graph captures.
+
+Nothing in it is decided on the host and nothing waits: which token a row has may be what the step before drew, block
+tables lie on the device, and rows that pad the bucket attend to nothing and store nothing.
+"""
+
+# Shapes: B rows of a bucket, S seats, P pages of a table, N query, key and value heads, D head dim.
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.gpu.attention import Rows, Scratch, attend, make_scratch
+from pdserve.engine.gpu.inputs import Inputs
+from pdserve.engine.gpu.place import make_table, place
+from pdserve.engine.gpu.sampling import Sampler
+from pdserve.engine.gpu.splits import num_splits
+from pdserve.engine.mixing import Heads
+from pdserve.engine.model import Decoder
+from pdserve.engine.parameters import LayerWeights
+from pdserve.engine.pool import TorchPool
+
+
+@final
+class StaticMixer:
+    """Attention of one bucket."""
+
+    read_U: Tensor | None = None
+
+    def __init__(
+        self,
+        pool: TorchPool,
+        heads: Heads,
+        angles: tuple[Tensor, ...],
+        rows: Rows,
+        scratch: Scratch,
+        token_B: Tensor,
+        slot_B: Tensor,
+        position_B: Tensor,
+    ) -> None:
+        self.token_T = token_B
+        self._pool, self._heads, self._angles = pool, heads, angles
+        self._rows, self._scratch, self._slot_B, self._position_B = rows, scratch, slot_B, position_B
+
+    def mix(self, index: int, layer: LayerWeights, qkv_TND: Tensor) -> Tensor:
+        heads = self._heads
+        q_THD = place(
+            self._pool,
+            index,
+            qkv_TND,
+            self._slot_B,
+            self._position_B,
+            self._angles[heads.rope_of_layer[index]],
+            num_heads=heads.num_heads,
+            q_norm_D=layer.q_norm_D,
+            k_norm_D=layer.k_norm_D,
+            eps=heads.norm_eps,
+        )
+        return attend(
+            self._pool,
+            index,
+            q_THD,
+            self._rows,
+            self._scratch,
+            window=layer.window,
+            scale=heads.scale,
+            softcap=heads.softcap,
+        )
+
+
+@final
+class StaticDecode:
+    """All buffers of the decode steps of one engine. `num_processors`: multiprocessors of the device."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        pool: TorchPool,
+        *,
+        most_rows: int,
+        max_context_tokens: int,
+        vocab_size: int,
+        num_processors: int,
+    ) -> None:
+        device, heads = pool.tensor.device, model.heads
+        self._model, self._pool, self._heads = model, pool, heads
+        self.num_seats = 2 * most_rows  # those of a step that runs stand while the next one is written
+        self.num_pages = -(-max_context_tokens // pool.block_size)
+        self.inputs = Inputs(most_rows, pool.block_size, device)
+        self.table_SP = torch.zeros((self.num_seats, self.num_pages), dtype=torch.int32, device=device)
+        self.drawn_B = torch.zeros(most_rows, dtype=torch.int64, device=device)
+        self.logprob_B = torch.zeros(most_rows, dtype=torch.float32, device=device)
+        self._angles = tuple(
+            make_table(frequency_R, rope.attention_factor, max_context_tokens, model.dtype)
+            for rope, frequency_R in zip(heads.ropes, heads.frequencies, strict=True)
+        )
+        self._num_processors, self._max_context_tokens = num_processors, max_context_tokens
+        self._scratches: dict[int, Scratch] = {}  # by bucket; captured graphs hold their addresses
+        self._sampler = Sampler(most_rows, vocab_size, device, num_processors)
+
+    def _scratch(self, bucket: int) -> Scratch:
+        if bucket not in self._scratches:
+            heads = self._heads
+            splits = num_splits(bucket, heads.num_kv_heads, self._num_processors, self._max_context_tokens)
+            device = self.table_SP.device
+            self._scratches[bucket] = make_scratch(splits, bucket, heads.num_heads, heads.head_dim, device)
+        return self._scratches[bucket]
+
+    @torch.inference_mode()
+    def run(self, bucket: int) -> None:
+        """Computes the step that `inputs` describe: draws of rows 0 .. bucket - 1 go to `drawn_B` and `logprob_B`."""
+        field = self.inputs.field
+        follows_B, token_B = field("follows", bucket), field("token", bucket)
+        token_B = torch.where(follows_B >= 0, self.drawn_B[follows_B.clamp(min=0)], token_B)
+        rows = Rows(
+            num_queries=1,
+            table_BP=self.table_SP[field("seat", bucket)],
+            start_B=field("start", bucket),
+            length_B=field("length", bucket),
+        )
+        mixer = StaticMixer(
+            self._pool,
+            self._heads,
+            self._angles,
+            rows,
+            self._scratch(bucket),
+            token_B,
+            field("slot", bucket),
+            field("position", bucket),
+        )
+        logits_BV = self._model.logits(self._model.hidden(mixer))
+        drawn_B, logprob_B = self._sampler.draw(logits_BV, self.inputs.draws(bucket))
+        self.drawn_B[:bucket] = drawn_B
+        self.logprob_B[:bucket] = logprob_B

@@ -1,0 +1,85 @@
+"""Block tables that stay on the device: which row of them a sequence has, and what changed since the last step. Pure.
+
+A sequence is known by the list of its blocks: while it is the same list, it only grows, and only what was added is
+sent. The copy that we keep of each list is compared with it at every step, so that a list that was changed in another
+way is sent whole instead of being believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from pdserve.core.errors import InternalError
+
+
+@dataclass(slots=True)
+class _Seat:
+    blocks: Sequence[int]  # the caller's list, kept so that its identity is not another's
+    sent: list[int]
+    step: int  # when it was last used
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """`seats[i]` is the table row of the step's row i; entry `at[j]` of the flat table becomes `block[j]`."""
+
+    seats: list[int]
+    at: list[int]
+    block: list[int]
+
+
+@final
+class TableMirror:
+    def __init__(self, num_seats: int, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._seats: dict[int, _Seat] = {}
+        self._seat_of: dict[int, int] = {}  # by identity of the list
+        self._free = list(range(num_seats - 1, -1, -1))
+        self._step = 0
+
+    def update(self, tables: Sequence[Sequence[int]]) -> Update:
+        """For the tables of a step's rows. A seat is given up only when another row needs it: a step that still runs
+        may read what is in it, and what is sent for this one comes after it on the same stream."""
+        self._step += 1
+        seats = [self._seat(table) for table in tables]
+        if len(set(seats)) != len(seats):
+            raise InternalError("two rows of a step share a list of blocks")
+        at: list[int] = []
+        block: list[int] = []
+        for number, table in zip(seats, tables, strict=True):
+            seat = self._seats[number]
+            num_sent = len(seat.sent)
+            if len(table) > self._num_pages:
+                raise InternalError(f"{len(table)} blocks, a table has {self._num_pages}")
+            if table[:num_sent] != seat.sent:
+                num_sent = 0
+                seat.sent = []
+            if len(table) > num_sent:
+                fresh = table[num_sent:]
+                first = number * self._num_pages + num_sent
+                at += range(first, first + len(fresh))
+                block += fresh
+                seat.sent += fresh
+        return Update(seats, at, block)
+
+    def _seat(self, table: Sequence[int]) -> int:
+        number = self._seat_of.get(id(table))
+        if number is None:
+            if not self._free:
+                self._give_up_oldest()
+            number = self._free.pop()
+            self._seat_of[id(table)] = number
+            self._seats[number] = _Seat(table, [], self._step)
+        self._seats[number].step = self._step
+        return number
+
+    def _give_up_oldest(self) -> None:
+        """All seats that this step does not use, the sequences of which have most likely left."""
+        for number, seat in list(self._seats.items()):
+            if seat.step < self._step:
+                del self._seats[number], self._seat_of[id(seat.blocks)]
+                self._free.append(number)
+        if not self._free:
+            raise InternalError(f"more rows than the {len(self._seats)} seats of the block tables")

@@ -1,0 +1,173 @@
+"""The engine of static buffers draws the eager engine's tokens: alone, beside prompts, and one step ahead."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.core.errors import InternalError
+from pdserve.core.types import Sampling
+from pdserve.engine.gpu.buckets import buckets_for
+from pdserve.engine.gpu.engine import DoneFlight, GraphEngine, GraphFlight, is_graph_row
+from pdserve.engine.gpu.graphs import EagerReplays
+from pdserve.engine.gpu.static import StaticDecode
+from pdserve.engine.interface import PENDING, Engine, Flight, Row
+from tests.unit.engine.conftest import GREEDY, Request
+
+SEEDED = Sampling(temperature=0.8, top_k=50, top_p=0.95, min_p=0.01, seed=2**64 - 3, max_tokens=8)
+PENALISED = Sampling(temperature=0.0, repetition_penalty=1.3, max_tokens=5)
+MOST_ROWS = 3
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tiny: Callable[[str], Path], open_engine: Callable[..., Any], device: torch.device
+) -> Callable[[str], tuple[Engine, GraphEngine]]:
+    """An eager engine, and one of static buffers over the same weights with a pool of its own."""
+
+    def get(name: str) -> tuple[Engine, GraphEngine]:
+        settings = {"kv_blocks": 64, "block_size": 8, "max_context_tokens": 128, "device": device.type}
+        eager, inner = open_engine(tiny(name), **settings), open_engine(tiny(name), **settings)
+        decode = StaticDecode(
+            inner._model,
+            inner.pool,
+            most_rows=MOST_ROWS,
+            max_context_tokens=inner.spec.max_context_tokens,
+            vocab_size=inner.spec.vocab_size,
+            num_processors=4,
+        )
+        return eager, GraphEngine(inner, decode, EagerReplays(decode, buckets_for(MOST_ROWS)), None)
+
+    return get
+
+
+def requests() -> list[Request]:
+    samplings = (GREEDY, SEEDED, PENALISED, SEEDED)
+    made = []
+    for index, (length, sampling) in enumerate(zip((5, 19, 9, 1), samplings, strict=True)):
+        prompt = [3 + (index * 31 + at * 7) % 380 for at in range(length)]
+        limited = Sampling(**{name: getattr(sampling, name) for name in KEPT} | {"max_tokens": 6})
+        made.append(Request(prompt=prompt, sampling=limited, arrival=index))
+    return made
+
+
+KEPT = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_tokens_are_those_of_the_eager_engine(
+    name: str, pair: Callable[[str], Any], serve: Callable[..., list[list[int]]]
+) -> None:
+    eager, graph = pair(name)
+    assert serve(graph, requests(), chunk=8) == serve(eager, requests(), chunk=8)
+
+
+def prefill(engine: Engine, prompt: list[int], blocks: list[int]) -> int:
+    row = Row(tokens=prompt, start=0, blocks=blocks, sample=GREEDY, history=prompt, prompt_len=len(prompt))
+    return engine.step([row])[0].drawn[0].token_id
+
+
+def test_a_step_ahead_takes_tokens_that_nobody_has_read(pair: Callable[[str], Any]) -> None:
+    """Rows leave and change places between the steps; each launch comes before the wait for the one before."""
+    eager, graph = pair("llama")
+    rng = random.Random(1)
+    prompts = [[3 + (7 * i + j) % 380 for j in range(4 + 3 * i)] for i in range(MOST_ROWS)]
+    blocks = [[10 * i, 10 * i + 1, 10 * i + 2, 10 * i + 3] for i in range(MOST_ROWS)]
+    expected, texts = [], []
+    for prompt, table in zip(prompts, blocks, strict=True):
+        text = [*prompt, prefill(eager, prompt, table)]
+        assert prefill(graph, prompt, table) == text[-1]
+        texts.append(list(text))
+        for _ in range(7):
+            row = Row(
+                tokens=text[-1:], start=len(text) - 1, blocks=table, sample=GREEDY, history=text, prompt_len=len(prompt)
+            )
+            text.append(eager.step([row])[0].drawn[0].token_id)
+        expected.append(text)
+
+    flight: Flight | None = None
+    order: list[int] = []
+    flights: list[tuple[Flight, list[int]]] = []
+    for step in range(7):
+        # Of two rows one leaves in the middle; a row that has left does not come back.
+        chosen = rng.sample(order or range(MOST_ROWS), MOST_ROWS if step < 3 else 2)
+        rows = [
+            Row(
+                tokens=(PENDING,) if flight is not None else texts[which][-1:],
+                start=len(prompts[which]) + step,
+                blocks=blocks[which],
+                sample=GREEDY,
+                history=texts[which],
+                prompt_len=len(prompts[which]),
+                follows=order.index(which) if flight is not None else None,
+            )
+            for which in chosen
+        ]
+        before, flight = flight, graph.launch(rows, flight)
+        flights.append((flight, chosen))
+        assert isinstance(flight, GraphFlight)
+        if before is not None:
+            read(flights.pop(0), texts)
+        order = chosen
+    read(flights.pop(), texts)
+    for which, text in enumerate(texts):
+        assert text == expected[which][: len(text)]
+        assert len(text) > len(prompts[which]) + 3
+
+
+def read(flight: tuple[Flight, list[int]], texts: list[list[int]]) -> None:
+    for which, out in zip(flight[1], flight[0].wait(), strict=True):
+        texts[which].append(out.drawn[0].token_id)
+
+
+def test_logprobs_and_what_no_graph_draws(pair: Callable[[str], Any]) -> None:
+    eager, graph = pair("llama")
+    prompt, blocks = [5, 9, 200, 31, 7], [1, 2]
+    text = [*prompt, prefill(eager, prompt, blocks)]
+    prefill(graph, prompt, blocks)
+
+    def row(**sampling: Any) -> Row:
+        return Row(
+            tokens=text[-1:],
+            start=len(prompt),
+            blocks=blocks,
+            sample=Sampling(**{"temperature": 0.0, **sampling}),
+            history=text,
+            prompt_len=len(prompt),
+        )
+
+    plain = row(logprobs=0)
+    assert is_graph_row(plain)
+    [mine], [theirs] = graph.step([plain]), eager.step([plain])
+    assert mine.drawn[0].token_id == theirs.drawn[0].token_id
+    assert mine.drawn[0].logprob == pytest.approx(theirs.drawn[0].logprob, abs=1e-4)
+    for sampling in (
+        {"logprobs": 2},
+        {"min_tokens": 9},
+        {"presence_penalty": 1.0},
+        {"logit_bias": ((5, 1.0),)},
+        {"allowed_token_ids": (5, 6)},
+        {"bad_token_ids": ((5,),)},
+    ):
+        special = row(**sampling)
+        assert not is_graph_row(special), sampling
+        assert isinstance(graph.launch([special], None), DoneFlight)
+        [mine], [theirs] = graph.step([special]), eager.step([special])
+        assert mine.drawn[0].token_id == theirs.drawn[0].token_id, sampling
+
+
+def test_more_rows_than_the_largest_bucket_go_the_eager_way(pair: Callable[[str], Any]) -> None:
+    _, graph = pair("llama")
+    rows = [
+        Row(tokens=[7 + i], start=0, blocks=[i], sample=GREEDY, history=[7 + i], prompt_len=1)
+        for i in range(MOST_ROWS + 1)
+    ]
+    assert len(graph.step(rows)) == MOST_ROWS + 1
+    assert graph.step([]) == []
+    with pytest.raises(InternalError, match="follows"):
+        graph.launch([Row(tokens=(PENDING,), start=1, blocks=[0], sample=GREEDY, follows=0)], None)

@@ -1,0 +1,72 @@
+"""Block tables on the device: what is sent is what is there, whatever sequences come, grow, leave and change."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pdserve.core.errors import InternalError
+from pdserve.engine.gpu.buckets import SIZES, buckets_for, choose
+from pdserve.engine.gpu.tables import TableMirror
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_device_holds_every_table_of_a_step(seed: int) -> None:
+    rng = random.Random(seed)
+    num_seats, num_pages = 6, 8
+    device = [-1] * (num_seats * num_pages)
+    mirror = TableMirror(num_seats, num_pages)
+    live: list[list[int]] = []
+    for _ in range(200):
+        for table in live:
+            if rng.random() < 0.3 and len(table) < num_pages:
+                table.append(rng.randrange(1000))
+        if rng.random() < 0.3 and len(live) < 4:
+            live.append([rng.randrange(1000) for _ in range(rng.randrange(1, 5))])
+        if live and rng.random() < 0.2:
+            live.pop(rng.randrange(len(live)))
+        if live and rng.random() < 0.1:  # not as promised: changed in the middle
+            rng.choice(live)[0] = rng.randrange(1000)
+        chosen = rng.sample(live, rng.randrange(len(live) + 1))
+        update = mirror.update(chosen)
+        for at, block in zip(update.at, update.block, strict=True):
+            device[at] = block
+        assert len(set(update.seats)) == len(chosen)
+        for seat, table in zip(update.seats, chosen, strict=True):
+            assert device[seat * num_pages :][: len(table)] == table
+
+
+def test_only_what_was_added_is_sent() -> None:
+    mirror = TableMirror(2, 4)
+    table = [7, 8]
+    first = mirror.update([table])
+    assert first.block == [7, 8]
+    assert mirror.update([table]).block == []
+    table.append(9)
+    assert mirror.update([table]).at == [first.seats[0] * 4 + 2]
+
+
+def test_more_than_the_tables_hold_is_refused() -> None:
+    mirror = TableMirror(2, 4)
+    with pytest.raises(InternalError, match="a table has 4"):
+        mirror.update([[1, 2, 3, 4, 5]])
+    with pytest.raises(InternalError, match="seats"):
+        mirror.update([[1], [2], [3]])
+    shared = [1, 2]
+    with pytest.raises(InternalError, match="share"):
+        mirror.update([shared, shared])
+
+
+def test_a_bucket_holds_its_rows_with_little_padding() -> None:
+    buckets = buckets_for(200)
+    assert buckets[-1] == 200
+    assert list(buckets) == sorted(set(buckets))
+    for num_rows in range(1, 201):
+        bucket = choose(buckets, num_rows)
+        assert bucket is not None
+        assert num_rows <= bucket
+        assert num_rows <= 16 or bucket - num_rows < bucket / 3
+    assert choose(buckets, 201) is None
+    assert buckets_for(1) == (1,)
+    assert buckets_for(SIZES[-1])[-1] == SIZES[-1]
