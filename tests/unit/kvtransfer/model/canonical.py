@@ -21,8 +21,12 @@ IGNORED: Final = {
     "error",  # for people
     "now_s",  # everything is relative to it
     "began_at_s",
-    "first_byte_at_s",  # both only for figures in reports
+    "first_byte_at_s",  # these and the following only for figures in reports
     "num_bytes",
+    "busy",
+    "busy_s",
+    "early_bytes",
+    "last_pushed_at_s",
     "num_evicted",
     "_alarm_number",  # breaks ties
     "moves",  # the table of the side, the same in all states

@@ -16,7 +16,7 @@ from kvtransfer.landings import Action, Answer, Claim, Landings
 from kvtransfer.transport import Received, ReceiveOutcome, TransferKey
 from pdserve.core.blocks import BlockAllocator
 from tests.unit.kvtransfer.model.checker import Event, Output, Violated
-from tests.unit.kvtransfer.model.wire import JUNK, TORN, Chunk, Content, Scenario, grant_of
+from tests.unit.kvtransfer.model.wire import JUNK, TORN, Chunk, Content, Scenario, chain_of, grant_of
 
 
 class At(Enum):
@@ -60,7 +60,8 @@ class DecodeSide:
 
     @classmethod
     def begun(cls, scenario: Scenario, incarnation: int = 1, num_granted: int = 0) -> DecodeSide:
-        book, pool = Landings(grace_s=scenario.grace_s), BlockAllocator(scenario.landing_blocks)
+        pool = BlockAllocator(scenario.landing_blocks)
+        book = Landings(pool.stamps, grace_s=scenario.grace_s)
         side = cls(scenario, book, pool, [JUNK] * scenario.landing_blocks, incarnation)
         side.num_granted = num_granted
         return side
@@ -128,7 +129,8 @@ class DecodeSide:
         for block in blocks:
             self.memory[block] = JUNK
         self.orders[transfer] = Order(grant.key, blocks)
-        actions = self.book.expect(grant, self.now_s, self._deadline_at_s())
+        chains = [chain_of(transfer, index) for index in range(len(blocks))]
+        actions = self.book.expect(grant, self.now_s, self._deadline_at_s(), chains)
         return [("grant", transfer), *self._do(actions)]
 
     def _hear(self, writer: int, message: object) -> list[Output] | None:
@@ -140,10 +142,11 @@ class DecodeSide:
                 return self._do(self.book.announce(tag, writer))
             case Retract(tag, error):
                 return self._do(self.book.retract(tag, writer, error, self.now_s))
-            case Chunk(tag, first, payload):
-                claim = self.book.claim(tag, writer, first, len(payload), self.now_s)
-                if claim is not None:
-                    self.threads[writer] = Thread(At.CLAIMED, claim, message, self.scenario.slices)
+            case Chunk(tag, first, stamps):
+                claim = self.book.claim(tag, writer, first, stamps, self.now_s)
+                if claim is None:
+                    return self._do(self.book.review(tag, self.now_s))
+                self.threads[writer] = Thread(At.CLAIMED, claim, message, self.scenario.slices)
                 return []
         raise AssertionError(message)
 
@@ -156,9 +159,9 @@ class DecodeSide:
         if thread.at is At.CLAIMED:
             if self.book.enter(claim):
                 thread.at = At.WRITING
-            else:
-                self.threads[writer] = Thread()  # the rest is read past
-            return []
+                return []
+            self.threads[writer] = Thread()  # the rest is read past
+            return self._do(self.book.review(chunk.tag, self.now_s))
         if thread.at is At.WRITING:
             thread.left -= 1
             self._write(claim, chunk, is_whole=thread.left == 0)

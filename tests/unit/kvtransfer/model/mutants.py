@@ -11,15 +11,17 @@ import pytest
 
 from kvtransfer import departures, frames, landings, session
 from kvtransfer.departures import Departures
+from kvtransfer.frames import Tag
 from kvtransfer.landings import Claim, Landings
 from kvtransfer.plan import Coverage
 from kvtransfer.session import RECEIVER_MOVES, SENDER_MOVES, Event, Session, State
-from tests.unit.kvtransfer.model.scenarios import SIDE_BY_SIDE, scenario
+from tests.unit.kvtransfer.model.scenarios import scenario
 from tests.unit.kvtransfer.model.wire import Scenario
 
 Apply = Callable[[pytest.MonkeyPatch], None]
 ONE: Final = scenario(transfers=1, faults=1)
 SMALL: Final = scenario(faults=1)
+TWO_CONNECTIONS: Final = scenario(landings=2, faults=2, kinds=frozenset(("cut", "duplicates")))
 TWO_BLOCKS: Final = scenario(blocks=2, transfers=1, faults=1)
 
 
@@ -83,13 +85,14 @@ def _one_block_is_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def _any_writer(patch: pytest.MonkeyPatch) -> None:
-    def claim(self: Landings, tag: Any, writer: int, first: int, count: int, now_s: float) -> Claim | None:
-        landing = self._open.get(tag)
-        if landing is None or not landing.session.is_open or not landing.session.claim(first, count):
-            return None
-        return Claim(landing, first, count)
+    claim = Landings.claim
 
-    patch.setattr(Landings, "claim", claim)
+    def careless(self: Landings, tag: Tag, writer: int, first: int, stamps: bytes, now_s: float) -> Claim | None:
+        landing = self._open.get(tag)
+        known = writer if landing is None or landing.writer is None else landing.writer
+        return claim(self, tag, known, first, stamps, now_s)
+
+    patch.setattr(Landings, "claim", careless)
 
 
 def _cut_hits_everybody(patch: pytest.MonkeyPatch) -> None:
@@ -120,9 +123,9 @@ def _ended_is_an_error(patch: pytest.MonkeyPatch) -> None:
     """A late chunk meets an assertion where it should meet a counter."""
     claim = Landings.claim
 
-    def strict(self: Landings, tag: Any, writer: int, first: int, count: int, now_s: float) -> Claim | None:
+    def strict(self: Landings, tag: Tag, writer: int, first: int, stamps: bytes, now_s: float) -> Claim | None:
         assert tag in self._open, "a chunk of a transfer that has ended"
-        return claim(self, tag, writer, first, count, now_s)
+        return claim(self, tag, writer, first, stamps, now_s)
 
     patch.setattr(Landings, "claim", strict)
 
@@ -150,7 +153,7 @@ SENDING_LATE: Final = State.SENDING, Event.EXPIRED
 OVERDUE: Final = State.ABORTING, Event.OVERDUE
 R, S = RECEIVER_MOVES, SENDER_MOVES
 MUTANTS: Final = (
-    Mutant("the generation is not part of a tag", "no old writer", _without_generation, SMALL),
+    Mutant("the generation is not part of a tag", "sent means verified", _without_generation, SMALL),
     Mutant("a write may begin in any state", "no old writer", _enter_in_any_state),
     Mutant("drained is reported with an access open", "no old writer", _quiet_at_once),
     Mutant(
@@ -162,7 +165,7 @@ MUTANTS: Final = (
         "an overdue access is taken for none", "no old writer", _move(R, State.ABORTING, Event.OVERDUE, State.DRAINED)
     ),
     Mutant("the end of a connection closes the accesses of others", "no old writer", _cut_hits_everybody, SMALL),
-    Mutant("any connection may bring a chunk", "no old writer", _any_writer, SIDE_BY_SIDE),
+    Mutant("any connection may bring a chunk", "no old writer", _any_writer, TWO_CONNECTIONS),
     Mutant("all checksums match", "only whole and right", _all_checksums_match),
     Mutant("one block is all blocks", "only whole and right", _one_block_is_all, TWO_BLOCKS),
     Mutant("a quarantine has no end", "freed in time", _move(R, State.QUARANTINED, Event.QUIET, None)),

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvtransfer.departures import Action, Announce, Departures, Job, Report
+from kvtransfer.departures import Action, Announce, Departures, Job, Report, StaleSource
 from kvtransfer.landings import Answer
 from kvtransfer.transport import Sent, TransferKey
 from pdserve.core.blocks import BlockAllocator
 from tests.unit.kvtransfer.model.checker import Event, Output, Violated
-from tests.unit.kvtransfer.model.wire import BLOCK_BYTES, JUNK, Chunk, Content, Scenario, grant_of
+from tests.unit.kvtransfer.model.wire import BLOCK_BYTES, JUNK, Chunk, Content, Scenario, chain_of, grant_of
 
 
 @dataclass(slots=True)
@@ -36,6 +36,7 @@ class PrefillSide:
     to_incarnation: int = 0  # of the worker at the other end
     now_s: float = 0.0
     job: Job | None = None
+    stamps: bytes = b""
     checksum: tuple[Content, ...] = ()
     orders: dict[int, Order] = field(default_factory=dict)
 
@@ -107,7 +108,7 @@ class PrefillSide:
         for block in blocks:
             self.memory[block] = JUNK
         if self.book is None:
-            self.book, self.to_incarnation = Departures(BLOCK_BYTES), incarnation
+            self.book, self.to_incarnation = Departures(BLOCK_BYTES, self.pool.stamps), incarnation
         grant = grant_of(transfer, incarnation, tuple(range(self.scenario.blocks)))
         self.orders[transfer] = Order(grant.key, blocks)
         return self._do(self.book.start(grant, self.now_s, self._deadline_at_s()))
@@ -119,9 +120,11 @@ class PrefillSide:
             return None
         index = order.num_pushed
         order.num_pushed += 1
-        self.memory[order.blocks[index]] = (transfer, index)
+        block = order.blocks[index]
+        self.memory[block] = (transfer, index)
+        self.pool.stamps.mark(block, chain_of(transfer, index))
         is_last = order.num_pushed == len(order.blocks)
-        return self._do(self.book.push(order.key, [(index, order.blocks[index])], is_last, self.now_s))
+        return self._do(self.book.push(order.key, [(index, block)], is_last, self.now_s))
 
     def _take(self) -> list[Output] | None:
         if self.book is None or self.job is not None or not self.book.is_linked:
@@ -130,16 +133,21 @@ class PrefillSide:
         if self.job is None:
             return None
         self.checksum = self._read(self.job)
+        try:
+            self.stamps = self.book.stamp(self.job)
+        except StaleSource as stale:
+            job, self.job, self.checksum = self.job, None, ()
+            return self._do(self.book.stale(job, str(stale), self.now_s))
         return []
 
     def _send(self) -> list[Output] | None:
         if self.book is None or self.job is None:
             return None
-        job, checksum = self.job, self.checksum
+        job, stamps, checksum = self.job, self.stamps, self.checksum
         payload = self._read(job)
-        self.job, self.checksum = None, ()
+        self.job, self.stamps, self.checksum = None, b"", ()
         origin = job.departure.grant.key.generation
-        chunk = Chunk(job.departure.tag, job.chunk.first, payload, checksum, job.is_last, origin)
+        chunk = Chunk(job.departure.tag, job.chunk.first, stamps, payload, checksum, job.is_last, origin)
         return [("send", chunk), *self._do(self.book.written(job, self.now_s))]
 
     def _read(self, job: Job) -> tuple[Content, ...]:
@@ -154,7 +162,7 @@ class PrefillSide:
         """The thread of the pair ends, and what it was writing with it."""
         if self.book is None:
             return None
-        self.job, self.checksum = None, ()
+        self.job, self.stamps, self.checksum = None, b"", ()
         outputs = self._do(self.book.cut("cut", self.now_s))
         self.book = None
         return outputs

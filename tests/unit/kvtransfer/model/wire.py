@@ -23,10 +23,16 @@ class Chunk(NamedTuple):
 
     tag: Tag
     first: int
+    stamps: bytes
     payload: tuple[Content, ...]  # as it is on the wire
     checksum: tuple[Content, ...]  # as it was when the checksum was taken
     is_last: bool
     origin: int  # ghost: the transfer that it was read for
+
+
+FAULTS: Final = frozenset(
+    ("restart", "abort", "cut", "thread ends", "duplicates", "corrupts", "repeats the answer"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,7 @@ class Scenario:
     transfers: int = 2
     slices: int = 1  # in how many writes a chunk reaches memory: 1 from shared memory, more from a socket
     faults: int = 2
+    kinds: frozenset[str] = FAULTS  # of faults
     deadline_s: float | None = 10.0
     grace_s: float = 1.0
 
@@ -54,3 +61,8 @@ def grant_of(transfer: int, incarnation: int, blocks: tuple[int, ...]) -> Grant:
         blocks=blocks,
         held_blocks=0,
     )
+
+
+def chain_of(transfer: int, index: int) -> int:
+    """The name of what the prompt's block with that number holds."""
+    return 16 * transfer + index + 1

@@ -63,12 +63,16 @@ class World:
             yield (P, *event), self._after_p(state, event, reaction)
         yield from self._deliveries(state)
         if state.faults:
-            paid = state._replace(faults=state.faults - 1)
-            for event, reaction in self.decode.given_up(state.d):
-                yield (D, *event), self._after_d(paid, event, reaction)
-            for event, reaction in self.prefill.given_up(state.p):
-                yield (P, *event), self._after_p(paid, event, reaction)
-            yield from self._faults_of_the_net(paid)
+            for step in self._faults(state._replace(faults=state.faults - 1)):
+                if step[0][1] in self.scenario.kinds:
+                    yield step
+
+    def _faults(self, paid: State) -> Iterator[Step]:
+        for event, reaction in self.decode.given_up(paid.d):
+            yield (D, *event), self._after_d(paid, event, reaction)
+        for event, reaction in self.prefill.given_up(paid.p):
+            yield (P, *event), self._after_p(paid, event, reaction)
+        yield from self._faults_of_the_net(paid)
 
     def _deliveries(self, state: State) -> Iterator[Step]:
         for grant in state.grants:
