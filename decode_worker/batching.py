@@ -242,6 +242,7 @@ class DecodeBatching:
             context_tokens=context_tokens,
             tpot_s=tpot_s,
             cached=unread[0].computed if unread else 0,
+            held_share=context_tokens / (self.blocks.num_blocks * self._block_size),
         )
         reading: list[tuple[Resident, int]] = []
         for resident in self._readers(unread, now_s, may_start=not self._is_short):

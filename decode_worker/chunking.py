@@ -1,4 +1,5 @@
-"""How many prompt tokens a step may read beside decode rows, so that residents keep their time per token. Pure."""
+"""How many prompt tokens a step may read beside decode rows, so that residents keep their time per token, and
+memory is worth what it is held for. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Final, final
 
 from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostModel
+from pdserve.core.memory_price import longest_step_s
 
 SLACK_SHARE: Final = 0.9  # of the promised time per token; the rest is for what comes between steps
 FREE_SHARE: Final = 0.02  # of a step: what a chunk may add where the promise is broken without it
@@ -21,21 +23,28 @@ class ChunkRule:
         self._least = min(least, most)
         self._most = most
 
-    def tokens(self, *, rows: int, context_tokens: int, tpot_s: float | None, cached: int) -> int:
+    def tokens(
+        self, *, rows: int, context_tokens: int, tpot_s: float | None, cached: int, held_share: float = 0.0
+    ) -> int:
         """For a step of `rows` decode rows over `context_tokens`; `tpot_s` is the strictest promise among them.
 
-        `cached` is how far the prompt has been read: each of its next tokens attends to so many.
+        `cached` is how far the prompt has been read: each of its next tokens attends to so many. `held_share` of the
+        KV memory is held by these rows: the more, the shorter a step is worth being (pdserve.core.memory_price).
         """
         if rows == 0:
             return self._most
         cost = self.cost
         # What the weights' reading leaves of the arithmetic is as good as free, whoever was promised what.
-        free_s = (1.0 + FREE_SHARE) * cost.decode_s(rows, context_tokens)
+        decode_s = cost.decode_s(rows, context_tokens)
+        free_s = (1.0 + FREE_SHARE) * decode_s
         least = self._least
         if tpot_s is None:
             within_s, least = free_s, max(least, self._most // BLIND_SHARE)
         else:
-            within_s = max(free_s, tpot_s * min(SLACK_SHARE, 1.0 / (1.0 + cost.step_error)))
+            promised_s = tpot_s * min(SLACK_SHARE, 1.0 / (1.0 + cost.step_error))
+            weights_s = cost.decode_coefficients[0]
+            worth_s = longest_step_s(weights_s, held_share) + decode_s - weights_s
+            within_s = max(free_s, min(promised_s, worth_s))
         return max(least, int(min(self._most, cost.chunk_tokens(within_s, rows, context_tokens, cached))))
 
     def observe(self, account: StepAccount, step_s: float) -> None:

@@ -62,3 +62,17 @@ def test_tokens_that_cost_nothing_divide_nothing() -> None:
     assert free.tokens(rows=1, context_tokens=10, tpot_s=0.1, cached=0) == 512
     nothing = rule(**dict.fromkeys(CostPrior.__dataclass_fields__, 0.0))
     assert nothing.tokens(rows=1, context_tokens=10, tpot_s=0.1, cached=0) == 512
+
+
+def test_residents_who_hold_much_memory_shorten_a_step_whatever_was_promised() -> None:
+    chunks = rule()
+
+    def tokens(held_share: float) -> int:
+        return chunks.tokens(rows=1, context_tokens=10, tpot_s=0.1, cached=0, held_share=held_share)
+
+    unpriced, full = tokens(0.0), tokens(1.0)
+    sizes = [tokens(held / 10) for held in range(11)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[1] == unpriced
+    assert full < unpriced / 4
+    assert full >= 16

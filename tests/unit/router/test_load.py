@@ -36,13 +36,15 @@ def decode(rows: int = 0, tokens: int = 12_000, tpot_s: float = 0.05) -> WorkerV
     return view
 
 
-def read(cost: CostModel, rows: int, tokens: int, tpot_s: float, prompt: int) -> tuple[float, float]:
+def read(cost: CostModel, rows: int, tokens: int, tpot_s: float, prompt: int, held: float) -> tuple[float, float]:
     """Seconds until the worker has read the prompt beside its rows, step by step; and how long decoding alone lasts
     for so many steps."""
     rule = ChunkRule(cost, least=16, most=2048)
     at, seconds, alone_s = 0, 0.0, 0.0
     while at < prompt:
-        chunk = rule.tokens(rows=rows, context_tokens=rows * tokens, tpot_s=tpot_s if rows else None, cached=at)
+        chunk = rule.tokens(
+            rows=rows, context_tokens=rows * tokens, tpot_s=tpot_s if rows else None, cached=at, held_share=held
+        )
         chunk = min(chunk, prompt - at)
         seconds += cost.step_s(rows, rows * tokens, chunk, chunk * (at + chunk / 2))
         alone_s += cost.decode_s(rows, rows * tokens)
@@ -59,7 +61,7 @@ def test_it_takes_the_chunk_rule_for_what_it_is() -> None:
 @pytest.mark.parametrize("prompt", [500, 4_000, 30_000])
 def test_reading_beside_residents_is_predicted_as_the_worker_does_it(rows: int, tpot_s: float, prompt: int) -> None:
     view = decode(rows, tpot_s=tpot_s)
-    actual_s, alone_s = read(view.cost, rows, 12_000, tpot_s, prompt)
+    actual_s, alone_s = read(view.cost, rows, 12_000, tpot_s, prompt, rows * 12_000 / 400_000)
     # Where decoding alone fills the promise, crumbs are read: long enough to look elsewhere is all that is asked.
     is_full = rows == 30 and tpot_s == 0.03
     assert view.reading_s(prompt, 0) == pytest.approx(actual_s, rel=1.0 if is_full else 0.35)
