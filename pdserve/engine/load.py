@@ -29,9 +29,9 @@ def load_engine(config: WorkerConfig, role: Role) -> Engine:
         from pdserve.engine.parallel import open_parallel_engine
 
         return open_parallel_engine(config)
-    from pdserve.engine.opening import open_torch_engine
+    from pdserve.engine.opening import open_engine
 
-    return open_torch_engine(config)
+    return open_engine(config, role)
 
 
 def _toy(config: WorkerConfig, role: Role) -> ToyEngine:

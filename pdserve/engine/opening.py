@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,14 +13,17 @@ import torch
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
+from pdserve.core.types import Role
+from pdserve.engine import ops
 from pdserve.engine.config import ModelConfig, read_config
 from pdserve.engine.dummy import dummy_hash, dummy_weights
 from pdserve.engine.grammars import open_grammars
-from pdserve.engine.interface import EngineSpec
+from pdserve.engine.interface import Engine, EngineSpec
 from pdserve.engine.kernels import jit
 from pdserve.engine.linear import weight_levels
 from pdserve.engine.memory import available_bytes, check_fits, weight_bytes
 from pdserve.engine.model import Decoder
+from pdserve.engine.ops import Ops
 from pdserve.engine.paged import MOST_QUERIES, PagedAttention
 from pdserve.engine.parameters import Weights
 from pdserve.engine.pool import BlockShape, TorchPool
@@ -33,6 +37,20 @@ if TYPE_CHECKING:
     from pdserve.engine.ranks import Ranks
 
 log = logging.getLogger(__name__)
+
+
+def open_engine(config: WorkerConfig, role: Role) -> Engine:
+    """The fastest engine that the device has. Raises ModelError and ConfigError as `open_torch_engine` does."""
+    engine = open_torch_engine(config)
+    if role is not Role.DECODE or not config.cuda_graphs or engine.pool.tensor.device.type != "cuda":
+        return engine
+    from pdserve.engine.gpu.opening import why_no_graphs, with_graphs
+
+    reason = why_no_graphs(read_config(Path(config.model)), config.block_size, config.tensor_parallel)
+    if reason:
+        log.warning("decode steps run without CUDA graphs", extra={"reason": reason})
+        return engine
+    return with_graphs(engine, engine.model, config.max_batch, config.worker_id)
 
 
 def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) -> TorchEngine:
@@ -83,7 +101,8 @@ def open_rank(config: WorkerConfig, progress: Progress | None, shard: Shard, ran
             "gb_per_s": round(num_bytes / 1e9 / max(load_s, 1e-6), 2),
         },
     )
-    return TorchEngine(spec, Decoder(model_config, weights, ranks), pool, model_config.windows, grammars, paged)
+    model = Decoder(model_config, weights, ranks, device_ops(device))
+    return TorchEngine(spec, model, pool, model_config.windows, grammars, paged)
 
 
 def load(
@@ -103,6 +122,15 @@ def load(
     return load_weights(
         model, checkpoint, device, dtype, progress, is_int8=is_int8, is_deterministic=is_deterministic, shard=shard
     )
+
+
+def device_ops(device: torch.device) -> Ops:
+    """In Triton on CUDA; a device without it computes the same in torch."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from pdserve.engine.gpu import ops as gpu_ops
+
+        return gpu_ops
+    return ops
 
 
 def block_shape(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) -> BlockShape:

@@ -12,12 +12,22 @@ _BETWEEN_S: Final = 0.1
 _WIDTH: Final = 24
 
 
+Tell = Callable[[int, int, float], str]  # done, in all, seconds
+
+
+def _gigabytes(done: int, total: int, seconds: float) -> str:
+    return f"{done / 1e9:.2f} of {total / 1e9:.2f} GB, {done / max(seconds, 1e-9) / 1e9:.2f} GB/s"
+
+
 @final
 class LoadingLine:
-    """Called with bytes read and bytes in all."""
+    """Called with what is done and what there is in all; bytes, where `tell` says nothing else."""
 
-    def __init__(self, label: str, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, label: str, stream: TextIO, clock: Callable[[], float] = time.monotonic, tell: Tell | None = None
+    ) -> None:
         self._label = label
+        self._tell = tell or _gigabytes
         self._stream = stream
         self._clock = clock
         self._began_s = clock()
@@ -31,8 +41,7 @@ class LoadingLine:
             return
         self._shown_s, self._is_shown = now_s, True
         bar = "#" * (_WIDTH * done // max(total, 1))
-        speed = done / max(now_s - self._began_s, 1e-9) / 1e9
-        text = f"\r{self._label} [{bar:<{_WIDTH}}] {done / 1e9:.2f} of {total / 1e9:.2f} GB, {speed:.2f} GB/s"
+        text = f"\r{self._label} [{bar:<{_WIDTH}}] {self._tell(done, total, now_s - self._began_s)}"
         self._stream.write(text + ("\n" if is_last else ""))
         self._stream.flush()
 
@@ -40,3 +49,10 @@ class LoadingLine:
 def loading_line(label: str) -> LoadingLine | None:
     """None where nobody watches."""
     return LoadingLine(label, sys.stderr) if sys.stderr.isatty() else None
+
+
+def counting_line(label: str, what: str) -> Callable[[int, int], None]:
+    """For counts of things; says nothing where nobody watches."""
+    if not sys.stderr.isatty():
+        return lambda done, total: None
+    return LoadingLine(f"{label} {what}", sys.stderr, tell=lambda done, total, _: f"{done} of {total}")

@@ -40,7 +40,7 @@ class TorchEngine:
         self._grammars = grammars
         self.spec = spec
         self.pool = pool
-        self._model = model
+        self.model = model
         self._windows = tuple(dict.fromkeys(windows))
         self._device = pool.tensor.device
         # Elsewhere a store has only been queued when its call returns.
@@ -56,7 +56,7 @@ class TorchEngine:
         num_draws = sum(row.num_draws for row in rows)
         outs = [RowOut()] * len(rows)
         if num_draws:
-            logits_BV = self._model.logits(x_UE[:num_draws])
+            logits_BV = self.model.logits(x_UE[:num_draws])
             masks_of = self._grammars.masks_of(rows)
             draws = [draw for index, row in enumerate(rows) for draw in draws_of(row, masks_of.get(index))]
             drawn = iter(sample(logits_BV, draws, self.spec.eos_token_ids))
@@ -66,7 +66,7 @@ class TorchEngine:
         first = num_draws
         for index, row in enumerate(rows):
             if row.targets:
-                scored = score(self._model.logits, x_UE[first:], row.targets, row.num_top, self.spec.vocab_size)
+                scored = score(self.model.logits, x_UE[first:], row.targets, row.num_top, self.spec.vocab_size)
                 outs[index] = replace(outs[index], scored=scored)
                 first += len(row.targets)
         if on_layer is not None and not self._reports_layers:
@@ -79,16 +79,16 @@ class TorchEngine:
         x_UE = self._states(rows)
         first = sum(row.num_draws for row in rows)
         if first:
-            self._model.logits(x_UE[:first])
+            self.model.logits(x_UE[:first])
         for row in rows:
             if row.targets:
-                score(self._model.logits, x_UE[first:], row.targets, row.num_top, self.spec.vocab_size)
+                score(self.model.logits, x_UE[first:], row.targets, row.num_top, self.spec.vocab_size)
                 first += len(row.targets)
 
     def _states(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Tensor:
         batch = pack(rows, self._windows, self.spec.block_size, self._device, self._paged)
-        mixer = EagerMixer(batch, self.pool, self._model.heads, on_layer if self._reports_layers else None)
-        return self._model.hidden(mixer)
+        mixer = EagerMixer(batch, self.pool, self.model.heads, on_layer if self._reports_layers else None)
+        return self.model.hidden(mixer)
 
     def close(self) -> None:
         """Nothing to free: weights and pool go with their last reader."""

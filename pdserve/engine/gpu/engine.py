@@ -56,12 +56,12 @@ class DoneFlight:
 
 @final
 class GraphEngine:
-    """Takes steps ahead. `stream` is where all steps run; None without CUDA."""
+    """Takes steps ahead. All of them run on the stream that is current when they are launched, one after the other."""
 
-    def __init__(self, eager: TorchEngine, decode: StaticDecode, replays: Replays, stream: Any | None) -> None:
-        self._eager, self._decode, self._replays, self._stream = eager, decode, replays, stream
+    def __init__(self, eager: TorchEngine, decode: StaticDecode, replays: Replays) -> None:
+        self._eager, self._decode, self._replays = eager, decode, replays
         self._mirror = TableMirror(decode.num_seats, decode.num_pages)
-        is_cuda = stream is not None
+        is_cuda = self._is_cuda = decode.table_SP.device.type == "cuda"
         size = replays.buckets[-1]
         # Two, since a flight may be read while the next one is under way.
         self._hosts = [
@@ -119,7 +119,7 @@ class GraphEngine:
         assert bucket is not None
         update = self._mirror.update([row.blocks for row in rows])
         if update.at:
-            change = torch.tensor([update.at, update.block], pin_memory=self._stream is not None)
+            change = torch.tensor([update.at, update.block], pin_memory=self._is_cuda)
             change = change.to(decode.table_SP.device, non_blocking=True)
             decode.table_SP.view(-1).index_copy_(0, change[0], change[1].to(torch.int32))
         decode.inputs.send(rows, update.seats, bucket)
@@ -129,9 +129,9 @@ class GraphEngine:
         host[0][:count].copy_(decode.drawn_B[:count], non_blocking=True)
         host[1][:count].copy_(decode.logprob_B[:count], non_blocking=True)
         event = None
-        if self._stream is not None:
+        if self._is_cuda:
             event = torch.cuda.Event()
-            event.record(self._stream)
+            event.record()
         return GraphFlight(list(rows), host, event)
 
 

@@ -44,13 +44,12 @@ class GraphReplays:
         self,
         decode: StaticDecode,
         buckets: Sequence[int],
-        stream: torch.cuda.Stream,
         progress: Progress = lambda done, count: None,
     ) -> None:
         self.buckets = tuple(sorted(buckets))
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         began_s = time.monotonic()
-        pool = torch.cuda.graph_pool_handle()
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for bucket in reversed(self.buckets):
                 decode.inputs.send([], [], bucket)

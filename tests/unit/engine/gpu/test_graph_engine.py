@@ -34,14 +34,14 @@ def pair(
         settings = {"kv_blocks": 64, "block_size": 8, "max_context_tokens": 128, "device": device.type}
         eager, inner = open_engine(tiny(name), **settings), open_engine(tiny(name), **settings)
         decode = StaticDecode(
-            inner._model,
+            inner.model,
             inner.pool,
             most_rows=MOST_ROWS,
             max_context_tokens=inner.spec.max_context_tokens,
             vocab_size=inner.spec.vocab_size,
             num_processors=4,
         )
-        return eager, GraphEngine(inner, decode, EagerReplays(decode, buckets_for(MOST_ROWS)), None)
+        return eager, GraphEngine(inner, decode, EagerReplays(decode, buckets_for(MOST_ROWS)))
 
     return get
 

@@ -1,0 +1,45 @@
+"""Turns an eager engine on a CUDA device into one that replays graphs; says why where it cannot."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from pdserve.engine.config import ModelConfig
+from pdserve.engine.gpu.buckets import buckets_for
+from pdserve.engine.gpu.engine import GraphEngine
+from pdserve.engine.gpu.graphs import GraphReplays
+from pdserve.engine.gpu.static import StaticDecode
+from pdserve.engine.model import Decoder
+from pdserve.engine.progress import counting_line
+from pdserve.engine.torch_engine import TorchEngine
+
+log = logging.getLogger(__name__)
+
+
+def why_no_graphs(config: ModelConfig, block_size: int, num_ranks: int) -> str:
+    """Empty where decode steps of the model can be captured."""
+    if config.experts is not None:
+        return "experts: how many tokens each one gets is decided on the host"
+    if num_ranks > 1:
+        return "tensor parallel: ranks meet in every layer"
+    if block_size < 8 or block_size & (block_size - 1):
+        return f"block_size {block_size}: the kernels take powers of two from 8 on"
+    return ""
+
+
+def with_graphs(eager: TorchEngine, model: Decoder, most_rows: int, worker_id: str) -> GraphEngine:
+    """Captures the decode step for every bucket up to `most_rows`, with a progress line."""
+    device = eager.pool.tensor.device
+    torch.cuda.set_device(device)
+    decode = StaticDecode(
+        model,
+        eager.pool,
+        most_rows=most_rows,
+        max_context_tokens=eager.spec.max_context_tokens,
+        vocab_size=eager.spec.vocab_size,
+        num_processors=torch.cuda.get_device_properties(device).multi_processor_count,
+    )
+    replays = GraphReplays(decode, buckets_for(most_rows), counting_line(worker_id, "capturing decode graphs"))
+    return GraphEngine(eager, decode, replays)
