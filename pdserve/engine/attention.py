@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,8 @@ class Context:
 
     block_BP: Tensor
     tiles: tuple[Tile, ...]
+    # Of a single row that sees all before it: its positions, the queries' included. Flash attention needs no mask then.
+    chunk_end: int | None = None
 
 
 def make_context(
@@ -72,7 +74,8 @@ def make_context(
         oldest = 0 if window is None else max(0, min(shifts) + at - window + 1)
         keys = slice(oldest, max(shifts) + queries.stop)
         tiles.append(Tile(queries, keys, is_seen_BQS[:, queries, keys]))
-    return Context(block_BP, tuple(tiles))
+    is_chunk = len(starts) == 1 and window is None and num_queries > 1
+    return Context(block_BP, tuple(tiles), starts[0] + num_queries if is_chunk else None)
 
 
 def attend(
@@ -91,6 +94,8 @@ def attend(
     """
     num_rows, num_queries, num_heads, head_dim = q_BQHD.shape
     k_BKSD, v_BKSD = pool.read(layer, context.block_BP, q_BQHD.dtype)
+    if q_BQHD.is_cuda and softcap is None and context.chunk_end is not None:
+        return attend_chunk(q_BQHD, k_BKSD, v_BKSD, context.chunk_end, scale)
     num_kv_heads = k_BKSD.shape[1]
     group = num_heads // num_kv_heads
     out_BQHD = torch.empty_like(q_BQHD, memory_format=torch.contiguous_format)
@@ -103,6 +108,21 @@ def attend(
         out_BKGQD = out_BKRD.view(num_rows, num_kv_heads, group, count, head_dim)
         out_BQHD[:, tile.queries].view(grouped).copy_(out_BKGQD.permute(0, 3, 1, 2, 4))
     return out_BQHD.view(num_rows * num_queries, num_heads * head_dim)
+
+
+def attend_chunk(q_1QHD: Tensor, k_1KSD: Tensor, v_1KSD: Tensor, end: int, scale: float | None) -> Tensor:
+    """One row's last Q of `end` positions, each seeing all up to itself: [Q, H * D].
+
+    The mask is a corner that flash attention knows, so a chunk costs what its products cost and no [Q, S] is stored.
+    """
+    from torch.nn.attention.bias import causal_lower_right  # two seconds to import, and for CUDA only
+
+    num_queries = q_1QHD.shape[1]
+    mask: Any = causal_lower_right(num_queries, end)
+    out_1HQD = F.scaled_dot_product_attention(
+        q_1QHD.transpose(1, 2), k_1KSD[:, :, :end], v_1KSD[:, :, :end], mask, scale=scale, enable_gqa=True
+    )
+    return out_1HQD.transpose(1, 2).reshape(num_queries, -1)
 
 
 def _attend(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdserve.engine import paged
-from pdserve.engine.attention import attend, make_context
+from pdserve.engine.attention import attend, attend_chunk, make_context
 from pdserve.engine.kernels import jit
 from pdserve.engine.paged import PagedAttention, deal, split_queries
 from pdserve.engine.pool import BlockShape, TorchPool
@@ -240,3 +240,26 @@ def test_placing_what_is_not_finite_keeps_it_so_in_int8() -> None:
     for x_BKSD in (k_BKSD, v_BKSD):
         is_finite = x_BKSD[:, :, 0].isfinite().all(-1)
         assert is_finite.tolist() == [[False, True], [True, False], [True, True]]
+
+
+@pytest.mark.parametrize(("start", "num_queries"), [(0, 13), (29, 7), (64, 2)])
+def test_a_chunk_without_a_mask_sees_what_the_masked_one_sees(start: int, num_queries: int) -> None:
+    """What CUDA does with a prompt's chunk, against the tiles that every device can do."""
+    torch.manual_seed(1)
+    shape = BlockShape(num_layers=1, block_size=8, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    pool = TorchPool(num_blocks=12, shape=shape, device=CPU)
+    pool.tensor.normal_()
+    q_1QHD = torch.randn(1, num_queries, 6, 16)
+    table = [7, 2, 9, 0, 4, 11, 5, 3, 1, 10][: -(-(start + num_queries) // 8)]
+    context = make_context([table], [start], num_queries, None, 8, CPU)
+    assert context.chunk_end == start + num_queries
+    keys, values = pool.read(0, context.block_BP, torch.float32)
+    chunk = attend_chunk(q_1QHD, keys, values, context.chunk_end, None)
+    torch.testing.assert_close(chunk, attend(pool, 0, q_1QHD, context), rtol=1e-5, atol=1e-5)
+
+
+def test_only_a_single_row_that_sees_everything_is_a_chunk() -> None:
+    device = CPU
+    assert make_context([[0, 1]], [3], 4, 5, 8, device).chunk_end is None
+    assert make_context([[0], [1]], [3, 3], 4, None, 8, device).chunk_end is None
+    assert make_context([[0]], [3], 1, None, 8, device).chunk_end is None
