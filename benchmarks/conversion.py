@@ -69,7 +69,7 @@ def measure(source: KvShape, target: KvShape, num_bytes: int) -> tuple[float, fl
 
     runs: list[Callable[[], None]] = [
         copy,
-        lambda: pack(pool, blocks, window, out, pieces),
+        lambda: pack(pool, blocks, window, out, range(num_targets), pieces),
         lambda: unpack(out, into, granted, Window.whole(form)),
     ]
     best = [float("inf")] * len(runs)

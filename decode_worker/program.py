@@ -211,6 +211,7 @@ class DecodeProgram(RoleProgram):
             fingerprint=self._fingerprint,
             blocks=effect.blocks,
             held_blocks=effect.held_blocks,
+            hash_seed=self.limits.hash_seed,
         )
         remaining_s = None if landing.deadline_at_s is None else max(0.0, landing.deadline_at_s - context.now())
         post = context.post

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.transport import Grant, Sent, TransferKey
 
 OnSent = Callable[[Sent], None]
+OnRead = Callable[[TransferKey, Sequence[int]], None]  # these source blocks of a transfer are read no more
 
 
 @dataclass(frozen=True, slots=True)

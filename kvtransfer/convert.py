@@ -73,21 +73,25 @@ def move(
 
 
 def pack(
-    source: Blocks, source_blocks: Sequence[int], source_window: Window, out: Blocks, pieces: Sequence[Piece]
+    source: Blocks,
+    source_blocks: Sequence[int],
+    source_window: Window,
+    out: Blocks,
+    out_blocks: Sequence[int],
+    pieces: Sequence[Piece],
 ) -> None:
-    """Fills the first blocks of `out`, one for each block that the pieces speak of; positions in no piece are zero."""
-    num_blocks = pieces[-1].target + 1 if pieces else 0
+    """Fills all of these blocks of `out`; positions in no piece, and padding, are zero."""
     form = out.form
-    filled = [0] * num_blocks
+    filled = [0] * len(out_blocks)
     for piece in pieces:
         filled[piece.target] += piece.num_tokens
-    for block, num_tokens in enumerate(filled):
+    for block, num_tokens in zip(out_blocks, filled, strict=True):
         if num_tokens < form.block_size:
             out.raw[block] = 0
-    if form.is_scaled:  # the padding travels too, and `out` may have carried somebody else's bytes
-        out.raw[:num_blocks, form.value_bytes : form.scales_at] = 0
-        out.raw[:num_blocks, form.scales_at + form.num_rows * SCALE_BYTES :] = 0
-    move(source, source_blocks, source_window, out, range(num_blocks), Window.whole(form), pieces)
+        elif form.is_scaled:  # the padding travels too, and may have been somebody else's bytes
+            out.raw[block, form.value_bytes : form.scales_at] = 0
+            out.raw[block, form.scales_at + form.num_rows * SCALE_BYTES :] = 0
+    move(source, source_blocks, source_window, out, out_blocks, Window.whole(form), pieces)
 
 
 def unpack(packed: Blocks, target: Blocks, target_blocks: Sequence[int], target_window: Window) -> None:
@@ -227,7 +231,8 @@ def quantised(x: Any) -> tuple[Any, Any]:
 
 def dequantised(values: Any, scales: Any) -> Any:
     x = values.astype(np.float32)
-    x *= scales[..., None]
+    with np.errstate(invalid="ignore", over="ignore"):
+        x *= scales[..., None]
     return x
 
 

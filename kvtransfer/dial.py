@@ -102,7 +102,7 @@ def _open(caller: Caller, transports: Sequence[int], endpoint: str, ends_s: floa
 def _connect(caller: Caller, answer: transfer_pb2.OpenResponse, endpoint: str, ends_s: float) -> Line:
     """Raises OSError."""
     kind = CHECKSUM_OF.get(answer.checksum)
-    block_bytes = caller.fingerprint.block_bytes
+    block_bytes = caller.pool.block_bytes
     if kind not in caller.checksums or answer.transport not in caller.transports:
         raise OSError("it chose a transport or a checksum that was not offered")
     if not block_bytes <= answer.chunk_bytes <= MAX_CHUNK_BYTES or len(answer.ticket) != TICKET_BYTES:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from kvtransfer import fused
+from kvtransfer.commands import OnRead
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.paths.registry import kinds
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
+from kvtransfer.shaped import ShapedSender
 from kvtransfer.transport import Fingerprint
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
@@ -46,14 +48,20 @@ def make_sender(
     transport: str,
     disturbance: Disturbance | None = None,
     stamps: BlockStamps | None = None,
-) -> StreamSender:
+) -> ShapedSender:
     """Connects to each decode worker when the first transfer to it starts. Raises ConfigError."""
-    return StreamSender(
-        pool,
-        fingerprint,
-        worker_id=worker_id,
-        incarnation=incarnation,
-        transports=kinds(transport),
-        disturbance=disturbance,
-        stamps=stamps,
-    )
+    numbers = kinds(transport)
+
+    def make_stream(pool: KvPool, stamps: BlockStamps, on_read: OnRead | None) -> StreamSender:
+        return StreamSender(
+            pool,
+            fingerprint,
+            worker_id=worker_id,
+            incarnation=incarnation,
+            transports=numbers,
+            disturbance=disturbance,
+            stamps=stamps,
+            on_read=on_read,
+        )
+
+    return ShapedSender(pool, fingerprint, stamps or BlockStamps(pool.num_blocks), make_stream)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvtransfer.channel import Channel, Gone, Waker
 from kvtransfer.checksum import hasher
-from kvtransfer.commands import Abort, OnSent, Push, Start
+from kvtransfer.commands import Abort, OnRead, OnSent, Push, Start
 from kvtransfer.departures import Action, Announce, Departures, Job, Report, StaleSource
 from kvtransfer.dial import Caller, Line, dial
 from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, decode, decode_text, encode_text
@@ -49,13 +49,14 @@ class Outbound(threading.Thread):
         endpoint: str,
         incarnation: str,
         clock: Callable[[], float],
+        on_read: OnRead | None = None,
     ) -> None:
         super().__init__(name=f"kv-outbound-{endpoint}", daemon=True)
         self.pool, self.memory = caller.pool, memory
-        self.block_bytes = caller.fingerprint.block_bytes
+        self.block_bytes = caller.pool.block_bytes
         self.writer = Writer()
         self._caller, self._endpoint, self._incarnation = caller, endpoint, incarnation
-        self._clock = clock
+        self._clock, self._on_read = clock, on_read
         self.stats = TransferStats()  # written by this thread only
         self._book = Departures(self.block_bytes, stamps, self.stats)
         self._owners: dict[TransferKey, OnSent] = {}
@@ -113,6 +114,8 @@ class Outbound(threading.Thread):
 
     def finished(self, job: Job) -> None:
         self._jobs.remove(job)
+        if self._on_read is not None:
+            self._on_read(job.departure.grant.key, job.chunk.sources)
         self._act(self._book.written(job, self._clock()))
 
     # Inside.

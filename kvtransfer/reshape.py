@@ -5,7 +5,7 @@ by *pieces*, runs of tokens that lie in one source block. The pieces are the sam
 moves is lanes x layers x pieces. Target blocks are counted as in the grant: index 0 comes after the held blocks.
 
     source blocks of 16    |0      |1      |2   :   |          40 tokens
-    target blocks of 32    |held           |0   :          |   pieces: 8 tokens of source 2, then zeros
+    target blocks of 32    |held           |0   :          |   one piece: 8 tokens of source 2, then zeros
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Lane:
 class Piece:
     """`num_tokens` tokens from (source block, offset) to (target block, offset).
 
-    `source` counts the blocks of the sequence, `target` those of the call that made the pieces.
+    `source` and `target` count from the first block of each side that the call's tokens lie in.
     """
 
     source: int
@@ -76,18 +76,19 @@ def lane_of(source: KvShape, target: KvShape) -> Lane | None:
 
 
 def pieces_of(source_size: int, target_size: int, *, num_tokens: int, first_block: int, num_blocks: int) -> list[Piece]:
-    """What fills the sequence's target blocks first_block, first_block + 1, ...; the pieces' targets count from 0.
+    """What fills the sequence's target blocks first_block, first_block + 1, ...
 
     Sizes are tokens per block. Positions from num_tokens on, the sequence's length, are in no piece.
     """
     pieces = []
     at = first_block * target_size
+    first_source = at // source_size
     end = min(at + num_blocks * target_size, num_tokens)
     while at < end:
         source, source_at = divmod(at, source_size)
         target, target_at = divmod(at, target_size)
         count = min(source_size - source_at, target_size - target_at, end - at)
-        pieces.append(Piece(source, source_at, target - first_block, target_at, count))
+        pieces.append(Piece(source - first_source, source_at, target - first_block, target_at, count))
         at += count
     return pieces
 

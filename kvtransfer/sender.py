@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvtransfer import checksum
-from kvtransfer.commands import Abort, OnSent, Push, Start
+from kvtransfer.commands import Abort, OnRead, OnSent, Push, Start
 from kvtransfer.dial import Caller
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.grants import compare
 from kvtransfer.memory import flat
 from kvtransfer.outbound import Outbound
-from kvtransfer.shape import is_same_bytes
-from kvtransfer.stats import TransferStats
-from kvtransfer.transport import Fingerprint, Grant, Sent, TransferKey
+from kvtransfer.stats import TransferStats, total
+from kvtransfer.transport import Fingerprint, Grant, Sent, Text, TransferKey
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
@@ -27,7 +25,11 @@ Pair = tuple[str, str, str]  # endpoint, worker id, incarnation
 
 
 class StreamSender:
-    """Sender over tcp, shm or both; `transports` are numbers of TransportKind, the preferred first."""
+    """Sender over tcp, shm or both; `transports` are numbers of TransportKind, the preferred first.
+
+    The pool's blocks are what the receivers expect of the fingerprint's shape. `on_read` hears from connections'
+    threads which source blocks of a transfer are read no more, before its end.
+    """
 
     def __init__(
         self,
@@ -41,9 +43,8 @@ class StreamSender:
         checksums: Sequence[checksum.Checksum] | None = None,
         clock: Callable[[], float] = time.monotonic,
         disturbance: Disturbance | None = None,
+        on_read: OnRead | None = None,
     ) -> None:
-        if pool.block_bytes != fingerprint.block_bytes:
-            raise ConfigError("kv_shape.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
         self._memory, self._num_blocks = flat(pool.buffer).toreadonly(), pool.num_blocks
         self.caller = Caller(
             worker_id,
@@ -55,7 +56,7 @@ class StreamSender:
             disturbance,
         )
         self._stamps = BlockStamps(pool.num_blocks) if stamps is None else stamps
-        self._clock = clock
+        self._clock, self._on_read = clock, on_read
         self._lock = threading.Lock()  # guards all below
         self._pairs: dict[Pair, Outbound] = {}
         self._transfers: dict[TransferKey, tuple[Outbound, int]] = {}  # who moves it, how many blocks
@@ -65,7 +66,7 @@ class StreamSender:
     @property
     def stats(self) -> TransferStats:
         with self._lock:
-            return _sum([self._past, *(outbound.stats for outbound in self._pairs.values())])
+            return total([self._past, *(outbound.stats for outbound in self._pairs.values())])
 
     @property
     def open_keys(self) -> list[TransferKey]:
@@ -73,7 +74,7 @@ class StreamSender:
         with self._lock:
             return list(self._transfers)
 
-    def start(self, grant: Grant, on_end: OnSent, deadline_s: float | None = None) -> None:
+    def start(self, grant: Grant, on_end: OnSent, deadline_s: float | None = None, text: Text | None = None) -> None:
         """Raises Unavailable after close() or where no connection can be made for want of descriptors or threads.
 
         Raises InvalidRequest where the transfer has been started already; everything else reaches `on_end`.
@@ -81,8 +82,6 @@ class StreamSender:
         error = ""
         try:
             compare(grant.fingerprint, self.caller.fingerprint)
-            if not is_same_bytes(self.caller.fingerprint.shape, grant.fingerprint.shape):
-                raise ConfigError("kv_shape", self.caller.fingerprint.shape, f"{grant.fingerprint.shape}")
         except ConfigError as differs:
             error = differs.message
         deadline_at_s = None if deadline_s is None else self._clock() + deadline_s
@@ -133,9 +132,11 @@ class StreamSender:
     def _connect(self, pair: Pair) -> Outbound:
         """With the lock held. Forgets the connections that have ended."""
         for old in [one for one, outbound in self._pairs.items() if outbound.is_over]:
-            self._past = _sum([self._past, self._pairs.pop(old).stats])
+            self._past = total([self._past, self._pairs.pop(old).stats])
         try:
-            outbound = Outbound(self.caller, self._memory, self._stamps, pair[0], pair[2], self._clock).begun()
+            outbound = Outbound(
+                self.caller, self._memory, self._stamps, pair[0], pair[2], self._clock, self._on_read
+            ).begun()
         except (OSError, RuntimeError) as error:
             raise Unavailable(f"no KV connection to {pair[0]} can be made: {error}") from error
         self._pairs[pair] = outbound
@@ -148,8 +149,3 @@ class StreamSender:
             on_end(sent)
 
         return end
-
-
-def _sum(parts: Sequence[TransferStats]) -> TransferStats:
-    names = [one.name for one in dataclasses.fields(TransferStats)]
-    return TransferStats(**{name: sum(getattr(part, name) for part in parts) for name in names})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 
 @dataclass(slots=True)
@@ -25,3 +26,8 @@ class TransferStats:
     refused_opens: int = 0  # handshakes that were turned away
     refused_connections: int = 0  # no greeting of this version, no valid ticket, or too many
     protocol_errors: int = 0  # connections that were closed because of what they sent
+
+
+def total(parts: Iterable[TransferStats]) -> TransferStats:
+    listed = list(parts)
+    return TransferStats(**{one.name: sum(getattr(part, one.name) for part in listed) for one in fields(TransferStats)})

@@ -55,6 +55,19 @@ class Grant:
     hash_seed: bytes = b""  # of the receiver's names of blocks
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """What a sender of another shape knows of the sequence: its length, and the names of what lies in its blocks.
+
+    `own` are the sender's, from the first block that holds a token to send; `theirs` the receiver's, of the granted
+    blocks (`Attempt.chains`).
+    """
+
+    num_tokens: int
+    own: tuple[int, ...]
+    theirs: tuple[int, ...]
+
+
 class ReceiveOutcome(Enum):
     VERIFIED = "verified"  # every granted block arrived and its checksum matched
     FAILED = "failed"  # coverage or integrity is not to be had; the memory is safe to free
@@ -122,12 +135,24 @@ class Receiver(Protocol):
 class Sender(Protocol):
     """The prefill side. Reads source blocks until Sent is reported; the caller keeps them referenced till then."""
 
-    def start(self, grant: Grant, on_end: Callable[[Sent], None], deadline_s: float | None = None) -> None:
-        """Announces a transfer; connects in the background when the pair is new."""
+    def start(
+        self,
+        grant: Grant,
+        on_end: Callable[[Sent], None],
+        deadline_s: float | None = None,
+        text: Text | None = None,
+    ) -> None:
+        """Announces a transfer; connects in the background when the pair is new.
+
+        `text` is needed where the receiver's shape is another than the sender's.
+        """
         ...
 
     def push(self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool) -> None:
-        """Queues finished blocks, whose contents must not change any more: (grant index, source block).
+        """Queues finished blocks, whose contents must not change any more: (index, source block).
+
+        The index counts the sender's blocks from the first that holds a token to send; where shapes are equal, it is
+        the grant's.
 
         They are marked with their names before (`BlockStamps.mark`).
         """

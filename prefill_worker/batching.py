@@ -60,7 +60,7 @@ class Prompt:
 
     attempt: Attempt
     receiver: str  # the decode worker
-    held_blocks: int  # leading blocks that it has
+    held_blocks: int  # leading blocks that it has whole, in our size
     stage: Stage = Stage.WAITING
     tokens: tuple[int, ...]
     hashes: list[bytes]
@@ -169,9 +169,19 @@ class PrefillBatching:
         )
 
     def offer(
-        self, attempt: Attempt, *, receiver: str, held_blocks: int, num_granted: int, now_s: float
+        self,
+        attempt: Attempt,
+        *,
+        receiver: str,
+        held_blocks: int,
+        num_granted: int,
+        granted_size: int,
+        now_s: float,
     ) -> list[PrefillEffect]:
-        """Takes a new attempt into the inbox, or says why not."""
+        """Takes a new attempt into the inbox, or says why not.
+
+        The receiver's blocks, held and granted ones, have `granted_size` tokens each.
+        """
         key, size = attempt.key, self._block_size
         needed = blocks_for(attempt.num_tokens, size)
         if needed > self.blocks.num_blocks:
@@ -182,16 +192,18 @@ class PrefillBatching:
             return [Refused(key=key, reason=RefusalReason.DEADLINE)]
         if len(self._waiting) >= self._inbox_depth:
             return [Refused(key=key, reason=RefusalReason.INBOX_FULL)]
-        if held_blocks + num_granted != needed:
-            message = f"grant: {held_blocks} held and {num_granted} granted blocks, expected {needed} in all"
+        granted = blocks_for(attempt.num_tokens, granted_size)
+        if held_blocks + num_granted != granted:
+            message = f"grant: {held_blocks} held and {num_granted} granted blocks, expected {granted} in all"
             return [Failed(key=key, kind=FailureKind.TRANSFER, message=message), Released(key=key)]
         tokens = attempt.token_ids
+        held = held_blocks * granted_size // size  # a block of ours that the receiver holds in part is sent
         hashes = attempt.extend_hashes([], tokens, size)
         prompt = Prompt(
             attempt=attempt,
             receiver=receiver,
-            held_blocks=held_blocks,
-            pushed=held_blocks,
+            held_blocks=held,
+            pushed=held,
             tokens=tokens,
             hashes=hashes,
         )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
 from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_sender
-from kvtransfer.grants import fingerprint_of, fingerprint_to_proto, grant_from_proto
-from kvtransfer.transport import Grant, Sender, SendOutcome, Sent
+from kvtransfer.grants import fingerprint_of, fingerprint_to_proto, grant_from_proto, shape_of
+from kvtransfer.shape import is_same_bytes
+from kvtransfer.transport import Grant, Sender, SendOutcome, Sent, Text
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
-from pdserve.core.attempt import AttemptKey, FailureKind
+from pdserve.core.attempt import Attempt, AttemptKey, FailureKind
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
+from pdserve.core.hashing import chain_key
 from pdserve.core.overlap import hidden_share
 from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
@@ -40,7 +43,9 @@ class PrefillProgram(RoleProgram):
         super().__init__(context, engine, stamps)
         config = context.config
         self._sender = sender
-        self._grants: dict[AttemptKey, tuple[Grant, float | None]] = {}  # with the deadline on our clock
+        self._shape = shape_of(engine.spec)
+        # With the deadline on our clock, and what a receiver of another shape asks of the sender.
+        self._grants: dict[AttemptKey, tuple[Grant, float | None, Text | None]] = {}
         self._batching = PrefillBatching(
             blocks=self.blocks,
             block_size=engine.spec.block_size,
@@ -84,17 +89,23 @@ class PrefillProgram(RoleProgram):
         except InvalidRequest as error:
             self.act([fx.Failed(key=key, kind=FailureKind.INVALID, message=error.message), fx.Released(key=key)])
             return
-        if any(grant.key == other.key for other, _ in self._grants.values()):
+        if any(grant.key == other.key for other, *_ in self._grants.values()):
             why = "grant: another attempt writes to it already"
             self.act([fx.Failed(key=key, kind=FailureKind.TRANSFER, message=why), fx.Released(key=key)])
             return
-        self._grants[key] = (grant, attempt.deadline_at_s)
+        theirs = grant.fingerprint.shape
+        text = None
+        if not is_same_bytes(self._shape, theirs):
+            their_key = chain_key(message.prefill.sequence.cache_salt, grant.hash_seed)
+            text = text_of(attempt, self._shape.block_size, grant, their_key)
+        self._grants[key] = (grant, attempt.deadline_at_s, text)
         self.act(
             self._batching.offer(
                 attempt,
                 receiver=grant.worker_id,
                 held_blocks=grant.held_blocks,
                 num_granted=len(grant.blocks),
+                granted_size=theirs.block_size,
                 now_s=self.context.now(),
             )
         )
@@ -115,11 +126,11 @@ class PrefillProgram(RoleProgram):
 
     def _send_started(self, effect: fx.SendStarted) -> None:
         key = effect.key
-        grant, deadline_at_s = self._grants[key]
+        grant, deadline_at_s, text = self._grants[key]
         remaining_s = None if deadline_at_s is None else max(0.0, deadline_at_s - self.context.now())
         post = self.context.post
         try:
-            self._sender.start(grant, lambda sent: post(partial(self._sent, key, sent)), remaining_s)
+            self._sender.start(grant, lambda sent: post(partial(self._sent, key, sent)), remaining_s, text)
         except PdserveError as error:
             self.act(self._batching.sent(key, is_whole=False, error=error.message))
 
@@ -180,6 +191,19 @@ class PrefillProgram(RoleProgram):
     def _not_taken(self, effect: fx.Refused) -> None:
         self._grants.pop(effect.key, None)
         self._refused(effect)
+
+
+def text_of(attempt: Attempt, block_size: int, grant: Grant, their_key: bytes) -> Text:
+    """How this worker and the granting one name the blocks that are to travel."""
+    tokens, theirs = attempt.token_ids, replace(attempt, chain_key=their_key)
+    their_size = grant.fingerprint.shape.block_size
+    own = attempt.chains(attempt.extend_hashes([], tokens, block_size), tokens, block_size)
+    names = theirs.chains(theirs.extend_hashes([], tokens, their_size), tokens, their_size)
+    return Text(
+        num_tokens=len(tokens),
+        own=own[grant.held_blocks * their_size // block_size :],
+        theirs=names[grant.held_blocks :],
+    )
 
 
 def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] = load_engine) -> PrefillProgram:

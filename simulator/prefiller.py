@@ -63,6 +63,7 @@ class Prefiller(Machine):
                 receiver=grant.worker_id,
                 held_blocks=grant.held_blocks,
                 num_granted=len(grant.blocks),
+                granted_size=self.block_size,
                 now_s=self.agenda.now_s,
             )
         )

@@ -13,7 +13,7 @@ from kvtransfer.frames import HEADER_BYTES, Frame, Kind
 from kvtransfer.paths import shm, tcp
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.receiver import StreamReceiver
-from kvtransfer.sender import StreamSender
+from kvtransfer.shaped import ShapedSender
 from kvtransfer.transport import ReceiveOutcome, Receiver, Sender, SendOutcome
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, HostPool, Pair, fingerprint, wait_for
@@ -308,4 +308,4 @@ def test_an_owner_whose_callback_raises_harms_nobody_else(pair: Pair, caplog: py
 
 def test_endpoints_are_of_the_classes_that_the_programs_build(pair: Pair) -> None:
     assert isinstance(pair.receiver, StreamReceiver)
-    assert isinstance(pair.sender, StreamSender)
+    assert isinstance(pair.sender, ShapedSender)

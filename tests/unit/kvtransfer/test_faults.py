@@ -159,7 +159,7 @@ def test_an_aborting_sender_lets_go_of_its_blocks_in_the_middle_of_a_frame(make_
     grant = pair.grant((0, 1))
     received, sent = pair.begin(grant)
     pair.sender.push(grant.key, [(0, 0), (1, 1)], True)
-    [outbound] = pair.sender._pairs.values()
+    [outbound] = pair.sender.plain._pairs.values()
     wait_for(lambda: outbound.writer.is_streaming, "the frame that no socket buffer can hold")
     pair.sender.abort(grant.key)
     assert sent.wait().error == "aborted by the sender"

@@ -15,12 +15,12 @@ from tests.unit.kvtransfer.test_shape import PLAIN, SMALL
 
 
 def test_the_example_of_the_modules_text() -> None:
-    assert pieces_of(16, 32, num_tokens=40, first_block=1, num_blocks=1) == [Piece(2, 0, 0, 0, 8)]
+    assert pieces_of(16, 32, num_tokens=40, first_block=1, num_blocks=1) == [Piece(0, 0, 0, 0, 8)]
 
 
 def test_equal_sizes_give_whole_blocks_one_to_one() -> None:
     pieces = pieces_of(16, 16, num_tokens=64, first_block=1, num_blocks=3)
-    assert pieces == [Piece(1, 0, 0, 0, 16), Piece(2, 0, 1, 0, 16), Piece(3, 0, 2, 0, 16)]
+    assert pieces == [Piece(0, 0, 0, 0, 16), Piece(1, 0, 1, 0, 16), Piece(2, 0, 2, 0, 16)]
 
 
 def test_a_small_block_is_a_part_of_a_large_one() -> None:
@@ -56,12 +56,13 @@ def test_each_token_comes_once_from_its_place_to_its_place(
     source_size: int, target_size: int, num_tokens: int, first: int, count: int
 ) -> None:
     pieces = pieces_of(source_size, target_size, num_tokens=num_tokens, first_block=first, num_blocks=count)
+    first_source = first * target_size // source_size
     seen = []
     for piece in pieces:
         for step in range(piece.num_tokens):
             assert piece.source_at + step < source_size
             assert piece.target_at + step < target_size
-            position = piece.source * source_size + piece.source_at + step
+            position = (first_source + piece.source) * source_size + piece.source_at + step
             assert position == (first + piece.target) * target_size + piece.target_at + step
             seen.append(position)
     assert seen == list(range(first * target_size, min((first + count) * target_size, num_tokens)))
@@ -81,7 +82,10 @@ def test_blocks_become_ready_once_and_only_when_their_tokens_are_final(
     for final in [*sorted(min(cut, num_tokens) for cut in cuts), num_tokens]:
         ready = ready_blocks(final, target_size, num_tokens)
         pieces = pieces_of(source_size, target_size, num_tokens=num_tokens, first_block=done, num_blocks=ready - done)
-        assert all(piece.source * source_size + piece.source_at + piece.num_tokens <= final for piece in pieces)
+        first = done * target_size // source_size
+        assert all(
+            (first + piece.source) * source_size + piece.source_at + piece.num_tokens <= final for piece in pieces
+        )
         done = ready
     assert done == -(-num_tokens // target_size)
 

@@ -94,7 +94,7 @@ def test_a_pool_that_cannot_be_shared_goes_by_tcp(make_pair: MakePair) -> None:
     pair.source.descriptor = None
     received, _ = pair.move(pair.grant((1,)), (1,))
     assert received.outcome is ReceiveOutcome.VERIFIED
-    [outbound] = pair.sender._pairs.values()
+    [outbound] = pair.sender.plain._pairs.values()
     assert outbound._line is not None
     assert outbound._line.transport == "tcp"
 

@@ -61,6 +61,7 @@ class Bench:
         attempt: int = 1,
         held_blocks: int = 0,
         num_granted: int | None = None,
+        granted_size: int = BLOCK_SIZE,
         deadline_at_s: float | None = None,
         **sampling: Any,
     ) -> list[PrefillEffect]:
@@ -72,10 +73,15 @@ class Bench:
             arrived_s=self.now_s,
             deadline_at_s=deadline_at_s,
         )
-        needed = blocks_for(one.num_tokens, BLOCK_SIZE) - held_blocks
+        needed = blocks_for(one.num_tokens, granted_size) - held_blocks
         num_granted = needed if num_granted is None else num_granted
         return self.batching.offer(
-            one, receiver="d", held_blocks=held_blocks, num_granted=num_granted, now_s=self.now_s
+            one,
+            receiver="d",
+            held_blocks=held_blocks,
+            num_granted=num_granted,
+            granted_size=granted_size,
+            now_s=self.now_s,
         )
 
     def step(self) -> list[PrefillEffect]:

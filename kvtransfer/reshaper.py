@@ -1,0 +1,299 @@
+"""The prefill side for decode workers of another shape: blocks are converted into a staging pool and sent from there.
+
+One Reshaper serves all receivers of one shape. Its thread fills staging blocks, which are blocks as the receivers
+store them, and a plain sender moves them as if they were the engine's: every transport, checksum and stamp works as
+between equal shapes. A staging block is free again once the sender reads it no more, so a small, cache-warm pool
+serves transfers of any length.
+
+    push(source blocks) -> [converting thread] -> staging blocks -> plain sender -> receiver
+                                   ^------- read no more -------------'
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, final
+
+from kvtransfer.commands import OnRead, OnSent
+from kvtransfer.convert import Blocks, pack
+from kvtransfer.memory import flat
+from kvtransfer.reshape import Window, lane_of, pieces_of, ready_blocks
+from kvtransfer.sender import StreamSender
+from kvtransfer.shape import BlockForm, KvShape
+from kvtransfer.stats import TransferStats, total
+from kvtransfer.transport import Grant, SendOutcome, Sent, Text, TransferKey
+from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.core.stamps import BlockStamps
+from pdserve.engine.host_memory import HostMemory
+from pdserve.engine.interface import KvPool
+
+log = logging.getLogger(__name__)
+
+STAGING_BYTES: Final = 8 * 2**20
+PUSH_BYTES: Final = 2**20  # converted at a time: what was packed first travels while the rest is packed
+MIN_STAGING_BLOCKS: Final = 4
+_JOIN_S: Final = 5.0
+
+
+@final
+class StagingPool:
+    """Host memory for blocks on their way."""
+
+    def __init__(self, form: BlockForm) -> None:
+        self.block_bytes = form.block_bytes
+        self.num_blocks = max(MIN_STAGING_BLOCKS, STAGING_BYTES // form.block_bytes)
+        self._memory = HostMemory(self.num_blocks * self.block_bytes)  # keeps the descriptor
+        self.buffer, self.descriptor = self._memory.buffer, self._memory.descriptor
+
+
+@dataclass(slots=True, eq=False)
+class Passage:
+    """One transfer."""
+
+    grant: Grant
+    text: Text
+    on_end: OnSent
+    sources: list[int] = field(default_factory=list)  # own blocks, from the first that holds a token to send
+    lives: list[int] = field(default_factory=list)  # theirs, when they were pushed
+    is_all_pushed: bool = False
+    num_ready: int = 0  # granted blocks whose tokens have all been pushed
+    num_packed: int = 0
+    staged: set[int] = field(default_factory=set)  # staging blocks that the plain sender may read
+    is_packing: bool = False
+    error: str = ""  # why this side gave up
+    ended: Sent | None = None  # the plain sender's last word
+
+
+@final
+class Reshaper:
+    """A Sender whose blocks become those of `target` on their way. Raises ConfigError where it has no head to give."""
+
+    def __init__(
+        self,
+        pool: KvPool,
+        stamps: BlockStamps,
+        source: KvShape,
+        target: KvShape,
+        make_stream: Callable[[KvPool, BlockStamps, OnRead], StreamSender],
+    ) -> None:
+        lane = lane_of(source, target)
+        if lane is None:
+            raise ConfigError("kv_shape.tp_rank", source.tp_rank, f"a rank that holds heads of rank {target.tp_rank}")
+        self._source, self._target = source, target
+        self._window = Window(0, source.num_layers, lane.source_head, lane.num_heads)
+        self._form = target.form.narrowed(target.num_layers, lane.num_heads)
+        self._memory, self._num_blocks, self._stamps = Blocks(flat(pool.buffer), source.form), pool.num_blocks, stamps
+        staging = StagingPool(self._form)
+        self._out = Blocks(staging.buffer, self._form)
+        self._limit = max(1, PUSH_BYTES // self._form.block_bytes)
+        self._staging_stamps = BlockStamps(staging.num_blocks)
+        self._lock = threading.Condition()  # guards all below
+        self._free = deque(range(staging.num_blocks))
+        self._passages: dict[TransferKey, Passage] = {}
+        self._turns: deque[Passage] = deque()  # that may have something to pack
+        self._is_closed = False
+        self._own = TransferStats()  # beside what the plain sender counts
+        self._inner = make_stream(staging, self._staging_stamps, self._read)
+        self._thread = threading.Thread(target=self._run, name="kv-reshaper", daemon=True)
+        self._thread.start()
+
+    @property
+    def stats(self) -> TransferStats:
+        return total([self._own, self._inner.stats])
+
+    @property
+    def open_keys(self) -> list[TransferKey]:
+        """Transfers that have not ended."""
+        with self._lock:
+            return list(self._passages)
+
+    def __contains__(self, key: TransferKey) -> bool:
+        with self._lock:
+            return key in self._passages
+
+    @property
+    def num_staged(self) -> int:
+        """Staging blocks in use."""
+        with self._lock:
+            return self._out.num_blocks - len(self._free)
+
+    def start(self, grant: Grant, on_end: OnSent, deadline_s: float | None = None, text: Text | None = None) -> None:
+        """Raises InvalidRequest where `text` is missing or does not fit the grant, and what a Sender raises."""
+        size = self._target.block_size
+        needed = None if text is None else -(-text.num_tokens // size) - grant.held_blocks
+        if text is None or needed != len(grant.blocks) or len(text.theirs) != len(grant.blocks):
+            seen = "none" if text is None else f"{text.num_tokens} tokens"
+            raise InvalidRequest(
+                "text", seen, f"what fills {len(grant.blocks)} blocks of {size} after {grant.held_blocks}"
+            )
+        passage = Passage(grant, text, on_end)
+        with self._lock:
+            if self._is_closed:
+                raise Unavailable("the KV reshaper is closed")
+            if grant.key in self._passages:
+                raise InvalidRequest("grant.key", grant.key, "one that has not been started already")
+            self._passages[grant.key] = passage
+        try:
+            self._inner.start(grant, lambda sent: self._end(passage, sent), deadline_s)
+        except BaseException:
+            with self._lock:
+                del self._passages[grant.key]
+            raise
+
+    def push(self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool) -> None:
+        """Blocks of this side's size, in order. Raises InvalidRequest on blocks outside the pool."""
+        for _, source in blocks:
+            if not 0 <= source < self._num_blocks:
+                raise InvalidRequest("blocks", f"source block {source}", f"0..{self._num_blocks - 1}")
+        with self._lock:
+            passage = self._passages.get(key)
+            if passage is None or passage.error:
+                return
+            for index, source in blocks:
+                if index != len(passage.sources):
+                    passage.error = f"source block {index} was pushed, expected {len(passage.sources)}"
+                    break
+                passage.sources.append(source)
+                passage.lives.append(self._stamps.life(source))
+            if not passage.error:
+                self._count_ready(passage, is_last)
+            error = passage.error
+        if error:
+            self._inner.abort(key)
+        elif is_last and not passage.grant.blocks:
+            self._inner.push(key, (), True)
+
+    def abort(self, key: TransferKey) -> None:
+        self._inner.abort(key)
+
+    def close(self) -> None:
+        """Ends every transfer that is open (FAILED) and every thread. Not from a callback."""
+        with self._lock:
+            self._is_closed = True
+            self._lock.notify_all()
+        self._thread.join(_JOIN_S)
+        self._inner.close()
+
+    # Inside.
+
+    def _count_ready(self, passage: Passage, is_last: bool) -> None:
+        """With the lock held."""
+        text, grant = passage.text, passage.grant
+        first = grant.held_blocks * self._target.block_size // self._source.block_size
+        final = min((first + len(passage.sources)) * self._source.block_size, text.num_tokens)
+        if is_last and final < text.num_tokens:
+            passage.error = f"the last push leaves {text.num_tokens - final} of {text.num_tokens} tokens out"
+            return
+        passage.num_ready = ready_blocks(final, self._target.block_size, text.num_tokens) - grant.held_blocks
+        if passage.num_ready > passage.num_packed and passage not in self._turns:
+            self._turns.append(passage)
+            self._lock.notify_all()
+
+    def _run(self) -> None:
+        while (taken := self._take()) is not None:
+            passage, first, blocks = taken
+            try:
+                error = self._pack(passage, first, blocks)
+            except Exception as failed:  # this transfer's end, not the others'
+                log.exception("converting KV failed", extra={"transfer_id": passage.grant.key.transfer_id})
+                error = f"converting KV failed: {failed}"
+            self._packed(passage, blocks, error)
+
+    def _take(self) -> tuple[Passage, int, list[int]] | None:
+        """The next granted blocks to fill, and staging blocks for them. Transfers take turns. None: closed."""
+        with self._lock:
+            while not self._is_closed:
+                if self._turns and self._free:
+                    passage = self._turns.popleft()
+                    count = min(passage.num_ready - passage.num_packed, len(self._free), self._limit)
+                    if passage.ended is not None or passage.error or count <= 0:
+                        continue
+                    blocks = [self._free.popleft() for _ in range(count)]
+                    passage.is_packing = True
+                    return passage, passage.num_packed, blocks
+                self._lock.wait()
+        return None
+
+    def _pack(self, passage: Passage, first: int, blocks: list[int]) -> str:
+        """Fills staging blocks for the granted blocks from `first` on. Returns what is wrong with their sources."""
+        source_size, target_size = self._source.block_size, self._target.block_size
+        held = passage.grant.held_blocks
+        pieces = pieces_of(
+            source_size,
+            target_size,
+            num_tokens=passage.text.num_tokens,
+            first_block=held + first,
+            num_blocks=len(blocks),
+        )
+        begin = (held + first) * target_size // source_size - held * target_size // source_size
+        end = begin + pieces[-1].source + 1
+        sources, names = passage.sources[begin:end], passage.text.own[begin:end]
+        self._staging_stamps.begin(blocks)
+        pack(self._memory, sources, self._window, self._out, blocks, pieces)
+        # After the copy: a source block that was handed out again meanwhile shows by its life.
+        if self._stamps.lives(sources) != tuple(passage.lives[begin:end]):
+            self._own.stale_source += 1
+            return "a source block was handed out again while it was being converted"
+        if self._stamps.chains(sources) != tuple(names):
+            self._own.stamp_mismatches += 1
+            return "a source block does not hold what the prompt says"
+        for block, name in zip(blocks, passage.text.theirs[first : first + len(blocks)], strict=True):
+            self._staging_stamps.mark(block, name)
+        return ""
+
+    def _packed(self, passage: Passage, blocks: list[int], error: str) -> None:
+        key = passage.grant.key
+        with self._lock:
+            passage.is_packing = False
+            first = passage.num_packed
+            passage.error = passage.error or error
+            is_over = bool(passage.error) or passage.ended is not None
+            if is_over:
+                self._release(blocks)
+            else:
+                passage.num_packed += len(blocks)
+                passage.staged.update(blocks)
+                if passage.num_ready > passage.num_packed and passage not in self._turns:
+                    self._turns.append(passage)
+            is_last = passage.num_packed == len(passage.grant.blocks)
+        if passage.ended is not None:
+            self._report(passage)
+        elif is_over:
+            self._inner.abort(key)
+        else:
+            self._inner.push(key, list(enumerate(blocks, first)), is_last)
+
+    def _read(self, key: TransferKey, blocks: Sequence[int]) -> None:
+        with self._lock:
+            passage = self._passages.get(key)
+            if passage is not None:
+                done = passage.staged.intersection(blocks)
+                passage.staged -= done
+                self._release(sorted(done))
+
+    def _end(self, passage: Passage, sent: Sent) -> None:
+        with self._lock:
+            passage.ended = sent
+            self._release(sorted(passage.staged))
+            passage.staged.clear()
+            is_packing = passage.is_packing
+        if not is_packing:  # else `_packed` reports: the source blocks are being read
+            self._report(passage)
+
+    def _report(self, passage: Passage) -> None:
+        with self._lock:
+            sent = passage.ended
+            if sent is None or self._passages.pop(passage.grant.key, None) is None:
+                return
+        if passage.error and sent.outcome is SendOutcome.FAILED:
+            sent = replace(sent, error=passage.error)
+        passage.on_end(sent)
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        """With the lock held."""
+        self._free.extend(blocks)
+        self._lock.notify_all()

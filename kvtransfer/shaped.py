@@ -1,0 +1,93 @@
+"""A Sender to receivers of any shape: straight from the pool where the bytes are the same, else through a Reshaper."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import final
+
+from kvtransfer.commands import OnRead, OnSent
+from kvtransfer.dial import Caller
+from kvtransfer.reshaper import Reshaper
+from kvtransfer.sender import StreamSender
+from kvtransfer.shape import KvShape, check_convertible, is_same_bytes
+from kvtransfer.stats import TransferStats, total
+from kvtransfer.transport import Fingerprint, Grant, SendOutcome, Sent, Text, TransferKey
+from pdserve.core.errors import ConfigError, Unavailable
+from pdserve.core.stamps import BlockStamps
+from pdserve.engine.interface import KvPool
+
+MakeStream = Callable[[KvPool, BlockStamps, OnRead | None], StreamSender]
+
+
+@final
+class ShapedSender:
+    def __init__(self, pool: KvPool, fingerprint: Fingerprint, stamps: BlockStamps, make_stream: MakeStream) -> None:
+        if pool.block_bytes != fingerprint.block_bytes:
+            raise ConfigError("kv_shape.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
+        self._pool, self._stamps, self._shape = pool, stamps, fingerprint.shape
+        self._make_stream = make_stream
+        self.plain = make_stream(pool, stamps, None)
+        self._lock = threading.Lock()  # guards all below
+        self._reshapers: dict[KvShape, Reshaper] = {}
+        self._is_closed = False
+
+    @property
+    def caller(self) -> Caller:
+        return self.plain.caller
+
+    @property
+    def stats(self) -> TransferStats:
+        return total([self.plain.stats, *(one.stats for one in self.reshapers)])
+
+    @property
+    def open_keys(self) -> list[TransferKey]:
+        """Transfers that have not ended."""
+        return [*self.plain.open_keys, *(key for one in self.reshapers for key in one.open_keys)]
+
+    @property
+    def reshapers(self) -> list[Reshaper]:
+        """One for each shape of receiver that is not ours."""
+        with self._lock:
+            return list(self._reshapers.values())
+
+    def start(self, grant: Grant, on_end: OnSent, deadline_s: float | None = None, text: Text | None = None) -> None:
+        """As StreamSender.start; raises InvalidRequest too where the shapes differ and `text` is missing."""
+        theirs = grant.fingerprint.shape
+        if is_same_bytes(self._shape, theirs):
+            self.plain.start(grant, on_end, deadline_s)
+            return
+        try:
+            check_convertible(self._shape, theirs)
+            reshaper = self._reshaper(theirs)
+        except ConfigError as error:
+            on_end(Sent(key=grant.key, outcome=SendOutcome.FAILED, error=error.message))
+            return
+        reshaper.start(grant, on_end, deadline_s, text)
+
+    def push(self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool) -> None:
+        self._mover(key).push(key, blocks, is_last)
+
+    def abort(self, key: TransferKey) -> None:
+        self._mover(key).abort(key)
+
+    def close(self) -> None:
+        """Ends every transfer that is open (FAILED) and every thread. Not from a callback."""
+        with self._lock:
+            self._is_closed = True
+        for reshaper in self.reshapers:
+            reshaper.close()
+        self.plain.close()
+
+    def _mover(self, key: TransferKey) -> Reshaper | StreamSender:
+        return next((one for one in self.reshapers if key in one), self.plain)
+
+    def _reshaper(self, target: KvShape) -> Reshaper:
+        with self._lock:
+            if self._is_closed:
+                raise Unavailable("the KV sender is closed")
+            found = self._reshapers.get(target)
+            if found is None:
+                found = Reshaper(self._pool, self._stamps, self._shape, target, self._make_stream)
+                self._reshapers[target] = found
+            return found

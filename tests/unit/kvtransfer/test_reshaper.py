@@ -1,0 +1,356 @@
+"""A sender whose blocks have another shape than the receiver's, over real connections."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
+from kvtransfer import reshaper
+from kvtransfer.convert import Blocks, move
+from kvtransfer.endpoint import make_receiver, make_sender
+from kvtransfer.receiver import StreamReceiver
+from kvtransfer.reshape import Window, pieces_of
+from kvtransfer.shape import KvShape
+from kvtransfer.shaped import ShapedSender
+from kvtransfer.transport import Fingerprint, Grant, ReceiveOutcome, SendOutcome, Text, TransferKey
+from pdserve.core.errors import InvalidRequest, Unavailable
+from pdserve.core.stamps import BlockStamps
+from tests.unit.kvtransfer.harness import Heard, wait_for
+from tests.unit.kvtransfer.test_convert import shape_of
+
+NUM_BLOCKS = 512
+
+
+@dataclass
+class Shapes:
+    """Both ends, their pools and stamps."""
+
+    source: HostPool
+    landing: HostPool
+    stamps: tuple[BlockStamps, BlockStamps]
+    shapes: tuple[KvShape, KvShape]
+    sender: ShapedSender
+    receiver: StreamReceiver
+    host: GrpcHost
+    order: random.Random = field(default_factory=lambda: random.Random(0))
+    unused: list[list[int]] = field(default_factory=list)  # blocks of each side
+    num_grants: int = 0
+
+    def grant(self, num_tokens: int, held_blocks: int = 0) -> tuple[Grant, Text, list[int]]:
+        """A grant in random blocks, what the sender knows of the text, and marked source blocks of it."""
+        self.num_grants += 1
+        source, target = (shape.block_size for shape in self.shapes)
+        first = held_blocks * target // source
+        self.unused = self.unused or [self.order.sample(range(NUM_BLOCKS), NUM_BLOCKS) for _ in range(2)]
+        sources = [self.unused[0].pop() for _ in range(-(-num_tokens // source) - first)]
+        blocks = [self.unused[1].pop() for _ in range(-(-num_tokens // target) - held_blocks)]
+        self.stamps[0].begin(sources)
+        text = Text(
+            num_tokens=num_tokens,
+            own=tuple(1000 + index for index in range(len(sources))),
+            theirs=tuple(2000 + index for index in range(len(blocks))),
+        )
+        for block, name in zip(sources, text.own, strict=True):
+            self.stamps[0].mark(block, name)
+        grant = Grant(
+            key=TransferKey(transfer_id=f"t{self.num_grants}", attempt=1, generation=self.num_grants),
+            endpoint=self.host.endpoint,
+            worker_id="d0",
+            incarnation="d0-1",
+            fingerprint=facts(self.shapes[1]),
+            blocks=tuple(blocks),
+            held_blocks=held_blocks,
+        )
+        return grant, text, sources
+
+    def begin(self, grant: Grant, text: Text, deadline_s: float | None = None) -> tuple[Heard, Heard]:
+        received, sent = Heard(), Heard()
+        self.receiver.expect(grant, received, deadline_s, text.theirs)
+        self.sender.start(grant, sent, deadline_s, text)
+        return received, sent
+
+    def expected(self, grant: Grant, text: Text, sources: list[int]) -> bytes:
+        """The landing pool with the transfer in it, converted without staging or connection."""
+        source, target = (shape.form for shape in self.shapes)
+        memory = bytearray(self.landing.memory)
+        pool = Blocks(memory, target)
+        pool.raw[list(grant.blocks)] = 0
+        pieces = pieces_of(
+            source.block_size,
+            target.block_size,
+            num_tokens=text.num_tokens,
+            first_block=grant.held_blocks,
+            num_blocks=len(grant.blocks),
+        )
+        window = Window.whole(source)
+        move(Blocks(self.source.memory, source), sources, window, pool, grant.blocks, window, pieces)
+        return bytes(memory)
+
+    @property
+    def num_staged(self) -> int:
+        return sum(one.num_staged for one in self.sender.reshapers)
+
+
+def facts(shape: KvShape) -> Fingerprint:
+    return fingerprint(shape=shape)
+
+
+MakeShapes = Callable[[KvShape, KvShape], Shapes]
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make_shapes(transport: str) -> Iterator[MakeShapes]:
+    made: list[Shapes] = []
+
+    def make(source: KvShape, target: KvShape) -> Shapes:
+        pools = [HostPool(NUM_BLOCKS, shape.block_bytes, seed=3) for shape in (source, target)]
+        values = Blocks(pools[0].memory, source.form).values
+        if source.dtype == "float32":
+            values[:] = np.random.default_rng(0).standard_normal(values.shape)
+        stamps = BlockStamps(NUM_BLOCKS), BlockStamps(NUM_BLOCKS)
+        receiver = make_receiver(
+            pools[1],
+            facts(target),
+            worker_id="d0",
+            incarnation="d0-1",
+            host="127.0.0.1",
+            transport=transport,
+            stamps=stamps[1],
+        )
+        sender = make_sender(
+            pools[0], facts(source), worker_id="p0", incarnation="p0-1", transport=transport, stamps=stamps[0]
+        )
+        one = Shapes(*pools, stamps, (source, target), sender, receiver, GrpcHost(receiver.servicer))
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.sender.close()
+        one.receiver.close()
+        one.host.stop()
+        assert one.num_staged == 0
+
+
+FLOAT_16 = shape_of("float32", 16, 4, head_dim=8)
+PAIRS = [
+    (FLOAT_16, replace(FLOAT_16, block_size=32)),
+    (replace(FLOAT_16, block_size=32), FLOAT_16),
+    (replace(FLOAT_16, block_size=5), replace(FLOAT_16, block_size=7)),
+    (FLOAT_16, shape_of("int8", 32, 4, head_dim=8)),
+    (FLOAT_16, shape_of("bfloat16", 16, 4, head_dim=8)),
+    (shape_of("int8", 16, 4, head_dim=8), FLOAT_16),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_what_lands_is_what_conversion_gives(make_shapes: MakeShapes, source: KvShape, target: KvShape) -> None:
+    shapes = make_shapes(source, target)
+    for num_tokens, held in ((1, 0), (100, 0), (107, 2), (3 * target.block_size, 1)):
+        grant, text, sources = shapes.grant(num_tokens, held)
+        expected = shapes.expected(grant, text, sources)
+        received, sent = shapes.begin(grant, text)
+        at = 0
+        while at < len(sources):  # as chunks of the prompt are computed
+            end = min(at + shapes.order.randint(1, 4), len(sources))
+            shapes.sender.push(grant.key, list(enumerate(sources))[at:end], end == len(sources))
+            at = end
+        assert received.wait().outcome is ReceiveOutcome.VERIFIED, received.all
+        assert sent.wait().outcome is SendOutcome.SENT
+        assert sent.wait().num_bytes == len(grant.blocks) * target.block_bytes
+        assert bytes(shapes.landing.memory) == expected
+    assert shapes.sender.open_keys == []
+    wait_for(lambda: shapes.num_staged == 0, "staging blocks")
+    assert shapes.sender.stats.verified == 4
+
+
+def test_transfers_larger_than_the_staging_pool_take_turns(
+    make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reshaper, "STAGING_BYTES", 0)
+    shapes = make_shapes(FLOAT_16, shape_of("int8", 8, 4, head_dim=8))
+    heard = []
+    for _ in range(8):
+        grant, text, sources = shapes.grant(400)
+        heard.append(shapes.begin(grant, text))
+        threading.Thread(target=shapes.sender.push, args=(grant.key, list(enumerate(sources)), True)).start()
+    for received, sent in heard:
+        assert received.wait().outcome is ReceiveOutcome.VERIFIED
+        assert sent.wait().outcome is SendOutcome.SENT
+
+
+def test_equal_shapes_move_without_a_reshaper(make_shapes: MakeShapes) -> None:
+    shapes = make_shapes(FLOAT_16, FLOAT_16)
+    grant, text, sources = shapes.grant(40)
+    expected = shapes.expected(grant, text, sources)
+    for block, name in zip(sources, text.theirs, strict=True):
+        shapes.stamps[0].mark(block, name)
+    received, sent = shapes.begin(grant, text)
+    shapes.sender.push(grant.key, list(enumerate(sources)), True)
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    assert sent.wait().outcome is SendOutcome.SENT
+    tail = len(sources) * 16 - 40  # here the source's own bytes travel, also behind the end of the text
+    assert tail > 0
+    values = Blocks(bytearray(shapes.landing.memory), FLOAT_16.form).values[list(grant.blocks)]
+    np.testing.assert_array_equal(
+        values[:-1], Blocks(bytearray(expected), FLOAT_16.form).values[list(grant.blocks)][:-1]
+    )
+    assert shapes.sender.reshapers == []
+
+
+def failed(shapes: Shapes, received: Heard, sent: Heard) -> str:
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    assert sent.wait().outcome is SendOutcome.FAILED
+    wait_for(lambda: shapes.num_staged == 0, "staging blocks")
+    assert len(sent.all) == 1
+    error: str = sent.wait().error
+    return error
+
+
+def test_a_source_block_that_is_reused_fails_the_transfer(make_shapes: MakeShapes) -> None:
+    shapes = make_shapes(*PAIRS[0])
+    grant, text, sources = shapes.grant(64)
+    received, sent = shapes.begin(grant, text)
+    shapes.sender.push(grant.key, [(0, sources[0])], False)  # half of a target block: not converted yet
+    shapes.stamps[0].begin([sources[0]])
+    shapes.stamps[0].mark(sources[0], text.own[0])  # it even holds the same again: nobody can know for how long
+    shapes.sender.push(grant.key, list(enumerate(sources))[1:], True)
+    assert failed(shapes, received, sent) == "a source block was handed out again while it was being converted"
+    assert shapes.sender.stats.stale_source == 1
+
+
+def test_a_source_block_of_another_text_fails_the_transfer(make_shapes: MakeShapes) -> None:
+    shapes = make_shapes(*PAIRS[0])
+    grant, text, sources = shapes.grant(64)
+    shapes.stamps[0].mark(sources[3], 77)
+    received, sent = shapes.begin(grant, text)
+    shapes.sender.push(grant.key, list(enumerate(sources)), True)
+    assert failed(shapes, received, sent) == "a source block does not hold what the prompt says"
+    assert shapes.sender.stats.stamp_mismatches == 1
+
+
+@pytest.mark.parametrize(
+    ("pushes", "error"),
+    [
+        ([([(1, 5)], False)], "source block 1 was pushed, expected 0"),
+        ([([(0, 5)], False), ([(0, 5)], True)], "source block 0 was pushed, expected 1"),
+        ([([(0, 5), (1, 6)], True)], "the last push leaves 32 of 64 tokens out"),
+    ],
+)
+def test_pushes_that_do_not_make_a_text_fail_the_transfer(make_shapes: MakeShapes, pushes: Any, error: str) -> None:
+    shapes = make_shapes(*PAIRS[0])
+    grant, text, _ = shapes.grant(64)
+    received, sent = shapes.begin(grant, text)
+    for blocks, is_last in pushes:
+        shapes.sender.push(grant.key, blocks, is_last)
+    assert failed(shapes, received, sent) == error
+
+
+def test_a_block_outside_the_pool_is_refused_at_once(make_shapes: MakeShapes) -> None:
+    shapes = make_shapes(*PAIRS[0])
+    grant, text, _ = shapes.grant(64)
+    shapes.begin(grant, text)
+    for number in (-1, NUM_BLOCKS):
+        with pytest.raises(InvalidRequest, match=f"source block {number}"):
+            shapes.sender.push(grant.key, [(0, number)], False)
+
+
+def test_a_text_that_does_not_fit_the_grant_is_refused(make_shapes: MakeShapes) -> None:
+    shapes = make_shapes(*PAIRS[0])
+    grant, text, _ = shapes.grant(64)
+    for wrong in (None, replace(text, num_tokens=65), replace(text, theirs=text.theirs[1:])):
+        with pytest.raises(InvalidRequest, match="what fills 2 blocks of 32 after 0"):
+            shapes.sender.start(grant, Heard(), None, wrong)
+    assert shapes.sender.open_keys == []
+    shapes.sender.start(grant, Heard(), None, text)
+    with pytest.raises(InvalidRequest, match="not been started already"):
+        shapes.sender.start(grant, Heard(), None, text)
+
+
+def test_an_abort_frees_the_source_and_the_staging(make_shapes: MakeShapes) -> None:
+    shapes = make_shapes(*PAIRS[3])
+    for is_receivers in (False, True):
+        grant, text, sources = shapes.grant(100)
+        received, sent = shapes.begin(grant, text)
+        shapes.sender.push(grant.key, list(enumerate(sources))[:4], False)
+        if is_receivers:
+            shapes.receiver.abort(grant.key)
+            assert received.wait().outcome is ReceiveOutcome.DRAINED
+        else:
+            shapes.sender.abort(grant.key)
+        assert sent.wait().outcome is SendOutcome.FAILED
+        wait_for(lambda: shapes.num_staged == 0, "staging blocks")
+
+
+def test_a_deadline_ends_a_transfer_that_waits_for_its_text(make_shapes: MakeShapes) -> None:
+    shapes = make_shapes(*PAIRS[0])
+    grant, text, sources = shapes.grant(100)
+    received, sent = shapes.begin(grant, text, deadline_s=0.3)
+    shapes.sender.push(grant.key, list(enumerate(sources))[:3], False)
+    assert "deadline" in failed(shapes, received, sent)
+
+
+def test_nothing_is_reported_while_a_source_block_is_being_read(
+    make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_packing, may_go_on = threading.Event(), threading.Event()
+
+    def slow_pack(*args: Any) -> None:
+        is_packing.set()
+        assert may_go_on.wait(WAIT_S)
+
+    monkeypatch.setattr(reshaper, "pack", slow_pack)
+    shapes = make_shapes(*PAIRS[0])
+    grant, text, sources = shapes.grant(100)
+    received, sent = shapes.begin(grant, text)
+    shapes.sender.push(grant.key, list(enumerate(sources)), True)
+    assert is_packing.wait(WAIT_S)
+    shapes.sender.abort(grant.key)
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    assert sent.all == []
+    may_go_on.set()
+    assert sent.wait().outcome is SendOutcome.FAILED
+
+
+def test_a_conversion_that_raises_ends_its_transfer_only(
+    make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> None:
+        raise MemoryError("no room")
+
+    shapes = make_shapes(*PAIRS[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(reshaper, "pack", broken)
+        grant, text, sources = shapes.grant(100)
+        received, sent = shapes.begin(grant, text)
+        shapes.sender.push(grant.key, list(enumerate(sources)), True)
+        assert failed(shapes, received, sent) == "converting KV failed: no room"
+    grant, text, sources = shapes.grant(100)
+    received, sent = shapes.begin(grant, text)
+    shapes.sender.push(grant.key, list(enumerate(sources)), True)
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+
+
+def test_closing_ends_what_is_open(make_shapes: MakeShapes) -> None:
+    shapes = make_shapes(*PAIRS[0])
+    grant, text, sources = shapes.grant(100)
+    received, sent = shapes.begin(grant, text)
+    shapes.sender.push(grant.key, list(enumerate(sources))[:2], False)
+    wait_for(lambda: shapes.receiver.stats.chunks == 1, "a chunk")
+    shapes.sender.close()
+    assert sent.wait().outcome is SendOutcome.FAILED
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    with pytest.raises(Unavailable):
+        shapes.sender.start(grant, Heard(), None, text)

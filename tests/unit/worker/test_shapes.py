@@ -1,0 +1,156 @@
+"""A prefill and a decode worker whose blocks differ, over real gRPC: tokens, bytes and the prefix that is held."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from pdserve.core.types import Role, Sampling
+from pdserve.engine.interface import Engine, Row
+from pdserve.engine.toy import answer
+
+BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
+PROMPT = list(b"The quick brown fox jumps over it")  # 33 bytes
+SIZES = [(4, 8), (8, 4), (4, 6), (6, 4), (1, 5), (16, 64)]
+
+
+@pytest.mark.parametrize(("prefill_size", "decode_size"), SIZES)
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+async def test_blocks_of_another_size_hold_the_same_cells(
+    start: Any, attach: Any, ask: Any, prefill_size: int, decode_size: int, transport: str
+) -> None:
+    p = start(Role.PREFILL, block_size=prefill_size, transport=transport)
+    d = start(Role.DECODE, block_size=decode_size, transport=transport)
+    router = await attach(p, d)
+    tokens = await router.remote(ask("r", PROMPT, max_tokens=8))
+    assert tokens == answer(PROMPT, 8, prefilled=len(PROMPT))
+    [told_by_d] = [one for one in router.all("transfer_ended", "r") if one.bytes]
+    assert told_by_d.bytes == -(-len(PROMPT) // decode_size) * d.program.engine.spec.block_bytes
+
+
+@pytest.mark.parametrize(("prefill_size", "decode_size"), SIZES)
+async def test_a_held_prefix_is_counted_in_the_receivers_blocks(
+    start: Any, attach: Any, ask: Any, prefill_size: int, decode_size: int
+) -> None:
+    p = start(Role.PREFILL, model="toy", block_size=prefill_size)
+    d = start(Role.DECODE, model="toy", block_size=decode_size)
+    router = await attach(p, d)
+    assert await router.remote(ask("first", PROMPT)) == answer(PROMPT, 8)
+    again = [*PROMPT, 65, 66]
+    assert await router.remote(ask("again", again)) == answer(again, 8)
+    moved = {
+        one.request_id: one.bytes // d.program.engine.spec.block_bytes
+        for one in router.all("transfer_ended")
+        if one.bytes
+    }
+    held = len(PROMPT) // decode_size
+    assert moved == {"first": -(-33 // decode_size), "again": -(-35 // decode_size) - held}
+    # The prefill worker's cache counts in its own blocks.
+    assert router.all("first_token", "again")[0].cached_tokens == 33 // prefill_size * prefill_size
+
+
+async def test_many_requests_of_many_lengths_at_once(start: Any, attach: Any, ask: Any) -> None:
+    p = start(Role.PREFILL, model="toy", block_size=4)
+    d = start(Role.DECODE, model="toy", block_size=6)
+    router = await attach(p, d)
+    prompts = {f"r{n}": list(range(1, 5 + 3 * n)) for n in range(8)}
+    tokens = await asyncio.gather(
+        *(router.remote(ask(name, prompt, max_tokens=10 + n)) for n, (name, prompt) in enumerate(prompts.items()))
+    )
+    assert tokens == [answer(prompt, 10 + n) for n, prompt in enumerate(prompts.values())]
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = Tokenizer.from_file(str(BUNDLED / "tokenizer.json")).encode(text).ids
+    return ids
+
+
+TEXT = ids_of(
+    "import os\nimport sys\n\n\nclass Path:\n    def __init__(self, name):\n        self.name = name\n\n"
+    "    def exists(self):\n        return os.path.exists(self.name)\n\n    def "
+)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ({"block_size": 16}, {"block_size": 32}),
+        ({"block_size": 32}, {"block_size": 16}),
+        ({"block_size": 16, "kv_dtype": "int8"}, {"block_size": 32, "kv_dtype": "int8"}),
+    ],
+)
+async def test_a_real_engine_goes_on_from_converted_blocks_as_from_its_own(
+    start: Any, attach: Any, ask: Any, prefill: dict[str, Any], decode: dict[str, Any]
+) -> None:
+    common: dict[str, Any] = {
+        "model": str(BUNDLED),
+        "max_context_tokens": 512,
+        "kv_blocks": 32,
+        "is_prefix_cache_on": False,
+    }
+    p, d = start(Role.PREFILL, **{**common, **prefill}), start(Role.DECODE, **{**common, **decode})
+    router = await attach(p, d)
+    remote = await router.remote(ask("r", TEXT, max_tokens=24))
+    assert remote == await router.local(ask("l", TEXT, max_tokens=24))
+    assert len(set(remote)) > 4
+
+
+def row_of(history: list[int], start: int, blocks: list[int]) -> Row:
+    return Row(
+        tokens=history[start:],
+        start=start,
+        blocks=blocks,
+        sample=Sampling(temperature=0.0, max_tokens=64),
+        history=list(history),
+        prompt_len=len(TEXT),
+    )
+
+
+def decoded(engine: Engine, blocks: list[int], history: list[int], start: int, count: int) -> list[int]:
+    while len(history) < len(TEXT) + count:
+        [out] = engine.step([row_of(history, start, blocks)])
+        start = len(history)
+        history.append(out.drawn[0].token_id)
+    return history[len(TEXT) :]
+
+
+async def test_float32_sent_to_an_int8_pool_is_what_its_engine_would_have_stored(
+    start: Any, attach: Any, ask: Any
+) -> None:
+    common: dict[str, Any] = {
+        "model": str(BUNDLED),
+        "max_context_tokens": 512,
+        "kv_blocks": 32,
+        "is_prefix_cache_on": False,
+    }
+    p = start(Role.PREFILL, block_size=16, **common)
+    d = start(Role.DECODE, block_size=32, kv_dtype="int8", **common)
+    router = await attach(p, d)
+    remote = await router.remote(ask("r", TEXT, max_tokens=24))
+    exact, small = p.program.engine, d.program.engine
+    num_tokens = len(TEXT)
+
+    def by_hand(prefill: Any, decode: Any) -> list[int]:
+        """Both workers' engines, and torch's own rounding between their pools."""
+        source, target = [3, 9, 1, 7, 5, 4], [8, 2, 6, 10]
+        [first] = prefill.step([row_of(TEXT, 0, source)])
+        decode.pool.clear(torch.tensor(target))
+        shape = prefill.pool.shape
+        x_LPTKD = torch.cat([prefill.pool.tensor[block] for block in source], dim=2)[:, :, :num_tokens]
+        position_T = torch.arange(num_tokens)
+        where_T = torch.tensor(target)[position_T // 32], position_T % 32
+        for layer in range(shape.num_layers):
+            decode.pool.write(layer, x_LPTKD[layer, 0], x_LPTKD[layer, 1], *where_T)
+        return decoded(decode, target, [*TEXT, first.drawn[0].token_id], num_tokens, 24)
+
+    assert -(-num_tokens // 16) <= 6
+    expected = by_hand(exact, small)
+    assert remote == expected
+    # An engine that computes with int8 from the start rounds what its upper layers read, so only they may differ.
+    local = await router.local(ask("l", TEXT, max_tokens=24))
+    assert local == remote
