@@ -185,6 +185,7 @@ _LLAMA = Setup(dtype=torch.bfloat16, num_heads=32, num_kv_heads=8, head_dim=128)
 _GEMMA = replace(_LLAMA, num_heads=16, num_kv_heads=8, head_dim=256, window=4096, softcap=50.0)
 LAUNCHES = [
     _launch("llama-8b", 1, 1024, _LLAMA),
+    _launch("llama-8b", 1, 131_072, _LLAMA),
     _launch("llama-8b", 8, 1024, _LLAMA),
     _launch("llama-8b", 64, 4096, _LLAMA),
     _launch("llama-8b page 16", 64, 4096, replace(_LLAMA, page=16)),

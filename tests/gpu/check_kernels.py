@@ -21,10 +21,10 @@ import torch
 import triton
 
 from pdserve.engine.gpu import attention
-from tests.gpu import case_attention, case_extents, case_norms, case_place, case_sampling
+from tests.gpu import case_attention
+from tests.gpu.all_cases import CASES, LAUNCHES
 from tests.gpu.cases import Launch
 
-FILES = (case_norms, case_place, case_attention, case_sampling, case_extents)
 REPEATS = 20
 SAMPLES = 5
 
@@ -42,10 +42,9 @@ def main() -> int:
     copy_gb_s = copy_bandwidth(device)
     print(f"\ndevice copy: {copy_gb_s:.0f} GB/s read and written")
     print("\n| launch | us | GB/s | share of a copy | torch us |\n|---|---|---|---|---|")
-    for file in FILES:
-        for launch in file.LAUNCHES:
-            print(timed(launch, device, copy_gb_s), flush=True)
-            torch.cuda.empty_cache()
+    for launch in LAUNCHES:
+        print(timed(launch, device, copy_gb_s), flush=True)
+        torch.cuda.empty_cache()
     if args.tune:
         tune(device)
     return int(num_wrong > 0)
@@ -54,18 +53,17 @@ def main() -> int:
 def check_all(device: torch.device) -> int:
     print("\n| check | largest error | bound | |\n|---|---|---|---|")
     num_wrong = 0
-    for file in FILES:
-        for case in file.CASES:
-            try:
-                error = case.check(device)
-            except Exception as problem:  # the other checks still tell something
-                told = f"{type(problem).__name__}: {problem}"[:200]
-                print(f"| {case.name} | {told!r} | {case.bound:.2g} | **raised** |")
-                num_wrong += 1
-                continue
-            is_wrong = not error <= case.bound
-            num_wrong += is_wrong
-            print(f"| {case.name} | {error:.2g} | {case.bound:.2g} | {'**wrong**' if is_wrong else ''} |", flush=True)
+    for case in CASES:
+        try:
+            error = case.check(device)
+        except Exception as problem:  # the other checks still tell something
+            told = f"{type(problem).__name__}: {problem}"[:200]
+            print(f"| {case.name} | {told!r} | {case.bound:.2g} | **raised** |")
+            num_wrong += 1
+            continue
+        is_wrong = not error <= case.bound
+        num_wrong += is_wrong
+        print(f"| {case.name} | {error:.2g} | {case.bound:.2g} | {'**wrong**' if is_wrong else ''} |", flush=True)
     print(f"\n{num_wrong} wrong")
     return num_wrong
 

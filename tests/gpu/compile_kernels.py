@@ -21,14 +21,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tests.gpu.case_attention import LAUNCHES as ATTENTION
-from tests.gpu.case_extents import LAUNCHES as EXTENTS
-from tests.gpu.case_norms import LAUNCHES as NORMS
-from tests.gpu.case_place import LAUNCHES as PLACE
-from tests.gpu.case_sampling import LAUNCHES as SAMPLING
+from tests.gpu.all_cases import LAUNCHES
 
 MOST_SPILLED_BYTES = 64
-ALL = (*NORMS, *PLACE, *ATTENTION, *SAMPLING, *EXTENTS)
 
 
 class NoDevice:
@@ -57,7 +52,7 @@ def main() -> int:
     JITFunction.run = compile_only
     print("| launch | kernel | registers | spilled bytes | shared bytes | compile s |\n|---|---|---|---|---|---|")
     failed = False
-    for launch in ALL:
+    for launch in LAUNCHES:
         compiled.clear()
         began_s = time.monotonic()
         launch.make(torch.device("meta"))[0]()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import sys
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-#: Everything that is decorated with triton.jit: whether it is interpreted is settled when it is imported.
-KERNELS = (
-    *(
-        f"pdserve.engine.gpu.{name}"
-        for name in ("casts", "norms", "gated", "place", "attention", "noise", "cutoff", "sampling", "extents")
-    ),
-    "tests.gpu.case_sampling",
+import pdserve.engine.gpu
+
+#: Whether what triton.jit decorates is interpreted is settled when it is imported.
+KERNELS: Final = (
+    *(f"pdserve.engine.gpu.{module.name}" for module in pkgutil.iter_modules(pdserve.engine.gpu.__path__)),
+    "tests.gpu.case_sampling",  # has a kernel of its own
 )
 
 
@@ -23,11 +23,13 @@ def prepare() -> torch.device:
     """The device for tensors. The environment is left as it was: other tests and their children see nothing of it."""
     if torch.cuda.is_available():
         return torch.device("cuda")
-    names = [name for name in sys.modules if name == "triton" or name.startswith("triton.")]
-    if any(name in sys.modules for name in KERNELS):
-        raise RuntimeError("kernels were imported before the interpreter was chosen")
-    for name in names:  # triton's own functions have to be interpreted as well
-        del sys.modules[name]
+    early = [name for name in KERNELS if hasattr(sys.modules.get(name), "triton")]
+    if early:
+        raise RuntimeError(
+            f"{early[0]} was imported before the interpreter was chosen: its tests belong in unit/engine/gpu"
+        )
+    for name in [name for name in sys.modules if name == "triton" or name.startswith("triton.")]:
+        del sys.modules[name]  # triton's own functions have to be interpreted as well
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:

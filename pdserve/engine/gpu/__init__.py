@@ -8,12 +8,17 @@ graph: its grid depends on shapes alone.
     norms.rms_norm(x_TE, weight_E, eps) -> out_TE
     norms.add_rms_norm(x_TE, delta_TE, weight_E, eps) -> out_TE         x_TE += delta_TE
     gated.silu_mul(gate_up) -> out_TF                                   also gelu_mul
-    place.place(pool, layer, qkv_TND, slot_T, position_T, table_PD)     rope, qk-norm, KV into the pool
-    attention.attend(pool, layer, q_THD, rows, plan) -> out_TN          split-KV over the paged pool, drafts too
-    sampling.Sampler(...).draw(logits_BV, draws)                        Gumbel noise, top_k, top_p, min_p, logprob
-    extents.gather / extents.scatter                                    pool blocks to and from one staging buffer
+    fp8.quantise(x_TE) -> values_TE, scale_T1                           also rms_norm, add_rms_norm, silu_mul, gelu_mul
+    place.place(pool, layer, qkv_TND, slot_T, position_T, table_PD, ..) -> q_THD
+                                                                        rope, qk-norm, KV into the pool
+    attention.attend(pool, layer, q_THD, rows, scratch, ..) -> out_TN   split-KV over the paged pool, drafts too
+    flatten.flatten(pool, layer, table_BP, first_B1, ..) -> k_SKD, v_SKD
+                                                                        contiguous, for prefill
+    sampling.Sampler(..).draw(logits_BV, draws) -> token_B, logprob_B   Gumbel noise, top_k, top_p, min_p
+    extents.gather(raw, block_B, extent, stamp_B2, staging, header)     pool blocks to one staging buffer
+    extents.scatter(.. as gather ..) -> status_B                        and back, stamps and checksums compared
 
-Modules that decide and import no torch: splits, checksum, buckets.
+Modules that decide and import no torch: splits, extent.
 
 Without a CUDA device every kernel runs in Triton's interpreter (TRITON_INTERPRET=1 before triton is imported), and
 compiles for sm_90: tests/unit/engine/gpu does both.

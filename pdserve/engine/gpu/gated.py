@@ -22,17 +22,22 @@ def tanh(x):
 
 
 @triton.jit
+def gate_times_up(gate, up, IS_GELU: tl.constexpr):
+    if IS_GELU:
+        active = 0.5 * gate * (1.0 + tanh((gate + 0.044715 * gate * gate * gate) * _GELU_SLOPE))
+    else:
+        active = gate / (1.0 + tl.exp2(gate * _MINUS_LOG2_E))
+    return active * up
+
+
+@triton.jit
 def _gate(gate_up, out, stride, size, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gate = tl.load(gate_up + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + size + at, mask=inside, other=0.0).to(tl.float32)
-    if IS_GELU:
-        active = 0.5 * gate * (1.0 + tanh((gate + 0.044715 * gate * gate * gate) * _GELU_SLOPE))
-    else:
-        active = gate / (1.0 + tl.exp2(gate * _MINUS_LOG2_E))
-    tl.store(out + row * size + at, cast(active * up, out.dtype.element_ty), mask=inside)
+    tl.store(out + row * size + at, cast(gate_times_up(gate, up, IS_GELU), out.dtype.element_ty), mask=inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
