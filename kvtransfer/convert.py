@@ -25,6 +25,7 @@ _STORED: Final[dict[str, Any]] = {
     "float32": np.dtype("<f4"),
     "bfloat16": np.dtype("<u2"),
     "int8": np.dtype("i1"),
+    "float8_e4m3fn": np.dtype("u1"),  # copied, never computed with
     "uint64": np.dtype("<u8"),
 }
 _BFLOAT16_NAN: Final = 0x7FC0

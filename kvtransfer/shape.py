@@ -13,7 +13,7 @@ from typing import Final
 
 from pdserve.core.errors import ConfigError
 
-ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "int8": 1, "uint64": 8}  # of one stored value
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "uint64": 8}  # of one stored value
 SCALE_BYTES: Final = 4  # float32
 ALIGNMENT: Final = 64  # of a scaled block's values and of its scales
 MOST: Final = 1 << 20  # of any number in a shape: what comes over the wire is multiplied, and sizes memory
@@ -32,6 +32,8 @@ class Layout:
 LAYOUTS: Final = {
     "block-major.v1": Layout("attention", ("float32", "bfloat16"), planes=2),
     "block-major-int8.v1": Layout("attention", ("int8",), planes=2, is_scaled=True),
+    # Its own family: nothing is converted to or from fp8.
+    "block-major-fp8.v1": Layout("attention-fp8", ("float8_e4m3fn",), planes=2, is_scaled=True),
     "toy.v1": Layout("toy", ("uint64",), planes=1),
 }
 

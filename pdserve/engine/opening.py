@@ -7,7 +7,7 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -35,6 +35,8 @@ from pdserve.engine.weights import Progress, load_weights
 
 if TYPE_CHECKING:
     from pdserve.engine.ranks import Ranks
+
+_STORED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # kv_dtype, where it is not the compute dtype
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +69,10 @@ def open_rank(config: WorkerConfig, progress: Progress | None, shard: Shard, ran
     model_config = read_config(folder)
     device, dtype = choose_device(config.device, shard.rank), choose_dtype(config.dtype, config.device)
     rank_model = rank_config(model_config, shard)
-    is_paged = device.type == "cpu" and dtype == torch.float32 and jit.is_available()
+    # The CPU's kernel reads no fp8: such a pool is gathered, which is slower.
+    is_paged = device.type == "cpu" and dtype == torch.float32 and jit.is_available() and config.kv_dtype != "fp8"
     if config.deterministic and not is_paged:
-        raise ConfigError("deterministic", "on", "off, or a CPU with numba, and dtype float32 or int8")
+        raise ConfigError("deterministic", "on", "off, or a CPU with numba, dtype float32 or int8 and kv_dtype not fp8")
     choices = (f"integers to {weight_levels()}",) if config.dtype == "int8" else ()
     checkpoint = open_checkpoint(folder) if config.load == "auto" else None
     name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, *choices)
@@ -139,7 +142,7 @@ def block_shape(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) ->
         block_size=config.block_size,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        dtype=torch.int8 if config.kv_dtype == "int8" else dtype,
+        dtype=_STORED.get(config.kv_dtype, dtype),
     )
 
 
@@ -172,7 +175,7 @@ def make_spec(
         kv_layers=shape.num_layers,
         kv_heads=shape.num_kv_heads,
         kv_head_dim=shape.head_dim,
-        num_layers=1 if shape.is_int8 else shape.num_layers,  # int8: the scales of all layers lie behind them
+        num_layers=1 if shape.is_scaled else shape.num_layers,  # the scales of all layers lie behind them
     )
 
 

@@ -116,7 +116,20 @@ def test_block_size_dtype_and_degree_may_differ() -> None:
 
 def test_every_pair_of_dtypes_that_check_lets_pass_has_a_stated_loss() -> None:
     attention = ("float32", "bfloat16", "int8")
-    assert set(LOSSES) == {(a, b) for a in attention for b in attention} | {("uint64", "uint64")}
+    assert set(LOSSES) == {(a, b) for a in attention for b in attention} | {
+        ("uint64", "uint64"),
+        ("float8_e4m3fn", "float8_e4m3fn"),
+    }
+
+
+def test_fp8_blocks_are_exchanged_with_fp8_pools_alone() -> None:
+    fp8 = replace(SMALL, layout="block-major-fp8.v1", dtype="float8_e4m3fn")
+    assert check_convertible(fp8, replace(fp8, block_size=32)).is_none
+    assert fp8.block_bytes == SMALL.block_bytes
+    for source, target in ((fp8, SMALL), (PLAIN, fp8)):
+        with pytest.raises(ConfigError) as caught:
+            check_convertible(source, target)
+        assert caught.value.field == "kv_shape.layout"
 
 
 @pytest.mark.parametrize(
