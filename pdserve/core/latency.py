@@ -205,6 +205,11 @@ class LinkModel:
         return self._fit.observe((1.0, num_bytes), busy_s) if num_bytes > 0.0 else False
 
     @property
+    def coefficients(self) -> tuple[float, ...]:
+        """(latency, per byte), for who prices many pairs at once."""
+        return self._fit.coefficients
+
+    @property
     def latency_s(self) -> float:
         return self._fit.coefficients[0]
 

@@ -46,12 +46,16 @@ def chunked_exposed_s(
     no chunk but the last takes less time than the one before it, as with growing context: what waits then is a convex
     function of the part that the link has been busy since, and greatest at one of its ends.
     """
-    waiting = max(
-        min(last_bytes, num_bytes) / link.bandwidth_bytes_s,
-        min(last_bytes + chunk_bytes, num_bytes) / link.bandwidth_bytes_s - last_s,
-        num_bytes / link.bandwidth_bytes_s - chunks_s,
-    )
-    return link.latency_s + waiting if num_bytes > 0.0 else 0.0
+    latency_s, per_byte_s = link.coefficients
+    waiting_s = per_byte_s * (last_bytes if last_bytes < num_bytes else num_bytes)
+    two_bytes = last_bytes + chunk_bytes
+    two_s = per_byte_s * (two_bytes if two_bytes < num_bytes else num_bytes) - last_s
+    if two_s > waiting_s:
+        waiting_s = two_s
+    all_s = per_byte_s * num_bytes - chunks_s
+    if all_s > waiting_s:
+        waiting_s = all_s
+    return latency_s + waiting_s if num_bytes > 0.0 else 0.0
 
 
 def grouped_s(num_bytes: float, computing_s: float, groups: int, bandwidth: float) -> float:

@@ -186,26 +186,29 @@ def _late_s(
     Its chunks leave as they are computed (core/overlap.py). What is sent before it takes turns with it on the link,
     and is hidden while prompts are computed.
     """
-    hello, chunk = decode.hello, prefill.hello.max_batch_tokens
-    num_bytes = decode.blocks_for(lacking) * hello.block_bytes
-    last = (tokens - held - 1) % chunk + 1
-    chunks_s, last_s = work_s, work_s  # from the first part's readiness; what p has cached is ready at once
-    if last < tokens - held:
-        cost = prefill.cost
-        last_s = cost.prefill_s(last, tokens - last)
-        if lacking <= tokens - held:
-            read = ((tokens - lacking - held) // chunk + 1) * chunk
-            chunks_s = work_s - cost.prefill_s(read, held, chunk) if read < tokens - held else 0.0
-    late_s = chunked_exposed_s(
-        link,
-        num_bytes=num_bytes,
-        chunk_bytes=decode.blocks_for(chunk) * hello.block_bytes,
-        last_bytes=decode.blocks_for(last) * hello.block_bytes,
-        chunks_s=chunks_s,
-        last_s=last_s,
-    )
+    size, block_bytes, chunk = decode.hello.block_size, decode.hello.block_bytes, prefill.hello.max_batch_tokens
+    num_bytes = -(-lacking // size) * block_bytes
+    read = tokens - held
+    if lacking <= read <= chunk:
+        late_s = link.transfer_s(num_bytes)  # one part
+    else:
+        cost, last = prefill.cost, (read - 1) % chunk + 1
+        chunks_s = last_s = work_s  # from the first part's readiness; what p has cached is ready at once
+        if read > chunk:
+            last_s = cost.prefill_s(last, tokens - last)
+            if lacking <= read:
+                first = ((read - lacking) // chunk + 1) * chunk
+                chunks_s = work_s - cost.prefill_s(first, held, chunk) if first < read else 0.0
+        late_s = chunked_exposed_s(
+            link,
+            num_bytes=num_bytes,
+            chunk_bytes=-(-chunk // size) * block_bytes,
+            last_bytes=-(-last // size) * block_bytes,
+            chunks_s=chunks_s,
+            last_s=last_s,
+        )
     before = prefill.totals.blocks * prefill.hello.block_bytes
-    landing = decode.totals.landing_tokens // hello.block_size * hello.block_bytes
+    landing = decode.totals.landing_tokens // size * block_bytes
     queued_s = link.transfer_s((before if before > landing else landing) + num_bytes) - delay_s
     return queued_s if queued_s > late_s else late_s
 
