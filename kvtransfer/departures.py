@@ -203,6 +203,7 @@ class Departures:
             self.stats.stale_source += 1
             session.handle(Event.STALE, stale)
         departure.num_bytes += job.chunk.count * self.block_bytes
+        self.stats.moved_bytes += job.chunk.count * self.block_bytes
         self.stats.chunks += 1
         session.leave()
         if session.is_open:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,6 +61,7 @@ class Passage:
     sources: list[int] = field(default_factory=list)  # own blocks, from the first that holds a token to send
     lives: list[int] = field(default_factory=list)  # theirs, when they were pushed
     is_all_pushed: bool = False
+    last_pushed_at_s: float | None = None
     num_ready: int = 0  # granted blocks whose tokens have all been pushed
     num_packed: int = 0
     staged: set[int] = field(default_factory=set)  # staging blocks that the plain sender may read
@@ -159,6 +161,8 @@ class Reshaper:
                     break
                 passage.sources.append(source)
                 passage.lives.append(self._stamps.life(source))
+            if is_last:
+                passage.last_pushed_at_s = time.monotonic()
             if not passage.error:
                 self._count_ready(passage, is_last)
             error = passage.error
@@ -289,6 +293,8 @@ class Reshaper:
             sent = passage.ended
             if sent is None or self._passages.pop(passage.grant.key, None) is None:
                 return
+        if passage.last_pushed_at_s is not None:  # what is exposed begins before the conversion
+            sent = replace(sent, exposed_s=time.monotonic() - passage.last_pushed_at_s)
         if passage.error and sent.outcome is SendOutcome.FAILED:
             sent = replace(sent, error=passage.error)
         passage.on_end(sent)

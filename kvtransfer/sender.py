@@ -69,6 +69,11 @@ class StreamSender:
             return total([self._past, *(outbound.stats for outbound in self._pairs.values())])
 
     @property
+    def moved_bytes(self) -> int:
+        with self._lock:
+            return self._past.moved_bytes + sum(outbound.stats.moved_bytes for outbound in self._pairs.values())
+
+    @property
     def open_keys(self) -> list[TransferKey]:
         """Transfers that have not ended."""
         with self._lock:

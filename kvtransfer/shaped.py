@@ -41,6 +41,10 @@ class ShapedSender:
         return total([self.plain.stats, *(one.stats for one in self.reshapers)])
 
     @property
+    def moved_bytes(self) -> int:
+        return self.stats.moved_bytes
+
+    @property
     def open_keys(self) -> list[TransferKey]:
         """Transfers that have not ended."""
         return [*self.plain.open_keys, *(key for one in self.reshapers for key in one.open_keys)]

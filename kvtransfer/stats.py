@@ -16,6 +16,7 @@ class TransferStats:
     cut: int = 0  # of the failed: the connection was lost
     quarantined: int = 0  # aborted, and a write was still open after the grace time
     bytes: int = 0  # payload of verified (receiver) or acknowledged (sender) transfers
+    moved_bytes: int = 0  # sender: payload that nobody reads here any more, whatever became of its transfer
     chunks: int = 0  # accepted (receiver) or sent (sender)
     late_messages: int = 0  # for transfers that are unknown, replaced or over
     duplicate_chunks: int = 0  # overlapping what is already there or coming; dropped

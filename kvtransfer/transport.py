@@ -135,6 +135,11 @@ class Receiver(Protocol):
 class Sender(Protocol):
     """The prefill side. Reads source blocks until Sent is reported; the caller keeps them referenced till then."""
 
+    @property
+    def moved_bytes(self) -> int:
+        """Payload that has left since the beginning; only grows. For who asks what it costs a step beside it."""
+        ...
+
     def start(
         self,
         grant: Grant,

@@ -320,7 +320,7 @@ class PrefillBatching:
         for key, prompt in list(self._waiting.items()):
             if not self._start(prompt, now_s):
                 return  # first come, first served: nobody overtakes for being smaller
-            effects.append(SendStarted(key=key, groups=prompt.push.groups))
+            effects.append(SendStarted(key=key, plan=prompt.push.name, groups=prompt.push.groups))
             effects += self._done(prompt)  # what the cache holds
             yield prompt
 

@@ -43,6 +43,7 @@ class PrefillProgram(RoleProgram):
         super().__init__(context, engine, stamps)
         config = context.config
         self._sender = sender
+        self._moved_bytes = 0  # when the last step ended
         self._shape = shape_of(engine.spec)
         # With the deadline on our clock, and what a receiver of another shape asks of the sender.
         self._grants: dict[AttemptKey, tuple[Grant, float | None, Text | None]] = {}
@@ -116,6 +117,11 @@ class PrefillProgram(RoleProgram):
     def add_servicers(self, server: Any) -> None:
         """Prefill workers are called by routers only."""
 
+    def observe(self, account: fx.StepAccount, step_s: float) -> None:
+        moved_bytes = self._sender.moved_bytes
+        self._batching.pushing.stepped(account, step_s, moved_bytes - self._moved_bytes)
+        self._moved_bytes = moved_bytes
+
     def close(self) -> None:
         self._sender.close()
         self.engine.close()
@@ -127,6 +133,7 @@ class PrefillProgram(RoleProgram):
     def _send_started(self, effect: fx.SendStarted) -> None:
         key = effect.key
         grant, deadline_at_s, text = self._grants[key]
+        self.context.metrics.add(names.PUSHES, plan=effect.plan)
         remaining_s = None if deadline_at_s is None else max(0.0, deadline_at_s - self.context.now())
         post = self.context.post
         try:

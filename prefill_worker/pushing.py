@@ -35,6 +35,10 @@ class Push:
     is_early: bool  # finished blocks go while the rest of the prompt is computed
     groups: int = 1  # equal ranges of layers, in which the last chunk goes
 
+    @property
+    def name(self) -> str:
+        return "layers" if self.groups > 1 else "chunk" if self.is_early else "end"
+
 
 AT_END: Final = Push(is_early=False)
 BY_CHUNK: Final = Push(is_early=True)
@@ -95,6 +99,15 @@ class PushRule:
 
     def prices(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int) -> dict[Push, float]:
         """Seconds, beside the computing, until the receiver has all: of sending at the end, and of each early plan."""
+        return self._weigh(receiver, cached, num_tokens, held_blocks, self.stolen_s, MESSAGE_S)
+
+    def exposed(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int) -> dict[Push, float]:
+        """Of them only what is between the first token and the landing."""
+        return self._weigh(receiver, cached, num_tokens, held_blocks, 0.0, 0.0)
+
+    def _weigh(
+        self, receiver: str, cached: int, num_tokens: int, held_blocks: int, stolen_s: float, message_s: float
+    ) -> dict[Push, float]:
         link = self.link(receiver)
         latency_s, bandwidth = link.latency_s, link.bandwidth_bytes_s
         parts = self._parts(cached, num_tokens, held_blocks)
@@ -106,15 +119,14 @@ class PushRule:
         for ready_s, num_bytes in parts[:-1]:
             behind = max(behind, waiting / bandwidth - (last_ready_s - ready_s))
             waiting -= num_bytes
-        prices = {AT_END: latency_s + total / bandwidth + MESSAGE_S}
+        weights = {AT_END: latency_s + total / bandwidth + message_s}
         for groups in (1, *self.groups):
             exposed_s = max(behind, grouped_s(last_bytes, computing_s, groups, bandwidth))
             hidden = max(0.0, total - exposed_s * bandwidth)
             messages = len(parts) - 1 + groups
-            prices[Push(is_early=True, groups=groups)] = (
-                latency_s + exposed_s + self.stolen_s * hidden + MESSAGE_S * messages
-            )
-        return prices
+            push = Push(is_early=True, groups=groups)
+            weights[push] = latency_s + exposed_s + stolen_s * hidden + message_s * messages
+        return weights
 
     def stepped(self, account: StepAccount, step_s: float, moved_bytes: int) -> None:
         """A step took `step_s`, and so many bytes of KV left meanwhile."""

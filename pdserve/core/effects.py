@@ -66,6 +66,7 @@ class SendStarted:
     """Computing begins; the pair may connect meanwhile. Blocks will come in up to `groups` groups of layers."""
 
     key: AttemptKey
+    plan: str  # end, chunk or layers, for metrics
     groups: int = 1
 
 

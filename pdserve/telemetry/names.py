@@ -260,6 +260,9 @@ TRANSFER_SAVED_BYTES: Final = _metric(
     "worker",
     "bytes of KV that the receiver had, and did not travel",
 )
+PUSHES: Final = _metric(
+    "pdserve_kv_pushes_total", "counter", "worker", "prompts by how their KV was planned to leave", ("plan",)
+)  # plan: end, chunk, layers
 TRANSFER_SENT_BYTES: Final = _metric(
     "pdserve_kv_sent_bytes_total",
     "counter",

@@ -29,7 +29,7 @@ def test_a_prompt_is_read_in_chunks_and_its_blocks_leave_as_they_fill(bench: Any
     key = bench.key("a")
     assert bench.offer("a", PROMPT) == []
     plan, before = bench.batching.plan(0.0)
-    assert before == [SendStarted(key=key)]
+    assert before == [SendStarted(key=key, plan="chunk")]
     assert plan.account == StepAccount(prefill_tokens=8, prefill_token_context=32.0)
     after = bench.batching.apply(plan, bench.engine.step(plan.rows), 1.0)
     [early] = after

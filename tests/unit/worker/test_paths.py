@@ -61,8 +61,27 @@ async def test_a_prefix_that_the_decode_worker_holds_does_not_travel_again(start
         for one in router.all("transfer_ended")
         if one.bytes
     }
+    saved = {
+        one.request_id: one.saved_bytes // d.program.engine.spec.block_bytes
+        for one in router.all("transfer_ended")
+        if one.bytes
+    }
+    assert saved == {"first": 0, "again": 8}
     assert moved == {"first": 9, "again": 1}  # the ninth block of "again" is not full in "first"'s prompt
     assert router.all("first_token", "again")[0].cached_tokens == 32
+
+
+async def test_a_prefill_worker_learns_its_link_and_what_a_transfer_costs_its_steps(
+    start: Any, attach: Any, ask: Any
+) -> None:
+    p, d = start(Role.PREFILL, model="toy", max_batch_tokens=8), start(Role.DECODE, model="toy")
+    router = await attach(p, d)
+    assert await router.remote(ask("r", PROMPT)) == answer(PROMPT, 8)
+    block_bytes = d.program.engine.spec.block_bytes
+    links, moved = await p.on_engine(lambda one: (one.batching.pushing._links, one._sender.moved_bytes))
+    assert moved == 9 * block_bytes
+    assert {name: link.num_samples for name, link in links.items()} == {"decode-0": 1}
+    assert await p.on_engine(lambda one: one.batching.pushing._step.num_samples) == -(-len(PROMPT) // 8)
 
 
 async def test_preemption_changes_no_token_and_is_told(start: Any, attach: Any, ask: Any) -> None:
