@@ -1,6 +1,6 @@
 """What the fault storm does to transfer number n: drawn from the storm's seed and n alone. Pure.
 
-Half of the transfers meet a fault: on a frame or a process (kvtransfer.faults), or by their own owners, who abort,
+Two in five transfers meet a fault: on a frame or a process (kvtransfer.faults), or by their own owners, who abort,
 leave gaps, never finish, restart, or fall silent towards each other.
 """
 
@@ -18,7 +18,7 @@ from kvtransfer.frames import Tag, tag_of
 from kvtransfer.transport import TransferKey
 
 MAX_BLOCKS: Final = 24
-FAULT_SHARE: Final = 0.5
+FAULT_SHARE: Final = 0.4
 LONGEST_S: Final = 0.8  # of delays, stalls and stops
 
 
@@ -28,6 +28,8 @@ class OwnerFault(Enum):
     GAP = "last push leaves a gap"
     UNFINISHED = "never finished"
     TWICE = "a block pushed twice"
+    REUSE = "source reused too early"
+    OTHER_TEXT = "another text's blocks"
     RESTART = "sender restarts"
 
 
@@ -35,8 +37,8 @@ class OwnerFault(Enum):
 WEIGHTS: Final[dict[FaultKind | OwnerFault, float]] = {
     FaultKind.DROP: 10.0,
     FaultKind.DELAY: 10.0,
-    FaultKind.DUPLICATE: 10.0,
-    FaultKind.CORRUPT: 16.0,
+    FaultKind.DUPLICATE: 6.0,
+    FaultKind.CORRUPT: 10.0,
     FaultKind.TRUNCATE: 3.0,
     FaultKind.STALL: 1.0,
     FaultKind.CUT: 3.0,
@@ -47,6 +49,8 @@ WEIGHTS: Final[dict[FaultKind | OwnerFault, float]] = {
     OwnerFault.GAP: 6.0,
     OwnerFault.UNFINISHED: 6.0,
     OwnerFault.TWICE: 3.0,
+    OwnerFault.REUSE: 6.0,
+    OwnerFault.OTHER_TEXT: 3.0,
     OwnerFault.RESTART: 1.5,
 }
 NO_FAULT: Final = "none"

@@ -9,9 +9,18 @@ from typing import Any, Final
 
 from benchmarks.fault_cases import NO_FAULT, Case, OwnerFault
 
-NEVER_VERIFIED: Final = (OwnerFault.GAP, OwnerFault.UNFINISHED)
+NEVER_VERIFIED: Final = (OwnerFault.GAP, OwnerFault.UNFINISHED, OwnerFault.OTHER_TEXT)
 LATEST_S: Final = 1.0  # after its deadline, a failed transfer's memory is free
-_COUNTED: Final = ("late_messages", "duplicate_chunks", "checksum_mismatches", "protocol_errors", "expired", "cut")
+_COUNTED: Final = (
+    "late_messages",
+    "duplicate_chunks",
+    "checksum_mismatches",
+    "stamp_mismatches",
+    "stale_source",
+    "protocol_errors",
+    "expired",
+    "cut",
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +34,7 @@ class Result:
     rests: int = 0  # how often everything was looked at, at rest
     ends: Counter[tuple[str, str]] = field(default_factory=Counter)  # (fault, how the transfer ended)
     late_s: list[float] = field(default_factory=list)  # of each failed side: freed so long after its deadline
+    latest: list[tuple[float, str]] = field(default_factory=list)  # the five worst of them, and who it was
     stats: Counter[str] = field(default_factory=Counter)  # of the processes that live
     wrong: list[str] = field(default_factory=list)
     most: dict[str, tuple[int, int]] = field(default_factory=dict)  # descriptors and threads at the first rest
@@ -41,6 +51,11 @@ class Result:
             self.wrong.append(f"transfer {number} ({label}) failed for a reason that is not known: {why}")
         end = "committed" if received == "verified" else why or received
         self.ends[label, end] += 1
+
+    def freed(self, late_s: float, who: str) -> None:
+        """A side of a failed transfer has its memory back."""
+        self.late_s.append(late_s)
+        self.latest = sorted([*self.latest, (late_s, who)], reverse=True)[:5]
 
     def at_rest(self, name: str, stats: dict[str, int], facts: tuple[int, int]) -> None:
         self.stats.update({key: stats[key] for key in _COUNTED})
@@ -83,6 +98,7 @@ def verdict(result: Result) -> list[str]:
         f"  at rest, {result.rests} times: {len(result.wrong)} wrong bytes, leaks or hangs",
         f"  {len(result.late_s)} failed sides freed after their deadline by: p50 {p50 * 1e3:.0f} ms, "
         f"p99 {p99 * 1e3:.0f} ms, p99.9 {p999 * 1e3:.0f} ms, max {most * 1e3:.0f} ms",
+        *(f"    {late_s:.3f} s: {who}" for late_s, who in result.latest),
         f"  {stats}",
         *(f"  WRONG: {one}" for one in result.wrong[:40]),
     ]

@@ -226,7 +226,7 @@ class Storm:
             self.result.wrong.append(f"{number} ended on {member.setup.name}, but was not under way")
             return
         if outcome not in ("verified", "sent"):
-            self.result.late_s.append(late_s)
+            self.result.freed(late_s, f"{member.setup.name}, {move.case.label}: {why}")
         if member is move.decode:
             move.why = move.why or why
             self._heard_of(move, received=outcome)

@@ -42,7 +42,9 @@ SHAPES: Final = {
     "bundled": BlockShape(num_layers=6, block_size=16, num_kv_heads=4, head_dim=32, dtype=torch.float32),
     "int8": BlockShape(num_layers=6, block_size=16, num_kv_heads=4, head_dim=32, dtype=torch.int8),
 }
-FREED: Final = 1 << 40  # added to a number: the contents of a block that its transfer gave back
+FREED: Final = 1 << 40  # added to a number: the contents of a block that its transfer gave back,
+REUSED: Final = 2 << 40  # of one that was handed out anew while it was sent,
+OTHER_TEXT: Final = 3 << 40  # and of one that was computed for another prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,7 @@ class Storage:
     def __init__(self, shape: BlockShape) -> None:
         self.pool = TorchPool(num_blocks=NUM_BLOCKS, shape=shape, device=torch.device("cpu"))
         self.allocator = BlockAllocator(NUM_BLOCKS)
+        self.stamps = self.allocator.stamps
         self._words = np.frombuffer(self.pool.buffer, dtype=np.uint64).reshape(NUM_BLOCKS, -1)
         self._base = np.random.default_rng(7).integers(1, 1 << 63, self._words.shape[1], dtype=np.uint64)
         self._holds: list[tuple[int, int] | None] = [None] * NUM_BLOCKS
@@ -83,6 +86,12 @@ class Storage:
     def write(self, block: int, number: int, place: int) -> None:
         self._words[block] = self._contents(number, place)
         self._holds[block] = (number, place)
+
+    def fill(self, blocks: Sequence[int], number: int) -> None:
+        """As an engine that has computed a prompt."""
+        for place, block in enumerate(blocks):
+            self.write(block, number, place)
+            self.stamps.mark(block, chain_of(number, place))
 
     def must_hold(self, block: int, number: int, place: int) -> None:
         """The block has come from elsewhere."""
@@ -116,10 +125,14 @@ def block_hash(number: int, place: int) -> bytes:
     return hashlib.blake2b(b"%d %d" % (number, place), digest_size=16).digest()
 
 
+def chain_of(number: int, place: int) -> int:
+    return chain64(block_hash(number, place))
+
+
 _KINDS: Final = (
     ("deadline", "deadline"),
     ("checksum", "checksum"),
-    ("stamp", "stamp|life|granted|chain"),
+    ("stamp", "stamp|handed out again"),
     ("aborted", "abort"),
     ("pushed wrongly", "pushed twice|leaves|never came"),
     (
@@ -232,7 +245,7 @@ class Decode(Worker):
             host=setup.host,
             transport=setup.transport,
             disturbance=self.disturbance,
-            stamps=self.storage.allocator.stamps,
+            stamps=self.storage.stamps,
         )
         self._grpc = GrpcHost(self.end.servicer, host=setup.host)
         self._landings: dict[int, tuple[Case, list[int], float]] = {}
@@ -256,7 +269,7 @@ class Decode(Worker):
         for block in blocks:
             self.storage.expects_anything(block)
         self._landings[number] = (case, blocks, time.monotonic() + case.deadline_s)
-        chains = [chain64(block_hash(number, place)) for place in range(case.count)]
+        chains = [chain_of(number, place) for place in range(case.count)]
         self.end.expect(grant, self.on_end, case.deadline_s, chains)
         if case.fault is OwnerFault.RECEIVER_ABORTS:
             self.after(case.hold_s / 10, lambda: self.end.abort(case.key))
@@ -280,6 +293,7 @@ class Decode(Worker):
             return
         for place, block in enumerate(blocks):
             self.storage.must_hold(block, number, place)
+            self.storage.stamps.mark(block, chain_of(number, place))
             self.storage.allocator.publish(block, block_hash(number, place))
         self._kept[number] = blocks
         self.after(case.hold_s, lambda: self._let_go(number))
@@ -314,7 +328,7 @@ class Prefill(Worker):
             incarnation=self.incarnation,
             transport=self.setup.transport,
             disturbance=self.disturbance,
-            stamps=self.storage.allocator.stamps,
+            stamps=self.storage.stamps,
         )
 
     def send(self, number: int, message: bytes) -> None:
@@ -323,9 +337,7 @@ class Prefill(Worker):
         if blocks is None:
             self._tell("full", number)
             return
-        for place, block in enumerate(blocks):
-            self.storage.write(block, number, place)
-            self.storage.allocator.stamps.mark(block, chain64(block_hash(number, place)))
+        self.storage.fill(blocks, number + (OTHER_TEXT if case.fault is OwnerFault.OTHER_TEXT else 0))
         grant = grant_from_proto(transfer_pb2.Grant.FromString(message))
         self._sending[number] = (case, grant, blocks, time.monotonic() + case.deadline_s)
         self.end.start(grant, self.on_end, case.deadline_s)
@@ -337,7 +349,7 @@ class Prefill(Worker):
             return
         case, grant, blocks, _ = self._sending[number]
         if piece == case.act_at:
-            self._act(case)
+            self._act(case, blocks)
         if piece == len(case.pieces) or number not in self._sending:
             return
         indices = case.pieces[piece][1]
@@ -349,9 +361,12 @@ class Prefill(Worker):
         else:
             self._push(number, piece + 1)
 
-    def _act(self, case: Case) -> None:
+    def _act(self, case: Case, blocks: list[int]) -> None:
         if case.fault is OwnerFault.SENDER_ABORTS:
             self.end.abort(case.key)
+        elif case.fault is OwnerFault.REUSE:
+            self.storage.stamps.begin(blocks)  # as `allocate` does
+            self.storage.fill(blocks, case.number + REUSED)
         elif case.fault is OwnerFault.RESTART:
             old, self.end = self.end, self._make()
             old.close()

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import heapq
 import logging
+import math
 import os
 import select
 import signal
@@ -69,11 +70,14 @@ class Disturbance:
     def end_process(self, fault: Fault) -> None:
         """Kills this process, or stops it for a while."""
         began_s = time.monotonic()
+        self.pauses.append((began_s, math.inf))  # other threads may run again before this one
         if fault.kind is FaultKind.STOP:
             wake = f"sleep {fault.for_s:.3f}; kill -CONT {os.getpid()}"
             subprocess.Popen(["/bin/sh", "-c", wake], start_new_session=True, stdin=subprocess.DEVNULL)
         os.kill(os.getpid(), signal.SIGSTOP if fault.kind is FaultKind.STOP else signal.SIGKILL)
-        self.pauses.append((began_s, time.monotonic()))
+        while time.monotonic() < began_s + fault.for_s:  # a thread may run on for a moment before the signal gets it
+            time.sleep(0.002)
+        self.pauses[-1] = (began_s, time.monotonic())
 
     def due(self, tag: Tag, where: Where) -> Fault | None:
         """The fault that this frame of the transfer meets."""
