@@ -76,7 +76,9 @@ def test_a_peer_that_stops_reading_delays_only_its_own_transfers(
 ) -> None:
     storage = Storage(SHAPES[SHAPE])
     facts = fingerprint(storage.pool.block_bytes)
-    sender = make_sender(storage.pool, facts, worker_id="p0", incarnation="1", transport=transport)
+    sender = make_sender(
+        storage.pool, facts, worker_id="p0", incarnation="1", transport=transport, stamps=storage.stamps
+    )
     silent, live = make_peer("d0"), make_peer("d1")
     numbers = iter(CALM)
 
@@ -84,10 +86,9 @@ def test_a_peer_that_stops_reading_delays_only_its_own_transfers(
         """From blocks `sources` and on, each of which holds what it must."""
         heard = Heard()
         sender.start(grant, heard, deadline_s)
-        pushes = [(place, sources + place) for place in range(len(grant.blocks))]
-        for place, block in pushes:
-            storage.write(block, number, place)
-        sender.push(grant.key, pushes, True)
+        blocks = range(sources, sources + len(grant.blocks))
+        storage.fill(blocks, number)
+        sender.push(grant.key, list(enumerate(blocks)), True)
         return heard
 
     def move() -> float:
