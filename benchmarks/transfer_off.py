@@ -36,9 +36,7 @@ def allow() -> Callable[[], None]:
         if self._link.checksum not in OFF or self._copier is None:
             return land(self, blocks, sources)
         copier: fused.Copier = self._copier
-        to = copier._addresses(np.asarray(blocks, np.int64), *copier._to)
-        source = copier._addresses(np.asarray(sources, np.int64), *copier._source)
-        _copy_runs(to, source, copier._block_bytes)
+        _copy_runs(*copier.addresses(blocks, sources), copier.block_bytes)
         return _NOTHING
 
     def use(which: Any, how: Any) -> None:

@@ -24,6 +24,7 @@ from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
 from kvtransfer.transport import Grant, SendOutcome, Sent, TransferKey
 
+LEAST_POOL_BYTES: Final = 256 * 2**20  # far more than the caches
 TRANSPORTS: Final = ("tcp", "shm")
 NIXL: Final = {"nixl": {}, "nixl-tcp": {"UCX_TLS": "tcp"}}  # UCX chooses; UCX is held to sockets
 _ENDS: Final = {
@@ -34,17 +35,17 @@ _ENDS: Final = {
 
 
 @cache
-def layout(num_blocks: int, is_fragmented: bool, seed: int) -> list[int]:
-    """Every block of a pool of that size once: in order, or at random."""
-    blocks = list(range(num_blocks))
+def layout(first: int, num_blocks: int, is_fragmented: bool) -> list[int]:
+    """Every block of a stretch of a pool once: in order, or at random."""
+    blocks = list(range(first, first + num_blocks))
     if is_fragmented:
-        random.Random(seed).shuffle(blocks)
+        random.Random(num_blocks).shuffle(blocks)
     return blocks
 
 
 def grants(order: dict[str, Any], endpoint: str) -> list[Grant]:
     """The transfers that share an order's bytes, as both sides know them."""
-    blocks = layout(order["blocks"], order["is_fragmented"], 2)
+    blocks = layout(order["first"], order["blocks"], order["is_fragmented"])
     at_once = order["at_once"]
     return [
         Grant(
@@ -88,10 +89,12 @@ def serve(max_bytes: int, block_bytes: int, source_fd: int) -> None:
         answer: dict[str, Any] = {}
         if "memcpy" in order:
             began_s = time.perf_counter()
-            pool.buffer[: order["memcpy"]] = source[: order["memcpy"]]
+            begin, end = order["memcpy"]
+            pool.buffer[begin:end] = source[begin:end]
             answer["seconds"] = time.perf_counter() - began_s
         elif "compare" in order:
-            answer["is_equal"] = pool.buffer[: order["compare"]] == source[: order["compare"]]
+            begin, end = order["compare"]
+            answer["is_equal"] = pool.buffer[begin:end] == source[begin:end]
         else:
             for grant in grants(order, ""):
                 receivers[order["end"]].expect(grant, lambda received: None)
@@ -106,9 +109,9 @@ def _touch(memory: memoryview) -> None:
 def _drain_socket(door: socket.socket, memory: memoryview) -> None:
     sock, _ = door.accept()
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    head = bytearray(8)
-    while sock.recv_into(head) == 8:
-        view = memory[: int.from_bytes(head, "little")]
+    head = bytearray(16)
+    while sock.recv_into(head) == 16:
+        view = memory[int.from_bytes(head[:8], "little") : int.from_bytes(head[8:], "little")]
         while view:
             view = view[sock.recv_into(view) :]
         sock.sendall(b"k")
@@ -166,10 +169,15 @@ class Child:
 
 
 class Ways:
-    """`missing` says which peers could not be had, and why."""
+    """Each turn moves another stretch of the pools, so that nobody finds the bytes in a cache for having had them last.
+
+    `missing` says which peers could not be had, and why.
+    """
 
     def __init__(self, max_bytes: int, block_bytes: int, nixl_python: str) -> None:
         self._undo = allow()
+        max_bytes = max(max_bytes, LEAST_POOL_BYTES)
+        self._max_bytes, self._at = max_bytes, 0
         self._block_bytes, self._number = block_bytes, 0
         self._pool = HostPool(max_bytes // block_bytes, block_bytes)
         pattern = random.Random(1).randbytes(2**20 + 8192)  # so that no two blocks are alike
@@ -210,13 +218,25 @@ class Ways:
                 child.close()
                 continue
             self.nixl[name] = child
+        for one in _ENDS:  # every page of every mapping is touched once
+            self.transfer(one, max_bytes, False, 1)
+        self._child.ask({"memcpy": (0, max_bytes)})
+
+    def _next(self, num_bytes: int) -> tuple[int, int]:
+        """The stretch of the next turn."""
+        if self._at + num_bytes > self._max_bytes:
+            self._at = 0
+        begin, self._at = self._at, self._at + num_bytes
+        return begin, begin + num_bytes
 
     def transfer(self, end: str, num_bytes: int, is_fragmented: bool, at_once: int) -> float:
         """From the push of finished blocks to the receiver's word that every checksum matched."""
         self._number += 1
+        begin, _ = self._next(num_bytes)
         order = {
             "end": end,
             "number": self._number,
+            "first": begin // self._block_bytes,
             "blocks": num_bytes // self._block_bytes,
             "block_bytes": self._block_bytes,
             "is_fragmented": is_fragmented,
@@ -231,7 +251,9 @@ class Ways:
                 all_ended.set()
 
         sender, parts = self._senders[end], grants(order, self._endpoints[end])
-        sources = iter(layout(order["blocks"], is_fragmented, 2))  # the same permutation: the pools end up equal
+        sources = iter(
+            layout(order["first"], order["blocks"], is_fragmented)
+        )  # the same permutation: the pools end up equal
         pushes = [[(index, next(sources)) for index in range(len(grant.blocks))] for grant in parts]
         for grant in parts:
             sender.start(grant, on_end)
@@ -245,25 +267,27 @@ class Ways:
 
     def memcpy(self, num_bytes: int) -> float:
         """One call that copies out of the source's memory, in the receiving process."""
-        return float(self._child.ask({"memcpy": num_bytes})["seconds"])
+        return float(self._child.ask({"memcpy": self._next(num_bytes)})["seconds"])
 
     def raw_socket(self, num_bytes: int) -> float:
         """sendall here, recv_into there, one byte back."""
-        view = self._pool.buffer[:num_bytes]
+        begin, end = self._next(num_bytes)
+        view = self._pool.buffer[begin:end]
         began_s = time.perf_counter()
-        self._socket.sendall(num_bytes.to_bytes(8, "little"))
+        self._socket.sendall(begin.to_bytes(8, "little") + end.to_bytes(8, "little"))
         self._socket.sendall(view)
         assert self._socket.recv(1) == b"k"
         return time.perf_counter() - began_s
 
     def peer(self, name: str, num_bytes: int, is_fragmented: bool, at_once: int) -> float:
-        blocks = layout(num_bytes // self._block_bytes, is_fragmented, 2)
+        begin, _ = self._next(num_bytes)
+        blocks = layout(begin // self._block_bytes, num_bytes // self._block_bytes, is_fragmented)
         answer = self.nixl[name].ask({"blocks": blocks, "targets": blocks, "at_once": at_once})
         return float(answer["seconds"])
 
     def is_equal(self, num_bytes: int) -> bool:
-        """Whether the receiver's pool holds the source's bytes."""
-        return bool(self._child.ask({"compare": num_bytes})["is_equal"])
+        """Whether the receiver's pool holds the source's bytes where the last turn moved them."""
+        return bool(self._child.ask({"compare": (self._at - num_bytes, self._at)})["is_equal"])
 
     def close(self) -> None:
         for sender in self._senders.values():

@@ -98,6 +98,7 @@ class Channel:
         self._poll.register(sock, select.POLLIN)
         self._poll.register(self.waker, select.POLLIN)
         self._events = select.POLLIN
+        self._wakes_at = 1
 
     def post(self, data: bytes) -> None:
         """Queues a small frame from any thread."""
@@ -152,6 +153,12 @@ class Channel:
             raise Gone(self._stopped)
         self.flush()
         return bool(ready)
+
+    def wake_at(self, num_bytes: int) -> None:
+        """Later waits see the socket as readable from this many bytes on, or at its end. At most what will come."""
+        if num_bytes != self._wakes_at:
+            self._wakes_at = num_bytes
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     def receive(self, views: list[memoryview]) -> int:
         """Reads what is there into the views; 0 where nothing is. Raises Gone at the end of the stream."""

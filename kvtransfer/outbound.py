@@ -72,7 +72,6 @@ class Outbound(threading.Thread):
         self._jobs: list[Job] = []  # whose source blocks the path reads
         self._inbox = bytearray()
         self._scratch = memoryview(bytearray(4096))
-        self._limit_blocks = 1
 
     def begun(self) -> Outbound:
         """Starts it. Raises RuntimeError, and keeps nothing, where the process may have no more threads."""
@@ -216,8 +215,6 @@ class Outbound(threading.Thread):
         self._channel = Channel(line.socket, self._waker)
         self._digest = hasher(line.checksum)
         line.path.attach(self)
-        size = line.chunk_bytes if line.path.chunk_bytes is None else min(line.chunk_bytes, line.path.chunk_bytes)
-        self._limit_blocks = blocks_per_chunk(self.block_bytes, size)
         log.info("kv connection up", extra={"endpoint": self._endpoint, "transport": line.transport})
         self._act(self._book.linked())
 
@@ -239,10 +236,15 @@ class Outbound(threading.Thread):
         path.poll()
         for forsaken in [one for one in self._jobs if not one.departure.session.is_open]:
             path.forsake(forsaken)  # its owner is waiting for its blocks
-        job = self._book.take(self._limit_blocks, self._clock()) if path.is_free else None
+        job = self._book.take(self._limit_blocks(path), self._clock()) if path.is_free else None
         if job is not None:
             self._post(path, job)
         return self.writer.advance(channel)
+
+    def _limit_blocks(self, path: SendPath) -> int:
+        assert self._line is not None
+        agreed, own = self._line.chunk_bytes, path.chunk_bytes
+        return blocks_per_chunk(self.block_bytes, agreed if own is None else min(agreed, own))
 
     def _post(self, path: SendPath, job: Job) -> None:
         self._jobs.append(job)

@@ -110,12 +110,15 @@ class StreamSender:
         if found is None:  # it has ended, and its owner has been told or is being told
             return
         outbound, size = found
-        for index, source in blocks:
-            if not 0 <= index < size:
-                raise InvalidRequest("blocks", f"grant index {index}", f"0..{size - 1}")
-            if not 0 <= source < self._num_blocks:
-                raise InvalidRequest("blocks", f"source block {source}", f"0..{self._num_blocks - 1}")
-        lives = self._stamps.lives([source for _, source in blocks])
+        sources = [source for _, source in blocks]
+        for name, numbers, limit in (
+            ("grant index", [index for index, _ in blocks], size),
+            ("source block", sources, self._num_blocks),
+        ):
+            for odd in (min(numbers, default=0), max(numbers, default=0)):
+                if numbers and not 0 <= odd < limit:
+                    raise InvalidRequest("blocks", f"{name} {odd}", f"0..{limit - 1}")
+        lives = self._stamps.lives(sources)
         outbound.post(Push(key, tuple(blocks), lives, is_last))
 
     def abort(self, key: TransferKey) -> None:

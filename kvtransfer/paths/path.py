@@ -67,7 +67,7 @@ class SendPath(Protocol):
 
     @property
     def chunk_bytes(self) -> int | None:
-        """The most that one chunk may have here; None: as much as the receiver agreed to."""
+        """The most that the next chunk may have; None: as much as the receiver agreed to."""
         ...
 
     @property

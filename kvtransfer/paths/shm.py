@@ -33,6 +33,7 @@ SHM: Final = transfer_pb2.TRANSPORT_KIND_SHM
 # so a few chunks must fit into the last-level cache, and each must be worth a system call on both sides.
 CHUNK_BYTES: Final = 4 * 2**20
 WINDOW: Final = 3  # chunks that are announced and not yet copied
+_LEAST_CHUNK_BYTES: Final = CHUNK_BYTES // 2 ** (WINDOW - 1)
 HANDSHAKE_S: Final = 5.0
 _BLOCK_NUMBER_BYTES: Final = 4
 
@@ -41,14 +42,17 @@ _BLOCK_NUMBER_BYTES: Final = 4
 class ShmSend:
     """A chunk's frame is followed by its source blocks' numbers; the receiver gives the slot back once it has read."""
 
-    chunk_bytes = CHUNK_BYTES
-
     def __init__(self) -> None:
         self._free = deque(range(WINDOW))
         self._out: dict[int, Job | None] = {}  # by slot; None: given up meanwhile
 
     def attach(self, link: SendLink) -> None:
         self._link = link
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The less the receiver has to do, the smaller, so that it begins soon."""
+        return _LEAST_CHUNK_BYTES << len(self._out)
 
     @property
     def is_free(self) -> bool:

@@ -16,7 +16,8 @@ from pdserve.v1 import transfer_pb2
 TCP: Final = transfer_pb2.TRANSPORT_KIND_TCP
 
 _ANY_HOST: Final = ("0.0.0.0", "::", "")
-CHUNK_BYTES: Final = 2**20  # larger ones leave the caches before the checksum reads them
+CHUNK_BYTES: Final = 4 * 2**20
+_WAKE_BYTES: Final = 2**20  # fewer are not worth a system call, a lock and a wake
 _SCRATCH_BYTES: Final = 64 * 1024
 
 
@@ -82,12 +83,15 @@ class TcpReceive:
             finally:
                 link.leave(claim)
             if received == 0:
+                link.channel.wake_at(min(left, _WAKE_BYTES))
                 link.channel.wait()
             left -= received
             advance(rest, received)
+        link.channel.wake_at(1)
         link.settle(claim, frame, link.digest(views))
 
     def _discard(self, left: int) -> None:
+        self._link.channel.wake_at(1)
         while left:
             received = self._link.channel.receive([self._scratch[:left]])
             if received == 0:
