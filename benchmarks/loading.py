@@ -134,7 +134,13 @@ def load_once(folder: Path, dtype: str, threads: int) -> None:
     sys.stdin.readline()
     before = memory("VmRSS")
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    weights = load_weights(config, checkpoint, torch.device("cpu"), choose_dtype(dtype, "cpu"), is_int8=dtype == "int8")
+    weights = load_weights(
+        config,
+        checkpoint,
+        torch.device("cpu"),
+        choose_dtype(dtype, "cpu"),
+        rounding="int8" if dtype == "int8" else "none",
+    )
     load_s = time.perf_counter() - began_s
     cpu_s = time.process_time() - began_cpu_s
     result = {"load_s": load_s, "cpu_s": cpu_s, "peak": memory("VmHWM") - before, "final": memory("VmRSS") - before}

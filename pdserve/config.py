@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from pdserve.core.errors import ConfigError
 
 TRANSPORTS: Final = ("auto", "shm", "tcp", "nccl", "cuda_ipc", "nixl")
-DTYPES: Final = ("auto", "float32", "bfloat16", "int8")
+DTYPES: Final = ("auto", "float32", "bfloat16", "int8", "fp8")
 LOADS: Final = ("auto", "dummy")
 KV_DTYPES: Final = ("auto", "int8", "fp8")
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -47,7 +47,9 @@ class WorkerConfig:
     cluster: str = _doc("name that keeps clusters on one Redis apart", "default")
     transport: str = _doc("how KV travels: " + ", ".join(TRANSPORTS), "auto")
     device: str = _doc("auto, cpu or cuda", "auto")
-    dtype: str = _doc("auto (float32 on CPU, bfloat16 on CUDA), float32, bfloat16, or int8 weights on a CPU", "auto")
+    dtype: str = _doc(
+        "auto (float32 on CPU, bfloat16 on CUDA), float32, bfloat16, int8 weights on a CPU, fp8 on CUDA", "auto"
+    )
     tensor_parallel: int = _doc("ranks that hold the model together, one process and one GPU each", 1)
     cuda_graphs: bool = _doc("decode steps on CUDA are captured once and replayed", True)
     deterministic: bool = _doc("logits have the same bits whatever the batch; a CPU with float32 or int8", False)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.invariant import stable
-from pdserve.engine.linear import Linear, is_repacked, make_linear
+from pdserve.engine.linear import Linear, Rounding, is_repacked, make_linear, rounding_for
 from pdserve.engine.load_threads import load_threads
 from pdserve.engine.parameters import Weights, build_weights
 from pdserve.engine.scratch import Scratch
@@ -33,13 +33,13 @@ def dummy_weights(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    is_int8: bool = False,
+    rounding: Rounding = "none",
     is_deterministic: bool = False,
     num_threads: int = 0,
     shard: Shard = WHOLE,
 ) -> Weights:
     """`num_threads` 0: as many as torch computes with. Ranks hold parts of the weights that one alone would have."""
-    source = DummySource(device, dtype, is_int8=is_int8, shard=shard)
+    source = DummySource(device, dtype, rounding=rounding, shard=shard)
     with load_threads(num_threads) as threads:
         return build_weights(config, stable(source, is_deterministic=is_deterministic, shard=shard), threads)
 
@@ -58,12 +58,12 @@ def dummy_hash(folder: Path, *choices: str) -> str:
 class DummySource:
     """Gives the same to whichever thread asks."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, is_int8: bool, shard: Shard = WHOLE) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, rounding: Rounding, shard: Shard = WHOLE) -> None:
         self._shard = shard
         self._device = device
         self._dtype = dtype
-        self._is_int8 = is_int8
-        self._is_scratch = device.type != "cpu" or is_repacked(device, dtype, is_int8=is_int8)
+        self._rounding = rounding
+        self._is_scratch = device.type != "cpu" or is_repacked(device, dtype, rounding)
         self._scratches = threading.local()
 
     def vector(self, name: str, size: int) -> Tensor:
@@ -98,10 +98,13 @@ class DummySource:
             weight_NK = _rows(weight_NK, list(parts.values()), spans)[:, first:last].contiguous()
             if bias_N is not None:
                 bias_N = _rows(bias_N, list(parts.values()), spans) if self._shard.has_bias(cut) else None
-        return make_linear(weight_NK.to(self._device), bias_N, is_int8=self._is_int8)
+        rounding = rounding_for(self._rounding, is_head="lm_head" in parts)
+        if not is_repacked(self._device, self._dtype, rounding) and self._device.type == "cpu" and self._is_scratch:
+            weight_NK = weight_NK.clone()
+        return make_linear(weight_NK.to(self._device), bias_N, rounding)
 
     def product(self, table_NK: Tensor) -> Linear:
-        return make_linear(table_NK, is_int8=self._is_int8)
+        return make_linear(table_NK, None, rounding_for(self._rounding, is_head=True))
 
     def exact_product(self, table_NK: Tensor) -> Linear:
         return make_linear(table_NK.float())

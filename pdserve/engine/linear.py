@@ -3,6 +3,7 @@
 plain    any device and dtype, as the checkpoint has it.
 packed   float32 on a CPU: oneDNN's blocked layout, made at load. Against the plain layout 2 to 4 times at 4 to 32
          rows, where decode lives; the plain copy is given back.
+fp8      CUDA from compute capability 8.9 on: see fp8.py.
 int8     a CPU with VNNI: weights rounded per output channel, activations per token, sums in int32.
 
         w[n, k] ~ q_w[n, k] * s_w[n]          s_w[n] = max_k |w[n, k]| / 127
@@ -17,13 +18,16 @@ A token's scale comes from itself alone, so company never moves another row's re
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Protocol, final
+from typing import Final, Literal, Protocol, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.engine.fp8 import make_fp8_linear
 from pdserve.engine.kernels import jit, rows
+
+Rounding = Literal["none", "int8", "fp8"]  # of weights, beside what the checkpoint did
 
 _LEAST_ROWS: Final = 4  # oneDNN reads packed weights faster for four rows than for one, two or three
 _HINT_ROWS: Final = 32  # the layout that it picks is the same for 4 to 32 rows
@@ -39,16 +43,26 @@ class Linear(Protocol):
     def __call__(self, x_TK: Tensor) -> Tensor: ...
 
 
-def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None, *, is_int8: bool = False) -> Linear:
+def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None, rounding: Rounding = "none") -> Linear:
     """The fastest form for where the weight lies; the caller lets go of `weight_NK`."""
-    if not is_repacked(weight_NK.device, weight_NK.dtype, is_int8=is_int8):
+    if rounding == "fp8":
+        return make_fp8_linear(weight_NK, bias_N) or PlainLinear(weight_NK.clone(), bias_N)
+    if not is_repacked(weight_NK.device, weight_NK.dtype, rounding):
         return PlainLinear(weight_NK, bias_N)
-    return Int8Linear(*round_weights(weight_NK), bias_N) if is_int8 else PackedLinear(weight_NK, bias_N)
+    return Int8Linear(*round_weights(weight_NK), bias_N) if rounding == "int8" else PackedLinear(weight_NK, bias_N)
 
 
-def is_repacked(device: torch.device, dtype: torch.dtype, *, is_int8: bool) -> bool:
+def is_repacked(device: torch.device, dtype: torch.dtype, rounding: Rounding) -> bool:
     """Whether `make_linear` keeps another form of the weight, so that its memory is free at once."""
-    return device.type == "cpu" and (is_int8 or (dtype == torch.float32 and torch.backends.mkldnn.is_available()))
+    if rounding == "fp8":
+        return True
+    is_packed = dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return device.type == "cpu" and (rounding == "int8" or is_packed)
+
+
+def rounding_for(rounding: Rounding, *, is_head: bool) -> Rounding:
+    """fp8 leaves the output head alone: its error would go straight to the logits."""
+    return "none" if rounding == "fp8" and is_head else rounding
 
 
 @final

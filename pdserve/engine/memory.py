@@ -9,6 +9,7 @@ import torch
 
 from pdserve.core.errors import ConfigError
 from pdserve.engine.config import ModelConfig
+from pdserve.engine.linear import Rounding
 from pdserve.engine.needs import Needs
 from pdserve.engine.parameters import build_weights
 from pdserve.engine.sharding import WHOLE, Shard
@@ -18,11 +19,11 @@ _PROC: Final = Path("/proc/meminfo")
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, is_int8: bool, shard: Shard = WHOLE) -> int:
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, rounding: Rounding, shard: Shard = WHOLE) -> int:
     """What a rank's part of the loaded model takes, at most."""
     needs = Needs(config.quantisation, shard)
     build_weights(config, needs)
-    item_bytes = 1 if is_int8 else dtype.itemsize
+    item_bytes = dtype.itemsize if rounding == "none" else 1
     return needs.num_matrix_weights * item_bytes + needs.num_table_weights * dtype.itemsize
 
 

@@ -20,7 +20,7 @@ from pdserve.engine.dummy import dummy_hash, dummy_weights
 from pdserve.engine.grammars import open_grammars
 from pdserve.engine.interface import Engine, EngineSpec
 from pdserve.engine.kernels import jit
-from pdserve.engine.linear import weight_levels
+from pdserve.engine.linear import Rounding, weight_levels
 from pdserve.engine.memory import available_bytes, check_fits, weight_bytes
 from pdserve.engine.model import Decoder
 from pdserve.engine.ops import Ops
@@ -78,7 +78,7 @@ def open_rank(config: WorkerConfig, progress: Progress | None, shard: Shard, ran
     name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, *choices)
     shape = block_shape(config, rank_model, dtype)
     spec = make_spec(config, model_config, dtype, shape, name)
-    num_bytes = weight_bytes(model_config, dtype, is_int8=config.dtype == "int8", shard=shard)
+    num_bytes = weight_bytes(model_config, dtype, rounding=rounding_of(config), shard=shard)
     num_together = 1 if device.type == "cuda" else shard.size  # ranks of a host share its memory
     check_fits(num_bytes * num_together, spec.num_blocks * spec.block_bytes * num_together, available_bytes(device))
     load_began_s = time.monotonic()
@@ -118,12 +118,12 @@ def load(
     shard: Shard = WHOLE,
 ) -> Weights:
     """From the checkpoint, or made up where there is none."""
-    is_int8, is_deterministic = config.dtype == "int8", config.deterministic
+    rounding, is_deterministic = rounding_of(config), config.deterministic
     if checkpoint is None:
-        return dummy_weights(model, device, dtype, is_int8=is_int8, is_deterministic=is_deterministic, shard=shard)
+        return dummy_weights(model, device, dtype, rounding=rounding, is_deterministic=is_deterministic, shard=shard)
     progress = progress or loading_line(config.worker_id)
     return load_weights(
-        model, checkpoint, device, dtype, progress, is_int8=is_int8, is_deterministic=is_deterministic, shard=shard
+        model, checkpoint, device, dtype, progress, rounding=rounding, is_deterministic=is_deterministic, shard=shard
     )
 
 
@@ -134,6 +134,10 @@ def device_ops(device: torch.device) -> Ops:
 
         return gpu_ops
     return ops
+
+
+def rounding_of(config: WorkerConfig) -> Rounding:
+    return config.dtype if config.dtype in ("int8", "fp8") else "none"  # type: ignore[return-value]
 
 
 def block_shape(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) -> BlockShape:
@@ -163,7 +167,7 @@ def make_spec(
     return EngineSpec(
         model=Path(config.model).resolve().name,
         weights_hash=weights_hash,
-        dtype="int8" if config.dtype == "int8" else str(dtype).removeprefix("torch."),
+        dtype=config.dtype if config.dtype in ("int8", "fp8") else str(dtype).removeprefix("torch."),
         layout=shape.layout,
         vocab_size=model.vocab_size,
         max_context_tokens=min(config.max_context_tokens or model.max_context_tokens, num_blocks * config.block_size),
@@ -196,6 +200,11 @@ def choose_dtype(name: str, device_name: str) -> torch.dtype:
         if choose_device(device_name).type != "cpu":
             raise ConfigError("dtype", name, "float32 or bfloat16 on CUDA; int8 products are for CPUs")
         name = "float32"  # what is not a weight: activations between products, norms, KV
+    if name == "fp8":
+        device = choose_device(device_name)
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+            raise ConfigError("dtype", name, "int8 on a CPU; fp8 products need CUDA of compute capability 8.9")
+        name = "bfloat16"
     if name == "auto":
         name = "bfloat16" if choose_device(device_name).type == "cuda" else "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -16,7 +16,7 @@ from pdserve.engine.config import ModelConfig
 from pdserve.engine.fused_experts import split_experts
 from pdserve.engine.invariant import stable
 from pdserve.engine.kernels.rows import LEVELS
-from pdserve.engine.linear import Int8Linear, Linear, is_repacked, make_linear, weight_levels
+from pdserve.engine.linear import Int8Linear, Linear, Rounding, is_repacked, make_linear, rounding_for, weight_levels
 from pdserve.engine.load_threads import load_threads
 from pdserve.engine.needs import Needs
 from pdserve.engine.parameters import Weights, build_weights
@@ -45,7 +45,7 @@ def load_weights(
     dtype: torch.dtype,
     progress: Progress | None = None,
     *,
-    is_int8: bool = False,
+    rounding: Rounding = "none",
     is_deterministic: bool = False,
     shard: Shard = WHOLE,
 ) -> Weights:
@@ -62,7 +62,7 @@ def load_weights(
     parts = needs.cut(stored)
     with Reader(list(parts.values())) as reader, load_threads() as threads:
         source = CheckpointSource(
-            parts, reader, config.quantisation, device, dtype, progress, is_int8=is_int8, shard=shard
+            parts, reader, config.quantisation, device, dtype, progress, rounding=rounding, shard=shard
         )
         return build_weights(config, stable(source, is_deterministic=is_deterministic, shard=shard), threads)
 
@@ -88,7 +88,7 @@ class CheckpointSource:
         dtype: torch.dtype,
         progress: Progress | None,
         *,
-        is_int8: bool,
+        rounding: Rounding,
         shard: Shard = WHOLE,
     ) -> None:
         self._shard = shard
@@ -98,8 +98,7 @@ class CheckpointSource:
         self._device = device
         self._dtype = dtype
         self._progress = progress
-        self._is_int8 = is_int8
-        self._is_repacked = is_repacked(device, dtype, is_int8=is_int8)
+        self._rounding = rounding
         self._scratches = _Scratches()
         self._counting = threading.Lock()
         self._num_read_bytes = 0
@@ -124,9 +123,10 @@ class CheckpointSource:
         first, last = self._shard.inputs(num_inputs, cut)
         num_inputs, has_bias = last - first, has_bias and self._shard.has_bias(cut)
         schemes = {module: self._quantisation.scheme(module) for module in parts}
-        if self._is_int8 and all(_is_kept(scheme) for scheme in schemes.values()):
+        if self._rounding == "int8" and all(_is_kept(scheme) for scheme in schemes.values()):
             return self._kept_matrix(parts, schemes, num_inputs, has_bias)
-        weight_NK = self._place(sum(parts.values()), num_inputs)
+        rounding = rounding_for(self._rounding, is_head="lm_head" in parts)
+        weight_NK = self._place(sum(parts.values()), num_inputs, rounding)
         biases = []
         for (module, scheme), part_NK in zip(schemes.items(), weight_NK.split(list(parts.values())), strict=True):
             if scheme is None:
@@ -136,12 +136,13 @@ class CheckpointSource:
                 quantised.dequantise(stored_NK, self._read_scale(f"{module}.{scheme.scale_name}"), scheme, part_NK)
             if has_bias:
                 biases.append(self._bias(module, part_NK.shape[0]))
-        return make_linear(weight_NK, torch.cat(biases) if has_bias else None, is_int8=self._is_int8)
+        return make_linear(weight_NK.to(self._device), torch.cat(biases) if has_bias else None, rounding)
 
     def product(self, table_NK: Tensor) -> Linear:
+        rounding = rounding_for(self._rounding, is_head=True)
         if table_NK.dtype != self._dtype:
-            table_NK = self._place(*table_NK.shape).copy_(table_NK)
-        return make_linear(table_NK, is_int8=self._is_int8)
+            table_NK = self._place(table_NK.shape[0], table_NK.shape[1], rounding).copy_(table_NK)
+        return make_linear(table_NK.to(self._device), None, rounding)
 
     def exact_product(self, table_NK: Tensor) -> Linear:
         return make_linear(table_NK.float())
@@ -161,9 +162,9 @@ class CheckpointSource:
                 biases.append(self._bias(module, part_NK.shape[0]))
         return Int8Linear(rounded_NK, torch.cat(scales), torch.cat(biases) if has_bias else None)
 
-    def _place(self, num_rows: int, num_columns: int) -> Tensor:
+    def _place(self, num_rows: int, num_columns: int, rounding: Rounding) -> Tensor:
         """Where a matrix stands before `make_linear`: in memory of its own where that is its final form."""
-        if self._is_repacked:
+        if is_repacked(self._device, self._dtype, rounding):
             return self._scratches.wide.take_matrix(num_rows, num_columns, self._dtype)
         return torch.empty((num_rows, num_columns), device=self._device, dtype=self._dtype)
 

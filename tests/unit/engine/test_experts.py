@@ -21,7 +21,7 @@ from pdserve.engine.families import ExpertNames
 from pdserve.engine.fused_experts import split_experts
 from pdserve.engine.interface import Engine, Row
 from pdserve.engine.layers_config import ExpertsConfig
-from pdserve.engine.linear import PlainLinear, make_linear
+from pdserve.engine.linear import PlainLinear, Rounding, make_linear
 from pdserve.engine.parameters import ExpertWeights, MlpWeights
 from pdserve.engine.safetensors_file import open_checkpoint
 from pdserve.engine.weights import load_weights
@@ -39,12 +39,14 @@ def matrices() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(6, 32), torch.randn(6, 48, 32), torch.randn(6, 32, 24)
 
 
-def weights_of(matrices: tuple[Tensor, Tensor, Tensor], *, is_int8: bool = False) -> ExpertWeights:
+def weights_of(matrices: tuple[Tensor, Tensor, Tensor], rounding: Rounding = "none") -> ExpertWeights:
     router_XE, gate_up, down = matrices
     return ExpertWeights(
         router=make_linear(router_XE),
         experts=tuple(
-            MlpWeights(gate_up=make_linear(a.clone(), is_int8=is_int8), down=make_linear(b.clone(), is_int8=is_int8))
+            MlpWeights(
+                gate_up=make_linear(a.clone(), rounding=rounding), down=make_linear(b.clone(), rounding=rounding)
+            )
             for a, b in zip(gate_up, down, strict=True)
         ),
     )
@@ -104,7 +106,7 @@ def test_the_router_decides_in_float32_whatever_the_tokens_are() -> None:
 def test_experts_in_int8_stay_close(matrices: tuple[Tensor, Tensor, Tensor]) -> None:
     x_TE = torch.randn(50, 32)
     exact, rounded = (
-        apply_experts(CONFIG, weights_of(matrices, is_int8=is_int8), ops.silu_mul, x_TE) for is_int8 in (False, True)
+        apply_experts(CONFIG, weights_of(matrices, rounding), ops.silu_mul, x_TE) for rounding in ("none", "int8")
     )
     assert (exact - rounded).norm() < 0.03 * exact.norm()
 

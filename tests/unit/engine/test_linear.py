@@ -13,6 +13,7 @@ from pdserve.engine.linear import (
     Int8Linear,
     PackedLinear,
     PlainLinear,
+    Rounding,
     make_invariant,
     make_linear,
     round_weights,
@@ -96,17 +97,17 @@ def test_the_form_follows_the_weight() -> None:
     weight, _ = tensors(64, 64, has_bias=False)
     assert isinstance(make_linear(weight), PackedLinear)
     assert isinstance(make_linear(weight.bfloat16()), PlainLinear)
-    assert isinstance(make_linear(weight.bfloat16(), is_int8=True), Int8Linear)
+    assert isinstance(make_linear(weight.bfloat16(), rounding="int8"), Int8Linear)
     x = torch.randn(3, 64).bfloat16()
     assert torch.equal(make_linear(weight.bfloat16())(x), F.linear(x, weight.bfloat16()))
 
 
-@pytest.mark.parametrize("is_int8", [False, True])
-def test_packed_and_int8_rows_have_the_same_bits_in_any_number(is_int8: bool) -> None:
+@pytest.mark.parametrize("rounding", ["none", "int8"])
+def test_packed_and_int8_rows_have_the_same_bits_in_any_number(rounding: Rounding) -> None:
     """What the deterministic mode is cheap by; where a CPU's kernels differ, `make_invariant` pays for it."""
     for num_inputs, num_outputs in SHAPES:
         weight, bias = tensors(num_inputs, num_outputs, has_bias=True)
-        linear = make_invariant(make_linear(weight, bias, is_int8=is_int8), num_inputs)
+        linear = make_invariant(make_linear(weight, bias, rounding=rounding), num_inputs)
         x = torch.randn(300, num_inputs)
         whole = linear(x)
         for rows in (1, 4, 6, 31, 63, 64, 65, 200):

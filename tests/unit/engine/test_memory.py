@@ -18,9 +18,9 @@ from pdserve.engine.memory import available_bytes, cgroup_bytes, check_fits, hos
 def test_the_estimate_counts_every_matrix(tiny: Callable[[str], Path]) -> None:
     config = read_config(tiny("llama"))
     layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96
-    assert weight_bytes(config, torch.float32, is_int8=False) == 4 * (3 * layer + 2 * 384 * 64)
-    assert weight_bytes(config, torch.bfloat16, is_int8=False) == 2 * (3 * layer + 2 * 384 * 64)
-    assert weight_bytes(config, torch.float32, is_int8=True) == 3 * layer + 384 * 64 + 4 * 384 * 64
+    assert weight_bytes(config, torch.float32, rounding="none") == 4 * (3 * layer + 2 * 384 * 64)
+    assert weight_bytes(config, torch.bfloat16, rounding="none") == 2 * (3 * layer + 2 * 384 * 64)
+    assert weight_bytes(config, torch.float32, rounding="int8") == 3 * layer + 384 * 64 + 4 * 384 * 64
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers() -> None:

@@ -156,7 +156,7 @@ def test_int8_keeps_the_checkpoints_own_integers(folder: Path, monkeypatch: pyte
         prepare(self, rounded, scale, bias)
 
     monkeypatch.setattr(Int8Linear, "__init__", noting)
-    load(folder, is_int8=True)
+    load(folder, rounding="int8")
     stored = load_file(folder / "model.safetensors")
     if torch.cpu._is_vnni_supported():
         at = "model.layers.1.self_attn."

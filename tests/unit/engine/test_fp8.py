@@ -1,0 +1,76 @@
+"""Products of eight-bit floats: near to the exact ones, rows independent, odd shapes left plain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.config import WorkerConfig
+from pdserve.core.errors import ConfigError
+from pdserve.engine.config import read_config
+from pdserve.engine.dummy import dummy_weights
+from pdserve.engine.fp8 import MOST, Fp8Linear, make_fp8_linear, round_rows
+from pdserve.engine.linear import PlainLinear, make_linear
+from pdserve.engine.opening import choose_dtype
+from pdserve.engine.safetensors_file import open_checkpoint
+from pdserve.engine.weights import load_weights
+
+CPU = torch.device("cpu")
+MANTISSA = 2.0**-4  # half a step of e4m3, relative
+
+
+def test_rounding_is_off_by_half_a_step_at_most() -> None:
+    torch.manual_seed(1)
+    x = torch.randn(9, 160) * torch.logspace(-20, 20, 9)[:, None]
+    x[4] = 0.0
+    rounded, scale = round_rows(x)
+    back = rounded.float() * scale
+    assert rounded.float().abs().max() <= MOST
+    # Relative to the value, or below the normal numbers to the step of the smallest ones.
+    assert ((back - x).abs() <= MANTISSA * x.abs() + 2.0**-9 * scale).all()
+    assert (back[4] == 0).all()
+
+
+def test_products_are_near_the_exact_ones_and_rows_do_not_depend_on_company() -> None:
+    torch.manual_seed(2)
+    weight, bias, x = torch.randn(48, 64), torch.randn(48), torch.randn(7, 64)
+    linear = make_linear(weight.bfloat16(), bias.bfloat16(), "fp8")
+    assert isinstance(linear, Fp8Linear)
+    out = linear(x.bfloat16())
+    assert out.dtype == torch.bfloat16
+    exact = x @ weight.T + bias
+    # Each of 64 products is off by a sixteenth or so of itself, independently.
+    assert (out.float() - exact).abs().max() < 6 * 2 * MANTISSA / 3**0.5 * 64**0.5
+    assert torch.nn.functional.cosine_similarity(out.float().flatten(), exact.flatten(), dim=0) > 0.998
+    assert torch.equal(linear(x[3:4].bfloat16()), out[3:4])
+
+
+def test_shapes_that_the_matrix_units_refuse_stay_plain() -> None:
+    assert make_fp8_linear(torch.randn(24, 64), None) is None
+    assert make_fp8_linear(torch.randn(32, 40), None) is None
+    assert isinstance(make_linear(torch.randn(24, 64), None, "fp8"), PlainLinear)
+
+
+def test_a_loaded_model_has_fp8_layers_and_a_plain_head(tiny: Callable[[str], Path]) -> None:
+    folder = tiny("llama")
+    config = read_config(folder)
+    weights = load_weights(config, open_checkpoint(folder), CPU, torch.bfloat16, rounding="fp8")
+    made_up = dummy_weights(config, CPU, torch.bfloat16, rounding="fp8")
+    exact = load_weights(config, open_checkpoint(folder), CPU, torch.bfloat16)
+    x = torch.randn(5, 64).bfloat16()
+    for one in (weights, made_up):
+        assert isinstance(one.head, PlainLinear)
+        assert all(isinstance(layer.qkv, Fp8Linear) and isinstance(layer.o, Fp8Linear) for layer in one.layers)
+    assert torch.equal(weights.head(x), exact.head(x)), "its memory is its own"
+    for mine, theirs in zip(weights.layers, exact.layers, strict=True):
+        out, expected = mine.qkv(x).float(), theirs.qkv(x).float()
+        assert (out - expected).norm() < 0.05 * expected.norm()
+
+
+def test_fp8_needs_a_gpu_that_has_it() -> None:
+    with pytest.raises(ConfigError, match="int8 on a CPU"):
+        choose_dtype("fp8", "cpu")
+    assert WorkerConfig(model="m", worker_id="w", dtype="fp8").dtype == "fp8"
