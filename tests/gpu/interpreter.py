@@ -28,8 +28,10 @@ def prepare() -> torch.device:
         raise RuntimeError(
             f"{early[0]} was imported before the interpreter was chosen: its tests belong in unit/engine/gpu"
         )
-    for name in [name for name in sys.modules if name == "triton" or name.startswith("triton.")]:
-        del sys.modules[name]  # triton's own functions have to be interpreted as well
+    # triton's own functions have to be interpreted as well; transformers' models import triton early. Its compiled
+    # part cannot be loaded twice, and has nothing to interpret.
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton" and not name.startswith("triton._C")]:
+        del sys.modules[name]
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
