@@ -143,6 +143,10 @@ def timeline(done: Completion) -> str:
     lines = [f"  {bar.name:<9}{milliseconds(bar.took_s)}  {draw(bar, times.total_s)}" for bar in bars]
     where = f"{times.prefill_worker} → {times.decode_worker}" if times.path == "remote" else times.decode_worker
     moved = f", {times.transfer_bytes / 1024:.0f} KiB of KV moved" if times.transfer_bytes else ""
+    if times.transfer_saved_bytes:
+        moved += f", {times.transfer_saved_bytes / 1024:.0f} KiB were there"
+    if times.transfer_exposed_s:
+        moved += f", all of it {times.transfer_exposed_s * 1e3:.1f} ms after the prompt was read"
     rate = f"{1 / times.tpot_s:.0f} tokens/s" if times.tpot_s > 0 else "one token"
     lines.append(
         dim(
