@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.overlap_message import message_s
 from benchmarks.overlap_work import Pairs, Seen, write_shape
 from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostPrior
@@ -33,6 +34,10 @@ LONG = (2048, 4096, 8000)
 NUM_LAYERS = 8
 WITHIN = 0.2  # of the predicted gain
 WORSE = 0.05  # that a short prompt's second token may come later before it counts as worse: the machine's own noise
+HEAD = (
+    f"{'link':<12}{'tokens':>7}{'MB':>7}  {'plan':<9}{'gap: end':>9}{'auto':>8}{'gained':>8}{'model':>8}"
+    f"{'hidden':>8}  {'second: end':>11}{'auto':>8}{'ratio':>7}  bar"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +132,6 @@ def measure(link: str, pairs: Pairs, lengths: Sequence[int], rounds: int, num_la
 
 
 def show(rows: Sequence[Row]) -> None:
-    print(
-        f"{'link':<12}{'tokens':>7}{'MB':>7}  {'plan':<9}{'gap: end':>9}{'auto':>8}{'gained':>8}{'model':>8}"
-        f"{'hidden':>8}  {'second: end':>11}{'auto':>8}{'ratio':>7}  bar"
-    )
     for row in rows:
         plan = f"{row.plan.name}{f' {row.plan.groups}' if row.plan.groups > 1 else ''}"
         hidden = max(0.0, 1.0 - row.auto.exposed_s / row.auto.busy_s) if row.auto.busy_s else 0.0
@@ -138,7 +139,8 @@ def show(rows: Sequence[Row]) -> None:
             f"{row.link:<12}{row.num_tokens:>7}{row.end.num_bytes / 1e6:>7.1f}  {plan:<9}{row.end.gap_s:>9.3f}"
             f"{row.auto.gap_s:>8.3f}{row.gained_s:>8.3f}{row.predicted_s:>8.3f}{hidden:>8.0%}  "
             f"{row.end.second_s:>11.3f}{row.auto.second_s:>8.3f}{row.auto.second_s / row.end.second_s:>7.2f}  "
-            f"{row.verdict}"
+            f"{row.verdict}",
+            flush=True,
         )
 
 
@@ -154,7 +156,9 @@ def main() -> None:
     if options.quick:
         options.rounds, options.links, options.tokens = 2, ["tcp, slow"], [128, 2048]
     print(f"{platform.machine()}, Python {platform.python_version()}; seconds, medians of {options.rounds} rounds")
-    rows: list[Row] = []
+    for transport in dict.fromkeys(link.split(",")[0] for link in options.links):
+        print(f"one more part over {transport}: {message_s(transport) * 1e6:.0f} us of CPU on both ends together")
+    print(HEAD, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or write_shape(Path(folder))
         blocks = max(options.tokens) // BLOCK + 8
@@ -163,10 +167,10 @@ def main() -> None:
             rate = options.slow_mb_s * 1e6 if "slow" in link else 0.0
             pairs = Pairs(model, link.split(",")[0], rate, ["end", "auto"], flags)
             try:
-                rows += measure(link, pairs, options.tokens, options.rounds, num_layers=1)
+                rows = measure(link, pairs, options.tokens, options.rounds, num_layers=1)
             finally:
                 pairs.close()
-    show(rows)
+            show(rows)
 
 
 if __name__ == "__main__":

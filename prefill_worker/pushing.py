@@ -21,7 +21,7 @@ from pdserve.core.fit import Fit
 from pdserve.core.latency import TYPICAL_TRANSFER_BYTES, CostPrior, LinkModel
 from pdserve.core.overlap import grouped_s
 
-MESSAGE_S: Final = 2e-4  # both ends' handling of one more part; benchmarks/overlap.py measures it
+MESSAGE_S: Final = 1e-4  # both ends' handling of one more part; benchmarks/overlap.py measures it
 MARGIN: Final = 0.1  # of what sending at the end exposes: less than that is no gain that anybody could see
 MOST_GROUPS: Final = 8
 REVISIT: Final = 32  # of so many prompts that would leave at the end, one leaves early: what it steals may have changed
