@@ -43,6 +43,11 @@ class Cluster:
         os.kill(pid, signal.SIGKILL)
         return pid
 
+    def kill_busiest(self) -> int:
+        """The decode worker with the most requests: whichever the router has chosen to fill."""
+        decode = [w for w in self.client.topology().of_role("decode") if w.is_connected]
+        return self.kill(max(decode, key=lambda worker: worker.running).worker_id)
+
     def wait_until_idle(self, within_s: float = 10.0) -> None:
         """As `rest`; the last lines of the cluster's log stand in the error."""
         try:

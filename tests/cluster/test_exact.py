@@ -83,7 +83,7 @@ def test_seeds_hold_through_preemption_and_a_death_in_mid_stream(tmp_path: Path)
         assert [one.token_ids for one in done] == expected
         assert sum(scrape(port + i, "pdserve_preemptions_total") for i in (1, 2)) > 0
         assert sum(scrape(port + i, "pdserve_draft_tokens_total") for i in (1, 2)) > 0
-        done = generate_all(narrow, texts, **options, meanwhile=lambda: narrow.kill("d1"))
+        done = generate_all(narrow, texts, **options, meanwhile=narrow.kill_busiest)
         assert [one.token_ids for one in done] == expected
         assert max(one.timings.attempts for one in done) > 1, "nobody was on the killed worker"
         narrow.wait_until_idle(within_s=60)

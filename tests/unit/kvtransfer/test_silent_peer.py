@@ -23,7 +23,8 @@ from tests.unit.kvtransfer.harness import Heard
 
 SEED = 9
 SHAPE = "bundled"  # blocks of 96 KiB: a few transfers fill every buffer on the way
-CALM = [number for number in range(1, 800) if case_of(SEED, number).fault is None]
+START_S = 60.0  # of a process, on a machine that is busy with others
+CALM = [n for n in range(1, 4000) if (case := case_of(SEED, n)).fault is None and case.deadline_s > 1.3]
 
 
 class Peer:
@@ -41,7 +42,7 @@ class Peer:
 
     def hear(self, word: str, number: int | None = None) -> tuple[Any, ...]:
         """The first news of that kind."""
-        while self.driver.poll(20):
+        while self.driver.poll(START_S):
             for news in self.driver.recv():
                 if news[0] == word and number in (None, news[1]):
                     return tuple(news)
