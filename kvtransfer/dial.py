@@ -13,7 +13,7 @@ import grpc
 
 from kvtransfer import checksum
 from kvtransfer.disturbance import Disturbance
-from kvtransfer.frames import TICKET_BYTES, greeting
+from kvtransfer.frames import MAX_TEXT_BYTES, TICKET_BYTES, decode_text, greeting
 from kvtransfer.gate import CHECKSUM_OF, CHECKSUMS
 from kvtransfer.grants import fingerprint_to_proto
 from kvtransfer.host import host_id
@@ -48,6 +48,7 @@ class Line:
     socket: socket.socket
     path: SendPath
     transport: str
+    reason: str  # for this transport
     checksum: checksum.Checksum
     chunk_bytes: int
 
@@ -67,6 +68,7 @@ def dial(caller: Caller, endpoint: str, incarnation: str) -> Line:
             raise TransferFailed(f"{endpoint} has restarted since it granted this transfer")
         try:
             line = _connect(caller, answer, endpoint, ends_s)
+            line = dataclasses.replace(line, reason="; ".join([*said, line.reason]))
             if caller.disturbance is None:
                 return line
             return dataclasses.replace(line, socket=caller.disturbance.between(line.socket, line.path))
@@ -111,7 +113,8 @@ def _connect(caller: Caller, answer: transfer_pb2.OpenResponse, endpoint: str, e
     sock = transport.dial(answer.address, endpoint, max(0.1, ends_s - time.monotonic()))
     try:
         sock.sendall(greeting(answer.ticket))
-        return Line(sock, transport.sender(sock, caller.pool), transport.name, kind, answer.chunk_bytes)
+        reason = decode_text(answer.transport_reason.encode()[:MAX_TEXT_BYTES])
+        return Line(sock, transport.sender(sock, caller.pool), transport.name, reason, kind, answer.chunk_bytes)
     except BaseException:
         sock.close()
         raise

@@ -15,7 +15,7 @@ from typing import Final
 from kvtransfer.checksum import Checksum
 from kvtransfer.frames import TICKET_BYTES
 from kvtransfer.grants import compare, fingerprint_from_proto
-from kvtransfer.paths.registry import TRANSPORTS, names_of
+from kvtransfer.paths.registry import TRANSPORTS, name_of, names_of
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Fingerprint
 from pdserve.core.errors import ConfigError, Overloaded
@@ -38,6 +38,7 @@ class Peer:
     sender_id: str
     incarnation: str
     transport: int
+    transport_reason: str
     checksum: Checksum
 
 
@@ -76,6 +77,7 @@ class Gate:
             receiver_incarnation=self._incarnation,
             checksum=transfer_pb2.ChecksumKind.Name(CHECKSUMS[peer.checksum]),
             chunk_bytes=self._chunk_bytes,
+            transport_reason=peer.transport_reason,
         )
 
     def admit(self, ticket: bytes, transport: int) -> Peer | None:
@@ -100,13 +102,21 @@ class Gate:
             seen = [transfer_pb2.ChecksumKind.Name(k) for k in request.checksums if k in CHECKSUM_OF]
             expected = " or ".join(one.value for one in self._checksums)
             raise ConfigError("checksums", ", ".join(seen) or "none that is known", expected)
-        return Peer(request.sender_id, request.sender_incarnation, self._transport(request), checksum)
+        transport, reason = self._transport(request)
+        return Peer(request.sender_id, request.sender_incarnation, transport, reason, checksum)
 
-    def _transport(self, request: transfer_pb2.OpenRequest) -> int:
+    def _transport(self, request: transfer_pb2.OpenRequest) -> tuple[int, str]:
+        """The first that the sender asks for and that can be had, and why it is not an earlier one."""
         is_same_host = bool(self._host_id) and request.host_id == self._host_id
+        passed: list[str] = []
         for kind in request.transports:
-            if kind in self._addresses and (is_same_host or not TRANSPORTS[kind].is_same_host):
-                return int(kind)
+            if kind not in self._addresses:
+                passed.append(f"the receiver has no {name_of(kind)}")
+            elif TRANSPORTS[kind].is_same_host and not is_same_host:
+                passed.append(f"{name_of(kind)} needs one host")
+            else:
+                plain = "the sender's first choice" if len(request.transports) > 1 else "the sender asks for no other"
+                return int(kind), "; ".join(passed) or plain
         offered = names_of(request.transports) or "none"
         local = [kind for kind in self._addresses if TRANSPORTS[kind].is_same_host]
         where = "" if is_same_host or not local else f" (another host, so not {names_of(local)})"

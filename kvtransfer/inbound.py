@@ -122,6 +122,8 @@ class Inbound(threading.Thread):
         self.checksum = self.peer.checksum
         self._digest = hasher(self.checksum)
         self._path = self._transport.receiver(self)
+        facts = {"sender": self.peer.sender_id, "transport": self._transport.name, "reason": self.peer.transport_reason}
+        log.info("kv connection taken", extra=facts)
         return True
 
     def _serve(self) -> None:

@@ -35,6 +35,15 @@ class Dialled:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How KV travels to one decode worker."""
+
+    endpoint: str
+    transport: str
+    reason: str  # for this transport, as both ends see it
+
+
 Command = Start | Push | Abort | Dialled
 
 
@@ -94,6 +103,14 @@ class Outbound(threading.Thread):
     @property
     def is_over(self) -> bool:
         return self._is_over
+
+    @property
+    def link(self) -> Link | None:
+        """None until it is connected, and once it has ended."""
+        line = self._line
+        if line is None or self._is_over:
+            return None
+        return Link(self._endpoint, line.transport, line.reason)
 
     def stop(self) -> None:
         with self._lock:
@@ -215,7 +232,8 @@ class Outbound(threading.Thread):
         self._channel = Channel(line.socket, self._waker)
         self._digest = hasher(line.checksum)
         line.path.attach(self)
-        log.info("kv connection up", extra={"endpoint": self._endpoint, "transport": line.transport})
+        facts = {"endpoint": self._endpoint, "transport": line.transport, "reason": line.reason}
+        log.info("kv connection up", extra=facts)
         self._act(self._book.linked())
 
     def _act(self, actions: Sequence[Action]) -> None:

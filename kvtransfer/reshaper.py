@@ -22,6 +22,7 @@ from typing import Final, final
 from kvtransfer.commands import OnRead, OnSent
 from kvtransfer.convert import Blocks, pack
 from kvtransfer.memory import flat
+from kvtransfer.outbound import Link
 from kvtransfer.reshape import Window, lane_of, pieces_of, ready_blocks
 from kvtransfer.sender import StreamSender
 from kvtransfer.shape import BlockForm, KvShape
@@ -106,6 +107,10 @@ class Reshaper:
     @property
     def stats(self) -> TransferStats:
         return total([self._own, self._inner.stats])
+
+    @property
+    def links(self) -> list[Link]:
+        return self._inner.links
 
     @property
     def open_keys(self) -> list[TransferKey]:

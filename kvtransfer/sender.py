@@ -13,7 +13,7 @@ from kvtransfer.dial import Caller
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.grants import compare
 from kvtransfer.memory import flat
-from kvtransfer.outbound import Outbound
+from kvtransfer.outbound import Link, Outbound
 from kvtransfer.stats import TransferStats, total
 from kvtransfer.transport import Fingerprint, Grant, Sent, Text, TransferKey
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
@@ -72,6 +72,13 @@ class StreamSender:
     def moved_bytes(self) -> int:
         with self._lock:
             return self._past.moved_bytes + sum(outbound.stats.moved_bytes for outbound in self._pairs.values())
+
+    @property
+    def links(self) -> list[Link]:
+        """The decode workers that are connected."""
+        with self._lock:
+            outbounds = list(self._pairs.values())
+        return [link for link in (outbound.link for outbound in outbounds) if link is not None]
 
     @property
     def open_keys(self) -> list[TransferKey]:

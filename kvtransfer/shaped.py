@@ -8,6 +8,7 @@ from typing import final
 
 from kvtransfer.commands import OnRead, OnSent
 from kvtransfer.dial import Caller
+from kvtransfer.outbound import Link
 from kvtransfer.reshaper import Reshaper
 from kvtransfer.sender import StreamSender
 from kvtransfer.shape import KvShape, check_convertible, is_same_bytes
@@ -39,6 +40,11 @@ class ShapedSender:
     @property
     def stats(self) -> TransferStats:
         return total([self.plain.stats, *(one.stats for one in self.reshapers)])
+
+    @property
+    def links(self) -> list[Link]:
+        """The decode workers that are connected, and how KV travels to each."""
+        return [*self.plain.links, *(link for one in self.reshapers for link in one.links)]
 
     @property
     def moved_bytes(self) -> int:

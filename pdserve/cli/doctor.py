@@ -8,7 +8,6 @@ import importlib.util
 import os
 import platform
 import resource
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,8 +19,7 @@ from pdserve.core.errors import PdserveError
 HELP = "check whether this host can run a cluster"
 Level = Literal["ok", "warn", "fail"]
 _MARKS: Final[dict[Level, str]] = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
-_SHM: Final = Path("/dev/shm")
-_SHM_WANTED_BYTES: Final = 256 * 2**20
+_SHARED_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _FILES_WANTED: Final = 1024
 
 
@@ -113,15 +111,18 @@ def _port(port: int) -> Iterator[Finding]:
 
 
 def _shm() -> Iterator[Finding]:
-    if not _SHM.is_dir() or not os.access(_SHM, os.W_OK):
-        yield Finding("warn", "shm", f"{_SHM} cannot be written", "KV will travel by --transport tcp")
+    from kvtransfer.paths.shm import Shm
+
+    if why_not := Shm().why_not():
+        yield Finding("warn", "shm", why_not, "KV will travel by tcp between workers of this host too")
         return
-    free = shutil.disk_usage(_SHM).free
-    text = f"{free / 2**20:.0f} MiB free in {_SHM}"
-    if free < _SHM_WANTED_BYTES:
-        yield Finding("warn", "shm", text, "enlarge it (docker run --shm-size=1g), or --transport tcp")
-    else:
-        yield Finding("ok", "shm", text)
+    try:
+        setting = _SHARED_HUGE_PAGES.read_text()
+    except OSError:
+        setting = ""
+    # Words as in "always within_size [advise] never": the one in brackets holds.
+    chosen = next((word.strip("[]") for word in setting.split() if word.startswith("[")), "unknown")
+    yield Finding("ok", "shm", f"workers of this host read each other's KV in place; huge pages for it: {chosen}")
 
 
 def _redis() -> Iterator[Finding]:

@@ -80,20 +80,22 @@ class OpenRequest(_message.Message):
     def __init__(self, fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., sender_id: _Optional[str] = ..., sender_incarnation: _Optional[str] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[TransportKind, str]]] = ..., checksums: _Optional[_Iterable[_Union[ChecksumKind, str]]] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
-    __slots__ = ("transport", "address", "ticket", "receiver_incarnation", "checksum", "chunk_bytes")
+    __slots__ = ("transport", "address", "ticket", "receiver_incarnation", "checksum", "chunk_bytes", "transport_reason")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_REASON_FIELD_NUMBER: _ClassVar[int]
     transport: TransportKind
     address: str
     ticket: bytes
     receiver_incarnation: str
     checksum: ChecksumKind
     chunk_bytes: int
-    def __init__(self, transport: _Optional[_Union[TransportKind, str]] = ..., address: _Optional[str] = ..., ticket: _Optional[bytes] = ..., receiver_incarnation: _Optional[str] = ..., checksum: _Optional[_Union[ChecksumKind, str]] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+    transport_reason: str
+    def __init__(self, transport: _Optional[_Union[TransportKind, str]] = ..., address: _Optional[str] = ..., ticket: _Optional[bytes] = ..., receiver_incarnation: _Optional[str] = ..., checksum: _Optional[_Union[ChecksumKind, str]] = ..., chunk_bytes: _Optional[int] = ..., transport_reason: _Optional[str] = ...) -> None: ...
 
 class Extent(_message.Message):
     __slots__ = ("first_block", "num_blocks")

@@ -45,7 +45,7 @@ def test_without_its_ticket_a_connection_is_closed(pair: Pair, first_bytes: byte
     answer = pair.host.open(pair.sender)
     with connect(pair, answer) as sock:
         sock.sendall(first_bytes)
-        line = Line(sock, TcpSend(), "tcp", Checksum.XXH3_64, 1)
+        line = Line(sock, TcpSend(), "tcp", "", Checksum.XXH3_64, 1)
         assert RawSender.is_cut(type("S", (), {"line": line})())  # type: ignore[arg-type]
     wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
     assert_still_serves(pair)
@@ -150,8 +150,29 @@ def test_shared_memory_is_not_offered_to_another_host(
     with pytest.raises(grpc.RpcError) as refused:
         shm.host.open(shm.sender)
     assert refused.value.details() == "transports: got shm (another host, so not shm), expected shm"
-    assert auto.host.open(auto.sender).transport == 2
+    answer = auto.host.open(auto.sender)
+    assert (answer.transport, answer.transport_reason) == (2, "shm needs one host")
     assert auto.move(auto.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "reason"),
+    [
+        ("auto", "shm", "the sender's first choice"),
+        ("shm", "shm", "the sender asks for no other"),
+        ("tcp", "tcp", "the sender asks for no other"),
+    ],
+)
+def test_each_link_says_how_kv_travels_and_why(
+    make_pair: Callable[..., Pair], name: str, chosen: str, reason: str
+) -> None:
+    pair = make_pair(name)
+    assert pair.sender.links == []
+    pair.move(pair.grant((1,)), (1,))
+    [link] = pair.sender.links
+    assert (link.endpoint, link.transport, link.reason) == (pair.host.endpoint, chosen, reason)
+    pair.sender.close()
+    assert pair.sender.links == []
 
 
 def test_the_host_id_is_of_this_boot_and_stable() -> None:
