@@ -30,6 +30,7 @@ class Result:
     transfers: int = 0
     seconds: float = 0.0
     kills: int = 0
+    cuts: int = 0  # of a process's network
     quarantined: int = 0
     rests: int = 0  # how often everything was looked at, at rest
     ends: Counter[tuple[str, str]] = field(default_factory=Counter)  # (fault, how the transfer ended)
@@ -94,7 +95,8 @@ def verdict(result: Result) -> list[str]:
     stats = ", ".join(f"{result.stats[name]} {name.replace('_', ' ')}" for name in _COUNTED)
     return [
         f"{result.transport}, seed {result.seed}: {result.transfers} transfers in {result.seconds:.0f} s "
-        f"({rate:.0f}/s), {result.kills} processes killed, {result.quarantined} quarantined",
+        f"({rate:.0f}/s), {result.kills} processes killed, {result.cuts} cables pulled, "
+        f"{result.quarantined} quarantined",
         f"  at rest, {result.rests} times: {len(result.wrong)} wrong bytes, leaks or hangs",
         f"  {len(result.late_s)} failed sides freed after their deadline by: p50 {p50 * 1e3:.0f} ms, "
         f"p99 {p99 * 1e3:.0f} ms, p99.9 {p999 * 1e3:.0f} ms, max {most * 1e3:.0f} ms",

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import multiprocessing
+import random
 import signal
 import sys
 import time
@@ -26,9 +27,10 @@ from benchmarks.fault_cases import Case, case_of
 from benchmarks.fault_report import Result, exit_code, print_result
 from benchmarks.fault_worker import Setup
 from benchmarks.fault_worker import main as worker_main
+from benchmarks.netns import Network, why_not
 
-PREFILL: Final = 2
-DECODE: Final = 2
+ROLES: Final = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
+LONGEST_CUT_S: Final = 3.0  # longer than any deadline
 IN_FLIGHT: Final = 48
 CHECK_EVERY: Final = 5000  # transfers between two looks at everything at rest
 HANGS_AFTER_S: Final = 15.0  # past the deadline: no end will come any more
@@ -62,6 +64,33 @@ class Member:
     rest: tuple[Any, ...] | None = None
 
 
+class Cables:
+    """Pulls a process's cable now and then, and plugs it in again."""
+
+    def __init__(self, network: Network, seed: int) -> None:
+        self._network, self._draw = network, random.Random(seed)
+        self._pulled = ""
+        self._next_s = 0.0
+
+    def pull(self, now_s: float) -> int:
+        """Does what is due; how many cables were pulled."""
+        if now_s < self._next_s:
+            return 0
+        if self._pulled:
+            self.heal()
+            self._next_s = now_s + self._draw.uniform(0.5, 2.0)
+            return 0
+        self._pulled = self._draw.choice(sorted(self._network.namespaces))
+        self._network.cut(self._pulled)
+        self._next_s = now_s + self._draw.uniform(0.1, LONGEST_CUT_S)
+        return 1
+
+    def heal(self) -> None:
+        if self._pulled:
+            self._network.heal(self._pulled)
+            self._pulled = ""
+
+
 class Storm:
     """Runs transfers 1 .. count of a seed over one transport."""
 
@@ -71,16 +100,15 @@ class Storm:
         seed: int,
         *,
         shape: str = "small",
-        hosts: dict[str, tuple[str, str]] | None = None,
+        network: Network | None = None,
         on_progress: Callable[[Result], None] = lambda result: None,
     ) -> None:
-        """`hosts` puts a process elsewhere: name to (network namespace, address)."""
+        """`network` has a namespace for each process, and its cables are pulled now and then."""
         self._seed, self._on_progress = seed, on_progress
         self.result = Result(transport=transport, seed=seed)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["benchmarks.fault_worker"])
-        names = [(f"p{i}", "prefill") for i in range(PREFILL)] + [(f"d{i}", "decode") for i in range(DECODE)]
-        places = hosts or {}
+        self._cables = None if network is None else Cables(network, seed)
         self._members = [
             Member(
                 Setup(
@@ -89,11 +117,11 @@ class Storm:
                     transport=transport,
                     seed=seed,
                     shape=shape,
-                    netns=places.get(name, ("", ""))[0],
-                    host=places.get(name, ("", "127.0.0.1"))[1],
+                    netns="" if network is None else network.namespaces[name],
+                    host="127.0.0.1" if network is None else network.addresses[name],
                 )
             )
-            for name, role in names
+            for name, role in ROLES.items()
         ]
         self._moves: dict[int, Move] = {}
         self._waiting: list[int] = []  # found no room
@@ -108,7 +136,9 @@ class Storm:
             while self.result.transfers < count and not self._has_hung():
                 until = min(count, (self.result.transfers // CHECK_EVERY + 1) * CHECK_EVERY)
                 self._begin(until)
-                self._listen(0.5)
+                self._listen(0.05 if self._cables else 0.5)
+                if self._cables is not None:
+                    self.result.cuts += self._cables.pull(time.monotonic())
                 if self.result.transfers == until:
                     self._look_at_rest()
                 self.result.seconds = time.monotonic() - began_s
@@ -264,6 +294,8 @@ class Storm:
     def _look_at_rest(self) -> None:
         """Nothing is under way: no block may be held, no transfer open, no byte changed, and nothing piles up."""
         ends_s = time.monotonic() + HANGS_AFTER_S
+        if self._cables is not None:
+            self._cables.heal()
         while not all(member.is_ready for member in self._members) and time.monotonic() < ends_s:
             self._listen(0.1)
         time.sleep(0.2)  # what was committed last is still kept for a moment
@@ -305,14 +337,21 @@ def main() -> int:
     parser.add_argument("--transport", nargs="+", default=["shm", "tcp"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shape", default="small", help="of the blocks: small, bundled (the bundled model's), int8")
+    parser.add_argument("--cut-network", action="store_true", help="tcp between network namespaces that are cut off")
     parser.add_argument("--json", type=Path, help="write the results there as well")
     args = parser.parse_args()
     results = []
-    for transport in args.transport:
-        result = Storm(transport, args.seed, shape=args.shape, on_progress=progress).run(args.transfers)
+    for transport in ["tcp"] if args.cut_network else args.transport:
+        with contextlib.ExitStack() as stack:
+            network = None
+            if args.cut_network:
+                if missing := why_not():
+                    parser.error(missing)
+                network = stack.enter_context(Network(tuple(ROLES)))
+            storm = Storm(transport, args.seed, shape=args.shape, network=network, on_progress=progress)
+            results.append(storm.run(args.transfers))
         print(file=sys.stderr)
-        print_result(result)
-        results.append(result)
+        print_result(results[-1])
     if args.json:
         args.json.write_text(json.dumps([one.facts() for one in results], indent=1))
     return exit_code(results)

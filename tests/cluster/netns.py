@@ -1,18 +1,9 @@
-"""A cluster whose workers live in network namespaces of their own, joined by a bridge: a cable that can be pulled.
-
-    root namespace: router, client, bridge 198.18.N.254
-        |-- veth -- p0's namespace, 198.18.N.1
-        |-- veth -- d0's ...
-
-Needs root, iproute2, and a kernel with veth and bridge; `why_not` says what is missing.
-"""
+"""A cluster whose workers live in network namespaces of their own; the router and the client are outside."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import shutil
 import subprocess
 import sys
 import time
@@ -20,85 +11,11 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Final
 
+from benchmarks.netns import Network
 from pdserve import Client, PdserveError
 from tests.cluster.cluster import free_ports, rest
 
 PORT: Final = 7100
-
-
-def why_not() -> str:
-    """What this machine lacks; empty where namespaces can be joined and cut."""
-    if sys.platform != "linux" or shutil.which("ip") is None:
-        return "network namespaces need Linux and iproute2's `ip`"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    name = f"pd{secrets.token_hex(3)}"
-    tries = (
-        ("netns", "add", name),
-        ("link", "add", f"{name}b", "type", "bridge"),
-        ("link", "add", f"{name}v", "type", "veth", "peer", "name", "eth0", "netns", name),
-    )
-    said = ""
-    for words in tries:
-        done = subprocess.run(("ip", *words), capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            said = f"`ip {' '.join(words)}` says: {done.stderr.strip()}"
-            break
-    for words in (("link", "del", f"{name}v"), ("link", "del", f"{name}b"), ("netns", "del", name)):
-        subprocess.run(("ip", *words), capture_output=True, check=False)
-    return said
-
-
-def ip(*words: str) -> None:
-    subprocess.run(("ip", *words), check=True, capture_output=True, text=True)
-
-
-class Network:
-    """Namespaces by name, each with one address that all others reach. Use as a context manager."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        tag = secrets.token_hex(2)
-        self._prefix = f"198.18.{secrets.randbelow(250)}"
-        self._bridge = f"pd{tag}br"
-        self.namespaces = {name: f"pd{tag}{name}" for name in names}
-        self.addresses = {name: f"{self._prefix}.{number}" for number, name in enumerate(names, start=1)}
-        self._cables = {name: f"pd{tag}{name}v" for name in names}
-
-    def __enter__(self) -> Network:
-        try:
-            # An address of its own: else it is a port's, and pulling that port would cut everybody off for a while.
-            ip("link", "add", self._bridge, "address", "02:00:00:00:00:fe", "type", "bridge")
-            ip("addr", "add", f"{self._prefix}.254/24", "dev", self._bridge)
-            ip("link", "set", self._bridge, "up")
-            for name, namespace in self.namespaces.items():
-                ip("netns", "add", namespace)
-                ip("link", "add", self._cables[name], "type", "veth", "peer", "name", "eth0", "netns", namespace)
-                ip("link", "set", self._cables[name], "master", self._bridge, "up")
-                ip("-n", namespace, "link", "set", "lo", "up")
-                ip("-n", namespace, "addr", "add", f"{self.addresses[name]}/24", "dev", "eth0")
-                ip("-n", namespace, "link", "set", "eth0", "up")
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
-
-    def cut(self, name: str) -> None:
-        """The cable is pulled: packets vanish in both directions, and nobody is told."""
-        ip("link", "set", self._cables[name], "nomaster")
-
-    def heal(self, name: str) -> None:
-        ip("link", "set", self._cables[name], "master", self._bridge, "up")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for name, namespace in self.namespaces.items():
-            with contextlib.suppress(subprocess.CalledProcessError):
-                ip("link", "del", self._cables[name])
-            with contextlib.suppress(subprocess.CalledProcessError):
-                ip("netns", "del", namespace)
-        with contextlib.suppress(subprocess.CalledProcessError):
-            ip("link", "del", self._bridge)
 
 
 class NetCluster:

@@ -14,12 +14,13 @@ from typing import Protocol
 
 import pytest
 
+from benchmarks.netns import Network, why_not
 from pdserve import AsyncClient
 from pdserve.engine.toy import answer
 from tests.cluster.cluster import Cluster
 from tests.cluster.faults import busiest_decode_worker
 from tests.cluster.gaps import Timed, longest_gap, until
-from tests.cluster.netns import NetCluster, Network, why_not
+from tests.cluster.netns import NetCluster
 from tests.cluster.suite import toy_prompt
 
 pytestmark = pytest.mark.timeout(180)

@@ -6,8 +6,9 @@ import pytest
 
 from benchmarks.fault_cases import NO_FAULT, WEIGHTS, case_of
 from benchmarks.fault_report import Result, exit_code, table, verdict
-from benchmarks.fault_storm import Storm
+from benchmarks.fault_storm import ROLES, Storm
 from benchmarks.fault_worker import SHAPES, Storage
+from benchmarks.netns import Network, why_not
 from kvtransfer.faults import FaultKind
 
 pytestmark = pytest.mark.timeout(180)
@@ -26,6 +27,18 @@ def test_no_byte_is_wrong_and_no_block_is_lost_in_a_storm_of_faults(transport: s
     kinds = {label.partition(" (")[0] for label, _ in result.ends}
     assert kinds >= {kind.value for kind in WEIGHTS if kind not in (FaultKind.STALL, FaultKind.STOP)}
     assert any(line.startswith(f"| {NO_FAULT} |") for line in table([result]))
+
+
+def test_a_network_that_is_cut_off_changes_no_byte_and_keeps_no_block() -> None:
+    """Processes in network namespaces, whose cables are pulled for up to three seconds: longer than any deadline."""
+    if missing := why_not():
+        pytest.skip(missing)
+    with Network(tuple(ROLES)) as network:
+        result = Storm("tcp", seed=5, network=network).run(400)
+    assert result.wrong == []
+    assert exit_code([result]) == 0, verdict(result)
+    assert result.cuts >= 1
+    assert result.ends[NO_FAULT, "committed"] >= 80
 
 
 def test_a_case_follows_from_seed_and_number_alone() -> None:
