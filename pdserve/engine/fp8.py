@@ -33,7 +33,10 @@ class Fp8Linear:
         self._bias_N = bias_N
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        rounded_TK, scale_T1 = round_rows(x_TK)
+        return self.product(*round_rows(x_TK))
+
+    def product(self, rounded_TK: Tensor, scale_T1: Tensor) -> Tensor:
+        """Of activations that were rounded where they were computed."""
         out_TN: Tensor = torch._scaled_mm(
             rounded_TK, self._rounded_KN, scale_a=scale_T1, scale_b=self._scale_1N, out_dtype=torch.bfloat16
         )

@@ -18,6 +18,8 @@ from torch import Tensor
 from pdserve.engine import ops as host_ops
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.experts import apply_experts
+from pdserve.engine.fp8 import Fp8Linear
+from pdserve.engine.linear import Linear
 from pdserve.engine.mixing import Heads, Mixer
 from pdserve.engine.ops import Ops
 from pdserve.engine.parameters import ExpertWeights, MlpWeights, Weights
@@ -55,8 +57,8 @@ class Decoder:
             x_TE.mul_(self._embedding_scale)
         delta_TE: Tensor | None = None  # what the last sublayer adds
         for index, layer in enumerate(self._weights.layers):
-            normed_TE = self._add_norm(x_TE, delta_TE, layer.attention_norm_E)
-            qkv_TND = layer.qkv(normed_TE).view(len(normed_TE), -1, self._config.head_dim)
+            qkv_TN = self._normed_product(layer.qkv, x_TE, delta_TE, layer.attention_norm_E)
+            qkv_TND = qkv_TN.view(len(x_TE), -1, self._config.head_dim)
             attended_TN = mixer.mix(index, layer, qkv_TND)
             if index == self._config.num_layers - 1 and mixer.read_U is not None:
                 # Behind the last layer's attention tokens no longer meet: of a prompt only the last one goes on.
@@ -66,8 +68,7 @@ class Decoder:
             delta_TE = self._sum(layer.o(attended_TN))
             if layer.attention_post_norm_E is not None:
                 delta_TE = self._norm(delta_TE, layer.attention_post_norm_E)
-            normed_TE = self._add_norm(x_TE, delta_TE, layer.mlp_norm_E)
-            delta_TE = self._sum(self._mlp(layer.mlp, normed_TE))
+            delta_TE = self._sum(self._mlp(layer.mlp, x_TE, delta_TE, layer.mlp_norm_E))
             if layer.mlp_post_norm_E is not None:
                 delta_TE = self._norm(delta_TE, layer.mlp_post_norm_E)
         return x_TE if delta_TE is None else x_TE.add_(delta_TE)
@@ -92,11 +93,25 @@ class Decoder:
     def _sum(self, x_TE: Tensor) -> Tensor:
         return x_TE if self._ranks is None else self._ranks.sum(x_TE)
 
-    def _mlp(self, mlp: MlpWeights | ExpertWeights, x_TE: Tensor) -> Tensor:
+    def _mlp(self, mlp: MlpWeights | ExpertWeights, x_TE: Tensor, delta_TE: Tensor, norm_E: Tensor) -> Tensor:
+        """Of the norm of x + delta; x becomes that sum."""
         if isinstance(mlp, MlpWeights):
-            return mlp.down(self._gated(mlp.gate_up(x_TE)))
+            gate_up = self._normed_product(mlp.gate_up, x_TE, delta_TE, norm_E)
+            if isinstance(mlp.down, Fp8Linear) and self._ops.fp8 is not None:
+                gated = self._ops.fp8.silu_mul if self._config.activation == "silu" else self._ops.fp8.gelu_mul
+                return mlp.down.product(*gated(gate_up))
+            return mlp.down(self._gated(gate_up))
         assert self._config.experts is not None
-        return apply_experts(self._config.experts, mlp, self._gated, x_TE)
+        return apply_experts(self._config.experts, mlp, self._gated, self._add_norm(x_TE, delta_TE, norm_E))
+
+    def _normed_product(self, linear: Linear, x_TE: Tensor, delta_TE: Tensor | None, norm_E: Tensor) -> Tensor:
+        """`linear` of `_add_norm`; for an fp8 product the norm is rounded in the same launch, where the device can."""
+        fp8, eps = self._ops.fp8, self._config.norm_eps
+        if not isinstance(linear, Fp8Linear) or fp8 is None:
+            return linear(self._add_norm(x_TE, delta_TE, norm_E))
+        if delta_TE is None:
+            return linear.product(*fp8.rms_norm(x_TE, norm_E, eps))
+        return linear.product(*fp8.add_rms_norm(x_TE, delta_TE, norm_E, eps))
 
     def _add_norm(self, x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor) -> Tensor:
         """The norm of x after `delta_TE`, if any, is added to it in place."""

@@ -14,13 +14,30 @@ from torch import Tensor
 from pdserve.engine.kernels import rows
 
 
+class RoundedOps(Protocol):
+    """Functions of Ops whose results come rounded, as Fp8Linear.product takes them: values and scales."""
+
+    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+    def add_rms_norm(self, x_TE: Tensor, delta_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+    def silu_mul(self, gate_up: Tensor) -> tuple[Tensor, Tensor]: ...
+    def gelu_mul(self, gate_up: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
 class Ops(Protocol):
     """This module, or another with the same functions for another device."""
+
+    @property
+    def fp8(self) -> RoundedOps | None:
+        """None where rounding is a step of its own."""
+        ...
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor: ...
     def add_rms_norm(self, x_TE: Tensor, delta_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor: ...
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
     def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+
+fp8: RoundedOps | None = None
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:

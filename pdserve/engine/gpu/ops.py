@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pdserve.engine.gpu import norms
+from pdserve.engine.gpu import fp8, norms
 from pdserve.engine.gpu.gated import gelu_mul, silu_mul
 
-__all__ = ["add_rms_norm", "gelu_mul", "rms_norm", "silu_mul"]
+__all__ = ["add_rms_norm", "fp8", "gelu_mul", "rms_norm", "silu_mul"]
 
 
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:

@@ -1,6 +1,24 @@
+"""Activations that are rounded where they are computed: near to float64, and the same model with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 
+from pdserve.engine import ops as host_ops
+from pdserve.engine.batch import pack
+from pdserve.engine.config import read_config
+from pdserve.engine.fp8 import Fp8Linear
+from pdserve.engine.gpu import ops as gpu_ops
+from pdserve.engine.interface import Row
+from pdserve.engine.mixing import EagerMixer
+from pdserve.engine.model import Decoder
+from pdserve.engine.pool import BlockShape, TorchPool
+from pdserve.engine.safetensors_file import open_checkpoint
+from pdserve.engine.weights import load_weights
 from tests.gpu.case_fp8 import CASES
 from tests.gpu.cases import Case
 
@@ -8,3 +26,45 @@ from tests.gpu.cases import Case
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_activations_are_rounded_to_a_scale_for_each_token(case: Case, device: torch.device) -> None:
     assert case.check(device) <= case.bound
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_model_whose_norms_and_gates_round_is_as_near_to_the_exact_one_as_one_that_rounds_behind_them(
+    name: str, tiny: Callable[[str], Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny(name)
+    config = read_config(folder)
+    checkpoint = open_checkpoint(folder)
+    weights = load_weights(config, checkpoint, device, torch.bfloat16, rounding="fp8")
+    exact = load_weights(config, checkpoint, device, torch.float32)
+    num_rounded = 0
+    product = Fp8Linear.__call__
+
+    def round_and_multiply(linear: Fp8Linear, x_TK: torch.Tensor) -> torch.Tensor:
+        nonlocal num_rounded
+        num_rounded += 1
+        return product(linear, x_TK)
+
+    monkeypatch.setattr(Fp8Linear, "__call__", round_and_multiply)
+    row = Row(tokens=list(range(3, 9)), start=0, blocks=[0], targets=list(range(4, 10)))
+    logits = []
+    # Fused: all products but that of attention's result.
+    for one, ops, num_alone in ((exact, host_ops, 0), (weights, host_ops, 4), (weights, gpu_ops, 1)):
+        num_rounded = 0
+        model = Decoder(config, one, None, ops)
+        shape = BlockShape(
+            num_layers=config.num_layers,
+            block_size=8,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=one.dtype,
+        )
+        pool = TorchPool(num_blocks=1, shape=shape, device=device)
+        batch = pack([row], config.windows, 8, device)
+        logits.append(model.logits(model.hidden(EagerMixer(batch, pool, model.heads))).cpu())
+        assert num_rounded == num_alone * config.num_layers
+    # Rounding moves the logits of so small a model by a third; a missing sum or scale moves them altogether.
+    expected, behind, fused = logits
+    assert expected.shape == (6, config.vocab_size)
+    assert (fused - expected).norm() < 1.5 * (behind - expected).norm()
+    assert (fused - behind).norm() < 1.5 * (behind - expected).norm()
