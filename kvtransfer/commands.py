@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvtransfer.parts import Lanes
 from kvtransfer.transport import Grant, Sent, TransferKey
 
 OnSent = Callable[[Sent], None]
@@ -16,6 +17,8 @@ class Start:
     grant: Grant
     on_end: OnSent
     deadline_at_s: float | None
+    groups: int = 1
+    lanes: Lanes | None = None  # None: of a receiver that is not for us
     error: str = ""  # it has failed already
 
 
@@ -25,6 +28,7 @@ class Push:
     blocks: tuple[tuple[int, int], ...]
     lives: tuple[int, ...]  # of the source blocks when they were pushed
     is_last: bool
+    groups: range | None  # of layers; None: all
 
 
 @dataclass(frozen=True, slots=True)

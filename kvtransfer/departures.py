@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtransfer import stamping
+from kvtransfer.departure import Departure, Job
 from kvtransfer.frames import Tag, tag_of
-from kvtransfer.landings import ONE_PART, count_end
-from kvtransfer.plan import Chunk, chunks_of
+from kvtransfer.landings import count_end
+from kvtransfer.parts import Part
+from kvtransfer.plan import chunks_of
 from kvtransfer.session import SENDER_MOVES, Event, Session, State
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Grant, SendOutcome, Sent, TransferKey
@@ -31,6 +33,8 @@ class Announce:
     """Tell the receiver that this transfer comes over this connection."""
 
     tag: Tag
+    lane: int = 0
+    groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,32 +48,6 @@ class Retract:
 Action = Report | Announce | Retract
 
 _OWN_FAULTS = (Event.ABORTED, Event.INCOMPLETE, Event.STALE)  # which a receiver that was never spoken to cannot know of
-
-
-@dataclass(slots=True, eq=False)
-class Departure:
-    grant: Grant
-    tag: Tag
-    session: Session
-    deadline_at_s: float | None
-    lives: list[int]  # of the source blocks when they were pushed, by grant index
-    began_at_s: float | None = None
-    pending: deque[Chunk] = field(default_factory=deque)
-    num_taken: int = 0  # blocks of chunks that were taken to be sent
-    num_bytes: int = 0
-    early_bytes: int = 0
-    last_pushed_at_s: float | None = None
-    busy_s: float = 0.0
-    is_announced: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
-    """A chunk whose source blocks are being read, until `written`."""
-
-    departure: Departure
-    chunk: Chunk
-    is_last: bool
 
 
 class StaleSource(Exception):
@@ -98,14 +76,27 @@ class Departures:
     def next_alarm_s(self) -> float | None:
         return min((one.deadline_at_s for one in self._open.values() if one.deadline_at_s is not None), default=None)
 
-    def start(self, grant: Grant, now_s: float, deadline_at_s: float | None, error: str = "") -> list[Action]:
-        """Opens the transfer; with `error` it has failed already, and only the owner is told."""
+    def start(
+        self,
+        grant: Grant,
+        now_s: float,
+        deadline_at_s: float | None,
+        error: str = "",
+        *,
+        lane: int = 0,
+        groups: int = 1,
+    ) -> list[Action]:
+        """Opens the transfer; with `error` it has failed already, and only the owner is told.
+
+        This sender fills one lane of the grant, in so many groups of layers.
+        """
         tag = tag_of(grant.key)
         if tag in self._open:
             return []
         self.stats.transfers += 1
         size = len(grant.blocks)
-        departure = Departure(grant, tag, Session(SENDER_MOVES, size), deadline_at_s, [0] * size)
+        session = Session(SENDER_MOVES, size * groups)
+        departure = Departure(grant, tag, session, deadline_at_s, lane, groups, [0] * size)
         self._open[tag] = departure
         if error:
             departure.session.handle(Event.REFUSED, error)
@@ -119,8 +110,9 @@ class Departures:
         now_s: float,
         unacknowledged_bytes: int = 0,
         lives: Sequence[int] | None = None,
+        groups: range | None = None,
     ) -> list[Action]:
-        """Queues blocks that had these lives when they were pushed; None: that is now.
+        """Queues blocks that had these lives when they were pushed; None: that is now. `groups` of layers; None: all.
 
         A block that was pushed before, or a last push that leaves a gap, fails the transfer.
         `unacknowledged_bytes` of what was written on this connection have not reached the receiver's host.
@@ -132,20 +124,24 @@ class Departures:
         session = departure.session
         pushed = self.stamps.lives([source for _, source in blocks]) if lives is None else lives
         for (index, _), life in zip(blocks, pushed, strict=True):
-            departure.lives[index] = life
+            if groups is None or groups.start == 0:
+                departure.lives[index] = life  # of a block that comes in parts: when the first was pushed
         if is_last:
             departure.last_pushed_at_s = now_s
             departure.early_bytes = max(0, departure.num_bytes - unacknowledged_bytes)
-        for chunk in chunks_of(blocks, max(1, session.size)):
-            if not session.claim(chunk.first, chunk.count):
-                error = f"blocks {chunk.first}..{chunk.first + chunk.count - 1} of {session.size} were pushed twice"
-                session.handle(Event.INCOMPLETE, error)
-                return self._after(departure, now_s)
-            departure.pending.append(chunk)
+        num_blocks = len(departure.grant.blocks)
+        for group in range(departure.groups) if groups is None else groups:
+            for chunk in chunks_of(blocks, max(1, num_blocks)):
+                if group >= departure.groups or not session.claim(departure.at(chunk.first, group), chunk.count):
+                    error = f"blocks {chunk.first}..{chunk.first + chunk.count - 1} of {num_blocks} were pushed twice"
+                    session.handle(Event.INCOMPLETE, error)
+                    return self._after(departure, now_s)
+                departure.pending.append((chunk, group))
         if departure.pending and departure.tag not in self._ready:
             self._ready.append(departure.tag)
         if is_last and not session.claimed.is_full:
-            error = f"the last push leaves {session.size - session.claimed.count} of {session.size} blocks out"
+            pieces = "blocks" if departure.groups == 1 else "parts of blocks"
+            error = f"the last push leaves {session.size - session.claimed.count} of {session.size} {pieces} out"
             session.handle(Event.INCOMPLETE, error)
         elif is_last and session.size == 0:
             session.handle(Event.COVERED)
@@ -168,15 +164,17 @@ class Departures:
             departure = self._open.get(tag)
             if departure is None or not departure.pending or not departure.session.enter():
                 continue
-            chunk, rest = departure.pending.popleft().split(limit_blocks)
+            waiting, group = departure.pending.popleft()
+            chunk, rest = waiting.split(limit_blocks * departure.groups)
             if rest is not None:
-                departure.pending.appendleft(rest)
+                departure.pending.appendleft((rest, group))
             if departure.pending:
                 self._ready.append(tag)
             if departure.began_at_s is None:
                 departure.began_at_s = now_s
             departure.num_taken += chunk.count
-            return Job(departure, chunk, departure.num_taken == departure.session.size)
+            part = Part(departure.lane, group, departure.groups)
+            return Job(departure, chunk, departure.num_taken == departure.session.size, part)
         return None
 
     def stamp(self, job: Job) -> bytes:
@@ -187,7 +185,7 @@ class Departures:
         chains = self.stamps.chains(job.chunk.sources)
         if stale := self._reused(job):
             raise StaleSource(stale)
-        return stamping.pack(chains, job.departure.tag.generation, ONE_PART)
+        return stamping.pack(chains, job.departure.tag.generation, job.part.mask)
 
     def stale(self, job: Job, error: str, now_s: float) -> list[Action]:
         """The chunk was not sent, since `stamp` raised, and is read no more."""
@@ -202,12 +200,13 @@ class Departures:
         if session.is_open and (stale := self._reused(job)):
             self.stats.stale_source += 1
             session.handle(Event.STALE, stale)
-        departure.num_bytes += job.chunk.count * self.block_bytes
-        self.stats.moved_bytes += job.chunk.count * self.block_bytes
+        num_bytes = job.chunk.count * job.share(self.block_bytes)
+        departure.num_bytes += num_bytes
+        self.stats.moved_bytes += num_bytes
         self.stats.chunks += 1
         session.leave()
         if session.is_open:
-            session.land(job.chunk.first, job.chunk.count)
+            session.land(departure.at(job.chunk.first, job.part.group), job.chunk.count)
         return self._after(departure, now_s)
 
     def done(self, tag: Tag, now_s: float, busy_s: float = 0.0) -> list[Action]:
@@ -254,7 +253,8 @@ class Departures:
         for departure in list(self._open.values()):
             if departure.deadline_at_s is not None and departure.deadline_at_s <= now_s:
                 session = departure.session
-                seen = f"{session.landed.count} of {session.size} blocks were sent"
+                pieces = "blocks" if departure.groups == 1 else "parts of blocks"
+                seen = f"{session.landed.count} of {session.size} {pieces} were sent"
                 session.handle(Event.EXPIRED, f"the deadline passed when {seen}")
                 departure.deadline_at_s = None
                 actions += self._after(departure, now_s)
@@ -273,7 +273,7 @@ class Departures:
         if not self.is_linked or not departure.grant.blocks or not departure.session.handle(Event.ANNOUNCED):
             return []
         departure.is_announced = True
-        return [Announce(departure.tag)]
+        return [Announce(departure.tag, departure.lane, departure.groups)]
 
     def _after(self, departure: Departure, now_s: float) -> list[Action]:
         actions: list[Action] = []

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
 
+from kvtransfer.parts import MAX_GROUPS, WHOLE, Part
 from kvtransfer.stamping import STAMP_BYTES
 from kvtransfer.transport import TransferKey
 
 MAGIC: Final = b"PDKV"
 VERSION: Final = 2
 MAX_TEXT_BYTES: Final = 512
-MAX_GROUPS: Final = 32
 TICKET_BYTES: Final = 16
 _BODY: Final = struct.Struct("<4sBBHIQ16sIIII8sHBB")
 _CRC: Final = struct.Struct("<I")
@@ -72,9 +72,7 @@ class Frame:
     length: int = 0
     checksum: bytes = NO_CHECKSUM
     is_last: bool = False
-    lane: int = 0
-    group: int = 0
-    groups: int = 1
+    part: Part = WHOLE
 
     @property
     def num_behind(self) -> int:
@@ -95,9 +93,7 @@ class Frame:
             self.slot,
             self.length,
             self.checksum,
-            self.lane,
-            self.group,
-            self.groups,
+            *self.part,
         )
         return body + _CRC.pack(zlib.crc32(body))
 
@@ -118,7 +114,7 @@ def decode(header: bytes | bytearray | memoryview, max_chunk_bytes: int) -> Fram
     """Raises BadFrame on anything that `encode` does not make, and on lengths over the limits."""
     if len(header) != HEADER_BYTES:
         raise BadFrame(f"a header of {len(header)} bytes, expected {HEADER_BYTES}")
-    magic, version, kind, flags, attempt, generation, transfer, first, count, slot, length, checksum, *part = (
+    magic, version, kind, flags, attempt, generation, transfer, first, count, slot, length, checksum, *numbers = (
         _BODY.unpack_from(header)
     )
     _require_version(magic, version)
@@ -131,12 +127,12 @@ def decode(header: bytes | bytearray | memoryview, max_chunk_bytes: int) -> Fram
     limit = max_chunk_bytes if known is Kind.CHUNK else MAX_TEXT_BYTES if known in TEXT_KINDS else 0
     if length > limit:
         raise BadFrame(f"a {known.name} frame of {length} bytes, at most {limit}")
-    lane, group, groups = part
-    if not group < groups <= MAX_GROUPS:
-        raise BadFrame(f"layer group {group} of {groups}, at most {MAX_GROUPS}")
+    part = Part(*numbers)
+    if not part.group < part.groups <= MAX_GROUPS:
+        raise BadFrame(f"layer group {part.group} of {part.groups}, at most {MAX_GROUPS}")
     is_last = bool(flags & FLAG_LAST)
     tag = Tag(transfer, attempt, generation)
-    return Frame(known, tag, first, count, slot, length, checksum, is_last, lane, group, groups)
+    return Frame(known, tag, first, count, slot, length, checksum, is_last, part)
 
 
 def greeting(ticket: bytes) -> bytes:

@@ -15,7 +15,9 @@ from typing import Final
 from kvtransfer.checksum import Checksum
 from kvtransfer.frames import TICKET_BYTES
 from kvtransfer.grants import compare, fingerprint_from_proto
+from kvtransfer.parts import Lanes
 from kvtransfer.paths.registry import TRANSPORTS, name_of, names_of
+from kvtransfer.shape import KvShape
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Fingerprint
 from pdserve.core.errors import ConfigError, Overloaded
@@ -40,6 +42,7 @@ class Peer:
     transport: int
     transport_reason: str
     checksum: Checksum
+    shape: KvShape
 
 
 class Gate:
@@ -92,7 +95,9 @@ class Gate:
         return peer if peer.transport == transport else None
 
     def _judge(self, request: transfer_pb2.OpenRequest) -> Peer:
-        compare(self._fingerprint, fingerprint_from_proto(request.fingerprint))
+        theirs = fingerprint_from_proto(request.fingerprint)
+        compare(self._fingerprint, theirs)
+        Lanes.to_receive(theirs.shape, self._fingerprint.shape)
         for name in ("sender_id", "sender_incarnation"):
             size = len(getattr(request, name))
             if not 1 <= size <= MAX_NAME_CHARS:
@@ -103,7 +108,7 @@ class Gate:
             expected = " or ".join(one.value for one in self._checksums)
             raise ConfigError("checksums", ", ".join(seen) or "none that is known", expected)
         transport, reason = self._transport(request)
-        return Peer(request.sender_id, request.sender_incarnation, transport, reason, checksum)
+        return Peer(request.sender_id, request.sender_incarnation, transport, reason, checksum, theirs.shape)
 
     def _transport(self, request: transfer_pb2.OpenRequest) -> tuple[int, str]:
         """The first that the sender asks for and that can be had, and why it is not an earlier one."""

@@ -14,6 +14,7 @@ from pdserve.wire.convert import blocks_from_extents, extents_from_blocks
 
 PROTOCOL: Final = 2  # of the transfer; raised when frames, stamps or checksums change their meaning
 MAX_TRANSFER_ID_CHARS: Final = 256
+MAX_LANES: Final = 1024
 _SHAPE: Final = tuple(one.name for one in fields(KvShape))
 
 
@@ -73,6 +74,7 @@ def grant_to_proto(grant: Grant) -> transfer_pb2.Grant:
         held_blocks=grant.held_blocks,
         num_blocks=len(grant.blocks),
         hash_seed=grant.hash_seed,
+        lanes=grant.lanes,
     )
 
 
@@ -84,6 +86,8 @@ def grant_from_proto(message: transfer_pb2.Grant) -> Grant:
     blocks = blocks_from_extents(message.extents)
     if len(blocks) != message.num_blocks:
         raise InvalidRequest("grant.extents", f"{len(blocks)} blocks", f"num_blocks = {message.num_blocks}")
+    if message.lanes > MAX_LANES:
+        raise InvalidRequest("grant.lanes", message.lanes, f"at most {MAX_LANES}")
     try:
         fingerprint = fingerprint_from_proto(message.fingerprint)
     except ConfigError as error:
@@ -97,4 +101,5 @@ def grant_from_proto(message: transfer_pb2.Grant) -> Grant:
         blocks=blocks,
         held_blocks=message.held_blocks,
         hash_seed=message.hash_seed,
+        lanes=max(1, message.lanes),
     )

@@ -18,9 +18,12 @@ from kvtransfer.channel import Channel, Gone
 from kvtransfer.checksum import hasher
 from kvtransfer.frames import GREETING_BYTES, HEADER_BYTES, BadFrame, Frame, Kind, Tag, decode, decode_text, ticket_in
 from kvtransfer.gate import Peer
-from kvtransfer.landings import Claim
+from kvtransfer.landing import Claim
+from kvtransfer.parts import Lanes, Part
 from kvtransfer.paths.path import ReceivePath, Transport
+from kvtransfer.shape import KvShape
 from kvtransfer.stamping import STAMP_BYTES
+from pdserve.core.errors import ConfigError
 from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)
@@ -35,10 +38,11 @@ class Hub(Protocol):
     memory: memoryview
     block_bytes: int
     chunk_bytes: int
+    shape: KvShape
 
     def admit(self, ticket: bytes, transport: int, inbound: Inbound) -> Peer | None: ...
-    def announce(self, tag: Tag, writer: int) -> None: ...
-    def claim(self, tag: Tag, writer: int, first: int, stamps: bytes) -> Claim | None: ...
+    def announce(self, tag: Tag, writer: int, part: Part) -> None: ...
+    def claim(self, frame: Frame, writer: int, stamps: bytes) -> Claim | None: ...
     def enter(self, claim: Claim) -> bool: ...
     def leave(self, claim: Claim) -> None: ...
     def settle(self, claim: Claim, num_bytes: int, matches: bool, is_last: bool) -> None: ...
@@ -100,9 +104,15 @@ class Inbound(threading.Thread):
     def digest(self, views: Iterable[memoryview]) -> bytes:
         return self._digest(views)
 
+    def views(self, claim: Claim) -> list[memoryview]:
+        return self._target.views(self.memory, claim.blocks, claim.part)
+
+    def size_of(self, frame: Frame) -> int:
+        return frame.count * self._target.bytes_of(frame.part)
+
     def settle(self, claim: Claim, frame: Frame, checksum: bytes) -> None:
         matches = hmac.compare_digest(checksum, frame.checksum)
-        self._hub.settle(claim, frame.count * self.block_bytes, matches, frame.is_last)
+        self._hub.settle(claim, self.size_of(frame), matches, frame.is_last)
 
     def _authenticate(self) -> bool:
         if not self._transport.admits(self.channel.socket):
@@ -121,6 +131,8 @@ class Inbound(threading.Thread):
             return False
         self.checksum = self.peer.checksum
         self._digest = hasher(self.checksum)
+        self._target = Lanes.to_receive(self.peer.shape, self._hub.shape)
+        self.source = Lanes.to_send(self.peer.shape, self._hub.shape)
         self._path = self._transport.receiver(self)
         facts = {"sender": self.peer.sender_id, "transport": self._transport.name, "reason": self.peer.transport_reason}
         log.info("kv connection taken", extra=facts)
@@ -135,7 +147,7 @@ class Inbound(threading.Thread):
             if frame.kind is Kind.CHUNK:
                 self._land(frame, self._path)
             elif frame.kind is Kind.ANNOUNCE:
-                self._hub.announce(frame.tag, self.number)
+                self._announce(frame)
             elif frame.kind is Kind.RETRACT:
                 text = bytearray(frame.length)
                 self.channel.fill(memoryview(text))
@@ -143,6 +155,18 @@ class Inbound(threading.Thread):
             else:
                 raise BadFrame(f"a {frame.kind.name} frame from a sender")
             self.channel.flush()
+
+    def _announce(self, frame: Frame) -> None:
+        self._require_part(frame)
+        self._hub.announce(frame.tag, self.number, frame.part)
+
+    def _require_part(self, frame: Frame) -> None:
+        if frame.part.lane != self._target.index:
+            raise BadFrame(f"lane {frame.part.lane} from the rank that has lane {self._target.index}")
+        try:
+            self._target.runs(frame.part)
+        except ConfigError as error:
+            raise BadFrame(error.message) from error
 
     def _fill(self, view: memoryview, path: ReceivePath) -> None:
         while view:
@@ -153,10 +177,10 @@ class Inbound(threading.Thread):
             view = view[received:]
 
     def _land(self, frame: Frame, path: ReceivePath) -> None:
-        size = frame.count * self.block_bytes
-        if not 0 < size <= self.chunk_bytes:
+        self._require_part(frame)
+        if not 0 < self.size_of(frame) <= self.chunk_bytes:
             raise BadFrame(f"a chunk of {frame.count} blocks of {self.block_bytes} bytes, at most {self.chunk_bytes}")
         path.check(frame)
         stamps = bytearray(frame.count * STAMP_BYTES)
         self.channel.fill(memoryview(stamps))
-        path.land(frame, self._hub.claim(frame.tag, self.number, frame.first, bytes(stamps)))
+        path.land(frame, self._hub.claim(frame, self.number, bytes(stamps)))

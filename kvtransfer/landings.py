@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvtransfer import stamping
-from kvtransfer.busy import Busy
 from kvtransfer.frames import Tag, tag_of
+from kvtransfer.landing import Claim, Landing, LaneWriter
+from kvtransfer.parts import WHOLE, Part
 from kvtransfer.session import RECEIVER_MOVES, Event, Session, State
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Grant, Received, ReceiveOutcome, TransferKey
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.stamps import BlockStamps
 
-ONE_PART: Final = 1
 REMEMBERED: Final = 4096  # ended transfers whose outcome a late sender still learns
 
 
@@ -44,42 +44,6 @@ class Answer:
 
 
 Action = Report | Answer
-
-
-@dataclass(slots=True, eq=False)
-class Landing:
-    """One granted transfer."""
-
-    grant: Grant
-    tag: Tag
-    session: Session
-    deadline_at_s: float | None
-    chains: tuple[int, ...] | None  # the names of what the blocks are to hold, where the owner knows them
-    lives: tuple[int, ...]  # of the blocks when they were granted
-    writer: int | None = None
-    first_byte_at_s: float | None = None
-    aborted_at_s: float | None = None
-    num_bytes: int = 0
-    busy: Busy = field(default_factory=Busy)
-    is_answered: bool = False
-    reported: State | None = None
-
-    def mistake(self, first: int, stamps: bytes) -> str:
-        """What is wrong with the stamps of the blocks from `first` on; empty where nothing is."""
-        chains = stamping.chains_in(stamps) if self.chains is None else self.chains[first:]
-        count = len(stamps) // stamping.STAMP_BYTES
-        found = stamping.difference(stamps, stamping.pack(chains[:count], self.tag.generation, ONE_PART))
-        return "" if found is None else f"the stamp of block {first + found[0]} of the grant has {found[1]}"
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Permission to receive one chunk, still to be confirmed by `enter` for each write."""
-
-    landing: Landing
-    first: int
-    count: int
-    blocks: tuple[int, ...]
 
 
 OUTCOMES: Final = {
@@ -125,7 +89,7 @@ class Landings:
         landing = Landing(
             grant,
             tag,
-            Session(RECEIVER_MOVES, size),
+            Session(RECEIVER_MOVES, 0, awaits=grant.lanes if size else 0),
             deadline_at_s,
             None if chains is None else tuple(chains),
             self.stamps.lives(grant.blocks),
@@ -139,30 +103,43 @@ class Landings:
             landing.session.writer_gone()
         return self._after(landing, now_s)
 
-    def announce(self, tag: Tag, writer: int) -> list[Action]:
-        """A sender says that it will write; its connection's end is now this transfer's end."""
+    def announce(self, tag: Tag, writer: int, lane: int = 0, groups: int = 1) -> list[Action]:
+        """A sender says that it will write a lane, in so many groups of layers; its connection's end is the transfer's.
+
+        A lane has one writer: who comes second is refused.
+        """
         landing = self._open.get(tag)
         if landing is None and tag in self._ended:
             is_verified, error = self._ended[tag]
             return [Answer(writer, tag, is_verified, error)]
-        if landing is None or landing.writer not in (None, writer) or not landing.session.is_open:
+        if landing is None or not landing.session.is_open:
             self.stats.late_messages += 1
             return [Answer(writer, tag, False, "the receiver does not expect this transfer")]
-        landing.writer = writer
+        known = landing.lanes.get(lane)
+        if known is not None and (known.writer, known.groups) == (writer, groups):
+            return []
+        if known is not None or not 0 <= lane < landing.grant.lanes:
+            self.stats.late_messages += 1
+            why = "has its writer" if known is not None else f"is not of {landing.grant.lanes}"
+            return [Answer(writer, tag, False, f"the receiver does not expect this transfer: lane {lane} {why}")]
+        landing.lanes[lane] = LaneWriter(writer, groups, landing.session.extend(len(landing.grant.blocks) * groups))
         landing.session.handle(Event.ANNOUNCED)
         return []
 
-    def claim(self, tag: Tag, writer: int, first: int, stamps: bytes, now_s: float) -> Claim | None:
+    def claim(self, tag: Tag, writer: int, first: int, stamps: bytes, now_s: float, part: Part = WHOLE) -> Claim | None:
         """Whether a chunk with these stamps may be written; None: its payload is to be discarded, then `review`."""
         count = len(stamps) // stamping.STAMP_BYTES
         landing = self._open.get(tag)
-        if landing is None or landing.writer != writer or not landing.session.is_open:
+        lane = None if landing is None else landing.lane(writer, part)
+        if landing is None or lane is None or not landing.session.is_open:
             self.stats.late_messages += 1
             return None
-        if not landing.session.claim(first, count):
+        num_blocks = len(landing.grant.blocks)
+        at = lane.base + part.group * num_blocks + first
+        if first + count > num_blocks or not landing.session.claim(at, count):
             self.stats.duplicate_chunks += 1
             return None
-        if wrong := landing.mistake(first, stamps):
+        if wrong := landing.mistake(first, stamps, part):
             self.stats.stamp_mismatches += 1
             landing.session.handle(Event.MISTAKEN, wrong)
             return None
@@ -170,11 +147,14 @@ class Landings:
             landing.first_byte_at_s = now_s
         self.stats.chunks += 1
         landing.busy.begin(now_s)
-        return Claim(landing, first, count, landing.grant.blocks[first : first + count])
+        return Claim(landing, first, count, landing.grant.blocks[first : first + count], part, at)
 
     def enter(self, claim: Claim) -> bool:
         """Opens one write. False: the transfer is over, and not a byte may be written; then `review`."""
-        return not self._is_reused(claim) and claim.landing.session.enter()
+        if self._is_reused(claim) or not claim.landing.session.enter():
+            return False
+        claim.lane.accesses += 1
+        return True
 
     def review(self, tag: Tag, now_s: float) -> list[Action]:
         """What a refused claim or write asks for."""
@@ -183,6 +163,7 @@ class Landings:
 
     def leave(self, claim: Claim, now_s: float) -> list[Action]:
         """Closes the write."""
+        claim.lane.accesses -= 1
         claim.landing.session.leave()
         return self._after(claim.landing, now_s)
 
@@ -195,23 +176,27 @@ class Landings:
             return self._after(claim.landing, now_s)
         claim.landing.num_bytes += num_bytes
         claim.landing.busy.end(now_s)
-        session.land(claim.first, claim.count)
-        session.check(claim.first, claim.count, matches)
-        if not matches:
-            self.stats.checksum_mismatches += 1
-        elif is_last:
-            missing = session.size - session.landed.count
-            if missing:
-                session.handle(Event.INCOMPLETE, f"{missing} of {session.size} blocks never came")
+        session.land(claim.at, claim.count)
+        session.check(claim.at, claim.count, matches)
+        self.stats.checksum_mismatches += not matches
+        claim.lane.has_said_last |= is_last
+        missing = claim.landing.missing(claim.lane) if claim.lane.has_said_last else 0
+        if missing:
+            pieces = "blocks" if claim.part.groups == 1 else "parts of blocks"
+            size = len(claim.landing.grant.blocks) * claim.part.groups
+            session.handle(Event.INCOMPLETE, f"{missing} of {size} {pieces} never came")
         return self._after(claim.landing, now_s)
 
     def retract(self, tag: Tag, writer: int, error: str, now_s: float) -> list[Action]:
         """The sender gives up."""
         landing = self._open.get(tag)
-        if landing is None or landing.writer not in (None, writer):
+        lanes = [] if landing is None else landing.of(writer)
+        # Who was never announced may still speak for a grant that nobody writes to.
+        if landing is None or (landing.lanes and not lanes):
             self.stats.late_messages += 1
             return []
-        landing.is_answered = True
+        for lane in lanes:
+            lane.is_answered = True
         landing.session.handle(Event.REFUSED, f"the sender gave up: {error}")
         return self._after(landing, now_s)
 
@@ -227,10 +212,12 @@ class Landings:
     def cut(self, writer: int, error: str, now_s: float) -> list[Action]:
         """The connection is gone, and the thread that wrote for it writes no more."""
         actions: list[Action] = []
-        for landing in [one for one in self._open.values() if one.writer == writer]:
+        for landing in [one for one in self._open.values() if one.of(writer)]:
             landing.session.handle(Event.CUT, error)
-            landing.session.writer_gone()
-            landing.writer = None
+            for lane in landing.of(writer):
+                lane.is_answered = True  # there is nobody to answer
+                landing.session.writer_gone(lane.accesses)
+                lane.accesses = 0
             actions += self._after(landing, now_s)
         return actions
 
@@ -250,8 +237,7 @@ class Landings:
             if landing is None:
                 continue
             if landing.deadline_at_s is not None and landing.deadline_at_s <= now_s:
-                seen = f"{landing.session.landed.count} of {landing.session.size} blocks had come"
-                landing.session.handle(Event.EXPIRED, f"the deadline passed when {seen}")
+                landing.session.handle(Event.EXPIRED, f"the deadline passed when {landing.progress} had come")
             if landing.aborted_at_s is not None and landing.aborted_at_s + self.grace_s <= now_s:
                 landing.session.handle(Event.OVERDUE)
             actions += self._after(landing, now_s)
@@ -279,12 +265,11 @@ class Landings:
         """What a change of state asks for, each thing once."""
         actions: list[Action] = []
         session = landing.session
-        if not session.is_open and not landing.is_answered:
-            landing.is_answered = True
-            if landing.writer is not None:
+        for lane in () if session.is_open else landing.lanes.values():
+            if not lane.is_answered:
+                lane.is_answered = True
                 is_verified = session.state is State.VERIFIED
-                answer = Answer(landing.writer, landing.tag, is_verified, session.error, landing.busy.total_s)
-                actions.append(answer)
+                actions.append(Answer(lane.writer, landing.tag, is_verified, session.error, landing.busy.total_s))
         outcome = OUTCOMES.get(session.state)
         if outcome is None or landing.reported is session.state:
             return actions

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from kvtransfer.channel import Channel, Gone, Waker
 from kvtransfer.checksum import hasher
 from kvtransfer.commands import Abort, OnRead, OnSent, Push, Start
-from kvtransfer.departures import Action, Announce, Departures, Job, Report, StaleSource
+from kvtransfer.departure import Job
+from kvtransfer.departures import Action, Announce, Departures, Report, StaleSource
 from kvtransfer.dial import Caller, Line, dial
 from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, decode, decode_text, encode_text
+from kvtransfer.parts import Lanes, Part
 from kvtransfer.paths.path import SendPath
 from kvtransfer.plan import blocks_per_chunk
 from kvtransfer.stats import TransferStats
@@ -66,6 +68,7 @@ class Outbound(threading.Thread):
         self.writer = Writer()
         self._caller, self._endpoint, self._incarnation = caller, endpoint, incarnation
         self._clock, self._on_read = clock, on_read
+        self._lanes: Lanes | None = None  # of this pair, once a transfer has shown the receiver's shape
         self.stats = TransferStats()  # written by this thread only
         self._book = Departures(self.block_bytes, stamps, self.stats)
         self._owners: dict[TransferKey, OnSent] = {}
@@ -125,8 +128,12 @@ class Outbound(threading.Thread):
 
     def head(self, job: Job, checksum: bytes, *, slot: int = 0, length: int = 0) -> bytes:
         chunk, tag = job.chunk, job.departure.tag
-        frame = Frame(Kind.CHUNK, tag, chunk.first, chunk.count, slot, length, checksum, job.is_last)
+        frame = Frame(Kind.CHUNK, tag, chunk.first, chunk.count, slot, length, checksum, job.is_last, job.part)
         return frame.encode() + self._book.stamp(job)
+
+    def views(self, job: Job) -> list[memoryview]:
+        assert self._lanes is not None
+        return self._lanes.views(self.memory, job.chunk.sources, job.part)
 
     def finished(self, job: Job) -> None:
         self._jobs.remove(job)
@@ -209,12 +216,29 @@ class Outbound(threading.Thread):
         now_s = self._clock()
         if isinstance(command, Start):
             self._owners[command.grant.key] = command.on_end
-            self._act(self._book.start(command.grant, now_s, command.deadline_at_s, command.error))
+            self._lanes = command.lanes or self._lanes
+            lane = 0 if command.lanes is None else command.lanes.index
+            self._act(
+                self._book.start(
+                    command.grant,
+                    now_s,
+                    command.deadline_at_s,
+                    command.error,
+                    lane=lane,
+                    groups=command.groups,
+                )
+            )
         elif isinstance(command, Push):
             unacknowledged_bytes = self._unacknowledged(command)
             self._act(
                 self._book.push(
-                    command.key, command.blocks, command.is_last, now_s, unacknowledged_bytes, command.lives
+                    command.key,
+                    command.blocks,
+                    command.is_last,
+                    now_s,
+                    unacknowledged_bytes,
+                    command.lives,
+                    command.groups,
                 )
             )
         elif isinstance(command, Abort):
@@ -245,7 +269,7 @@ class Outbound(threading.Thread):
                 except Exception:  # the owner's fault must not end the other owners' transfers
                     log.exception("on_end of a transfer raised", extra={"transfer_id": action.sent.key.transfer_id})
             elif isinstance(action, Announce):
-                self.writer.say(Frame(Kind.ANNOUNCE, action.tag).encode())
+                self.writer.say(Frame(Kind.ANNOUNCE, action.tag, part=Part(action.lane, 0, action.groups)).encode())
             else:
                 self.writer.say(encode_text(Kind.RETRACT, action.tag, action.error))
 

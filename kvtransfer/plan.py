@@ -104,6 +104,9 @@ class Coverage:
     def count(self) -> int:
         return self.bits.bit_count()
 
+    def count_in(self, first: int, count: int) -> int:
+        return (self.bits & mask(first, count)).bit_count()
+
     @property
     def is_full(self) -> bool:
         return self.count == self.size

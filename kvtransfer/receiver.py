@@ -23,8 +23,10 @@ from kvtransfer.frames import Frame, Kind, Tag, encode_text
 from kvtransfer.gate import Gate, Peer
 from kvtransfer.host import host_id
 from kvtransfer.inbound import Inbound
-from kvtransfer.landings import Action, Answer, Claim, Landings
+from kvtransfer.landing import Claim
+from kvtransfer.landings import Action, Answer, Landings
 from kvtransfer.memory import flat
+from kvtransfer.parts import Part
 from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.service import TransferServicer
@@ -64,6 +66,7 @@ class StreamReceiver:
         if pool.block_bytes != fingerprint.block_bytes:
             raise ConfigError("kv_shape.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
         self.pool, self.memory, self.block_bytes = pool, flat(pool.buffer), pool.block_bytes
+        self.shape = fingerprint.shape
         self.chunk_bytes = max(chunk_bytes, pool.block_bytes)
         self._clock = clock
         self._disturbance = disturbance
@@ -172,17 +175,17 @@ class StreamReceiver:
         log.info("kv sender connected", extra={"sender_id": peer.sender_id, "transport": transport})
         return peer
 
-    def announce(self, tag: Tag, writer: int) -> None:
+    def announce(self, tag: Tag, writer: int, part: Part) -> None:
         with self._lock:
-            self._do(self._book.announce(tag, writer))
+            self._do(self._book.announce(tag, writer, part.lane, part.groups))
 
-    def claim(self, tag: Tag, writer: int, first: int, stamps: bytes) -> Claim | None:
+    def claim(self, frame: Frame, writer: int, stamps: bytes) -> Claim | None:
         if self._disturbance is not None:
-            self._disturbance.landing(tag)
+            self._disturbance.landing(frame.tag)
         with self._lock:
-            claim = self._book.claim(tag, writer, first, stamps, self._clock())
+            claim = self._book.claim(frame.tag, writer, frame.first, stamps, self._clock(), frame.part)
             if claim is None:
-                self._do(self._book.review(tag, self._clock()))
+                self._do(self._book.review(frame.tag, self._clock()))
         self._deliver()
         return claim
 

@@ -59,6 +59,7 @@ class Passage:
     grant: Grant
     text: Text
     on_end: OnSent
+    groups: int  # of layers, in which blocks are pushed; they are converted once the last has come
     sources: list[int] = field(default_factory=list)  # own blocks, from the first that holds a token to send
     lives: list[int] = field(default_factory=list)  # theirs, when they were pushed
     is_all_pushed: bool = False
@@ -128,7 +129,14 @@ class Reshaper:
         with self._lock:
             return self._out.num_blocks - len(self._free)
 
-    def start(self, grant: Grant, on_end: OnSent, deadline_s: float | None = None, text: Text | None = None) -> None:
+    def start(
+        self,
+        grant: Grant,
+        on_end: OnSent,
+        deadline_s: float | None = None,
+        text: Text | None = None,
+        groups: int = 1,
+    ) -> None:
         """Raises InvalidRequest where `text` is missing or does not fit the grant, and what a Sender raises."""
         size = self._target.block_size
         needed = None if text is None else -(-text.num_tokens // size) - grant.held_blocks
@@ -137,7 +145,7 @@ class Reshaper:
             raise InvalidRequest(
                 "text", seen, f"what fills {len(grant.blocks)} blocks of {size} after {grant.held_blocks}"
             )
-        passage = Passage(grant, text, on_end)
+        passage = Passage(grant, text, on_end, groups)
         with self._lock:
             if self._is_closed:
                 raise Unavailable("the KV reshaper is closed")
@@ -151,14 +159,16 @@ class Reshaper:
                 del self._passages[grant.key]
             raise
 
-    def push(self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool) -> None:
+    def push(
+        self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool, groups: range | None = None
+    ) -> None:
         """Blocks of this side's size, in order. Raises InvalidRequest on blocks outside the pool."""
         for _, source in blocks:
             if not 0 <= source < self._num_blocks:
                 raise InvalidRequest("blocks", f"source block {source}", f"0..{self._num_blocks - 1}")
         with self._lock:
             passage = self._passages.get(key)
-            if passage is None or passage.error:
+            if passage is None or passage.error or (groups is not None and groups.stop < passage.groups):
                 return
             for index, source in blocks:
                 if index != len(passage.sources):

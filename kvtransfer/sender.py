@@ -14,6 +14,7 @@ from kvtransfer.disturbance import Disturbance
 from kvtransfer.grants import compare
 from kvtransfer.memory import flat
 from kvtransfer.outbound import Link, Outbound
+from kvtransfer.parts import Lanes, Part
 from kvtransfer.stats import TransferStats, total
 from kvtransfer.transport import Fingerprint, Grant, Sent, Text, TransferKey
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
@@ -86,18 +87,29 @@ class StreamSender:
         with self._lock:
             return list(self._transfers)
 
-    def start(self, grant: Grant, on_end: OnSent, deadline_s: float | None = None, text: Text | None = None) -> None:
+    def start(
+        self,
+        grant: Grant,
+        on_end: OnSent,
+        deadline_s: float | None = None,
+        text: Text | None = None,
+        groups: int = 1,
+    ) -> None:
         """Raises Unavailable after close() or where no connection can be made for want of descriptors or threads.
 
         Raises InvalidRequest where the transfer has been started already; everything else reaches `on_end`.
         """
-        error = ""
+        error, lanes = "", None
         try:
             compare(grant.fingerprint, self.caller.fingerprint)
+            lanes = Lanes.to_send(self.caller.fingerprint.shape, grant.fingerprint.shape)
+            if self.caller.pool.block_bytes != lanes.block_bytes:
+                raise ConfigError("kv_shape.block_bytes", self.caller.pool.block_bytes, f"{lanes.block_bytes}")
+            lanes.runs(Part(groups=groups))
         except ConfigError as differs:
             error = differs.message
         deadline_at_s = None if deadline_s is None else self._clock() + deadline_s
-        command = Start(grant, self._forgetting(grant.key, on_end), deadline_at_s, error)
+        command = Start(grant, self._forgetting(grant.key, on_end), deadline_at_s, groups, lanes, error)
         pair = (grant.endpoint, grant.worker_id, grant.incarnation)
         with self._lock:
             if self._is_closed:
@@ -110,7 +122,9 @@ class StreamSender:
                 outbound.post(command)
             self._transfers[grant.key] = (outbound, len(grant.blocks))
 
-    def push(self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool) -> None:
+    def push(
+        self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool, groups: range | None = None
+    ) -> None:
         """Raises InvalidRequest on indices outside the grant or blocks outside the pool."""
         with self._lock:
             found = self._transfers.get(key)
@@ -126,7 +140,7 @@ class StreamSender:
                 if numbers and not 0 <= odd < limit:
                     raise InvalidRequest("blocks", f"{name} {odd}", f"0..{limit - 1}")
         lives = self._stamps.lives(sources)
-        outbound.post(Push(key, tuple(blocks), lives, is_last))
+        outbound.post(Push(key, tuple(blocks), lives, is_last, groups))
 
     def abort(self, key: TransferKey) -> None:
         with self._lock:

@@ -84,12 +84,15 @@ SENDER_MOVES: Final[Moves] = {
 class Session:
     """One transfer's state, coverage and open accesses.
 
-    `claimed` blocks belong to a chunk that is being moved or has been; `landed` ones are in memory (receiver)
-    or on the wire (sender); `checked` ones have a matching checksum.
+    It covers `size` pieces, each a block of one part. A receiver learns from each lane's sender how many pieces that
+    lane has; until then it `awaits` lanes, and nothing is complete. `claimed` pieces belong to a chunk that is being
+    moved or has been; `landed` ones are in memory (receiver) or on the wire (sender); `checked` ones have a matching
+    checksum.
     """
 
     moves: Moves
     size: int
+    awaits: int = 0
     state: State = State.GRANTED
     accesses: int = 0
     error: str = ""
@@ -100,6 +103,19 @@ class Session:
 
     def __post_init__(self) -> None:
         self.claimed, self.landed, self.checked = Coverage(self.size), Coverage(self.size), Coverage(self.size)
+
+    def extend(self, count: int) -> int:
+        """An awaited lane has `count` pieces; the number of its first."""
+        first = self.size
+        self.size += count
+        self.awaits -= 1
+        for coverage in (self.claimed, self.landed, self.checked):
+            coverage.size = self.size
+        return first
+
+    @property
+    def is_covered(self) -> bool:
+        return self.awaits == 0 and self.landed.is_full
 
     @property
     def is_open(self) -> bool:
@@ -141,15 +157,15 @@ class Session:
         self.accesses = max(0, self.accesses - 1)
         return self._settle()
 
-    def writer_gone(self) -> bool:
-        """The process, device or thread that held the accesses has ended: none is open."""
-        self.accesses = 0
+    def writer_gone(self, accesses: int | None = None) -> bool:
+        """The process, device or thread that held so many accesses, or all, has ended: they are not open."""
+        self.accesses -= self.accesses if accesses is None else accesses
         return self._settle()
 
     def land(self, first: int, count: int) -> None:
         """The whole chunk is in memory, or on the wire."""
         self.landed.add(first, count)
-        if self.landed.is_full:
+        if self.is_covered:
             self.handle(Event.COVERED)
             self._settle()
 
@@ -164,6 +180,6 @@ class Session:
     def _settle(self) -> bool:
         if self.accesses > 0:
             return False
-        if self.state is State.SENT and self.checked.is_full and self.landed.is_full:
+        if self.state is State.SENT and self.checked.is_full and self.is_covered:
             return self.handle(Event.CHECKED)
         return self.handle(Event.QUIET)

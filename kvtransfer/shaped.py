@@ -61,11 +61,18 @@ class ShapedSender:
         with self._lock:
             return list(self._reshapers.values())
 
-    def start(self, grant: Grant, on_end: OnSent, deadline_s: float | None = None, text: Text | None = None) -> None:
+    def start(
+        self,
+        grant: Grant,
+        on_end: OnSent,
+        deadline_s: float | None = None,
+        text: Text | None = None,
+        groups: int = 1,
+    ) -> None:
         """As StreamSender.start; raises InvalidRequest too where the shapes differ and `text` is missing."""
         theirs = grant.fingerprint.shape
         if is_same_bytes(self._shape, theirs):
-            self.plain.start(grant, on_end, deadline_s)
+            self.plain.start(grant, on_end, deadline_s, groups=groups)
             return
         try:
             check_convertible(self._shape, theirs)
@@ -73,10 +80,12 @@ class ShapedSender:
         except ConfigError as error:
             on_end(Sent(key=grant.key, outcome=SendOutcome.FAILED, error=error.message))
             return
-        reshaper.start(grant, on_end, deadline_s, text)
+        reshaper.start(grant, on_end, deadline_s, text, groups)
 
-    def push(self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool) -> None:
-        self._mover(key).push(key, blocks, is_last)
+    def push(
+        self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool, groups: range | None = None
+    ) -> None:
+        self._mover(key).push(key, blocks, is_last, groups)
 
     def abort(self, key: TransferKey) -> None:
         self._mover(key).abort(key)

@@ -52,6 +52,7 @@ class Grant:
     fingerprint: Fingerprint
     blocks: tuple[int, ...]
     held_blocks: int
+    lanes: int = 1  # tensor-parallel ranks of the sender that fill these blocks, each its heads
     hash_seed: bytes = b""  # of the receiver's names of blocks
 
 
@@ -146,20 +147,23 @@ class Sender(Protocol):
         on_end: Callable[[Sent], None],
         deadline_s: float | None = None,
         text: Text | None = None,
+        groups: int = 1,
     ) -> None:
-        """Announces a transfer; connects in the background when the pair is new.
+        """Announces a transfer, whose blocks come in so many groups of layers; connects when the pair is new.
 
         `text` is needed where the receiver's shape is another than the sender's.
         """
         ...
 
-    def push(self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool) -> None:
+    def push(
+        self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool, groups: range | None = None
+    ) -> None:
         """Queues finished blocks, whose contents must not change any more: (index, source block).
 
         The index counts the sender's blocks from the first that holds a token to send; where shapes are equal, it is
         the grant's.
 
-        They are marked with their names before (`BlockStamps.mark`).
+        `groups` of layers are finished, None: all. Blocks are marked with their names before (`BlockStamps.mark`).
         """
         ...
 

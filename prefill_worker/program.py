@@ -137,12 +137,15 @@ class PrefillProgram(RoleProgram):
         remaining_s = None if deadline_at_s is None else max(0.0, deadline_at_s - self.context.now())
         post = self.context.post
         try:
-            self._sender.start(grant, lambda sent: post(partial(self._sent, key, sent)), remaining_s, text)
+            self._sender.start(
+                grant, lambda sent: post(partial(self._sent, key, sent)), remaining_s, text, groups=effect.groups
+            )
         except PdserveError as error:
             self.act(self._batching.sent(key, is_whole=False, error=error.message))
 
     def _blocks_done(self, effect: fx.BlocksDone) -> None:
-        self._sender.push(self._grants[effect.key][0].key, effect.blocks, effect.is_last)
+        groups = range(effect.first_group, effect.end_group)
+        self._sender.push(self._grants[effect.key][0].key, effect.blocks, effect.is_last, groups)
 
     def _send_aborted(self, effect: fx.SendAborted) -> None:
         self._sender.abort(self._grants[effect.key][0].key)

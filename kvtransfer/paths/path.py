@@ -22,9 +22,10 @@ from typing import Protocol
 
 from kvtransfer.channel import Channel
 from kvtransfer.checksum import Checksum
-from kvtransfer.departures import Job
+from kvtransfer.departure import Job
 from kvtransfer.frames import Frame
-from kvtransfer.landings import Claim
+from kvtransfer.landing import Claim
+from kvtransfer.parts import Lanes
 from kvtransfer.writer import Writer
 from pdserve.engine.interface import KvPool
 
@@ -47,6 +48,10 @@ class SendLink(Protocol):
         To be asked for once the bytes have been copied or their checksum taken. Raises StaleSource, which `post`
         lets through: nothing of the job was posted, and nobody reads its source blocks any more.
         """
+        ...
+
+    def views(self, job: Job) -> list[memoryview]:
+        """The job's bytes in the pool: of its source blocks, its part."""
         ...
 
     def finished(self, job: Job) -> None:
@@ -101,10 +106,19 @@ class ReceiveLink(Protocol):
     memory: memoryview  # the pool's
     block_bytes: int
     chunk_bytes: int  # the most that one chunk may have
+    source: Lanes  # of the sender's blocks, for who reads them in the sender's pool
     channel: Channel
     checksum: Checksum  # that the pair has agreed on
 
     def digest(self, views: Iterable[memoryview]) -> bytes: ...
+
+    def views(self, claim: Claim) -> list[memoryview]:
+        """Where the claim's bytes belong in the pool, in the order in which they come."""
+        ...
+
+    def size_of(self, frame: Frame) -> int:
+        """The bytes that a chunk brings."""
+        ...
 
     def enter(self, claim: Claim) -> bool:
         """Opens one write into the claim's blocks. False: the transfer is over, and not a byte may be written."""

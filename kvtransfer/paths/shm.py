@@ -17,10 +17,10 @@ from typing import Final, final
 
 from kvtransfer import fused
 from kvtransfer.checksum import Checksum
-from kvtransfer.departures import Job
+from kvtransfer.departure import Job
 from kvtransfer.frames import BadFrame, Frame, Kind
 from kvtransfer.host import can_share_memory
-from kvtransfer.landings import Claim
+from kvtransfer.landing import Claim
 from kvtransfer.memory import copy, views_of
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.shared import HELLO_BYTES, TAKEN, SharedPool, offer
@@ -60,7 +60,7 @@ class ShmSend:
 
     def post(self, job: Job) -> None:
         link, slot = self._link, self._free[0]
-        digest = link.digest(views_of(link.memory, job.chunk.sources, link.block_bytes))
+        digest = link.digest(link.views(job))
         numbers = array("I", job.chunk.sources).tobytes()
         link.writer.say(link.head(job, digest, slot=slot, length=len(numbers)) + numbers)
         self._free.popleft()
@@ -91,7 +91,8 @@ class ShmSend:
 class ShmReceive:
     def __init__(self, link: ReceiveLink, source: SharedPool) -> None:
         self._link, self._source = link, source
-        self._copier = fused.Copier.between(link.memory, source.memory, link.block_bytes)
+        is_whole = link.source.block_bytes == link.block_bytes
+        self._copier = fused.Copier.between(link.memory, source.memory, link.block_bytes) if is_whole else None
 
     def check(self, frame: Frame) -> None:
         if frame.length != frame.count * _BLOCK_NUMBER_BYTES or frame.slot >= WINDOW:
@@ -103,7 +104,8 @@ class ShmReceive:
             self._give_back(frame)
             return
         try:
-            digest = self._copy(claim.blocks, sources)
+            is_whole = link.source.is_all(claim.part)
+            digest = self._copy(claim.blocks, sources) if is_whole else self._copy_part(claim, sources)
         finally:
             link.leave(claim)
         self._give_back(frame)
@@ -118,12 +120,18 @@ class ShmReceive:
         return numbers
 
     def _copy(self, blocks: tuple[int, ...], sources: array[int]) -> bytes:
-        """The checksum of what was written."""
+        """Whole blocks. The checksum of what was written."""
         link = self._link
         if self._copier is not None and link.checksum is Checksum.XXH3_64:
             return self._copier.copy(blocks, sources)
         views = views_of(link.memory, blocks, link.block_bytes)
         copy(views, views_of(self._source.memory, sources, link.block_bytes))
+        return link.digest(views)
+
+    def _copy_part(self, claim: Claim, sources: array[int]) -> bytes:
+        link = self._link
+        views = link.views(claim)
+        copy(views, link.source.views(self._source.memory, sources, claim.part))
         return link.digest(views)
 
     def _give_back(self, frame: Frame) -> None:
@@ -183,7 +191,7 @@ class Shm:
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
         hello, descriptors = _receive_descriptors(link)
-        source = SharedPool(hello, descriptors, link.block_bytes)
+        source = SharedPool(hello, descriptors, link.source.block_bytes)
         link.channel.post(TAKEN)
         return ShmReceive(link, source)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 from typing import Final, final
 
-from kvtransfer.departures import Job
+from kvtransfer.departure import Job
 from kvtransfer.frames import BadFrame, Frame
-from kvtransfer.landings import Claim
-from kvtransfer.memory import advance, views_of
+from kvtransfer.landing import Claim
+from kvtransfer.memory import advance
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
@@ -36,8 +36,8 @@ class TcpSend:
 
     def post(self, job: Job) -> None:
         link = self._link
-        views = views_of(link.memory, job.chunk.sources, link.block_bytes)
-        head = link.head(job, link.digest(views), length=job.chunk.count * link.block_bytes)
+        views = link.views(job)
+        head = link.head(job, link.digest(views), length=sum(map(len, views)))
         link.writer.stream([memoryview(head), *views], lambda: link.finished(job))
 
     def forsake(self, job: Job) -> None:
@@ -63,7 +63,7 @@ class TcpReceive:
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
 
     def check(self, frame: Frame) -> None:
-        size = frame.count * self._link.block_bytes
+        size = self._link.size_of(frame)
         if frame.length != size:
             raise BadFrame(f"a chunk of {frame.count} blocks with {frame.length} bytes, expected {size}")
 
@@ -72,7 +72,7 @@ class TcpReceive:
             self._discard(frame.length)
             return
         link = self._link
-        views = views_of(link.memory, claim.blocks, link.block_bytes)
+        views = link.views(claim)
         rest, left = list(views), frame.length
         while left:
             if not link.enter(claim):

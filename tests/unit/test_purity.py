@@ -66,11 +66,14 @@ PURE = [
         f"kvtransfer.{name}"
         for name in (
             "commands",
+            "departure",
             "departures",
             "faults",
             "frames",
+            "landing",
             "landings",
             "memory",
+            "parts",
             "plan",
             "reshape",
             "session",

@@ -88,7 +88,7 @@ def test_an_abort_under_a_write_that_does_not_end_is_quarantined_until_it_does(p
     raw.announce(tag._replace(generation=0))
     raw.hear()  # so the first announcement has been heard
     [writer] = pair.receiver._connections
-    claim = pair.receiver.claim(tag, writer, 0, pack([0, 0], tag.generation, 1))
+    claim = pair.receiver.claim(Frame(Kind.CHUNK, tag, 0, 2), writer, pack([0, 0], tag.generation, 1))
     assert claim is not None
     assert pair.receiver.enter(claim)
     pair.receiver.abort(grant.key)

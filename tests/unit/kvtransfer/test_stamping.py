@@ -321,7 +321,8 @@ def test_the_check_of_a_frame_is_the_paths_own() -> None:
     """A tcp chunk whose length is not that of its blocks cannot be read past."""
 
     class Link:
-        block_bytes = 8
+        def size_of(self, frame: Frame) -> int:
+            return 8 * frame.count
 
     path = TcpReceive(Link())  # type: ignore[arg-type]
     path.check(Frame(Kind.CHUNK, TAG, 0, 2, length=16))

@@ -89,7 +89,7 @@ def _any_writer(patch: pytest.MonkeyPatch) -> None:
 
     def careless(self: Landings, tag: Tag, writer: int, first: int, stamps: bytes, now_s: float) -> Claim | None:
         landing = self._open.get(tag)
-        known = writer if landing is None or landing.writer is None else landing.writer
+        known = writer if landing is None or not landing.lanes else landing.lanes[0].writer
         return claim(self, tag, known, first, stamps, now_s)
 
     patch.setattr(Landings, "claim", careless)
@@ -100,14 +100,15 @@ def _cut_hits_everybody(patch: pytest.MonkeyPatch) -> None:
 
     def wide(self: Landings, writer: int, error: str, now_s: float) -> list[landings.Action]:
         for landing in self._open.values():
-            landing.writer = writer
+            for lane in landing.lanes.values():
+                lane.writer = writer
         return cut(self, writer, error, now_s)
 
     patch.setattr(Landings, "cut", wide)
 
 
 def _cut_leaves_accesses_open(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Session, "writer_gone", lambda self: False)
+    patch.setattr(Session, "writer_gone", lambda self, accesses=None: False)
 
 
 def _deaf_to_deadlines(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,50 @@
+"""One transfer as its sender's book holds it. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvtransfer.frames import Tag
+from kvtransfer.parts import Part
+from kvtransfer.plan import Chunk
+from kvtransfer.session import Session
+from kvtransfer.transport import Grant
+
+
+@dataclass(slots=True, eq=False)
+class Departure:
+    grant: Grant
+    tag: Tag
+    session: Session
+    deadline_at_s: float | None
+    lane: int
+    groups: int
+    lives: list[int]  # of the source blocks when they were first pushed, by grant index
+    began_at_s: float | None = None
+    pending: deque[tuple[Chunk, int]] = field(default_factory=deque)  # with the layer group
+    num_taken: int = 0  # pieces of chunks that were taken to be sent
+    num_bytes: int = 0
+    early_bytes: int = 0
+    last_pushed_at_s: float | None = None
+    busy_s: float = 0.0
+    is_announced: bool = False
+
+    def at(self, index: int, group: int) -> int:
+        """The session's number of a block's part."""
+        return group * len(self.grant.blocks) + index
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A chunk whose source blocks are being read, until `written`."""
+
+    departure: Departure
+    chunk: Chunk
+    is_last: bool
+    part: Part
+
+    def share(self, block_bytes: int) -> int:
+        """The part's share of a block, for figures: the shares of all groups add up to the block."""
+        group, groups = self.part.group, self.part.groups
+        return block_bytes * (group + 1) // groups - block_bytes * group // groups

@@ -1,0 +1,104 @@
+"""Which bytes of a block travel in one chunk. Pure.
+
+A block is sent whole, or in parts. A part is a *lane*, the heads that one tensor-parallel rank of the sender has, and
+one of `groups` equal *groups* of layers, which the sender announces. Coverage is of (block, part): a transfer is
+complete when each block has come in every part of every lane, and each lane has one writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple, final
+
+from kvtransfer.memory import views_of
+from kvtransfer.reshape import Lane, Window, lane_of, lanes_of, runs_of
+from kvtransfer.shape import SCALE_BYTES, BlockForm, KvShape
+from pdserve.core.errors import ConfigError
+
+MAX_GROUPS: Final = 32  # bits of a stamp's mask
+
+
+class Part(NamedTuple):
+    lane: int = 0
+    group: int = 0
+    groups: int = 1
+
+    @property
+    def mask(self) -> int:
+        """Of a stamp: which layer group of the block this is."""
+        return 1 << self.group
+
+
+WHOLE: Final = Part()
+
+
+@final
+class Lanes:
+    """One side of a pair: where in its blocks the parts of the pair's lane lie.
+
+    `form` is of this side's blocks, and `first_head` .. `first_head + num_heads - 1` are those heads of them that the
+    lane has. Both sides list the same bytes in the same order.
+    """
+
+    def __init__(self, form: BlockForm, lane: Lane, count: int, first_head: int) -> None:
+        self.form, self.index, self.count = form, lane.index, count
+        self._first_head, self._num_heads = first_head, lane.num_heads
+        self.block_bytes = form.block_bytes
+
+    @staticmethod
+    def to_send(source: KvShape, target: KvShape) -> Lanes:
+        """Of the sender, whose blocks on the wire are the receiver's, narrowed to the lane. Raises ConfigError."""
+        lane, count = _lane(source, target)
+        return Lanes(target.form.narrowed(target.num_layers, lane.num_heads), lane, count, 0)
+
+    @staticmethod
+    def to_receive(source: KvShape, target: KvShape) -> Lanes:
+        """Of the receiver. Raises ConfigError where the sender's rank has nothing for it."""
+        lane, count = _lane(source, target)
+        return Lanes(target.form, lane, count, lane.target_head)
+
+    def is_all(self, part: Part) -> bool:
+        """Whether the part is the whole block, one run of bytes on both sides."""
+        return self.count == 1 and part.groups == 1
+
+    def bytes_of(self, part: Part) -> int:
+        """Of one block's share of the part."""
+        return sum(size for _, size in self.runs(part))
+
+    def runs(self, part: Part) -> tuple[tuple[int, int], ...]:
+        """(offset, length) within a block. Raises ConfigError where the layers do not make so many groups."""
+        form = self.form
+        if self.is_all(part):
+            return ((0, form.block_bytes),)
+        return _runs(form, self._first_head, self._num_heads, part.group, part.groups)
+
+    def views(self, memory: memoryview, blocks: Sequence[int], part: Part) -> list[memoryview]:
+        """The part's bytes of these blocks, in order. Raises IndexError on a block outside the memory."""
+        views = views_of(memory, blocks, self.block_bytes)
+        if self.is_all(part):
+            return views
+        runs = self.runs(part)
+        starts = [block * self.block_bytes for block in blocks]
+        return [memory[start + at : start + at + size] for start in starts for at, size in runs]
+
+
+def _lane(source: KvShape, target: KvShape) -> tuple[Lane, int]:
+    lane = lane_of(source, target)
+    if lane is None:
+        expected = f"a rank that holds heads of rank {target.tp_rank} of {target.tp_degree}"
+        raise ConfigError("kv_shape.tp_rank", f"{source.tp_rank} of {source.tp_degree}", expected)
+    return lane, len(lanes_of(source, target))
+
+
+@lru_cache(maxsize=1024)
+def _runs(form: BlockForm, first_head: int, num_heads: int, group: int, groups: int) -> tuple[tuple[int, int], ...]:
+    if not 0 <= group < groups <= MAX_GROUPS or form.num_layers % groups:
+        expected = f"a divisor of the {form.num_layers} layers, at most {MAX_GROUPS}"
+        raise ConfigError("groups", f"group {group} of {groups}", expected)
+    num_layers = form.num_layers // groups
+    window = Window(group * num_layers, num_layers, first_head, num_heads)
+    if window == Window.whole(form):  # without the padding, which the other side may not have
+        scales = ((form.scales_at, form.num_rows * SCALE_BYTES),) if form.is_scaled else ()
+        return ((0, form.value_bytes), *scales)
+    return tuple(runs_of(form, window))

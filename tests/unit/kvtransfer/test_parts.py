@@ -1,0 +1,366 @@
+"""Blocks that come in parts: by groups of layers, and by lanes, the heads of each of the sender's ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer import landings
+from kvtransfer.departures import Departures
+from kvtransfer.endpoint import make_receiver
+from kvtransfer.frames import Tag, tag_of
+from kvtransfer.landings import Landings
+from kvtransfer.parts import WHOLE, Lanes, Part
+from kvtransfer.paths.registry import kinds
+from kvtransfer.sender import StreamSender
+from kvtransfer.shape import KvShape
+from kvtransfer.stamping import pack
+from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome, TransferKey
+from pdserve.core.errors import ConfigError
+from pdserve.core.stamps import BlockStamps
+from tests.unit.kvtransfer.harness import GrpcHost, Heard, HostPool, fingerprint, wait_for
+from tests.unit.kvtransfer.test_books import grant_of
+
+SHAPE = KvShape(layout="block-major.v1", dtype="float32", num_layers=4, num_kv_heads=4, head_dim=8, block_size=2)
+INT8 = replace(SHAPE, layout="block-major-int8.v1", dtype="int8")
+
+
+# Which bytes.
+
+
+@given(
+    st.sampled_from([SHAPE, INT8]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.lists(st.integers(0, 7), unique=True, min_size=1, max_size=5),
+)
+def test_the_parts_of_a_block_fill_every_value_once_and_are_the_same_on_both_sides(
+    shape: KvShape, ranks: int, groups: int, blocks: list[int]
+) -> None:
+    """Each rank's blocks are cut by hand out of a whole one; what the parts bring must be that whole one."""
+    target = HostPool(8, shape.block_bytes)
+    original = bytes(HostPool(8, shape.block_bytes, seed=3).memory)
+    for rank in range(ranks):
+        source_shape = replace(shape, tp_degree=ranks, tp_rank=rank)
+        to, out = Lanes.to_receive(source_shape, shape), Lanes.to_send(source_shape, shape)
+        assert (to.index, to.count, out.index, out.count) == (rank, ranks, rank, ranks)
+        assert out.block_bytes == source_shape.block_bytes
+        source = bytearray(8 * source_shape.block_bytes)
+        for group in range(groups):
+            part = Part(rank, group, groups)
+            truth = to.views(memoryview(bytearray(original)), blocks, part)
+            mine = out.views(memoryview(source), blocks, part)
+            assert sum(map(len, mine)) == sum(map(len, truth)) == len(blocks) * to.bytes_of(part)
+            assert out.bytes_of(part) == to.bytes_of(part)
+            scatter(b"".join(truth), mine)
+            scatter(b"".join(mine), to.views(memoryview(target.memory), blocks, part))
+    form = shape.form
+    for block in blocks:
+        at = block * shape.block_bytes
+        for begin, end in [
+            (0, form.value_bytes),
+            (form.scales_at, form.scales_at + 4 * form.num_rows * form.is_scaled),
+        ]:
+            assert target.memory[at + begin : at + end] == original[at + begin : at + end]
+
+
+def scatter(data: bytes, views: list[memoryview]) -> None:
+    at = 0
+    for view in views:
+        view[:] = data[at : at + len(view)]
+        at += len(view)
+
+
+def test_one_part_is_one_run_of_bytes() -> None:
+    lanes = Lanes.to_receive(SHAPE, SHAPE)
+    assert [len(view) for view in lanes.views(memoryview(bytearray(8 * SHAPE.block_bytes)), [3, 4, 5], WHOLE)] == [
+        3 * SHAPE.block_bytes
+    ]
+
+
+@pytest.mark.parametrize("part", [Part(0, 0, 3), Part(0, 4, 4), Part(0, 0, 8), Part(0, 0, 64), Part(0, 0, 0)])
+def test_groups_that_the_layers_do_not_make_are_refused(part: Part) -> None:
+    with pytest.raises(ConfigError, match="a divisor of the 4 layers, at most 32"):
+        Lanes.to_receive(SHAPE, SHAPE).runs(part)
+
+
+def test_a_rank_that_has_nothing_for_the_target_is_refused() -> None:
+    source, target = replace(SHAPE, tp_degree=2, tp_rank=1), replace(SHAPE, tp_degree=4, tp_rank=0)
+    with pytest.raises(ConfigError, match=r"kv_shape.tp_rank: got 1 of 2, expected a rank that holds heads of rank 0"):
+        Lanes.to_receive(source, target)
+
+
+# The receiver's book.
+
+GRANT = replace(grant_of("t", 1, 5, (3, 4)), lanes=2)
+TAG = tag_of(GRANT.key)
+
+
+def book() -> Landings:
+    book = Landings(BlockStamps(8))
+    book.expect(GRANT, 0.0, 10.0, [1, 2])
+    assert book.announce(TAG, 10, 0, 2) == []
+    assert book.announce(TAG, 20, 1, 1) == []
+    return book
+
+
+def land(book: Landings, writer: int, part: Part, first: int, chains: list[int], is_last: bool = False) -> list[Any]:
+    claim = book.claim(TAG, writer, first, pack(chains, 5, part.mask), 0.0, part)
+    assert claim is not None
+    assert book.enter(claim)
+    book.leave(claim, 0.0)
+    return book.settle(claim, 1, True, is_last, 0.0)
+
+
+def test_a_transfer_is_whole_when_each_block_has_come_in_every_part_of_every_lane() -> None:
+    it = book()
+    assert land(it, 20, Part(1, 0, 1), 0, [1, 2], is_last=True) == []
+    assert land(it, 10, Part(0, 1, 2), 0, [1, 2]) == []
+    assert land(it, 10, Part(0, 0, 2), 1, [2]) == []
+    *answers, report = land(it, 10, Part(0, 0, 2), 0, [1], is_last=True)
+    assert report.received.outcome is ReceiveOutcome.VERIFIED
+    assert {(answer.writer, answer.is_verified) for answer in answers} == {(10, True), (20, True)}
+
+
+def test_nothing_is_whole_before_every_lane_has_spoken() -> None:
+    it = Landings(BlockStamps(8))
+    it.expect(GRANT, 0.0, 10.0)
+    it.announce(TAG, 10, 0, 1)
+    assert land(it, 10, Part(0, 0, 1), 0, [1, 2], is_last=True) == []
+    it.announce(TAG, 20, 1, 1)
+    assert land(it, 20, Part(1, 0, 1), 0, [1, 2])[-1].received.outcome is ReceiveOutcome.VERIFIED
+
+
+def test_a_part_that_came_already_is_dropped_and_another_of_the_same_block_is_not() -> None:
+    it = book()
+    land(it, 10, Part(0, 0, 2), 0, [1, 2])
+    assert it.claim(TAG, 10, 1, pack([2], 5, 1), 0.0, Part(0, 0, 2)) is None
+    assert it.stats.duplicate_chunks == 1
+    assert it.claim(TAG, 10, 1, pack([2], 5, 2), 0.0, Part(0, 1, 2)) is not None
+
+
+def test_a_chunk_does_not_reach_from_one_part_into_the_next() -> None:
+    it = book()
+    assert it.claim(TAG, 10, 1, pack([2, 1], 5, 1), 0.0, Part(0, 0, 2)) is None
+    assert it.stats.duplicate_chunks == 1
+
+
+@pytest.mark.parametrize(
+    ("writer", "part"),
+    [(20, Part(0, 0, 2)), (10, Part(1, 0, 1)), (10, Part(0, 0, 1)), (10, Part(0, 2, 4)), (10, Part(7, 0, 1))],
+)
+def test_a_lane_is_written_by_its_own_writer_in_the_groups_that_it_announced(writer: int, part: Part) -> None:
+    it = book()
+    assert it.claim(TAG, writer, 0, pack([1], 5, part.mask), 0.0, part) is None
+    assert (it.stats.late_messages, it.stats.chunks) == (1, 0)
+
+
+def test_a_stamp_for_another_group_is_refused() -> None:
+    it = book()
+    assert it.claim(TAG, 10, 0, pack([1], 5, 1), 0.0, Part(0, 1, 2)) is None
+    assert it.stats.stamp_mismatches == 1
+    answers = it.review(TAG, 0.0)
+    assert "layer groups 0x1, expected 0x2" in answers[-1].received.error  # type: ignore[union-attr]
+
+
+def test_a_second_writer_of_a_lane_and_a_lane_that_is_not_there_are_refused() -> None:
+    it = book()
+    [taken] = it.announce(TAG, 30, 0, 2)
+    [absent] = it.announce(TAG, 30, 2, 1)
+    assert "lane 0 has its writer" in taken.error  # type: ignore[union-attr]
+    assert "lane 2 is not of 2" in absent.error  # type: ignore[union-attr]
+    assert it.announce(TAG, 10, 0, 2) == [], "again, from its own"
+    assert it.stats.late_messages == 2
+
+
+def test_a_fault_of_one_lane_reaches_all_and_frees_nothing_under_the_others_write() -> None:
+    it = book()
+    claim = it.claim(TAG, 20, 0, pack([1], 5, 1), 0.0, Part(1, 0, 1))
+    assert claim is not None
+    assert it.enter(claim)
+    [answer] = it.cut(10, "its rank died", 0.0)
+    assert isinstance(answer, landings.Answer)
+    assert (answer.writer, answer.error) == (20, "its rank died")
+    assert it.keys == [GRANT.key], "the other rank's write is open"
+    [report] = it.leave(claim, 0.0)
+    assert report.received.outcome is ReceiveOutcome.FAILED  # type: ignore[union-attr]
+
+
+def test_the_end_of_one_writer_closes_its_own_writes_only() -> None:
+    it = book()
+    claims = [
+        it.claim(TAG, 10, 0, pack([1], 5, 1), 0.0, Part(0, 0, 2)),
+        it.claim(TAG, 20, 0, pack([1], 5, 1), 0.0, Part(1, 0, 1)),
+    ]
+    for claim in claims:
+        assert claim is not None
+        assert it.enter(claim)
+    assert [type(action) for action in it.cut(10, "cut", 0.0)] == [landings.Answer]
+    [report] = it.cut(20, "cut", 0.0)
+    assert report.received.outcome is ReceiveOutcome.FAILED  # type: ignore[union-attr]
+
+
+def test_a_lanes_last_word_is_about_its_own_pieces() -> None:
+    it = book()
+    land(it, 20, Part(1, 0, 1), 0, [1, 2], is_last=True)
+    assert it.keys == [GRANT.key]
+    *_, report = land(it, 10, Part(0, 0, 2), 0, [1, 2], is_last=True)
+    assert report.received.error == "2 of 4 parts of blocks never came"
+
+
+def test_a_retraction_of_one_lane_is_told_to_the_others() -> None:
+    it = book()
+    [answer, report] = it.retract(TAG, 10, "enough", 0.0)
+    assert (answer.writer, report.received.error) == (20, "the sender gave up: enough")  # type: ignore[union-attr]
+
+
+# The sender's book.
+
+
+def departures(groups: int) -> Departures:
+    out = Departures(100, BlockStamps(8))
+    out.start(grant_of("t", 1, 5, (0, 1)), 0.0, None, lane=1, groups=groups)
+    [announce] = out.linked()
+    assert (announce.lane, announce.groups) == (1, groups)  # type: ignore[union-attr]
+    return out
+
+
+def test_groups_leave_as_they_are_pushed_and_the_last_is_the_last() -> None:
+    out, key = departures(2), grant_of("t", 1, 5, ()).key
+    out.push(key, [(0, 3), (1, 4)], False, 0.0, groups=range(1))
+    first = out.take(1, 0.0)
+    assert first is not None
+    assert (first.part, first.chunk.sources, first.is_last) == (Part(1, 0, 2), (3, 4), False)
+    assert out.stamp(first) == pack([0, 0], 5, 1)
+    out.written(first, 0.0)
+    out.push(key, [(0, 3), (1, 4)], True, 0.0, groups=range(1, 2))
+    second = out.take(1, 0.0)
+    assert second is not None
+    assert (second.part.group, second.is_last) == (1, True)
+    assert out.stamp(second) == pack([0, 0], 5, 2)
+    out.written(second, 0.0)
+    [report] = out.done(tag_of(key), 0.0)
+    assert report.sent.num_bytes == 200  # type: ignore[union-attr]
+
+
+def test_a_group_that_is_pushed_twice_or_left_out_fails_the_transfer() -> None:
+    key = grant_of("t", 1, 5, ()).key
+    out = departures(2)
+    out.push(key, [(0, 3)], False, 0.0, groups=range(1))
+    assert "were pushed twice" in out.push(key, [(0, 3)], False, 0.0, groups=range(2))[-1].sent.error  # type: ignore[union-attr]
+    out = departures(2)
+    error = out.push(key, [(0, 3), (1, 4)], True, 0.0, groups=range(1, 2))[-1].sent.error  # type: ignore[union-attr]
+    assert error == "the last push leaves 2 of 4 parts of blocks out"
+
+
+# Over real connections.
+
+
+class Rig:
+    """One receiver, and a sender for each rank."""
+
+    def __init__(self, transport: str, shape: KvShape, ranks: int) -> None:
+        facts = replace(fingerprint(), shape=shape)
+        self.landing = HostPool(16, shape.block_bytes)
+        self.receiver = make_receiver(
+            self.landing, facts, worker_id="d", incarnation="1", host="127.0.0.1", transport=transport
+        )
+        self.host = GrpcHost(self.receiver.servicer)
+        shapes = [replace(shape, tp_degree=ranks, tp_rank=rank) for rank in range(ranks)]
+        self.pools = [HostPool(16, one.block_bytes, seed=rank) for rank, one in enumerate(shapes)]
+        self.senders = [
+            StreamSender(
+                pool,
+                replace(facts, shape=one),
+                worker_id=f"p{rank}",
+                incarnation="1",
+                transports=kinds(transport),
+            )
+            for rank, (pool, one) in enumerate(zip(self.pools, shapes, strict=True))
+        ]
+        self.shapes, self.shape = shapes, shape
+        self.grant = Grant(
+            key=TransferKey(transfer_id="t", attempt=1, generation=1),
+            endpoint=self.host.endpoint,
+            worker_id="d",
+            incarnation="1",
+            fingerprint=facts,
+            blocks=(9, 2, 3),
+            held_blocks=0,
+            lanes=ranks,
+        )
+
+    def assert_equal(self, sources: list[int], groups: int) -> None:
+        for rank, (pool, one) in enumerate(zip(self.pools, self.shapes, strict=True)):
+            to, out = Lanes.to_receive(one, self.shape), Lanes.to_send(one, self.shape)
+            for group in range(groups):
+                part = Part(rank, group, groups)
+                landed = b"".join(to.views(memoryview(self.landing.memory), self.grant.blocks, part))
+                assert landed == b"".join(out.views(memoryview(pool.memory), sources, part))
+
+    def close(self) -> None:
+        for sender in self.senders:
+            sender.close()
+        self.receiver.close()
+        self.host.stop()
+
+
+@pytest.fixture
+def rigs() -> Iterator[list[Rig]]:
+    made: list[Rig] = []
+    yield made
+    for rig in made:
+        rig.close()
+
+
+@pytest.mark.parametrize("shape", [SHAPE, INT8], ids=["float32", "int8"])
+@pytest.mark.parametrize(("ranks", "groups"), [(1, 4), (2, 1), (2, 2), (4, 4)])
+def test_parts_over_a_real_connection_make_the_whole(
+    rigs: list[Rig], transport: str, shape: KvShape, ranks: int, groups: int
+) -> None:
+    rig = Rig(transport, shape, ranks)
+    rigs.append(rig)
+    received, sent = Heard(), [Heard() for _ in rig.senders]
+    rig.receiver.expect(rig.grant, received)
+    sources = [5, 6, 1]
+    for sender, heard in zip(rig.senders, sent, strict=True):
+        sender.start(rig.grant, heard, groups=groups)
+        for group in range(groups):
+            sender.push(rig.grant.key, list(enumerate(sources)), group == groups - 1, range(group, group + 1))
+    assert (received.wait().outcome, received.all[0].error) == (ReceiveOutcome.VERIFIED, "")
+    assert [heard.wait().outcome for heard in sent] == [SendOutcome.SENT] * ranks
+    rig.assert_equal(sources, groups)
+
+
+def test_a_rank_that_dies_fails_the_other_ranks_transfer_too(rigs: list[Rig]) -> None:
+    rig = Rig("tcp", SHAPE, 2)
+    rigs.append(rig)
+    received, sent = Heard(), [Heard(), Heard()]
+    rig.receiver.expect(rig.grant, received)
+    for sender, heard in zip(rig.senders, sent, strict=True):
+        sender.start(rig.grant, heard)
+        sender.push(rig.grant.key, [(0, 0), (1, 1)], False)
+    wait_for(lambda: rig.receiver.stats.chunks == 2, "both ranks' chunks")
+    threading.Thread(target=rig.senders[0].close).start()
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    assert sent[1].wait().outcome is SendOutcome.FAILED
+
+
+def test_groups_that_the_model_does_not_have_fail_at_the_start(rigs: list[Rig]) -> None:
+    rig = Rig("tcp", SHAPE, 1)
+    rigs.append(rig)
+    sent = Heard()
+    rig.senders[0].start(rig.grant, sent, groups=3)
+    assert "a divisor of the 4 layers" in sent.wait().error
+
+
+def test_tags_are_whole_transfers() -> None:
+    """All lanes of a grant share its tag: the part is not in it."""
+    assert isinstance(TAG, Tag)
+    assert tag_of(replace(GRANT, lanes=3).key) == TAG
