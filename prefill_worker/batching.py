@@ -60,6 +60,7 @@ class Prompt:
 
     attempt: Attempt
     receiver: str  # the decode worker
+    may_divide: bool  # whether it takes a block in groups of layers
     held_blocks: int  # leading blocks that it has whole, in our size
     stage: Stage = Stage.WAITING
     tokens: tuple[int, ...]
@@ -176,11 +177,13 @@ class PrefillBatching:
         held_blocks: int,
         num_granted: int,
         granted_size: int,
+        may_divide: bool,
         now_s: float,
     ) -> list[PrefillEffect]:
         """Takes a new attempt into the inbox, or says why not.
 
-        The receiver's blocks, held and granted ones, have `granted_size` tokens each.
+        The receiver's blocks, held and granted ones, have `granted_size` tokens each. `may_divide`: it takes a block in
+        groups of layers.
         """
         key, size = attempt.key, self._block_size
         needed = blocks_for(attempt.num_tokens, size)
@@ -202,6 +205,7 @@ class PrefillBatching:
         prompt = Prompt(
             attempt=attempt,
             receiver=receiver,
+            may_divide=may_divide,
             held_blocks=held,
             pushed=held,
             tokens=tokens,
@@ -342,6 +346,7 @@ class PrefillBatching:
             cached=prompt.cached,
             num_tokens=len(prompt.tokens),
             held_blocks=prompt.held_blocks,
+            may_divide=prompt.may_divide,
         )
         prompt.stage = Stage.COMPUTING
         del self._waiting[key]

@@ -21,7 +21,7 @@ from pdserve.core.hashing import chain_key
 from pdserve.core.overlap import hidden_share
 from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
-from pdserve.engine.interface import Engine
+from pdserve.engine.interface import Engine, OnLayer
 from pdserve.engine.load import load_engine
 from pdserve.telemetry import names
 from pdserve.v1 import transfer_pb2, worker_pb2
@@ -29,7 +29,7 @@ from pdserve.wire.convert import finish_to_proto, token_to_proto
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.program import RoleProgram
-from prefill_worker.batching import PrefillBatching
+from prefill_worker.batching import PrefillBatching, Step
 from prefill_worker.pushing import PushRule
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class PrefillProgram(RoleProgram):
                 self.cost,
                 block_size=engine.spec.block_size,
                 block_bytes=engine.spec.block_bytes,
-                num_layers=1,
+                num_layers=engine.spec.num_layers,
                 max_batch_tokens=config.max_batch_tokens,
                 choice=config.push,
             ),
@@ -107,6 +107,7 @@ class PrefillProgram(RoleProgram):
                 held_blocks=grant.held_blocks,
                 num_granted=len(grant.blocks),
                 granted_size=theirs.block_size,
+                may_divide=text is None,
                 now_s=self.context.now(),
             )
         )
@@ -116,6 +117,12 @@ class PrefillProgram(RoleProgram):
 
     def add_servicers(self, server: Any) -> None:
         """Prefill workers are called by routers only."""
+
+    def on_layer(self, step: Step) -> OnLayer | None:
+        if not self._batching.wants_layers(step):
+            return None
+        of = self.engine.spec.num_layers
+        return lambda num_layers: self.act(self._batching.stored(step, num_layers, of))
 
     def observe(self, account: fx.StepAccount, step_s: float) -> None:
         moved_bytes = self._sender.moved_bytes

@@ -81,14 +81,19 @@ class PushRule:
     def link(self, receiver: str) -> LinkModel:
         return self._links.get(receiver, self._any_link)
 
-    def choose(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int) -> Push:
-        """For a prompt whose first `cached` tokens need no computing; the receiver has `held_blocks` leading blocks."""
+    def choose(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int, may_divide: bool = True) -> Push:
+        """For a prompt whose first `cached` tokens need no computing.
+
+        The receiver has `held_blocks` leading blocks; `may_divide`: it takes a block in groups of layers.
+        """
         if self._choice == "end":
             return AT_END
         priced = self.prices(receiver, cached=cached, num_tokens=num_tokens, held_blocks=held_blocks)
+        if not may_divide:
+            priced = {push: price for push, price in priced.items() if push.groups == 1}
+        at_end_s = priced.pop(AT_END)
         if self._choice == "chunk":
             return BY_CHUNK
-        at_end_s = priced.pop(AT_END)
         early = min(priced, key=lambda push: priced[push])
         if self._choice == "layers":
             return max(priced, key=lambda push: push.groups)

@@ -64,6 +64,7 @@ class Prefiller(Machine):
                 held_blocks=grant.held_blocks,
                 num_granted=len(grant.blocks),
                 granted_size=self.block_size,
+                may_divide=False,
                 now_s=self.agenda.now_s,
             )
         )

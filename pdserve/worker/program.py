@@ -21,7 +21,7 @@ from pdserve.core.hashing import hash_seed
 from pdserve.core.latency import CostPrior
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.ahead import LazyAhead
-from pdserve.engine.interface import AheadEngine, Engine, Row, RowOut
+from pdserve.engine.interface import AheadEngine, Engine, OnLayer, Row, RowOut
 from pdserve.profiles import load_profile
 from pdserve.telemetry import names
 from pdserve.v1 import transfer_pb2, worker_pb2
@@ -139,6 +139,10 @@ class RoleProgram(ABC):
     def close(self) -> None:
         """Ends the role's transfer threads and the engine."""
 
+    def on_layer(self, step: Any) -> OnLayer | None:
+        """Who is to be told of a step's layers as they are stored; None: nobody asks."""
+        return None
+
     def observe(self, account: fx.StepAccount, step_s: float) -> None:
         """A step took `step_s`; for roles that plan with it."""
         return
@@ -229,7 +233,7 @@ class RoleProgram(ABC):
         started_s = self._step_ended_s if self.is_between_steps else now()
         step = begun.step
         if self._runway is None or begun.flight is None:
-            entries = self._isolation.step(step.rows)
+            entries = self._isolation.step(step.rows, self.on_layer(step))
         else:
             entries = self._runway.read(begun)
         self._step_ended_s = ended_s = now()

@@ -81,6 +81,7 @@ class Bench:
             held_blocks=held_blocks,
             num_granted=num_granted,
             granted_size=granted_size,
+            may_divide=True,
             now_s=self.now_s,
         )
 

@@ -55,6 +55,13 @@ def test_blocks_that_cannot_be_divided_leave_whole() -> None:
     assert choose(made, 100) == AT_END, "one chunk is one part, early or not"
 
 
+@pytest.mark.parametrize("choice", ["auto", "layers"])
+def test_a_receiver_of_another_shape_takes_blocks_whole(choice: str) -> None:
+    made = rule(choice, bandwidth=5e7)
+    chosen = made.choose("d", cached=0, num_tokens=4096, held_blocks=0, may_divide=False)
+    assert chosen == BY_CHUNK
+
+
 def test_what_the_receiver_holds_is_neither_sent_nor_priced() -> None:
     made = rule(bandwidth=5e7)
     prices = made.prices("d", cached=0, num_tokens=4096, held_blocks=4096 // SIZE - 1)
