@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import queue
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +51,12 @@ def write_shape(folder: Path) -> Path:
     return folder
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """One request, on the driver's clock from its Prefill on."""
@@ -60,6 +69,7 @@ class Seen:
     num_tokens: int  # of the prompt
     num_bytes: int
     saved_bytes: int
+    plan: str  # that the prefill worker took
     tokens: tuple[int, ...]
 
 
@@ -68,7 +78,8 @@ class Worker:
 
     def __init__(self, role: str, name: str, flags: Sequence[str], bytes_per_s: float, seen: queue.SimpleQueue[Any]):
         command = [sys.executable, "-m", "benchmarks.overlap_worker", role, str(int(bytes_per_s))]
-        command += ["--worker-id", name, "--heartbeat-s", "0.01", *flags]
+        self._metrics_port = free_port()
+        command += ["--worker-id", name, "--heartbeat-s", "0.01", "--metrics-port", str(self._metrics_port), *flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -88,6 +99,13 @@ class Worker:
 
     def send(self, **message: Any) -> None:
         self._outbox.put(worker_pb2.AttachRequest(**message))
+
+    def plans(self) -> Counter[str]:
+        """How many prompts' KV left by each plan so far."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=WAIT_S) as answer:
+            lines = answer.read().decode().splitlines()
+        found = [line for line in lines if line.startswith("pdserve_kv_pushes_total{")]
+        return Counter({line.split('"')[1]: int(float(line.split()[-1])) for line in found})
 
     def close(self) -> None:
         self._outbox.put(None)
@@ -146,6 +164,7 @@ class Pairs:
         tokens: list[int] = []
         ends: dict[str, worker_pb2.TransferEnded] = {}
         released: set[str] = set()
+        before = prefill.plans()
         self.decode.send(reserve=worker_pb2.Reserve(sequence=sequence))
         while released != {"d0", prefill.name} or len(ends) < 2:
             now_s, by, kind, message = self._seen.get(timeout=WAIT_S)
@@ -178,5 +197,6 @@ class Pairs:
             busy_s=ends["d0"].busy_s,
             num_bytes=ends["d0"].bytes,
             saved_bytes=ends["d0"].saved_bytes,
+            plan=next(iter(prefill.plans() - before)),
             tokens=tuple(tokens),
         )
