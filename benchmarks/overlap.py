@@ -166,7 +166,7 @@ def main() -> None:
             rate = options.slow_mb_s * 1e6 if "slow" in link else 0.0
             pairs = Pairs(model, link.split(",")[0], rate, ["end", "auto"], flags)
             try:
-                rows = measure(link, pairs, options.tokens, options.rounds, num_layers=1)
+                rows = measure(link, pairs, options.tokens, options.rounds, NUM_LAYERS)
             finally:
                 pairs.close()
             show(rows)

@@ -1,0 +1,99 @@
+"""KV that leaves while the prompt is computed, between two real workers on the bundled model: the tokens of the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from pdserve.core.types import Role
+from pdserve.engine.interface import Engine, OnLayer, Row, RowOut
+from pdserve.engine.load import load_engine
+
+BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
+TEXT = [(37 * n) % 4000 + 5 for n in range(75)]  # chunks of 32, 32 and 11; the last of 5 blocks is partly filled
+COMMON: Final[dict[str, Any]] = {
+    "model": str(BUNDLED),
+    "block_size": 16,
+    "max_context_tokens": 256,
+    "is_prefix_cache_on": False,
+}
+
+
+class Stumbling:
+    """An engine whose first step of a prompt's end fails after its layers were told."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.spec, self.pool, self.close = engine.spec, engine.pool, engine.close
+        self.num_told = 0
+
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
+        outs = self._engine.step(rows, on_layer)
+        if on_layer is not None and not self.num_told:
+            self.num_told = self.spec.num_layers
+            raise RuntimeError("after all layers were told")
+        return outs
+
+
+def num_groups(p: Any) -> int:
+    return max(p.program.batching.pushing.groups)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+async def test_every_plan_gives_the_tokens_of_the_end(start: Any, attach: Any, ask: Any, transport: str) -> None:
+    answers, chunks = {}, {}
+    for push in ("end", "chunk", "layers"):
+        p = start(Role.PREFILL, push=push, transport=transport, worker_id=f"p-{push}", **COMMON)
+        d = start(Role.DECODE, transport=transport, worker_id=f"d-{push}", **COMMON)
+        router = await attach(p, d)
+        answers[push] = await router.remote(ask("r", TEXT, max_tokens=16))
+        chunks[push] = d.program._receiver.stats.chunks
+        assert p.program._sender.stats.moved_bytes == 5 * p.program.engine.spec.block_bytes
+    assert answers["chunk"] == answers["layers"] == answers["end"]
+    assert chunks["end"] <= chunks["chunk"] < chunks["layers"]
+
+
+async def test_a_step_that_fails_after_its_layers_left_is_repeated_and_nothing_is_sent_twice(
+    start: Any, attach: Any, ask: Any
+) -> None:
+    plain = start(Role.PREFILL, push="end", worker_id="p-end", **COMMON)
+    d = start(Role.DECODE, **COMMON)
+    expected = await (await attach(plain, d)).remote(ask("r", TEXT, max_tokens=16))
+    engines: list[Stumbling] = []
+
+    def load(config: Any, role: Role) -> Engine:
+        engines.append(Stumbling(load_engine(config, role)))
+        return engines[-1]
+
+    p = start(Role.PREFILL, load, push="layers", **COMMON)
+    router = await attach(p, d)
+    assert await router.remote(ask("s", TEXT, max_tokens=16)) == expected
+    assert engines[0].num_told > 1, "the step did fail with layers on their way"
+    assert p.program._sender.stats.moved_bytes == 5 * p.program.engine.spec.block_bytes
+    assert p.program._sender.stats.failed == 0
+
+
+async def test_blocks_of_the_cache_leave_whole_before_the_layers_of_the_rest(start: Any, attach: Any, ask: Any) -> None:
+    settings = {**COMMON, "is_prefix_cache_on": True}
+    p = start(Role.PREFILL, push="layers", **settings)
+    first, second = (start(Role.DECODE, worker_id=name, **settings) for name in ("d0", "d1"))
+    expected = await (await attach(p, first)).remote(ask("r", TEXT, max_tokens=8))
+    router = await attach(p, second)
+    router.name = "router-1"
+    assert await router.remote(ask("s", TEXT, max_tokens=8)) == expected
+    assert router.all("first_token", "s")[0].cached_tokens == 64
+    groups = num_groups(p)
+    chunks = second.program._receiver.stats.chunks
+    assert chunks == 2 * groups, "what is cached, and the last block, each in its groups"
+
+
+async def test_a_receiver_of_another_shape_takes_blocks_whole(start: Any, attach: Any, ask: Any) -> None:
+    p = start(Role.PREFILL, push="layers", **COMMON)
+    d = start(Role.DECODE, **{**COMMON, "block_size": 32})
+    same = start(Role.DECODE, worker_id="same", **COMMON)
+    expected = await (await attach(p, same)).remote(ask("r", TEXT, max_tokens=16))
+    router = await attach(p, d)
+    assert await router.remote(ask("s", TEXT, max_tokens=16)) == expected
