@@ -176,7 +176,7 @@ class Ways:
 
     def __init__(self, max_bytes: int, block_bytes: int, nixl_python: str) -> None:
         self._undo = allow()
-        max_bytes = max(max_bytes, LEAST_POOL_BYTES)
+        max_bytes = max(max_bytes, -(-LEAST_POOL_BYTES // block_bytes) * block_bytes)
         self._max_bytes, self._at = max_bytes, 0
         self._block_bytes, self._number = block_bytes, 0
         self._pool = HostPool(max_bytes // block_bytes, block_bytes)
