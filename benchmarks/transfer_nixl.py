@@ -14,6 +14,7 @@ import ctypes
 import json
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +24,11 @@ SELF = "NIXL_INIT_AGENT"  # the library's name for this side of a transfer
 
 
 def quiet_stdout() -> IO[str]:
-    """The real standard output; what the library prints goes to standard error."""
+    """The real standard output; what the library prints goes to standard error. Dies with its parent from here on.
+
+    A process that stands stopped would not see the end of its standard input.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return out
