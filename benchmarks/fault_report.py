@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +22,25 @@ _COUNTED: Final = (
     "expired",
     "cut",
 )
+
+
+_KINDS: Final = (
+    ("deadline", "deadline"),
+    ("checksum", "checksum"),
+    ("stamp", "stamp|handed out again"),
+    ("aborted", "abort"),
+    ("pushed wrongly", "pushed twice|leaves|never came"),
+    (
+        "connection",
+        "connection|closed|lost|protocol|header|frame|credit|restart|refused: UNAVAILABLE|Errno|silent|heartbeat|lease",
+    ),
+    ("told by the peer", "gave up|refused|does not expect"),
+)
+
+
+def kind_of(error: str) -> str:
+    """One word for the table, of an error's text."""
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, error)), "other: " + error[:60])
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import json
 import multiprocessing
-import random
 import signal
 import sys
 import time
@@ -27,10 +26,9 @@ from benchmarks.fault_cases import Case, case_of
 from benchmarks.fault_report import Result, exit_code, print_result
 from benchmarks.fault_worker import Setup
 from benchmarks.fault_worker import main as worker_main
-from benchmarks.netns import Network, why_not
+from benchmarks.netns import Cables, Network, why_not
 
 ROLES: Final = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
-LONGEST_CUT_S: Final = 3.0  # longer than any deadline
 IN_FLIGHT: Final = 48
 CHECK_EVERY: Final = 5000  # transfers between two looks at everything at rest
 HANGS_AFTER_S: Final = 15.0  # past the deadline: no end will come any more
@@ -62,33 +60,6 @@ class Member:
     is_ready: bool = False
     orders: list[tuple[Any, ...]] = field(default_factory=list)
     rest: tuple[Any, ...] | None = None
-
-
-class Cables:
-    """Pulls a process's cable now and then, and plugs it in again."""
-
-    def __init__(self, network: Network, seed: int) -> None:
-        self._network, self._draw = network, random.Random(seed)
-        self._pulled = ""
-        self._next_s = 0.0
-
-    def pull(self, now_s: float) -> int:
-        """Does what is due; how many cables were pulled."""
-        if now_s < self._next_s:
-            return 0
-        if self._pulled:
-            self.heal()
-            self._next_s = now_s + self._draw.uniform(0.5, 2.0)
-            return 0
-        self._pulled = self._draw.choice(sorted(self._network.namespaces))
-        self._network.cut(self._pulled)
-        self._next_s = now_s + self._draw.uniform(0.1, LONGEST_CUT_S)
-        return 1
-
-    def heal(self) -> None:
-        if self._pulled:
-            self._network.heal(self._pulled)
-            self._pulled = ""
 
 
 class Storm:

@@ -1,17 +1,10 @@
-"""A process of the fault storm: a prefill or a decode worker's pool, books and transfer end, without the model.
-
-The pool is the engine's, the allocator the worker's. A block's contents follow from its transfer's number and its
-place, so that whoever holds one knows every byte that it must have. What comes back is written over at once and must
-still hold that when it is handed out again: a write or a read after the end shows.
-"""
+"""A process of the fault storm: a prefill or a decode worker's pool, books and transfer end, without the model."""
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import logging
 import os
-import re
 import secrets
 import threading
 import time
@@ -19,32 +12,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.fault_cases import Case, OwnerFault, case_of, fault_of
+from benchmarks.fault_report import kind_of
+from benchmarks.fault_storage import OTHER_TEXT, REUSED, SHAPES, Storage, block_hash, chain_of
+from benchmarks.netns import enter
 from benchmarks.transfer_ends import GrpcHost, fingerprint
 from kvtransfer.channel import Waker
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.grants import grant_from_proto, grant_to_proto
 from kvtransfer.transport import Grant, Received, ReceiveOutcome, SendOutcome, Sent
-from pdserve.core.blocks import BlockAllocator
-from pdserve.core.stamps import chain64
-from pdserve.engine.pool import BlockShape, TorchPool
 from pdserve.v1 import transfer_pb2
-
-NUM_BLOCKS: Final = 512
-SHAPES: Final = {
-    "small": BlockShape(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype=torch.float32),
-    "bundled": BlockShape(num_layers=6, block_size=16, num_kv_heads=4, head_dim=32, dtype=torch.float32),
-    "int8": BlockShape(num_layers=6, block_size=16, num_kv_heads=4, head_dim=32, dtype=torch.int8),
-}
-FREED: Final = 1 << 40  # added to a number: the contents of a block that its transfer gave back,
-REUSED: Final = 2 << 40  # of one that was handed out anew while it was sent,
-OTHER_TEXT: Final = 3 << 40  # and of one that was computed for another prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,96 +38,6 @@ class Setup:
     shape: str
     host: str
     netns: str = ""
-
-
-class Storage:
-    """A pool, who holds its blocks, and what each must contain."""
-
-    def __init__(self, shape: BlockShape) -> None:
-        self.pool = TorchPool(num_blocks=NUM_BLOCKS, shape=shape, device=torch.device("cpu"))
-        self.allocator = BlockAllocator(NUM_BLOCKS)
-        self.stamps = self.allocator.stamps
-        self._words = np.frombuffer(self.pool.buffer, dtype=np.uint64).reshape(NUM_BLOCKS, -1)
-        self._base = np.random.default_rng(7).integers(1, 1 << 63, self._words.shape[1], dtype=np.uint64)
-        self._holds: list[tuple[int, int] | None] = [None] * NUM_BLOCKS
-        self.wrong: list[str] = []
-
-    def take(self, count: int) -> list[int] | None:
-        """Blocks whose contents nobody has touched since they came back."""
-        blocks = self.allocator.allocate(count)
-        for block in blocks or ():
-            self.look(block, "was written while nobody held it")
-        return blocks
-
-    def give_back(self, blocks: Sequence[int], number: int) -> None:
-        """Written over and released."""
-        for place, block in enumerate(blocks):
-            self.write(block, number + FREED, place)
-        self.allocator.release(blocks)
-
-    def write(self, block: int, number: int, place: int) -> None:
-        self._words[block] = self._contents(number, place)
-        self._holds[block] = (number, place)
-
-    def fill(self, blocks: Sequence[int], number: int) -> None:
-        """As an engine that has computed a prompt."""
-        for place, block in enumerate(blocks):
-            self.write(block, number, place)
-            self.stamps.mark(block, chain_of(number, place))
-
-    def must_hold(self, block: int, number: int, place: int) -> None:
-        """The block has come from elsewhere."""
-        self._holds[block] = (number, place)
-        self.look(block, "was committed with wrong bytes")
-
-    def look(self, block: int, complaint: str) -> None:
-        held = self._holds[block]
-        expected = 0 if held is None else self._contents(*held)
-        if not np.array_equal(self._words[block], np.broadcast_to(expected, self._words[block].shape)):
-            self.wrong.append(f"block {block}, which must hold {held}, {complaint}")
-
-    def expects_anything(self, block: int) -> None:
-        """A transfer writes here: until it ends, nothing is known of the contents."""
-        self._holds[block] = None
-
-    def _contents(self, number: int, place: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        factor = np.uint64(2 * (number * 64 + place) + 1)
-        return self._base * factor
-
-    def check_rest(self, held: Sequence[Sequence[int]]) -> None:
-        try:
-            self.allocator.check(holders=held)
-        except AssertionError as error:
-            self.wrong.append(f"the books do not balance: {error}")
-        for block in range(NUM_BLOCKS):
-            self.look(block, "was written at rest")
-
-
-def block_hash(number: int, place: int) -> bytes:
-    return hashlib.blake2b(b"%d %d" % (number, place), digest_size=16).digest()
-
-
-def chain_of(number: int, place: int) -> int:
-    return chain64(block_hash(number, place))
-
-
-_KINDS: Final = (
-    ("deadline", "deadline"),
-    ("checksum", "checksum"),
-    ("stamp", "stamp|handed out again"),
-    ("aborted", "abort"),
-    ("pushed wrongly", "pushed twice|leaves|never came"),
-    (
-        "connection",
-        "connection|closed|lost|protocol|header|frame|credit|restart|refused: UNAVAILABLE|Errno|silent|heartbeat|lease",
-    ),
-    ("told by the peer", "gave up|refused|does not expect"),
-)
-
-
-def kind_of(error: str) -> str:
-    """One word for the table, of an error's text."""
-    return next((kind for kind, pattern in _KINDS if re.search(pattern, error)), "other: " + error[:60])
 
 
 class Worker:
@@ -397,21 +289,9 @@ def main(setup: Setup, driver: Connection) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # each fault is logged
     if setup.netns:
-        enter_netns(setup.netns)
+        enter(setup.netns)
     worker = Decode(setup, driver) if setup.role == "decode" else Prefill(setup, driver)
     try:
         worker.run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)
-
-
-def enter_netns(name: str) -> None:
-    """Moves this process into a network namespace that `ip netns add` made."""
-    fd = os.open(f"/var/run/netns/{name}", os.O_RDONLY)
-    try:
-        import ctypes
-
-        if ctypes.CDLL(None, use_errno=True).setns(fd, 0x40000000) != 0:
-            raise OSError(ctypes.get_errno(), f"setns to {name}")
-    finally:
-        os.close(fd)

@@ -10,13 +10,18 @@ Needs root, iproute2, and a kernel with veth and bridge; `why_not` says what is 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import random
 import secrets
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Final
+
+LONGEST_CUT_S: Final = 3.0  # longer than any deadline of the storm
 
 
 def why_not() -> str:
@@ -44,6 +49,16 @@ def why_not() -> str:
 
 def ip(*words: str) -> None:
     subprocess.run(("ip", *words), check=True, capture_output=True, text=True)
+
+
+def enter(name: str) -> None:
+    """Moves this process into a network namespace that `ip netns add` made."""
+    fd = os.open(f"/var/run/netns/{name}", os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(fd, 0x40000000) != 0:
+            raise OSError(ctypes.get_errno(), f"setns to {name}")
+    finally:
+        os.close(fd)
 
 
 class Network:
@@ -92,3 +107,30 @@ class Network:
                 ip("netns", "del", namespace)
         with contextlib.suppress(subprocess.CalledProcessError):
             ip("link", "del", self._bridge)
+
+
+class Cables:
+    """Pulls a process's cable now and then, and plugs it in again."""
+
+    def __init__(self, network: Network, seed: int) -> None:
+        self._network, self._draw = network, random.Random(seed)
+        self._pulled = ""
+        self._next_s = 0.0
+
+    def pull(self, now_s: float) -> int:
+        """Does what is due; how many cables were pulled."""
+        if now_s < self._next_s:
+            return 0
+        if self._pulled:
+            self.heal()
+            self._next_s = now_s + self._draw.uniform(0.5, 2.0)
+            return 0
+        self._pulled = self._draw.choice(sorted(self._network.namespaces))
+        self._network.cut(self._pulled)
+        self._next_s = now_s + self._draw.uniform(0.1, LONGEST_CUT_S)
+        return 1
+
+    def heal(self) -> None:
+        if self._pulled:
+            self._network.heal(self._pulled)
+            self._pulled = ""

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.fault_cases import NO_FAULT, WEIGHTS, case_of
 from benchmarks.fault_report import Result, exit_code, table, verdict
+from benchmarks.fault_storage import SHAPES, Storage
 from benchmarks.fault_storm import ROLES, Storm
-from benchmarks.fault_worker import SHAPES, Storage
 from benchmarks.netns import Network, why_not
 from kvtransfer.faults import FaultKind
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks.fault_cases import case_of
-from benchmarks.fault_worker import SHAPES, Setup, Storage, main
+from benchmarks.fault_storage import SHAPES, Storage
+from benchmarks.fault_worker import Setup, main
 from benchmarks.transfer_ends import fingerprint
 from kvtransfer.endpoint import make_sender
 from kvtransfer.grants import grant_from_proto
