@@ -56,7 +56,7 @@ class Result:
     ends: Counter[tuple[str, str]] = field(default_factory=Counter)  # (fault, how the transfer ended)
     late_s: list[float] = field(default_factory=list)  # of each failed side: freed so long after its deadline
     latest: list[tuple[float, str]] = field(default_factory=list)  # the five worst of them, and who it was
-    stats: Counter[str] = field(default_factory=Counter)  # of the processes that live
+    stats: dict[str, dict[str, int]] = field(default_factory=dict)  # of each process, since it was last started
     wrong: list[str] = field(default_factory=list)
     most: dict[str, tuple[int, int]] = field(default_factory=dict)  # descriptors and threads at the first rest
 
@@ -79,7 +79,7 @@ class Result:
         self.latest = sorted([*self.latest, (late_s, who)], reverse=True)[:5]
 
     def at_rest(self, name: str, stats: dict[str, int], facts: tuple[int, int]) -> None:
-        self.stats.update({key: stats[key] for key in _COUNTED})
+        self.stats[name] = stats
         descriptors, threads = facts
         before = self.most.setdefault(name, facts)
         if descriptors > before[0] + 40 or threads > before[1] + 40:
@@ -112,7 +112,9 @@ def table(results: Sequence[Result]) -> list[str]:
 def verdict(result: Result) -> list[str]:
     p50, p99, p999, most = result.lateness()
     rate = result.transfers / max(result.seconds, 1e-9)
-    stats = ", ".join(f"{result.stats[name]} {name.replace('_', ' ')}" for name in _COUNTED)
+    stats = ", ".join(
+        f"{sum(one[name] for one in result.stats.values())} {name.replace('_', ' ')}" for name in _COUNTED
+    )
     return [
         f"{result.transport}, seed {result.seed}: {result.transfers} transfers in {result.seconds:.0f} s "
         f"({rate:.0f}/s), {result.kills} processes killed, {result.cuts} cables pulled, "
