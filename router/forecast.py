@@ -113,8 +113,9 @@ class Pace:
 
 @final
 class Stretch:
-    """How many times longer than at best prompts have come to take of late, from placement to first token; at least 1:
-    the fastest worker is not always the one, and a decode worker reads beside its residents."""
+    """How many times longer than at best prompts have come to take of late, from when they should have started on
+    their worker (what is there before them is in the fluid) to the first token; at least 1: the fastest worker is not
+    always the one, and a decode worker reads beside its residents."""
 
     __slots__ = ("_best_s", "_mean_s", "_took_s")
 

@@ -110,6 +110,15 @@ class DecodeLoad:
         rows_s = self.row_s * self.rows + self.token_s * self.context
         return self._cost.prefill_s(uncached, cached, chunk) + rows_s * -(-uncached // chunk)
 
+    def share_s(self, uncached: float, cached: float) -> float:
+        """Seconds of the worker's reading that a prompt takes. The last step that reads of it reads of the next one
+        too: of many prompts each takes its share of steps, and only the last has one to itself."""
+        if uncached <= 0.0:
+            return 0.0
+        chunk = self._chunk(cached + 0.5 * uncached)
+        rows_s = self.row_s * self.rows + self.token_s * self.context
+        return (self._cost.prefill_s(chunk, cached + 0.5 * (uncached - chunk)) + rows_s) * uncached / chunk
+
     def _chunk(self, cached: float) -> int:
         """Prompt tokens that a step reads after `cached` of them."""
         if not self.rows:

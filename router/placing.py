@@ -242,11 +242,13 @@ def _place(ledger: Ledger, request: Request, decision: Decision) -> None:
     )
     ledger.explain(request.request_id, decision)
     decode = ledger.fleet.views[decision.decode_worker]
+    reader = decode if is_local else ledger.fleet.views[decision.prefill_worker]
+    request.starts_s = now_s + reader.queue_s(now_s)
     request.awaits_s = decode.rest_of_step_s
     booking = _book(ledger, request, decode, has_row=True, computes=is_local)
     booking.is_sent = True
     if not is_local:
-        _book(ledger, request, ledger.fleet.views[decision.prefill_worker], has_row=False, computes=True)
+        _book(ledger, request, reader, has_row=False, computes=True)
     ledger.out.append(
         Reserve(
             worker_id=decision.decode_worker,
@@ -270,7 +272,7 @@ def _book(ledger: Ledger, request: Request, view: WorkerView, *, has_row: bool, 
         tokens=tokens,
         blocks=view.blocks_for(tokens + 1 if has_row else tokens),
         prefill_tokens=uncached,
-        prefill_s=view.reading_s(uncached, tokens - uncached) if computes else 0.0,
+        prefill_s=view.share_s(uncached, tokens - uncached) if computes else 0.0,
         tpot_s=request.facts.slo.tpot_s if has_row else None,
     )
     view.book(booking, ledger.now_s)

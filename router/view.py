@@ -174,6 +174,12 @@ class WorkerView:
             return self.load.reading_s(uncached, cached)
         return self.prefill_s(uncached, cached)
 
+    def share_s(self, uncached: int, cached: int) -> float:
+        """What whoever comes next waits for it: `reading_s`, of which a decode worker's last step is shared."""
+        if self.hello.role is Role.DECODE and self.totals.rows:
+            return self.load.share_s(uncached, cached)
+        return self.prefill_s(uncached, cached)
+
     @property
     def rest_of_step_s(self) -> float:
         """Until the step that runs on a decode worker ends, on average: it reads its messages between steps."""

@@ -67,7 +67,8 @@ class Goodput:
             ways = remote_ways(ask, cached, not_avoided(prefills, ask), landings, now_s, self._links)
         if self._has_choice or not ways:
             is_reader_free = any(way.opens_in_s == 0.0 for way in ways)
-            ways += local_ways(ask, cached, landings, now_s, self._short if is_reader_free else math.inf)
+            short = self._short if is_reader_free else math.inf
+            ways += local_ways(ask, cached, landings, now_s, short, is_only=not prefills)
         return _choose(ask, ways)
 
 

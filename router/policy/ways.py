@@ -15,7 +15,7 @@ from typing import Final, final
 
 from pdserve.core.latency import LinkModel
 from pdserve.core.overlap import chunked_exposed_s
-from router.load import DecodeLoad
+from router.load import CHUNK_SHARE, DecodeLoad
 from router.policy.interface import Ask, Links
 from router.policy.rooms import can_start, opens_in_s
 from router.policy.tuning import (
@@ -158,16 +158,17 @@ def remote_ways(
 
 
 def local_ways(
-    ask: Ask, cached: Mapping[str, int], landings: Sequence[Landing], now_s: float, short: float
+    ask: Ask, cached: Mapping[str, int], landings: Sequence[Landing], now_s: float, short: float, *, is_only: bool
 ) -> list[Way]:
     """The decode workers that would do all of it soonest and cheapest.
 
     A decode worker's time belongs to all who will come to it, so for prompts of more than `short` uncached tokens it
     must save what would be worth waiting for; shorter ones are not worth sending away. Infinite where no prefill
-    worker is free to read anything: then the cheaper way is taken.
+    worker is free to read anything: then the cheaper way is taken. `is_only`: there is no prefill worker at all; else a
+    worker is fit to read only if its steps leave the time for it, when all that is on its way there has arrived.
     """
     ranked = nsmallest(LOCALS_PRICED, landings, key=_LOCAL_RANK)
-    return [_local(ask, cached, now_s, step_s, view, load, short) for _, step_s, _, view, load in ranked]
+    return [_local(ask, cached, now_s, step_s, view, load, short, is_only) for _, step_s, _, view, load in ranked]
 
 
 def _late_s(
@@ -243,6 +244,7 @@ def _local(
     decode: WorkerView,
     load: DecodeLoad,
     short: float,
+    is_only: bool,
 ) -> Way:
     held = min(cached.get(decode.worker_id, 0), ask.num_tokens - 1)
     read_s = decode.reading_s(ask.num_tokens - held, held)
@@ -251,6 +253,12 @@ def _local(
     # Residents wait while prompts are read: those of the queue, and this.
     waits_s = load.step_s + (queue_s + read_s) * load.hold / _steps(ask)
     residents_s = max(step_s, min(waits_s, load.reads_s))
+    if not is_only:
+        # Steps are filled up to CHUNK_SHARE of the promise; where decode rows come to do so, crumbs are read.
+        left_s = ask.slo.ttft_s - ask.waited_s - queue_s
+        alone_s = decode.prefill_s(ask.num_tokens - held, held)
+        left = 1.0 - alone_s / left_s if alone_s < left_s else 0.0
+        residents_s = max(residents_s, step_s / (CHUNK_SHARE * left)) if left > 0.0 else math.inf
     # When a prompt will have been read is known only roughly, so one may wait behind it: else steps read nothing.
     opens_s = 0.0 if queue_s <= load.batch_s or decode.totals.prefills <= 1 else queue_s - load.batch_s
     cost = (ttft_s + WORK_WEIGHT * read_s) / ask.slo.ttft_s + read_s * load.hold / _answer_s(ask)

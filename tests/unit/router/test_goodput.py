@@ -77,6 +77,15 @@ def test_path_choice_goes_local_where_a_queue_would_cost_more_than_residents_pay
     assert (waits.choice, waits.obstacle) == (Choice.WAIT, Obstacle.PREFILL)
 
 
+def test_who_decodes_up_to_the_promise_does_not_read_what_a_prefill_worker_can_read_later() -> None:
+    # 16 rows of 8,000 tokens and this one make a step of 12 ms. That is within 13 ms, but it leaves no time to read.
+    slo = Slo(ttft_s=2.0, tpot_s=0.013)
+    prefills, decodes = [with_queue(view("p0"), 0.5)], [with_rows(view("d0"), 16, tpot_s=0.013)]
+    waits = decide(prefills, decodes, ask(slo=slo))
+    assert (waits.choice, waits.obstacle) == (Choice.WAIT, Obstacle.PREFILL)
+    assert decide([], decodes, ask(slo=slo)).choice is Choice.LOCAL
+
+
 def test_most_loaded_keeps_the_others_free() -> None:
     decodes = [with_rows(view("d0"), 2), with_rows(view("d1"), 12)]
     assert place(decide([view("p0")], decodes, ask(30_000), ("path-choice",))) == (Choice.REMOTE, "p0", "d1")

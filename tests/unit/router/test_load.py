@@ -69,6 +69,25 @@ def test_reading_beside_residents_is_predicted_as_the_worker_does_it(rows: int, 
         assert view.load.hold == pytest.approx(1.0 - alone_s / actual_s, abs=0.1)
 
 
+def test_prompts_share_steps_so_that_a_queue_is_shorter_than_its_prompts_each_alone() -> None:
+    view = decode(8)
+    rule = ChunkRule(view.cost, least=16, most=2048)
+    prompts, rows, context = [700] * 6, 8, 8 * 12_000
+    seconds, left = 0.0, list(prompts)
+    while left:  # as the worker reads: what a prompt leaves of a step's budget is the next one's
+        budget = rule.tokens(rows=rows, context_tokens=context, tpot_s=0.05, cached=0, held_share=context / 400_000)
+        tokens = work = 0.0
+        while left and budget:
+            count = min(left[0], budget)
+            tokens, work, budget = tokens + count, work + count * (700 - left[0] + count / 2), budget - count
+            left[0] -= count
+            if not left[0]:
+                del left[0]
+        seconds += view.cost.step_s(rows, context, tokens, work)
+    assert sum(view.share_s(one, 0) for one in prompts) == pytest.approx(seconds, rel=0.1)
+    assert sum(view.reading_s(one, 0) for one in prompts) > 1.15 * seconds
+
+
 def test_a_promise_that_nobody_could_keep_binds_nobody() -> None:
     assert decode(3, tpot_s=0.001).load.tightest_s == math.inf
     assert decode(3, tpot_s=0.02).load.tightest_s == 0.02
