@@ -26,6 +26,8 @@ BLOCK_BYTES = 4096
 class HostPool:
     """Memory in blocks, such as an engine's."""
 
+    is_on_host = True
+
     def __init__(self, num_blocks: int, block_bytes: int = BLOCK_BYTES, seed: int | None = None) -> None:
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
         size = num_blocks * block_bytes

@@ -26,14 +26,15 @@ def make_receiver(
     stamps: BlockStamps | None = None,
 ) -> StreamReceiver:
     """Listens at once, on `host` and free ports. Add `.servicer` to the worker's gRPC server. Raises ConfigError."""
-    fused.prepare(pool.block_bytes)
+    if pool.is_on_host:
+        fused.prepare(pool.block_bytes)
     return StreamReceiver(
         pool,
         fingerprint,
         worker_id=worker_id,
         incarnation=incarnation,
         host=host,
-        transports=kinds(transport),
+        transports=kinds(transport, is_on_host=pool.is_on_host),
         disturbance=disturbance,
         stamps=stamps,
     )
@@ -50,7 +51,7 @@ def make_sender(
     stamps: BlockStamps | None = None,
 ) -> ShapedSender:
     """Connects to each decode worker when the first transfer to it starts. Raises ConfigError."""
-    numbers = kinds(transport)
+    numbers = kinds(transport, is_on_host=pool.is_on_host)
 
     def make_stream(pool: KvPool, stamps: BlockStamps, on_read: OnRead | None) -> StreamSender:
         return StreamSender(

@@ -23,7 +23,7 @@ from kvtransfer.parts import Lanes, Part
 from kvtransfer.paths.path import ReceivePath, Transport
 from kvtransfer.shape import KvShape
 from kvtransfer.stamping import STAMP_BYTES
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,8 @@ class Inbound(threading.Thread):
             error = str(gone)
         except BadFrame as bad:
             error, is_peers_fault = f"protocol error: {bad}", True
+        except TransferFailed as failed:
+            error = failed.message
         except Exception:  # the thread ends, and its transfers must end with it, visibly
             log.exception("kv connection failed", extra={"connection": self.number})
         finally:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvtransfer.plan import byte_ranges
+from pdserve.engine.interface import KvPool
 
 MAX_VIEWS: Final = 64  # per system call; the kernel takes up to 1024
 
@@ -16,6 +17,11 @@ MAX_VIEWS: Final = 64  # per system call; the kernel takes up to 1024
 def flat(buffer: memoryview) -> memoryview:
     """The same memory as bytes in one dimension."""
     return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
+
+
+def host_view(pool: KvPool) -> memoryview:
+    """The pool's bytes; none of a pool that lies on a device, which only paths for devices touch."""
+    return flat(pool.buffer) if pool.is_on_host else memoryview(b"")
 
 
 def views_of(memory: memoryview, blocks: Sequence[int], block_bytes: int) -> list[memoryview]:

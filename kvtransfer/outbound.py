@@ -141,6 +141,10 @@ class Outbound(threading.Thread):
             self._on_read(job.departure.grant.key, job.chunk.sources)
         self._act(self._book.written(job, self._clock()))
 
+    def stale(self, job: Job, error: str) -> None:
+        self._jobs.remove(job)
+        self._act(self._book.stale(job, error, self._clock()))
+
     # Inside.
 
     def run(self) -> None:
@@ -293,8 +297,7 @@ class Outbound(threading.Thread):
         try:
             path.post(job)
         except StaleSource as stale:
-            self._jobs.remove(job)
-            self._act(self._book.stale(job, str(stale), self._clock()))
+            self.stale(job, str(stale))
 
     def _read(self, channel: Channel) -> None:
         received = channel.receive([self._scratch])

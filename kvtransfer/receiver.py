@@ -25,7 +25,7 @@ from kvtransfer.host import host_id
 from kvtransfer.inbound import Inbound
 from kvtransfer.landing import Claim
 from kvtransfer.landings import Action, Answer, Landings
-from kvtransfer.memory import flat
+from kvtransfer.memory import host_view
 from kvtransfer.parts import Part
 from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
@@ -65,7 +65,7 @@ class StreamReceiver:
     ) -> None:
         if pool.block_bytes != fingerprint.block_bytes:
             raise ConfigError("kv_shape.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
-        self.pool, self.memory, self.block_bytes = pool, flat(pool.buffer), pool.block_bytes
+        self.pool, self.memory, self.block_bytes = pool, host_view(pool), pool.block_bytes
         self.shape = fingerprint.shape
         self.chunk_bytes = max(chunk_bytes, pool.block_bytes)
         self._clock = clock

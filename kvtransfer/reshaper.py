@@ -45,6 +45,8 @@ _JOIN_S: Final = 5.0
 class StagingPool:
     """Host memory for blocks on their way."""
 
+    is_on_host = True
+
     def __init__(self, form: BlockForm) -> None:
         self.block_bytes = form.block_bytes
         self.num_blocks = max(MIN_STAGING_BLOCKS, STAGING_BYTES // form.block_bytes)
@@ -87,6 +89,8 @@ class Reshaper:
         lane = lane_of(source, target)
         if lane is None:
             raise ConfigError("kv_shape.tp_rank", source.tp_rank, f"a rank that holds heads of rank {target.tp_rank}")
+        if not pool.is_on_host:
+            raise ConfigError("kv_shape", target, f"{source}: a pool on a GPU is not converted on its way")
         self._source, self._target = source, target
         self._window = Window(0, source.num_layers, lane.source_head, lane.num_heads)
         self._form = target.form.narrowed(target.num_layers, lane.num_heads)

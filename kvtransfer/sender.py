@@ -12,7 +12,7 @@ from kvtransfer.commands import Abort, OnRead, OnSent, Push, Start
 from kvtransfer.dial import Caller
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.grants import compare
-from kvtransfer.memory import flat
+from kvtransfer.memory import host_view
 from kvtransfer.outbound import Link, Outbound
 from kvtransfer.parts import Lanes, Part
 from kvtransfer.stats import TransferStats, total
@@ -46,7 +46,7 @@ class StreamSender:
         disturbance: Disturbance | None = None,
         on_read: OnRead | None = None,
     ) -> None:
-        self._memory, self._num_blocks = flat(pool.buffer).toreadonly(), pool.num_blocks
+        self._memory, self._num_blocks = host_view(pool).toreadonly(), pool.num_blocks
         self.caller = Caller(
             worker_id,
             incarnation,

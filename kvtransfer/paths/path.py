@@ -58,6 +58,10 @@ class SendLink(Protocol):
         """Nobody reads the job's source blocks any more, whether all of it went out or not."""
         ...
 
+    def stale(self, job: Job, error: str) -> None:
+        """For a path that asks for the head after `post` has returned: StaleSource was raised, with this text."""
+        ...
+
     def wake(self) -> None:
         """From any thread: `poll` has something to find."""
         ...
@@ -157,6 +161,7 @@ class Transport(Protocol):
     kind: int  # of TransportKind
     name: str
     is_same_host: bool  # both ends must be able to share memory
+    is_for_devices: bool  # between pools on GPUs; else between pools in host memory
     # Whether nobody writes any more, wherever a write may be under way, once `enter` has been refused. Where it is
     # not so, an aborted transfer is quarantined until the connection is closed.
     proves_quiescence: bool

@@ -5,23 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from kvtransfer.paths.cuda_ipc import CudaIpc
+from kvtransfer.paths.nccl import Nccl
 from kvtransfer.paths.path import Transport
 from kvtransfer.paths.shm import Shm
 from kvtransfer.paths.tcp import Tcp
 from pdserve.core.errors import ConfigError
 
-_IN_ORDER: Final[tuple[Transport, ...]] = (Shm(), Tcp())  # the preferred first
+_IN_ORDER: Final[tuple[Transport, ...]] = (CudaIpc(), Nccl(), Shm(), Tcp())  # the preferred first
 TRANSPORTS: Final[dict[int, Transport]] = {one.kind: one for one in _IN_ORDER}
 NAMES: Final = ("auto", *(one.name for one in _IN_ORDER))
 
 
-def kinds(name: str) -> tuple[int, ...]:
-    """Numbers of TransportKind, the preferred first; auto: all that this system has. Raises ConfigError."""
+def kinds(name: str, *, is_on_host: bool = True) -> tuple[int, ...]:
+    """Numbers of TransportKind, the preferred first; auto: all that this system has for such a pool.
+
+    Raises ConfigError.
+    """
     if name not in NAMES:
         raise ConfigError("transport", name, "one of " + ", ".join(NAMES))
+    fitting = [one for one in TRANSPORTS.values() if one.is_for_devices != is_on_host]
     if name == "auto":
-        return tuple(one.kind for one in _IN_ORDER if not one.why_not())
-    [chosen] = [one for one in _IN_ORDER if one.name == name]
+        found = tuple(one.kind for one in fitting if not one.why_not())
+        if not found:
+            reasons = "; ".join(f"{one.name}: {one.why_not()}" for one in fitting)
+            raise ConfigError("transport", name, f"a system that has one ({reasons})")
+        return found
+    [chosen] = [one for one in TRANSPORTS.values() if one.name == name]
+    if chosen not in fitting:
+        where = "in host memory" if is_on_host else "on a GPU"
+        raise ConfigError("transport", name, ", ".join(one.name for one in fitting) + f": the KV pool lies {where}")
     if why_not := chosen.why_not():
         raise ConfigError("transport", name, f"another on this system: {why_not}")
     return (chosen.kind,)

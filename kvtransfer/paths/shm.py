@@ -150,6 +150,7 @@ class Shm:
     kind: int = SHM
     name = "shm"
     is_same_host = True
+    is_for_devices = False
     proves_quiescence = True  # the receiver's own thread is the only writer
 
     def why_not(self) -> str:

@@ -110,6 +110,7 @@ class Tcp:
     kind: int = TCP
     name = "tcp"
     is_same_host = False
+    is_for_devices = False
     proves_quiescence = True  # the receiver's own thread is the only writer
 
     def why_not(self) -> str:

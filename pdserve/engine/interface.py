@@ -118,6 +118,11 @@ class KvPool(Protocol):
     def block_bytes(self) -> int: ...
 
     @property
+    def is_on_host(self) -> bool:
+        """False: on a device, and `buffer` raises."""
+        ...
+
+    @property
     def buffer(self) -> memoryview:
         """The whole pool as writable bytes (host pools only)."""
         ...

@@ -79,6 +79,7 @@ class TorchPool:
         self.block_bytes = shape.block_bytes
         self._buffer: memoryview | None = None
         self.descriptor: int | None = None
+        self.is_on_host = device.type == "cpu"
         if device.type == "cpu":
             memory = HostMemory(num_blocks * self.block_bytes)
             self._memory = memory  # keeps the descriptor

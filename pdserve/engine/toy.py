@@ -55,6 +55,8 @@ _MASK: Final = 2**64 - 1
 class ToyPool:
     """All cells in one run of bytes."""
 
+    is_on_host = True
+
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes

@@ -13,12 +13,31 @@ from kvtransfer.disturbance import Disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.faults import Fault
 from kvtransfer.frames import Tag
+from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
+from kvtransfer.paths.nccl import NCCL, Nccl
+from kvtransfer.paths.registry import TRANSPORTS
 from pdserve.core.stamps import BlockStamps
+from tests.unit.kvtransfer.fake_device import DevicePool, FakeDevice, FakeLanes
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, HostPool, Pair, fingerprint, wait_for
 
 
 @pytest.fixture
-def make_pair() -> Iterator[Callable[..., Pair]]:
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, FakeDevice]]:
+    """Device paths over stand-ins for CUDA and NCCL; the devices by the identity of their pools."""
+    made: dict[int, FakeDevice] = {}
+
+    def device_of(pool: Any) -> FakeDevice:
+        return made.setdefault(id(pool), FakeDevice(pool))
+
+    monkeypatch.setitem(TRANSPORTS, CUDA_IPC, CudaIpc(device_of))
+    monkeypatch.setitem(TRANSPORTS, NCCL, Nccl(device_of, FakeLanes()))
+    yield made
+    for device in made.values():
+        device.end()
+
+
+@pytest.fixture
+def make_pair(devices: dict[int, FakeDevice]) -> Iterator[Callable[..., Pair]]:
     """make_pair(transport, num_blocks=64, block_bytes=4096, hook=None, fault_of=None).
 
     A hook puts a Proxy in between; `fault_of` makes both ends meet faults.
@@ -33,7 +52,8 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
         hook: Hook | None = None,
         fault_of: Callable[[Tag], Fault | None] | None = None,
     ) -> Pair:
-        source, landing = HostPool(num_blocks, block_bytes, seed=7), HostPool(num_blocks, block_bytes)
+        make_pool = DevicePool if transport in ("cuda_ipc", "nccl") else HostPool
+        source, landing = make_pool(num_blocks, block_bytes, seed=7), make_pool(num_blocks, block_bytes)
         disturbance = None if fault_of is None else Disturbance(fault_of, block_bytes)
         common: dict[str, Any] = {"transport": transport, "disturbance": disturbance}
         stamps = BlockStamps(num_blocks), BlockStamps(num_blocks)

@@ -1,4 +1,7 @@
-"""What every transport must do, over real sockets and shared memory."""
+"""What every transport must do: over real sockets and shared memory, and for GPUs over stand-ins of their libraries.
+
+Tests that meddle with the bytes on the wire are for the transports whose bytes are there.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,11 @@ from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, HostPool, Pair, fi
 
 MakePair = Callable[..., Pair]
 CHUNK_BLOCKS = {"tcp": tcp.CHUNK_BYTES // BLOCK_BYTES, "shm": shm.CHUNK_BYTES // BLOCK_BYTES}
+
+
+@pytest.fixture(params=["tcp", "shm", "cuda_ipc", "nccl"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def test_both_ends_are_what_the_contract_says(pair: Pair) -> None:
@@ -117,7 +125,7 @@ def test_many_transfers_at_once_from_many_threads(make_pair: MakePair, transport
 
 def test_several_senders_share_a_receiver(make_pair: MakePair, transport: str) -> None:
     pair = make_pair(transport)
-    pools = [HostPool(64, seed=i) for i in range(3)]
+    pools = [type(pair.source)(64, seed=i) for i in range(3)]
     senders = [
         make_sender(pool, fingerprint(), worker_id=f"p{i + 1}", incarnation="1", transport=transport)
         for i, pool in enumerate(pools)
@@ -170,6 +178,7 @@ def flip_in_chunk(number: int) -> Callable[..., bytes | bytearray]:
     return hook
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_flipped_bit_on_the_way_fails_the_transfer_on_both_sides(
     make_pair: MakePair, transport: str, number: int
@@ -187,6 +196,7 @@ def test_a_flipped_bit_on_the_way_fails_the_transfer_on_both_sides(
     assert again.outcome is ReceiveOutcome.VERIFIED, "the connection still serves other transfers"
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_wrong_checksum_for_right_bytes_is_no_better(make_pair: MakePair, transport: str) -> None:
     def hook(frame: Frame, message: bytearray, body: memoryview) -> bytes | bytearray:
         if frame.kind is not Kind.CHUNK:
@@ -198,6 +208,7 @@ def test_a_wrong_checksum_for_right_bytes_is_no_better(make_pair: MakePair, tran
     assert received.outcome is ReceiveOutcome.FAILED
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_lost_chunk_is_noticed_when_the_last_one_comes(make_pair: MakePair, transport: str) -> None:
     def hook(frame: Frame, message: bytearray, body: memoryview) -> bytes | bytearray:
         return b"" if frame.kind is Kind.CHUNK and frame.first == 0 else message
@@ -226,6 +237,7 @@ def test_a_grant_with_another_fingerprint_fails_naming_the_field_and_both_values
     assert end.error == f"fingerprint.{field}: got {mine!r}, expected {theirs!r}, as on the receiving worker"
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_pool_that_does_not_match_the_fingerprint_is_a_config_error(transport: str) -> None:
     facts = fingerprint(block_bytes=8)
     with pytest.raises(ConfigError, match=r"kv_shape.block_bytes: got 8, expected 4096"):
@@ -235,7 +247,9 @@ def test_a_pool_that_does_not_match_the_fingerprint_is_a_config_error(transport:
 
 
 def test_a_transport_that_does_not_exist_yet_is_a_config_error_that_names_those_that_do() -> None:
-    with pytest.raises(ConfigError, match="transport: got nccl, expected one of auto, shm, tcp"):
+    with pytest.raises(ConfigError, match="transport: got nixl, expected one of auto, cuda_ipc, nccl, shm, tcp"):
+        make_sender(HostPool(1), fingerprint(), worker_id="p", incarnation="i", transport="nixl")
+    with pytest.raises(ConfigError, match="shm, tcp: the KV pool lies in host memory"):
         make_sender(HostPool(1), fingerprint(), worker_id="p", incarnation="i", transport="nccl")
 
 

@@ -1,0 +1,205 @@
+"""A CUDA device as the device paths see it: block copies on a stream of their own, and pools opened across processes.
+
+Needs torch, Triton and, to open another process's pool, CuPy. The pool must be one allocation, which a driver's
+handle names; copies wait for what the engine has queued, and whoever reads a landed block was told by the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any, Final, final
+
+import torch
+
+from kvtransfer.device import Blocks, Wake
+from pdserve.core.errors import TransferFailed
+from pdserve.engine.interface import KvPool
+
+COPY_S: Final = 10.0  # a copy that takes longer will not end
+_POLL_S: Final = 50e-6
+_EXPORT: Final = struct.Struct("<QQQ16s")  # offset in the allocation, blocks, bytes per block, the device's UUID
+
+
+def why_no_cuda(*packages: str) -> str:
+    """What this system lacks; empty where it can be had."""
+    for package in ("torch", "triton", *packages):
+        if find_spec(package) is None:
+            return f"the package {package} is not installed"
+    return "" if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+@final
+class CudaBlocks:
+    """`raw` is uint8 [blocks, block_bytes] on the device."""
+
+    def __init__(self, raw: torch.Tensor, on_close: Callable[[], None] = lambda: None) -> None:
+        self.raw: torch.Tensor | None = raw
+        self.num_blocks, self.block_bytes = int(raw.shape[0]), int(raw.shape[1])
+        self._on_close = on_close
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        assert self.raw is not None, "closed"
+        return self.raw
+
+    def close(self) -> None:
+        if self.raw is not None:
+            self.raw = None
+            self._on_close()
+
+
+@final
+class CudaCopying:
+    def __init__(self, event: Any, sums: Any | None) -> None:
+        self._event, self._sums = event, sums
+        self._ends_s = time.monotonic() + COPY_S
+
+    @property
+    def is_done(self) -> bool:
+        try:
+            if self._event.query():
+                return True
+        except RuntimeError as error:
+            raise TransferFailed(f"the device failed: {error}") from error
+        if time.monotonic() > self._ends_s:
+            raise TransferFailed(f"a copy on the device has not ended in {COPY_S:.0f} s")
+        return False
+
+    def digest(self) -> bytes:
+        assert self._sums is not None
+        return hashlib.blake2b(self._sums.numpy().tobytes(), digest_size=8).digest()
+
+
+@final
+class Watcher:
+    """Wakes who waits for an event: a thread that sleeps while there is none."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[CudaCopying, Wake]] = []
+        threading.Thread(target=self._run, name="cuda-watch", daemon=True).start()
+
+    def add(self, copying: CudaCopying, wake: Wake) -> None:
+        with self._changed:
+            self._waiting.append((copying, wake))
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._waiting))
+                waiting = list(self._waiting)
+            ended = [one for one in waiting if _has_ended(one[0])]
+            with self._changed:
+                self._waiting = [one for one in self._waiting if one not in ended]
+            for _, wake in ended:
+                wake()
+            if not ended:
+                time.sleep(_POLL_S)
+
+
+def _has_ended(copying: CudaCopying) -> bool:
+    try:
+        return copying.is_done
+    except TransferFailed:  # whoever is woken asks again, and is told
+        return True
+
+
+@final
+class CudaDevice:
+    """One engine's pool and a stream for its transfers. Any thread may call it."""
+
+    def __init__(self, raw: torch.Tensor) -> None:
+        self.device = raw.device
+        self.name = str(torch.cuda.get_device_properties(raw.device).uuid)
+        self.stream = torch.cuda.Stream(raw.device)
+        self.watcher = Watcher()
+        self._pool = CudaBlocks(raw)
+
+    def pool(self) -> CudaBlocks:
+        return CudaBlocks(self._pool.tensor)
+
+    def staging(self, num_blocks: int) -> CudaBlocks:
+        size = (num_blocks, self._pool.block_bytes)
+        return CudaBlocks(torch.empty(size, dtype=torch.uint8, device=self.device))
+
+    def export(self) -> bytes:
+        from kvtransfer.cuda_handles import export
+
+        raw = self._pool.tensor
+        base = base_of(raw.data_ptr())
+        uuid = hashlib.blake2b(self.name.encode(), digest_size=16).digest()
+        return _EXPORT.pack(raw.data_ptr() - base, raw.shape[0], raw.shape[1], uuid) + export(base)
+
+    def open(self, exported: bytes) -> CudaBlocks:
+        from kvtransfer.cuda_handles import open_handle
+
+        try:
+            offset, num_blocks, block_bytes, _ = _EXPORT.unpack(exported[: _EXPORT.size])
+        except struct.error as error:
+            raise TransferFailed(f"{len(exported)} bytes are no pool on a device") from error
+        raw, close = open_handle(exported[_EXPORT.size :], self.device.index, offset, num_blocks, block_bytes)
+        return CudaBlocks(raw, close)
+
+    def copy(
+        self, source: Blocks, sources: Sequence[int], target: Blocks | None, targets: Sequence[int], wake: Wake
+    ) -> CudaCopying:
+        from pdserve.engine.gpu.relay import relay
+
+        assert isinstance(source, CudaBlocks)
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            # The engine's stream is the default one; what it has queued may still write the source.
+            self.stream.wait_stream(torch.cuda.default_stream(self.device))
+            numbers = torch.tensor([list(sources), list(targets) or list(sources)], dtype=torch.int32).pin_memory()
+            on_device = numbers.to(self.device, non_blocking=True)
+            into = target.tensor if isinstance(target, CudaBlocks) else None
+            sums_B = relay(source.tensor, on_device[0], into, None if into is None else on_device[1])
+            host_B = torch.empty(len(sources), dtype=torch.int64, pin_memory=True)
+            host_B.copy_(sums_B, non_blocking=True)
+            return self.watched(host_B, wake)
+
+    def watched(self, sums: Any | None, wake: Wake, stream: Any | None = None) -> CudaCopying:
+        """What has been queued on the stream so far; the device's own where none is named."""
+        event = torch.cuda.Event()
+        event.record(stream or self.stream)
+        copying = CudaCopying(event, sums)
+        self.watcher.add(copying, wake)
+        return copying
+
+    def drain(self) -> None:
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        copying = CudaCopying(event, None)
+        while not copying.is_done:
+            time.sleep(_POLL_S)
+
+
+_devices: dict[int, CudaDevice] = {}
+_lock = threading.Lock()
+
+
+def device_of(pool: KvPool) -> CudaDevice:
+    """The same for every connection of a pool: one stream issues all of its transfers."""
+    raw: Any = getattr(pool, "raw", None)
+    if raw is None or raw.device.type != "cuda":
+        raise TransferFailed("the KV pool does not lie on a CUDA device")
+    with _lock:
+        if raw.data_ptr() not in _devices:
+            _devices[raw.data_ptr()] = CudaDevice(raw)
+        return _devices[raw.data_ptr()]
+
+
+def base_of(pointer: int) -> int:
+    """Where the allocation begins that a device address lies in."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
+    if status:
+        raise TransferFailed(f"the driver knows no allocation of the pool (status {status})")
+    return base.value

@@ -1,0 +1,178 @@
+"""Communicators of two ranks through CuPy. The only module that imports CuPy's NCCL.
+
+All calls of a device come from one thread, in the order in which they were asked for: NCCL allows no two threads on
+one communicator, and issuing to several from several threads can deadlock. CuPy's binding raises KeyError on statuses
+that it does not know (in progress, timeout), which here is a status like others. What does not end is aborted by a
+thread that may be left behind; an abort that does not return leaves its staging to nobody until the process ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Final, final
+
+import torch
+
+from kvtransfer.cuda import CudaBlocks, CudaCopying, CudaDevice
+from kvtransfer.device import Blocks, Wake
+from pdserve.core.errors import TransferFailed
+
+log = logging.getLogger(__name__)
+
+JOIN_S: Final = 60.0
+CALL_S: Final = 10.0
+ABORT_S: Final = 10.0
+MOST_LANES: Final = 32  # each takes some 50 to 100 MB of device memory
+_WARM_BYTES: Final = 4
+
+
+@final
+class Issuer:
+    """The one thread that calls NCCL for a device."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="nccl-issuer", daemon=True).start()
+
+    def call(self, function: Callable[[], Any], timeout_s: float = CALL_S) -> Any:
+        """What `function` returns on the issuing thread. Raises TransferFailed where it raises or takes too long."""
+        done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                done.put((function(), None))
+            except BaseException as error:  # handed to whoever asked
+                done.put((None, error))
+
+        self._calls.put(run)
+        try:
+            value, error = done.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TransferFailed(f"NCCL has not answered in {timeout_s:.0f} s") from None
+        if error is not None:
+            raise TransferFailed(f"NCCL failed: {status_of(error)}") from error
+        return value
+
+    def _run(self) -> None:
+        while True:
+            self._calls.get()()
+
+
+def status_of(error: BaseException) -> str:
+    """CuPy maps statuses to names and raises KeyError with the number where it has none."""
+    return f"status {error.args[0]}" if isinstance(error, KeyError) and error.args else str(error)
+
+
+@final
+class NcclLanes:
+    def __init__(self) -> None:
+        from cupy.cuda import nccl
+
+        self._nccl = nccl
+        self.version = str(nccl.get_version())
+
+    def new_id(self) -> bytes:
+        made = self._nccl.get_unique_id()
+        return bytes(made) if isinstance(made, bytes) else bytes(number % 256 for number in made)
+
+    def join(self, device: CudaDevice, lane_id: bytes, rank: int) -> NcclLane:
+        issuer = issuer_of(device)
+
+        def make() -> Any:
+            import cupy
+
+            with cupy.cuda.Device(device.device.index):
+                return self._nccl.NcclCommunicator(2, lane_id, rank)
+
+        with _lock:
+            if _num_lanes[0] >= MOST_LANES:
+                raise TransferFailed(f"{MOST_LANES} NCCL pairs are open already")
+            _num_lanes[0] += 1
+        try:
+            lane = NcclLane(issuer, device, issuer.call(make, JOIN_S), 1 - rank)
+            lane.warm(rank)
+        except BaseException:
+            _one_less()
+            raise
+        return lane
+
+
+@final
+class NcclLane:
+    def __init__(self, issuer: Issuer, device: CudaDevice, communicator: Any, peer: int) -> None:
+        self._issuer, self._device, self._communicator, self._peer = issuer, device, communicator, peer
+        self._is_closed = False
+        # Its own: a receive whose sender is gone holds up what comes behind it, which must not be other pairs.
+        self._stream = torch.cuda.Stream(device.device)
+
+    def warm(self, rank: int) -> None:
+        """The first message makes the connection, and may take as long as the communicator did."""
+        scratch = self._device.staging(1)
+        told = threading.Event()
+        copying = (self.send if rank == 0 else self.receive)(scratch, 0, _WARM_BYTES, told.set)
+        if not told.wait(JOIN_S) or not copying.is_done:
+            self.close()
+            raise TransferFailed("the other NCCL rank has not answered")
+
+    def send(self, source: Blocks, block: int, num_bytes: int, wake: Wake) -> CudaCopying:
+        return self._issue("send", source, block, num_bytes, wake)
+
+    def receive(self, target: Blocks, block: int, num_bytes: int, wake: Wake) -> CudaCopying:
+        return self._issue("recv", target, block, num_bytes, wake)
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        ended = threading.Event()
+
+        def abort() -> None:
+            try:
+                self._communicator.abort()
+            except Exception as error:
+                log.warning("an NCCL communicator failed when it was aborted", extra={"error": status_of(error)})
+            ended.set()
+
+        threading.Thread(target=abort, name="nccl-abort", daemon=True).start()
+        if not ended.wait(ABORT_S):
+            raise TransferFailed(f"an NCCL communicator's abort has not returned in {ABORT_S:.0f} s")
+        _one_less()
+
+    def _issue(self, name: str, blocks: Blocks, block: int, num_bytes: int, wake: Wake) -> CudaCopying:
+        if self._is_closed:
+            raise TransferFailed("the NCCL pair is closed")
+        assert isinstance(blocks, CudaBlocks)
+        pointer = blocks.tensor.data_ptr() + block * blocks.block_bytes
+
+        def issue() -> CudaCopying:
+            import cupy
+
+            device, communicator = self._device, self._communicator
+            status = communicator.check_async_error()
+            if status:
+                raise TransferFailed(f"NCCL failed before: status {status}")
+            with cupy.cuda.Device(device.device.index):
+                getattr(communicator, name)(pointer, num_bytes, _UINT8, self._peer, self._stream.cuda_stream)
+            return device.watched(None, wake, self._stream)
+
+        copying: CudaCopying = self._issuer.call(issue)
+        return copying
+
+
+_UINT8: Final = 1  # ncclUint8: KV travels as bytes, whatever they mean
+_issuers: dict[int, Issuer] = {}
+_num_lanes = [0]
+_lock = threading.Lock()
+
+
+def issuer_of(device: CudaDevice) -> Issuer:
+    with _lock:
+        return _issuers.setdefault(device.device.index, Issuer())
+
+
+def _one_less() -> None:
+    with _lock:
+        _num_lanes[0] -= 1

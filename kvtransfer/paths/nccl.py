@@ -1,0 +1,269 @@
+"""nccl: chunks are packed into staging, sent over a communicator of two ranks, and unpacked by the receiver.
+
+    sender                                        receiver
+    pack into slot k, then CHUNK(slot k)  ----->  a receive into its own slot k is queued
+    send slot k                           <-----  CREDIT(slot k): go
+                                                  received: unpack under the claim, settle
+
+So neither side waits on the device for a peer that is not there, and a late sender can only ever touch staging, never
+a live page. A receive without a claim goes to staging and no further. Each end has as many slots as the other; a
+receive is queued only once the slot's last chunk has been unpacked.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, final
+
+from kvtransfer.departure import Job
+from kvtransfer.departures import StaleSource
+from kvtransfer.device import Blocks, Copying, Device, Lane, Lanes
+from kvtransfer.frames import BadFrame, Frame, Kind
+from kvtransfer.landing import Claim
+from kvtransfer.paths import local
+from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.paths.tcp import Tcp
+from pdserve.core.errors import TransferFailed
+from pdserve.engine.interface import KvPool
+from pdserve.v1 import transfer_pb2
+
+NCCL: Final = transfer_pb2.TRANSPORT_KIND_NCCL
+SLOT_BYTES: Final = 8 * 2**20  # a send costs some ten microseconds whatever its size
+SLOTS: Final = 3  # one is packed, one is sent, one is unpacked
+HANDSHAKE_S: Final = 60.0  # a first communicator takes seconds, while its kernels are loaded
+TAKEN: Final = b"PDOK"
+MAX_VERSION_BYTES: Final = 32
+MAX_ID_BYTES: Final = 1024
+_HELLO: Final = struct.Struct("<4s32sQI")  # magic, library version, bytes per block, bytes of the id that follows
+_MAGIC: Final = b"PDKN"
+
+DeviceOf = Callable[[KvPool], Device]
+
+
+@final
+class NcclSend:
+    def __init__(self, device: Device, lane: Lane, block_bytes: int) -> None:
+        self._device, self._lane, self._pool = device, lane, device.pool()
+        self._slot_blocks, self._block_bytes = slot_blocks(block_bytes), block_bytes
+        self._staging = device.staging(SLOTS * self._slot_blocks)
+        self._free = deque(range(SLOTS))
+        self._packing: dict[int, tuple[Job, Copying]] = {}  # by slot
+        self._announced: dict[int, int] = {}  # bytes, by slot
+        self._sending: dict[int, Copying] = {}
+
+    def attach(self, link: SendLink) -> None:
+        self._link = link
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self._slot_blocks * self._block_bytes
+
+    @property
+    def is_free(self) -> bool:
+        return bool(self._free)
+
+    def post(self, job: Job) -> None:
+        slot = self._free.popleft()
+        targets = range(slot * self._slot_blocks, slot * self._slot_blocks + job.chunk.count)
+        copying = self._device.copy(self._pool, job.chunk.sources, self._staging, targets, self._link.wake)
+        self._packing[slot] = job, copying
+
+    def forsake(self, job: Job) -> None:
+        """Packing is short, and what is packed reads no source block."""
+
+    def hear(self, frame: Frame) -> None:
+        num_bytes = self._announced.pop(frame.slot, None)
+        if num_bytes is None:
+            raise BadFrame(f"credit for slot {frame.slot}, which is not announced")
+        first = frame.slot * self._slot_blocks
+        self._sending[frame.slot] = self._lane.send(self._staging, first, num_bytes, self._link.wake)
+
+    def poll(self) -> None:
+        for slot, (job, copying) in list(self._packing.items()):
+            if copying.is_done:
+                del self._packing[slot]
+                self._announce(slot, job, copying.digest())
+        for slot, sending in list(self._sending.items()):
+            if sending.is_done:
+                del self._sending[slot]
+                self._free.append(slot)
+
+    def close(self) -> None:
+        try:
+            self._lane.close()
+        finally:
+            self._device.drain()
+        self._staging.close()
+
+    def _announce(self, slot: int, job: Job, digest: bytes) -> None:
+        link = self._link
+        try:
+            head = link.head(job, digest, slot=slot) if job.departure.session.is_open else b""
+        except StaleSource as stale:
+            self._free.append(slot)
+            link.stale(job, str(stale))
+            return
+        if head:
+            self._announced[slot] = job.chunk.count * self._block_bytes
+            link.writer.say(head)
+        else:
+            self._free.append(slot)
+        link.finished(job)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What lies in a staging slot of the receiver: nothing, a chunk under way, or one that is unpacked."""
+
+    frame: Frame
+    claim: Claim | None
+    receiving: Copying | None
+    unpacking: Copying | None = None
+
+
+@final
+class NcclReceive:
+    def __init__(self, link: ReceiveLink, device: Device, lane: Lane) -> None:
+        self._link, self._device, self._lane = link, device, lane
+        self._pool, self._slot_blocks = device.pool(), slot_blocks(link.block_bytes)
+        self._staging: Blocks = device.staging(SLOTS * self._slot_blocks)
+        self._slots: dict[int, _Slot] = {}
+        self._next: dict[int, tuple[Frame, Claim | None]] = {}  # announced for a slot that is still unpacked
+
+    def check(self, frame: Frame) -> None:
+        if not self._link.source.is_all(frame.part):
+            raise BadFrame(f"{frame.part}: between devices blocks travel whole")
+        if frame.length or frame.slot >= SLOTS or frame.count > self._slot_blocks or frame.slot in self._next:
+            raise BadFrame(f"{frame.count} blocks in slot {frame.slot} with {frame.length} bytes behind the header")
+
+    def land(self, frame: Frame, claim: Claim | None) -> None:
+        if frame.slot in self._slots:
+            self._next[frame.slot] = frame, claim
+        else:
+            self._begin(frame, claim)
+
+    def poll(self) -> None:
+        for number, slot in list(self._slots.items()):
+            if slot.receiving is not None and slot.receiving.is_done:
+                slot.receiving = None
+                self._unpack(number, slot)
+            if slot.unpacking is not None and slot.unpacking.is_done:
+                assert slot.claim is not None
+                digest = slot.unpacking.digest()
+                self._link.leave(slot.claim)
+                self._link.settle(slot.claim, slot.frame, digest)
+                self._end(number)
+
+    def close(self) -> None:
+        try:
+            self._lane.close()
+        finally:
+            self._device.drain()
+        self._staging.close()
+
+    def _begin(self, frame: Frame, claim: Claim | None) -> None:
+        link, first = self._link, frame.slot * self._slot_blocks
+        num_bytes = frame.count * link.block_bytes
+        receiving = self._lane.receive(self._staging, first, num_bytes, link.channel.waker.set)
+        self._slots[frame.slot] = _Slot(frame, claim, receiving)
+        link.channel.post(Frame(Kind.CREDIT, frame.tag, slot=frame.slot).encode())
+
+    def _unpack(self, number: int, slot: _Slot) -> None:
+        link, frame, claim = self._link, slot.frame, slot.claim
+        if claim is None or not link.enter(claim):
+            self._end(number)
+            return
+        sources = range(number * self._slot_blocks, number * self._slot_blocks + frame.count)
+        slot.unpacking = self._device.copy(self._staging, sources, self._pool, claim.blocks, link.channel.waker.set)
+
+    def _end(self, number: int) -> None:
+        del self._slots[number]
+        waiting = self._next.pop(number, None)
+        if waiting is not None:
+            self._begin(*waiting)
+
+
+@final
+class Nccl:
+    kind: int = NCCL
+    name = "nccl"
+    is_same_host = False
+    is_for_devices = True
+    proves_quiescence = True  # of live pages: the library writes into staging alone
+
+    def __init__(self, device_of: DeviceOf | None = None, lanes: Lanes | None = None) -> None:
+        """The two stand in for CUDA and NCCL."""
+        self._device_of, self._own_lanes = device_of, lanes
+        self._tcp = Tcp()
+
+    def why_not(self) -> str:
+        if self._device_of is not None:
+            return ""
+        from kvtransfer.cuda import why_no_cuda
+
+        return why_no_cuda("cupy")
+
+    def listen(self, host: str) -> socket.socket:
+        return self._tcp.listen(host)
+
+    def address(self, door: socket.socket) -> str:
+        return self._tcp.address(door)
+
+    def dial(self, address: str, endpoint: str, timeout_s: float) -> socket.socket:
+        return self._tcp.dial(address, endpoint, timeout_s)
+
+    def admits(self, sock: socket.socket) -> bool:
+        return self._tcp.admits(sock)
+
+    def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
+        device, lanes = self._device(pool), self._lanes()
+        lane_id = lanes.new_id()
+        sock.settimeout(HANDSHAKE_S)
+        sock.sendall(_HELLO.pack(_MAGIC, _padded(lanes.version), pool.block_bytes, len(lane_id)) + lane_id)
+        # Not before the other end has said that it will come: a rank that waits alone cannot be called back.
+        if local.receive_exactly(sock, len(TAKEN)) != TAKEN:
+            raise OSError("the receiver did not take the communicator")
+        try:
+            return NcclSend(device, lanes.join(device, lane_id, 0), pool.block_bytes)
+        except TransferFailed as failed:
+            raise OSError(failed.message) from failed
+
+    def receiver(self, link: ReceiveLink) -> ReceivePath:
+        lanes = self._lanes()
+        magic, version, block_bytes, size = _HELLO.unpack(local.receive_patiently(link, _HELLO.size, HANDSHAKE_S))
+        theirs = version.rstrip(b"\0").decode("ascii", "replace")
+        if magic != _MAGIC or block_bytes != link.block_bytes or not 0 < size <= MAX_ID_BYTES:
+            raise BadFrame(f"blocks of {block_bytes} bytes, expected {link.block_bytes}")
+        if theirs != lanes.version:
+            raise BadFrame(f"NCCL {theirs}, expected {lanes.version}: both ranks must have the same")
+        lane_id = local.receive_patiently(link, size, HANDSHAKE_S)
+        link.channel.post(TAKEN)
+        link.channel.flush()
+        device = self._device(link.pool)
+        return NcclReceive(link, device, lanes.join(device, lane_id, 1))
+
+    def _device(self, pool: KvPool) -> Device:
+        if self._device_of is not None:
+            return self._device_of(pool)
+        from kvtransfer.cuda import device_of
+
+        return device_of(pool)
+
+    def _lanes(self) -> Lanes:
+        if self._own_lanes is not None:
+            return self._own_lanes
+        from kvtransfer.nccl_lane import NcclLanes
+
+        return NcclLanes()
+
+
+def slot_blocks(block_bytes: int) -> int:
+    return max(1, SLOT_BYTES // block_bytes)
+
+
+def _padded(version: str) -> bytes:
+    return version.encode()[:MAX_VERSION_BYTES]

@@ -1,0 +1,183 @@
+"""cuda_ipc and nccl where their libraries are slow, differ or fail: over stand-ins that keep the real ones' manners."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtransfer.cuda import why_no_cuda
+from kvtransfer.nccl_lane import status_of
+from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
+from kvtransfer.paths.nccl import NCCL, Nccl
+from kvtransfer.paths.registry import TRANSPORTS, kinds
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from pdserve.core.errors import ConfigError
+from tests.unit.kvtransfer.fake_device import FakeCopying, FakeDevice, FakeLane, FakeLanes
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for
+
+MakePair = Callable[..., Pair]
+PATHS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+
+
+class HeldDevice(FakeDevice):
+    """Copies wait until they are let go."""
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__(pool, 0.0)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def copy(self, source: Any, sources: Any, target: Any, targets: Any, wake: Any) -> FakeCopying:
+        gate = self.gate
+
+        def hold() -> bytes:
+            gate.wait(5.0)
+            return b""
+
+        self._stream.queue(hold, lambda: None)
+        return super().copy(source, sources, target, targets, wake)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]) -> Callable[[Any], HeldDevice]:
+    """held(pool): the device of that pool."""
+
+    def device_of(pool: Any) -> HeldDevice:
+        made = devices.setdefault(id(pool), HeldDevice(pool))
+        assert isinstance(made, HeldDevice)
+        return made
+
+    monkeypatch.setitem(TRANSPORTS, CUDA_IPC, CudaIpc(device_of))
+    monkeypatch.setitem(TRANSPORTS, NCCL, Nccl(device_of, FakeLanes()))
+    return device_of
+
+
+@PATHS
+def test_an_abort_drains_only_when_the_copy_into_the_pool_has_ended(
+    make_pair: MakePair, held: Callable[[Any], HeldDevice], transport: str
+) -> None:
+    pair = make_pair(transport)
+    pair.move(pair.grant((1, 2)), (1, 2))
+    device = held(pair.landing)
+    device.gate.clear()
+    before = device.num_copies
+    grant = pair.grant(tuple(range(10, 20)))
+    received, sent = pair.begin(grant)
+    pair.sender.push(grant.key, [(i, i) for i in range(10)], True)
+    wait_for(lambda: device.num_copies > before, "a copy into the landing pool")
+    pair.receiver.abort(grant.key)
+    assert not received.all or received.outcomes == ["quarantined"]
+    device.gate.set()
+    wait_for(lambda: "drained" in received.outcomes, "the drained abort")
+    after = pair.landing.block(10)
+    assert sent.wait().outcome is SendOutcome.FAILED
+    pair.move(pair.grant((30,)), (5,))
+    assert pair.landing.block(10) == after, "nothing is written after it was drained"
+
+
+@PATHS
+def test_a_source_block_that_is_reused_while_it_is_read_fails_the_transfer(
+    make_pair: MakePair, held: Callable[[Any], HeldDevice], transport: str
+) -> None:
+    pair = make_pair(transport)
+    pair.move(pair.grant((1, 2)), (1, 2))
+    device = held(pair.source)
+    device.gate.clear()
+    before = device.num_copies
+    grant = pair.grant((10, 11))
+    received, sent = pair.begin(grant)
+    pair.sender.push(grant.key, [(0, 3), (1, 4)], True)
+    wait_for(lambda: device.num_copies > before, "the source being read")
+    pair.source_stamps.begin([4])
+    device.gate.set()
+    assert sent.wait().outcome is SendOutcome.FAILED
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    assert pair.sender.stats.stale_source == 1
+
+
+@PATHS
+def test_an_aborted_sender_gets_its_blocks_back_while_the_device_is_slow(
+    make_pair: MakePair, held: Callable[[Any], HeldDevice], transport: str
+) -> None:
+    pair = make_pair(transport)
+    pair.move(pair.grant((1,)), (1,))
+    device = held(pair.source)
+    device.gate.clear()
+    before = device.num_copies
+    grant = pair.grant((10,))
+    received, sent = pair.begin(grant)
+    pair.sender.push(grant.key, [(0, 3)], True)
+    wait_for(lambda: device.num_copies > before, "the source being read")
+    pair.sender.abort(grant.key)
+    device.gate.set()
+    assert sent.wait().outcome is SendOutcome.FAILED
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    again, _ = pair.move(pair.grant((10,)), (3,))
+    assert again.outcome is ReceiveOutcome.VERIFIED
+
+
+def test_a_sender_that_never_sends_ends_its_own_pair_alone(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receive waits in staging until the connection goes; another pair's transfers pass meanwhile."""
+    lost, well = make_pair("nccl"), make_pair("nccl")
+    lost.move(lost.grant((1,)), (1,))
+    monkeypatch.setattr(FakeLane, "send", lambda *_: FakeCopying())
+    before = lost.landing.block(10)
+    grant = lost.grant((10,))
+    received, _ = lost.begin(grant)
+    lost.sender.push(grant.key, [(0, 3)], True)
+    wait_for(lambda: lost.receiver.stats.chunks >= 2, "the announced chunk")
+    monkeypatch.undo()
+    lost.sender.close()
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    assert lost.landing.block(10) == before, "a late sender touches staging, never a page"
+    assert well.receiver.is_healthy
+
+
+def test_versions_of_nccl_that_differ_are_refused_by_name(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]
+) -> None:
+    class Newer(Nccl):
+        def _lanes(self) -> Any:
+            return FakeLanes("2.31")
+
+    pair = make_pair("nccl")
+    plain = TRANSPORTS[NCCL]
+    monkeypatch.setattr(plain, "receiver", Newer(lambda pool: devices[id(pool)]).receiver)
+    received, sent = pair.begin(pair.grant((1,)))
+    assert sent.wait().outcome is SendOutcome.FAILED
+    wait_for(lambda: pair.receiver.stats.protocol_errors == 1, "the refused handshake")
+    pair.receiver.close()
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+
+
+def test_blocks_of_another_size_are_refused_in_the_handshake(make_pair: MakePair) -> None:
+    for transport in ("cuda_ipc", "nccl"):
+        pair = make_pair(transport)
+        pair.source.block_bytes = 2 * BLOCK_BYTES
+        received, sent = pair.begin(pair.grant((1,)), deadline_s=5.0)
+        assert sent.wait().outcome is SendOutcome.FAILED
+        wait_for(lambda one=pair: one.receiver.stats.protocol_errors == 1, "the refused handshake")  # type: ignore[misc]
+        assert received.wait().outcome is ReceiveOutcome.FAILED
+        pair.source.block_bytes = BLOCK_BYTES
+
+
+def test_this_system_says_what_it_lacks() -> None:
+    lacking = why_no_cuda("cupy")
+    if lacking:
+        with pytest.raises(ConfigError, match=r"on a GPU|CUDA|not installed"):
+            kinds("auto", is_on_host=False)
+        with pytest.raises(ConfigError, match=r"cuda_ipc.*another on this system"):
+            kinds("cuda_ipc", is_on_host=False)
+    assert why_no_cuda("a-package-that-nobody-has") == "the package a-package-that-nobody-has is not installed"
+    with pytest.raises(ConfigError, match="on a GPU"):
+        kinds("tcp", is_on_host=False)
+
+
+def test_statuses_that_cupy_does_not_know_are_still_statuses() -> None:
+    assert status_of(KeyError(7)) == "status 7"
+    assert status_of(RuntimeError("NCCL_ERROR_SYSTEM")) == "NCCL_ERROR_SYSTEM"
