@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.fault_cases import Case, case_of
-from benchmarks.fault_report import Result, exit_code, print_result
+from benchmarks.fault_report import Result, exit_code, print_result, table
 from benchmarks.fault_worker import Setup
 from benchmarks.fault_worker import main as worker_main
 from benchmarks.netns import Cables, Network, why_not
@@ -323,6 +323,8 @@ def main() -> int:
             results.append(storm.run(args.transfers))
         print(file=sys.stderr)
         print_result(results[-1])
+    if len(results) > 1:
+        print("All transports:\n", *table(results), sep="\n")
     if args.json:
         args.json.write_text(json.dumps([one.facts() for one in results], indent=1))
     return exit_code(results)
