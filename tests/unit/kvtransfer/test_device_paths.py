@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,15 +156,22 @@ def test_versions_of_nccl_that_differ_are_refused_by_name(
     assert received.wait().outcome is ReceiveOutcome.FAILED
 
 
-def test_blocks_of_another_size_are_refused_in_the_handshake(make_pair: MakePair) -> None:
-    for transport in ("cuda_ipc", "nccl"):
-        pair = make_pair(transport)
-        pair.source.block_bytes = 2 * BLOCK_BYTES
-        received, sent = pair.begin(pair.grant((1,)), deadline_s=5.0)
-        assert sent.wait().outcome is SendOutcome.FAILED
-        wait_for(lambda one=pair: one.receiver.stats.protocol_errors == 1, "the refused handshake")  # type: ignore[misc]
-        assert received.wait().outcome is ReceiveOutcome.FAILED
-        pair.source.block_bytes = BLOCK_BYTES
+@PATHS
+def test_blocks_of_another_size_are_refused_in_the_handshake(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice], transport: str
+) -> None:
+    pair = make_pair(transport)
+    plain = TRANSPORTS[CUDA_IPC if transport == "cuda_ipc" else NCCL]
+    told = SimpleNamespace(num_blocks=64, block_bytes=2 * BLOCK_BYTES)
+    source = FakeDevice(pair.source)  # type: ignore[arg-type]
+    devices[id(told)] = source
+    send = plain.sender
+    monkeypatch.setattr(plain, "sender", lambda sock, pool: send(sock, told))  # type: ignore[arg-type]
+    received, sent = pair.begin(pair.grant((1,)))
+    assert sent.wait().outcome is SendOutcome.FAILED
+    wait_for(lambda: pair.receiver.stats.protocol_errors == 1, "the refused handshake")
+    pair.receiver.abort(pair.receiver.open_keys[0])
+    assert received.wait().outcome is ReceiveOutcome.DRAINED
 
 
 def test_this_system_says_what_it_lacks() -> None:
