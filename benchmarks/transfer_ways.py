@@ -135,7 +135,7 @@ class Child:
             text=True,
             env={**os.environ, **env},
             pass_fds=fds,
-            start_new_session=is_peer,
+            process_group=0 if is_peer else None,
         )
 
     def hear(self) -> dict[str, Any]:
