@@ -1,31 +1,31 @@
 """Moves KV between blocks of two forms: gathers, casts or rounds, and scatters. numpy only.
 
 A block that travels is a block of the target's form, narrowed to the lane's heads and the part's layers, so packing
-and unpacking are the same copy between two memories. float32 rounds to bfloat16 as torch does and to int8 as
-pdserve.engine.pool.quantise does: what lands is what the target's engine would have stored, bit for bit.
+and unpacking are the same copy between two memories. float32 rounds to bfloat16 as torch does and to int8 and
+fp8 as pdserve.engine.pool.quantise does: what lands is what the target's engine would have stored, bit for bit.
 """
 
 # Shapes: N blocks, L layers, P planes, C tokens per block, K kv heads, D head dim, R rows of D values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, final
 
 import numpy as np
 
 from kvtransfer.reshape import Piece, Window
-from kvtransfer.shape import SCALE_BYTES, BlockForm
+from kvtransfer.shape import SCALE_BYTES, SCALED, BlockForm
 
 # Tokens are converted in lots of about this size, so that the passes over a lot find it in the cache.
 LOT_BYTES: Final = 256 * 1024
-INT8_MAX: Final = np.float32(127)
-LEAST: Final = np.float32(2**-120)  # below it a row becomes zero: 127 / largest must be finite
+MOST: Final = {"int8": np.float32(127), "float8_e4m3fn": np.float32(448)}  # what a row's largest becomes
+LEAST: Final = np.float32(2**-120)  # below it a row becomes zero: most / largest must be finite
 _STORED: Final[dict[str, Any]] = {
     "float32": np.dtype("<f4"),
     "bfloat16": np.dtype("<u2"),
     "int8": np.dtype("i1"),
-    "float8_e4m3fn": np.dtype("u1"),  # copied, never computed with
+    "float8_e4m3fn": np.dtype("u1"),
     "uint64": np.dtype("<u8"),
 }
 _BFLOAT16_NAN: Final = 0x7FC0
@@ -68,7 +68,7 @@ def move(
             raise IndexError(f"blocks {min(blocks)}..{max(blocks)} of a memory of {memory.num_blocks}")
     views = _Windowed(source, source_window), _Windowed(target, target_window)
     is_copy = source.form.dtype == target.form.dtype
-    step = _copy_lot if is_copy else _CONVERTERS[source.form.dtype, target.form.dtype]
+    step = _copy_lot if is_copy else _convert_lot
     for lot in [pieces] if is_copy else _lots(pieces, source_window.num_layers, source_window.num_heads, source.form):
         step(*views, [(source_blocks[piece.source], target_blocks[piece.target], piece) for piece in lot])
 
@@ -109,6 +109,7 @@ class _Windowed:
     def __init__(self, blocks: Blocks, window: Window) -> None:
         layers = slice(window.first_layer, window.first_layer + window.num_layers)
         heads = slice(window.first_head, window.first_head + window.num_heads)
+        self.dtype = blocks.form.dtype
         self.values = blocks.values[:, layers, :, :, heads]
         self.scales = None if blocks.scales is None else blocks.scales[:, layers, :, :, heads]
 
@@ -161,35 +162,21 @@ def _scatter(x: Any, into: Any, moves: _Moves) -> None:
 
 def _to_float32(source: _Windowed, moves: _Moves) -> Any:
     values = _gather(source.values, moves)
-    if values.dtype == _STORED["bfloat16"]:
+    if source.dtype == "bfloat16":
         return widened(values)
     if source.scales is None:
         return values
-    return dequantised(values, _gather(source.scales, moves))
+    return dequantised(values, _gather(source.scales, moves), source.dtype)
 
 
-def _float32_lot(source: _Windowed, target: _Windowed, moves: _Moves) -> None:
-    _scatter(_to_float32(source, moves), target.values, moves)
-
-
-def _bfloat16_lot(source: _Windowed, target: _Windowed, moves: _Moves) -> None:
-    _scatter(rounded(_to_float32(source, moves)), target.values, moves)
-
-
-def _int8_lot(source: _Windowed, target: _Windowed, moves: _Moves) -> None:
-    values, scales = quantised(_to_float32(source, moves))
-    _scatter(values, target.values, moves)
-    _scatter(scales, target.scales, moves)
-
-
-_CONVERTERS: Final[dict[tuple[str, str], Callable[[_Windowed, _Windowed, _Moves], None]]] = {
-    ("bfloat16", "float32"): _float32_lot,
-    ("int8", "float32"): _float32_lot,
-    ("float32", "bfloat16"): _bfloat16_lot,
-    ("int8", "bfloat16"): _bfloat16_lot,
-    ("float32", "int8"): _int8_lot,
-    ("bfloat16", "int8"): _int8_lot,
-}
+def _convert_lot(source: _Windowed, target: _Windowed, moves: _Moves) -> None:
+    x = _to_float32(source, moves)
+    if target.dtype in SCALED:
+        x, scales = quantised(x, target.dtype)
+        _scatter(scales, target.scales, moves)
+    elif target.dtype == "bfloat16":
+        x = rounded(x)
+    _scatter(x, target.values, moves)
 
 
 def widened(bits: Any) -> Any:
@@ -212,29 +199,55 @@ def rounded(x: Any) -> Any:
     return narrow
 
 
-def quantised(x: Any) -> tuple[Any, Any]:
-    """int8 values, and float32 scales without the last axis. x, float32 [..., D], is overwritten.
+def quantised(x: Any, dtype: str = "int8") -> tuple[Any, Any]:
+    """Scaled values, and float32 scales without the last axis. x, float32 [..., D], is overwritten.
 
     A NaN or an infinity makes its row's scale NaN or infinite, as in the engine.
     """
+    most = MOST[dtype]
     # Without their sign, floats are ordered as integers are, NaN last; numpy finds the largest integer faster.
     largest = (x.view(np.int32) & 0x7FFFFFFF).max(-1).view(np.float32)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        scales = largest * (1 / INT8_MAX)
-        inverse = np.where(largest > LEAST, INT8_MAX / largest, np.float32(0))
+        scales = largest * (1 / most)
+        inverse = np.where(largest > LEAST, most / largest, np.float32(0))
         x *= inverse[..., None]
-        np.rint(x, out=x)
-        is_broken = not np.isfinite(scales).all()
-        if is_broken:
+        if not np.isfinite(scales).all():
             np.nan_to_num(x, copy=False, nan=0.0)
+        if dtype != "int8":
+            return fp8_bits(x), scales
+        np.rint(x, out=x)
         return x.astype(np.int8), scales
 
 
-def dequantised(values: Any, scales: Any) -> Any:
-    x = values.astype(np.float32)
+def dequantised(values: Any, scales: Any, dtype: str = "int8") -> Any:
+    x = values.astype(np.float32) if dtype == "int8" else FP8_VALUES[values]
     with np.errstate(invalid="ignore", over="ignore"):
         x *= scales[..., None]
     return x
+
+
+def fp8_bits(x: Any) -> Any:
+    """float32 within 448 and its rounding error as e4m3fn bits, to nearest, ties to even."""
+    bits = x.view(np.uint32)
+    sizes = bits & 0x7FFFFFFF
+    # Normal: the exponent's bias becomes 7 and 3 bits of the fraction stay; a carry goes into the exponent.
+    codes = (sizes + 0x7FFFF + ((sizes >> 20) & 1) >> 20) - (120 << 3)
+    is_small = sizes < 0x3C800000  # 2^-6: steps of 2^-9 from here down
+    np.copyto(codes, np.rint(np.abs(x) * np.float32(512)).astype(np.uint32), where=is_small)
+    codes |= (bits >> 24) & 0x80
+    return codes.astype(np.uint8)
+
+
+def _fp8_values() -> Any:
+    """Of all 256 codes."""
+    codes = np.arange(256)
+    exponent, fraction = (codes >> 3) & 15, codes & 7
+    sizes = np.where(exponent == 0, fraction * 2.0**-9, (8 + fraction) * 2.0 ** (exponent - 10.0))
+    sizes[(codes & 0x7F) == 0x7F] = np.nan
+    return np.where(codes < 128, sizes, -sizes).astype(np.float32)
+
+
+FP8_VALUES: Final = _fp8_values()
 
 
 def _unflatten(x: Any, inner: tuple[int, ...]) -> Any:

@@ -39,6 +39,7 @@ class Caller:
     checksums: tuple[checksum.Checksum, ...]
     pool: KvPool
     disturbance: Disturbance | None = None  # in tests of faults
+    wire_dtype: str = ""  # of the blocks that it sends; empty: as they are stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ def open_request(caller: Caller, transports: Sequence[int]) -> transfer_pb2.Open
         host_id=host_id(),
         transports=[transfer_pb2.TransportKind.Name(kind) for kind in transports],
         checksums=[CHECKSUMS[kind] for kind in caller.checksums],
+        wire_dtype=caller.wire_dtype or caller.fingerprint.shape.dtype,
     )
 
 

@@ -49,11 +49,15 @@ def make_sender(
     transport: str,
     disturbance: Disturbance | None = None,
     stamps: BlockStamps | None = None,
+    kv_wire: str = "exact",
 ) -> ShapedSender:
-    """Connects to each decode worker when the first transfer to it starts. Raises ConfigError."""
+    """Connects to each decode worker when the first transfer to it starts. Raises ConfigError.
+
+    `kv_wire`: exact, int8 (between floats too) or auto (int8 where the link is slow).
+    """
     numbers = kinds(transport, is_on_host=pool.is_on_host)
 
-    def make_stream(pool: KvPool, stamps: BlockStamps, on_read: OnRead | None) -> StreamSender:
+    def make_stream(pool: KvPool, stamps: BlockStamps, on_read: OnRead | None, wire_dtype: str) -> StreamSender:
         return StreamSender(
             pool,
             fingerprint,
@@ -63,6 +67,7 @@ def make_sender(
             disturbance=disturbance,
             stamps=stamps,
             on_read=on_read,
+            wire_dtype=wire_dtype,
         )
 
-    return ShapedSender(pool, fingerprint, stamps or BlockStamps(pool.num_blocks), make_stream)
+    return ShapedSender(pool, fingerprint, stamps or BlockStamps(pool.num_blocks), make_stream, kv_wire)

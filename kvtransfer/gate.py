@@ -17,6 +17,7 @@ from kvtransfer.frames import TICKET_BYTES
 from kvtransfer.grants import compare, fingerprint_from_proto
 from kvtransfer.parts import Lanes
 from kvtransfer.paths.registry import TRANSPORTS, name_of, names_of
+from kvtransfer.reshape import arrival_of
 from kvtransfer.shape import KvShape
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Fingerprint
@@ -43,6 +44,12 @@ class Peer:
     transport_reason: str
     checksum: Checksum
     shape: KvShape
+    wire_dtype: str  # of its blocks
+
+    @property
+    def kind(self) -> tuple[str, KvShape, str]:
+        """A sender has one connection of each kind."""
+        return self.sender_id, self.shape, self.wire_dtype
 
 
 class Gate:
@@ -98,6 +105,7 @@ class Gate:
         theirs = fingerprint_from_proto(request.fingerprint)
         compare(self._fingerprint, theirs)
         Lanes.to_receive(theirs.shape, self._fingerprint.shape)
+        arrival_of(theirs.shape, self._fingerprint.shape, request.wire_dtype)
         for name in ("sender_id", "sender_incarnation"):
             size = len(getattr(request, name))
             if not 1 <= size <= MAX_NAME_CHARS:
@@ -108,7 +116,8 @@ class Gate:
             expected = " or ".join(one.value for one in self._checksums)
             raise ConfigError("checksums", ", ".join(seen) or "none that is known", expected)
         transport, reason = self._transport(request)
-        return Peer(request.sender_id, request.sender_incarnation, transport, reason, checksum, theirs.shape)
+        name, incarnation, dtype = request.sender_id, request.sender_incarnation, request.wire_dtype
+        return Peer(name, incarnation, transport, reason, checksum, theirs.shape, dtype)
 
     def _transport(self, request: transfer_pb2.OpenRequest) -> tuple[int, str]:
         """The first that the sender asks for and that can be had, and why it is not an earlier one."""

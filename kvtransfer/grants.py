@@ -26,6 +26,8 @@ def shape_of(spec: EngineSpec) -> KvShape:
         num_kv_heads=spec.kv_heads,
         head_dim=spec.kv_head_dim,
         block_size=spec.block_size,
+        tp_degree=spec.tp_degree,
+        tp_rank=spec.tp_rank,
     )
 
 

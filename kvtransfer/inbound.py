@@ -20,9 +20,11 @@ from kvtransfer.frames import GREETING_BYTES, HEADER_BYTES, BadFrame, Frame, Kin
 from kvtransfer.gate import Peer
 from kvtransfer.landing import Claim
 from kvtransfer.parts import Lanes, Part
-from kvtransfer.paths.path import ReceivePath, Transport
+from kvtransfer.paths.path import ReceiveLink, ReceivePath, Transport
+from kvtransfer.reshape import arrival_of
 from kvtransfer.shape import KvShape
 from kvtransfer.stamping import STAMP_BYTES
+from kvtransfer.unpacker import Unpacker
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.engine.interface import KvPool
 
@@ -63,6 +65,7 @@ class Inbound(threading.Thread):
         self.enter, self.leave = hub.enter, hub.leave
         self._hub, self._transport = hub, transport
         self._path: ReceivePath | None = None
+        self._unpacker: Unpacker | None = None  # where blocks arrive in another form
         self._began_s = time.monotonic()
 
     def begun(self) -> Inbound:
@@ -114,7 +117,12 @@ class Inbound(threading.Thread):
 
     def settle(self, claim: Claim, frame: Frame, checksum: bytes) -> None:
         matches = hmac.compare_digest(checksum, frame.checksum)
-        self._hub.settle(claim, self.size_of(frame), matches, frame.is_last)
+        self._hub.settle(claim, self._link.size_of(frame), matches, frame.is_last)
+
+    @property
+    def _link(self) -> ReceiveLink:
+        """What the path sees."""
+        return self if self._unpacker is None else self._unpacker
 
     def _authenticate(self) -> bool:
         if not self._transport.admits(self.channel.socket):
@@ -133,9 +141,14 @@ class Inbound(threading.Thread):
             return False
         self.checksum = self.peer.checksum
         self._digest = hasher(self.checksum)
-        self._target = Lanes.to_receive(self.peer.shape, self._hub.shape)
-        self.source = Lanes.to_send(self.peer.shape, self._hub.shape)
-        self._path = self._transport.receiver(self)
+        peer, mine = self.peer, self._hub.shape
+        self._target = Lanes.to_receive(peer.shape, mine)
+        self.source = Lanes.to_send(peer.shape, mine, peer.wire_dtype)
+        if peer.wire_dtype != mine.dtype:
+            if not self.pool.is_on_host:
+                raise TransferFailed(f"{peer.wire_dtype} for {mine.dtype}: a pool on a GPU converts nothing")
+            self._unpacker = Unpacker(self, arrival_of(peer.shape, mine, peer.wire_dtype), mine.form)
+        self._path = self._transport.receiver(self._link)
         facts = {"sender": self.peer.sender_id, "transport": self._transport.name, "reason": self.peer.transport_reason}
         log.info("kv connection taken", extra=facts)
         return True
@@ -180,9 +193,10 @@ class Inbound(threading.Thread):
 
     def _land(self, frame: Frame, path: ReceivePath) -> None:
         self._require_part(frame)
-        if not 0 < self.size_of(frame) <= self.chunk_bytes:
+        if not 0 < self._link.size_of(frame) <= self.chunk_bytes:
             raise BadFrame(f"a chunk of {frame.count} blocks of {self.block_bytes} bytes, at most {self.chunk_bytes}")
         path.check(frame)
         stamps = bytearray(frame.count * STAMP_BYTES)
         self.channel.fill(memoryview(stamps))
-        path.land(frame, self._hub.claim(frame, self.number, bytes(stamps)))
+        claim = self._hub.claim(frame, self.number, bytes(stamps))
+        path.land(frame, claim if claim is None or self._unpacker is None else self._unpacker.staged(claim))

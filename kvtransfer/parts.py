@@ -47,10 +47,12 @@ class Lanes:
         self.block_bytes = form.block_bytes
 
     @staticmethod
-    def to_send(source: KvShape, target: KvShape) -> Lanes:
-        """Of the sender, whose blocks on the wire are the receiver's, narrowed to the lane. Raises ConfigError."""
+    def to_send(source: KvShape, target: KvShape, dtype: str = "") -> Lanes:
+        """Of the sender, whose blocks on the wire are the receiver's, narrowed to the lane, in `dtype` (empty: the
+        receiver's). Raises ConfigError."""
         lane, count = _lane(source, target)
-        return Lanes(target.form.narrowed(target.num_layers, lane.num_heads), lane, count, 0)
+        form = target.form.narrowed(target.num_layers, lane.num_heads).stored_as(dtype or target.dtype)
+        return Lanes(form, lane, count, 0)
 
     @staticmethod
     def to_receive(source: KvShape, target: KvShape) -> Lanes:

@@ -164,12 +164,13 @@ class StreamReceiver:
     # What connections call.
 
     def admit(self, ticket: bytes, transport: int, inbound: Inbound) -> Peer | None:
-        """A sender's new connection replaces its old ones: it would not have come while they worked."""
+        """A sender's new connection replaces its old ones of that kind: it would not have come while they worked."""
         peer = self._gate.admit(ticket, transport)
         if peer is None:
             return None
         with self._lock:
-            old = [c for c in self._connections.values() if c.peer is not None and c.peer.sender_id == peer.sender_id]
+            others = [(c, c.peer) for c in self._connections.values() if c.peer is not None]
+            old = [c for c, one in others if one.kind == peer.kind]
         for one in old:
             one.stop("replaced by its newer connection")
         log.info("kv sender connected", extra={"sender_id": peer.sender_id, "transport": transport})

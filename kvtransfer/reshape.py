@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtransfer.shape import BlockForm, KvShape
+from kvtransfer.shape import LOSSES, BlockForm, KvShape
+from pdserve.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,31 @@ def lanes_of(source: KvShape, target: KvShape) -> tuple[Lane, ...]:
 def lane_of(source: KvShape, target: KvShape) -> Lane | None:
     """The lane of the source's own rank; None where other ranks give the target all that it needs."""
     return next((lane for lane in lanes_of(source, target) if lane.source_rank == source.tp_rank), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """How a source's blocks reach the target: each is a block of `form`, from `out_of` and for `into` of the pools."""
+
+    form: BlockForm
+    out_of: Window
+    into: Window
+
+
+def arrival_of(source: KvShape, target: KvShape, dtype: str) -> Arrival:
+    """Of the source's own rank, where blocks travel in `dtype`. Raises ConfigError where nothing can be sent so."""
+    lane = lane_of(source, target)
+    if lane is None:
+        raise ConfigError("kv_shape.tp_rank", source.tp_rank, f"a rank that holds heads of rank {target.tp_rank}")
+    if not {(source.dtype, dtype), (dtype, target.dtype)} <= LOSSES.keys():
+        raise ConfigError("wire_dtype", dtype, f"one between {source.dtype} and {target.dtype}")
+    layers = target.num_layers
+    form = target.form.narrowed(layers, lane.num_heads).stored_as(dtype)
+    return Arrival(
+        form=form,
+        out_of=Window(0, layers, lane.source_head, lane.num_heads),
+        into=Window(0, layers, lane.target_head, lane.num_heads),
+    )
 
 
 def pieces_of(source_size: int, target_size: int, *, num_tokens: int, first_block: int, num_blocks: int) -> list[Piece]:

@@ -1,7 +1,7 @@
 """The prefill side for decode workers of another shape: blocks are converted into a staging pool and sent from there.
 
 One Reshaper serves all receivers of one shape. Its thread fills staging blocks, which are blocks as the receivers
-store them, and a plain sender moves them as if they were the engine's: every transport, checksum and stamp works as
+expect them, and a plain sender moves them as if they were the engine's: every transport, checksum and stamp works as
 between equal shapes. A staging block is free again once the sender reads it no more, so a small, cache-warm pool
 serves transfers of any length.
 
@@ -23,14 +23,14 @@ from kvtransfer.commands import OnRead, OnSent
 from kvtransfer.convert import Blocks, pack
 from kvtransfer.memory import flat
 from kvtransfer.outbound import Link
-from kvtransfer.reshape import Window, lane_of, pieces_of, ready_blocks
+from kvtransfer.reshape import arrival_of, pieces_of, ready_blocks
 from kvtransfer.sender import StreamSender
-from kvtransfer.shape import BlockForm, KvShape
+from kvtransfer.shape import KvShape
+from kvtransfer.staging import StagingPool
 from kvtransfer.stats import TransferStats, total
 from kvtransfer.transport import Grant, SendOutcome, Sent, Text, TransferKey
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.stamps import BlockStamps
-from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)
@@ -39,19 +39,6 @@ STAGING_BYTES: Final = 8 * 2**20
 PUSH_BYTES: Final = 2**20  # converted at a time: what was packed first travels while the rest is packed
 MIN_STAGING_BLOCKS: Final = 4
 _JOIN_S: Final = 5.0
-
-
-@final
-class StagingPool:
-    """Host memory for blocks on their way."""
-
-    is_on_host = True
-
-    def __init__(self, form: BlockForm) -> None:
-        self.block_bytes = form.block_bytes
-        self.num_blocks = max(MIN_STAGING_BLOCKS, STAGING_BYTES // form.block_bytes)
-        self._memory = HostMemory(self.num_blocks * self.block_bytes)  # keeps the descriptor
-        self.buffer, self.descriptor = self._memory.buffer, self._memory.descriptor
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +63,7 @@ class Passage:
 
 @final
 class Reshaper:
-    """A Sender whose blocks become those of `target` on their way. Raises ConfigError where it has no head to give."""
+    """A Sender to receivers of shape `target`, whose blocks travel in `dtype`. Raises what arrival_of raises."""
 
     def __init__(
         self,
@@ -84,18 +71,17 @@ class Reshaper:
         stamps: BlockStamps,
         source: KvShape,
         target: KvShape,
-        make_stream: Callable[[KvPool, BlockStamps, OnRead], StreamSender],
+        dtype: str,
+        make_stream: Callable[[KvPool, BlockStamps, OnRead, str], StreamSender],
     ) -> None:
-        lane = lane_of(source, target)
-        if lane is None:
-            raise ConfigError("kv_shape.tp_rank", source.tp_rank, f"a rank that holds heads of rank {target.tp_rank}")
+        arrival = arrival_of(source, target, dtype)
         if not pool.is_on_host:
             raise ConfigError("kv_shape", target, f"{source}: a pool on a GPU is not converted on its way")
-        self._source, self._target = source, target
-        self._window = Window(0, source.num_layers, lane.source_head, lane.num_heads)
-        self._form = target.form.narrowed(target.num_layers, lane.num_heads)
+        self._source, self._target, self._dtype = source, target, dtype
+        self._window, self._form = arrival.out_of, arrival.form
         self._memory, self._num_blocks, self._stamps = Blocks(flat(pool.buffer), source.form), pool.num_blocks, stamps
-        staging = StagingPool(self._form)
+        num_blocks = max(MIN_STAGING_BLOCKS, STAGING_BYTES // self._form.block_bytes)
+        staging = StagingPool(self._form, num_blocks)
         self._out = Blocks(staging.buffer, self._form)
         self._limit = max(1, PUSH_BYTES // self._form.block_bytes)
         self._staging_stamps = BlockStamps(staging.num_blocks)
@@ -105,7 +91,7 @@ class Reshaper:
         self._turns: deque[Passage] = deque()  # that may have something to pack
         self._is_closed = False
         self._own = TransferStats()  # beside what the plain sender counts
-        self._inner = make_stream(staging, self._staging_stamps, self._read)
+        self._inner = make_stream(staging, self._staging_stamps, self._read, dtype)
         self._thread = threading.Thread(target=self._run, name="kv-reshaper", daemon=True)
         self._thread.start()
 
@@ -316,7 +302,7 @@ class Reshaper:
             sent = replace(sent, exposed_s=time.monotonic() - passage.last_pushed_at_s)
         if passage.error and sent.outcome is SendOutcome.FAILED:
             sent = replace(sent, error=passage.error)
-        passage.on_end(sent)
+        passage.on_end(replace(sent, wire_dtype=self._dtype))
 
     def _release(self, blocks: Sequence[int]) -> None:
         """With the lock held."""

@@ -45,6 +45,7 @@ class StreamSender:
         clock: Callable[[], float] = time.monotonic,
         disturbance: Disturbance | None = None,
         on_read: OnRead | None = None,
+        wire_dtype: str = "",
     ) -> None:
         self._memory, self._num_blocks = host_view(pool).toreadonly(), pool.num_blocks
         self.caller = Caller(
@@ -55,6 +56,7 @@ class StreamSender:
             tuple(checksums or checksum.available()),
             pool,
             disturbance,
+            wire_dtype,
         )
         self._stamps = BlockStamps(pool.num_blocks) if stamps is None else stamps
         self._clock, self._on_read = clock, on_read
@@ -102,7 +104,7 @@ class StreamSender:
         error, lanes = "", None
         try:
             compare(grant.fingerprint, self.caller.fingerprint)
-            lanes = Lanes.to_send(self.caller.fingerprint.shape, grant.fingerprint.shape)
+            lanes = Lanes.to_send(self.caller.fingerprint.shape, grant.fingerprint.shape, self.caller.wire_dtype)
             if self.caller.pool.block_bytes != lanes.block_bytes:
                 raise ConfigError("kv_shape.block_bytes", self.caller.pool.block_bytes, f"{lanes.block_bytes}")
             lanes.runs(Part(groups=groups))

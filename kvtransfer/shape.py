@@ -1,19 +1,20 @@
 """What the bytes of a KV block mean on each side, and which two sides can exchange blocks. Pure.
 
 A pool is block-major: block b is one run of bytes that holds [layers, planes, tokens, heads, head_dim]; planes are
-keys, then values. An int8 block holds, behind its values, one float32 scale for each (layer, plane, token, head). Two
-workers of one model may differ in block size, in the stored dtype and in their tensor-parallel degree; everything
-else must be equal.
+keys, then values. An int8 or fp8 block holds, behind its values, one float32 scale for each (layer, plane, token,
+head). Two workers of one model may differ in block size, in the stored dtype and in their tensor-parallel degree;
+everything else must be equal.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from pdserve.core.errors import ConfigError
 
-ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "uint64": 8}  # of one stored value
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "uint64": 8}  # of one value
+SCALED: Final = ("int8", "float8_e4m3fn")  # stored as multiples of a scale of their token and head
 SCALE_BYTES: Final = 4  # float32
 ALIGNMENT: Final = 64  # of a scaled block's values and of its scales
 MOST: Final = 1 << 20  # of any number in a shape: what comes over the wire is multiplied, and sizes memory
@@ -26,14 +27,12 @@ class Layout:
     family: str
     dtypes: tuple[str, ...]
     planes: int
-    is_scaled: bool = False
 
 
 LAYOUTS: Final = {
     "block-major.v1": Layout("attention", ("float32", "bfloat16"), planes=2),
-    "block-major-int8.v1": Layout("attention", ("int8",), planes=2, is_scaled=True),
-    # Its own family: nothing is converted to or from fp8.
-    "block-major-fp8.v1": Layout("attention-fp8", ("float8_e4m3fn",), planes=2, is_scaled=True),
+    "block-major-int8.v1": Layout("attention", ("int8",), planes=2),
+    "block-major-fp8.v1": Layout("attention", ("float8_e4m3fn",), planes=2),
     "toy.v1": Layout("toy", ("uint64",), planes=1),
 }
 
@@ -53,15 +52,17 @@ class Loss:
         return self.relative == 0.0 and self.of_largest == 0.0
 
 
-_HALF_STEP: Final = 0.5 / 127 * (1 + 2**-12)  # half an int8 step, and float32's rounding on the way to it
-# Sources: bfloat16 keeps 8 significant bits, float32 24. An int8 value means value * scale in float32.
+_ROUNDING: Final = 1 + 2**-12  # float32's own, on the way
+# By what is stored in the end. bfloat16 keeps 8 significant bits, fp8 4 and below 2^-6 steps of 2^-9, where a row's
+# largest is 448; int8 has steps of 1/127 of it. A scaled value means value * scale in float32.
+_INTO: Final = {
+    "float32": Loss(),
+    "bfloat16": Loss(relative=2**-8),
+    "int8": Loss(of_largest=0.5 / 127 * _ROUNDING),
+    "float8_e4m3fn": Loss(relative=2**-4 * _ROUNDING, of_largest=2**-10 / 448 * _ROUNDING),
+}
 LOSSES: Final = {
-    ("float32", "bfloat16"): Loss(relative=2**-8),
-    ("float32", "int8"): Loss(of_largest=_HALF_STEP),
-    ("bfloat16", "float32"): Loss(),
-    ("bfloat16", "int8"): Loss(of_largest=_HALF_STEP),
-    ("int8", "float32"): Loss(),
-    ("int8", "bfloat16"): Loss(relative=2**-8),
+    **{(source, target): loss for source in _INTO for target, loss in _INTO.items()},
     **{(dtype, dtype): Loss() for dtype in ITEM_BYTES},
 }
 
@@ -76,7 +77,10 @@ class BlockForm:
     block_size: int
     num_heads: int
     head_dim: int
-    is_scaled: bool
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.dtype in SCALED
 
     @property
     def num_rows(self) -> int:
@@ -98,7 +102,11 @@ class BlockForm:
 
     def narrowed(self, num_layers: int, num_heads: int) -> BlockForm:
         """That many layers and heads of it."""
-        return BlockForm(self.dtype, self.planes, num_layers, self.block_size, num_heads, self.head_dim, self.is_scaled)
+        return replace(self, num_layers=num_layers, num_heads=num_heads)
+
+    def stored_as(self, dtype: str) -> BlockForm:
+        """The same values in another dtype."""
+        return replace(self, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,15 +154,13 @@ class KvShape:
 
     @property
     def form(self) -> BlockForm:
-        layout = LAYOUTS[self.layout]
         return BlockForm(
             self.dtype,
-            layout.planes,
+            LAYOUTS[self.layout].planes,
             self.num_layers,
             self.block_size,
             self.num_heads,
             self.head_dim,
-            layout.is_scaled,
         )
 
     @property
@@ -176,6 +182,15 @@ def check_convertible(source: KvShape, target: KvShape) -> Loss:
     if LAYOUTS[source.layout].family != LAYOUTS[target.layout].family:
         raise _wrong("layout", source.layout, f"one that can become {target.layout}")
     return LOSSES[source.dtype, target.dtype]
+
+
+def wire_dtype(source: KvShape, target: KvShape, *, is_quantised: bool = False) -> str:
+    """What travels: the narrower of both dtypes, from which the receiver makes its own without any further loss.
+
+    `is_quantised`: int8 where both sides hold floats.
+    """
+    narrower = min(source.dtype, target.dtype, key=lambda dtype: ITEM_BYTES[dtype])
+    return "int8" if is_quantised and (narrower, "int8") in LOSSES and narrower not in SCALED else narrower
 
 
 def is_same_bytes(source: KvShape, target: KvShape) -> bool:

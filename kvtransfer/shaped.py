@@ -11,26 +11,35 @@ from kvtransfer.dial import Caller
 from kvtransfer.outbound import Link
 from kvtransfer.reshaper import Reshaper
 from kvtransfer.sender import StreamSender
-from kvtransfer.shape import KvShape, check_convertible, is_same_bytes
+from kvtransfer.shape import KvShape, check_convertible, is_same_bytes, wire_dtype
 from kvtransfer.stats import TransferStats, total
 from kvtransfer.transport import Fingerprint, Grant, SendOutcome, Sent, Text, TransferKey
+from kvtransfer.wire_rule import WireRule
 from pdserve.core.errors import ConfigError, Unavailable
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
 
-MakeStream = Callable[[KvPool, BlockStamps, OnRead | None], StreamSender]
+MakeStream = Callable[[KvPool, BlockStamps, OnRead | None, str], StreamSender]  # str: the wire dtype
 
 
 @final
 class ShapedSender:
-    def __init__(self, pool: KvPool, fingerprint: Fingerprint, stamps: BlockStamps, make_stream: MakeStream) -> None:
+    def __init__(
+        self,
+        pool: KvPool,
+        fingerprint: Fingerprint,
+        stamps: BlockStamps,
+        make_stream: MakeStream,
+        kv_wire: str = "exact",
+    ) -> None:
         if pool.block_bytes != fingerprint.block_bytes:
             raise ConfigError("kv_shape.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
         self._pool, self._stamps, self._shape = pool, stamps, fingerprint.shape
         self._make_stream = make_stream
-        self.plain = make_stream(pool, stamps, None)
+        self.plain = make_stream(pool, stamps, None, self._shape.dtype)
+        self._kv_wire, self._rule = kv_wire, WireRule(kv_wire)
         self._lock = threading.Lock()  # guards all below
-        self._reshapers: dict[KvShape, Reshaper] = {}
+        self._reshapers: dict[tuple[KvShape, str], Reshaper] = {}
         self._is_closed = False
 
     @property
@@ -57,7 +66,7 @@ class ShapedSender:
 
     @property
     def reshapers(self) -> list[Reshaper]:
-        """One for each shape of receiver that is not ours."""
+        """One for each shape of receiver, and each dtype on the way, that is not ours."""
         with self._lock:
             return list(self._reshapers.values())
 
@@ -71,12 +80,16 @@ class ShapedSender:
     ) -> None:
         """As StreamSender.start; raises InvalidRequest too where the shapes differ and `text` is missing."""
         theirs = grant.fingerprint.shape
-        if is_same_bytes(self._shape, theirs):
+        is_quantised = text is not None and self._rule.is_quantised(grant.endpoint)
+        dtype = wire_dtype(self._shape, theirs, is_quantised=is_quantised)
+        has_same_names = text is None or text.own == text.theirs
+        on_end = self._observed(grant, dtype, on_end)
+        if is_same_bytes(self._shape, theirs) and dtype == self._shape.dtype and has_same_names:
             self.plain.start(grant, on_end, deadline_s, groups=groups)
             return
         try:
             check_convertible(self._shape, theirs)
-            reshaper = self._reshaper(theirs)
+            reshaper = self._reshaper(theirs, dtype)
         except ConfigError as error:
             on_end(Sent(key=grant.key, outcome=SendOutcome.FAILED, error=error.message))
             return
@@ -101,12 +114,24 @@ class ShapedSender:
     def _mover(self, key: TransferKey) -> Reshaper | StreamSender:
         return next((one for one in self.reshapers if key in one), self.plain)
 
-    def _reshaper(self, target: KvShape) -> Reshaper:
+    def _observed(self, grant: Grant, dtype: str, on_end: OnSent) -> OnSent:
+        """What an exact transfer shows of the link, where that decides about the next."""
+        if self._kv_wire != "auto" or dtype == "int8":
+            return on_end
+
+        def end(sent: Sent) -> None:
+            if sent.outcome is SendOutcome.SENT:
+                self._rule.sent(grant.endpoint, sent.num_bytes, sent.busy_s)
+            on_end(sent)
+
+        return end
+
+    def _reshaper(self, target: KvShape, dtype: str) -> Reshaper:
         with self._lock:
             if self._is_closed:
                 raise Unavailable("the KV sender is closed")
-            found = self._reshapers.get(target)
+            found = self._reshapers.get((target, dtype))
             if found is None:
-                found = Reshaper(self._pool, self._stamps, self._shape, target, self._make_stream)
-                self._reshapers[target] = found
+                found = Reshaper(self._pool, self._stamps, self._shape, target, dtype, self._make_stream)
+                self._reshapers[target, dtype] = found
             return found

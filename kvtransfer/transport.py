@@ -103,6 +103,7 @@ class Sent:
     early_bytes: int = 0  # that the receiver's host had acknowledged at the last push
     error: str = ""
     fault: str = ""  # the kind of error, of few: session.Event
+    wire_dtype: str = ""  # as which the values travelled; empty: as they are stored
 
 
 class Receiver(Protocol):

@@ -24,6 +24,7 @@ LOADS: Final = ("auto", "dummy")
 KV_DTYPES: Final = ("auto", "int8", "fp8")
 DEVICES: Final = ("auto", "cpu", "cuda")
 PUSHES: Final = ("auto", "end", "chunk", "layers")
+KV_WIRES: Final = ("exact", "auto", "int8")
 KV_CHECKS: Final = ("off", "step")
 SPECULATIONS: Final = ("ngram", "off")
 AHEADS: Final = ("auto", "on", "off")
@@ -72,6 +73,11 @@ class WorkerConfig:
         "auto",
     )
     max_drafts: int = _doc("guessed tokens of one sequence in one step, at most", 8)
+    kv_wire: str = _doc(
+        "as what float KV leaves a prefill worker: exact, int8 (off by 1/254 of a head's largest value at most) or "
+        "auto (int8 where the link is slow)",
+        "exact",
+    )
     kv_check: str = _doc("step compares every block of every text with its stamp at each decode step; or off", "off")
     inbox_depth: int = _doc("requests that may wait on the worker before it refuses", 16)
     threads: int = _doc("compute threads; 0 shares the cores among this host's workers", 0)
@@ -101,6 +107,7 @@ class WorkerConfig:
         _choice("speculation", self.speculation, SPECULATIONS)
         _choice("ahead", self.ahead, AHEADS)
         _choice("kv_check", self.kv_check, KV_CHECKS)
+        _choice("kv_wire", self.kv_wire, KV_WIRES)
         if not 1 <= self.max_drafts <= MOST_DRAFTS:
             raise ConfigError("max_drafts", self.max_drafts, f"between 1 and {MOST_DRAFTS}")
         _at_least("inbox_depth", self.inbox_depth, 1)

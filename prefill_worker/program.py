@@ -96,8 +96,9 @@ class PrefillProgram(RoleProgram):
             return
         theirs = grant.fingerprint.shape
         text = None
-        if not is_same_bytes(self._shape, theirs):
-            their_key = chain_key(message.prefill.sequence.cache_salt, grant.hash_seed)
+        is_alike = is_same_bytes(self._shape, theirs) and grant.hash_seed in (b"", self.limits.hash_seed)
+        if not is_alike or self.context.config.kv_wire != "exact":
+            their_key = chain_key(message.prefill.sequence.cache_salt, grant.hash_seed or self.limits.hash_seed)
             text = text_of(attempt, self._shape.block_size, grant, their_key)
         self._grants[key] = (grant, attempt.deadline_at_s, text)
         self.act(
@@ -175,6 +176,7 @@ class PrefillProgram(RoleProgram):
         metrics = self.context.metrics
         metrics.observe(names.TRANSFER_EXPOSED_TIME, sent.exposed_s)
         metrics.observe(names.TRANSFER_HIDDEN_SHARE, hidden_share(sent.busy_s, sent.exposed_s))
+        metrics.add(names.TRANSFER_WIRE_BYTES, sent.num_bytes, dtype=sent.wire_dtype or self._shape.dtype)
         metrics.add(names.TRANSFER_SENT_BYTES, sent.early_bytes, when="early")
         metrics.add(names.TRANSFER_SENT_BYTES, sent.num_bytes - sent.early_bytes, when="late")
         ended = worker_pb2.TransferEnded(
@@ -238,6 +240,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         transport=config.transport,
         disturbance=make_disturbance(config.inject_faults, engine.pool.block_bytes),
         stamps=stamps,
+        kv_wire=config.kv_wire,
     )
     return PrefillProgram(context, engine, sender, stamps)
 

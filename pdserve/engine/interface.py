@@ -32,8 +32,10 @@ class EngineSpec:
     block_bytes: int  # bytes of one block over all layers, keys and values
     kv_dtype: str  # of the stored keys and values
     kv_layers: int  # of the model
-    kv_heads: int
+    kv_heads: int  # of the model, too
     kv_head_dim: int
+    tp_degree: int = 1  # ranks that share the heads
+    tp_rank: int = 0  # this one's number
     num_layers: int = 1  # equal runs of bytes in a block, filled in order; 1: a block cannot be divided
 
 

@@ -77,7 +77,7 @@ def open_rank(config: WorkerConfig, progress: Progress | None, shard: Shard, ran
     checkpoint = open_checkpoint(folder) if config.load == "auto" else None
     name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, *choices)
     shape = block_shape(config, rank_model, dtype)
-    spec = make_spec(config, model_config, dtype, shape, name)
+    spec = make_spec(config, model_config, dtype, shape, name, shard)
     num_bytes = weight_bytes(model_config, dtype, rounding=rounding_of(config), shard=shard)
     num_together = 1 if device.type == "cuda" else shard.size  # ranks of a host share its memory
     check_fits(num_bytes * num_together, spec.num_blocks * spec.block_bytes * num_together, available_bytes(device))
@@ -151,7 +151,12 @@ def block_shape(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) ->
 
 
 def make_spec(
-    config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, shape: BlockShape, weights_hash: str
+    config: WorkerConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    shape: BlockShape,
+    weights_hash: str,
+    shard: Shard = WHOLE,
 ) -> EngineSpec:
     """The context limit is the model's, the operator's or what the whole pool holds, whichever is least."""
     if config.max_context_tokens > model.max_context_tokens:
@@ -177,8 +182,10 @@ def make_spec(
         block_bytes=block_bytes,
         kv_dtype=str(shape.dtype).removeprefix("torch."),
         kv_layers=shape.num_layers,
-        kv_heads=shape.num_kv_heads,
+        kv_heads=model.num_kv_heads,
         kv_head_dim=shape.head_dim,
+        tp_degree=shard.size,
+        tp_rank=shard.rank,
         num_layers=1 if shape.is_scaled else shape.num_layers,  # the scales of all layers lie behind them
     )
 

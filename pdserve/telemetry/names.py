@@ -270,6 +270,13 @@ TRANSFER_SENT_BYTES: Final = _metric(
     "bytes of KV, by whether the receiver's host had them when the prompt's last chunk was computed",
     ("when",),
 )  # when: early, late
+TRANSFER_WIRE_BYTES: Final = _metric(
+    "pdserve_kv_wire_bytes_total",
+    "counter",
+    "worker",
+    "bytes of KV sent, by the dtype as which they travelled",
+    ("dtype",),
+)  # int8 between pools of floats: kv_wire
 TRANSFER_EXPOSED_TIME: Final = _metric(
     "pdserve_kv_exposed_seconds",
     "histogram",

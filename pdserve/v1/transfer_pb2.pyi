@@ -64,20 +64,22 @@ class KvShape(_message.Message):
     def __init__(self, layout: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., tp_degree: _Optional[int] = ..., tp_rank: _Optional[int] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("fingerprint", "sender_id", "sender_incarnation", "host_id", "transports", "checksums")
+    __slots__ = ("fingerprint", "sender_id", "sender_incarnation", "host_id", "transports", "checksums", "wire_dtype")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SENDER_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     fingerprint: Fingerprint
     sender_id: str
     sender_incarnation: str
     host_id: str
     transports: _containers.RepeatedScalarFieldContainer[TransportKind]
     checksums: _containers.RepeatedScalarFieldContainer[ChecksumKind]
-    def __init__(self, fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., sender_id: _Optional[str] = ..., sender_incarnation: _Optional[str] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[TransportKind, str]]] = ..., checksums: _Optional[_Iterable[_Union[ChecksumKind, str]]] = ...) -> None: ...
+    wire_dtype: str
+    def __init__(self, fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., sender_id: _Optional[str] = ..., sender_incarnation: _Optional[str] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[TransportKind, str]]] = ..., checksums: _Optional[_Iterable[_Union[ChecksumKind, str]]] = ..., wire_dtype: _Optional[str] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
     __slots__ = ("transport", "address", "ticket", "receiver_incarnation", "checksum", "chunk_bytes", "transport_reason")

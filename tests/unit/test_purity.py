@@ -81,6 +81,7 @@ PURE = [
             "stamping",
             "stats",
             "transport",
+            "wire_rule",
         )
     ),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.plan import byte_ranges
@@ -45,6 +45,7 @@ def test_nothing_asked_is_nothing_moved() -> None:
     assert pieces_of(3, 5, num_tokens=9, first_block=2, num_blocks=1) == []
 
 
+@settings(deadline=None)
 @given(
     source_size=st.integers(1, 20),
     target_size=st.integers(1, 20),
@@ -69,6 +70,7 @@ def test_each_token_comes_once_from_its_place_to_its_place(
     assert len(pieces) <= count * (target_size // source_size + 2), "never one piece per token"
 
 
+@settings(deadline=None)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 20)),
     num_tokens=st.integers(1, 100),
@@ -121,6 +123,7 @@ def test_replicas_of_a_head_share_the_work() -> None:
 degrees = st.sampled_from([1, 2, 3, 4, 6, 12, 24])
 
 
+@settings(deadline=None)
 @given(source_degree=degrees, target_degree=degrees)
 def test_lanes_fill_every_head_of_a_rank_once_with_that_head(source_degree: int, target_degree: int) -> None:
     twelve = replace(PLAIN, num_kv_heads=12)

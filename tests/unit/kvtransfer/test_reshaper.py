@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from benchmarks.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
-from kvtransfer import reshaper
-from kvtransfer.convert import Blocks, move
+from kvtransfer import reshaper, wire_rule
+from kvtransfer.convert import Blocks, pack, unpack
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.receiver import StreamReceiver
-from kvtransfer.reshape import Window, pieces_of
-from kvtransfer.shape import KvShape
+from kvtransfer.reshape import arrival_of, lanes_of, pieces_of
+from kvtransfer.shape import KvShape, wire_dtype
 from kvtransfer.shaped import ShapedSender
 from kvtransfer.transport import Fingerprint, Grant, ReceiveOutcome, SendOutcome, Text, TransferKey
 from pdserve.core.errors import InvalidRequest, Unavailable
@@ -76,12 +76,19 @@ class Shapes:
         self.sender.start(grant, sent, deadline_s, text)
         return received, sent
 
-    def expected(self, grant: Grant, text: Text, sources: list[int]) -> bytes:
-        """The landing pool with the transfer in it, converted without staging or connection."""
-        source, target = (shape.form for shape in self.shapes)
+    def expected(
+        self, grant: Grant, text: Text, sources: list[int], dtype: str | None = None, *, is_whole: bool = True
+    ) -> bytes:
+        """The landing pool with the transfer in it, converted without connection, by way of blocks of `dtype`.
+
+        `is_whole`: it fills the blocks alone.
+        """
+        source, target = self.shapes
+        arrival = arrival_of(source, target, dtype or target.dtype)
         memory = bytearray(self.landing.memory)
-        pool = Blocks(memory, target)
-        pool.raw[list(grant.blocks)] = 0
+        pool = Blocks(memory, target.form)
+        if is_whole:
+            pool.raw[list(grant.blocks)] = 0
         pieces = pieces_of(
             source.block_size,
             target.block_size,
@@ -89,8 +96,10 @@ class Shapes:
             first_block=grant.held_blocks,
             num_blocks=len(grant.blocks),
         )
-        window = Window.whole(source)
-        move(Blocks(self.source.memory, source), sources, window, pool, grant.blocks, window, pieces)
+        packed = Blocks(bytearray(len(grant.blocks) * arrival.form.block_bytes), arrival.form)
+        numbers = range(len(grant.blocks))
+        pack(Blocks(self.source.memory, source.form), sources, arrival.out_of, packed, numbers, pieces)
+        unpack(packed, pool, grant.blocks, arrival.into)
         return bytes(memory)
 
     @property
@@ -102,7 +111,7 @@ def facts(shape: KvShape) -> Fingerprint:
     return fingerprint(shape=shape)
 
 
-MakeShapes = Callable[[KvShape, KvShape], Shapes]
+MakeShapes = Callable[..., Shapes]
 
 
 @pytest.fixture(params=["tcp", "shm"])
@@ -114,7 +123,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 def make_shapes(transport: str) -> Iterator[MakeShapes]:
     made: list[Shapes] = []
 
-    def make(source: KvShape, target: KvShape) -> Shapes:
+    def make(source: KvShape, target: KvShape, kv_wire: str = "exact") -> Shapes:
         pools = [HostPool(NUM_BLOCKS, shape.block_bytes, seed=3) for shape in (source, target)]
         values = Blocks(pools[0].memory, source.form).values
         if source.dtype == "float32":
@@ -130,7 +139,13 @@ def make_shapes(transport: str) -> Iterator[MakeShapes]:
             stamps=stamps[1],
         )
         sender = make_sender(
-            pools[0], facts(source), worker_id="p0", incarnation="p0-1", transport=transport, stamps=stamps[0]
+            pools[0],
+            facts(source),
+            worker_id="p0",
+            incarnation="p0-1",
+            transport=transport,
+            stamps=stamps[0],
+            kv_wire=kv_wire,
         )
         one = Shapes(*pools, stamps, (source, target), sender, receiver, GrpcHost(receiver.servicer))
         made.append(one)
@@ -152,6 +167,9 @@ PAIRS = [
     (FLOAT_16, shape_of("int8", 32, 4, head_dim=8)),
     (FLOAT_16, shape_of("bfloat16", 16, 4, head_dim=8)),
     (shape_of("int8", 16, 4, head_dim=8), FLOAT_16),
+    (shape_of("bfloat16", 16, 4, head_dim=8), replace(FLOAT_16, block_size=32)),
+    (FLOAT_16, replace(FLOAT_16, tp_degree=2, tp_rank=1)),
+    (replace(FLOAT_16, tp_degree=8, tp_rank=4), shape_of("int8", 32, 4, head_dim=8, tp_degree=4, tp_rank=2)),
 ]
 
 
@@ -169,11 +187,53 @@ def test_what_lands_is_what_conversion_gives(make_shapes: MakeShapes, source: Kv
             at = end
         assert received.wait().outcome is ReceiveOutcome.VERIFIED, received.all
         assert sent.wait().outcome is SendOutcome.SENT
-        assert sent.wait().num_bytes == len(grant.blocks) * target.block_bytes
+        arrival = arrival_of(source, target, wire_dtype(source, target))
+        assert sent.wait().num_bytes == len(grant.blocks) * arrival.form.block_bytes
+        assert sent.wait().wire_dtype == wire_dtype(source, target)
         assert bytes(shapes.landing.memory) == expected
     assert shapes.sender.open_keys == []
     wait_for(lambda: shapes.num_staged == 0, "staging blocks")
     assert shapes.sender.stats.verified == 4
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (FLOAT_16, FLOAT_16),
+        (FLOAT_16, replace(FLOAT_16, block_size=32)),
+        (FLOAT_16, shape_of("bfloat16", 16, 4, head_dim=8)),
+        (shape_of("bfloat16", 16, 4, head_dim=8), FLOAT_16),
+    ],
+)
+def test_floats_may_travel_as_int8(make_shapes: MakeShapes, source: KvShape, target: KvShape) -> None:
+    shapes = make_shapes(source, target, "int8")
+    grant, text, sources = shapes.grant(107, 1)
+    expected = shapes.expected(grant, text, sources, "int8")
+    received, sent = shapes.begin(grant, text)
+    shapes.sender.push(grant.key, list(enumerate(sources)), True)
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED, received.all
+    assert bytes(shapes.landing.memory) == expected
+    assert sent.wait().wire_dtype == "int8"
+    assert sent.wait().num_bytes < 0.8 * len(grant.blocks) * min(source.block_bytes, target.block_bytes)
+
+
+def test_a_slow_link_is_found_and_its_transfers_travel_as_int8(
+    make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire_rule, "LEAST_BYTES", 1)
+    monkeypatch.setattr(wire_rule, "CONVERTED_BYTES_S", 1e15)  # every link is slower
+    shapes = make_shapes(FLOAT_16, FLOAT_16, "auto")
+    seen = []
+    for _ in range(3):
+        grant, text, sources = shapes.grant(100)
+        for block, name in zip(sources, text.theirs, strict=True):
+            shapes.stamps[0].mark(block, name)
+        text = replace(text, own=text.theirs)
+        _, sent = shapes.begin(grant, text)
+        shapes.sender.push(grant.key, list(enumerate(sources)), True)
+        assert sent.wait().outcome is SendOutcome.SENT
+        seen.append(sent.wait().wire_dtype)
+    assert seen == ["", "int8", "int8"]
 
 
 def test_transfers_larger_than_the_staging_pool_take_turns(
@@ -197,7 +257,7 @@ def test_equal_shapes_move_without_a_reshaper(make_shapes: MakeShapes) -> None:
     expected = shapes.expected(grant, text, sources)
     for block, name in zip(sources, text.theirs, strict=True):
         shapes.stamps[0].mark(block, name)
-    received, sent = shapes.begin(grant, text)
+    received, sent = shapes.begin(grant, replace(text, own=text.theirs))
     shapes.sender.push(grant.key, list(enumerate(sources)), True)
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
     assert sent.wait().outcome is SendOutcome.SENT
@@ -354,3 +414,61 @@ def test_closing_ends_what_is_open(make_shapes: MakeShapes) -> None:
     assert received.wait().outcome is ReceiveOutcome.FAILED
     with pytest.raises(Unavailable):
         shapes.sender.start(grant, Heard(), None, text)
+
+
+@pytest.mark.parametrize("kv_wire", ["exact", "int8"])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (replace(FLOAT_16, tp_degree=2), replace(FLOAT_16, block_size=32)),
+        (replace(FLOAT_16, tp_degree=2), shape_of("bfloat16", 8, 4, head_dim=8)),
+        (shape_of("int8", 16, 4, head_dim=8, tp_degree=2), FLOAT_16),
+        (replace(FLOAT_16, tp_degree=4), replace(FLOAT_16, block_size=5, tp_degree=2, tp_rank=1)),
+    ],
+)
+def test_ranks_fill_their_lanes_of_one_receiver(
+    make_shapes: MakeShapes, transport: str, source: KvShape, target: KvShape, kv_wire: str
+) -> None:
+    """Each rank has its own pool, sender and source blocks; the receiver's blocks hold the heads of all."""
+    lanes = lanes_of(source, target)
+    assert len(lanes) == 2
+    shapes = make_shapes(replace(source, tp_rank=lanes[0].source_rank), target, kv_wire)
+    dtype = "int8" if kv_wire == "int8" or source.dtype == "int8" else wire_dtype(source, target)
+    other = replace(source, tp_rank=lanes[1].source_rank)
+    pool, stamps = HostPool(NUM_BLOCKS, other.block_bytes, seed=4), BlockStamps(NUM_BLOCKS)
+    if source.dtype == "float32":
+        values = Blocks(pool.memory, other.form).values
+        values[:] = np.random.default_rng(1).standard_normal(values.shape)
+    second = make_sender(
+        pool, facts(other), worker_id="p0", incarnation="p0-1", transport=transport, stamps=stamps, kv_wire=kv_wire
+    )
+    grant, text, sources = shapes.grant(107)
+    grant = replace(grant, lanes=2)
+    for block, name in zip(sources[::-1], text.own, strict=True):
+        stamps.mark(block, name)
+    first = shapes.expected(grant, text, sources, dtype)
+    both = Shapes(
+        pool,
+        HostPool(NUM_BLOCKS, target.block_bytes),
+        (stamps, stamps),
+        (other, target),
+        second,
+        shapes.receiver,
+        shapes.host,
+    )
+    both.landing.memory[:] = first
+    received, sent = Heard(), (Heard(), Heard())
+    shapes.receiver.expect(grant, received, None, text.theirs)
+    try:
+        for sender, heard, blocks in ((shapes.sender, sent[0], sources), (second, sent[1], sources[::-1])):
+            sender.start(grant, heard, None, text)
+            sender.push(grant.key, list(enumerate(blocks)), True)
+        assert received.wait().outcome is ReceiveOutcome.VERIFIED, received.all
+        assert [one.wait().outcome for one in sent] == [SendOutcome.SENT] * 2
+    finally:
+        second.close()
+    landed = Blocks(shapes.landing.memory, target.form)
+    whole = Blocks(bytearray(both.expected(grant, text, sources[::-1], dtype, is_whole=False)), target.form)
+    np.testing.assert_array_equal(landed.values[list(grant.blocks)], whole.values[list(grant.blocks)])
+    others = sorted(set(range(NUM_BLOCKS)) - set(grant.blocks))
+    np.testing.assert_array_equal(landed.raw[others], whole.raw[others])

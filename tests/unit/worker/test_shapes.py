@@ -12,7 +12,9 @@ from tokenizers import Tokenizer
 
 from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Engine, Row
+from pdserve.engine.pool import quantise
 from pdserve.engine.toy import answer
+from pdserve.v1 import worker_pb2
 
 BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
 PROMPT = list(b"The quick brown fox jumps over it")  # 33 bytes
@@ -154,3 +156,52 @@ async def test_float32_sent_to_an_int8_pool_is_what_its_engine_would_have_stored
     # An engine that computes with int8 from the start rounds what its upper layers read, so only they may differ.
     local = await router.local(ask("l", TEXT, max_tokens=24))
     assert local == remote
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+async def test_floats_travel_as_int8_where_the_operator_says_so(
+    start: Any, attach: Any, ask: Any, transport: str
+) -> None:
+    """A third of the bytes, and the tokens of an engine that got the prompt's KV rounded."""
+    common: dict[str, Any] = {
+        "model": str(BUNDLED),
+        "max_context_tokens": 512,
+        "block_size": 16,
+        "kv_blocks": 32,
+        "is_prefix_cache_on": False,
+        "transport": transport,
+    }
+    p, d = start(Role.PREFILL, kv_wire="int8", **common), start(Role.DECODE, **common)
+    router = await attach(p, d)
+    remote = await router.remote(ask("r", TEXT, max_tokens=24))
+    [told_by_d] = [one for one in router.all("transfer_ended", "r") if one.is_committed and one.bytes]
+    exact_bytes = -(-len(TEXT) // d.program.engine.spec.block_size) * d.program.engine.spec.block_bytes
+    assert told_by_d.bytes < 0.3 * exact_bytes
+    engine = d.program.engine
+    blocks = list(range(20, 32))
+    [first] = engine.step([row_of(TEXT, 0, blocks)])
+    size = engine.spec.block_size
+    for position in range(len(TEXT)):
+        x_LPKD = engine.pool.tensor[blocks[position // size], :, :, position % size]
+        whole, scale = quantise(x_LPKD.flatten(0, 1))
+        x_LPKD.copy_((whole * scale[..., None]).view(x_LPKD.shape))
+    assert remote == decoded(engine, blocks, [*TEXT, first.drawn[0].token_id], len(TEXT), 24)
+
+
+async def test_shapes_that_no_conversion_joins_fail_by_a_typed_error(start: Any, attach: Any, ask: Any) -> None:
+    p, d = start(Role.PREFILL, model="toy"), start(Role.DECODE, model="toy", block_size=8)
+    router = await attach(p, d)
+    sequence = ask("r", PROMPT)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
+    granted = await router.next("granted", "r")
+    granted.grant.fingerprint.shape.head_dim = 2  # of another model
+    await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
+    ended = await router.next("transfer_ended", "r", Role.PREFILL)
+    assert "kv_shape.head_dim: got 1, expected 2" in ended.error
+    await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="r", attempt=1))
+    await router.released("r", Role.DECODE)
+    granted.grant.fingerprint.shape.block_size = 0  # of no pool
+    again = ask("again", PROMPT)
+    await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=again, grant=granted.grant))
+    failed = await router.next("failed", "again")
+    assert "kv_shape.block_size: got 0" in failed.message

@@ -1,0 +1,82 @@
+"""Between a path and the pool, for blocks that arrive in another form: the path lands a chunk in a staging area, and
+from there it is converted into the granted blocks once its checksum matches."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import final
+
+from kvtransfer.channel import Channel
+from kvtransfer.checksum import Checksum
+from kvtransfer.convert import Blocks, unpack
+from kvtransfer.frames import BadFrame, Frame
+from kvtransfer.landing import Claim
+from kvtransfer.paths.path import ReceiveLink
+from kvtransfer.reshape import Arrival
+from kvtransfer.shape import BlockForm
+from kvtransfer.staging import StagingPool
+from pdserve.engine.interface import KvPool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedClaim(Claim):
+    """A claim whose blocks are staging ones, and the claim that it stands for."""
+
+    granted: Claim
+
+
+@final
+class Unpacker:
+    """The link that a path sees. One chunk at a time: a path settles a chunk before it lands the next."""
+
+    def __init__(self, link: ReceiveLink, arrival: Arrival, target: BlockForm) -> None:
+        self._link, self._window = link, arrival.into
+        self.source = link.source
+        self.block_bytes, self.chunk_bytes = arrival.form.block_bytes, link.chunk_bytes
+        self.pool: KvPool = StagingPool(arrival.form, max(1, link.chunk_bytes // self.block_bytes))
+        self.memory = self.pool.buffer
+        self.channel: Channel = link.channel
+        self.checksum: Checksum = link.checksum
+        self._staged = Blocks(self.memory, arrival.form)
+        self._pool = Blocks(link.memory, target)
+
+    def staged(self, claim: Claim) -> StagedClaim:
+        numbers = tuple(range(claim.count))
+        return StagedClaim(claim.landing, claim.first, claim.count, numbers, claim.part, claim.at, claim)
+
+    def digest(self, views: Iterable[memoryview]) -> bytes:
+        return self._link.digest(views)
+
+    def views(self, claim: Claim) -> list[memoryview]:
+        return self.source.views(self.memory, claim.blocks, claim.part)
+
+    def size_of(self, frame: Frame) -> int:
+        """Raises BadFrame on a chunk of some layers: the others would be taken from what lies in the staging area."""
+        if frame.part.groups != 1:
+            raise BadFrame(f"layer group {frame.part.group} of {frame.part.groups} of blocks that are to be converted")
+        return frame.count * self.source.bytes_of(frame.part)
+
+    def enter(self, claim: Claim) -> bool:
+        return self._link.enter(_granted(claim))
+
+    def leave(self, claim: Claim) -> None:
+        self._link.leave(_granted(claim))
+
+    def settle(self, claim: Claim, frame: Frame, checksum: bytes) -> None:
+        """The staged bytes are what was sent: now they may become the granted blocks'."""
+        granted = _granted(claim)
+        if hmac.compare_digest(checksum, frame.checksum):
+            if not self._link.enter(granted):
+                return
+            try:
+                unpack(self._staged, self._pool, granted.blocks, self._window)
+            finally:
+                self._link.leave(granted)
+        self._link.settle(granted, frame, checksum)
+
+
+def _granted(claim: Claim) -> Claim:
+    assert isinstance(claim, StagedClaim), claim
+    return claim.granted
