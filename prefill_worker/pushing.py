@@ -6,7 +6,8 @@ until the receiver has all, from the link and the steps as they were measured:
 
     price(plan) = exposed_s(plan) + stolen_s per byte * bytes hidden + MESSAGE_S * messages
 
-The cheapest plan is taken, and another one than sending at the end only where it is cheaper by MARGIN.
+The cheapest plan is taken, and another one than sending at the end only where it is cheaper by MARGIN, and by more
+than the computing varies.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pdserve.core.overlap import grouped_s
 
 MESSAGE_S: Final = 1e-4  # both ends' handling of one more part; benchmarks/overlap.py measures it
 MARGIN: Final = 0.1  # of what sending at the end exposes: less than that is no gain that anybody could see
+STEP_SHARE: Final = 0.02  # of the computing: steps vary by as much, and a thread beside the engine can cost it
 MOST_GROUPS: Final = 8
 REVISIT: Final = 32  # of so many prompts that would leave at the end, one leaves early: what it steals may have changed
 MAX_LINKS: Final = 256
@@ -97,7 +99,8 @@ class PushRule:
         early = min(priced, key=lambda push: priced[push])
         if self._choice == "layers":
             return max(priced, key=lambda push: push.groups)
-        if priced[early] <= (1.0 - MARGIN) * at_end_s:
+        computing_s = self._parts(cached, num_tokens, held_blocks)[-1][0]
+        if at_end_s - priced[early] >= max(MARGIN * at_end_s, STEP_SHARE * computing_s):
             return early
         self._num_late += 1
         return BY_CHUNK if self._num_late % REVISIT == 0 and num_tokens - cached > self._chunk else AT_END
