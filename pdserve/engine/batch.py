@@ -7,15 +7,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pdserve.engine.attention import Context, attend, make_context
 from pdserve.engine.interface import Row
-from pdserve.engine.paged import PagedAttention, PagedPlan
+from pdserve.engine.paged import PagedAttention
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rope import rotate
+
+
+class RowKernel(Protocol):
+    """Attention that reads blocks where they lie, for rows of few queries: the CPU's or the GPU's."""
+
+    @property
+    def most_queries(self) -> int: ...
+
+    def plan(self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]) -> Any:
+        """Row i asks with counts[i] positions from starts[i] on. What comes back has `num_tokens`, their sum."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +47,8 @@ class Batch:
     block_T: Tensor  # where the token's KV goes: block and offset in it
     offset_T: Tensor
     fresh_blocks: Tensor  # begin a life in this step and are not filled by it
-    kernel: PagedAttention | None
-    paged: PagedPlan | None  # of the first tokens, which `kernel` attends for
+    kernel: RowKernel | None
+    paged: Any | None  # its plan of the first tokens, which it attends for
     groups: tuple[Group, ...]  # the rows that are not paged
     # Packed indices of the tokens whose final state is read: the draws of all rows, then the targets of all rows.
     # None where that is every token in its place, as in a step that only decodes.
@@ -46,7 +58,7 @@ class Batch:
         self, pool: TorchPool, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cos_sin: tuple[Tensor, Tensor]
     ) -> Tensor:
         """Stores the step's rotated keys and its values, and returns the rotated queries."""
-        if self.kernel is not None:
+        if isinstance(self.kernel, PagedAttention):
             return self.kernel.place(layer, q_THD, k_TKD, v_TKD, *cos_sin, self.block_T, self.offset_T)
         pool.write(layer, rotate(k_TKD, *cos_sin), v_TKD, self.block_T, self.offset_T)
         return rotate(q_THD, *cos_sin)
@@ -62,7 +74,7 @@ class Batch:
     ) -> Tensor:
         """What every token of the step gets from its own sequence, [T, H * D]; see attention.attend."""
         parts = []
-        if self.kernel is not None and self.paged is not None:
+        if isinstance(self.kernel, PagedAttention) and self.paged is not None:
             q_paged_THD = q_THD[: self.paged.num_tokens]
             parts.append(self.kernel.attend(layer, q_paged_THD, self.paged, window, scale, softcap))
         for group in self.groups:
@@ -77,7 +89,7 @@ def pack(
     windows: Iterable[int | None],
     block_size: int,
     device: torch.device,
-    kernel: PagedAttention | None = None,
+    kernel: RowKernel | None = None,
 ) -> Batch:
     """Rows that `kernel` takes come first and attend together.
 
@@ -145,6 +157,6 @@ def pack(
     )
 
 
-def plan_paged(kernel: PagedAttention, rows: Sequence[Row]) -> PagedPlan:
+def plan_paged(kernel: RowKernel, rows: Sequence[Row]) -> Any:
     tables, starts = [row.blocks for row in rows], [row.start for row in rows]
     return kernel.plan(tables, starts, [row.num_queries for row in rows])

@@ -15,6 +15,7 @@ from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
 from pdserve.engine import ops
+from pdserve.engine.batch import RowKernel
 from pdserve.engine.config import ModelConfig, read_config
 from pdserve.engine.dummy import dummy_hash, dummy_weights
 from pdserve.engine.grammars import open_grammars
@@ -30,7 +31,7 @@ from pdserve.engine.pool import BlockShape, TorchPool
 from pdserve.engine.progress import loading_line
 from pdserve.engine.safetensors_file import Checkpoint, checkpoint_hash, open_checkpoint
 from pdserve.engine.sharding import WHOLE, Shard, rank_config
-from pdserve.engine.torch_engine import TorchEngine
+from pdserve.engine.torch_engine import Mixing, TorchEngine
 from pdserve.engine.weights import Progress, load_weights
 
 if TYPE_CHECKING:
@@ -105,7 +106,15 @@ def open_rank(config: WorkerConfig, progress: Progress | None, shard: Shard, ran
         },
     )
     model = Decoder(model_config, weights, ranks, device_ops(device))
-    return TorchEngine(spec, model, pool, model_config.windows, grammars, paged)
+    kernel: RowKernel | None = paged
+    mixing: Mixing | None = None
+    if is_triton(device) and config.block_size >= 8 and config.block_size & (config.block_size - 1) == 0:
+        from pdserve.engine.gpu.mixing import TritonRows, make_mixing
+
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        kernel = TritonRows(model.heads, device, processors)
+        mixing = make_mixing(pool, model.heads, model.dtype, spec.max_context_tokens)
+    return TorchEngine(spec, model, pool, model_config.windows, grammars, kernel, mixing)
 
 
 def load(
@@ -129,11 +138,15 @@ def load(
 
 def device_ops(device: torch.device) -> Ops:
     """In Triton on CUDA; a device without it computes the same in torch."""
-    if device.type == "cuda" and find_spec("triton") is not None:
+    if is_triton(device):
         from pdserve.engine.gpu import ops as gpu_ops
 
         return gpu_ops
     return ops
+
+
+def is_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def rounding_of(config: WorkerConfig) -> Rounding:

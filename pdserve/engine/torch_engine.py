@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import final
@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from pdserve.core.types import TokenOut
-from pdserve.engine.batch import pack
+from pdserve.engine.batch import Batch, RowKernel, pack
 from pdserve.engine.grammars import Grammars, RowMasks
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
-from pdserve.engine.mixing import EagerMixer
+from pdserve.engine.mixing import EagerMixer, Mixer
 from pdserve.engine.model import Decoder
-from pdserve.engine.paged import PagedAttention
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rows import check_rows
 from pdserve.engine.sampling import Draw, sample
 from pdserve.engine.scoring import score
+
+Mixing = Callable[[Batch], Mixer]
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,10 @@ class TorchEngine:
         pool: TorchPool,
         windows: Sequence[int | None],
         grammars: Grammars,
-        paged: PagedAttention | None,
+        kernel: RowKernel | None,
+        mixing: Mixing | None = None,
     ) -> None:
+        """`kernel` takes the rows of few queries; `mixing` makes a device's own mixer of a batch."""
         self._grammars = grammars
         self.spec = spec
         self.pool = pool
@@ -45,7 +48,8 @@ class TorchEngine:
         self._device = pool.tensor.device
         # Elsewhere a store has only been queued when its call returns.
         self._reports_layers = self._device.type == "cpu" and spec.num_layers > 1
-        self._paged = paged
+        self._kernel = kernel
+        self._mixing = mixing
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
@@ -86,7 +90,9 @@ class TorchEngine:
                 first += len(row.targets)
 
     def _states(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Tensor:
-        batch = pack(rows, self._windows, self.spec.block_size, self._device, self._paged)
+        batch = pack(rows, self._windows, self.spec.block_size, self._device, self._kernel)
+        if self._mixing is not None:
+            return self.model.hidden(self._mixing(batch))
         mixer = EagerMixer(batch, self.pool, self.model.heads, on_layer if self._reports_layers else None)
         return self.model.hidden(mixer)
 

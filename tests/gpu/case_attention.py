@@ -166,8 +166,15 @@ def _launch(name: str, num_rows: int, context: int, setup: Setup, num_processors
         pool = TorchPool(num_blocks=num_rows * num_pages, shape=shape, device=device)
         table_BP = torch.arange(num_rows * num_pages, dtype=torch.int32, device=device).view(num_rows, num_pages)
         length_B = torch.full((num_rows,), context, dtype=torch.int32, device=device)
-        rows = Rows(setup.num_queries, table_BP, length_B - setup.num_queries, length_B)
         num_tokens = num_rows * setup.num_queries
+        first_B1 = torch.arange(0, num_tokens + 1, setup.num_queries, dtype=torch.int32, device=device)
+        rows = Rows(
+            setup.num_queries,
+            table_BP,
+            length_B - setup.num_queries,
+            length_B,
+            first_B1 if "ragged" in name else None,
+        )
         q_THD = torch.ones(num_tokens, setup.num_heads, setup.head_dim, dtype=setup.dtype, device=device)
         splits = num_splits(num_rows, setup.num_kv_heads, num_processors, context)
         scratch = make_scratch(splits, num_tokens, setup.num_heads, setup.head_dim, device)
@@ -191,6 +198,7 @@ LAUNCHES = [
     _launch("llama-8b page 16", 64, 4096, replace(_LLAMA, page=16)),
     _launch("llama-8b", 8, 4096, replace(_LLAMA, num_queries=4)),
     _launch("llama-8b", 8, 4096, replace(_LLAMA, num_queries=16)),
+    _launch("llama-8b ragged", 8, 4096, replace(_LLAMA, num_queries=4)),
     _launch("llama-8b int8", 64, 4096, replace(_LLAMA, kv_dtype=torch.int8)),
     _launch("llama-8b fp8", 64, 4096, replace(_LLAMA, kv_dtype=torch.float8_e4m3fn)),
     _launch("gemma-2-9b", 16, 8192, _GEMMA),

@@ -34,12 +34,13 @@ _LOG2_E: Final = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a step, on the device: all of one length of queries, as a graph has it."""
+    """The rows of a step, on the device. A graph's rows all have `num_queries`; others may have fewer."""
 
-    num_queries: int
+    num_queries: int  # at most, of a row
     table_BP: Tensor  # int32: the row's blocks, in order
     start_B: Tensor  # int32: position of the first query
     length_B: Tensor  # int32: positions that exist, the queries' included; 0 is a padding row
+    first_B1: Tensor | None = None  # int32 [B + 1]: each row's first token, and the end; None: num_queries apart
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,17 @@ def _range(start, length, WINDOW: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.c
 
 
 @triton.jit
+def _tokens(first_of, row, NUM_QUERIES: tl.constexpr, RAGGED: tl.constexpr):
+    """The row's first token and how many it has."""
+    first = row * NUM_QUERIES
+    count = row * 0 + NUM_QUERIES
+    if RAGGED:
+        first = tl.load(first_of + row)
+        count = tl.load(first_of + row + 1) - first
+    return first, count
+
+
+@triton.jit
 def _attend(
     q,  # [T, H, D], tokens apart
     stored,  # the layer's first key in block 0
@@ -94,6 +106,7 @@ def _attend(
     table,  # [B, P]
     start_of,  # [B]
     length_of,  # [B]
+    first_of,  # [B + 1]; unread unless RAGGED
     out,  # [T, H * D]
     part_out,
     part_weight,
@@ -115,6 +128,7 @@ def _attend(
     SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
     SCALED: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -133,9 +147,10 @@ def _attend(
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, TILE)
     in_head = d < HEAD_DIM
-    token = row.to(tl.int64) * NUM_QUERIES + m // GROUP
+    first_token, num_queries = _tokens(first_of, row, NUM_QUERIES, RAGGED)
+    token = first_token.to(tl.int64) + m // GROUP
     head = kv_head * GROUP + m % GROUP
-    is_query = m < GROUP * NUM_QUERIES
+    is_query = m < GROUP * num_queries
     asked = start + m // GROUP
     q_MD = tl.load(
         q + token[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :],
@@ -201,6 +216,7 @@ def _merge(
     part_weight,
     start_of,
     length_of,
+    first_of,
     NUM_QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -208,10 +224,15 @@ def _merge(
     WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
     """One token and head: the parts that its row has, each by its share of the exponentials."""
-    token = tl.program_id(0).to(tl.int64)
-    row = token // NUM_QUERIES
+    row = tl.program_id(0) // NUM_QUERIES
+    first_token, num_queries = _tokens(first_of, row, NUM_QUERIES, RAGGED)
+    query = tl.program_id(0) % NUM_QUERIES
+    if query >= num_queries:
+        return
+    token = (first_token + query).to(tl.int64)
     at = token * tl.num_programs(1) + tl.program_id(1)
     first, end, per_part = _range(tl.load(start_of + row), tl.load(length_of + row), WINDOW, SPLITS, TILE, LEAST)
     part = tl.arange(0, SPLITS)
@@ -249,7 +270,8 @@ def attend(
     num_kv_heads, page = shape.num_kv_heads, shape.block_size
     group = num_heads // num_kv_heads
     num_rows = rows.length_B.shape[0]
-    if num_rows * rows.num_queries != num_tokens or not 1 <= rows.num_queries <= MOST_QUERIES:
+    is_whole = rows.first_B1 is not None or num_rows * rows.num_queries == num_tokens
+    if not is_whole or not 1 <= rows.num_queries <= MOST_QUERIES:
         raise InternalError(f"{num_tokens} tokens for {num_rows} rows of {rows.num_queries} queries (at most 16)")
     if page < 8 or page & (page - 1):
         raise InternalError(f"blocks of {page} tokens: the kernel takes powers of two from 8 on")
@@ -269,7 +291,9 @@ def attend(
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
         "NUM_QUERIES": rows.num_queries,
+        "RAGGED": rows.first_B1 is not None,
     }
+    first = rows.start_B if rows.first_B1 is None else rows.first_B1
     _attend[(num_rows, num_kv_heads, scratch.num_splits)](
         q_THD,
         stored,
@@ -277,6 +301,7 @@ def attend(
         rows.table_BP,
         rows.start_B,
         rows.length_B,
+        first,
         out_TN,
         scratch.out,
         scratch.weight,
@@ -296,7 +321,7 @@ def attend(
         **ranges,
     )
     if scratch.num_splits > 1:
-        _merge[(num_tokens, num_heads)](
-            out_TN, scratch.out, scratch.weight, rows.start_B, rows.length_B, num_warps=2, **ranges
+        _merge[(num_rows * rows.num_queries, num_heads)](
+            out_TN, scratch.out, scratch.weight, rows.start_B, rows.length_B, first, num_warps=2, **ranges
         )
     return out_TN

@@ -1,0 +1,137 @@
+"""How tokens meet in a step that no graph takes, on a CUDA device: prompts' chunks, drafts, rows with penalties.
+
+One launch rotates and stores; rows of up to 16 queries attend where their blocks lie, however many each has; a chunk
+reads its prompt's blocks as one contiguous run and attends by flash attention. What is left (windows and softcaps of
+long chunks) goes torch's way.
+"""
+
+# Shapes: T tokens, B rows, P pages of a table, H query heads, N query, key and value heads, D head dim, S positions.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.attention import Context, attend_chunk
+from pdserve.engine.attention import attend as attend_gathered
+from pdserve.engine.batch import Batch, Group
+from pdserve.engine.gpu.attention import MOST_QUERIES, Rows, Scratch, attend, make_scratch
+from pdserve.engine.gpu.flatten import flatten
+from pdserve.engine.gpu.place import make_table, place
+from pdserve.engine.gpu.splits import num_splits
+from pdserve.engine.mixing import Heads
+from pdserve.engine.parameters import LayerWeights
+from pdserve.engine.pool import TorchPool
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Rows of few queries, the first tokens of the packed batch."""
+
+    num_tokens: int
+    rows: Rows
+    scratch: Scratch
+
+
+@final
+class TritonRows:
+    """A RowKernel. `num_processors`: multiprocessors of the device."""
+
+    most_queries = MOST_QUERIES
+
+    def __init__(self, heads: Heads, device: torch.device, num_processors: int) -> None:
+        self._heads, self._device, self._num_processors = heads, device, num_processors
+
+    def plan(self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]) -> RowPlan:
+        """One copy to the device: tables, starts, lengths and first tokens lie in one tensor."""
+        num_rows, width = len(tables), max(len(table) for table in tables)
+        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        firsts = [0]
+        for count in counts:
+            firsts.append(firsts[-1] + count)
+        flat = [block for table in tables for block in (*table, *[0] * (width - len(table)))]
+        packed = torch.tensor([*flat, *starts, *lengths, *firsts], dtype=torch.int32).to(self._device)
+        table_BP, start_B, length_B, first_B1 = packed.split([num_rows * width, num_rows, num_rows, num_rows + 1])
+        # A power of two, since each number of queries is a kernel of its own.
+        most = 1 << (max(counts) - 1).bit_length()
+        rows = Rows(most, table_BP.view(num_rows, width), start_B, length_B, first_B1)
+        splits = num_splits(num_rows, self._heads.num_kv_heads, self._num_processors, max(lengths))
+        scratch = make_scratch(splits, firsts[-1], self._heads.num_heads, self._heads.head_dim, self._device)
+        return RowPlan(firsts[-1], rows, scratch)
+
+
+@final
+class TritonMixer:
+    """One step's attention, of a batch that was packed with `TritonRows`."""
+
+    def __init__(self, batch: Batch, pool: TorchPool, heads: Heads, angles: Sequence[Tensor]) -> None:
+        self.token_T, self.read_U = batch.token_T, batch.read_U
+        self._batch, self._pool, self._heads, self._angles = batch, pool, heads, angles
+        self._slot_T = batch.block_T * pool.block_size + batch.offset_T
+        pool.clear(batch.fresh_blocks)
+        chunks = [context for group in batch.groups for context in group.contexts.values() if context.chunk_end]
+        device = batch.token_T.device
+        self._runs = {  # of each chunk, for `flatten`: its blocks, and that they begin at 0
+            id(one): (one.block_BP.int(), torch.tensor([0, one.chunk_end], dtype=torch.int32).to(device))
+            for one in chunks
+        }
+
+    def mix(self, index: int, layer: LayerWeights, qkv_TND: Tensor) -> Tensor:
+        heads, batch, pool = self._heads, self._batch, self._pool
+        q_THD = place(
+            pool,
+            index,
+            qkv_TND,
+            self._slot_T,
+            batch.position_T,
+            self._angles[heads.rope_of_layer[index]],
+            num_heads=heads.num_heads,
+            q_norm_D=layer.q_norm_D,
+            k_norm_D=layer.k_norm_D,
+            eps=heads.norm_eps,
+        )
+        parts = []
+        plan: RowPlan | None = batch.paged
+        if plan is not None:
+            q_rows_THD = q_THD[: plan.num_tokens]
+            attended_TN = attend(
+                pool,
+                index,
+                q_rows_THD,
+                plan.rows,
+                plan.scratch,
+                window=layer.window,
+                scale=heads.scale,
+                softcap=heads.softcap,
+            )
+            parts.append(attended_TN)
+        parts += [self._attend(index, group, layer.window, q_THD) for group in batch.groups]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _attend(self, index: int, group: Group, window: int | None, q_THD: Tensor) -> Tensor:
+        heads, pool = self._heads, self._pool
+        context: Context = group.contexts[window]
+        q_BQHD = q_THD[group.first : group.first + group.num_rows * group.num_queries].view(
+            group.num_rows, group.num_queries, heads.num_heads, heads.head_dim
+        )
+        end = context.chunk_end
+        if end is None or heads.softcap is not None:
+            return attend_gathered(pool, index, q_BQHD, context, heads.scale, heads.softcap)
+        k_SKD, v_SKD = flatten(pool, index, *self._runs[id(context)], end, end, q_THD.dtype)
+        k_1KSD, v_1KSD = (x.transpose(0, 1)[None] for x in (k_SKD, v_SKD))
+        return attend_chunk(q_BQHD, k_1KSD, v_1KSD, end, heads.scale)
+
+
+def make_mixing(
+    pool: TorchPool, heads: Heads, dtype: torch.dtype, max_context_tokens: int
+) -> Callable[[Batch], TritonMixer]:
+    """Makes the mixers of one engine, which share the tables of angles."""
+    angles = tuple(
+        make_table(frequency_R, rope.attention_factor, max_context_tokens, dtype)
+        for rope, frequency_R in zip(heads.ropes, heads.frequencies, strict=True)
+    )
+    return lambda batch: TritonMixer(batch, pool, heads, angles)

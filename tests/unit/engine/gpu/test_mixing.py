@@ -1,0 +1,71 @@
+"""A mixed step by the kernels: states, keys and values are those of torch's way, whatever rows it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.engine.batch import pack
+from pdserve.engine.gpu.mixing import TritonRows, make_mixing
+from pdserve.engine.interface import Row
+from pdserve.engine.mixing import EagerMixer
+
+SIZE = 8
+PROMPT = [3 + (31 * at) % 380 for at in range(60)]
+
+
+def row_of(start: int, count: int, blocks: list[int], num_drafts: int = 0) -> Row:
+    end = start + count
+    return Row(
+        tokens=PROMPT[start:end],
+        start=start,
+        blocks=blocks,
+        targets=PROMPT[start + 1 : end + 1],  # so that every token's state is read
+        drafts=PROMPT[end : end + num_drafts],
+    )
+
+
+def steps() -> list[list[Row]]:
+    """Three sequences: prompts in chunks, then a token, drafts and a long chunk in one step."""
+    first, second, third = [9, 4, 11, 0, 7], [1, 2, 3], [20, 8, 22, 5, 6, 12, 13, 15]
+    return [
+        [row_of(0, 33, first), row_of(0, 17, second)],
+        [row_of(33, 1, first), row_of(17, 3, second, num_drafts=2), row_of(0, 20, third), row_of(0, 1, [30])],
+        [row_of(20, 24, third), row_of(34, 5, first)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [("llama", "auto"), ("qwen3", "auto"), ("mistral-window", "auto"), ("gemma2", "int8")]
+)
+def test_states_and_blocks_are_those_of_torch(
+    name: str, kv_dtype: str, tiny: Callable[[str], Path], open_engine: Callable[..., Any], device: torch.device
+) -> None:
+    settings = {"kv_blocks": 32, "block_size": SIZE, "max_context_tokens": 128, "kv_dtype": kv_dtype}
+    engine = open_engine(tiny(name), **settings, device=device.type, dtype="float32")
+    other = open_engine(tiny(name), **settings, device=device.type, dtype="float32")
+    model, windows = engine.model, engine._windows
+    kernel = TritonRows(model.heads, device, num_processors=132)
+    mixing = make_mixing(engine.pool, model.heads, torch.float32, 128)
+    with torch.inference_mode():
+        for rows in steps():
+            batch = pack(rows, windows, SIZE, device, kernel)
+            assert batch.paged is None or batch.paged.num_tokens == sum(
+                row.num_queries for row in rows if row.num_queries <= 16
+            )
+            ours = model.hidden(mixing(batch))
+            plain = pack(rows, windows, SIZE, device)
+            theirs = other.model.hidden(EagerMixer(plain, other.pool, other.model.heads))
+            assert ours.shape == theirs.shape
+            assert (ours - theirs).abs().max() < (1e-4 if kv_dtype == "auto" else 0.2) * theirs.abs().max()
+    for mine, expected in zip(values(engine.pool), values(other.pool), strict=True):
+        assert (mine - expected).abs().max() < (1e-4 if kv_dtype == "auto" else 0.05) * expected.abs().max()
+
+
+def values(pool: Any) -> list[torch.Tensor]:
+    every = torch.arange(pool.num_blocks, device=pool.tensor.device)[None]
+    return [x for layer in range(pool.shape.num_layers) for x in pool.read(layer, every, torch.float32)]
