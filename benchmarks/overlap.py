@@ -57,7 +57,9 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        if self.num_tokens <= CHUNK or self.auto.plan == "end":
+        if self.auto.plan == "end":
+            return "met: sent at the end too"  # what differs is the machine's noise
+        if self.num_tokens <= CHUNK:
             return "met" if self.auto.second_s <= (1 + WORSE) * self.end.second_s else "missed: later"
         off = abs(self.gained_s - self.predicted_s)
         return "met" if off <= WITHIN * self.predicted_s else f"missed: off by {off / self.predicted_s:.0%}"
