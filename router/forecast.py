@@ -113,9 +113,10 @@ class Pace:
 
 @final
 class Stretch:
-    """How many times longer than at best prompts have come to take of late, from when they should have started on
-    their worker (what is there before them is in the fluid) to the first token; at least 1: the fastest worker is not
-    always the one, and a decode worker reads beside its residents."""
+    """How many times longer than at best prompts have come to take of late, from placement to first token; at least 1:
+    the fastest worker is not always the one, a decode worker reads beside its residents, and what is before a prompt
+    on its worker counts here as well as in the fluid. Counting it once is worth 0.5 points of attainment on Azure at a
+    tight promise and costs 2 on Mooncake at a loose one: it is a margin against long prompts (docs/benchmarks.md)."""
 
     __slots__ = ("_best_s", "_mean_s", "_took_s")
 

@@ -151,7 +151,7 @@ class Ledger:
 
     def note_first_token(self, request: Request) -> None:
         if request.outlook is not None and not request.output:
-            self.stretch.took(request.outlook.ttft_s, max(self.now_s - request.starts_s, 0.0))
+            self.stretch.took(request.outlook.ttft_s, self.now_s - request.placed_s)
 
     # -- what tenants are charged --------------------------------------------------------------------------------
 

@@ -50,7 +50,6 @@ class Request:
     attempt_output: int = 0  # output tokens when it was placed
     queued_s: float = 0.0  # since when it waits, while QUEUED
     placed_s: float = 0.0
-    starts_s: float = 0.0  # when its prefill should begin, by what was before it when it was placed
     granted_s: float = 0.0
     awaits_s: float = 0.0  # the rest of the step that ran on its decode worker when it was placed
     not_before_s: float = 0.0  # backoff

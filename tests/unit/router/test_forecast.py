@@ -8,11 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.core.types import Role
 from router.forecast import Capacity, Demand, Pace, Stretch
-from router.settings import RouterSettings
-from router.state import RouterState
-from tests.unit.router.world import arrival, hello
 
 
 def test_work_starts_when_the_fluid_has_done_what_is_before_it() -> None:
@@ -101,19 +97,3 @@ def test_a_lone_request_has_a_place_whatever_its_length() -> None:
     assert demand.fitting_s(1.0, 0.0) == math.inf
     demand.arrived(50.0, 0.0)
     assert demand.fitting_s(1.0, 0.5) == math.inf
-
-
-def test_what_is_before_a_prompt_on_its_worker_is_not_taken_for_slowness() -> None:
-    """Two prompts of 300 tokens go to the one worker there is; the second waits there for the first, as predicted."""
-    state = RouterState(RouterSettings(policy="goodput"))
-    state.handle(hello("d0", Role.DECODE), 0.0)
-    for name in "ab":
-        state.handle(arrival(name, prompt=300), 0.0)
-    ledger = state._ledger
-    first, second = ledger.requests["a"], ledger.requests["b"]
-    assert (first.placed_s, second.placed_s) == (0.0, 0.0)
-    assert first.starts_s == 0.0
-    assert second.starts_s == pytest.approx(ledger.fleet.views["d0"].bookings["a", 1].prefill_s)
-    ledger.now_s = second.starts_s + second.outlook.ttft_s if second.outlook is not None else 0.0
-    ledger.note_first_token(second)
-    assert ledger.stretch.factor == pytest.approx(1.0)
