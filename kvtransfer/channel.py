@@ -15,9 +15,11 @@ import socket
 import sys
 import termios
 import threading
+import time
 from collections import deque
 from typing import Final
 
+from kvtransfer.lease import Pulse
 from kvtransfer.memory import MAX_VIEWS
 
 MAX_OUTBOX: Final = 16_384  # small frames that a peer has not taken; more means that it does not read
@@ -26,6 +28,10 @@ _KEEPALIVE: Final = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 
 
 class Gone(Exception):
     """The connection is over; the text says how."""
+
+
+class Silent(Gone):
+    """The peer has shown no sign of life for too long."""
 
 
 class Waker:
@@ -99,12 +105,19 @@ class Channel:
         self._poll.register(self.waker, select.POLLIN)
         self._events = select.POLLIN
         self._wakes_at = 1
+        self._pulse: Pulse | None = None
+        self._beat = b""
+        self._num_pending = 0  # bytes that had come and did not wake the last wait
 
     def post(self, data: bytes) -> None:
         """Queues a small frame from any thread."""
         self._outbox.append(data)
         if threading.get_ident() != self._owner:  # the owner flushes before it waits
             self.waker.set()
+
+    def watch(self, pulse: Pulse, beat: bytes) -> None:
+        """From here on `beat` is sent when it is due, and a silent peer ends the connection, whoever waits here."""
+        self._pulse, self._beat = pulse, beat
 
     @property
     def unacknowledged_bytes(self) -> int:
@@ -140,6 +153,37 @@ class Channel:
 
     def wait(self, timeout_s: float | None = None, *, is_writing: bool = False) -> bool:
         """Waits for bytes to read, room to write (where asked or owed), or a wake. False: the time is over."""
+        pulse = self._pulse
+        if pulse is None:
+            return self._wait(timeout_s, is_writing)
+        ends_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            now_s = time.monotonic()
+            is_over = not self._wait(min(pulse.left_s(now_s), max(0.0, ends_s - now_s)), is_writing)
+            now_s = time.monotonic()
+            if self.is_readable:
+                pulse.heard(now_s)
+            self._live(pulse, now_s)
+            if not is_over or now_s >= ends_s:
+                return not is_over
+
+    def _live(self, pulse: Pulse, now_s: float) -> None:
+        if pulse.is_silent(now_s) and not self._has_more_pending(pulse, now_s):
+            raise Silent(f"nothing was heard of the peer for {pulse.silence_s:g} s")
+        if pulse.is_due(now_s) and not self.has_unsent:
+            self._outbox.append(self._beat)
+            self.flush()
+
+    def _has_more_pending(self, pulse: Pulse, now_s: float) -> bool:
+        """Whether bytes trickle in, too few yet to wake the wait (`wake_at`)."""
+        pending = int.from_bytes(fcntl.ioctl(self.socket, termios.FIONREAD, bytes(4)), sys.byteorder)
+        before, self._num_pending = self._num_pending, pending
+        if pending in (0, before):
+            return False
+        pulse.heard(now_s)
+        return True
+
+    def _wait(self, timeout_s: float | None, is_writing: bool) -> bool:
         self.flush()
         events = select.POLLIN | (select.POLLOUT if is_writing or self.has_unsent else 0)
         if events != self._events:
@@ -173,6 +217,10 @@ class Channel:
             raise Gone(f"connection lost: {error}") from error
         if received == 0:
             raise Gone("connection closed by the peer")
+        if self._pulse is not None:
+            now_s = time.monotonic()
+            self._pulse.heard(now_s)
+            self._live(self._pulse, now_s)  # whoever reads without end shows life too
         return received
 
     def send(self, views: list[memoryview]) -> int:

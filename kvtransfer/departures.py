@@ -59,7 +59,10 @@ class Departures:
     block_bytes: int
     stamps: BlockStamps  # of the pool
     stats: TransferStats = field(default_factory=TransferStats)
+    stall_s: float = 60.0  # without progress, after which a transfer that has no deadline ends
+    grace_s: float = 0.5  # that source blocks may be read after their transfer was given up
     is_linked: bool = False
+    is_stuck: bool = False  # source blocks are read long after the end: only closing the connection helps
     _open: dict[Tag, Departure] = field(default_factory=dict)
     _ready: deque[Tag] = field(default_factory=deque)
     _unsaid: list[Retract] = field(default_factory=list)  # given up before the pair was connected
@@ -74,7 +77,12 @@ class Departures:
 
     @property
     def next_alarm_s(self) -> float | None:
-        return min((one.deadline_at_s for one in self._open.values() if one.deadline_at_s is not None), default=None)
+        alarms: list[float] = []
+        for one in self._open.values():
+            alarms += [at_s for at_s in (one.deadline_at_s, one.lease_at_s) if at_s is not None]
+            if one.given_up_at_s is not None:
+                alarms.append(one.given_up_at_s + self.grace_s)
+        return min(alarms, default=None)
 
     def start(
         self,
@@ -98,6 +106,8 @@ class Departures:
         session = Session(SENDER_MOVES, size * groups)
         departure = Departure(grant, tag, session, deadline_at_s, lane, groups, [0] * size)
         self._open[tag] = departure
+        if deadline_at_s is None:
+            departure.lease_at_s = now_s + self.stall_s
         if error:
             departure.session.handle(Event.REFUSED, error)
         return self._after(departure, now_s) + self._announce(departure)
@@ -122,6 +132,7 @@ class Departures:
             self.stats.late_messages += 1
             return []
         session = departure.session
+        self._progress(departure, now_s)
         pushed = self.stamps.lives([source for _, source in blocks]) if lives is None else lives
         for (index, _), life in zip(blocks, pushed, strict=True):
             if groups is None or groups.start == 0:
@@ -204,6 +215,7 @@ class Departures:
         departure.num_bytes += num_bytes
         self.stats.moved_bytes += num_bytes
         self.stats.chunks += 1
+        self._progress(departure, now_s)
         session.leave()
         if session.is_open:
             session.land(departure.at(job.chunk.first, job.part.group), job.chunk.count)
@@ -251,6 +263,9 @@ class Departures:
     def expire(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
         for departure in list(self._open.values()):
+            if departure.given_up_at_s is not None and departure.given_up_at_s + self.grace_s <= now_s:
+                departure.given_up_at_s = None
+                self.is_stuck = True
             if departure.deadline_at_s is not None and departure.deadline_at_s <= now_s:
                 session = departure.session
                 pieces = "blocks" if departure.groups == 1 else "parts of blocks"
@@ -258,7 +273,15 @@ class Departures:
                 session.handle(Event.EXPIRED, f"the deadline passed when {seen}")
                 departure.deadline_at_s = None
                 actions += self._after(departure, now_s)
+            elif departure.lease_at_s is not None and departure.lease_at_s <= now_s:
+                departure.session.handle(Event.EXPIRED, f"nothing was pushed or taken for {self.stall_s:g} s")
+                departure.lease_at_s = None
+                actions += self._after(departure, now_s)
         return actions
+
+    def _progress(self, departure: Departure, now_s: float) -> None:
+        if departure.lease_at_s is not None:
+            departure.lease_at_s = now_s + self.stall_s
 
     def _reused(self, job: Job) -> str:
         """Which source block is not the pushed one any more; empty where all are."""
@@ -280,6 +303,9 @@ class Departures:
         session = departure.session
         if not session.is_open:
             departure.pending.clear()
+            departure.lease_at_s = None
+            if departure.given_up_at_s is None and not self.is_stuck:
+                departure.given_up_at_s = now_s
         if departure.is_announced and not session.is_open and session.state is not State.VERIFIED:
             departure.is_announced = False
             actions.append(Retract(departure.tag, session.error))

@@ -165,7 +165,7 @@ class _Pump(threading.Thread):
         if not self._fill(memoryview(rest)):
             return False
         message += rest
-        fault = self._owner.due(frame.tag, self._way)
+        fault = None if frame.kind is Kind.BEAT else self._owner.due(frame.tag, self._way)
         if fault is None:
             self._target.sendall(message)
             return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvtransfer import fused
 from kvtransfer.commands import OnRead
 from kvtransfer.disturbance import Disturbance
+from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.paths.registry import kinds
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
@@ -24,6 +25,7 @@ def make_receiver(
     transport: str,
     disturbance: Disturbance | None = None,
     stamps: BlockStamps | None = None,
+    lease: Lease = DEFAULT_LEASE,
 ) -> StreamReceiver:
     """Listens at once, on `host` and free ports. Add `.servicer` to the worker's gRPC server. Raises ConfigError."""
     if pool.is_on_host:
@@ -37,6 +39,7 @@ def make_receiver(
         transports=kinds(transport, is_on_host=pool.is_on_host),
         disturbance=disturbance,
         stamps=stamps,
+        lease=lease,
     )
 
 
@@ -50,6 +53,7 @@ def make_sender(
     disturbance: Disturbance | None = None,
     stamps: BlockStamps | None = None,
     kv_wire: str = "exact",
+    lease: Lease = DEFAULT_LEASE,
 ) -> ShapedSender:
     """Connects to each decode worker when the first transfer to it starts. Raises ConfigError.
 
@@ -68,6 +72,7 @@ def make_sender(
             stamps=stamps,
             on_read=on_read,
             wire_dtype=wire_dtype,
+            lease=lease,
         )
 
     return ShapedSender(pool, fingerprint, stamps or BlockStamps(pool.num_blocks), make_stream, kv_wire)

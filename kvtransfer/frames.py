@@ -43,6 +43,7 @@ class Kind(IntEnum):
     DONE = 4  # receiver: every block is verified; `slot` is for how many microseconds chunks were on their way
     REFUSE = 5  # receiver: the transfer is over and was not verified; the text says why
     CREDIT = 6  # receiver: the chunk in `slot` has been read (shm)
+    BEAT = 7  # both: still here
 
 
 class BadFrame(Exception):
@@ -96,6 +97,10 @@ class Frame:
             *self.part,
         )
         return body + _CRC.pack(zlib.crc32(body))
+
+
+def beat() -> bytes:
+    return Frame(Kind.BEAT, Tag(bytes(16), 0, 0)).encode()
 
 
 def encode_text(kind: Kind, tag: Tag, text: str) -> bytes:
@@ -157,5 +162,5 @@ def _require_version(magic: bytes, version: int) -> None:
 
 
 TEXT_KINDS: Final = (Kind.RETRACT, Kind.REFUSE)
-SENDER_KINDS: Final = (Kind.ANNOUNCE, Kind.CHUNK, Kind.RETRACT)
-RECEIVER_KINDS: Final = (Kind.DONE, Kind.REFUSE, Kind.CREDIT)
+SENDER_KINDS: Final = (Kind.ANNOUNCE, Kind.CHUNK, Kind.RETRACT, Kind.BEAT)
+RECEIVER_KINDS: Final = (Kind.DONE, Kind.REFUSE, Kind.CREDIT, Kind.BEAT)

@@ -14,11 +14,23 @@ import time
 from collections.abc import Iterable
 from typing import Final, Protocol
 
-from kvtransfer.channel import Channel, Gone
+from kvtransfer.channel import Channel, Gone, Silent
 from kvtransfer.checksum import hasher
-from kvtransfer.frames import GREETING_BYTES, HEADER_BYTES, BadFrame, Frame, Kind, Tag, decode, decode_text, ticket_in
+from kvtransfer.frames import (
+    GREETING_BYTES,
+    HEADER_BYTES,
+    BadFrame,
+    Frame,
+    Kind,
+    Tag,
+    beat,
+    decode,
+    decode_text,
+    ticket_in,
+)
 from kvtransfer.gate import Peer
 from kvtransfer.landing import Claim
+from kvtransfer.lease import Lease, Pulse
 from kvtransfer.parts import Lanes, Part
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, Transport
 from kvtransfer.reshape import arrival_of
@@ -41,6 +53,7 @@ class Hub(Protocol):
     block_bytes: int
     chunk_bytes: int
     shape: KvShape
+    lease: Lease
 
     def admit(self, ticket: bytes, transport: int, inbound: Inbound) -> Peer | None: ...
     def announce(self, tag: Tag, writer: int, part: Part) -> None: ...
@@ -49,7 +62,7 @@ class Hub(Protocol):
     def leave(self, claim: Claim) -> None: ...
     def settle(self, claim: Claim, num_bytes: int, matches: bool, is_last: bool) -> None: ...
     def retract(self, tag: Tag, writer: int, error: str) -> None: ...
-    def ended(self, inbound: Inbound, error: str, is_peers_fault: bool) -> None: ...
+    def ended(self, inbound: Inbound, error: str, *, is_peers_fault: bool, is_silent: bool) -> None: ...
 
 
 class Inbound(threading.Thread):
@@ -85,14 +98,14 @@ class Inbound(threading.Thread):
         self.channel.stop(reason)
 
     def run(self) -> None:
-        error, is_peers_fault = "the connection's thread died", False
+        error, is_peers_fault, is_silent = "the connection's thread died", False, False
         try:
             if self._authenticate():
                 self._serve()
             else:
                 error = "no valid ticket"
         except Gone as gone:
-            error = str(gone)
+            error, is_silent = str(gone), isinstance(gone, Silent)
         except BadFrame as bad:
             error, is_peers_fault = f"protocol error: {bad}", True
         except TransferFailed as failed:
@@ -103,7 +116,7 @@ class Inbound(threading.Thread):
             # Order matters: the book may hand memory back once it hears that nobody writes any more.
             if self._path is not None:
                 self._path.close()
-            self._hub.ended(self, error, is_peers_fault)
+            self._hub.ended(self, error, is_peers_fault=is_peers_fault, is_silent=is_silent)
             self.channel.close()
 
     def digest(self, views: Iterable[memoryview]) -> bytes:
@@ -149,6 +162,7 @@ class Inbound(threading.Thread):
                 raise TransferFailed(f"{peer.wire_dtype} for {mine.dtype}: a pool on a GPU converts nothing")
             self._unpacker = Unpacker(self, arrival_of(peer.shape, mine, peer.wire_dtype), mine.form)
         self._path = self._transport.receiver(self._link)
+        self.channel.watch(Pulse(self._hub.lease, time.monotonic()), beat())
         facts = {"sender": self.peer.sender_id, "transport": self._transport.name, "reason": self.peer.transport_reason}
         log.info("kv connection taken", extra=facts)
         return True
@@ -167,7 +181,7 @@ class Inbound(threading.Thread):
                 text = bytearray(frame.length)
                 self.channel.fill(memoryview(text))
                 self._hub.retract(frame.tag, self.number, decode_text(bytes(text)))
-            else:
+            elif frame.kind is not Kind.BEAT:
                 raise BadFrame(f"a {frame.kind.name} frame from a sender")
             self.channel.flush()
 

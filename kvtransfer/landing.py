@@ -34,7 +34,9 @@ class Landing:
     lives: tuple[int, ...]  # of the blocks when they were granted
     lanes: dict[int, LaneWriter] = field(default_factory=dict)
     first_byte_at_s: float | None = None
-    aborted_at_s: float | None = None
+    lease_at_s: float | None = None  # when it ends for want of progress, where it has no deadline
+    given_up_at_s: float | None = None  # while a write is still open
+    is_severed: bool = False
     num_bytes: int = 0
     busy: Busy = field(default_factory=Busy)
     reported: State | None = None

@@ -43,7 +43,14 @@ class Answer:
     busy_s: float = 0.0
 
 
-Action = Report | Answer
+@dataclass(frozen=True, slots=True)
+class Sever:
+    """Close this connection: a write of it is open that nothing else can end."""
+
+    writer: int
+
+
+Action = Report | Answer | Sever
 
 
 OUTCOMES: Final = {
@@ -56,11 +63,18 @@ OUTCOMES: Final = {
 
 @dataclass(slots=True)
 class Landings:
-    """`grace_s` is how long an access may stay open after an abort before the owner hears QUARANTINED."""
+    """`grace_s` is how long a write may stay open after an abort before the owner hears QUARANTINED.
+
+    `quarantine_s` later its connection is closed, which ends the write; after a failure at once. A transfer without a
+    deadline ends `unclaimed_s` after its grant where no sender comes, or `stall_s` after its last block.
+    """
 
     stamps: BlockStamps  # of the pool
     stats: TransferStats = field(default_factory=TransferStats)
-    grace_s: float = 1.0
+    grace_s: float = 0.5
+    quarantine_s: float = 4.0
+    stall_s: float = 60.0
+    unclaimed_s: float = 120.0
     _open: dict[Tag, Landing] = field(default_factory=dict)
     _ended: OrderedDict[Tag, tuple[bool, str]] = field(default_factory=OrderedDict)
     _alarms: list[tuple[float, int, Tag]] = field(default_factory=list)
@@ -96,14 +110,15 @@ class Landings:
         )
         self._open[tag] = landing
         self.stats.transfers += 1
-        if deadline_at_s is not None:
-            self._set_alarm(deadline_at_s, tag)
+        if deadline_at_s is None:
+            landing.lease_at_s = now_s + self.unclaimed_s
+        self._set_alarm(now_s + self.unclaimed_s if deadline_at_s is None else deadline_at_s, tag)
         if not grant.blocks:
             landing.session.handle(Event.COVERED)
             landing.session.writer_gone()
         return self._after(landing, now_s)
 
-    def announce(self, tag: Tag, writer: int, lane: int = 0, groups: int = 1) -> list[Action]:
+    def announce(self, tag: Tag, writer: int, lane: int = 0, groups: int = 1, now_s: float = 0.0) -> list[Action]:
         """A sender says that it will write a lane, in so many groups of layers; its connection's end is the transfer's.
 
         A lane has one writer: who comes second is refused.
@@ -124,6 +139,7 @@ class Landings:
             return [Answer(writer, tag, False, f"the receiver does not expect this transfer: lane {lane} {why}")]
         landing.lanes[lane] = LaneWriter(writer, groups, landing.session.extend(len(landing.grant.blocks) * groups))
         landing.session.handle(Event.ANNOUNCED)
+        self._progress(landing, now_s)
         return []
 
     def claim(self, tag: Tag, writer: int, first: int, stamps: bytes, now_s: float, part: Part = WHOLE) -> Claim | None:
@@ -176,6 +192,7 @@ class Landings:
             return self._after(claim.landing, now_s)
         claim.landing.num_bytes += num_bytes
         claim.landing.busy.end(now_s)
+        self._progress(claim.landing, now_s)
         session.land(claim.at, claim.count)
         session.check(claim.at, claim.count, matches)
         self.stats.checksum_mismatches += not matches
@@ -205,8 +222,6 @@ class Landings:
         landing = self._open.get(tag_of(key))
         if landing is None or not landing.session.handle(Event.ABORTED, "aborted by the receiver"):
             return []
-        landing.aborted_at_s = now_s
-        self._set_alarm(now_s + self.grace_s, landing.tag)
         return self._after(landing, now_s)
 
     def cut(self, writer: int, error: str, now_s: float) -> list[Action]:
@@ -238,9 +253,36 @@ class Landings:
                 continue
             if landing.deadline_at_s is not None and landing.deadline_at_s <= now_s:
                 landing.session.handle(Event.EXPIRED, f"the deadline passed when {landing.progress} had come")
-            if landing.aborted_at_s is not None and landing.aborted_at_s + self.grace_s <= now_s:
-                landing.session.handle(Event.OVERDUE)
+            if landing.lease_at_s is not None and landing.lease_at_s <= now_s:
+                why = "no sender came" if not landing.lanes else f"no block came for {self.stall_s:g} s"
+                landing.session.handle(Event.EXPIRED, f"{why}; {landing.progress} had come")
             actions += self._after(landing, now_s)
+            actions += self._press(landing, now_s)
+            if landing.lease_at_s is not None and landing.session.is_open:
+                self._set_alarm(landing.lease_at_s, landing.tag)
+        return actions
+
+    def _progress(self, landing: Landing, now_s: float) -> None:
+        if landing.lease_at_s is not None:
+            landing.lease_at_s = max(landing.lease_at_s, now_s + self.stall_s)
+
+    def _press(self, landing: Landing, now_s: float) -> list[Action]:
+        """What is done about writes that do not end though their transfer was given up."""
+        if landing.given_up_at_s is None or landing.session.has_ended:
+            return []
+        overdue_at_s = landing.given_up_at_s + self.grace_s
+        if overdue_at_s > now_s:
+            return []
+        actions: list[Action] = []
+        if landing.session.handle(Event.OVERDUE):
+            self._set_alarm(overdue_at_s + self.quarantine_s, landing.tag)
+            actions += self._after(landing, now_s)
+        is_waiting = landing.session.state is State.QUARANTINED and overdue_at_s + self.quarantine_s > now_s
+        if not is_waiting and not landing.is_severed:
+            landing.is_severed = True
+            writers = {lane.writer for lane in landing.lanes.values() if lane.accesses}
+            self.stats.severed += len(writers)
+            actions += [Sever(writer) for writer in sorted(writers)]
         return actions
 
     def _is_reused(self, claim: Claim) -> bool:
@@ -270,6 +312,9 @@ class Landings:
                 lane.is_answered = True
                 is_verified = session.state is State.VERIFIED
                 actions.append(Answer(lane.writer, landing.tag, is_verified, session.error, landing.busy.total_s))
+        if not session.is_open and not session.has_ended and landing.given_up_at_s is None:
+            landing.given_up_at_s = now_s
+            self._set_alarm(now_s + self.grace_s, landing.tag)
         outcome = OUTCOMES.get(session.state)
         if outcome is None or landing.reported is session.state:
             return actions

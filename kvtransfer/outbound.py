@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvtransfer.channel import Channel, Gone, Waker
+from kvtransfer.channel import Channel, Gone, Silent, Waker
 from kvtransfer.checksum import hasher
 from kvtransfer.commands import Abort, OnRead, OnSent, Push, Start
 from kvtransfer.departure import Job
 from kvtransfer.departures import Action, Announce, Departures, Report, StaleSource
 from kvtransfer.dial import Caller, Line, dial
-from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, decode, decode_text, encode_text
+from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, beat, decode, decode_text, encode_text
+from kvtransfer.lease import DEFAULT_LEASE, Lease, Pulse
 from kvtransfer.parts import Lanes, Part
 from kvtransfer.paths.path import SendPath
 from kvtransfer.plan import blocks_per_chunk
@@ -61,6 +62,7 @@ class Outbound(threading.Thread):
         incarnation: str,
         clock: Callable[[], float],
         on_read: OnRead | None = None,
+        lease: Lease = DEFAULT_LEASE,
     ) -> None:
         super().__init__(name=f"kv-outbound-{endpoint}", daemon=True)
         self.pool, self.memory = caller.pool, memory
@@ -70,7 +72,9 @@ class Outbound(threading.Thread):
         self._clock, self._on_read = clock, on_read
         self._lanes: Lanes | None = None  # of this pair, once a transfer has shown the receiver's shape
         self.stats = TransferStats()  # written by this thread only
-        self._book = Departures(self.block_bytes, stamps, self.stats)
+        self._book = Departures(self.block_bytes, stamps, self.stats, stall_s=lease.stall_s, grace_s=lease.grace_s)
+        self._lease = lease
+        self._pulse: Pulse | None = None  # once it is connected
         self._owners: dict[TransferKey, OnSent] = {}
         self._commands: deque[Command] = deque()
         self._lock = threading.Lock()  # guards the commands and is_over
@@ -196,10 +200,26 @@ class Outbound(threading.Thread):
             self._channel.wait(timeout_s, is_writing=progress is Progress.BLOCKED)
             if self._channel.is_readable:
                 self._read(self._channel)
+            self._live()
 
     def _timeout_s(self) -> float | None:
-        alarm_s = self._book.next_alarm_s
-        return None if alarm_s is None else max(0.0, alarm_s - self._clock())
+        now_s, alarm_s = self._clock(), self._book.next_alarm_s
+        left = [] if alarm_s is None else [max(0.0, alarm_s - now_s)]
+        if self._pulse is not None:
+            left.append(self._pulse.left_s(now_s))
+        return min(left, default=None)
+
+    def _live(self) -> None:
+        now_s, pulse = self._clock(), self._pulse
+        if self._book.is_stuck:
+            raise Gone("source blocks were still read after their transfer was given up")
+        if pulse is None:
+            return
+        if pulse.is_silent(now_s):
+            self.stats.silent += 1
+            raise Silent(f"nothing was heard of the receiver for {pulse.silence_s:g} s")
+        if pulse.is_due(now_s) and self.writer.is_idle:  # what is being written shows life by itself
+            self.writer.say(beat())
 
     def _dial(self) -> None:
         try:
@@ -259,6 +279,7 @@ class Outbound(threading.Thread):
         self._line = line
         self._channel = Channel(line.socket, self._waker)
         self._digest = hasher(line.checksum)
+        self._pulse = Pulse(self._lease, self._clock())
         line.path.attach(self)
         facts = {"endpoint": self._endpoint, "transport": line.transport, "reason": line.reason}
         log.info("kv connection up", extra=facts)
@@ -301,6 +322,8 @@ class Outbound(threading.Thread):
 
     def _read(self, channel: Channel) -> None:
         received = channel.receive([self._scratch])
+        if received and self._pulse is not None:
+            self._pulse.heard(self._clock())
         self._inbox += self._scratch[:received]
         while len(self._inbox) >= HEADER_BYTES:
             frame = decode(bytes(self._inbox[:HEADER_BYTES]), 0)
@@ -319,5 +342,5 @@ class Outbound(threading.Thread):
             self._act(self._book.refused(frame.tag, text, now_s))
         elif frame.kind is Kind.CREDIT and self._line is not None:
             self._line.path.hear(frame)
-        else:
+        elif frame.kind is not Kind.BEAT:
             raise BadFrame(f"a {frame.kind.name} frame from a receiver")

@@ -24,7 +24,8 @@ from kvtransfer.gate import Gate, Peer
 from kvtransfer.host import host_id
 from kvtransfer.inbound import Inbound
 from kvtransfer.landing import Claim
-from kvtransfer.landings import Action, Answer, Landings
+from kvtransfer.landings import Action, Answer, Landings, Sever
+from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.memory import host_view
 from kvtransfer.parts import Part
 from kvtransfer.paths.registry import TRANSPORTS
@@ -58,6 +59,7 @@ class StreamReceiver:
         host: str,
         transports: Sequence[int],
         stamps: BlockStamps | None = None,
+        lease: Lease = DEFAULT_LEASE,
         checksums: Sequence[checksum.Checksum] | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         clock: Callable[[], float] = time.monotonic,
@@ -70,7 +72,14 @@ class StreamReceiver:
         self.chunk_bytes = max(chunk_bytes, pool.block_bytes)
         self._clock = clock
         self._disturbance = disturbance
-        self._book = Landings(BlockStamps(pool.num_blocks) if stamps is None else stamps)
+        self._book = Landings(
+            BlockStamps(pool.num_blocks) if stamps is None else stamps,
+            grace_s=lease.grace_s,
+            quarantine_s=lease.quarantine_s,
+            stall_s=lease.stall_s,
+            unclaimed_s=lease.unclaimed_s,
+        )
+        self.lease = lease
         self._lock = threading.Lock()  # guards the book, the owners, the connections and the queue of reports
         self._owners: dict[TransferKey, OnReceived] = {}
         self._connections: dict[int, Inbound] = {}
@@ -178,7 +187,7 @@ class StreamReceiver:
 
     def announce(self, tag: Tag, writer: int, part: Part) -> None:
         with self._lock:
-            self._do(self._book.announce(tag, writer, part.lane, part.groups))
+            self._do(self._book.announce(tag, writer, part.lane, part.groups, self._clock()))
 
     def claim(self, frame: Frame, writer: int, stamps: bytes) -> Claim | None:
         if self._disturbance is not None:
@@ -213,12 +222,13 @@ class StreamReceiver:
             self._do(self._book.retract(tag, writer, error, self._clock()))
         self._deliver()
 
-    def ended(self, inbound: Inbound, error: str, is_peers_fault: bool) -> None:
+    def ended(self, inbound: Inbound, error: str, *, is_peers_fault: bool, is_silent: bool) -> None:
         who = inbound.peer.sender_id if inbound.peer else "unknown"
         with self._lock:
             self._connections.pop(inbound.number, None)
             self._book.stats.refused_connections += inbound.peer is None
             self._book.stats.protocol_errors += is_peers_fault
+            self._book.stats.silent += is_silent
             self._do(self._book.cut(inbound.number, f"sender {who}: {error}", self._clock()))
         log.log(
             logging.WARNING if is_peers_fault or inbound.peer is None else logging.INFO,
@@ -236,6 +246,9 @@ class StreamReceiver:
                 inbound = self._connections.get(action.writer)
                 if inbound is not None:
                     inbound.post(_encode(action))
+            elif isinstance(action, Sever):
+                if (writer := self._connections.get(action.writer)) is not None:
+                    writer.stop("a write of it did not end in time after its transfer was given up")
             else:
                 self._reports.append(action.received)
 

@@ -12,6 +12,7 @@ from kvtransfer.commands import Abort, OnRead, OnSent, Push, Start
 from kvtransfer.dial import Caller
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.grants import compare
+from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.memory import host_view
 from kvtransfer.outbound import Link, Outbound
 from kvtransfer.parts import Lanes, Part
@@ -46,6 +47,7 @@ class StreamSender:
         disturbance: Disturbance | None = None,
         on_read: OnRead | None = None,
         wire_dtype: str = "",
+        lease: Lease = DEFAULT_LEASE,
     ) -> None:
         self._memory, self._num_blocks = host_view(pool).toreadonly(), pool.num_blocks
         self.caller = Caller(
@@ -59,7 +61,7 @@ class StreamSender:
             wire_dtype,
         )
         self._stamps = BlockStamps(pool.num_blocks) if stamps is None else stamps
-        self._clock, self._on_read = clock, on_read
+        self._clock, self._on_read, self._lease = clock, on_read, lease
         self._lock = threading.Lock()  # guards all below
         self._pairs: dict[Pair, Outbound] = {}
         self._transfers: dict[TransferKey, tuple[Outbound, int]] = {}  # who moves it, how many blocks
@@ -166,7 +168,7 @@ class StreamSender:
             self._past = total([self._past, self._pairs.pop(old).stats])
         try:
             outbound = Outbound(
-                self.caller, self._memory, self._stamps, pair[0], pair[2], self._clock, self._on_read
+                self.caller, self._memory, self._stamps, pair[0], pair[2], self._clock, self._on_read, self._lease
             ).begun()
         except (OSError, RuntimeError) as error:
             raise Unavailable(f"no KV connection to {pair[0]} can be made: {error}") from error

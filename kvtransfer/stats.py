@@ -20,6 +20,8 @@ class TransferStats:
     chunks: int = 0  # accepted (receiver) or sent (sender)
     late_messages: int = 0  # for transfers that are unknown, replaced or over
     duplicate_chunks: int = 0  # overlapping what is already there or coming; dropped
+    silent: int = 0  # connections that ended since the peer showed no sign of life
+    severed: int = 0  # connections that were closed so that a write in quarantine must end
     checksum_mismatches: int = 0
     stamp_mismatches: int = 0  # a block of another text, grant or layer group
     stale_source: int = 0  # transfers that failed since a source block was handed out again while it was needed

@@ -72,6 +72,7 @@ PURE = [
             "frames",
             "landing",
             "landings",
+            "lease",
             "memory",
             "parts",
             "plan",

@@ -13,6 +13,7 @@ from kvtransfer.disturbance import Disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.faults import Fault
 from kvtransfer.frames import Tag
+from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.registry import TRANSPORTS
@@ -51,11 +52,12 @@ def make_pair(devices: dict[int, FakeDevice]) -> Iterator[Callable[..., Pair]]:
         block_bytes: int = BLOCK_BYTES,
         hook: Hook | None = None,
         fault_of: Callable[[Tag], Fault | None] | None = None,
+        lease: Lease = DEFAULT_LEASE,
     ) -> Pair:
         make_pool = DevicePool if transport in ("cuda_ipc", "nccl") else HostPool
         source, landing = make_pool(num_blocks, block_bytes, seed=7), make_pool(num_blocks, block_bytes)
         disturbance = None if fault_of is None else Disturbance(fault_of, block_bytes)
-        common: dict[str, Any] = {"transport": transport, "disturbance": disturbance}
+        common: dict[str, Any] = {"transport": transport, "disturbance": disturbance, "lease": lease}
         stamps = BlockStamps(num_blocks), BlockStamps(num_blocks)
         facts = fingerprint(block_bytes)
         receiver = make_receiver(

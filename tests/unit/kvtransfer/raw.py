@@ -55,11 +55,11 @@ class RawSender:
         self.send(Frame(Kind.CHUNK, tag, first, count, 0, len(body), checksum, is_last).encode() + stamps + body)
 
     def hear(self) -> Frame:
-        """The next frame that is not a credit."""
+        """The next frame that is neither a credit nor a sign of life."""
         while True:
             frame = decode(read_exactly(self.line.socket, HEADER_BYTES), 0)
             read_exactly(self.line.socket, frame.length)
-            if frame.kind is not Kind.CREDIT:
+            if frame.kind not in (Kind.CREDIT, Kind.BEAT):
                 return frame
 
     def is_cut(self) -> bool:

@@ -56,8 +56,8 @@ class World:
     is_faulty: bool = True
     now_s: float = 0.0
     writer: int = 1
-    book: Landings = field(default_factory=lambda: Landings(STAMPS, grace_s=1.0))
-    out: Departures = field(default_factory=lambda: Departures(1, STAMPS))
+    book: Landings = field(default_factory=lambda: Landings(STAMPS, grace_s=1.0, stall_s=1e6, unclaimed_s=1e6))
+    out: Departures = field(default_factory=lambda: Departures(1, STAMPS, stall_s=1e6))
     to_receiver: deque[Any] = field(default_factory=deque)
     to_sender: deque[Any] = field(default_factory=deque)
     landing: dict[int, int] = field(default_factory=dict)  # block -> value
@@ -68,6 +68,7 @@ class World:
     sources: dict[TransferKey, list[int]] = field(default_factory=dict)
     unpushed: dict[TransferKey, list[tuple[int, int]]] = field(default_factory=dict)
     job: Job | None = None
+    must_cut: bool = False  # a write is open for too long
     writing: tuple[Claim, Chunk] | None = None
     handed_back: set[TransferKey] = field(default_factory=set)
     returned: set[TransferKey] = field(default_factory=set)
@@ -83,6 +84,9 @@ class World:
         for action in actions:
             if isinstance(action, landings.Answer):
                 self.to_sender.append(action)
+                continue
+            if isinstance(action, landings.Sever):
+                self.must_cut = True
                 continue
             key, outcome = action.received.key, action.received.outcome
             said = self.receiver_said.setdefault(key, [])
@@ -237,6 +241,9 @@ class World:
         self.now_s += self.rng.uniform(0, 3)
         self.receiver_acts(self.book.expire(self.now_s))
         self.sender_acts(self.out.expire(self.now_s))
+        if self.must_cut or self.out.is_stuck:
+            self.must_cut = self.out.is_stuck = False
+            self.cut()
 
     def drain(self) -> None:
         """No more faults: everything must come to an end."""

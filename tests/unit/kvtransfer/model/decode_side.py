@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtransfer.departures import Announce, Retract
-from kvtransfer.landings import Action, Answer, Claim, Landings
+from kvtransfer.landings import Action, Answer, Claim, Landings, Report
 from kvtransfer.transport import Received, ReceiveOutcome, TransferKey
 from pdserve.core.blocks import BlockAllocator
 from tests.unit.kvtransfer.model.checker import Event, Output, Violated
@@ -206,7 +206,7 @@ class DecodeSide:
             if isinstance(action, Answer):
                 if action.writer in self.threads:
                     outputs.append(("answer", action.writer, Answer(action.writer, action.tag, action.is_verified)))
-            else:
+            elif isinstance(action, Report):  # Sever asks for what may happen at any time here: the thread's end
                 outputs += self._hear_end(action.received)
         self.pool.check(holders=[order.blocks for order in self.orders.values()])
         return outputs

@@ -1,0 +1,60 @@
+"""How long anybody may be silent or stand still, and a connection's pulse. Pure: `now_s` comes in.
+
+Each side of a connection shows that it lives; who shows nothing for `silence_s` is gone, and every transfer of the
+connection ends, whatever its deadline. A transfer without a deadline has a lease that its own progress extends, so
+that a peer which lives and does nothing frees its memory too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, final
+
+from pdserve.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    beat_s: float = 0.5  # between two signs of life of a connection that has nothing else to say
+    silence_s: float = 5.0  # without a byte from the peer, after which it is gone
+    stall_s: float = 60.0  # without a block, after which a transfer that has no deadline ends
+    unclaimed_s: float = 120.0  # without a sender, after which a grant that has no deadline ends
+    grace_s: float = 0.5  # that a write may stay open after its transfer was given up
+    quarantine_s: float = 4.0  # after that, before the connection is closed so that the write must end
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not 0 < getattr(self, name) < 86_400:
+                raise ConfigError(f"lease.{name}", getattr(self, name), "more than 0 s and less than a day")
+        if self.silence_s < 2 * self.beat_s:
+            raise ConfigError("lease.silence_s", self.silence_s, f"at least {2 * self.beat_s}, two beats")
+
+
+DEFAULT_LEASE: Final = Lease()
+
+
+@final
+class Pulse:
+    """One side of one connection."""
+
+    def __init__(self, lease: Lease, now_s: float) -> None:
+        self._beat_s, self.silence_s = lease.beat_s, lease.silence_s
+        self._heard_s = self._beaten_s = now_s
+
+    def heard(self, now_s: float) -> None:
+        """Bytes came."""
+        self._heard_s = now_s
+
+    def is_silent(self, now_s: float) -> bool:
+        return now_s - self._heard_s >= self.silence_s
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether the peer is to be shown a sign of life; it counts as shown."""
+        if now_s - self._beaten_s < self._beat_s:
+            return False
+        self._beaten_s = now_s
+        return True
+
+    def left_s(self, now_s: float) -> float:
+        """Until `is_silent` or `is_due` may change."""
+        return max(0.0, min(self._heard_s + self.silence_s, self._beaten_s + self._beat_s) - now_s)

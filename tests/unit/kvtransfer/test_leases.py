@@ -1,0 +1,343 @@
+"""Who is silent or stands still frees everything: by the deadline, or by a lease where there is none."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvtransfer import landings
+from kvtransfer.departures import Departures
+from kvtransfer.frames import Frame, Kind, tag_of
+from kvtransfer.landing import Claim
+from kvtransfer.landings import Landings, Sever
+from kvtransfer.lease import Lease, Pulse
+from kvtransfer.parts import WHOLE
+from kvtransfer.stamping import pack
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from pdserve.core.errors import ConfigError
+from pdserve.core.stamps import BlockStamps
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, Pair, wait_for
+from tests.unit.kvtransfer.raw import RawSender, expected
+from tests.unit.kvtransfer.test_books import grant_of
+from tests.unit.kvtransfer.test_faults import Process
+
+MakePair = Callable[..., Pair]
+SHORT = Lease(beat_s=0.1, silence_s=1.0)
+LONG = Lease(beat_s=0.1, silence_s=2.0)  # where nobody is to be cut off, on a machine with other things to do
+GRANT = grant_of("t", 1, 5, (3, 4))
+TAG = tag_of(GRANT.key)
+
+
+# The pulse and the lease.
+
+
+def test_a_pulse_is_due_each_beat_and_silent_after_its_time() -> None:
+    pulse = Pulse(Lease(beat_s=1.0, silence_s=3.0), 10.0)
+    assert (pulse.is_due(10.9), pulse.left_s(10.9)) == (False, pytest.approx(0.1))
+    assert pulse.is_due(11.0)
+    assert not pulse.is_due(11.5)
+    assert not pulse.is_silent(12.9)
+    assert pulse.is_silent(13.0)
+    pulse.heard(13.0)
+    assert not pulse.is_silent(15.9)
+    assert pulse.left_s(100.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"), [({"beat_s": 0}, "beat_s"), ({"silence_s": 0.9}, "silence_s"), ({"stall_s": 1e9}, "stall_s")]
+)
+def test_a_lease_that_cannot_work_is_a_config_error(changes: dict[str, float], field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"lease\.{field}"):
+        Lease(**changes)
+
+
+# The receiver's book.
+
+
+def book(deadline_at_s: float | None = None) -> Landings:
+    book = Landings(BlockStamps(8), grace_s=1.0, quarantine_s=4.0, stall_s=60.0, unclaimed_s=120.0)
+    book.expect(GRANT, 0.0, deadline_at_s)
+    return book
+
+
+def ends_of(actions: list[landings.Action]) -> list[tuple[str, str]]:
+    return [(one.received.outcome.value, one.received.error) for one in actions if isinstance(one, landings.Report)]
+
+
+def rung(it: Landings, until_s: float) -> list[landings.Action]:
+    """Every alarm up to a time, as the receiver's clock rings them."""
+    actions: list[landings.Action] = []
+    while it.next_alarm_s is not None and it.next_alarm_s <= until_s:
+        actions += it.expire(it.next_alarm_s)
+    return actions
+
+
+def test_a_grant_without_deadline_that_no_sender_takes_ends() -> None:
+    it = book()
+    assert rung(it, 119.9) == []
+    assert ends_of(rung(it, 120.0)) == [("failed", "no sender came; 0 of 2 blocks had come")]
+    assert it.stats.expired == 1
+
+
+def test_a_transfer_without_deadline_lives_while_it_progresses_and_ends_when_it_stands_still() -> None:
+    it = book()
+    it.announce(TAG, 1, now_s=100.0)
+    assert rung(it, 150.0) == []
+    claim = it.claim(TAG, 1, 0, pack([0], 5, 1), 150.0)
+    assert claim is not None
+    it.settle(claim, 1, True, False, 150.0)
+    assert rung(it, 209.9) == [], "the block has extended it"
+    assert ends_of(rung(it, 210.0))[0][1] == "no block came for 60 s; 1 of 2 blocks had come"
+
+
+def test_a_deadline_is_all_that_counts_where_there_is_one() -> None:
+    it = book(deadline_at_s=500.0)
+    assert rung(it, 499.0) == []
+    assert ends_of(rung(it, 500.0)) == [("failed", "the deadline passed when 0 of 2 blocks had come")]
+
+
+def writing(it: Landings) -> Claim:
+    it.announce(TAG, 7)
+    claim = it.claim(TAG, 7, 0, pack([0, 0], 5, 1), 0.0, WHOLE)
+    assert claim is not None
+    assert it.enter(claim)
+    return claim
+
+
+def test_a_write_that_outlives_its_deadline_has_its_connection_closed_within_a_second() -> None:
+    it = book(deadline_at_s=10.0)
+    writing(it)
+    assert ends_of(rung(it, 10.9)) == []
+    assert rung(it, 11.0) == [Sever(7)]
+    assert rung(it, 1000.0) == [], "once"
+    assert ends_of(it.cut(7, "severed", 11.1))[0][0] == "failed"
+    assert it.stats.severed == 1
+
+
+def test_a_quarantine_ends_with_its_connection() -> None:
+    it = book(deadline_at_s=500.0)
+    writing(it)
+    it.abort(GRANT.key, 20.0)
+    assert ends_of(rung(it, 20.9)) == []
+    assert ends_of(rung(it, 21.0)) == [("quarantined", "aborted by the receiver")]
+    assert rung(it, 24.9) == []
+    assert rung(it, 25.0) == [Sever(7)]
+    assert ends_of(it.cut(7, "severed", 25.1)) == [("drained", "aborted by the receiver")]
+
+
+def test_a_write_that_ends_in_time_severs_nobody() -> None:
+    it = book(deadline_at_s=500.0)
+    claim = writing(it)
+    it.abort(GRANT.key, 20.0)
+    assert ends_of(it.leave(claim, 20.5)) == [("drained", "aborted by the receiver")]
+    assert rung(it, 100.0) == []
+    assert it.stats.severed == it.stats.quarantined == 0
+
+
+# The sender's book.
+
+
+def test_a_departure_without_deadline_ends_when_nothing_is_pushed_or_taken() -> None:
+    out = Departures(1, BlockStamps(8), stall_s=60.0)
+    out.start(GRANT, 0.0, None)
+    out.linked()
+    out.push(GRANT.key, [(0, 0)], False, 30.0)
+    assert out.next_alarm_s == 90.0
+    job = out.take(1, 80.0)
+    assert job is not None
+    out.written(job, 80.0)
+    assert out.expire(139.9) == []
+    retract, report = out.expire(140.0)
+    assert report.sent.fault == "expired"  # type: ignore[union-attr]
+    assert report.sent.error == retract.error == "nothing was pushed or taken for 60 s"  # type: ignore[union-attr]
+
+
+def test_source_blocks_that_are_read_after_the_end_cost_the_connection() -> None:
+    out = Departures(1, BlockStamps(8), grace_s=0.5)
+    out.start(GRANT, 0.0, 10.0)
+    out.linked()
+    out.push(GRANT.key, [(0, 0)], False, 0.0)
+    job = out.take(1, 0.0)
+    assert job is not None
+    out.expire(10.0)
+    assert out.next_alarm_s == 10.5
+    assert out.expire(10.4) == []
+    assert not out.is_stuck
+    out.expire(10.5)
+    assert out.is_stuck
+    [report] = out.cut("closed", 10.6)
+    assert report.sent.error.startswith("the deadline passed")  # type: ignore[union-attr]
+
+
+# Real connections.
+
+
+def test_a_silent_sender_frees_what_it_holds_though_nothing_has_a_deadline(make_pair: MakePair, transport: str) -> None:
+    pair = make_pair(transport, lease=SHORT)
+    raw = RawSender(pair, "silent")
+    _, tag, received = expected(pair, (1, 2))
+    raw.announce(tag)
+    raw.chunk(tag, 0, b"a" * BLOCK_BYTES)
+    began_s = time.monotonic()
+    end = received.wait()
+    assert (end.outcome, end.fault) == (ReceiveOutcome.FAILED, "cut")
+    assert end.error == "sender silent: nothing was heard of the peer for 1 s"
+    assert 0.9 < time.monotonic() - began_s < 2.0
+    assert pair.receiver.stats.silent == 1
+    raw.close()
+
+
+def test_a_sender_that_stops_within_a_chunk_frees_it_and_delays_nobody_else(make_pair: MakePair) -> None:
+    pair = make_pair("tcp", lease=SHORT)
+    raw = RawSender(pair, "half")
+    _, tag, received = expected(pair, (1, 2))
+    raw.announce(tag)
+    head = Frame(Kind.CHUNK, tag, 0, 2, 0, 2 * BLOCK_BYTES, b"c" * 8).encode() + pack([0, 0], tag.generation, 1)
+    raw.send(head + b"x" * 100)
+    began_s = time.monotonic()
+    for _ in range(10):
+        assert pair.move(pair.grant((10, 11)), (1, 2))[0].outcome is ReceiveOutcome.VERIFIED
+    assert time.monotonic() - began_s < SHORT.silence_s
+    assert received.wait().fault == "cut"
+    raw.close()
+
+
+def test_bytes_that_trickle_in_are_a_sign_of_life(make_pair: MakePair) -> None:
+    """Fewer than what wakes the thread, each time."""
+    pair = make_pair("tcp", num_blocks=64, block_bytes=BLOCK_BYTES, lease=LONG)
+    raw = RawSender(pair, "slow")
+    _, tag, received = expected(pair, tuple(range(1, 33)))
+    raw.announce(tag)
+    payload = b"s" * (32 * BLOCK_BYTES)
+    frame = Frame(Kind.CHUNK, tag, 0, 32, 0, len(payload), raw._digest([memoryview(payload)]), True)
+    raw.send(frame.encode() + pack([0] * 32, tag.generation, 1))
+    for at in range(0, 1300, 50):
+        time.sleep(0.1)
+        raw.send(payload[at : at + 50])
+    assert received.all == []
+    raw.send(payload[1300:])
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    raw.close()
+
+
+def test_two_that_live_and_have_nothing_to_say_keep_their_transfer(make_pair: MakePair, transport: str) -> None:
+    pair = make_pair(transport, lease=LONG)
+    grant = pair.grant((1, 2))
+    received, sent = pair.begin(grant)
+    pair.sender.push(grant.key, [(0, 5)], False)
+    wait_for(lambda: pair.receiver.stats.chunks == 1, "the first chunk")
+    time.sleep(2.5)  # the prompt's rest takes its time
+    assert received.all == sent.all == []
+    pair.sender.push(grant.key, [(1, 6)], True)
+    assert (received.wait().outcome, sent.wait().outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
+    assert pair.receiver.stats.silent == pair.sender.stats.silent == 0
+
+
+def test_an_idle_pair_stays_connected(make_pair: MakePair, transport: str) -> None:
+    pair = make_pair(transport, lease=LONG)
+    pair.move(pair.grant((1,)), (1,))
+    [connection] = pair.receiver._connections
+    time.sleep(2.5)
+    pair.move(pair.grant((2,)), (2,))
+    assert list(pair.receiver._connections) == [connection]
+
+
+@pytest.fixture
+def start_process() -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def start(*argv: str) -> Process:
+        started.append(Process(*argv))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.process.send_signal(signal.SIGCONT)
+        process.kill()
+
+
+def test_a_stopped_sender_frees_everything_and_is_late_when_it_wakes(
+    make_pair: MakePair, transport: str, start_process: Callable[..., Process]
+) -> None:
+    pair = make_pair(transport, lease=SHORT)
+    grant, received = pair.grant(tuple(range(32)), transfer_id="killed"), Heard()
+    pair.receiver.expect(grant, received)
+    sender = start_process("sender", transport, pair.host.endpoint, "32")
+    assert sender.say() == {"ready": True}
+    wait_for(lambda: pair.landing.block(30) == pair.source.block(30), "all blocks but the last")
+    stopped_s = time.monotonic()
+    sender.process.send_signal(signal.SIGSTOP)
+    assert received.wait().error == "sender p9: nothing was heard of the peer for 1 s"
+    assert time.monotonic() - stopped_s < 2.0
+    pair.landing.fill(range(32), 0x5A)
+    sender.process.send_signal(signal.SIGCONT)
+    assert sender.say()["sent"] == "failed"
+    assert pair.landing.block(3) == b"\x5a" * BLOCK_BYTES
+
+
+def test_a_stopped_receiver_gives_the_source_back_and_delays_no_other_pair(
+    make_pair: MakePair, transport: str, start_process: Callable[..., Process]
+) -> None:
+    pair = make_pair(transport, lease=SHORT)
+    receiver = start_process("receiver", transport, "32")
+    endpoint = f"127.0.0.1:{receiver.say()['port']}"
+    grant, sent = pair.grant(tuple(range(32)), transfer_id="killed", endpoint=endpoint), Heard()
+    pair.sender.start(grant, sent)
+    pair.sender.push(grant.key, [(0, 0)], False)
+    wait_for(lambda: pair.sender.stats.chunks >= 1, "the first chunk")
+    stopped_s = time.monotonic()
+    receiver.process.send_signal(signal.SIGSTOP)
+    pair.sender.push(grant.key, [(i, i) for i in range(1, 31)], False)
+    for _ in range(5):
+        assert pair.move(pair.grant((40, 41)), (1, 2))[0].outcome is ReceiveOutcome.VERIFIED
+    assert time.monotonic() - stopped_s < SHORT.silence_s, "the other pair"
+    end = sent.wait()
+    assert time.monotonic() - stopped_s < 2.0
+    assert end.error == f"{endpoint}: nothing was heard of the receiver for 1 s"
+    assert pair.sender.stats.silent == 1
+
+
+def test_a_receiver_that_stops_reading_keeps_no_source_block_beyond_the_deadline(make_pair: MakePair) -> None:
+    """It still shows life: only the deadline can end this."""
+    held, release = threading.Event(), threading.Event()
+
+    def hook(frame: Frame, message: bytearray, body: memoryview) -> bytearray:
+        if frame.kind is Kind.CHUNK:
+            held.set()
+            assert release.wait(20.0)
+        return message
+
+    pair = make_pair("tcp", num_blocks=3, block_bytes=16 * 2**20, hook=hook)
+    grant = pair.grant((0, 1, 2))
+    _, sent = pair.begin(grant, 0.5)
+    began_s = time.monotonic()
+    pair.sender.push(grant.key, [(0, 0), (1, 1), (2, 2)], True)
+    assert held.wait(20.0)
+    assert sent.wait().fault in ("expired", "refused")  # whichever side's clock is first
+    assert time.monotonic() - began_s < 1.5
+    pair.source.fill(range(3), 0x11)
+    release.set()
+
+
+def test_a_path_whose_write_never_ends_is_closed_and_its_memory_freed(pair: Pair) -> None:
+    """The test is the writer, as a transport would be that cannot prove that writing has stopped."""
+    pair.receiver._book.grace_s, pair.receiver._book.quarantine_s = 0.05, 0.2
+    raw = RawSender(pair)
+    grant, tag, received = expected(pair, (1, 2))
+    raw.announce(tag)
+    raw.announce(tag._replace(generation=0))
+    raw.hear()
+    [writer] = pair.receiver._connections
+    claim = pair.receiver.claim(Frame(Kind.CHUNK, tag, 0, 2), writer, pack([0, 0], tag.generation, 1))
+    assert claim is not None
+    assert pair.receiver.enter(claim)
+    pair.receiver.abort(grant.key)
+    assert received.wait(2).outcome is ReceiveOutcome.DRAINED
+    assert received.outcomes == ["quarantined", "drained"]
+    assert raw.is_cut()
+    assert pair.receiver.stats.severed == 1
+    raw.close()
