@@ -20,6 +20,7 @@ from kvtransfer.paths.registry import TRANSPORTS
 from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.fake_device import DevicePool, FakeDevice, FakeLanes
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, HostPool, Pair, fingerprint, wait_for
+from tests.unit.kvtransfer.raw import RawSender
 
 
 @pytest.fixture
@@ -92,6 +93,13 @@ def transport(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def pair(make_pair: Callable[..., Pair], transport: str) -> Pair:
     return make_pair(transport)
+
+
+@pytest.fixture
+def raw(pair: Pair) -> Iterator[RawSender]:
+    sender = RawSender(pair)
+    yield sender
+    sender.close()
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,13 +16,6 @@ from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for
 from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves, expected, numbers
-
-
-@pytest.fixture
-def raw(pair: Pair) -> Iterator[RawSender]:
-    sender = RawSender(pair)
-    yield sender
-    sender.close()
 
 
 def test_a_duplicate_chunk_changes_nothing_and_is_counted(pair: Pair, raw: RawSender) -> None:

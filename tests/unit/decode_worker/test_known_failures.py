@@ -1,0 +1,92 @@
+"""Known failures of other systems that lived in a decode worker's books. Each test names its thread."""
+
+from __future__ import annotations
+
+from pdserve.core.attempt import FailureKind
+from pdserve.core.effects import Failed, KvCommitted, ReceiveAborted, Refused, Released, TransferLost
+from tests.unit.decode_worker.conftest import BLOCK_SIZE, Bench
+
+PROMPT = list(range(1, 3 * BLOCK_SIZE + 2))
+
+
+def test_blocks_of_a_cancelled_landing_are_held_until_nobody_writes(bench: Bench) -> None:
+    """sglang#24527, PR#35049: the pages of an aborted request went to the next one under the writer's hands."""
+    bench.offer("old", PROMPT, is_local=False)
+    granted = set(bench.grants[bench.key("old")].blocks)
+    assert bench.batching.cancel(bench.key("old")) == [ReceiveAborted(key=bench.key("old"))]
+    taken = bench.batching.blocks.allocate(bench.batching.blocks.num_available)
+    assert taken is not None
+    assert not granted & set(taken)
+    bench.batching.blocks.release(taken)
+    assert bench.batching.lost(bench.key("old"), "drained") == [Released(key=bench.key("old"))]
+    assert bench.batching.blocks.num_referenced == 0
+
+
+def test_a_landing_that_failed_leaves_no_block_to_be_found(bench: Bench) -> None:
+    """vllm#49250: the recompute after a failed load read blocks that had never been filled."""
+    bench.offer("lost", PROMPT, is_local=False)
+    bench.write("lost")  # all but the last bytes came: good enough to look right
+    effects = bench.batching.lost(bench.key("lost"), "checksum mismatch")
+    assert effects == [
+        TransferLost(key=bench.key("lost"), error="checksum mismatch"),
+        Released(key=bench.key("lost")),
+    ]
+    bench.offer("again", PROMPT, is_local=False)
+    assert bench.grants[bench.key("again")].held_blocks == 0
+
+
+def test_only_committed_blocks_are_found_by_the_next_prompt(bench: Bench) -> None:
+    """sglang#23020: pages whose bytes were still on their way were shared, and spread."""
+    bench.offer("first", PROMPT, is_local=False)
+    bench.offer("early", PROMPT, is_local=False)
+    assert bench.grants[bench.key("early")].held_blocks == 0
+    bench.write("first")
+    assert isinstance(bench.land("first")[0], KvCommitted)
+    bench.offer("late", PROMPT, is_local=False)
+    assert bench.grants[bench.key("late")].held_blocks == 3
+
+
+def test_ends_of_transfers_that_nobody_waits_for_are_nothing(bench: Bench) -> None:
+    """vllm#43226, #46240, PR#48821: a completion for a freed request was asserted on, and the engine died."""
+    key = bench.key("gone")
+    assert bench.land("gone") == []
+    assert bench.batching.lost(key, "late") == []
+    bench.offer("gone", PROMPT, is_local=False)
+    bench.batching.cancel(key)
+    assert bench.land("gone") == [Released(key=key)]  # it was verified in the same moment
+    assert bench.land("gone") == []
+    assert bench.batching.lost(key, "drained") == []
+    assert bench.batching.blocks.num_referenced == 0
+
+
+def test_a_second_end_of_a_committed_transfer_takes_nothing_away(bench: Bench) -> None:
+    """vllm PR#48616: the completion signal was delivered twice."""
+    bench.offer("one", PROMPT, is_local=False)
+    first = bench.write("one")
+    bench.land("one")
+    assert bench.land("one") == []
+    assert bench.batching.lost(bench.key("one"), "late") == []
+    bench.admit("one", first)
+    bench.run()
+    assert len(bench.drawn["one"]) == 8
+
+
+def test_a_landing_that_nobody_fills_ends_at_its_deadline(bench: Bench) -> None:
+    """vllm#46283: blocks of a load that the prefill side never finished were held for ever."""
+    bench.offer("late", PROMPT, is_local=False, deadline_at_s=5.0)
+    key = bench.key("late")
+    effects = bench.batching.expire(5.0)
+    assert [type(one) for one in effects] == [Failed, ReceiveAborted]
+    assert isinstance(effects[0], Failed)
+    assert effects[0].kind is FailureKind.DEADLINE
+    assert bench.batching.lost(key, "drained") == [Released(key=key)]
+    assert bench.batching.blocks.num_referenced == 0
+
+
+def test_a_refused_landing_holds_nothing(bench: Bench) -> None:
+    """sglang#9266: entries of requests that failed early used the pool of requests up."""
+    for turn in range(50):
+        effects = bench.offer(f"huge{turn}", list(range(1, 40 * BLOCK_SIZE)), is_local=False)
+        assert isinstance(effects[0], Refused)
+    assert bench.batching.live() == []
+    assert bench.batching.blocks.num_referenced == 0

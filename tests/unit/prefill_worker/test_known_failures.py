@@ -1,0 +1,67 @@
+"""Known failures of other systems that lived in a prefill worker's books. Each test names its thread."""
+
+from __future__ import annotations
+
+from pdserve.core.effects import Failed, Released, SendAborted, TransferLost
+from tests.unit.prefill_worker.conftest import BLOCK_SIZE, Bench
+
+PROMPT = list(range(1, 3 * BLOCK_SIZE + 2))
+
+
+def test_blocks_that_are_being_sent_are_not_evicted_whatever_comes(bench: Bench) -> None:
+    """TensorRT-LLM#12542: a block was evicted before the sender had read it; the receiver waited for ever."""
+    bench.offer("one", PROMPT)
+    pushed = [push for effect in [bench.run()] for push in bench.pushes(effect, "one")]
+    sources = {block for push in pushed for _, block in push.blocks}
+    assert len(sources) == 4
+    blocks = bench.batching.blocks
+    blocks.clear_cache()
+    taken = blocks.allocate(blocks.num_available)
+    assert taken is not None
+    assert not sources & set(taken)
+    blocks.release(taken)
+    assert bench.sent("one") == [Released(key=bench.key("one"))]
+    assert blocks.num_referenced == 0
+
+
+def test_blocks_of_a_cancelled_prompt_are_held_until_nobody_reads(bench: Bench) -> None:
+    """vllm#21570: the prefill side's timeout freed blocks that were then read with another prompt's KV."""
+    bench.offer("one", PROMPT)
+    bench.run()
+    key = bench.key("one")
+    assert bench.batching.cancel(key) == [SendAborted(key=key)]
+    assert bench.batching.blocks.num_referenced == 4
+    assert bench.batching.cancel(key) == []
+    assert bench.batching.sent(key, is_whole=False, error="aborted") == [Released(key=key)]
+    assert bench.batching.blocks.num_referenced == 0
+
+
+def test_ends_of_sends_that_nobody_waits_for_are_nothing(bench: Bench) -> None:
+    """vllm PR#25067, llm-d#187: a send that ended after its request raised KeyError and ended the engine."""
+    key = bench.key("one")
+    assert bench.batching.sent(key, is_whole=True) == []
+    bench.offer("one", PROMPT)
+    assert bench.batching.sent(key, is_whole=False, error="early") == []  # it holds no block yet
+    bench.run()
+    assert bench.sent("one") == [Released(key=key)]
+    assert bench.sent("one") == []
+    assert bench.batching.sent(key, is_whole=False, error="late") == []
+
+
+def test_a_send_that_fails_while_the_prompt_is_read_frees_it_at_once(bench: Bench) -> None:
+    """vllm PR#41269: the prefill side went on and held everything until a timeout of minutes."""
+    bench.offer("one", PROMPT)
+    bench.step()
+    key = bench.key("one")
+    lost = TransferLost(key=key, error="the receiver refused")
+    assert bench.batching.sent(key, is_whole=False, error="the receiver refused") == [lost, Released(key=key)]
+    assert bench.batching.blocks.num_referenced == 0
+    assert not bench.batching.has_work
+
+
+def test_a_grant_that_does_not_fit_the_prompt_is_refused_before_a_block_is_read(bench: Bench) -> None:
+    """vllm#52234, case 1, seen from the prefill side: fewer or more blocks than the prompt has."""
+    for num_granted in (0, 3, 5):
+        effects = bench.offer("one", PROMPT, num_granted=num_granted)
+        assert [type(one) for one in effects] == [Failed, Released]
+    assert bench.batching.blocks.num_referenced == 0
