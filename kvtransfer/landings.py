@@ -322,7 +322,10 @@ class Landings:
         self._count(session)
         if session.has_ended:
             del self._open[landing.tag]
-            self._ended[landing.tag] = (session.state is State.VERIFIED, session.error)
+            # Who announces it again uses a grant that is spent; only of a grant of nothing it is no mistake.
+            is_spent = session.state is State.VERIFIED and bool(landing.grant.blocks)
+            error = "the transfer was verified before" if is_spent else session.error
+            self._ended[landing.tag] = (session.state is State.VERIFIED and not is_spent, error)
             if len(self._ended) > REMEMBERED:
                 self._ended.popitem(last=False)
         if session.state is State.VERIFIED:

@@ -28,11 +28,11 @@ FAILED_BOTH = (ReceiveOutcome.FAILED, SendOutcome.FAILED)
 def kept(pair: Pair) -> dict[str, int]:
     """Sizes of whatever is kept for a transfer on either side."""
     book = pair.receiver._book
-    outbounds = list(pair.sender._pairs.values())
+    outbounds = list(pair.sender.plain._pairs.values())
     return {
         "grants": len(book._open),
         "owners of landings": len(pair.receiver._owners),
-        "transfers of the sender": len(pair.sender._transfers),
+        "transfers of the sender": len(pair.sender.plain._transfers),
         "departures": sum(len(one._book._open) for one in outbounds),
         "owners of departures": sum(len(one._owners) for one in outbounds),
         "jobs": sum(len(one._jobs) for one in outbounds),
@@ -74,7 +74,7 @@ def test_an_abort_frees_the_other_side_at_once(pair: Pair, side: str, is_connect
     """vllm PR#19223, dynamo PR#7489: a client that left early stranded the other worker's blocks."""
     received, sent = pair.begin(grant := pair.grant((1, 2)))
     if is_connected:
-        wait_for(lambda: pair.receiver._book._open[tag_of(grant.key)].writer is not None, "the first word")
+        wait_for(lambda: bool(pair.receiver._book._open[tag_of(grant.key)].lanes), "the first word")
     getattr(pair, side).abort(grant.key)
     began_s = time.monotonic()
     received.wait()
