@@ -14,10 +14,14 @@ _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "
 
 @final
 class FieldFormatter(logging.Formatter):
-    """Appends what a caller passed as `extra`, in its order; text with blanks is quoted."""
+    """Appends what a caller passed as `extra`, in its order; text with blanks is quoted.
+
+    Names that begin with an underscore are a library's own: Ray stamps every record of the process with one.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        fields = [f"{name}={_shown(value)}" for name, value in vars(record).items() if name not in _STANDARD]
+        own = ((name, value) for name, value in vars(record).items() if name not in _STANDARD and name[0] != "_")
+        fields = [f"{name}={_shown(value)}" for name, value in own]
         return " ".join([super().formatMessage(record), *fields])
 
 

@@ -24,3 +24,7 @@ def test_a_message_without_fields_is_itself() -> None:
 
 def test_a_field_cannot_forge_another_line_or_field() -> None:
     assert line("refused", why="gone\nERROR all=lost") == "INFO router x: refused why='gone\\nERROR all=lost'"
+
+
+def test_what_a_library_stamps_on_every_record_is_no_field() -> None:
+    assert line("request finished", _ray_timestamp_ns=1, ttft_s=0.5) == "INFO router x: request finished ttft_s=0.5"
