@@ -133,9 +133,12 @@ class CudaDevice:
         from kvtransfer.cuda_handles import export
 
         raw = self._pool.tensor
-        base = base_of(raw.data_ptr())
         uuid = hashlib.blake2b(self.name.encode(), digest_size=16).digest()
-        return _EXPORT.pack(raw.data_ptr() - base, raw.shape[0], raw.shape[1], uuid) + export(base)
+        with torch.cuda.device(self.device):
+            # The driver's calls need a context, which a thread has only once it has called the runtime.
+            self.stream.synchronize()
+            base = base_of(raw.data_ptr())
+            return _EXPORT.pack(raw.data_ptr() - base, raw.shape[0], raw.shape[1], uuid) + export(base)
 
     def open(self, exported: bytes) -> CudaBlocks:
         from kvtransfer.cuda_handles import open_handle

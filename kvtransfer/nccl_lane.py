@@ -66,6 +66,11 @@ def status_of(error: BaseException) -> str:
     return f"status {error.args[0]}" if isinstance(error, KeyError) and error.args else str(error)
 
 
+def signed(lane_id: bytes) -> tuple[int, ...]:
+    """An id as CuPy takes it: a tuple of C chars, which are signed on x86."""
+    return tuple(byte - 256 if byte > 127 else byte for byte in lane_id)
+
+
 @final
 class NcclLanes:
     def __init__(self) -> None:
@@ -75,8 +80,7 @@ class NcclLanes:
         self.version = str(nccl.get_version())
 
     def new_id(self) -> bytes:
-        made = self._nccl.get_unique_id()
-        return bytes(made) if isinstance(made, bytes) else bytes(number % 256 for number in made)
+        return bytes(number % 256 for number in self._nccl.get_unique_id())
 
     def join(self, device: CudaDevice, lane_id: bytes, rank: int) -> NcclLane:
         issuer = issuer_of(device)
@@ -85,17 +89,22 @@ class NcclLanes:
             import cupy
 
             with cupy.cuda.Device(device.device.index):
-                return self._nccl.NcclCommunicator(2, lane_id, rank)
+                return self._nccl.NcclCommunicator(2, signed(lane_id), rank)
 
         with _lock:
             if _num_lanes[0] >= MOST_LANES:
                 raise TransferFailed(f"{MOST_LANES} NCCL pairs are open already")
             _num_lanes[0] += 1
         try:
-            lane = NcclLane(issuer, device, issuer.call(make, JOIN_S), 1 - rank)
-            lane.warm(rank)
+            communicator = issuer.call(make, JOIN_S)
         except BaseException:
             _one_less()
+            raise
+        lane = NcclLane(issuer, device, communicator, 1 - rank)
+        try:
+            lane.warm(rank)
+        except BaseException:
+            lane.close()
             raise
         return lane
 
@@ -103,10 +112,15 @@ class NcclLanes:
 @final
 class NcclLane:
     def __init__(self, issuer: Issuer, device: CudaDevice, communicator: Any, peer: int) -> None:
+        import cupy
+
         self._issuer, self._device, self._communicator, self._peer = issuer, device, communicator, peer
         self._is_closed = False
-        # Its own: a receive whose sender is gone holds up what comes behind it, which must not be other pairs.
-        self._stream = torch.cuda.Stream(device.device)
+        # Its own: a receive whose sender is gone holds up what comes behind it, which must not be other pairs. torch
+        # deals 32 streams out again and again, so CuPy makes it, and it is there as long as the lane is.
+        with cupy.cuda.Device(device.device.index):
+            self._owned = cupy.cuda.Stream(non_blocking=True)
+        self._stream = torch.cuda.ExternalStream(self._owned.ptr, device=device.device)
 
     def warm(self, rank: int) -> None:
         """The first message makes the connection, and may take as long as the communicator did."""
@@ -114,7 +128,6 @@ class NcclLane:
         told = threading.Event()
         copying = (self.send if rank == 0 else self.receive)(scratch, 0, _WARM_BYTES, told.set)
         if not told.wait(JOIN_S) or not copying.is_done:
-            self.close()
             raise TransferFailed("the other NCCL rank has not answered")
 
     def send(self, source: Blocks, block: int, num_bytes: int, wake: Wake) -> CudaCopying:
@@ -151,9 +164,7 @@ class NcclLane:
             import cupy
 
             device, communicator = self._device, self._communicator
-            status = communicator.check_async_error()
-            if status:
-                raise TransferFailed(f"NCCL failed before: status {status}")
+            communicator.check_async_error()
             with cupy.cuda.Device(device.device.index):
                 getattr(communicator, name)(pointer, num_bytes, _UINT8, self._peer, self._stream.cuda_stream)
             return device.watched(None, wake, self._stream)

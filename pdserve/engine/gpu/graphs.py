@@ -50,6 +50,7 @@ class GraphReplays:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         began_s = time.monotonic()
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # which may still zero the buffers
         with torch.cuda.stream(stream):
             for bucket in reversed(self.buckets):
                 decode.inputs.send([], [], bucket)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.cuda import why_no_cuda
-from kvtransfer.nccl_lane import status_of
+from kvtransfer.nccl_lane import signed, status_of
 from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.registry import TRANSPORTS, kinds
@@ -189,3 +189,8 @@ def test_this_system_says_what_it_lacks() -> None:
 def test_statuses_that_cupy_does_not_know_are_still_statuses() -> None:
     assert status_of(KeyError(7)) == "status 7"
     assert status_of(RuntimeError("NCCL_ERROR_SYSTEM")) == "NCCL_ERROR_SYSTEM"
+
+
+def test_an_nccl_id_travels_as_bytes_and_reaches_cupy_as_signed_chars() -> None:
+    chars = tuple(range(-128, 128))
+    assert signed(bytes(number % 256 for number in chars)) == chars
