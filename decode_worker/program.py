@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -16,6 +16,7 @@ from decode_worker.drafting import DraftRule
 from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_receiver
 from kvtransfer.grants import fingerprint_of, fingerprint_to_proto, grant_to_proto
+from kvtransfer.stats import events
 from kvtransfer.transport import Grant, Received, ReceiveOutcome, Receiver, TransferKey
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
@@ -129,6 +130,9 @@ class DecodeProgram(RoleProgram):
 
     def add_servicers(self, server: Any) -> None:
         self._add_servicers(server)
+
+    def transfer_events(self) -> Mapping[str, int]:
+        return events(self._receiver.stats)
 
     def close(self) -> None:
         self._receiver.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Final
 
 
 @dataclass(slots=True)
@@ -29,6 +30,29 @@ class TransferStats:
     refused_opens: int = 0  # handshakes that were turned away
     refused_connections: int = 0  # no greeting of this version, no valid ticket, or too many
     protocol_errors: int = 0  # connections that were closed because of what they sent
+
+
+EVENTS: Final = (  # what an operator should see; the rest is throughput, and measured where it is used
+    "aborted",
+    "expired",
+    "cut",
+    "quarantined",
+    "late_messages",
+    "duplicate_chunks",
+    "silent",
+    "severed",
+    "checksum_mismatches",
+    "stamp_mismatches",
+    "stale_source",
+    "stale_landing",
+    "refused_opens",
+    "refused_connections",
+    "protocol_errors",
+)
+
+
+def events(stats: TransferStats) -> dict[str, int]:
+    return {name: getattr(stats, name) for name in EVENTS}
 
 
 def total(parts: Iterable[TransferStats]) -> TransferStats:

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Protocol
 
 from kvtransfer.shape import KvShape
+from kvtransfer.stats import TransferStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +115,9 @@ class Receiver(Protocol):
         """False once it can receive nothing any more; the worker then ends."""
         ...
 
+    @property
+    def stats(self) -> TransferStats: ...
+
     def expect(
         self,
         grant: Grant,
@@ -136,6 +140,9 @@ class Receiver(Protocol):
 
 class Sender(Protocol):
     """The prefill side. Reads source blocks until Sent is reported; the caller keeps them referenced till then."""
+
+    @property
+    def stats(self) -> TransferStats: ...
 
     @property
     def moved_bytes(self) -> int:

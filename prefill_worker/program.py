@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -12,6 +12,7 @@ from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_sender
 from kvtransfer.grants import fingerprint_of, fingerprint_to_proto, grant_from_proto, shape_of
 from kvtransfer.shape import is_same_bytes
+from kvtransfer.stats import events
 from kvtransfer.transport import Grant, Sender, SendOutcome, Sent, Text
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
@@ -129,6 +130,9 @@ class PrefillProgram(RoleProgram):
         moved_bytes = self._sender.moved_bytes
         self._batching.pushing.stepped(account, step_s, moved_bytes - self._moved_bytes)
         self._moved_bytes = moved_bytes
+
+    def transfer_events(self) -> Mapping[str, int]:
+        return events(self._sender.stats)
 
     def close(self) -> None:
         self._sender.close()

@@ -115,8 +115,8 @@ class Pace:
 class Stretch:
     """How many times longer than at best prompts have come to take of late, from placement to first token; at least 1:
     the fastest worker is not always the one, a decode worker reads beside its residents, and what is before a prompt
-    on its worker counts here as well as in the fluid. Counting it once is worth 0.5 points of attainment on Azure at a
-    tight promise and costs 2 on Mooncake at a loose one: it is a margin against long prompts (docs/benchmarks.md)."""
+    on its worker counts here as well as in the fluid. Counting it once is worth 0.3 points of attainment on Azure at a
+    tight promise and costs 2.5 on Mooncake at a loose one: it is a margin against long prompts (docs/benchmarks.md)."""
 
     __slots__ = ("_best_s", "_mean_s", "_took_s")
 

@@ -251,6 +251,13 @@ TRANSFERS: Final = _metric(
 KV_MISTAKEN: Final = _metric(
     "pdserve_kv_mistaken_total", "counter", "worker", "texts recomputed since a block was not theirs (kv_check)"
 )
+TRANSFER_EVENTS: Final = _metric(
+    "pdserve_kv_transfer_events_total",
+    "counter",
+    "worker",
+    "what a worker's KV transfers met: late messages, mismatches, reused blocks, silent peers; kvtransfer.stats",
+    ("event",),
+)
 TRANSFER_BYTES_TOTAL: Final = _metric(
     "pdserve_kv_transfer_bytes_total", "counter", "worker", "bytes of KV received and committed"
 )

@@ -97,6 +97,7 @@ class RoleProgram(ABC):
         self._step_ended_s = 0.0
         self._timed_at_s = self._beat_at_s = float("-inf")
         self._told: fx.Load | None = None
+        self._told_events: dict[str, int] = {}
         self._actions: dict[type, Callable[[Any], None]] = {
             fx.Refused: self._refused,
             fx.Failed: self._failed,
@@ -142,6 +143,10 @@ class RoleProgram(ABC):
     def on_layer(self, step: Any) -> OnLayer | None:
         """Who is to be told of a step's layers as they are stored; None: nobody asks."""
         return None
+
+    def transfer_events(self) -> Mapping[str, int]:
+        """How often each thing has happened to the role's KV transfers."""
+        return {}
 
     def observe(self, account: fx.StepAccount, step_s: float) -> None:
         """A step took `step_s`; for roles that plan with it."""
@@ -422,6 +427,15 @@ class RoleProgram(ABC):
             metrics.set(names.KV_BLOCKS, load.free_blocks, state="free")
             metrics.set(names.KV_BLOCKS, load.evictable_blocks, state="cached")
             metrics.set(names.KV_BLOCKS, self.blocks.num_referenced, state="used")
+            self._tell_transfers(self.transfer_events())
+
+    def _tell_transfers(self, events: Mapping[str, int]) -> None:
+        """What has been counted since the last time."""
+        for event, count in events.items():
+            new = count - self._told_events.get(event, 0)
+            if new > 0:
+                self.context.metrics.add(names.TRANSFER_EVENTS, new, event=event)
+        self._told_events = dict(events)
 
     def _load(self, load: fx.Load) -> worker_pb2.Load:
         return messages.load(load, steps=self.num_steps, is_draining=self.batching.is_draining)

@@ -27,4 +27,4 @@ def test_a_field_cannot_forge_another_line_or_field() -> None:
 
 
 def test_what_a_library_stamps_on_every_record_is_no_field() -> None:
-    assert line("request finished", _ray_timestamp_ns=1, ttft_s=0.5) == "INFO router x: request finished ttft_s=0.5"
+    assert line("request finished", _library_stamp=1, ttft_s=0.5) == "INFO router x: request finished ttft_s=0.5"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvtransfer.stats import EVENTS
 from pdserve.core.hashing import block_hashes, chain_key
 from pdserve.core.types import Role
 from pdserve.engine.toy import answer
@@ -132,3 +133,20 @@ async def test_a_worker_serves_its_metrics(start: Any, attach: Any, ask: Any, un
         return all(one in text for one in wanted)
 
     await eventually(is_told, "the metrics of one request")
+
+
+async def test_what_transfers_meet_is_counted_once_for_each_time(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    d = start(Role.DECODE)
+    seen: list[tuple[str, float, str]] = []
+    program = d.program
+
+    def add(metric: Any, amount: float = 1, **labels: str) -> None:
+        seen.append((metric.name, amount, labels["event"]))
+
+    monkeypatch.setattr(program.context.metrics, "add", add)
+    await d.on_engine(lambda one: one._tell_transfers({"late_messages": 2, "silent": 0}))
+    await d.on_engine(lambda one: one._tell_transfers({"late_messages": 2, "silent": 0}))
+    await d.on_engine(lambda one: one._tell_transfers({"late_messages": 5, "silent": 1}))
+    name = names.TRANSFER_EVENTS.name
+    assert seen == [(name, 2, "late_messages"), (name, 3, "late_messages"), (name, 1, "silent")]
+    assert set(program.transfer_events()) == set(EVENTS)
