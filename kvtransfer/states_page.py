@@ -1,0 +1,75 @@
+"""Draws the states in docs/transfer.md from the tables: `python -m kvtransfer.states_page` rewrites them there. Pure
+but for the reading and writing at the end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Final
+
+from kvtransfer.session import FAULTS, OPEN, RECEIVER_MOVES, SENDER_MOVES, Event, Moves, State
+
+PAGE: Final = Path(__file__).parents[1] / "docs/transfer.md"
+BEGIN: Final = "<!-- States: made by `python -m kvtransfer.states_page` from kvtransfer/session.py. Not edited. -->"
+END: Final = "<!-- End of what is made. -->"
+
+MEANING: Final[dict[State, str]] = {
+    State.GRANTED: "Opened; the other side has not been heard of.",
+    State.SENDING: "Blocks are on their way.",
+    State.SENT: "Every block has landed (receiver) or is on the wire (sender).",
+    State.VERIFIED: "Every checksum and stamp matched: the receiver's owner may commit, the sender's may reuse.",
+    State.ABORTING: "The receiver's owner gave up; a write may still be under way.",
+    State.QUARANTINED: "The same for longer than the grace time. The blocks stay held.",
+    State.DRAINED: "Given up, and nobody writes any more.",
+    State.FAILING: "Cannot complete; an access may still be open.",
+    State.FAILED: "Cannot complete, and no access is open.",
+}
+
+
+def section() -> str:
+    """The part between the marks, with them."""
+    faults = ", ".join(fault.value for fault in FAULTS)
+    lines = [
+        BEGIN,
+        "",
+        "```mermaid",
+        "stateDiagram-v2",
+        "    [*] --> granted",
+        *_arrows(RECEIVER_MOVES),
+        "```",
+        "",
+        f"Left out of the figure: {', '.join(state.value for state in OPEN)} -- any of {faults} --> failing.",
+        *_difference(),
+        "",
+        "| state | meaning |",
+        "|---|---|",
+        *[f"| {state.value} | {MEANING[state]} |" for state in State],
+        "",
+        END,
+    ]
+    return "\n".join(lines)
+
+
+def page(old: str) -> str:
+    """The page with the part made anew."""
+    before, _, rest = old.partition(BEGIN)
+    return before + section() + rest.partition(END)[2]
+
+
+def _arrows(moves: Moves) -> list[str]:
+    return [
+        f"    {state.value} --> {after.value}: {event.value}"
+        for (state, event), after in moves.items()
+        if event not in FAULTS
+    ]
+
+
+def _difference() -> list[str]:
+    """What the sender's table has otherwise."""
+    others = sorted({after.value for (_, event), after in SENDER_MOVES.items() if event is Event.ABORTED})
+    return [f"The sender's table has the same moves, but for an abort, which leads to {' or '.join(others)}."]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
+    sys.stdout.write(f"{PAGE}\n")

@@ -1,0 +1,22 @@
+"""docs/transfer.md shows the tables and the invariants as they are."""
+
+from __future__ import annotations
+
+from kvtransfer.session import State
+from kvtransfer.states_page import MEANING, PAGE, page
+from tests.unit.kvtransfer.model.invariants import INVARIANTS
+
+
+def test_the_page_is_drawn_from_the_tables() -> None:
+    text = PAGE.read_text()
+    assert page(text) == text, "run python -m kvtransfer.states_page"
+
+
+def test_each_state_has_a_meaning() -> None:
+    assert list(MEANING) == list(State)
+
+
+def test_the_page_states_the_invariants_as_the_code_does() -> None:
+    text = " ".join(PAGE.read_text().split())
+    for name, what in INVARIANTS.items():
+        assert f"**{name}**: {what}" in text, name
