@@ -10,7 +10,7 @@ INVARIANTS: Final = {
     "only whole and right": "When a transfer is reported VERIFIED, each of its blocks holds what the prompt's block "
     "with that number holds on the sender: all arrived, nothing else, nothing of another prompt.",
     "freed in time": "From every state, if nobody hears anything any more and time passes, each side gets all its "
-    "blocks back at the latest at the deadline plus the grace time.",
+    "blocks back at the latest at the deadline, or the end of the lease where there is none, plus the grace time.",
     "sources kept": "A source block is read for a transfer only before the transfer's end was reported: its owner may "
     "reuse it afterwards.",
     "one end": "Each owner hears exactly one end of each transfer that it opened; QUARANTINED may precede DRAINED.",

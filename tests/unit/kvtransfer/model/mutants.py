@@ -12,7 +12,8 @@ import pytest
 from kvtransfer import departures, frames, landings, session
 from kvtransfer.departures import Departures
 from kvtransfer.frames import Tag
-from kvtransfer.landings import Claim, Landings
+from kvtransfer.landing import Claim
+from kvtransfer.landings import Landings
 from kvtransfer.plan import Coverage
 from kvtransfer.session import RECEIVER_MOVES, SENDER_MOVES, Event, Session, State
 from tests.unit.kvtransfer.model.scenarios import scenario
@@ -20,6 +21,7 @@ from tests.unit.kvtransfer.model.wire import Scenario
 
 Apply = Callable[[pytest.MonkeyPatch], None]
 ONE: Final = scenario(transfers=1, faults=1)
+LEASED: Final = scenario(transfers=1, faults=1, deadline_s=None)
 SMALL: Final = scenario(faults=1)
 TWO_CONNECTIONS: Final = scenario(landings=2, faults=2, kinds=frozenset(("cut", "duplicates")))
 TWO_BLOCKS: Final = scenario(blocks=2, transfers=1, faults=1)
@@ -171,6 +173,7 @@ MUTANTS: Final = (
     Mutant("one block is all blocks", "only whole and right", _one_block_is_all, TWO_BLOCKS),
     Mutant("a quarantine has no end", "freed in time", _move(R, State.QUARANTINED, Event.QUIET, None)),
     Mutant("the receiver knows no deadline", "freed in time", _without(R, Event.EXPIRED)),
+    Mutant("the sender knows no lease", "freed in time", _without(S, Event.EXPIRED), LEASED),
     Mutant("the sender knows no deadline", "freed in time", _without(S, Event.EXPIRED)),
     Mutant("the sender's clock is deaf", "freed in time", _deaf_to_deadlines),
     Mutant("a cut leaves the sender's access open", "freed in time", _cut_leaves_accesses_open),

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvtransfer.departures import Action, Announce, Departures, Job, Report, StaleSource
+from kvtransfer.departure import Job
+from kvtransfer.departures import Action, Announce, Departures, Report, StaleSource
 from kvtransfer.landings import Answer
 from kvtransfer.transport import Sent, TransferKey
 from pdserve.core.blocks import BlockAllocator
@@ -79,7 +80,9 @@ class PrefillSide:
 
     def alone(self) -> Iterator[Event]:
         yield from (("push", transfer) for transfer in self.orders)
-        yield from (("take",), ("send",), ("time passes",), ("dial",))
+        yield from (("take",), ("send",), ("dial",))
+        if self.scenario.has_clock:
+            yield ("time passes",)
 
     def given_up(self) -> Iterator[Event]:
         yield ("restart",)
@@ -96,8 +99,9 @@ class PrefillSide:
         return None if self.scenario.deadline_s is None else self.now_s + self.scenario.deadline_s
 
     def deadline_s(self) -> float:
+        """When the last open transfer ends by itself: at its deadline, or for want of progress where it has none."""
         open_ones = () if self.book is None else self.book._open.values()
-        return max((one.deadline_at_s or self.now_s for one in open_ones), default=self.now_s)
+        return max((one.deadline_at_s or one.lease_at_s or self.now_s for one in open_ones), default=self.now_s)
 
     def _start(self, transfer: int, incarnation: int) -> list[Output] | None:
         if self.book is not None and self.to_incarnation != incarnation:

@@ -35,7 +35,7 @@ def run(scenario: Scenario, most: int = 10_000_000) -> Result:
     began_s = time.process_time()
     world = World(scenario)
     explored, trail = explore(world, most)
-    violated = explored.violated
+    violated, ends = explored.violated, _ends(world)
     if violated is None:
         violated, trail = _stuck(world, explored)
     return Result(
@@ -44,7 +44,7 @@ def run(scenario: Scenario, most: int = 10_000_000) -> Result:
         num_steps=explored.num_steps,
         num_local=len(world.decode.states) + len(world.prefill.states),
         cpu_s=time.process_time() - began_s,
-        ends=_ends(world),
+        ends=ends,
         violated=violated,
         trail=trail,
     )

@@ -20,6 +20,8 @@ REUSE_OF_TWO: Final = scenario(blocks=2, faults=1)
 BOTH_AT_ONCE: Final = scenario(sources=2, slices=2, faults=1)
 # One transfer of two blocks in two writes each, with more faults.
 ONE_OF_TWO: Final = scenario(blocks=2, transfers=1, slices=2, faults=3)
+# Without deadlines: leases end what makes no progress.
+LEASED: Final = scenario(faults=1, deadline_s=None)
 # Two live transfers on different blocks, over two connections.
 SIDE_BY_SIDE: Final = scenario(landings=2, faults=2)
 # `python -m tests.unit.kvtransfer.model`, for minutes and gigabytes.
@@ -28,12 +30,13 @@ BOTH_WITH_MORE: Final = scenario(sources=2, slices=2, faults=2)
 
 EVERY_TIME: Final = {
     "reuse": REUSE,
-    "reuse of two": REUSE_OF_TWO,
     "both at once": BOTH_AT_ONCE,
     "one of two": ONE_OF_TWO,
+    "no deadline": LEASED,
 }
 DEEP: Final = {
     **EVERY_TIME,
+    "reuse of two": REUSE_OF_TWO,
     "side by side": SIDE_BY_SIDE,
     "both at once, more": BOTH_WITH_MORE,
     "reuse, more": REUSE_WITH_MORE,

@@ -47,6 +47,7 @@ class Scenario:
     faults: int = 2
     kinds: frozenset[str] = FAULTS  # of faults
     deadline_s: float | None = 10.0
+    has_clock: bool = True  # False: no time passes
     grace_s: float = 1.0
 
 
