@@ -16,14 +16,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
-
-from llguidance import LLMatcher
+from typing import TYPE_CHECKING, Final, final
 
 from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.core.grammar import Grammar
 from pdserve.engine.interface import EngineSpec, Row
-from pdserve.structured.compile import Compiler, why_stuck
+
+if TYPE_CHECKING:  # a machine without llguidance serves what has no grammar
+    from llguidance import LLMatcher
+
+    from pdserve.structured.compile import Compiler
 
 MAX_COMPILED: Final = 64  # grammars
 MAX_MATCHERS: Final = 512  # some 150 bytes for each token of output
@@ -73,6 +75,8 @@ class Grammars:
         except InvalidRequest as error:
             return RowMasks(failed=str(error))
         if not masks:
+            from pdserve.structured.compile import why_stuck
+
             return RowMasks(failed=f"{grammar.field}: stuck after {len(output)} tokens: {why_stuck(matcher)}")
         spent_s = time.thread_time() - began_s
         if spent_s > MAX_ROW_S:
@@ -110,8 +114,11 @@ class Grammars:
 
 def open_grammars(folder: Path, spec: EngineSpec) -> Grammars:
     try:
+        from pdserve.structured.compile import Compiler
+
         return Grammars(Compiler(folder, spec.vocab_size, spec.eos_token_ids))
-    except ModelError as error:  # the model is served all the same; the router refuses grammars for the same reason
+    except (ModelError, ModuleNotFoundError) as error:
+        # The model is served all the same; the router refuses grammars for the same reason.
         log.warning("no grammar can be followed", extra={"reason": str(error)})
         return Grammars(None)
 

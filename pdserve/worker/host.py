@@ -16,25 +16,27 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pdserve.config import WorkerConfig
 from pdserve.core.blocks import CacheChange
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
-from pdserve.prefix.publisher import WorkerPublisher
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Tracing, make_tracing
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.engine_thread import EngineThread
+from pdserve.worker.health import Health
 from pdserve.worker.program import RoleProgram
 from pdserve.worker.publish import make_publisher
 from pdserve.worker.session import WorkerServicer
 from pdserve.worker.watchdog import Watchdog, dump_and_exit
+
+if TYPE_CHECKING:  # a worker without a registry needs no client of Redis
+    from pdserve.prefix.publisher import WorkerPublisher
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,6 @@ OPTIONS: Final = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
-_SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def end_process() -> None:
@@ -83,7 +84,7 @@ class WorkerHost:
         self._engine = EngineThread(self, config.heartbeat_s, self._engine_died)
         self._watchdog = Watchdog(self._engine, config.stall_s, on_stall)
         self._server: Any = None
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in its stubs
+        self._health = Health(SERVICE)
         self._servicer: WorkerServicer | None = None
         self._publisher: WorkerPublisher | None = None
         self._tracing, self._metrics = Tracing.off(), Metrics.off()
@@ -197,9 +198,9 @@ class WorkerHost:
         )
         self._servicer = WorkerServicer(program, self._engine.post, lambda: self._engine.num_waiting_calls)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._health.add_to(self._server)
         program.add_servicers(self._server)
-        await self._health.set(SERVICE, _SERVING)
+        await self._health.say(is_serving=True)
         await self._server.start()
         if self._publisher is not None:  # routers hear of the worker once it answers
             await self._publisher.start()
@@ -209,10 +210,10 @@ class WorkerHost:
         """A drain may come by any router's stream; health says so within a heartbeat."""
         while not self._engine.is_draining:
             await asyncio.sleep(self._config.heartbeat_s)
-        await self._health.set(SERVICE, _NOT_SERVING)
+        await self._health.say(is_serving=False)
 
     async def _close(self) -> None:
-        await self._health.enter_graceful_shutdown()
+        await self._health.leave()
         if self._publisher is not None:
             await _within(STOP_GRACE_S, self._publisher.stop())
         if self._servicer is not None:
@@ -244,7 +245,7 @@ class WorkerHost:
         self._is_fatal = True
         log.critical("worker ends", extra={"why": why})
         if self._loop_thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._health.enter_graceful_shutdown(), self._loop)
+            asyncio.run_coroutine_threadsafe(self._health.leave(), self._loop)
         self._on_fatal()
 
     def _run_loop(self) -> None:

@@ -1,0 +1,168 @@
+"""Everything that only a GPU can show, in one command of under nine minutes: decode, prefill, transfers, end to end.
+
+    python -m benchmarks.gpu [--out DIR] [--only PART,PART] [--budget 520] [--rehearse]
+
+From a bare checkout with torch, triton, transformers, CuPy, grpcio, protobuf and numpy; weights are made up. Parts:
+  device        what is installed; bandwidth of a device copy and rates of matrix products, which all shares refer to
+  llama-bf16    Llama-3.1-8B's shape: decode through graphs, one step ahead, at every batch and context; then prefill
+  llama-fp8     the same with fp8 weights
+  qwen          Qwen3-0.6B's shape in bfloat16
+  transfers     cuda_ipc and nccl between two processes, 1 MiB to 1 GiB; a decode step while they land
+  serving       a prefill and a decode worker process on the one GPU: times, and the text against transformers'
+  transformers  beside it: the Llama shape, static cache
+Each part runs in a process of its own, so that none can take another down, and writes DIR/PART.json after every row;
+DIR/table.md has all of them, the bars of issue 6 with met or missed among them. A part that is over its time is
+killed and keeps what it had. Exit code 1 where a part failed; missed bars are figures, not failures. --rehearse runs
+the same lines on a CPU in one process, with tiny models, Triton's interpreter and stand-ins for devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks.gpu_report import Report, read, table
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    most_s: float
+
+
+PARTS: Final = (  # what matters most comes first: whatever is left of the budget is the last one's
+    Part("device", 40.0),
+    Part("llama-bf16", 130.0),
+    Part("transfers", 110.0),
+    Part("serving", 110.0),
+    Part("llama-fp8", 100.0),
+    Part("qwen", 70.0),
+    Part("transformers", 60.0),
+)
+BUDGET_S: Final = 520.0
+_LEAST_S: Final = 15.0  # a part is not begun with less
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--only", default=",".join(part.name for part in PARTS))
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all parts")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU: figures mean nothing")
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # in this process
+    flags = parser.parse_args()
+    flags.out.mkdir(parents=True, exist_ok=True)
+    if flags.part:
+        run_part(flags.part, flags.out, is_rehearsal=flags.rehearse)
+        return 0
+    wanted = [part for part in PARTS if part.name in flags.only.split(",")]
+    unknown = set(flags.only.split(",")) - {part.name for part in PARTS}
+    if unknown:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    if not flags.rehearse and not has_cuda():
+        print("no CUDA device: nothing was measured (--rehearse runs the script on a CPU)", file=sys.stderr)
+        return 2
+    for part in wanted:
+        (flags.out / f"{part.name}.json").unlink(missing_ok=True)
+    ends_s = time.monotonic() + flags.budget
+    for part in wanted:
+        left_s = min(part.most_s, ends_s - time.monotonic())
+        began_s = time.monotonic()
+        print(f"\n# {part.name}, at most {left_s:.0f} s", flush=True)
+        if left_s < _LEAST_S:
+            note(flags.out, part.name, TimeoutError("no time was left for it"))
+        elif flags.rehearse:
+            guarded(part.name, flags.out, lambda part=part: run_part(part.name, flags.out, is_rehearsal=True))  # type: ignore[misc]
+        else:
+            in_process(part.name, flags.out, left_s)
+        print(f"# {part.name} took {time.monotonic() - began_s:.0f} s", flush=True)
+        write_table(flags.out)
+    print("\n" + (flags.out / "table.md").read_text())
+    return int(any(findings.errors for findings in (read(flags.out / f"{part.name}.json") for part in wanted)))
+
+
+def has_cuda() -> bool:
+    """Asked in another process: a CUDA context of this one would hold memory that the parts need."""
+    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def in_process(name: str, out: Path, seconds: float) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--out", str(out)]
+    process = subprocess.Popen(command, process_group=0)  # its workers and senders end with it
+    try:
+        code = process.wait(seconds)
+        if code:
+            note(out, name, RuntimeError(f"the part's process ended with {code}"))
+    except subprocess.TimeoutExpired:
+        note(out, name, TimeoutError(f"ended after {seconds:.0f} s"))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def guarded(name: str, out: Path, run: Callable[[], None]) -> None:
+    try:
+        run()
+    except Exception as error:
+        note(out, name, error)
+
+
+def note(out: Path, name: str, error: Exception) -> None:
+    """Adds an error to what the part has left."""
+    path = out / f"{name}.json"
+    kept = read(path) if path.exists() else None
+    report = Report(out, name, "" if kept is None else kept.title, ["what"] if kept is None else kept.columns)
+    if kept is not None:
+        report.findings.rows, report.findings.bars, report.findings.errors = kept.rows, kept.bars, kept.errors
+    report.error(name, error)
+
+
+def write_table(out: Path) -> None:
+    found = [read(out / f"{part.name}.json") for part in PARTS if (out / f"{part.name}.json").exists()]
+    (out / "table.md").write_text("\n\n".join(map(table, found)) + "\n")
+
+
+def run_part(name: str, out: Path, *, is_rehearsal: bool) -> None:
+    import torch
+
+    from benchmarks.gpu_clock import CudaClock, HostClock
+    from benchmarks.gpu_setting import full, rehearsal
+
+    if is_rehearsal:
+        from tests.gpu.interpreter import prepare
+
+        if "pdserve.engine.gpu.static" not in sys.modules:
+            prepare()
+        setting = rehearsal(HostClock())
+    else:
+        torch.cuda.set_device(0)
+        setting = full(CudaClock(), torch.cuda.mem_get_info()[0])
+    from benchmarks import gpu_parts
+    from benchmarks.gpu_serving import serving
+    from benchmarks.gpu_transfers import transfers
+
+    runs: dict[str, Callable[[], None]] = {
+        "device": lambda: gpu_parts.device(setting, out),
+        "llama-bf16": lambda: gpu_parts.model(setting, out, name, gpu_parts.LLAMA, "bfloat16"),
+        "llama-fp8": lambda: gpu_parts.model(setting, out, name, gpu_parts.LLAMA, "fp8"),
+        "qwen": lambda: gpu_parts.model(setting, out, name, "qwen3-0.6b", "bfloat16"),
+        "transfers": lambda: transfers(setting, out),
+        "serving": lambda: serving(setting, out),
+        "transformers": lambda: gpu_parts.peer(setting, out),
+    }
+    runs[name]()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Time on a device: events on its stream, or the host's clock in a rehearsal; and the two rates that bound others."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol, final
+
+import torch
+
+SAMPLES: Final = 7
+
+
+class Clock(Protocol):
+    device: torch.device
+
+    def mark(self) -> Any:
+        """A point in what is queued."""
+        ...
+
+    def between_s(self, first: Any, last: Any) -> float:
+        """After `sync`."""
+        ...
+
+    def sync(self) -> None: ...
+
+
+@final
+class CudaClock:
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between_s(self, first: Any, last: Any) -> float:
+        return float(first.elapsed_time(last)) / 1e3
+
+    def sync(self) -> None:
+        torch.cuda.synchronize()
+
+
+@final
+class HostClock:
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def between_s(self, first: float, last: float) -> float:
+        return last - first
+
+    def sync(self) -> None:
+        pass
+
+
+def seconds_of(clock: Clock, run: Callable[[], object], at_once: int = 4) -> float:
+    """Of one call among some that are queued together: the median of a few samples."""
+    run()
+    clock.sync()
+    samples = []
+    for _ in range(SAMPLES):
+        first = clock.mark()
+        for _ in range(at_once):
+            run()
+        last = clock.mark()
+        clock.sync()
+        samples.append(clock.between_s(first, last) / at_once)
+    return statistics.median(samples)
+
+
+def copy_gb_s(clock: Clock, num_bytes: int) -> float:
+    """Of a device copy, bytes read and bytes written."""
+    source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=clock.device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / seconds_of(clock, lambda: target.copy_(source)) / 1e9
+
+
+def matrix_tflop_s(clock: Clock, size: int, kind: str) -> float:
+    """Of a square product: bfloat16, or fp8 rowwise with sums that are exact or fast."""
+    left, right = (torch.randn(size, size, device=clock.device, dtype=torch.bfloat16) for _ in range(2))
+    if kind == "bfloat16":
+        took_s = seconds_of(clock, lambda: left @ right.t())
+    else:
+        fp8 = torch.float8_e4m3fn
+        left8, right8 = left.to(fp8), right.to(fp8).t()
+        scales = torch.ones(size, 1, device=clock.device), torch.ones(1, size, device=clock.device)
+
+        def product() -> object:
+            return torch._scaled_mm(
+                left8,
+                right8,
+                scale_a=scales[0],
+                scale_b=scales[1],
+                out_dtype=torch.bfloat16,
+                use_fast_accum=kind == "fp8, fast sums",
+            )
+
+        took_s = seconds_of(clock, product)
+    return 2 * size**3 / took_s / 1e12
+
+
+def kernel_s(clock: Clock, run: Callable[[], object]) -> float:
+    """The sum of the times of all kernels that `run` queues, copies between host and device not counted."""
+    is_cuda = clock.device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if is_cuda else torch.profiler.ProfilerActivity.CPU
+    clock.sync()
+    with torch.profiler.profile(activities=[activity]) as profile:
+        run()
+        clock.sync()
+    events: Any = profile.events()
+    spans = (
+        one.time_range.end - one.time_range.start
+        for one in events
+        if one.device_type.name == activity.name
+        and one.cpu_parent is None
+        and not one.name.startswith(("Memcpy", "Memset"))
+    )
+    return float(sum(spans)) / 1e6

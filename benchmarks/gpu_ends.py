@@ -1,0 +1,232 @@
+"""The two ends of a device transfer: the sender in a process of its own, told what to do over a pipe.
+
+In a rehearsal the sender is a thread of this process, and plain memory stands in for devices (fake_device of the
+tests): the same words go over the same pipe.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, final
+
+import torch
+
+from benchmarks.transfer_ends import GrpcHost
+from kvtransfer.endpoint import make_receiver, make_sender
+from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
+from kvtransfer.paths.nccl import NCCL, Nccl
+from kvtransfer.paths.registry import TRANSPORTS
+from kvtransfer.transport import Fingerprint, Grant, Received, Sent, TransferKey
+from pdserve.core.errors import InternalError
+
+ANSWER_S = 120.0  # a first communicator and compiled kernels take their time
+RECEIVER_ID, SENDER_ID = "d0", "p0"
+
+
+@final
+class CudaPool:
+    """Blocks on the GPU, such as an engine's, filled with noise."""
+
+    is_on_host = False
+    descriptor = None
+
+    def __init__(self, num_blocks: int, block_bytes: int, seed: int) -> None:
+        self.num_blocks, self.block_bytes = num_blocks, block_bytes
+        self.raw = torch.empty((num_blocks, block_bytes), dtype=torch.uint8, device="cuda")
+        self.raw.random_(0, 256, generator=torch.Generator("cuda").manual_seed(seed))
+        torch.cuda.synchronize()
+
+    @property
+    def buffer(self) -> memoryview:
+        raise InternalError("the pool lies on a device")
+
+    def block(self, number: int) -> bytes:
+        return self.raw[number].cpu().numpy().tobytes()
+
+
+def make_pool(is_rehearsal: bool, num_blocks: int, block_bytes: int, seed: int) -> Any:
+    if not is_rehearsal:
+        return CudaPool(num_blocks, block_bytes, seed)
+    from tests.unit.kvtransfer.fake_device import DevicePool
+
+    return DevicePool(num_blocks, block_bytes, seed=seed)
+
+
+def device_of(is_rehearsal: bool, pool: Any) -> Any:
+    if is_rehearsal:
+        return TRANSPORTS[CUDA_IPC]._device(pool)  # type: ignore[attr-defined]
+    from kvtransfer.cuda import device_of
+
+    return device_of(pool)
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """cuda_ipc and nccl without a GPU, for both ends in one process."""
+    from tests.unit.kvtransfer.fake_device import FakeDevice, FakeLanes
+
+    made: dict[int, FakeDevice] = {}
+
+    def device(pool: Any) -> FakeDevice:
+        return made.setdefault(id(pool), FakeDevice(pool))
+
+    before = dict(TRANSPORTS)
+    TRANSPORTS[CUDA_IPC], TRANSPORTS[NCCL] = CudaIpc(device), Nccl(device, FakeLanes())
+    try:
+        yield
+    finally:
+        TRANSPORTS.update(before)
+        for one in made.values():
+            one.end()
+
+
+def nccl_environment(role: str) -> dict[str, str]:
+    """What lets two ranks share a GPU: before NCCL 2.30 they pass for two hosts, which then talk over sockets."""
+    from cupy.cuda import nccl
+
+    if nccl.get_version() >= 23000:
+        return {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    return {"NCCL_HOSTID": f"pdserve-{role}"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SenderSetup:
+    is_rehearsal: bool
+    transport: str
+    fingerprint: Fingerprint
+    num_blocks: int
+    seed: int = 7
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def run_sender(setup: SenderSetup, orders: Connection) -> None:
+    """Obeys until `quit`; every order has one answer, an exception among them."""
+    os.environ.update(setup.environment)
+    pool = make_pool(setup.is_rehearsal, setup.num_blocks, setup.fingerprint.block_bytes, setup.seed)
+    sender = make_sender(
+        pool,
+        setup.fingerprint,
+        worker_id=SENDER_ID,
+        incarnation=f"{SENDER_ID}-{os.getpid()}",
+        transport=setup.transport,
+    )
+
+    def send(grant: Grant, deadline_s: float) -> tuple[str, str, float]:
+        """Its outcome, error and seconds from the push to the receiver's word."""
+        ended: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        sender.start(grant, ended.put, deadline_s)
+        began_s = time.perf_counter()
+        sender.push(grant.key, [(index, index) for index in range(len(grant.blocks))], True)
+        sent = ended.get(timeout=ANSWER_S)
+        return sent.outcome.value, sent.error, time.perf_counter() - began_s
+
+    def begin(grant: Grant) -> None:
+        """All but the last block, so that the transfer stays open."""
+        sender.start(grant, lambda sent: None)
+        sender.push(grant.key, [(index, index) for index in range(len(grant.blocks) - 1)], False)
+
+    words: dict[str, Callable[..., Any]] = {
+        "send": send,
+        "begin": begin,
+        "block": pool.block,
+        "export": lambda: device_of(setup.is_rehearsal, pool).export(),
+    }
+    orders.send(("ready", os.getpid()))
+    while True:
+        word, *arguments = orders.recv()
+        if word == "quit":
+            sender.close()
+            return
+        try:
+            orders.send(("ok", words[word](*arguments)))
+        except Exception as error:
+            orders.send(("error", f"{type(error).__name__}: {error}"))
+
+
+@final
+class RemoteSender:
+    def __init__(self, setup: SenderSetup) -> None:
+        self._orders, theirs = multiprocessing.Pipe()
+        kind: Any = threading.Thread if setup.is_rehearsal else multiprocessing.get_context("spawn").Process
+        self._runs = kind(target=run_sender, args=(setup, theirs), daemon=True)
+        self._is_process = not setup.is_rehearsal
+        self._runs.start()
+        if self._is_process:
+            theirs.close()  # so that its end shows as the pipe's
+        _, self.pid = self._hear()
+
+    def ask(self, *order: Any) -> Any:
+        self._orders.send(order)
+        return self._hear()[1]
+
+    def kill(self) -> None:
+        """SIGKILL, in whatever it is doing."""
+        assert self._is_process
+        os.kill(self.pid, signal.SIGKILL)
+        self._runs.join(ANSWER_S)
+
+    def close(self) -> None:
+        if self._runs.is_alive():
+            self._orders.send(("quit",))
+            self._runs.join(30.0)
+        if self._is_process and self._runs.is_alive():
+            self._runs.kill()
+
+    def _hear(self) -> tuple[str, Any]:
+        if not self._orders.poll(ANSWER_S):
+            raise TimeoutError("the sender does not answer")
+        try:
+            kind, value = self._orders.recv()
+        except EOFError:
+            raise RuntimeError("the sender's process has ended") from None
+        if kind == "error":
+            raise RuntimeError(f"the sender: {value}")
+        return kind, value
+
+
+@final
+class Landing:
+    """The receiving end, in this process."""
+
+    def __init__(self, pool: Any, fingerprint: Fingerprint, transport: str) -> None:
+        self.pool, self._fingerprint, self._number = pool, fingerprint, 0
+        self._receiver = make_receiver(
+            pool, fingerprint, worker_id=RECEIVER_ID, incarnation="d0-1", host="127.0.0.1", transport=transport
+        )
+        self._host = GrpcHost(self._receiver.servicer)
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._receiver.is_healthy
+
+    def expect(
+        self,
+        blocks: Sequence[int],
+        on_end: Callable[[Received], None] = lambda received: None,
+        deadline_s: float = 60.0,
+    ) -> Grant:
+        self._number += 1
+        grant = Grant(
+            key=TransferKey(transfer_id=f"t{self._number}", attempt=1, generation=self._number),
+            endpoint=self._host.endpoint,
+            worker_id=RECEIVER_ID,
+            incarnation="d0-1",
+            fingerprint=self._fingerprint,
+            blocks=tuple(blocks),
+            held_blocks=0,
+        )
+        self._receiver.expect(grant, on_end, deadline_s)
+        return grant
+
+    def close(self) -> None:
+        self._host.stop()
+        self._receiver.close()
