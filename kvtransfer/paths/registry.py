@@ -7,12 +7,13 @@ from typing import Final
 
 from kvtransfer.paths.cuda_ipc import CudaIpc
 from kvtransfer.paths.nccl import Nccl
+from kvtransfer.paths.nixl import Nixl
 from kvtransfer.paths.path import Transport
 from kvtransfer.paths.shm import Shm
 from kvtransfer.paths.tcp import Tcp
 from pdserve.core.errors import ConfigError
 
-_IN_ORDER: Final[tuple[Transport, ...]] = (CudaIpc(), Nccl(), Shm(), Tcp())  # the preferred first
+_IN_ORDER: Final[tuple[Transport, ...]] = (CudaIpc(), Nccl(), Shm(), Tcp(), Nixl())  # the preferred first
 TRANSPORTS: Final[dict[int, Transport]] = {one.kind: one for one in _IN_ORDER}
 NAMES: Final = ("auto", *(one.name for one in _IN_ORDER))
 

@@ -16,9 +16,11 @@ from kvtransfer.frames import Tag
 from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.paths.nccl import NCCL, Nccl
+from kvtransfer.paths.nixl import NIXL, Nixl
 from kvtransfer.paths.registry import TRANSPORTS
 from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.fake_device import DevicePool, FakeDevice, FakeLanes
+from tests.unit.kvtransfer.fake_nixl import World
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, HostPool, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import RawSender
 
@@ -36,6 +38,18 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, FakeDevice]]:
     yield made
     for device in made.values():
         device.end()
+
+
+NIXL_WORLD = World()
+NIXL_STAND_IN = Nixl(NIXL_WORLD.make)  # one for all tests, as in a process: its agents have threads that stay
+
+
+@pytest.fixture
+def nixl_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """The nixl path over a stand-in for the library."""
+    monkeypatch.setitem(TRANSPORTS, NIXL, NIXL_STAND_IN)
+    yield NIXL_WORLD
+    NIXL_WORLD.reset()
 
 
 @pytest.fixture
@@ -85,9 +99,24 @@ def make_pair(devices: dict[int, FakeDevice]) -> Iterator[Callable[..., Pair]]:
         assert pair.sender.open_keys == [], "the sender leaked a transfer"
 
 
+@pytest.fixture
+def prepared(request: pytest.FixtureRequest) -> Callable[[str], str]:
+    """prepared(name): the transport to ask for; nixl is the library itself, where it is installed."""
+
+    def prepare(name: str) -> str:
+        if name == "nixl" and (why_not := TRANSPORTS[NIXL].why_not()):
+            pytest.skip(why_not)
+        if name == "nixl-stand-in":
+            request.getfixturevalue("nixl_world")
+            return "nixl"
+        return name
+
+    return prepare
+
+
 @pytest.fixture(params=["tcp", "shm"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def transport(request: pytest.FixtureRequest, prepared: Callable[[str], str]) -> str:
+    return prepared(request.param)
 
 
 @pytest.fixture

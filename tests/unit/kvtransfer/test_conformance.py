@@ -25,9 +25,9 @@ MakePair = Callable[..., Pair]
 CHUNK_BLOCKS = {"tcp": tcp.CHUNK_BYTES // BLOCK_BYTES, "shm": shm.CHUNK_BYTES // BLOCK_BYTES}
 
 
-@pytest.fixture(params=["tcp", "shm", "cuda_ipc", "nccl"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(params=["tcp", "shm", "cuda_ipc", "nccl", "nixl", "nixl-stand-in"])
+def transport(request: pytest.FixtureRequest, prepared: Callable[[str], str]) -> str:
+    return prepared(request.param)
 
 
 def test_both_ends_are_what_the_contract_says(pair: Pair) -> None:
@@ -247,9 +247,9 @@ def test_a_pool_that_does_not_match_the_fingerprint_is_a_config_error(transport:
 
 
 def test_a_transport_that_does_not_exist_yet_is_a_config_error_that_names_those_that_do() -> None:
-    with pytest.raises(ConfigError, match="transport: got nixl, expected one of auto, cuda_ipc, nccl, shm, tcp"):
-        make_sender(HostPool(1), fingerprint(), worker_id="p", incarnation="i", transport="nixl")
-    with pytest.raises(ConfigError, match="shm, tcp: the KV pool lies in host memory"):
+    with pytest.raises(ConfigError, match="transport: got rdma, expected one of auto, cuda_ipc, nccl, shm, tcp, nixl"):
+        make_sender(HostPool(1), fingerprint(), worker_id="p", incarnation="i", transport="rdma")
+    with pytest.raises(ConfigError, match="shm, tcp, nixl: the KV pool lies in host memory"):
         make_sender(HostPool(1), fingerprint(), worker_id="p", incarnation="i", transport="nccl")
 
 

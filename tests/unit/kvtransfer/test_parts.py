@@ -319,6 +319,7 @@ def rigs() -> Iterator[list[Rig]]:
         rig.close()
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "nixl-stand-in"], indirect=True)
 @pytest.mark.parametrize("shape", [SHAPE, INT8], ids=["float32", "int8"])
 @pytest.mark.parametrize(("ranks", "groups"), [(1, 4), (2, 1), (2, 2), (4, 4)])
 def test_parts_over_a_real_connection_make_the_whole(

@@ -114,9 +114,9 @@ def facts(shape: KvShape) -> Fingerprint:
 MakeShapes = Callable[..., Shapes]
 
 
-@pytest.fixture(params=["tcp", "shm"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(params=["tcp", "shm", "nixl-stand-in"])
+def transport(request: pytest.FixtureRequest, prepared: Callable[[str], str]) -> str:
+    return prepared(request.param)
 
 
 @pytest.fixture

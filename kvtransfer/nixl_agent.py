@@ -1,0 +1,275 @@
+"""NIXL agents, each called by one thread of its own. The only module that imports nixl.
+
+The library makes progress when it is asked, which happens here and only while something is under way: its own
+progress thread polls without end, and two of them would take a small machine's cores.
+
+What the library cannot do is end a read. Releasing a handle returns while bytes still come in (ai-dynamo/nixl#2044:
+there is no cancellation, #2067), and a status of error does not say that the backend has stopped. So it reads into
+staging alone, and bytes that arrive too late spoil at most what a checksum is still to be taken of. Nor can who is read
+from call a reader off: over sockets UCX lets the other process ask for any address, at any time, and crashes where that
+is not mapped any more. So whatever was registered, staging or pool, stays mapped and registered as long as the
+process lives; staging is used again by later connections. A handle is released when the library calls its read ended,
+and a remote agent is forgotten when no read of it is under way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import queue
+import secrets
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, final
+
+from kvtransfer.memory import flat
+from pdserve.core.errors import TransferFailed
+from pdserve.engine.interface import KvPool
+
+log = logging.getLogger(__name__)
+
+CALL_S: Final = 20.0  # making an agent takes half a second, registering large pools longer
+READ_S: Final = 10.0  # of one chunk
+PACE_S: Final = 0.0002  # between two questions for progress
+MOST_READERS: Final = 64  # each holds the staging of a connection
+
+MakeLibrary = Callable[[str], Any]  # by the agent's name
+Runs = Sequence[tuple[int, int]]  # (address, bytes)
+
+
+def make_library(name: str) -> Any:
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    # It has set itself up to log every step to the standard output, which belongs to the program.
+    theirs = logging.getLogger("nixl")
+    theirs.handlers.clear()
+    theirs.propagate = True
+    theirs.setLevel(logging.WARNING)
+    library = nixl_agent(name, nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
+    if "UCX" not in library.backends:
+        raise TransferFailed("this build of NIXL has no UCX")
+    return library
+
+
+class Export(NamedTuple):
+    """A pool as other processes may read it."""
+
+    address: int
+    metadata: bytes
+
+
+@final
+class Read:
+    """One read into staging, of which the agent's thread tells how it ended."""
+
+    def __init__(self) -> None:
+        self._overdue_at_s = time.monotonic() + READ_S
+        self._end: str | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Raises TransferFailed where it failed or takes too long; then its bytes may still be written."""
+        if self._end is None and time.monotonic() > self._overdue_at_s:
+            raise TransferFailed(f"a NIXL read has not ended in {READ_S:g} s")
+        if self._end:
+            raise TransferFailed(f"a NIXL read failed: {self._end}")
+        return self._end is not None
+
+    def ended(self, error: str) -> None:
+        self._end = error
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """One connection's: where it reads from, and its staging. The agent's thread alone changes it."""
+
+    agent: Agent
+    remote: Any  # the library's name of the other agent
+    memory: memoryview
+    address: int
+    num_under_way: int = 0
+    is_closed: bool = False
+
+    def read(self, at: int, runs: Runs, wake: Callable[[], None]) -> Read:
+        """Begins to read what lies in these runs of the other process to `at` and behind it."""
+        read = Read()
+        self.agent.post(lambda: self.agent.begin(self, read, at, runs, wake))
+        return read
+
+    def close(self) -> None:
+        self.agent.post(lambda: self.agent.retire(self))
+
+
+@dataclass(slots=True, eq=False)
+class _UnderWay:
+    reader: Reader
+    read: Read
+    handle: Any
+    wake: Callable[[], None]
+
+
+@final
+class Agent:
+    def __init__(self, make: MakeLibrary) -> None:
+        """Raises TransferFailed."""
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: the thread ends
+        self._exports: weakref.WeakKeyDictionary[KvPool, Export] = weakref.WeakKeyDictionary()
+        self._mapped: list[memoryview] = []  # of the pools that were exported
+        self._under_way: list[_UnderWay] = []
+        self._spare: defaultdict[int, list[memoryview]] = defaultdict(list)  # staging, by size
+        self._users: defaultdict[Any, int] = defaultdict(int)  # readers, by remote agent
+        self._num_served = 0  # chunks that others may be reading
+        threading.Thread(target=self._run, name="nixl-agent", daemon=True).start()
+        name = "pdserve-" + secrets.token_hex(16)  # names are addresses: one that is used again would be another's
+        try:
+            self._library = self.call(lambda: make(name))
+        except TransferFailed:
+            self._calls.put(None)
+            raise
+
+    # From any thread.
+
+    def post(self, function: Callable[[], None]) -> None:
+        self._calls.put(function)
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """What `function` returns on the agent's thread. Raises TransferFailed where it raises or takes too long."""
+        done: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                done.put((function(), None))
+            except Exception as error:  # handed to whoever asked
+                done.put((None, error))
+
+        self.post(run)
+        try:
+            value, error = done.get(timeout=CALL_S)
+        except queue.Empty:
+            raise TransferFailed(f"NIXL has not answered in {CALL_S:g} s") from None
+        if error is not None:
+            raise TransferFailed(f"NIXL failed: {error}") from error
+        return value
+
+    def export(self, pool: KvPool) -> Export:
+        """Registers the pool, once; its memory stays mapped when it is gone."""
+        export: Export = self.call(lambda: self._exports.get(pool) or self._register(pool))
+        return export
+
+    def serve(self, change: int) -> None:
+        """So many chunks more, or fewer, may be read by others, who need this side's progress for it."""
+        self.post(lambda: self._serve(change))
+
+    def reader(self, metadata: bytes, num_bytes: int) -> Reader:
+        """With staging of that size. Raises TransferFailed on metadata that is none."""
+        reader: Reader = self.call(lambda: self._join(metadata, num_bytes))
+        return reader
+
+    # On the agent's thread.
+
+    def begin(self, reader: Reader, read: Read, at: int, runs: Runs, wake: Callable[[], None]) -> None:
+        here = []
+        for _, size in runs:
+            here.append((reader.address + at, size, 0))
+            at += size
+        try:
+            library = self._library
+            local = library.get_xfer_descs(here, "DRAM")
+            remote = library.get_xfer_descs([(address, size, 0) for address, size in runs], "DRAM")
+            handle = library.initialize_xfer("READ", local, remote, reader.remote)
+        except Exception as error:  # the library's own, of many kinds
+            read.ended(str(error) or type(error).__name__)
+            wake()
+            return
+        under_way = _UnderWay(reader, read, handle, wake)
+        reader.num_under_way += 1
+        self._under_way.append(under_way)
+        self._look(under_way, self._library.transfer)
+
+    def retire(self, reader: Reader) -> None:
+        """Its staging is for others, and its remote agent forgotten, once the library calls all its reads ended."""
+        reader.is_closed = True
+        if reader.num_under_way:
+            return
+        self._spare[len(reader.memory)].append(reader.memory)
+        self._users[reader.remote] -= 1
+        if not self._users[reader.remote]:
+            del self._users[reader.remote]
+            self._try(lambda: self._library.remove_remote_agent(reader.remote))
+
+    def _join(self, metadata: bytes, num_bytes: int) -> Reader:
+        if sum(self._users.values()) >= MOST_READERS:
+            raise TransferFailed(f"{MOST_READERS} connections read already")
+        remote = self._library.add_remote_agent(metadata)
+        memory = self._spare[num_bytes].pop() if self._spare[num_bytes] else self._new_staging(num_bytes)
+        self._users[remote] += 1
+        return Reader(self, remote, memory, _address_of(memory))
+
+    def _new_staging(self, num_bytes: int) -> memoryview:
+        memory = memoryview(mmap.mmap(-1, num_bytes))
+        self._library.register_memory([(_address_of(memory), num_bytes, 0, "")], "DRAM", ["UCX"])
+        return memory
+
+    def _register(self, pool: KvPool) -> Export:
+        memory, library = flat(pool.buffer), self._library
+        address = _address_of(memory)
+        registered = library.register_memory([(address, len(memory), 0, "")], "DRAM", ["UCX"])
+        # Of this pool alone, not of what else the agent has registered.
+        export = Export(address, bytes(library.get_partial_agent_metadata(registered, True, ["UCX"])))
+        self._exports[pool] = export
+        self._mapped.append(memory)
+        return export
+
+    def _serve(self, change: int) -> None:
+        self._num_served += change
+
+    def _run(self) -> None:
+        while True:
+            is_idle = not self._under_way and self._num_served <= 0
+            try:
+                call = self._calls.get(timeout=None if is_idle else PACE_S)
+            except queue.Empty:
+                self._progress()
+                continue
+            if call is None:
+                return
+            call()
+            del call  # it may hold a pool
+
+    def _progress(self) -> None:
+        if self._num_served > 0:
+            self._try(self._library.get_new_notifs)
+        for under_way in list(self._under_way):
+            self._look(under_way, self._library.check_xfer_state)
+
+    def _look(self, under_way: _UnderWay, ask: Callable[[Any], str]) -> None:
+        try:
+            state = ask(under_way.handle)
+            error = "" if state == "DONE" else "its state is ERR"
+        except Exception as raised:  # so it tells of a peer that is gone
+            state, error = "ERR", str(raised) or type(raised).__name__
+        if state == "PROC":
+            return
+        self._under_way.remove(under_way)
+        self._try(lambda: self._library.release_xfer_handle(under_way.handle))
+        reader = under_way.reader
+        reader.num_under_way -= 1
+        under_way.read.ended(error)
+        under_way.wake()
+        if reader.is_closed:
+            self.retire(reader)
+
+    def _try(self, function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except Exception as error:  # tidying up after a peer that may be gone must not end the thread
+            log.warning("NIXL failed", extra={"error": str(error) or type(error).__name__})
+
+
+def _address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,0 +1,341 @@
+"""nixl where its library is slow, fails or says so too late: over a stand-in, and once with a real killed peer."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvtransfer import nixl_agent
+from kvtransfer.endpoint import make_receiver, make_sender
+from kvtransfer.paths import nixl
+from kvtransfer.paths.nixl import Nixl
+from kvtransfer.paths.registry import NAMES, kinds
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from pdserve.core.errors import ConfigError, TransferFailed
+from tests.unit.kvtransfer.fake_nixl import FakeHandle, World
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, GrpcHost, Heard, HostPool, Pair, fingerprint, wait_for
+from tests.unit.kvtransfer.peer import grant as grant_of_peer
+
+MakePair = Callable[..., Pair]
+BLOCKS = tuple(range(10, 20))
+
+
+@pytest.fixture
+def pair(make_pair: MakePair, nixl_world: World) -> Pair:
+    """Connected."""
+    pair = make_pair("nixl")
+    assert pair.move(pair.grant((1, 2)), (1, 2))[0].outcome is ReceiveOutcome.VERIFIED
+    return pair
+
+
+def begin_slow(pair: Pair, world: World) -> tuple[Heard, Heard, FakeHandle]:
+    """A transfer into BLOCKS whose one read stands still."""
+    world.gate.clear()
+    before = len(world.handles)
+    grant = pair.grant(BLOCKS)
+    received, sent = pair.begin(grant)
+    pair.sender.push(grant.key, list(enumerate(range(10))), True)
+    wait_for(lambda: len(world.handles) > before, "the read")
+    return received, sent, world.handles[-1]
+
+
+def assert_untouched(pair: Pair) -> None:
+    assert all(pair.landing.block(block) == bytes(BLOCK_BYTES) for block in BLOCKS)
+
+
+def test_an_abort_drains_while_the_read_is_under_way_and_what_comes_later_touches_no_page(
+    pair: Pair, nixl_world: World
+) -> None:
+    received, sent, handle = begin_slow(pair, nixl_world)
+    pair.receiver.abort(pair.receiver.open_keys[0])
+    assert received.wait().outcome is ReceiveOutcome.DRAINED
+    assert sent.wait().outcome is SendOutcome.FAILED
+    assert not handle.is_released
+    nixl_world.gate.set()
+    wait_for(lambda: handle.is_released, "the end of the read")
+    again, _ = pair.move(pair.grant((30,)), (5,))
+    assert again.outcome is ReceiveOutcome.VERIFIED, "by the same connection"
+    assert_untouched(pair)
+
+
+def test_an_aborting_sender_has_its_blocks_back_at_once(pair: Pair, nixl_world: World) -> None:
+    received, sent, handle = begin_slow(pair, nixl_world)
+    pair.sender.abort(pair.sender.open_keys[0])
+    assert sent.wait().outcome is SendOutcome.FAILED
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    assert not handle.is_released
+    nixl_world.gate.set()
+    assert pair.move(pair.grant((30,)), (5,))[0].outcome is ReceiveOutcome.VERIFIED
+    assert_untouched(pair)
+
+
+@pytest.mark.parametrize("failing", ["ERR", "NIXL_ERR_REMOTE_DISCONNECT"])
+def test_a_read_that_fails_ends_the_connection_and_what_it_writes_later_no_page(
+    pair: Pair, nixl_world: World, failing: str
+) -> None:
+    """Its staging is the next connection's, which must not take the late bytes for its own either."""
+    nixl_world.failing = failing
+    grant = pair.grant(BLOCKS)
+    received, sent = pair.move(grant, tuple(range(10)))
+    expected = "its state is ERR" if failing == "ERR" else failing
+    assert received.outcome is ReceiveOutcome.FAILED
+    assert received.error == f"sender p0: a NIXL read failed: {expected}"
+    assert sent.outcome is SendOutcome.FAILED
+    failed = nixl_world.handles[-1]
+    assert failed.is_released
+    nixl_world.failing = None
+    wait_for(lambda: not pair.receiver.peers, "the connection's end")
+    again = pair.grant(tuple(range(30, 40)))
+    received, _ = pair.move(again, tuple(range(40, 50)))
+    assert received.outcome is ReceiveOutcome.VERIFIED
+    failed.land()
+    assert_untouched(pair)
+    pair.assert_equal(again, tuple(range(40, 50)))
+
+
+def test_bytes_of_a_failed_read_that_overwrite_a_later_one_in_staging_fail_its_checksum(
+    make_pair: MakePair, nixl_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair("nixl")
+    nixl_world.failing = "ERR"
+    pair.move(pair.grant(BLOCKS), tuple(range(10)))  # the first chunk of its connection, as the other will be
+    late = nixl_world.handles[-1]
+    [(at, _, num_bytes)] = late.runs
+    nixl_world.failing = None
+    wait_for(lambda: not pair.receiver.peers, "the connection's end")
+    copy = nixl.copy
+
+    def late_copy(destination: list[memoryview], source: list[memoryview]) -> None:
+        assert (ctypes.addressof(ctypes.c_char.from_buffer(source[0])), len(source[0])) == (at, num_bytes)
+        late.land()
+        copy(destination, source)
+
+    monkeypatch.setattr(nixl, "copy", late_copy)
+    received, sent = pair.move(pair.grant(tuple(range(30, 40))), tuple(range(40, 50)))
+    assert received.outcome is ReceiveOutcome.FAILED
+    assert received.error.startswith("checksum mismatch in blocks")
+    assert sent.outcome is SendOutcome.FAILED
+
+
+def test_a_sender_that_dies_in_mid_read_frees_the_blocks_and_leaves_its_read_to_staging(
+    pair: Pair, make_pair: MakePair, nixl_world: World
+) -> None:
+    received, _, handle = begin_slow(pair, nixl_world)
+    [agent] = [one for one in nixl_world.agents if one.remotes]
+    before = len(agent.remotes)
+    pair.sender.close()
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    wait_for(lambda: not pair.receiver.peers, "the connection's end")
+    assert not handle.is_released
+    assert len(agent.remotes) == before, "an agent of which something is read is not forgotten"
+    other = make_pair("nixl")
+    heard, _ = other.begin(other.grant((5,)))
+    other.sender.push(other.receiver.open_keys[0], [(0, 9)], True)
+    wait_for(lambda: len(nixl_world.handles) > nixl_world.handles.index(handle) + 1, "the other read")
+    assert staging_of(nixl_world.handles[-1]) != staging_of(handle), "what may still be written is not shared"
+    nixl_world.gate.set()
+    assert heard.wait().outcome is ReceiveOutcome.VERIFIED
+    wait_for(lambda: handle.is_released, "the late end")
+    other.sender.close()
+    wait_for(lambda: not agent.remotes, "the agent of which nothing is read any more to be forgotten")
+    assert_untouched(pair)
+
+
+def staging_of(handle: FakeHandle) -> int:
+    assert handle.runs
+    return handle.runs[0][0]
+
+
+def test_a_read_that_does_not_end_ends_its_connection_alone(
+    pair: Pair, make_pair: MakePair, nixl_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_agent, "READ_S", 0.1)
+    received, _, handle = begin_slow(pair, nixl_world)
+    monkeypatch.undo()
+    nixl_world.gate.clear()
+    heard = received.wait()
+    assert heard.outcome is ReceiveOutcome.FAILED
+    assert "a NIXL read has not ended in" in heard.error
+    assert not handle.is_released
+    nixl_world.gate.set()
+    wait_for(lambda: handle.is_released, "the end of the read")
+    assert_untouched(pair)
+
+
+def test_a_source_block_that_changes_while_it_is_read_fails_the_checksum(pair: Pair, nixl_world: World) -> None:
+    received, sent, _ = begin_slow(pair, nixl_world)
+    pair.source.fill((4,), 0xEE)
+    nixl_world.gate.set()
+    assert received.wait().error.startswith("checksum mismatch in blocks")
+    assert sent.wait().outcome is SendOutcome.FAILED
+
+
+# What a sender may say of its pool.
+
+
+def hello(**changes: int | bytes) -> bytes:
+    told: dict[str, int | bytes] = {"magic": b"PDKX", "blocks": 64, "block_bytes": BLOCK_BYTES, "address": 4096}
+    told |= {"size": 8, "metadata": b"garbage!"} | changes
+    metadata = told.pop("metadata")
+    assert isinstance(metadata, bytes)
+    return nixl._HELLO.pack(*told.values()) + metadata
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        hello(),
+        hello(magic=b"PDKC"),
+        hello(blocks=0),
+        hello(block_bytes=2 * BLOCK_BYTES),
+        hello(size=0),
+        hello(size=2**32 - 1),
+    ],
+    ids=["metadata that is none", "another path", "no blocks", "other blocks", "no metadata", "endless metadata"],
+)
+def test_a_handshake_that_no_sender_makes_is_refused_and_counted(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, words: bytes
+) -> None:
+    def lie(self: Nixl, sock: socket.socket, pool: HostPool) -> None:
+        sock.sendall(words)
+        raise OSError("taken" if sock.recv(4) else "refused")
+
+    monkeypatch.setattr(Nixl, "sender", lie)
+    liar, sent = make_sender(HostPool(64), fingerprint(), worker_id="p1", incarnation="1", transport="nixl"), Heard()
+    liar.start(pair.grant((5,)), sent)
+    assert sent.wait().error.endswith(("refused", "Connection reset by peer"))
+    liar.close()
+    wait_for(lambda: pair.receiver.stats.protocol_errors == 1, "the count")
+    assert pair.move(pair.grant((6,)), (9,))[0].outcome is ReceiveOutcome.VERIFIED, "others are not disturbed"
+
+
+def test_blocks_that_are_not_in_the_senders_registered_memory_are_refused_by_the_library(
+    pair: Pair, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = nixl_agent.Agent.export
+    monkeypatch.setattr(nixl_agent.Agent, "export", lambda *given: export(*given)._replace(address=2**40))
+    lying = make_pair("nixl")
+    received, sent = lying.move(lying.grant((5,)), (9,))
+    assert received.outcome is ReceiveOutcome.FAILED
+    assert received.error == "sender p0: a NIXL read failed: NIXL_ERR_NOT_FOUND"
+    assert sent.outcome is SendOutcome.FAILED
+    monkeypatch.undo()
+
+
+# The agent.
+
+
+def test_a_pool_is_registered_once_and_stays_mapped_for_readers_that_come_late() -> None:
+    world = World()
+    agent = nixl_agent.Agent(world.make)
+    pool = HostPool(4, seed=1)
+    export, first = agent.export(pool), pool.block(0)
+    assert agent.export(pool) == export
+    assert len(world.agents[0].regions) == 1
+    gone = weakref.ref(pool)
+    del pool
+    wait_for(lambda: gone() is None, "the pool's end")
+    assert ctypes.string_at(export.address, BLOCK_BYTES) == first
+
+
+def test_staging_is_used_again_and_never_deregistered() -> None:
+    world = World()
+    exporter, importer = nixl_agent.Agent(world.make), nixl_agent.Agent(world.make)
+    pool = HostPool(4)
+    _, metadata = exporter.export(pool)
+    first, second = importer.reader(metadata, 8192), importer.reader(metadata, 8192)
+    assert first.address != second.address
+    first.close()
+    assert world.agents[1].remotes, "the other reader is still there"
+    second.close()
+    third = importer.reader(metadata, 8192)
+    assert third.address in (first.address, second.address)
+    assert len(world.agents[1].regions) == 2
+    third.close()
+    wait_for(lambda: not world.agents[1].remotes, "the remote agent to be forgotten")
+
+
+def test_a_process_reads_for_a_limited_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agent, "MOST_READERS", 1)
+    world = World()
+    exporter, importer = nixl_agent.Agent(world.make), nixl_agent.Agent(world.make)
+    pool = HostPool(4)
+    _, metadata = exporter.export(pool)
+    importer.reader(metadata, 4096)
+    with pytest.raises(TransferFailed, match="1 connections read already"):
+        importer.reader(metadata, 4096)
+
+
+def test_a_library_that_cannot_start_fails_who_asks() -> None:
+    def broken(name: str) -> None:
+        raise RuntimeError("no plugins")
+
+    with pytest.raises(TransferFailed, match="NIXL failed: no plugins"):
+        nixl_agent.Agent(broken)
+
+
+def test_auto_prefers_the_others_and_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, nixl_world: World
+) -> None:
+    assert NAMES[-1] == "nixl"
+    assert kinds("auto")[-1] == kinds("nixl")[0] == nixl.NIXL
+    monkeypatch.undo()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert nixl.NIXL not in kinds("auto")
+    with pytest.raises(ConfigError, match="the package nixl is not installed"):
+        kinds("nixl")
+
+
+# The library itself.
+
+
+@pytest.fixture
+def peer() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """peer.py in a process of its own."""
+    children: list[subprocess.Popen[str]] = []
+
+    def start(*argv: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tests.unit.kvtransfer.peer", *argv]
+        children.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+def test_a_killed_sender_costs_its_transfer_and_the_next_one_reads_as_before(
+    peer: Callable[..., subprocess.Popen[str]], make_pair: MakePair, prepared: Callable[[str], str]
+) -> None:
+    num_blocks = 16_384  # 64 MiB, in 16 chunks
+    transport = prepared("nixl")
+    landing = HostPool(num_blocks)
+    receiver = make_receiver(
+        landing, fingerprint(), worker_id="d0", incarnation="d0-1", host="127.0.0.1", transport=transport
+    )
+    host, received = GrpcHost(receiver.servicer), Heard()
+    receiver.expect(grant_of_peer(host.endpoint, num_blocks), received)
+    child = peer("sender", transport, host.endpoint, str(num_blocks))
+    assert child.stdout is not None
+    assert json.loads(child.stdout.readline()) == {"ready": True}
+    wait_for(lambda: receiver.stats.chunks >= 3, "some chunks")
+    child.kill()
+    child.wait(WAIT_S)
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    wait_for(lambda: not receiver.peers, "the connection's end")
+    receiver.close()
+    host.stop()
+    pair = make_pair(transport)
+    grant = pair.grant(BLOCKS)
+    assert pair.move(grant, tuple(range(10)))[0].outcome is ReceiveOutcome.VERIFIED
+    pair.assert_equal(grant, tuple(range(10)))
