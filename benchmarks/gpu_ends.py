@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 
-from benchmarks.transfer_ends import GrpcHost
+from benchmarks.transfer_ends import GrpcHost, HostPool
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.paths.nccl import NCCL, Nccl
@@ -28,6 +28,8 @@ from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.transport import Fingerprint, Grant, Received, Sent, TransferKey
 from pdserve.core.errors import InternalError
 
+#: Where blocks lie; stand-in: plain memory behind the words of a device, for both ends in one process.
+Memory = Literal["cuda", "stand-in", "host"]
 ANSWER_S = 120.0  # a first communicator and compiled kernels take their time
 RECEIVER_ID, SENDER_ID = "d0", "p0"
 
@@ -53,16 +55,18 @@ class CudaPool:
         return self.raw[number].cpu().numpy().tobytes()
 
 
-def make_pool(is_rehearsal: bool, num_blocks: int, block_bytes: int, seed: int) -> Any:
-    if not is_rehearsal:
+def make_pool(memory: Memory, num_blocks: int, block_bytes: int, seed: int) -> Any:
+    if memory == "cuda":
         return CudaPool(num_blocks, block_bytes, seed)
+    if memory == "host":
+        return HostPool(num_blocks, block_bytes, seed)
     from tests.unit.kvtransfer.fake_device import DevicePool
 
     return DevicePool(num_blocks, block_bytes, seed=seed)
 
 
-def device_of(is_rehearsal: bool, pool: Any) -> Any:
-    if is_rehearsal:
+def device_of(memory: Memory, pool: Any) -> Any:
+    if memory == "stand-in":
         return TRANSPORTS[CUDA_IPC]._device(pool)  # type: ignore[attr-defined]
     from kvtransfer.cuda import device_of
 
@@ -100,7 +104,7 @@ def nccl_environment(role: str) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class SenderSetup:
-    is_rehearsal: bool
+    memory: Memory
     transport: str
     fingerprint: Fingerprint
     num_blocks: int
@@ -111,7 +115,7 @@ class SenderSetup:
 def run_sender(setup: SenderSetup, orders: Connection) -> None:
     """Obeys until `quit`; every order has one answer, an exception among them."""
     os.environ.update(setup.environment)
-    pool = make_pool(setup.is_rehearsal, setup.num_blocks, setup.fingerprint.block_bytes, setup.seed)
+    pool = make_pool(setup.memory, setup.num_blocks, setup.fingerprint.block_bytes, setup.seed)
     sender = make_sender(
         pool,
         setup.fingerprint,
@@ -138,7 +142,7 @@ def run_sender(setup: SenderSetup, orders: Connection) -> None:
         "send": send,
         "begin": begin,
         "block": pool.block,
-        "export": lambda: device_of(setup.is_rehearsal, pool).export(),
+        "export": lambda: device_of(setup.memory, pool).export(),
     }
     orders.send(("ready", os.getpid()))
     while True:
@@ -156,9 +160,9 @@ def run_sender(setup: SenderSetup, orders: Connection) -> None:
 class RemoteSender:
     def __init__(self, setup: SenderSetup) -> None:
         self._orders, theirs = multiprocessing.Pipe()
-        kind: Any = threading.Thread if setup.is_rehearsal else multiprocessing.get_context("spawn").Process
+        kind: Any = threading.Thread if setup.memory == "stand-in" else multiprocessing.get_context("spawn").Process
         self._runs = kind(target=run_sender, args=(setup, theirs), daemon=True)
-        self._is_process = not setup.is_rehearsal
+        self._is_process = setup.memory != "stand-in"
         self._runs.start()
         if self._is_process:
             theirs.close()  # so that its end shows as the pipe's

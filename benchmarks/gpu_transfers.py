@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.gpu_clock import seconds_of
 from benchmarks.gpu_ends import (
     Landing,
+    Memory,
     RemoteSender,
     SenderSetup,
     device_of,
@@ -43,7 +44,7 @@ def transfers(setting: Setting, folder: Path) -> None:
     with stand_ins() if setting.is_rehearsal else nullcontext():
         block_bytes = setting.transfer_block_bytes
         num_blocks = max(setting.transfer_bytes) // block_bytes
-        pool = make_pool(setting.is_rehearsal, num_blocks, block_bytes, seed=1)
+        pool = make_pool(memory_of(setting), num_blocks, block_bytes, seed=1)
         floors = {size: device_copy_s(setting, pool, size // block_bytes) for size in setting.transfer_bytes}
         for size, took_s in floors.items():
             report.row("device copy", shown_mib(size), size / took_s / 1e9, took_s * 1e3, "1")
@@ -88,7 +89,7 @@ def one_transport(setting: Setting, report: Report, transport: str, pool: Any, f
 
 def kernel(setting: Setting, report: Report, sender: RemoteSender, pool: Any, floors: dict[int, float]) -> None:
     """cuda_ipc's copy alone: blocks of the other process's pool into ours, without the words around it."""
-    device = device_of(setting.is_rehearsal, pool)
+    device = device_of(memory_of(setting), pool)
     source = device.open(sender.ask("export"))
     for size, floor_s in floors.items():
         blocks = list(range(size // pool.block_bytes))
@@ -116,7 +117,7 @@ def while_decoding(setting: Setting, report: Report) -> None:
     engine, facts = opened.engine, fingerprint_of(opened.engine.spec)
     pool: Any = engine.pool
     if setting.is_rehearsal:  # an engine on the CPU, and what lands beside it
-        pool = make_pool(True, engine.spec.num_blocks, engine.spec.block_bytes, seed=2)
+        pool = make_pool("stand-in", engine.spec.num_blocks, engine.spec.block_bytes, seed=2)
     count = max(1, min(engine.spec.num_blocks // 4, LANDING_BYTES // pool.block_bytes))
     blocks = range(engine.spec.num_blocks - count, engine.spec.num_blocks)
     ahead = AheadRows(opened, rows, context, setting.num_steps)
@@ -200,12 +201,16 @@ def sender_setup(setting: Setting, transport: str, facts: Any, num_blocks: int) 
         os.environ.update(nccl_environment("receiver"))
         environment = nccl_environment("sender")
     return SenderSetup(
-        is_rehearsal=setting.is_rehearsal,
+        memory=memory_of(setting),
         transport=transport,
         fingerprint=facts,
         num_blocks=num_blocks,
         environment=environment,
     )
+
+
+def memory_of(setting: Setting) -> Memory:
+    return "stand-in" if setting.is_rehearsal else "cuda"
 
 
 def device_copy_s(setting: Setting, pool: Any, num_blocks: int) -> float:

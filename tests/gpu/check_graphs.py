@@ -1,0 +1,208 @@
+"""Decode steps that were captured as graphs draw what the same steps draw without: every bucket, one step ahead.
+
+    python -m tests.gpu.check_graphs [--rehearse]
+
+For each model and dtype every bucket is filled and filled but for one row, with greedy and with seeded rows; both
+engines decode the same prompts, and tokens and logprobs must be equal, bit for bit. Each launch runs under
+torch.cuda.set_sync_debug_mode("error"): what waits for the device raises. Exit code 1 where a text differs or a launch
+waits; 2 without a CUDA device. --rehearse: a CPU, where the captured steps run kernel by kernel in Triton's
+interpreter and the others are the CPU engine's, whose logprobs may differ in their last bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from pdserve.config import WorkerConfig
+from pdserve.core.types import Sampling
+from pdserve.engine.interface import PENDING, AheadEngine, Flight, Row
+
+BUNDLED: Final = Path(__file__).parent.parent.parent / "pdserve/models/stdlib-5m"
+FAMILIES: Final = ("llama", "qwen3", "gemma2", "mistral-window")
+NUM_BLOCKS_EACH: Final = 4
+SAMPLINGS: Final = (
+    Sampling(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=0),
+    Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=7, max_tokens=64, ignore_eos=True, logprobs=0),
+    Sampling(temperature=1.0, min_p=0.02, seed=11, max_tokens=64, ignore_eos=True, logprobs=0),
+)
+Drawn = list[list[tuple[int, float]]]  # of each row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rehearse", action="store_true")
+    args = parser.parse_args()
+    if args.rehearse:
+        from tests.gpu.interpreter import prepare
+
+        prepare()
+    elif not torch.cuda.is_available():
+        print("no CUDA device: nothing was checked (--rehearse runs the script)", file=sys.stderr)
+        return 2
+    from tests.unit.engine.conftest import build_tiny
+
+    num_steps = 2 if args.rehearse else 16
+    print("| model | dtype | graphs | capture s | rows compared | result |\n|---|---|---|---|---|---|")
+    is_broken = False
+    with tempfile.TemporaryDirectory() as parent:
+        folders = {name: build_tiny(name, Path(parent) / name) for name in FAMILIES[: 1 if args.rehearse else None]}
+        if not args.rehearse:
+            folders["stdlib-5m"] = BUNDLED
+        for name, folder in folders.items():
+            most_rows = 2 if args.rehearse else 256 if folder == BUNDLED else 64
+            for dtype in ("float32",) if args.rehearse else ("float32", "bfloat16"):
+                try:
+                    line, wrong = compare(folder, dtype, most_rows, num_steps, is_rehearsal=args.rehearse)
+                except Exception as error:
+                    line, wrong = "| | ", f"raised {type(error).__name__}: {str(error)[:300]}"
+                is_broken |= bool(wrong)
+                print(f"| {name} | {dtype} | {line} | {f'**{wrong}**' if wrong else 'equal'} |", flush=True)
+    return int(is_broken)
+
+
+def compare(folder: Path, dtype: str, most_rows: int, num_steps: int, *, is_rehearsal: bool) -> tuple[str, str]:
+    """Facts of it, and why not."""
+    from pdserve.engine.ahead import LazyAhead
+    from pdserve.engine.gpu.buckets import buckets_for
+    from pdserve.engine.gpu.engine import GraphEngine
+    from pdserve.engine.gpu.graphs import EagerReplays, GraphReplays
+    from pdserve.engine.gpu.static import StaticDecode
+    from pdserve.engine.opening import open_torch_engine
+
+    device = "cpu" if is_rehearsal else "cuda"
+    config = WorkerConfig(
+        model=str(folder),
+        worker_id="check",
+        device=device,
+        dtype=dtype,
+        block_size=16,
+        kv_blocks=NUM_BLOCKS_EACH * most_rows,
+        max_context_tokens=16 * NUM_BLOCKS_EACH,
+        threads=1,
+    )
+    engines: list[AheadEngine] = []
+    buckets = buckets_for(most_rows)
+    captured_s = 0.0
+    for is_captured in (False, True):
+        inner = open_torch_engine(config)
+        if is_rehearsal and not is_captured:
+            engines.append(LazyAhead(inner))
+            continue
+        decode = StaticDecode(
+            inner.model,
+            inner.pool,
+            most_rows=most_rows,
+            max_context_tokens=inner.spec.max_context_tokens,
+            vocab_size=inner.spec.vocab_size,
+            num_processors=4 if is_rehearsal else torch.cuda.get_device_properties(0).multi_processor_count,
+        )
+        began_s = time.monotonic()
+        is_graph = is_captured and not is_rehearsal
+        engines.append(
+            GraphEngine(inner, decode, GraphReplays(decode, buckets) if is_graph else EagerReplays(decode, buckets))
+        )
+        captured_s = time.monotonic() - began_s
+    firsts = [first_tokens(engine, most_rows) for engine in engines]
+    num_compared, wrong = 0, "" if firsts[0] == firsts[1] else "the prompts' own draws differ"
+    for bucket in buckets:
+        for num_rows in sorted({bucket, max(1, bucket - 1)}):
+            eager, captured = (
+                texts(engine, first[:num_rows], num_steps, is_cuda=not is_rehearsal)
+                for engine, first in zip(engines, firsts, strict=True)
+            )
+            num_compared += num_rows
+            wrong = wrong or differs(eager, captured, 1e-4 if is_rehearsal else 0.0, f"{num_rows} of bucket {bucket}")
+    for engine in engines:
+        engine.close()
+    return f"{len(buckets)} | {captured_s:.1f} | {num_compared}", wrong
+
+
+def first_tokens(engine: AheadEngine, num_rows: int) -> list[int]:
+    """Reads every row's prompt. Decoding again and again writes behind it only."""
+    rows = []
+    for row in range(num_rows):
+        prompt = prompt_of(engine, row)
+        sampling = SAMPLINGS[row % len(SAMPLINGS)]
+        rows.append(
+            Row(tokens=prompt, start=0, blocks=table_of(row), sample=sampling, history=prompt, prompt_len=len(prompt))
+        )
+    return [out.drawn[0].token_id for out in engine.step(rows)]
+
+
+def prompt_of(engine: AheadEngine, row: int) -> list[int]:
+    return [3 + (31 * row + 7 * at) % (engine.spec.vocab_size - 4) for at in range(2 + row % 9)]
+
+
+def table_of(row: int) -> list[int]:
+    return list(range(row * NUM_BLOCKS_EACH, (row + 1) * NUM_BLOCKS_EACH))
+
+
+def texts(engine: AheadEngine, firsts: list[int], num_steps: int, *, is_cuda: bool) -> Drawn:
+    """What each row draws behind its first token, one step ahead."""
+    num_rows = len(firsts)
+    prompts, tables = [prompt_of(engine, row) for row in range(num_rows)], [table_of(row) for row in range(num_rows)]
+    samplings = [SAMPLINGS[row % len(SAMPLINGS)] for row in range(num_rows)]
+    drawn: Drawn = [[(first, 0.0)] for first in firsts]  # that logprob is not compared
+    flight: Flight | None = None
+    for step in range(num_steps):
+        rows = [
+            Row(
+                tokens=(drawn[index][0][0],) if flight is None else (PENDING,),
+                start=len(prompt) + step,
+                blocks=tables[index],
+                sample=samplings[index],
+                history=[*prompt, *(token for token, _ in drawn[index])],
+                prompt_len=len(prompt),
+                follows=None if flight is None else index,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        before = flight
+        with no_waiting(is_cuda=is_cuda):
+            flight = engine.launch(rows, before)
+        if before is not None:
+            read(before, drawn)
+    if flight is not None:
+        read(flight, drawn)
+    return drawn
+
+
+def read(flight: Flight, drawn: Drawn) -> None:
+    for index, out in enumerate(flight.wait()):
+        logprob = out.drawn[0].logprob
+        assert logprob is not None, "every row asks for its logprob"
+        drawn[index].append((out.drawn[0].token_id, logprob))
+
+
+@contextmanager
+def no_waiting(*, is_cuda: bool) -> Iterator[None]:
+    if is_cuda:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if is_cuda:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def differs(eager: Drawn, captured: Drawn, tolerance: float, where: str) -> str:
+    for row, (ours, theirs) in enumerate(zip(eager, captured, strict=True)):
+        for at, ((token, logprob), (other, other_logprob)) in enumerate(zip(ours, theirs, strict=True)):
+            if token != other:
+                return f"{where}: row {row} draws {other} for {token} at token {at}"
+            if not abs(logprob - other_logprob) <= tolerance:
+                return f"{where}: row {row} has logprob {other_logprob} for {logprob} at token {at}"
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

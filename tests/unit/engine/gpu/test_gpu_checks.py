@@ -1,0 +1,66 @@
+"""The scripts of tests/gpu run, and are not blind: on a CPU, over host memory and stand-ins."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu_ends import HostPool
+from tests.gpu import check_transfer
+from tests.gpu.check_graphs import differs
+
+ROOT = Path(__file__).parents[4]
+
+
+def test_the_entry_runs_what_can_be_rehearsed() -> None:
+    command = [sys.executable, "-m", "tests.gpu", "--rehearse"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout.count("| right |") == 2 * 3 + 2
+    assert "| llama | float32 | 2 |" in done.stdout
+    assert "equal" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_the_exit_code_says_so() -> None:
+    for name in ("tests.gpu", "tests.gpu.check_transfer"):
+        done = subprocess.run([sys.executable, "-m", name], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 2, name
+        assert "nothing was checked" in done.stderr
+
+
+def test_a_token_or_a_logprob_that_differs_is_told() -> None:
+    text = [[(5, 0.0), (6, -1.0)]]
+    assert differs(text, [[(5, 0.0), (6, -1.0)]], 0.0, "x") == ""
+    assert "draws 7 for 6" in differs(text, [[(5, 0.0), (7, -1.0)]], 0.0, "x")
+    assert "logprob" in differs(text, [[(5, 0.0), (6, -1.1)]], 0.0, "x")
+    assert "logprob" in differs(text, [[(5, 0.0), (6, float("nan"))]], 1.0, "x")
+
+
+class WrongSender:
+    """Says that it sent, and sent something else."""
+
+    def __init__(self, pool: HostPool, block: int) -> None:
+        self._pool, self._block = pool, block
+
+    def ask(self, word: str, *rest: object) -> object:
+        if word == "send":
+            self._pool.fill((self._block,), 9)
+            return "sent", "", 0.0
+        return self._pool.block(0)
+
+
+class NoGrant:
+    def expect(self, blocks: object) -> None: ...
+
+
+@pytest.mark.parametrize("block", [1, 90])
+def test_wrong_bytes_and_blocks_beside_the_grant_are_told(block: int) -> None:
+    pool = HostPool(check_transfer.NUM_BLOCKS)
+    granted = [2, 1, 0]
+    wrong = check_transfer.right_bytes(WrongSender(pool, block), NoGrant(), pool, granted)  # type: ignore[arg-type]
+    assert f"block {block} " in wrong
