@@ -73,7 +73,7 @@ def serve(
     """One request after the other, then some at once; the warm-up is not counted."""
     common: dict[str, Any] = {
         "device": setting.clock.device.type,
-        "threads": 1,
+        "threads": 1 if setting.is_rehearsal else 8,  # which make weights up
         "speculation": "off",
         "max_batch": setting.serve_at_once,
         "max_batch_tokens": setting.chunk_tokens,

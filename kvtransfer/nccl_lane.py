@@ -1,7 +1,8 @@
 """Communicators of two ranks through CuPy. The only module that imports CuPy's NCCL.
 
-All calls of a device come from one thread, in the order in which they were asked for: NCCL allows no two threads on
-one communicator, and issuing to several from several threads can deadlock. CuPy's binding raises KeyError on statuses
+All sends and receives of a device come from one thread, in the order in which they were asked for: NCCL allows no two
+threads on one communicator, and issuing to several from several threads can deadlock. A pair is made on a thread of
+its own. CuPy's binding raises KeyError on statuses
 that it does not know (in progress, timeout), which here is a status like others. What does not end is aborted by a
 thread that may be left behind; an abort that does not return leaves its staging to nobody until the process ends.
 """
@@ -39,26 +40,35 @@ class Issuer:
 
     def call(self, function: Callable[[], Any], timeout_s: float = CALL_S) -> Any:
         """What `function` returns on the issuing thread. Raises TransferFailed where it raises or takes too long."""
-        done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                done.put((function(), None))
-            except BaseException as error:  # handed to whoever asked
-                done.put((None, error))
-
-        self._calls.put(run)
-        try:
-            value, error = done.get(timeout=timeout_s)
-        except queue.Empty:
-            raise TransferFailed(f"NCCL has not answered in {timeout_s:.0f} s") from None
-        if error is not None:
-            raise TransferFailed(f"NCCL failed: {status_of(error)}") from error
-        return value
+        return answer_of(function, self._calls.put, timeout_s)
 
     def _run(self) -> None:
         while True:
             self._calls.get()()
+
+
+def answer_of(function: Callable[[], Any], begin: Callable[[Callable[[], None]], object], timeout_s: float) -> Any:
+    """What `function` returns on the thread that `begin` gives it to. Raises TransferFailed."""
+    done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((function(), None))
+        except BaseException as error:  # handed to whoever asked
+            done.put((None, error))
+
+    begin(run)
+    try:
+        value, error = done.get(timeout=timeout_s)
+    except queue.Empty:
+        raise TransferFailed(f"NCCL has not answered in {timeout_s:.0f} s") from None
+    if error is not None:
+        raise TransferFailed(f"NCCL failed: {status_of(error)}") from error
+    return value
+
+
+def on_its_own_thread(function: Callable[[], None]) -> None:
+    threading.Thread(target=function, name="nccl-join", daemon=True).start()
 
 
 def status_of(error: BaseException) -> str:
@@ -96,7 +106,9 @@ class NcclLanes:
                 raise TransferFailed(f"{MOST_LANES} NCCL pairs are open already")
             _num_lanes[0] += 1
         try:
-            communicator = issuer.call(make, JOIN_S)
+            # Not on the issuing thread: nobody can call back a rank that waits for one that does not come, and the
+            # other pairs of the device shall not wait with it. It launches nothing that others could be mixed up with.
+            communicator = answer_of(make, on_its_own_thread, JOIN_S)
         except BaseException:
             _one_less()
             raise

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from kvtransfer.cuda import why_no_cuda
-from kvtransfer.nccl_lane import signed, status_of
+from kvtransfer.nccl_lane import Issuer, answer_of, on_its_own_thread, signed, status_of
 from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.registry import TRANSPORTS, kinds
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, TransferFailed
 from tests.unit.kvtransfer.fake_device import FakeCopying, FakeDevice, FakeLane, FakeLanes
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for
 
@@ -194,3 +194,20 @@ def test_statuses_that_cupy_does_not_know_are_still_statuses() -> None:
 def test_an_nccl_id_travels_as_bytes_and_reaches_cupy_as_signed_chars() -> None:
     chars = tuple(range(-128, 128))
     assert signed(bytes(number % 256 for number in chars)) == chars
+
+
+def test_a_pair_whose_other_rank_never_comes_holds_up_no_other_pair() -> None:
+    waits = threading.Event()
+    issuer = Issuer()
+    with pytest.raises(TransferFailed, match="not answered"):
+        answer_of(waits.wait, on_its_own_thread, 0.05)
+    assert issuer.call(lambda: 5) == 5
+    waits.set()
+
+
+def test_statuses_without_a_name_are_told_by_their_number() -> None:
+    def fails() -> None:
+        raise KeyError(7)
+
+    with pytest.raises(TransferFailed, match="status 7"):
+        Issuer().call(fails)
