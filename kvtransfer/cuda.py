@@ -23,6 +23,7 @@ from pdserve.engine.interface import KvPool
 
 COPY_S: Final = 10.0  # a copy that takes longer will not end
 _POLL_S: Final = 50e-6
+_WORDS: Final = 4  # int32 numbers in 16 bytes
 _EXPORT: Final = struct.Struct("<QQQ16s")  # offset in the allocation, blocks, bytes per block, the device's UUID
 
 
@@ -159,8 +160,10 @@ class CudaDevice:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             # The engine's stream is the default one; what it has queued may still write the source.
             self.stream.wait_stream(torch.cuda.default_stream(self.device))
-            numbers = torch.tensor([list(sources), list(targets) or list(sources)], dtype=torch.int32).pin_memory()
-            on_device = numbers.to(self.device, non_blocking=True)
+            count, padding = len(sources), [0] * (-len(sources) % _WORDS)  # both rows at multiples of 16 bytes, as
+            rows = [[*sources, *padding], [*(targets or sources), *padding]]  # Triton would else compile anew
+            numbers = torch.tensor(rows, dtype=torch.int32).pin_memory()
+            on_device = numbers.to(self.device, non_blocking=True)[:, :count]
             into = target.tensor if isinstance(target, CudaBlocks) else None
             sums_B = relay(source.tensor, on_device[0], into, None if into is None else on_device[1])
             host_B = torch.empty(len(sources), dtype=torch.int64, pin_memory=True)

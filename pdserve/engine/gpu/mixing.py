@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from pdserve.engine.gpu.splits import num_splits
 from pdserve.engine.mixing import Heads
 from pdserve.engine.parameters import LayerWeights
 from pdserve.engine.pool import TorchPool
+
+_WORDS: Final = 4  # int32 numbers in 16 bytes
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,12 @@ class TritonRows:
         for count in counts:
             firsts.append(firsts[-1] + count)
         flat = [block for table in tables for block in (*table, *[0] * (width - len(table)))]
-        packed = torch.tensor([*flat, *starts, *lengths, *firsts], dtype=torch.int32).to(self._device)
-        table_BP, start_B, length_B, first_B1 = packed.split([num_rows * width, num_rows, num_rows, num_rows + 1])
+        parts = (flat, starts, lengths, firsts)
+        # Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for every mixture of those that do not.
+        padded = [[*part, *[0] * (-len(part) % _WORDS)] for part in parts]
+        packed = torch.tensor([word for part in padded for word in part], dtype=torch.int32).to(self._device)
+        pieces = packed.split([len(part) for part in padded])
+        table_BP, start_B, length_B, first_B1 = (piece[: len(part)] for piece, part in zip(pieces, parts, strict=True))
         # A power of two, since each number of queries is a kernel of its own.
         most = 1 << (max(counts) - 1).bit_length()
         rows = Rows(most, table_BP.view(num_rows, width), start_B, length_B, first_B1)
