@@ -128,6 +128,7 @@ class NcclLane:
 
         self._issuer, self._device, self._communicator, self._peer = issuer, device, communicator, peer
         self._is_closed = False
+        self._memory: dict[int, torch.Tensor] = {}  # that the library was told of, by its address
         # Its own: a receive whose sender is gone holds up what comes behind it, which must not be other pairs. torch
         # deals 32 streams out again and again, so CuPy makes it, and it is there as long as the lane is.
         with cupy.cuda.Device(device.device.index):
@@ -163,6 +164,8 @@ class NcclLane:
 
         threading.Thread(target=abort, name="nccl-abort", daemon=True).start()
         if not ended.wait(ABORT_S):
+            # It may still write: without a holder the memory would go to the engine.
+            _abandoned.append((self._memory, self._communicator, self._owned))
             raise TransferFailed(f"an NCCL communicator's abort has not returned in {ABORT_S:.0f} s")
         _one_less()
 
@@ -170,7 +173,9 @@ class NcclLane:
         if self._is_closed:
             raise TransferFailed("the NCCL pair is closed")
         assert isinstance(blocks, CudaBlocks)
-        pointer = blocks.tensor.data_ptr() + block * blocks.block_bytes
+        base = blocks.tensor.data_ptr()
+        self._memory[base] = blocks.tensor
+        pointer = base + block * blocks.block_bytes
 
         def issue() -> CudaCopying:
             import cupy
@@ -187,6 +192,7 @@ class NcclLane:
 
 _UINT8: Final = 1  # ncclUint8: KV travels as bytes, whatever they mean
 _issuers: dict[int, Issuer] = {}
+_abandoned: list[Any] = []
 _num_lanes = [0]
 _lock = threading.Lock()
 
