@@ -1,5 +1,8 @@
 """Our engine against transformers on a CUDA device, float32 and bfloat16, eager, every family. Prints a table.
 
+The trained model with fp8 weights stands against transformers in bfloat16: of random weights the five likeliest are
+too close to each other for it.
+
     python -m tests.gpu.check_engine [--device cuda] [--tokens 64]
 
 Rule (research/engine.md section 7, as vLLM's tests have it): where two greedy texts part for the first time, each
@@ -31,7 +34,7 @@ from tests.unit.engine.conftest import TINY, build_tiny
 BUNDLED: Final = Path(__file__).parent.parent.parent / "pdserve/models/stdlib-5m"
 TOP: Final = 5
 PROMPTS: Final = (1, 17, 80, 300)
-NEAR_TIE: Final = {"float32": 1e-3, "bfloat16": float("inf")}
+NEAR_TIE: Final = {"float32": 1e-3, "bfloat16": float("inf"), "fp8": float("inf")}
 
 
 @dataclass
@@ -58,7 +61,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as parent:
         folders = {family: build_tiny(family, Path(parent) / family) for family in TINY} | {"stdlib-5m": BUNDLED}
         for family, folder in folders.items():
-            for dtype in ("float32", "bfloat16"):
+            has_fp8 = folder == BUNDLED and args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+            for dtype in ("float32", "bfloat16", *(("fp8",) if has_fp8 else ())):
                 began_s = time.monotonic()
                 outcome = compare(folder, dtype, args.device, args.tokens)
                 is_broken |= bool(outcome.broken)
@@ -80,7 +84,9 @@ def compare(folder: Path, dtype: str, device: str, num_tokens: int) -> Outcome:
         )
     )
     ours = write(engine, prompts, num_tokens)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, "bfloat16" if dtype == "fp8" else dtype)
+    ).to(device)
     outcome = Outcome(num_texts=len(prompts))
     for prompt, outs in zip(prompts, ours, strict=True):
         given = torch.tensor([prompt], device=device)
