@@ -20,7 +20,6 @@ from pdserve.engine.interface import KvPool
 _HELLO: Final = struct.Struct("<4sIQ")  # magic, blocks, bytes per block
 _MAGIC: Final = b"PDKP"
 HELLO_BYTES: Final = _HELLO.size
-TAKEN: Final = b"PDOK"  # the other side has mapped it
 
 
 def offer(sock: socket.socket, pool: KvPool) -> None:

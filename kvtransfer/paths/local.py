@@ -1,4 +1,4 @@
-"""Sockets of paths: abstract Unix names for two ends on one host, this user only; and reading handshakes."""
+"""How the two halves of a path meet: sockets for two ends on one host, and the words before the first frame."""
 
 from __future__ import annotations
 
@@ -7,48 +7,54 @@ import secrets
 import socket
 import struct
 import time
+from typing import Final
 
 from kvtransfer.frames import BadFrame
 from kvtransfer.paths.path import ReceiveLink
 
-
-def listen() -> socket.socket:
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    door.bind("\0pdserve-kv-" + secrets.token_hex(16))
-    return door
+TAKEN: Final = b"PDOK"  # the receiver has what it was offered
 
 
-def address(door: socket.socket) -> str:
-    return bytes(door.getsockname())[1:].decode()
+class UnixDoor:
+    """Of transports whose two ends share a host."""
+
+    is_same_host = True
+
+    def listen(self, host: str) -> socket.socket:
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        door.bind("\0pdserve-kv-" + secrets.token_hex(16))
+        return door
+
+    def address(self, door: socket.socket) -> str:
+        return bytes(door.getsockname())[1:].decode()
+
+    def dial(self, address: str, endpoint: str, timeout_s: float) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect("\0" + address)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def admits(self, sock: socket.socket) -> bool:
+        """This user's processes only."""
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        _, user, _ = struct.unpack("3i", credentials)
+        return bool(user == os.geteuid())
 
 
-def dial(name: str, timeout_s: float) -> socket.socket:
-    """A blocking socket with that timeout. Raises OSError."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(timeout_s)
-        sock.connect("\0" + name)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def is_own_user(sock: socket.socket) -> bool:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
-    return bool(user == os.geteuid())
-
-
-def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
-    """From a blocking socket. Raises OSError at its end."""
-    data = b""
-    while len(data) < num_bytes:
-        received = sock.recv(num_bytes - len(data))
+def await_taken(sock: socket.socket, what: str) -> None:
+    """The sender's side, blocking: the receiver says TAKEN. Raises OSError where it says or does something else."""
+    answer = b""
+    while len(answer) < len(TAKEN):
+        received = sock.recv(len(TAKEN) - len(answer))
         if not received:
-            raise OSError("the other side closed the connection")
-        data += received
-    return data
+            break
+        answer += received
+    if answer != TAKEN:
+        raise OSError(f"the receiver did not take the {what}")
 
 
 def receive_patiently(link: ReceiveLink, num_bytes: int, patience_s: float) -> bytes:

@@ -15,18 +15,19 @@ from __future__ import annotations
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, final
 
 from kvtransfer.departure import Job
 from kvtransfer.departures import StaleSource
 from kvtransfer.device import Blocks, Copying, Device, Lane, Lanes
-from kvtransfer.frames import BadFrame, Frame, Kind
+from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.landing import Claim
-from kvtransfer.paths import local
+from kvtransfer.paths.local import TAKEN, await_taken, receive_patiently
+from kvtransfer.paths.on_device import DeviceOf, OnDevice
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.paths.tcp import Tcp
+from kvtransfer.paths.slots import give_back
+from kvtransfer.paths.tcp import TcpDoor
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
@@ -35,13 +36,10 @@ NCCL: Final = transfer_pb2.TRANSPORT_KIND_NCCL
 SLOT_BYTES: Final = 8 * 2**20  # a send costs some ten microseconds whatever its size
 SLOTS: Final = 3  # one is packed, one is sent, one is unpacked
 HANDSHAKE_S: Final = 60.0  # a first communicator takes seconds, while its kernels are loaded
-TAKEN: Final = b"PDOK"
 MAX_VERSION_BYTES: Final = 32
 MAX_ID_BYTES: Final = 1024
 _HELLO: Final = struct.Struct("<4s32sQI")  # magic, library version, bytes per block, bytes of the id that follows
 _MAGIC: Final = b"PDKN"
-
-DeviceOf = Callable[[KvPool], Device]
 
 
 @final
@@ -170,7 +168,7 @@ class NcclReceive:
         num_bytes = frame.count * link.block_bytes
         receiving = self._lane.receive(self._staging, first, num_bytes, link.channel.waker.set)
         self._slots[frame.slot] = _Slot(frame, claim, receiving)
-        link.channel.post(Frame(Kind.CREDIT, frame.tag, slot=frame.slot).encode())
+        give_back(link, frame)
 
     def _unpack(self, number: int, slot: _Slot) -> None:
         link, frame, claim = self._link, slot.frame, slot.claim
@@ -188,36 +186,15 @@ class NcclReceive:
 
 
 @final
-class Nccl:
+class Nccl(OnDevice, TcpDoor):
     kind: int = NCCL
     name = "nccl"
-    is_same_host = False
-    is_for_devices = True
     proves_quiescence = True  # of live pages: the library writes into staging alone
 
     def __init__(self, device_of: DeviceOf | None = None, lanes: Lanes | None = None) -> None:
         """The two stand in for CUDA and NCCL."""
-        self._device_of, self._own_lanes = device_of, lanes
-        self._tcp = Tcp()
-
-    def why_not(self) -> str:
-        if self._device_of is not None:
-            return ""
-        from kvtransfer.cuda import why_no_cuda
-
-        return why_no_cuda("cupy")
-
-    def listen(self, host: str) -> socket.socket:
-        return self._tcp.listen(host)
-
-    def address(self, door: socket.socket) -> str:
-        return self._tcp.address(door)
-
-    def dial(self, address: str, endpoint: str, timeout_s: float) -> socket.socket:
-        return self._tcp.dial(address, endpoint, timeout_s)
-
-    def admits(self, sock: socket.socket) -> bool:
-        return self._tcp.admits(sock)
+        super().__init__(device_of)
+        self._own_lanes = lanes
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
         device, lanes = self._device(pool), self._lanes()
@@ -225,8 +202,7 @@ class Nccl:
         sock.settimeout(HANDSHAKE_S)
         sock.sendall(_HELLO.pack(_MAGIC, _padded(lanes.version), pool.block_bytes, len(lane_id)) + lane_id)
         # Not before the other end has said that it will come: a rank that waits alone cannot be called back.
-        if local.receive_exactly(sock, len(TAKEN)) != TAKEN:
-            raise OSError("the receiver did not take the communicator")
+        await_taken(sock, "communicator")
         try:
             return NcclSend(device, lanes.join(device, lane_id, 0), pool.block_bytes)
         except TransferFailed as failed:
@@ -234,24 +210,17 @@ class Nccl:
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
         lanes = self._lanes()
-        magic, version, block_bytes, size = _HELLO.unpack(local.receive_patiently(link, _HELLO.size, HANDSHAKE_S))
+        magic, version, block_bytes, size = _HELLO.unpack(receive_patiently(link, _HELLO.size, HANDSHAKE_S))
         theirs = version.rstrip(b"\0").decode("ascii", "replace")
         if magic != _MAGIC or block_bytes != link.block_bytes or not 0 < size <= MAX_ID_BYTES:
             raise BadFrame(f"blocks of {block_bytes} bytes, expected {link.block_bytes}")
         if theirs != lanes.version:
             raise BadFrame(f"NCCL {theirs}, expected {lanes.version}: both ranks must have the same")
-        lane_id = local.receive_patiently(link, size, HANDSHAKE_S)
+        lane_id = receive_patiently(link, size, HANDSHAKE_S)
         link.channel.post(TAKEN)
         link.channel.flush()
         device = self._device(link.pool)
         return NcclReceive(link, device, lanes.join(device, lane_id, 1))
-
-    def _device(self, pool: KvPool) -> Device:
-        if self._device_of is not None:
-            return self._device_of(pool)
-        from kvtransfer.cuda import device_of
-
-        return device_of(pool)
 
     def _lanes(self) -> Lanes:
         if self._own_lanes is not None:

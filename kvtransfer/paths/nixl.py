@@ -22,17 +22,17 @@ import socket
 import struct
 import threading
 from array import array
-from collections import deque
 from typing import Final, final
 
 from kvtransfer.departure import Job
-from kvtransfer.frames import BadFrame, Frame, Kind
+from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.landing import Claim
 from kvtransfer.memory import copy
 from kvtransfer.nixl_agent import Agent, MakeLibrary, Read, Reader, make_library
-from kvtransfer.paths import local
+from kvtransfer.paths.local import TAKEN, await_taken, receive_patiently
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.paths.tcp import Tcp
+from kvtransfer.paths.slots import Slots, check_numbers, give_back, read_numbers
+from kvtransfer.paths.tcp import TcpDoor
 from kvtransfer.plan import byte_ranges
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.interface import KvPool
@@ -42,18 +42,15 @@ NIXL: Final = transfer_pb2.TRANSPORT_KIND_NIXL
 WINDOW: Final = 3  # chunks: one is summed, one is read, one is copied
 HANDSHAKE_S: Final = 30.0  # in a new process the other side makes its agent first, and registers its pool
 MAX_METADATA_BYTES: Final = 65_536  # some 450 with UCX on one host
-TAKEN: Final = b"PDOK"
 _HELLO: Final = struct.Struct("<4sIQQI")  # magic, blocks, bytes per block, address, bytes of the metadata that follow
 _MAGIC: Final = b"PDKX"
-_NUMBER_BYTES: Final = 4
 
 
 @final
 class NixlSend:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._free = deque(range(WINDOW))
-        self._out: dict[int, Job | None] = {}  # by slot; None: given up meanwhile
+        self._slots = Slots(WINDOW)
 
     def attach(self, link: SendLink) -> None:
         self._link = link
@@ -64,39 +61,27 @@ class NixlSend:
 
     @property
     def is_free(self) -> bool:
-        return bool(self._free)
+        return self._slots.is_free
 
     def post(self, job: Job) -> None:
-        link, slot = self._link, self._free[0]
-        numbers = array("I", job.chunk.sources).tobytes()
-        head = link.head(job, link.digest(link.views(job)), slot=slot, length=len(numbers))
-        self._free.popleft()
-        self._out[slot] = job
+        link, slots = self._link, self._slots
+        slots.announce(slots.take(), job, link, link.digest(link.views(job)))
         self._agent.serve(1)
-        link.writer.say(head + numbers)
 
     def forsake(self, job: Job) -> None:
-        """At once: whatever the receiver still reads of it belongs to a transfer that it will not commit."""
-        for slot in [slot for slot, one in self._out.items() if one is job]:
-            self._out[slot] = None
-            self._link.finished(job)
+        self._slots.forsake(job, self._link)
 
     def hear(self, frame: Frame) -> None:
-        if frame.slot not in self._out:
-            raise BadFrame(f"credit for slot {frame.slot}, which is not in use")
-        job = self._out.pop(frame.slot)
-        self._free.append(frame.slot)
+        self._slots.hear(frame, self._link)
         self._agent.serve(-1)
-        if job is not None:
-            self._link.finished(job)
 
     def poll(self) -> None:
         pass
 
     def close(self) -> None:
         """Others may read on: their connection is gone, and with it what they could commit."""
-        self._agent.serve(-len(self._out))
-        self._out.clear()
+        self._agent.serve(-len(self._slots))
+        self._slots.clear()
 
 
 @final
@@ -107,18 +92,15 @@ class NixlReceive:
         self._reading: dict[int, tuple[Frame, Claim, Read]] = {}  # by slot
 
     def check(self, frame: Frame) -> None:
-        if frame.length != frame.count * _NUMBER_BYTES or frame.slot >= WINDOW or frame.slot in self._reading:
-            raise BadFrame(f"{frame.count} blocks in slot {frame.slot} with {frame.length} bytes behind the header")
+        check_numbers(frame, WINDOW)
+        if frame.slot in self._reading:
+            raise BadFrame(f"{frame.count} blocks in slot {frame.slot}, which is still read into")
 
     def land(self, frame: Frame, claim: Claim | None) -> None:
         link = self._link
-        data = bytearray(frame.length)
-        link.channel.fill(memoryview(data))
-        sources = array("I", bytes(data))
-        if max(sources) >= self._num_blocks:
-            raise BadFrame(f"source block {max(sources)} of a pool of {self._num_blocks}")
+        sources = read_numbers(link, frame, self._num_blocks)
         if claim is None:
-            self._give_back(frame)
+            give_back(link, frame)
             return
         read = self._reader.read(frame.slot * link.chunk_bytes, self._runs(frame, sources), link.channel.waker.set)
         self._reading[frame.slot] = frame, claim, read
@@ -137,7 +119,7 @@ class NixlReceive:
     def _take(self, frame: Frame, claim: Claim) -> None:
         link, at = self._link, frame.slot * self._link.chunk_bytes
         if not link.enter(claim):
-            self._give_back(frame)
+            give_back(link, frame)
             return
         try:
             views = link.views(claim)
@@ -145,7 +127,7 @@ class NixlReceive:
             digest = link.digest(views)
         finally:
             link.leave(claim)
-        self._give_back(frame)
+        give_back(link, frame)
         link.settle(claim, frame, digest)
 
     def _runs(self, frame: Frame, sources: array[int]) -> list[tuple[int, int]]:
@@ -156,24 +138,19 @@ class NixlReceive:
         runs = lanes.runs(frame.part)
         return [(base + block * lanes.block_bytes + at, size) for block in sources for at, size in runs]
 
-    def _give_back(self, frame: Frame) -> None:
-        self._link.channel.post(Frame(Kind.CREDIT, frame.tag, slot=frame.slot).encode())
-
 
 @final
-class Nixl:
+class Nixl(TcpDoor):
     """A process has one agent for what it sends, of all its pools, and one for what it receives."""
 
     kind: int = NIXL
     name = "nixl"
-    is_same_host = False
     is_for_devices = False
     proves_quiescence = True  # of live pages: the library writes into staging alone
 
     def __init__(self, make: MakeLibrary | None = None) -> None:
         """`make` stands in for the library."""
         self._make = make
-        self._tcp = Tcp()
         self._lock = threading.Lock()  # guards the two
         self._exporter: Agent | None = None
         self._importer: Agent | None = None
@@ -181,18 +158,6 @@ class Nixl:
     def why_not(self) -> str:
         is_there = self._make is not None or importlib.util.find_spec("nixl") is not None
         return "" if is_there else "the package nixl is not installed"
-
-    def listen(self, host: str) -> socket.socket:
-        return self._tcp.listen(host)
-
-    def address(self, door: socket.socket) -> str:
-        return self._tcp.address(door)
-
-    def dial(self, address: str, endpoint: str, timeout_s: float) -> socket.socket:
-        return self._tcp.dial(address, endpoint, timeout_s)
-
-    def admits(self, sock: socket.socket) -> bool:
-        return self._tcp.admits(sock)
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
         try:
@@ -203,18 +168,17 @@ class Nixl:
             raise OSError(failed.message) from failed
         sock.settimeout(HANDSHAKE_S)
         sock.sendall(_HELLO.pack(_MAGIC, pool.num_blocks, pool.block_bytes, address, len(metadata)) + metadata)
-        if local.receive_exactly(sock, len(TAKEN)) != TAKEN:
-            raise OSError("the receiver did not take the pool")
+        await_taken(sock, "pool")
         return NixlSend(self._exporter)
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
-        hello = local.receive_patiently(link, _HELLO.size, HANDSHAKE_S)
+        hello = receive_patiently(link, _HELLO.size, HANDSHAKE_S)
         magic, num_blocks, block_bytes, address, size = _HELLO.unpack(hello)
         if magic != _MAGIC or block_bytes != link.source.block_bytes or not num_blocks:
             raise BadFrame(f"a pool of {num_blocks} blocks of {block_bytes} bytes, expected {link.source.block_bytes}")
         if not 0 < size <= MAX_METADATA_BYTES:
             raise BadFrame(f"{size} bytes of metadata, at most {MAX_METADATA_BYTES}")
-        metadata = local.receive_patiently(link, size, HANDSHAKE_S)
+        metadata = receive_patiently(link, size, HANDSHAKE_S)
         with self._lock:
             self._importer = self._importer or Agent(self._make or make_library)
         try:

@@ -105,16 +105,10 @@ class TcpReceive:
         pass
 
 
-@final
-class Tcp:
-    kind: int = TCP
-    name = "tcp"
-    is_same_host = False
-    is_for_devices = False
-    proves_quiescence = True  # the receiver's own thread is the only writer
+class TcpDoor:
+    """Of transports whose ends may be anywhere."""
 
-    def why_not(self) -> str:
-        return ""
+    is_same_host = False
 
     def listen(self, host: str) -> socket.socket:
         door = socket.socket(_family(host), socket.SOCK_STREAM)
@@ -138,6 +132,17 @@ class Tcp:
 
     def admits(self, sock: socket.socket) -> bool:
         return True
+
+
+@final
+class Tcp(TcpDoor):
+    kind: int = TCP
+    name = "tcp"
+    is_for_devices = False
+    proves_quiescence = True  # the receiver's own thread is the only writer
+
+    def why_not(self) -> str:
+        return ""
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
         return TcpSend()

@@ -1,0 +1,32 @@
+"""What the transports between GPUs share: the device of a pool, or what this system lacks for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvtransfer.device import Device
+from pdserve.engine.interface import KvPool
+
+DeviceOf = Callable[[KvPool], Device]
+
+
+class OnDevice:
+    is_for_devices = True
+
+    def __init__(self, device_of: DeviceOf | None = None) -> None:
+        """`device_of` stands in for CUDA."""
+        self._device_of = device_of
+
+    def why_not(self) -> str:
+        if self._device_of is not None:
+            return ""
+        from kvtransfer.cuda import why_no_cuda
+
+        return why_no_cuda("cupy")
+
+    def _device(self, pool: KvPool) -> Device:
+        if self._device_of is not None:
+            return self._device_of(pool)
+        from kvtransfer.cuda import device_of
+
+        return device_of(pool)

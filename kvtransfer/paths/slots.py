@@ -1,0 +1,91 @@
+"""Chunks that the receiver reads out of the sender's pool: announced by slot, with the numbers of their source blocks.
+
+The sender may post as many as there are slots; the receiver gives a slot back once it reads the source no more.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from typing import Final, final
+
+from kvtransfer.departure import Job
+from kvtransfer.departures import StaleSource
+from kvtransfer.frames import BadFrame, Frame, Kind
+from kvtransfer.paths.path import ReceiveLink, SendLink
+
+_NUMBER_BYTES: Final = 4
+
+
+@final
+class Slots:
+    """The sender's."""
+
+    def __init__(self, count: int) -> None:
+        self._free = deque(range(count))
+        self._out: dict[int, Job | None] = {}  # announced; None: given up meanwhile
+
+    def __len__(self) -> int:
+        """How many are announced."""
+        return len(self._out)
+
+    @property
+    def is_free(self) -> bool:
+        return bool(self._free)
+
+    def take(self) -> int:
+        """A slot for a chunk that is to be announced, or put back."""
+        return self._free.popleft()
+
+    def put_back(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def announce(self, slot: int, job: Job, link: SendLink, digest: bytes) -> None:
+        """Raises what `link.head` raises; the slot is free again then."""
+        numbers = array("I", job.chunk.sources).tobytes()
+        try:
+            head = link.head(job, digest, slot=slot, length=len(numbers))
+        except StaleSource:
+            self.put_back(slot)
+            raise
+        self._out[slot] = job
+        link.writer.say(head + numbers)
+
+    def forsake(self, job: Job, link: SendLink) -> None:
+        """At once: whatever the receiver still reads of it belongs to a transfer that it will not commit."""
+        for slot in [slot for slot, one in self._out.items() if one is job]:
+            self._out[slot] = None
+            link.finished(job)
+
+    def hear(self, frame: Frame, link: SendLink) -> None:
+        """The receiver gives a slot back. Raises BadFrame where it has none."""
+        if frame.slot not in self._out:
+            raise BadFrame(f"credit for slot {frame.slot}, which is not in use")
+        job = self._out.pop(frame.slot)
+        self._free.append(frame.slot)
+        if job is not None:
+            link.finished(job)
+
+    def clear(self) -> None:
+        """Nothing is announced any more: the connection is gone."""
+        self._out.clear()
+
+
+def check_numbers(frame: Frame, num_slots: int) -> None:
+    """Raises BadFrame unless the frame announces the numbers of its blocks, in a slot that exists."""
+    if frame.length != frame.count * _NUMBER_BYTES or frame.slot >= num_slots:
+        raise BadFrame(f"{frame.count} blocks in slot {frame.slot} with {frame.length} bytes behind the header")
+
+
+def read_numbers(link: ReceiveLink, frame: Frame, num_blocks: int) -> array[int]:
+    """The source blocks of a chunk. Raises BadFrame on a block that the sender's pool does not have."""
+    data = bytearray(frame.length)
+    link.channel.fill(memoryview(data))
+    numbers = array("I", bytes(data))
+    if max(numbers) >= num_blocks:
+        raise BadFrame(f"source block {max(numbers)} of a pool of {num_blocks}")
+    return numbers
+
+
+def give_back(link: ReceiveLink, frame: Frame) -> None:
+    link.channel.post(Frame(Kind.CREDIT, frame.tag, slot=frame.slot).encode())
