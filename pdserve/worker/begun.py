@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
-from pdserve.engine.interface import AheadEngine, Flight, RowOut
+from pdserve.engine.interface import AheadEngine, Flight, Row, RowOut
 from pdserve.worker.compute import Isolation, RowFailed
 
 
@@ -55,25 +56,25 @@ class Runway:
         After a failure the step ahead is dropped, since it follows draws that never were, and the rows are tried one
         by one. Raises EngineBroken.
         """
-        assert begun.flight is not None
-        try:
-            following = self._batching.plan_after(begun.step)
+        flight = begun.flight
+        assert flight is not None
+        following = self._batching.plan_after(begun.step)
+
+        def compute() -> list[RowOut]:
             if following is not None:
-                self._next = self.launch(following, begun.flight)
-            return list(begun.flight.wait())
-        except Exception as error:  # whatever an engine may raise: the rows are tried one by one
+                self._next = self.launch(following, flight)
+            return flight.wait()
+
+        def again() -> list[Row | None]:
             self._drop_next()
-            rows = begun.step.rows_again()
-            entries = iter(self._isolation.after_failure([row for row in rows if row is not None], error))
-            return [RowOut() if row is None else next(entries) for row in rows]
+            rows: list[Row | None] = begun.step.rows_again()
+            return rows
+
+        return self._isolation.run(compute, again)
 
     def _drop_next(self) -> None:
         dropped = self.take_next()
-        if dropped is None:
-            return
-        try:
-            if dropped.flight is not None:
+        if dropped is not None and dropped.flight is not None:
+            with contextlib.suppress(Exception):  # as the step before, whose failure is told
                 dropped.flight.wait()
-        except Exception:
-            pass
-        self._batching.dropped(dropped.step)
+            self._batching.dropped(dropped.step)

@@ -41,21 +41,26 @@ class Isolation:
 
     def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut | RowFailed]:
         """One entry per row. Raises EngineBroken where even the probe fails. `on_layer` hears of the first try only."""
-        try:
-            outs = self._engine.step(rows) if on_layer is None else self._engine.step(rows, on_layer)
-        except Exception as error:  # whatever an engine may raise: the rows are tried one by one
-            return self.after_failure(rows, error)
-        self._num_barren = 0
-        return list(outs)
+        engine = self._engine
+        return self.run(lambda: engine.step(rows) if on_layer is None else engine.step(rows, on_layer), lambda: rows)
 
-    def after_failure(self, rows: Sequence[Row], error: Exception) -> list[RowOut | RowFailed]:
-        """The rows of a step that failed, each tried alone. Raises EngineBroken where even the probe fails."""
-        if not rows:
-            return []
-        log.error("a step failed; its rows are tried one by one", exc_info=error, extra={"rows": len(rows)})
-        entries = [self._alone(row) for row in rows]
-        if all(isinstance(entry, RowFailed) for entry in entries):
-            self._suspect()
+    def run(
+        self, compute: Callable[[], Sequence[RowOut]], again: Callable[[], Sequence[Row | None]]
+    ) -> list[RowOut | RowFailed]:
+        """As `step`, for who computes the rows in another way; `again` gives them if that fails, None for who has
+        left meanwhile."""
+        try:
+            outs = compute()
+        except Exception as error:  # whatever an engine may raise: the rows are tried one by one
+            rows = again()
+            log.error("a step failed; its rows are tried one by one", exc_info=error, extra={"rows": len(rows)})
+        else:
+            self._num_barren = 0
+            return list(outs)
+        entries = [RowOut() if row is None else self._alone(row) for row in rows]
+        if all(isinstance(entry, RowFailed) for row, entry in zip(rows, entries, strict=True) if row is not None):
+            if any(row is not None for row in rows):
+                self._suspect()
         else:
             self._num_barren = 0
         return entries

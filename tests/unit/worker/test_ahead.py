@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
 from pdserve.engine.ahead import LazyFlight
@@ -12,6 +14,8 @@ from pdserve.engine.interface import Flight, Row, RowOut
 from pdserve.engine.load import load_engine
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2
+from pdserve.worker.begun import Begun, Runway
+from pdserve.worker.compute import MAX_BARREN_STEPS, EngineBroken, Isolation, RowFailed
 
 PROMPT = list(range(10, 30))
 
@@ -66,3 +70,43 @@ async def test_ahead_is_for_engines_that_can_and_can_be_forced(start: Any, attac
     for ahead, is_used in (("auto", False), ("on", True), ("off", False)):
         d = start(Role.DECODE, speculation="off", ahead=ahead, worker_id=f"d-{ahead}")
         assert (d.program._runway is not None) == is_used
+
+
+def test_steps_that_succeed_ahead_clear_the_engine_of_suspicion() -> None:
+    """Barren steps break an engine only in a row; with no block to probe with, nothing else may clear it."""
+
+    class Flying:
+        is_failing = True
+
+        def wait(self) -> list[RowOut]:
+            if self.is_failing:
+                raise RuntimeError("a launch failed")
+            return []
+
+        def step(self, rows: Sequence[Row]) -> list[RowOut]:
+            raise RuntimeError("and alone")
+
+    class Step:
+        def rows_again(self) -> list[Row | None]:
+            return [Row(tokens=[1], start=0, blocks=[0]), None]
+
+    class Nothing:
+        def plan_after(self, step: Any) -> None:
+            return None
+
+    engine: Any = Flying()
+    batching: Any = Nothing()
+    runway = Runway(engine, batching, Isolation(engine, lambda: None))
+    for _ in range(2):
+        engine.is_failing = True
+        for _ in range(MAX_BARREN_STEPS - 1):
+            failed, left = runway.read(Begun(Step(), engine))
+            assert isinstance(failed, RowFailed)
+            assert left == RowOut()
+        engine.is_failing = False
+        runway.read(Begun(Step(), engine))
+    engine.is_failing = True
+    for _ in range(MAX_BARREN_STEPS - 1):
+        runway.read(Begun(Step(), engine))
+    with pytest.raises(EngineBroken):
+        runway.read(Begun(Step(), engine))
