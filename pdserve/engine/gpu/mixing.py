@@ -19,9 +19,9 @@ from torch import Tensor
 from pdserve.engine.attention import Context, attend_chunk
 from pdserve.engine.attention import attend as attend_gathered
 from pdserve.engine.batch import Batch, Group
-from pdserve.engine.gpu.attention import MOST_QUERIES, Rows, Scratch, attend, make_scratch
+from pdserve.engine.gpu.attention import MOST_QUERIES, Rows, Scratch, make_scratch
 from pdserve.engine.gpu.flatten import flatten
-from pdserve.engine.gpu.place import make_table, place
+from pdserve.engine.gpu.layers import LayerKernels
 from pdserve.engine.gpu.splits import num_splits
 from pdserve.engine.mixing import Heads
 from pdserve.engine.parameters import LayerWeights
@@ -74,9 +74,10 @@ class TritonRows:
 class TritonMixer:
     """One step's attention, of a batch that was packed with `TritonRows`."""
 
-    def __init__(self, batch: Batch, pool: TorchPool, heads: Heads, angles: Sequence[Tensor]) -> None:
+    def __init__(self, batch: Batch, kernels: LayerKernels) -> None:
         self.token_T, self.read_U = batch.token_T, batch.read_U
-        self._batch, self._pool, self._heads, self._angles = batch, pool, heads, angles
+        self._batch, self._kernels = batch, kernels
+        pool = kernels.pool
         self._slot_T = batch.block_T * pool.block_size + batch.offset_T
         pool.clear(batch.fresh_blocks)
         chunks = [context for group in batch.groups for context in group.contexts.values() if context.chunk_end]
@@ -87,39 +88,17 @@ class TritonMixer:
         }
 
     def mix(self, index: int, layer: LayerWeights, qkv_TND: Tensor) -> Tensor:
-        heads, batch, pool = self._heads, self._batch, self._pool
-        q_THD = place(
-            pool,
-            index,
-            qkv_TND,
-            self._slot_T,
-            batch.position_T,
-            self._angles[heads.rope_of_layer[index]],
-            num_heads=heads.num_heads,
-            q_norm_D=layer.q_norm_D,
-            k_norm_D=layer.k_norm_D,
-            eps=heads.norm_eps,
-        )
+        batch, kernels = self._batch, self._kernels
+        q_THD = kernels.place(index, layer, qkv_TND, self._slot_T, batch.position_T)
         parts = []
         plan: RowPlan | None = batch.paged
         if plan is not None:
-            q_rows_THD = q_THD[: plan.num_tokens]
-            attended_TN = attend(
-                pool,
-                index,
-                q_rows_THD,
-                plan.rows,
-                plan.scratch,
-                window=layer.window,
-                scale=heads.scale,
-                softcap=heads.softcap,
-            )
-            parts.append(attended_TN)
+            parts.append(kernels.attend(index, layer, q_THD[: plan.num_tokens], plan.rows, plan.scratch))
         parts += [self._attend(index, group, layer.window, q_THD) for group in batch.groups]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _attend(self, index: int, group: Group, window: int | None, q_THD: Tensor) -> Tensor:
-        heads, pool = self._heads, self._pool
+        heads, pool = self._kernels.heads, self._kernels.pool
         context: Context = group.contexts[window]
         q_BQHD = q_THD[group.first : group.first + group.num_rows * group.num_queries].view(
             group.num_rows, group.num_queries, heads.num_heads, heads.head_dim
@@ -136,8 +115,5 @@ def make_mixing(
     pool: TorchPool, heads: Heads, dtype: torch.dtype, max_context_tokens: int
 ) -> Callable[[Batch], TritonMixer]:
     """Makes the mixers of one engine, which share the tables of angles."""
-    angles = tuple(
-        make_table(frequency_R, rope.attention_factor, max_context_tokens, dtype)
-        for rope, frequency_R in zip(heads.ropes, heads.frequencies, strict=True)
-    )
-    return lambda batch: TritonMixer(batch, pool, heads, angles)
+    kernels = LayerKernels(pool, heads, dtype, max_context_tokens)
+    return lambda batch: TritonMixer(batch, kernels)

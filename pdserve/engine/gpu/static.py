@@ -13,12 +13,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from pdserve.engine.gpu.attention import Rows, Scratch, attend, make_scratch
+from pdserve.engine.gpu.attention import Rows, Scratch, make_scratch
 from pdserve.engine.gpu.inputs import Inputs
-from pdserve.engine.gpu.place import make_table, place
+from pdserve.engine.gpu.layers import LayerKernels
 from pdserve.engine.gpu.sampling import Sampler
 from pdserve.engine.gpu.splits import num_splits
-from pdserve.engine.mixing import Heads
 from pdserve.engine.model import Decoder
 from pdserve.engine.parameters import LayerWeights
 from pdserve.engine.pool import TorchPool
@@ -32,9 +31,7 @@ class StaticMixer:
 
     def __init__(
         self,
-        pool: TorchPool,
-        heads: Heads,
-        angles: tuple[Tensor, ...],
+        kernels: LayerKernels,
         rows: Rows,
         scratch: Scratch,
         token_B: Tensor,
@@ -42,33 +39,12 @@ class StaticMixer:
         position_B: Tensor,
     ) -> None:
         self.token_T = token_B
-        self._pool, self._heads, self._angles = pool, heads, angles
-        self._rows, self._scratch, self._slot_B, self._position_B = rows, scratch, slot_B, position_B
+        self._kernels, self._rows, self._scratch = kernels, rows, scratch
+        self._slot_B, self._position_B = slot_B, position_B
 
     def mix(self, index: int, layer: LayerWeights, qkv_TND: Tensor) -> Tensor:
-        heads = self._heads
-        q_THD = place(
-            self._pool,
-            index,
-            qkv_TND,
-            self._slot_B,
-            self._position_B,
-            self._angles[heads.rope_of_layer[index]],
-            num_heads=heads.num_heads,
-            q_norm_D=layer.q_norm_D,
-            k_norm_D=layer.k_norm_D,
-            eps=heads.norm_eps,
-        )
-        return attend(
-            self._pool,
-            index,
-            q_THD,
-            self._rows,
-            self._scratch,
-            window=layer.window,
-            scale=heads.scale,
-            softcap=heads.softcap,
-        )
+        q_THD = self._kernels.place(index, layer, qkv_TND, self._slot_B, self._position_B)
+        return self._kernels.attend(index, layer, q_THD, self._rows, self._scratch)
 
 
 @final
@@ -86,17 +62,14 @@ class StaticDecode:
         num_processors: int,
     ) -> None:
         device, heads = pool.tensor.device, model.heads
-        self._model, self._pool, self._heads = model, pool, heads
+        self._model, self._heads = model, heads
         self.num_seats = 2 * most_rows  # those of a step that runs stand while the next one is written
         self.num_pages = -(-max_context_tokens // pool.block_size)
         self.inputs = Inputs(most_rows, pool.block_size, device)
         self.table_SP = torch.zeros((self.num_seats, self.num_pages), dtype=torch.int32, device=device)
         self.drawn_B = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self.logprob_B = torch.zeros(most_rows, dtype=torch.float32, device=device)
-        self._angles = tuple(
-            make_table(frequency_R, rope.attention_factor, max_context_tokens, model.dtype)
-            for rope, frequency_R in zip(heads.ropes, heads.frequencies, strict=True)
-        )
+        self._kernels = LayerKernels(pool, heads, model.dtype, max_context_tokens)
         self._num_processors, self._max_context_tokens = num_processors, max_context_tokens
         self._scratches: dict[int, Scratch] = {}  # by bucket; captured graphs hold their addresses
         self._sampler = Sampler(most_rows, vocab_size, device, num_processors)
@@ -122,9 +95,7 @@ class StaticDecode:
             length_B=field("length", bucket),
         )
         mixer = StaticMixer(
-            self._pool,
-            self._heads,
-            self._angles,
+            self._kernels,
             rows,
             self._scratch(bucket),
             token_B,

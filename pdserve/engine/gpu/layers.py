@@ -1,0 +1,58 @@
+"""The two launches of a layer's attention over one pool, with all that the model fixes filled in."""
+
+# Shapes: T tokens, H query heads, K kv heads, N = H + 2 K, D head dim.
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.gpu.attention import Rows, Scratch, attend
+from pdserve.engine.gpu.place import make_table, place
+from pdserve.engine.mixing import Heads
+from pdserve.engine.parameters import LayerWeights
+from pdserve.engine.pool import TorchPool
+
+
+@final
+class LayerKernels:
+    """Holds the tables of angles for positions up to `max_context_tokens`."""
+
+    def __init__(self, pool: TorchPool, heads: Heads, dtype: torch.dtype, max_context_tokens: int) -> None:
+        self.pool, self.heads = pool, heads
+        self._angles = tuple(
+            make_table(frequency_R, rope.attention_factor, max_context_tokens, dtype)
+            for rope, frequency_R in zip(heads.ropes, heads.frequencies, strict=True)
+        )
+
+    def place(self, index: int, layer: LayerWeights, qkv_TND: Tensor, slot_T: Tensor, position_T: Tensor) -> Tensor:
+        """Stores keys and values; the rotated queries, [T, H, D]."""
+        heads = self.heads
+        return place(
+            self.pool,
+            index,
+            qkv_TND,
+            slot_T,
+            position_T,
+            self._angles[heads.rope_of_layer[index]],
+            num_heads=heads.num_heads,
+            q_norm_D=layer.q_norm_D,
+            k_norm_D=layer.k_norm_D,
+            eps=heads.norm_eps,
+        )
+
+    def attend(self, index: int, layer: LayerWeights, q_THD: Tensor, rows: Rows, scratch: Scratch) -> Tensor:
+        """What every query of the rows gets, [T, H * D]."""
+        heads = self.heads
+        return attend(
+            self.pool,
+            index,
+            q_THD,
+            rows,
+            scratch,
+            window=layer.window,
+            scale=heads.scale,
+            softcap=heads.softcap,
+        )
