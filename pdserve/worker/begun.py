@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from pdserve.engine.interface import AheadEngine, Flight, Row, RowOut
 from pdserve.worker.compute import Isolation, RowFailed
+from pdserve.worker.interface import AheadBatching
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
     step: Any
     flight: Flight | None = None  # None: it is computed when it is read
-
-
-class AheadBatching(Protocol):
-    """What a batching has that can plan one step ahead."""
-
-    def plan_after(self, step: Any) -> Any | None: ...
-
-    def launched(self, step: Any) -> None: ...
-
-    def dropped(self, step: Any) -> None: ...
 
 
 @final

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 from pdserve.core import effects as fx
 from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, FailureKind
@@ -27,42 +27,16 @@ from pdserve.telemetry import names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.wire.convert import role_to_proto
 from pdserve.worker import calibrate, messages
-from pdserve.worker.begun import AheadBatching, Begun, Runway
+from pdserve.worker.begun import Begun, Runway
 from pdserve.worker.compute import Isolation, RowFailed
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.intake import Limits, key_of, read_sequence
+from pdserve.worker.interface import AheadBatching, Batching
+from pdserve.worker.measure import Measure
 
 log = logging.getLogger(__name__)
 
 TIMED_BATCHES_PER_HEARTBEAT: Final = 10
-
-
-class Batching(Protocol):
-    """What PrefillBatching and DecodeBatching have in common."""
-
-    blocks: BlockAllocator
-    is_draining: bool
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def __contains__(self, key: AttemptKey) -> bool: ...
-
-    def live(self) -> list[AttemptKey]: ...
-
-    def load(self) -> fx.Load: ...
-
-    def plan(self, now_s: float) -> tuple[Any, list[Any]]: ...
-
-    def apply(self, step: Any, outs: Sequence[RowOut], now_s: float) -> list[Any]: ...
-
-    def fail(self, key: AttemptKey, kind: FailureKind, message: str) -> list[Any]: ...
-
-    def cancel(self, key: AttemptKey) -> list[Any]: ...
-
-    def expire(self, now_s: float) -> list[Any]: ...
-
-    def check(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -86,8 +60,9 @@ class RoleProgram(ABC):
         self.limits = Limits(vocab_size=spec.vocab_size, max_context_tokens=max_context_tokens, hash_seed=seed)
         self.end_rule = EndRule(eos_token_ids=frozenset(spec.eos_token_ids), max_context_tokens=max_context_tokens)
         calibrate.draw_one_token(engine)
-        self.cost = load_profile(config.profile).cost if config.profile else self._measure()
+        self.cost = load_profile(config.profile).cost if config.profile else self._measure_cost()
         self.tracks: dict[AttemptKey, Track] = {}
+        self._measure = Measure(context.metrics)
         self._isolation = Isolation(engine, self._probe)
         self._runway: Runway | None = None  # of a role that takes one step ahead
         self._ledger = AttemptLedger()
@@ -97,7 +72,6 @@ class RoleProgram(ABC):
         self._step_ended_s = 0.0
         self._timed_at_s = self._beat_at_s = float("-inf")
         self._told: fx.Load | None = None
-        self._told_events: dict[str, int] = {}
         self._actions: dict[type, Callable[[Any], None]] = {
             fx.Refused: self._refused,
             fx.Failed: self._failed,
@@ -370,7 +344,7 @@ class RoleProgram(ABC):
 
     # -- reports ------------------------------------------------------------------------------------------------
 
-    def _measure(self) -> CostPrior:
+    def _measure_cost(self) -> CostPrior:
         config = self.context.config
         return calibrate.measure_cost(
             self.engine, self.context.role, max_batch=config.max_batch, max_batch_tokens=config.max_batch_tokens
@@ -387,17 +361,9 @@ class RoleProgram(ABC):
     def _account(self, account: fx.StepAccount, outs: Sequence[RowOut], step_s: float, now_s: float) -> None:
         self.observe(account, step_s)
         num_drawn = sum(len(out.drawn) for out in outs)
-        metrics = self.context.metrics
-        if metrics.is_on:
-            metrics.add(names.STEPS)
-            metrics.observe(names.STEP_TIME, step_s)
-            metrics.add(names.PREFILLED_TOKENS, account.prefill_tokens)
-            metrics.add(names.DRAWN_TOKENS, num_drawn)
-            if account.draft_tokens:
-                num_accepted = sum(max(0, len(out.drawn) - 1) for out in outs)
-                metrics.add(names.SPECULATED_STEPS)
-                metrics.add(names.DRAFT_TOKENS, num_accepted, outcome="accepted")
-                metrics.add(names.DRAFT_TOKENS, account.draft_tokens - num_accepted, outcome="rejected")
+        if self._measure.is_on:
+            num_accepted = sum(max(0, len(out.drawn) - 1) for out in outs)
+            self._measure.stepped(account, num_drawn, num_accepted, step_s)
         if now_s - self._timed_at_s < self.context.config.heartbeat_s / TIMED_BATCHES_PER_HEARTBEAT:
             return
         self._timed_at_s = now_s
@@ -420,22 +386,9 @@ class RoleProgram(ABC):
         message = self._load(load)
         for session in self._routers:
             self.emit(session, load=message)
-        metrics = self.context.metrics
-        if metrics.is_on:
-            metrics.set(names.WORKER_RUNNING, load.running)
-            metrics.set(names.WORKER_WAITING, load.waiting)
-            metrics.set(names.KV_BLOCKS, load.free_blocks, state="free")
-            metrics.set(names.KV_BLOCKS, load.evictable_blocks, state="cached")
-            metrics.set(names.KV_BLOCKS, self.blocks.num_referenced, state="used")
-            self._tell_transfers(self.transfer_events())
-
-    def _tell_transfers(self, events: Mapping[str, int]) -> None:
-        """What has been counted since the last time."""
-        for event, count in events.items():
-            new = count - self._told_events.get(event, 0)
-            if new > 0:
-                self.context.metrics.add(names.TRANSFER_EVENTS, new, event=event)
-        self._told_events = dict(events)
+        if self._measure.is_on:
+            self._measure.loaded(load, self.blocks.num_referenced)
+            self._measure.transferred(self.transfer_events())
 
     def _load(self, load: fx.Load) -> worker_pb2.Load:
         return messages.load(load, steps=self.num_steps, is_draining=self.batching.is_draining)

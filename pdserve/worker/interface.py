@@ -1,0 +1,49 @@
+"""What a program asks of its role's batching. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from pdserve.core import effects as fx
+from pdserve.core.attempt import AttemptKey, FailureKind
+from pdserve.core.blocks import BlockAllocator
+from pdserve.engine.interface import RowOut
+
+
+class Batching(Protocol):
+    """What PrefillBatching and DecodeBatching have in common."""
+
+    blocks: BlockAllocator
+    is_draining: bool
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def __contains__(self, key: AttemptKey) -> bool: ...
+
+    def live(self) -> list[AttemptKey]: ...
+
+    def load(self) -> fx.Load: ...
+
+    def plan(self, now_s: float) -> tuple[Any, list[Any]]: ...
+
+    def apply(self, step: Any, outs: Sequence[RowOut], now_s: float) -> list[Any]: ...
+
+    def fail(self, key: AttemptKey, kind: FailureKind, message: str) -> list[Any]: ...
+
+    def cancel(self, key: AttemptKey) -> list[Any]: ...
+
+    def expire(self, now_s: float) -> list[Any]: ...
+
+    def check(self) -> None: ...
+
+
+class AheadBatching(Protocol):
+    """What a batching has that can plan one step ahead."""
+
+    def plan_after(self, step: Any) -> Any | None: ...
+
+    def launched(self, step: Any) -> None: ...
+
+    def dropped(self, step: Any) -> None: ...
