@@ -47,14 +47,14 @@ def test_blocks_of_who_leaves_are_lent_until_the_step_ahead_has_ended(make_bench
         bench.offer(name, [*LONG, ord(name)], max_tokens=20)
     while bench.num_ahead == 0:
         bench.step()
-    held = set(batching._residents[bench.key("a")].blocks)
+    held = set(batching.roster.residents[bench.key("a")].blocks)
     num_private = sum(block not in blocks._hash_of for block in held)
     assert num_private > 0
     free = blocks.num_free
     assert [type(one) for one in batching.cancel(bench.key("a"))] == [Released]
     assert batching.stage(bench.key("a")) is None
     assert blocks.num_free == free, "a launched step writes into them"
-    assert batching._lending.lent == [list(one) for one in batching._lending.lent if held == set(one)]
+    assert batching.roster.lending.lent == [list(one) for one in batching.roster.lending.lent if held == set(one)]
     bench.step()
     bench.step()
     assert blocks.num_free > free

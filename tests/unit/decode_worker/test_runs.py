@@ -37,9 +37,9 @@ def state(batching: DecodeBatching) -> Any:
     batching.check()
     return (
         asdict(batching.load()),
-        [(each.key, asdict(replace(each, attempt=None))) for each in batching._residents.values()],  # type: ignore[arg-type]
-        [each.key for each in batching._running],
-        [each.key for each in batching._waiting],
+        [(each.key, asdict(replace(each, attempt=None))) for each in batching.roster.residents.values()],  # type: ignore[arg-type]
+        [each.key for each in batching.roster.running],
+        [each.key for each in batching.roster.waiting],
         batching.blocks.snapshot(),
         batching.blocks.take_changes(),
         list(batching.blocks._evictable),

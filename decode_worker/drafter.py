@@ -1,0 +1,49 @@
+"""Which drafts decode rows carry: what repeats in their text, as far as it pays, fits and may be said. Pure."""
+
+from __future__ import annotations
+
+from typing import final
+
+from decode_worker.drafting import DraftRule
+from decode_worker.resident import Resident
+from decode_worker.roster import Roster
+from decode_worker.speculation import Guesser
+from pdserve.core.attempt import EndRule
+
+
+@final
+class Drafter:
+    def __init__(self, rule: DraftRule, roster: Roster, end_rule: EndRule) -> None:
+        self._rule = rule
+        self._roster = roster
+        self._end_rule = end_rule
+
+    def draft(self, decoding: list[Resident], context_tokens: int, tpot_s: float | None) -> list[list[int]] | None:
+        """Guesses for each decode row, with blocks for them; None where they do not pay."""
+        least = self._rule.least_chance(len(decoding))
+        guesses: list[list[int]] = []
+        chances: list[list[float]] = []
+        for resident in decoding:
+            if resident.guesser is None:
+                resident.guesser = Guesser()
+            resident.guesser.read(resident.tokens)
+            chances.append(resident.guesser.chances(self._rule.most, least))
+            guesses.append(self._cut(resident, resident.guesser.guess(resident.tokens, len(chances[-1]))))
+            del chances[-1][len(guesses[-1]) :]
+        counts = self._rule.counts(chances, context_tokens=context_tokens, tpot_s=tpot_s)
+        if counts is None:
+            return None
+        for resident, guess, count in zip(decoding, guesses, counts, strict=True):
+            del guess[self._roster.room_for(resident, count) :]
+        return guesses if any(guesses) else None
+
+    def _cut(self, resident: Resident, guess: list[int]) -> list[int]:
+        """Without what would be drawn behind the text's end."""
+        sampling = resident.attempt.sampling
+        room = min(
+            sampling.max_tokens - resident.num_output - 1, self._end_rule.max_context_tokens - len(resident.tokens) - 1
+        )
+        for index, token in enumerate(guess[: max(0, room)]):
+            if self._end_rule.is_end(sampling, token):
+                return guess[:index]
+        return guess[: max(0, room)]

@@ -1,0 +1,129 @@
+"""Who computes how much in the next step, and who loses memory for it. Pure: `now_s` comes in.
+
+A running sequence is one that has tokens to compute: one while it decodes, more while it reads its prompt. Decode
+rows go first; what they leave of the budget is for prompt chunks. A step that reads no prompt may carry drafts
+beside its decode rows; they take memory that nobody else is about to need, and never anybody's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+from decode_worker.ahead import step_after
+from decode_worker.chunking import ChunkRule
+from decode_worker.drafter import Drafter
+from decode_worker.resident import Resident, Stage
+from decode_worker.roster import Roster
+from decode_worker.step import Step
+from pdserve.core.effects import StepAccount
+
+
+@final
+class Planner:
+    def __init__(self, roster: Roster, *, max_batch: int, chunks: ChunkRule, drafter: Drafter | None) -> None:
+        self._roster = roster
+        self._max_batch = max_batch
+        self._chunks = chunks
+        self._drafter = drafter
+        self._is_short = False  # memory ended in the last plan, so that nobody could start
+        self.is_starved = False  # the oldest waiting one finds no memory
+
+    def plan(self, now_s: float) -> Step:
+        """The next step. No rows: nothing can be computed now."""
+        roster = self._roster
+        decoding, self._is_short = self._grow()
+        context_tokens = sum(resident.computed for resident in decoding)
+        tpot_s = min((each.attempt.tpot_s for each in decoding if each.attempt.tpot_s is not None), default=None)
+        everyone_decodes = len(decoding) == len(roster.running)
+        unread = [] if everyone_decodes else [each for each in roster.running[: self._max_batch] if each.remaining > 1]
+        budget = self._chunks.tokens(
+            rows=len(decoding),
+            context_tokens=context_tokens,
+            tpot_s=tpot_s,
+            cached=unread[0].computed if unread else 0,
+            held_share=context_tokens / (roster.blocks.num_blocks * roster.block_size),
+        )
+        reading: list[tuple[Resident, int]] = []
+        for resident in self._readers(unread, now_s, may_start=not self._is_short):
+            count = min(resident.remaining, budget)
+            reading.append((resident, count))
+            budget -= count
+            if budget == 0:
+                break
+        drafts = None
+        if self._drafter is not None and decoding and not reading:
+            drafts = self._drafter.draft(decoding, context_tokens, tpot_s)
+        account = StepAccount(
+            decode_rows=len(decoding),
+            context_tokens=context_tokens,
+            prefill_tokens=sum(count for _, count in reading),
+            prefill_token_context=sum(count * (resident.computed + count / 2) for resident, count in reading),
+            draft_tokens=0 if drafts is None else sum(map(len, drafts)),
+        )
+        return Step(decoding=decoding, drafts=drafts, reading=reading, account=account, block_size=roster.block_size)
+
+    def plan_after(self, step: Step) -> Step | None:
+        """The step that follows the running `step`, before its draws are known; None where it must wait for them."""
+        if self._drafter is not None or self._is_short or self._roster.waiting:
+            return None
+        return step_after(
+            step,
+            self._roster.running,
+            self._roster.blocks,
+            block_size=self._roster.block_size,
+            max_batch=self._max_batch,
+        )
+
+    def run_length(self, step: Step) -> int:
+        """How many steps of exactly these rows may follow each other, this one included; 0: it is more than rows.
+
+        Until the first of them ends or has filled a block, so that what a run changes for others, it changes in its
+        last step. Nobody may join or leave meanwhile (`num_changes`), and no drawn token may end a text by itself.
+        """
+        decoding, size = step.decoding, self._roster.block_size
+        if step.reading or step.drafts is not None or self._is_short:
+            return 0
+        if len(decoding) != min(len(self._roster.running), self._max_batch):
+            return 0
+        longest = size
+        for each in decoding:
+            if each.num_drawn == 0 and each.is_local:
+                return 0  # its first token has things to tell
+            left = min(size - each.computed % size, each.ends_at - len(each.tokens))
+            if left < longest:
+                longest = left
+        return longest if decoding else 0
+
+    def _grow(self) -> tuple[list[Resident], bool]:
+        """The sequences that decode in this step, each with a block for its next position; whether memory ended."""
+        decoding: list[Resident] = []
+        is_short = False
+        roster, size = self._roster, self._roster.block_size
+        for resident in roster.running[: self._max_batch]:  # the oldest first: it is the last to lose its memory
+            if len(resident.tokens) - resident.computed != 1 or resident.stage is not Stage.RUNNING:
+                continue
+            while resident.computed == len(resident.blocks) * size and not roster.grow(resident):
+                is_short = True
+                if len(roster.running) == 1:
+                    break  # landing ones hold the rest; they join or leave soon, so it waits and keeps its KV
+                youngest = roster.running[-1]
+                roster.preempt(youngest)
+                if youngest is resident:
+                    break
+            if resident.computed < len(resident.blocks) * size:
+                decoding.append(resident)
+        return decoding, is_short
+
+    def _readers(self, unread: list[Resident], now_s: float, *, may_start: bool) -> Iterator[Resident]:
+        """Who reads a prompt: running ones first, then waiting ones, started as the caller asks for more."""
+        yield from unread
+        roster = self._roster
+        self.is_starved = not may_start and bool(roster.waiting)
+        while may_start and roster.waiting and len(roster.running) < self._max_batch:
+            oldest = roster.waiting[0]
+            if not roster.take_blocks(oldest):
+                self.is_starved = True
+                return  # nobody overtakes for being smaller
+            roster.start(oldest, now_s)
+            yield oldest

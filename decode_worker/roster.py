@@ -1,0 +1,160 @@
+"""Who is on a decode worker, in which group and with which blocks; every change leaves the books equal. Pure."""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import final
+
+from decode_worker.ahead import Lending
+from decode_worker.checking import KvCheck
+from decode_worker.resident import Resident, Stage
+from pdserve.core.attempt import AttemptKey, blocks_for, shareable_blocks
+from pdserve.core.blocks import BlockAllocator
+from pdserve.core.stamps import chain64
+
+
+@final
+class Roster:
+    """`residents` are all, in the order of arrival; `running` and `waiting` are by age, and nobody is in both."""
+
+    def __init__(self, blocks: BlockAllocator, *, block_size: int, check: KvCheck | None) -> None:
+        self.blocks = blocks
+        self.block_size = block_size
+        self.residents: dict[AttemptKey, Resident] = {}
+        self.running: list[Resident] = []
+        self.waiting: list[Resident] = []  # a preempted one is the oldest there, so the first to start again
+        self.lending = Lending(blocks)
+        self._check = check
+        self.num_arrived = 0
+        self.num_preemptions = 0
+        self.num_changes = 0  # while it stands still, so does the membership of the steps
+
+    # -- membership ---------------------------------------------------------------------------------------------
+
+    def add(self, resident: Resident) -> None:
+        """A new one; in its stage it is either WAITING or LANDING, where it has its blocks already."""
+        self.num_arrived += 1
+        self.residents[resident.key] = resident
+        if resident.stage is Stage.WAITING:
+            self.waiting.append(resident)
+            self.num_changes += 1
+
+    def start(self, resident: Resident, now_s: float) -> None:
+        """The oldest waiting one, which has its blocks, computes from now on."""
+        assert self.waiting[0] is resident, resident
+        del self.waiting[0]
+        resident.computed = resident.cached
+        if resident.started_s is None:
+            resident.started_s = now_s
+        self._run(resident)
+
+    def join(self, resident: Resident, now_s: float) -> None:
+        """A landed one decodes from now on."""
+        resident.decoding_since_s = now_s
+        self._run(resident)
+
+    def _run(self, resident: Resident) -> None:
+        resident.stage = Stage.RUNNING
+        insort(self.running, resident, key=_age)
+        self.num_changes += 1
+
+    def preempt(self, resident: Resident) -> None:
+        """It gives its memory back and waits to be computed anew."""
+        self.lending.release(resident)
+        resident.lives = ()
+        resident.computed = resident.cached = 0
+        resident.preemptions += 1
+        resident.stage = Stage.WAITING
+        self.running.remove(resident)
+        insort(self.waiting, resident, key=_age)
+        self.num_preemptions += 1
+        self.num_changes += 1
+
+    def remove(self, resident: Resident) -> None:
+        self.lending.release(resident)
+        del self.residents[resident.key]
+        for group in (self.running, self.waiting):
+            if resident in group:
+                group.remove(resident)
+        self.num_changes += 1  # what it held, another may take
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def take_blocks(self, resident: Resident) -> bool:
+        """Blocks for all of the resident's tokens, those found in the prefix cache first."""
+        size, num_tokens = self.block_size, len(resident.tokens)
+        shared = [] if resident.is_scored else resident.hashes[: shareable_blocks(num_tokens, size)]
+        matched = self.blocks.match(shared)
+        missing = blocks_for(num_tokens, size) - len(matched)
+        # One block for each running sequence to grow into, else the newcomer only causes preemptions.
+        fresh = self.blocks.allocate(missing) if missing + len(self.running) <= self.blocks.num_available else None
+        if fresh is None:
+            self.blocks.release(matched)
+            return False
+        resident.blocks = matched + fresh
+        resident.cached = len(matched) * size
+        if self._check is not None:
+            self._check.hold(resident)
+        return True
+
+    def grow(self, resident: Resident) -> bool:
+        """A block more; false where there is none."""
+        fresh = self.blocks.allocate(1)
+        if fresh is not None:
+            resident.blocks += fresh
+        return fresh is not None
+
+    def room_for(self, resident: Resident, count: int) -> int:
+        """How many of `count` drafts there are blocks for, taking those that nobody will need in the next step."""
+        while resident.computed + 1 + count > len(resident.blocks) * self.block_size:
+            if self.blocks.num_available <= len(self.running) or not self.grow(resident):
+                return len(resident.blocks) * self.block_size - resident.computed - 1
+        return count
+
+    def land(self, resident: Resident) -> None:
+        """The granted blocks hold verified KV of all of the resident's tokens."""
+        resident.has_landed = True
+        resident.computed = len(resident.tokens)
+        granted = resident.blocks[resident.cached // self.block_size :]
+        for block, chain in zip(granted, self.chains(resident), strict=True):
+            self.blocks.stamps.mark(block, chain)
+        self._publish(resident, 0)
+
+    def chains(self, resident: Resident) -> tuple[int, ...]:
+        """What stamps call the blocks that were granted to a landing one."""
+        names = resident.attempt.chains(resident.hashes, resident.tokens, self.block_size)
+        return names[resident.cached // self.block_size :]
+
+    def advance(self, resident: Resident, count: int) -> None:
+        """`count` more positions of its text are computed."""
+        full = resident.computed // self.block_size
+        resident.computed += count
+        if resident.computed // self.block_size > full:
+            self._publish(resident, full)
+
+    def _publish(self, resident: Resident, first: int) -> None:
+        """Makes the computed full blocks from number `first` on findable."""
+        full = resident.computed // self.block_size
+        if full > len(resident.hashes):
+            resident.hashes = resident.attempt.extend_hashes(resident.hashes, resident.tokens, self.block_size)
+        for index in range(first, full):
+            self.blocks.stamps.mark(resident.blocks[index], chain64(resident.hashes[index]))
+            self.blocks.publish(resident.blocks[index], resident.hashes[index])
+
+    def check(self) -> None:
+        """Raises AssertionError unless the books of attempts and blocks agree."""
+        self.blocks.check(holders=[*(each.blocks for each in self.residents.values()), *self.lending.lent])
+        for resident in self.residents.values():
+            stage, size = resident.stage, self.block_size
+            assert (resident in self.running) == (stage is Stage.RUNNING), resident
+            assert (resident in self.waiting) == (stage is Stage.WAITING), resident
+            assert not resident.blocks or stage is not Stage.WAITING, resident
+            assert len(resident.blocks) * size >= resident.computed, resident
+            assert resident.computed <= len(resident.tokens), resident
+        for group in (self.running, self.waiting):
+            assert [each.order for each in group] == sorted(each.order for each in group)
+            assert all(self.residents.get(each.key) is each for each in group)
+
+
+def _age(resident: Resident) -> int:
+    return resident.order
