@@ -12,9 +12,6 @@ blocks are handed to it is decided for each prompt as its computing starts (pref
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from functools import cached_property
 from typing import final
 
 from pdserve.core.attempt import (
@@ -43,81 +40,9 @@ from pdserve.core.effects import (
 )
 from pdserve.core.stamps import chain64
 from pdserve.core.types import TokenOut
-from pdserve.engine.interface import Row, RowOut
-from prefill_worker.pushing import BY_CHUNK, Push, PushRule
-
-
-class Stage(Enum):
-    WAITING = "waiting"
-    COMPUTING = "computing"
-    SENDING = "sending"  # all computed; the sender may still read
-    ENDING = "ending"  # given up, but the sender may still read
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Prompt:
-    """Where one attempt stands."""
-
-    attempt: Attempt
-    receiver: str  # the decode worker
-    may_divide: bool  # whether it takes a block in groups of layers
-    held_blocks: int  # leading blocks that it has whole, in our size
-    stage: Stage = Stage.WAITING
-    tokens: tuple[int, ...]
-    hashes: list[bytes]
-    blocks: list[int] = field(default_factory=list)
-    computed: int = 0  # leading positions whose KV is in `blocks`
-    cached: int = 0  # of them, found in the prefix cache
-    push: Push = BY_CHUNK
-    pushed: int = 0  # leading blocks that were handed to the sender or are held by the receiver
-    pushed_groups: int = 0  # of the layers of those behind
-    started_s: float = 0.0
-
-    @property
-    def remaining(self) -> int:
-        return len(self.tokens) - self.computed
-
-    def chains(self, block_size: int) -> tuple[int, ...]:
-        """What stamps call its blocks."""
-        return self.attempt.chains(self.hashes, self.tokens, block_size)
-
-    def row(self, count: int, block_size: int) -> Row:
-        """Its next `count` positions; the row draws if no more remain."""
-        end = self.computed + count
-        is_last = end == len(self.tokens)
-        attempt = self.attempt
-        return Row(
-            tokens=self.tokens[self.computed : end],
-            start=self.computed,
-            blocks=self.blocks[: blocks_for(end, block_size)],
-            sample=attempt.sampling if is_last else None,
-            history=self.tokens if is_last else (),
-            prompt_len=len(attempt.prompt_ids) if is_last else 0,
-            targets=attempt.targets(self.computed, end),
-            num_top=attempt.num_top_of_prompt or 0,
-        )
-
-
-@dataclass(kw_only=True)  # no slots: of cached_property
-class Step:
-    """Who computes how many of its prompt's tokens; the engine's rows are made when somebody asks for them."""
-
-    shares: list[tuple[Prompt, int]]
-    account: StepAccount
-    block_size: int
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.shares
-
-    @property
-    def keys(self) -> list[AttemptKey]:
-        return [prompt.attempt.key for prompt, _ in self.shares]
-
-    @cached_property
-    def rows(self) -> list[Row]:
-        """As of when they are first asked for: before anything else changes."""
-        return [prompt.row(count, self.block_size) for prompt, count in self.shares]
+from pdserve.engine.interface import RowOut
+from prefill_worker.prompt import Prompt, Stage, Step
+from prefill_worker.pushing import PushRule
 
 
 @final

@@ -30,7 +30,8 @@ from pdserve.wire.convert import finish_to_proto, token_to_proto
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.program import RoleProgram
-from prefill_worker.batching import PrefillBatching, Step
+from prefill_worker.batching import PrefillBatching
+from prefill_worker.prompt import Step
 from prefill_worker.pushing import PushRule
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,8 @@ from kvtransfer.transport import Grant, TransferKey
 from pdserve.core import effects as fx
 from pdserve.core.attempt import AttemptKey
 from pdserve.engine.interface import RowOut
-from prefill_worker.batching import PrefillBatching, Step
+from prefill_worker.batching import PrefillBatching
+from prefill_worker.prompt import Step
 from prefill_worker.pushing import PushRule
 from router import events
 from simulator.machine import Machine, Order, Surroundings

@@ -35,6 +35,7 @@ PURE = [
     "router.state",
     "router.policy",
     "prefill_worker.batching",
+    "prefill_worker.prompt",
     "prefill_worker.pushing",
     "decode_worker.ahead",
     "decode_worker.batching",

@@ -20,7 +20,7 @@ from pdserve.core.effects import (
 )
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer, cell
-from prefill_worker.batching import Stage
+from prefill_worker.prompt import Stage
 
 PROMPT = list(range(40, 50))  # two full blocks of four, and two tokens of a third
 
