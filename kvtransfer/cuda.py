@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import struct
 import threading
 import time
@@ -20,6 +21,8 @@ import torch
 from kvtransfer.device import Blocks, Wake
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.interface import KvPool
+
+log = logging.getLogger(__name__)
 
 COPY_S: Final = 10.0  # a copy that takes longer will not end
 _POLL_S: Final = 50e-6
@@ -181,8 +184,17 @@ class CudaDevice:
     def drain(self) -> None:
         event = torch.cuda.Event()
         event.record(self.stream)
-        copying = CudaCopying(event, None)
-        while not copying.is_done:
+        began_s = told_s = time.monotonic()
+        while True:
+            try:
+                if event.query():
+                    return
+            except RuntimeError as error:  # nothing runs any more on a device that has failed
+                log.error("the device failed", extra={"error": str(error)})
+                return
+            if time.monotonic() > told_s + COPY_S:
+                told_s = time.monotonic()
+                log.error("the device does not drain", extra={"since_s": round(told_s - began_s)})
             time.sleep(_POLL_S)
 
 

@@ -58,7 +58,8 @@ class Device(Protocol):
         ...
 
     def drain(self) -> None:
-        """Waits until nothing that was queued here touches memory. Raises TransferFailed after a while."""
+        """Waits until nothing that was queued here touches memory, as long as it takes: a block that were handed back
+        before could be written over."""
         ...
 
 

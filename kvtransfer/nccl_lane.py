@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 JOIN_S: Final = 60.0
 CALL_S: Final = 10.0
 ABORT_S: Final = 10.0
-MOST_LANES: Final = 32  # each takes some 50 to 100 MB of device memory
 _WARM_BYTES: Final = 4
 
 
@@ -101,17 +100,9 @@ class NcclLanes:
             with cupy.cuda.Device(device.device.index):
                 return self._nccl.NcclCommunicator(2, signed(lane_id), rank)
 
-        with _lock:
-            if _num_lanes[0] >= MOST_LANES:
-                raise TransferFailed(f"{MOST_LANES} NCCL pairs are open already")
-            _num_lanes[0] += 1
-        try:
-            # Not on the issuing thread: nobody can call back a rank that waits for one that does not come, and the
-            # other pairs of the device shall not wait with it. It launches nothing that others could be mixed up with.
-            communicator = answer_of(make, on_its_own_thread, JOIN_S)
-        except BaseException:
-            _one_less()
-            raise
+        # Not on the issuing thread: nobody can call back a rank that waits for one that does not come, and the
+        # other pairs of the device shall not wait with it. It launches nothing that others could be mixed up with.
+        communicator = answer_of(make, on_its_own_thread, JOIN_S)
         lane = NcclLane(issuer, device, communicator, 1 - rank)
         try:
             lane.warm(rank)
@@ -167,7 +158,6 @@ class NcclLane:
             # It may still write: without a holder the memory would go to the engine.
             _abandoned.append((self._memory, self._communicator, self._owned))
             raise TransferFailed(f"an NCCL communicator's abort has not returned in {ABORT_S:.0f} s")
-        _one_less()
 
     def _issue(self, name: str, blocks: Blocks, block: int, num_bytes: int, wake: Wake) -> CudaCopying:
         if self._is_closed:
@@ -193,15 +183,9 @@ class NcclLane:
 _UINT8: Final = 1  # ncclUint8: KV travels as bytes, whatever they mean
 _issuers: dict[int, Issuer] = {}
 _abandoned: list[Any] = []
-_num_lanes = [0]
 _lock = threading.Lock()
 
 
 def issuer_of(device: CudaDevice) -> Issuer:
     with _lock:
         return _issuers.setdefault(device.device.index, Issuer())
-
-
-def _one_less() -> None:
-    with _lock:
-        _num_lanes[0] -= 1

@@ -149,6 +149,13 @@ class Outbound(threading.Thread):
         self._jobs.remove(job)
         self._act(self._book.stale(job, error, self._clock()))
 
+    def retire(self) -> None:
+        with self._lock:
+            if self._commands or self._book.keys:
+                return
+            self._is_over = True  # no transfer comes between: `post` refuses it from here on
+        raise Gone("its place was needed by another pair")
+
     # Inside.
 
     def run(self) -> None:

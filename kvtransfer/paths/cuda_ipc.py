@@ -127,8 +127,11 @@ class CudaIpc(OnDevice, UnixDoor):
     proves_quiescence = True  # the receiver's own copies are the only writes, and are waited for
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
-        device = self._device(pool)
-        exported = device.export()
+        try:
+            device = self._device(pool)
+            exported = device.export()
+        except TransferFailed as failed:  # another transport may do
+            raise OSError(failed.message) from failed
         sock.sendall(_HELLO.pack(_MAGIC, pool.num_blocks, pool.block_bytes, len(exported)) + exported)
         await_taken(sock, "pool")
         return CudaIpcSend(device)

@@ -8,33 +8,44 @@
 So neither side waits on the device for a peer that is not there, and a late sender can only ever touch staging, never
 a live page. A receive without a claim goes to staging and no further. Each end has as many slots as the other; a
 receive is queued only once the slot's last chunk has been unpacked.
+
+A communicator takes device memory, so a process has a bounded number: the pair used longest ago makes room for a new
+one: its sender, asked by its own side or by a CREDIT for the slot LEAVE, closes the connection if no transfer is open.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 import struct
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, final
 
 from kvtransfer.departure import Job
 from kvtransfer.departures import StaleSource
 from kvtransfer.device import Blocks, Copying, Device, Lane, Lanes
-from kvtransfer.frames import BadFrame, Frame
+from kvtransfer.frames import BadFrame, Frame, Kind, Tag
 from kvtransfer.landing import Claim
 from kvtransfer.paths.local import TAKEN, await_taken, receive_patiently
 from kvtransfer.paths.on_device import DeviceOf, OnDevice
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.paths.slots import give_back
 from kvtransfer.paths.tcp import TcpDoor
+from kvtransfer.seats import Seat, Seats
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
 
+log = logging.getLogger(__name__)
+
 NCCL: Final = transfer_pb2.TRANSPORT_KIND_NCCL
 SLOT_BYTES: Final = 8 * 2**20  # a send costs some ten microseconds whatever its size
 SLOTS: Final = 3  # one is packed, one is sent, one is unpacked
+LEAVE: Final = SLOTS  # a credit for it: the receiver has no room left for this pair
+MOST_PAIRS: Final = 32  # of a process; each takes some 50 to 100 MB of device memory
 HANDSHAKE_S: Final = 60.0  # a first communicator takes seconds, while its kernels are loaded
 MAX_VERSION_BYTES: Final = 32
 MAX_ID_BYTES: Final = 1024
@@ -44,8 +55,9 @@ _MAGIC: Final = b"PDKN"
 
 @final
 class NcclSend:
-    def __init__(self, device: Device, lane: Lane, block_bytes: int) -> None:
-        self._device, self._lane, self._pool = device, lane, device.pool()
+    def __init__(self, device: Device, lane: Lane, seat: Seat, block_bytes: int) -> None:
+        self._device, self._lane, self._seat, self._pool = device, lane, seat, device.pool()
+        self._is_asked = False  # to leave
         self._slot_blocks, self._block_bytes = slot_blocks(block_bytes), block_bytes
         self._staging = device.staging(SLOTS * self._slot_blocks)
         self._free = deque(range(SLOTS))
@@ -55,6 +67,7 @@ class NcclSend:
 
     def attach(self, link: SendLink) -> None:
         self._link = link
+        self._seat.ask = self._ask
 
     @property
     def chunk_bytes(self) -> int:
@@ -65,6 +78,7 @@ class NcclSend:
         return bool(self._free)
 
     def post(self, job: Job) -> None:
+        self._seat.used()
         slot = self._free.popleft()
         targets = range(slot * self._slot_blocks, slot * self._slot_blocks + job.chunk.count)
         copying = self._device.copy(self._pool, job.chunk.sources, self._staging, targets, self._link.wake)
@@ -74,6 +88,9 @@ class NcclSend:
         """Packing is short, and what is packed reads no source block."""
 
     def hear(self, frame: Frame) -> None:
+        if frame.slot == LEAVE:
+            self._link.retire()
+            return
         num_bytes = self._announced.pop(frame.slot, None)
         if num_bytes is None:
             raise BadFrame(f"credit for slot {frame.slot}, which is not announced")
@@ -81,6 +98,9 @@ class NcclSend:
         self._sending[frame.slot] = self._lane.send(self._staging, first, num_bytes, self._link.wake)
 
     def poll(self) -> None:
+        if self._is_asked:
+            self._is_asked = False
+            self._link.retire()
         for slot, (job, copying) in list(self._packing.items()):
             if copying.is_done:
                 del self._packing[slot]
@@ -91,11 +111,11 @@ class NcclSend:
                 self._free.append(slot)
 
     def close(self) -> None:
-        try:
-            self._lane.close()
-        finally:
-            self._device.drain()
-        self._staging.close()
+        _close(self._device, self._lane, self._seat, self._staging)
+
+    def _ask(self) -> None:
+        self._is_asked = True
+        self._link.wake()
 
     def _announce(self, slot: int, job: Job, digest: bytes) -> None:
         link = self._link
@@ -125,12 +145,13 @@ class _Slot:
 
 @final
 class NcclReceive:
-    def __init__(self, link: ReceiveLink, device: Device, lane: Lane) -> None:
-        self._link, self._device, self._lane = link, device, lane
+    def __init__(self, link: ReceiveLink, device: Device, lane: Lane, seat: Seat) -> None:
+        self._link, self._device, self._lane, self._seat = link, device, lane, seat
         self._pool, self._slot_blocks = device.pool(), slot_blocks(link.block_bytes)
         self._staging: Blocks = device.staging(SLOTS * self._slot_blocks)
         self._slots: dict[int, _Slot] = {}
         self._next: dict[int, tuple[Frame, Claim | None]] = {}  # announced for a slot that is still unpacked
+        seat.ask = self._ask
 
     def check(self, frame: Frame) -> None:
         if not self._link.source.is_all(frame.part):
@@ -139,6 +160,7 @@ class NcclReceive:
             raise BadFrame(f"{frame.count} blocks in slot {frame.slot} with {frame.length} bytes behind the header")
 
     def land(self, frame: Frame, claim: Claim | None) -> None:
+        self._seat.used()
         if frame.slot in self._slots:
             self._next[frame.slot] = frame, claim
         else:
@@ -157,11 +179,10 @@ class NcclReceive:
                 self._end(number)
 
     def close(self) -> None:
-        try:
-            self._lane.close()
-        finally:
-            self._device.drain()
-        self._staging.close()
+        _close(self._device, self._lane, self._seat, self._staging)
+
+    def _ask(self) -> None:
+        self._link.channel.post(Frame(Kind.CREDIT, Tag(bytes(16), 0, 0), slot=LEAVE).encode())
 
     def _begin(self, frame: Frame, claim: Claim | None) -> None:
         link, first = self._link, frame.slot * self._slot_blocks
@@ -191,22 +212,32 @@ class Nccl(OnDevice, TcpDoor):
     name = "nccl"
     proves_quiescence = True  # of live pages: the library writes into staging alone
 
-    def __init__(self, device_of: DeviceOf | None = None, lanes: Lanes | None = None) -> None:
-        """The two stand in for CUDA and NCCL."""
+    def __init__(
+        self, device_of: DeviceOf | None = None, lanes: Lanes | None = None, most_pairs: int = MOST_PAIRS
+    ) -> None:
+        """The first two stand in for CUDA and NCCL."""
         super().__init__(device_of)
         self._own_lanes = lanes
+        self.seats = Seats(most_pairs)
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
-        device, lanes = self._device(pool), self._lanes()
-        lane_id = lanes.new_id()
-        sock.settimeout(HANDSHAKE_S)
-        sock.sendall(_HELLO.pack(_MAGIC, _padded(lanes.version), pool.block_bytes, len(lane_id)) + lane_id)
-        # Not before the other end has said that it will come: a rank that waits alone cannot be called back.
-        await_taken(sock, "communicator")
+        seat: Seat | None = None
         try:
-            return NcclSend(device, lanes.join(device, lane_id, 0), pool.block_bytes)
-        except TransferFailed as failed:
-            raise OSError(failed.message) from failed
+            device, lanes, seat = self._device(pool), self._lanes(), self.seats.take()
+            lane_id = lanes.new_id()
+            sock.settimeout(HANDSHAKE_S)
+            sock.sendall(_HELLO.pack(_MAGIC, _padded(lanes.version), pool.block_bytes, len(lane_id)) + lane_id)
+            # Not before the other end has said that it will come: a rank that waits alone cannot be called back.
+            await_taken(sock, "communicator")
+            lane = lanes.join(device, lane_id, 0)
+            with _closed_on_error(lane):
+                return NcclSend(device, lane, seat, pool.block_bytes)
+        except BaseException as error:
+            if seat is not None:
+                seat.leave()
+            if isinstance(error, TransferFailed):  # another transport may do
+                raise OSError(error.message) from error
+            raise
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
         lanes = self._lanes()
@@ -217,10 +248,16 @@ class Nccl(OnDevice, TcpDoor):
         if theirs != lanes.version:
             raise BadFrame(f"NCCL {theirs}, expected {lanes.version}: both ranks must have the same")
         lane_id = receive_patiently(link, size, HANDSHAKE_S)
-        link.channel.post(TAKEN)
-        link.channel.flush()
-        device = self._device(link.pool)
-        return NcclReceive(link, device, lanes.join(device, lane_id, 1))
+        device, seat = self._device(link.pool), self.seats.take()
+        try:
+            link.channel.post(TAKEN)
+            link.channel.flush()
+            lane = lanes.join(device, lane_id, 1)
+            with _closed_on_error(lane):
+                return NcclReceive(link, device, lane, seat)
+        except BaseException:
+            seat.leave()
+            raise
 
     def _lanes(self) -> Lanes:
         if self._own_lanes is not None:
@@ -228,6 +265,28 @@ class Nccl(OnDevice, TcpDoor):
         from kvtransfer.nccl_lane import NcclLanes
 
         return NcclLanes()
+
+
+@contextmanager
+def _closed_on_error(lane: Lane) -> Iterator[None]:
+    """There may be no memory for staging."""
+    try:
+        yield
+    except BaseException:
+        lane.close()
+        raise
+
+
+def _close(device: Device, lane: Lane, seat: Seat, staging: Blocks) -> None:
+    try:
+        lane.close()
+    except TransferFailed as failed:  # it may still touch staging, which it keeps as it keeps its place
+        log.warning("an NCCL pair does not end", extra={"error": failed.message})
+        device.drain()
+        return
+    device.drain()
+    staging.close()
+    seat.leave()
 
 
 def slot_blocks(block_bytes: int) -> int:

@@ -66,6 +66,10 @@ class SendLink(Protocol):
         """From any thread: `poll` has something to find."""
         ...
 
+    def retire(self) -> None:
+        """Ends the connection (raises Gone) where no transfer of it is open; who starts the next makes a new one."""
+        ...
+
 
 class SendPath(Protocol):
     """The sender's half."""

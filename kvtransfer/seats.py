@@ -1,0 +1,74 @@
+"""Room for a bounded number of pairs: who comes when all of it is taken gets the place of the pair used longest ago.
+
+A pair leaves only where no transfer of it is open, which its sender alone can say: so a pair is asked, in the order of
+last use, and whoever waits takes the first place that comes free.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, final
+
+from pdserve.core.errors import TransferFailed
+
+PATIENCE_S: Final = 3.0  # for a place, all pairs that are asked together
+ANSWER_S: Final = 0.5  # for one pair that is asked: a connection's end and the communicator's
+
+
+@final
+class Seat:
+    """One pair's place. Any thread may call it."""
+
+    def __init__(self, seats: Seats) -> None:
+        self._seats = seats
+        self.ask: Callable[[], None] | None = None  # asks the pair to leave, and returns; None: it is being made
+
+    def used(self) -> None:
+        self._seats.used(self)
+
+    def leave(self) -> None:
+        self._seats.leave(self)
+
+
+@final
+class Seats:
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._taken: list[Seat] = []  # the one used longest ago first
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def take(self, patience_s: float = PATIENCE_S) -> Seat:
+        """Waits for a place where there is none. Raises TransferFailed where no pair leaves."""
+        ends_s = time.monotonic() + patience_s
+        with self._changed:
+            for seat in [None, *self._taken]:
+                if seat is not None and seat.ask is not None:
+                    seat.ask()
+                wait_s = ANSWER_S if seat is not None and seat.ask is not None else 0.0
+                if self._changed.wait_for(self._has_room, min(wait_s, max(0.0, ends_s - time.monotonic()))):
+                    self._taken.append(Seat(self))
+                    return self._taken[-1]
+                if time.monotonic() >= ends_s:
+                    break
+        raise TransferFailed(f"{self.most} pairs are open already, and none of those asked is without a transfer")
+
+    def used(self, seat: Seat) -> None:
+        with self._changed:
+            if seat in self._taken:
+                self._taken.remove(seat)
+                self._taken.append(seat)
+
+    def leave(self, seat: Seat) -> None:
+        """May be called again."""
+        with self._changed:
+            if seat in self._taken:
+                self._taken.remove(seat)
+                self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        return len(self._taken) < self.most

@@ -1,0 +1,138 @@
+"""A bounded number of NCCL pairs: whoever comes later gets the place of the pair that was used longest ago."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtransfer.paths.nccl import MOST_PAIRS, NCCL, Nccl
+from kvtransfer.paths.registry import TRANSPORTS
+from kvtransfer.seats import Seat, Seats
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from pdserve.core.errors import TransferFailed
+from tests.unit.kvtransfer.fake_device import FakeDevice, FakeLanes
+from tests.unit.kvtransfer.harness import Pair, wait_for
+
+MakePair = Callable[..., Pair]
+
+
+def leaving(seat: Seat, asked: list[Seat]) -> Callable[[], None]:
+    """A pair that leaves when it is asked, from a thread of its own."""
+
+    def ask() -> None:
+        asked.append(seat)
+        threading.Thread(target=seat.leave).start()
+
+    return ask
+
+
+def test_the_pair_used_longest_ago_is_asked_first_and_no_more_than_needed() -> None:
+    seats, asked = Seats(3), list[Seat]()
+    first, second, third = (seats.take() for _ in range(3))
+    for seat in (first, second, third):
+        seat.ask = leaving(seat, asked)
+    first.used()
+    seats.take()
+    assert asked == [second]
+    seats.take()
+    assert asked == [second, third]
+    assert len(seats) == 3
+
+
+def test_pairs_that_are_busy_stay_and_the_next_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.seats.ANSWER_S", 0.01)
+    seats, asked = Seats(2), list[Seat]()
+    busy, idle = seats.take(), seats.take()
+    busy.ask, idle.ask = (lambda: asked.append(busy)), leaving(idle, asked)
+    seats.take()
+    assert asked == [busy, idle]
+    with pytest.raises(TransferFailed, match="2 pairs are open"):
+        seats.take()
+    busy.leave()
+    busy.leave()
+    assert len(seats) == 1
+
+
+@pytest.fixture
+def bounded(monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]) -> Callable[[int], Nccl]:
+    """bounded(most): the receivers share so many places; the senders, which are processes of their own, have enough."""
+
+    def make(most: int) -> Nccl:
+        def device_of(pool: Any) -> FakeDevice:
+            return devices.setdefault(id(pool), FakeDevice(pool))
+
+        lanes = FakeLanes()
+        receivers, senders = Nccl(device_of, lanes, most), Nccl(device_of, lanes, 1000)
+        monkeypatch.setattr(receivers, "sender", senders.sender)
+        monkeypatch.setitem(TRANSPORTS, NCCL, receivers)
+        return receivers
+
+    return make
+
+
+def test_worker_33_gets_the_place_of_the_pair_that_rested_longest(
+    make_pair: MakePair, bounded: Callable[[int], Nccl]
+) -> None:
+    transport = bounded(MOST_PAIRS)
+    pairs = [make_pair("nccl", num_blocks=4) for _ in range(MOST_PAIRS + 1)]
+    for pair in pairs:
+        received, sent = pair.move(pair.grant((1, 2)), (3, 0))
+        assert received.outcome is ReceiveOutcome.VERIFIED, received.error
+        assert sent.outcome is SendOutcome.SENT
+    assert len(transport.seats) == MOST_PAIRS
+    wait_for(lambda: not pairs[0].receiver.peers, "the first pair to leave")
+    assert all(pair.receiver.peers for pair in pairs[1:])
+    grant = pairs[0].grant((0, 3))
+    received, _ = pairs[0].move(grant, (1, 2))
+    assert received.outcome is ReceiveOutcome.VERIFIED, "a pair that had to leave comes back"
+    pairs[0].assert_equal(grant, (1, 2))
+
+
+def test_a_pair_with_an_open_transfer_is_not_ended_for_another(
+    make_pair: MakePair, bounded: Callable[[int], Nccl]
+) -> None:
+    bounded(2)
+    busy, idle, late = (make_pair("nccl", num_blocks=4) for _ in range(3))
+    grant = busy.grant((1, 2))
+    received, sent = busy.begin(grant)
+    busy.sender.push(grant.key, [(0, 0)], False)
+    wait_for(lambda: busy.receiver.stats.chunks == 1, "the first half")
+    idle.move(idle.grant((1,)), (0,))
+    assert late.move(late.grant((1,)), (0,))[0].outcome is ReceiveOutcome.VERIFIED
+    assert not idle.receiver.peers
+    busy.sender.push(grant.key, [(1, 3)], True)
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    assert sent.wait().outcome is SendOutcome.SENT
+
+
+def test_where_every_pair_is_busy_the_transfer_fails_and_says_so(
+    make_pair: MakePair, bounded: Callable[[int], Nccl]
+) -> None:
+    bounded(1)
+    busy, late = (make_pair("nccl", num_blocks=4) for _ in range(2))
+    grant = busy.grant((1, 2))
+    received, _ = busy.begin(grant)
+    busy.sender.push(grant.key, [(0, 0)], False)
+    wait_for(lambda: busy.receiver.stats.chunks == 1, "the first half")
+    refused, sent = late.begin(late.grant((1,)), deadline_s=8.0)
+    assert sent.wait().outcome is SendOutcome.FAILED
+    assert "did not take the communicator" in sent.all[0].error
+    late.receiver.close()
+    assert refused.wait().outcome is ReceiveOutcome.FAILED
+    busy.sender.push(grant.key, [(1, 3)], True)
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+
+
+def test_a_sender_without_room_asks_its_own_pairs(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]
+) -> None:
+    """Both ends of both pairs in one process with two places: the second pair needs those of the first."""
+    transport = Nccl(lambda pool: devices.setdefault(id(pool), FakeDevice(pool)), FakeLanes(), 2)  # type: ignore[arg-type]
+    monkeypatch.setitem(TRANSPORTS, NCCL, transport)
+    pairs = [make_pair("nccl", num_blocks=4) for _ in range(2)]
+    for pair in [*pairs, *pairs]:
+        assert pair.move(pair.grant((1,)), (0,))[0].outcome is ReceiveOutcome.VERIFIED
+    assert len(transport.seats) == 2
