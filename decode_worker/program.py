@@ -15,7 +15,7 @@ from decode_worker.chunking import ChunkRule
 from decode_worker.drafting import DraftRule
 from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_receiver
-from kvtransfer.grants import fingerprint_of, fingerprint_to_proto, grant_to_proto
+from kvtransfer.grants import check_movable, fingerprint_of, fingerprint_to_proto, grant_to_proto
 from kvtransfer.stats import events
 from kvtransfer.transport import Grant, Received, ReceiveOutcome, Receiver, TransferKey
 from pdserve.config import WorkerConfig
@@ -220,6 +220,7 @@ class DecodeProgram(RoleProgram):
         remaining_s = None if landing.deadline_at_s is None else max(0.0, landing.deadline_at_s - context.now())
         post = context.post
         try:  # open before anybody hears of it
+            check_movable(self.engine.spec)
             self._receiver.expect(
                 grant,
                 lambda received: post(partial(self._received, key, received)),

@@ -31,6 +31,13 @@ def shape_of(spec: EngineSpec) -> KvShape:
     )
 
 
+def check_movable(spec: EngineSpec) -> None:
+    """Whether the pool holds all that a block means. Raises ConfigError where other ranks have pools of their own."""
+    if spec.tp_degree > 1:
+        expected = "1 where KV is to move: on GPUs each rank has a pool of its own, which nobody sends yet"
+        raise ConfigError("tensor_parallel", spec.tp_degree, expected)
+
+
 def fingerprint_of(spec: EngineSpec) -> Fingerprint:
     return Fingerprint(protocol=PROTOCOL, model=spec.model, engine=spec.weights_hash, shape=shape_of(spec))
 

@@ -51,7 +51,7 @@ class WorkerConfig:
     dtype: str = _doc(
         "auto (float32 on CPU, bfloat16 on CUDA), float32, bfloat16, int8 weights on a CPU, fp8 on CUDA", "auto"
     )
-    tensor_parallel: int = _doc("ranks that hold the model together, one process and one GPU each", 1)
+    tensor_parallel: int = _doc("ranks that hold the model together: processes of one host, with a GPU each, if any", 1)
     cuda_graphs: bool = _doc("decode steps on CUDA are captured once and replayed", True)
     deterministic: bool = _doc("logits have the same bits whatever the batch; a CPU with float32 or int8", False)
     load: str = _doc("auto reads the folder's weights; dummy makes them up from config.json, to measure speed", "auto")

@@ -10,14 +10,14 @@ from typing import Any, final
 
 from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_sender
-from kvtransfer.grants import fingerprint_of, fingerprint_to_proto, grant_from_proto, shape_of
+from kvtransfer.grants import check_movable, fingerprint_of, fingerprint_to_proto, grant_from_proto, shape_of
 from kvtransfer.shape import is_same_bytes
 from kvtransfer.stats import events
 from kvtransfer.transport import Grant, Sender, SendOutcome, Sent, Text
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core.attempt import Attempt, AttemptKey, FailureKind
-from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
+from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.hashing import chain_key
 from pdserve.core.overlap import hidden_share
 from pdserve.core.stamps import BlockStamps
@@ -231,11 +231,10 @@ def text_of(attempt: Attempt, block_size: int, grant: Grant, their_key: bytes) -
 
 
 def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] = load_engine) -> PrefillProgram:
-    """Runs on the engine thread. Raises ConfigError and ModelError."""
+    """Runs on the engine thread. Raises ConfigError, also where ranks have pools of their own, and ModelError."""
     config = context.config
-    if config.tensor_parallel > 1:
-        raise ConfigError("tensor_parallel", config.tensor_parallel, "1 on a prefill worker: ranks do not send KV yet")
     engine = load(config, context.role)
+    check_movable(engine.spec)
     stamps = BlockStamps(engine.spec.num_blocks)
     sender = make_sender(
         engine.pool,

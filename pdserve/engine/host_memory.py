@@ -1,7 +1,8 @@
 """Memory of a pool on the host, which other processes of this machine may map but never write.
 
 An anonymous memory file (memfd): nothing to unlink, nothing left behind by a SIGKILL, no limit of /dev/shm. It is
-mapped here once, and then sealed: the kernel refuses every later mapping that could write, and every change of size.
+mapped by those who own it (a process, or the tensor-parallel ranks of one worker), and then sealed: the kernel
+refuses every later mapping that could write, and every change of size.
 """
 
 from __future__ import annotations
@@ -24,18 +25,24 @@ class HostMemory:
     None where the system has no sealed memory files.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self.descriptor = _memory_file(max(num_bytes, 1))
+    def __init__(self, num_bytes: int, joined: int | None = None, *, is_sealed: bool = True) -> None:
+        """`joined`: the memory file of another owner, which has not sealed it yet; it is taken over. Raises ValueError
+        where that is shorter. Not `is_sealed`: others are to join, then `seal` is called."""
+        self.descriptor = _memory_file(max(num_bytes, 1)) if joined is None else joined
         if self.descriptor is None:
             memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             weakref.finalize(self, os.close, self.descriptor)
             memory = mmap.mmap(self.descriptor, max(num_bytes, 1))
-            if not _seal(self.descriptor):
-                self.descriptor = None
+            if is_sealed and joined is None:
+                self.seal()
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.buffer = memoryview(memory)[:num_bytes]
+
+    def seal(self) -> None:
+        if self.descriptor is not None and not _seal(self.descriptor):
+            self.descriptor = None
 
 
 def is_sealed(descriptor: int) -> bool:

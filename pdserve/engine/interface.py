@@ -34,7 +34,7 @@ class EngineSpec:
     kv_layers: int  # of the model
     kv_heads: int  # of the model, too
     kv_head_dim: int
-    tp_degree: int = 1  # ranks that share the heads
+    tp_degree: int = 1  # ranks that share the heads, where each has a pool of its own
     tp_rank: int = 0  # this one's number
     num_layers: int = 1  # equal runs of bytes in a block, filled in order; 1: a block cannot be divided
 

@@ -51,7 +51,11 @@ class Decoder:
         return self._weights.dtype
 
     def hidden(self, mixer: Mixer) -> Tensor:
-        """Writes the KV of all tokens; returns the state before the last norm of those that are read, [U, E]."""
+        """Writes the KV of all tokens; returns the state before the last norm of those that are read, [U, E].
+
+        Ranks meet before the first store, between layers and after the last store: none of them clears, stores or reads
+        a block while another is in an earlier or a later step.
+        """
         x_TE = self._embed(mixer.token_T)
         if self._embedding_scale != 1.0:
             x_TE.mul_(self._embedding_scale)
@@ -63,6 +67,7 @@ class Decoder:
             if index == self._config.num_layers - 1 and mixer.read_U is not None:
                 # Behind the last layer's attention tokens no longer meet: of a prompt only the last one goes on.
                 if not len(mixer.read_U):
+                    self._sum(x_TE.new_zeros(1))
                     return x_TE[:0]
                 x_TE, attended_TN = x_TE[mixer.read_U], attended_TN[mixer.read_U]
             delta_TE = self._sum(layer.o(attended_TN))

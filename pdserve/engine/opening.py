@@ -19,6 +19,7 @@ from pdserve.engine.batch import RowKernel
 from pdserve.engine.config import ModelConfig, read_config
 from pdserve.engine.dummy import dummy_hash, dummy_weights
 from pdserve.engine.grammars import open_grammars
+from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import Engine, EngineSpec
 from pdserve.engine.kernels import jit
 from pdserve.engine.linear import Rounding, weight_levels
@@ -61,8 +62,14 @@ def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) ->
     return open_rank(config, progress, WHOLE, None)
 
 
-def open_rank(config: WorkerConfig, progress: Progress | None, shard: Shard, ranks: Ranks | None) -> TorchEngine:
-    """The part of the model that a tensor-parallel rank holds; alone, all of it."""
+def open_rank(
+    config: WorkerConfig, progress: Progress | None, shard: Shard, ranks: Ranks | None, memory: HostMemory | None = None
+) -> TorchEngine:
+    """The part of the model that a tensor-parallel rank holds; alone, all of it.
+
+    `memory`: of the pool that all ranks share (`shared_bytes`), where each stores its heads of whole blocks. Without it
+    the rank has a pool of its own, whose blocks hold its heads alone.
+    """
     began_s = time.monotonic()
     if config.threads > 0:
         torch.set_num_threads(config.threads)
@@ -77,18 +84,20 @@ def open_rank(config: WorkerConfig, progress: Progress | None, shard: Shard, ran
     choices = (f"integers to {weight_levels()}",) if config.dtype == "int8" else ()
     checkpoint = open_checkpoint(folder) if config.load == "auto" else None
     name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, *choices)
-    shape = block_shape(config, rank_model, dtype)
-    spec = make_spec(config, model_config, dtype, shape, name, shard)
+    shape = block_shape(config, rank_model if memory is None else model_config, dtype)
+    spec = make_spec(config, model_config, dtype, shape, name, shard if memory is None else WHOLE)
     num_bytes = weight_bytes(model_config, dtype, rounding=rounding_of(config), shard=shard)
     num_together = 1 if device.type == "cuda" else shard.size  # ranks of a host share its memory
-    check_fits(num_bytes * num_together, spec.num_blocks * spec.block_bytes * num_together, available_bytes(device))
+    check_fits(num_bytes * num_together, spec.num_blocks * spec.block_bytes, available_bytes(device))
     load_began_s = time.monotonic()
     weights = load(config, model_config, checkpoint, device, dtype, progress, shard)
     load_s = time.monotonic() - load_began_s
     if checkpoint is not None:
         num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
     grammars = open_grammars(folder, spec)
-    pool = TorchPool(num_blocks=spec.num_blocks, shape=shape, device=device)
+    kv_heads = model_config.num_kv_heads
+    heads = None if memory is None else range(*shard.span(kv_heads, kv_heads))
+    pool = TorchPool(num_blocks=spec.num_blocks, shape=shape, device=device, memory=memory, heads=heads)
     most_queries = sys.maxsize if config.deterministic else MOST_QUERIES
     paged = PagedAttention(pool, rank_model.num_heads, most_queries) if is_paged else None
     log.info(
@@ -163,6 +172,23 @@ def block_shape(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) ->
     )
 
 
+def count_blocks(config: WorkerConfig, shape: BlockShape) -> int:
+    """Of the pool. Raises ConfigError where there is no room for one."""
+    num_blocks = config.kv_blocks or config.kv_memory_bytes // shape.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            "kv_memory_bytes", config.kv_memory_bytes, f"at least {shape.block_bytes}: one block of this model"
+        )
+    return num_blocks
+
+
+def shared_bytes(config: WorkerConfig) -> int:
+    """Of a pool of whole blocks, which tensor-parallel ranks share. Raises ModelError and ConfigError."""
+    model, dtype = read_config(Path(config.model)), choose_dtype(config.dtype, config.device)
+    shape = block_shape(config, model, dtype)
+    return count_blocks(config, shape) * shape.block_bytes
+
+
 def make_spec(
     config: WorkerConfig,
     model: ModelConfig,
@@ -178,10 +204,7 @@ def make_spec(
             config.max_context_tokens,
             f"at most {model.max_context_tokens}, the model's own limit",
         )
-    block_bytes = shape.block_bytes
-    num_blocks = config.kv_blocks or config.kv_memory_bytes // block_bytes
-    if num_blocks < 1:
-        raise ConfigError("kv_memory_bytes", config.kv_memory_bytes, f"at least {block_bytes}: one block of this model")
+    num_blocks = count_blocks(config, shape)
     return EngineSpec(
         model=Path(config.model).resolve().name,
         weights_hash=weights_hash,
@@ -192,7 +215,7 @@ def make_spec(
         eos_token_ids=model.eos_token_ids,
         block_size=config.block_size,
         num_blocks=num_blocks,
-        block_bytes=block_bytes,
+        block_bytes=shape.block_bytes,
         kv_dtype=str(shape.dtype).removeprefix("torch."),
         kv_layers=shape.num_layers,
         kv_heads=model.num_kv_heads,

@@ -50,7 +50,7 @@ class PagedAttention:
         shape = pool.shape
         self.most_queries = most_queries
         self._num_heads = num_heads
-        self._shape = shape
+        self._shape, self._heads = shape, pool.heads
         self._data = pool.raw.view(shape.dtype).view(-1).numpy()
         self._scales = pool.raw.view(torch.float32).view(-1).numpy() if shape.is_int8 else self._data
         self._num_threads = torch.get_num_threads()
@@ -65,7 +65,7 @@ class PagedAttention:
     def _compile(self) -> None:
         """Now, or the first request would wait for it. Leaves zeros at block 0's first position."""
         began_s = time.monotonic()
-        head_dim, num_kv_heads = self._shape.head_dim, self._shape.num_kv_heads
+        head_dim, num_kv_heads = self._shape.head_dim, len(self._heads)
         qkv_THD = torch.zeros(1, self._num_heads + 2 * num_kv_heads, head_dim)
         q_THD, k_TKD, v_TKD = qkv_THD.split((self._num_heads, num_kv_heads, num_kv_heads), dim=1)
         angle_T1R, zero_T = torch.zeros(1, 1, head_dim // 2), torch.zeros(1, dtype=torch.int64)
@@ -75,7 +75,7 @@ class PagedAttention:
 
     def plan(self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]) -> PagedPlan:
         """Row i asks with counts[i] positions from starts[i] on; its tokens follow those of row i - 1."""
-        num_kv_heads, block_size = self._shape.num_kv_heads, self._shape.block_size
+        num_kv_heads, block_size = len(self._heads), self._shape.block_size
         num_pages = [-(-(start + count) // block_size) for start, count in zip(starts, counts, strict=True)]
         pages = [table[:num] for table, num in zip(tables, num_pages, strict=True)]
         table_at = np.cumsum([0, *num_pages[:-1]])
@@ -126,16 +126,17 @@ class PagedAttention:
         return q_out_THD
 
     def _where(self, layer: int) -> tuple[int, ...]:
-        """Heads, then the pool's strides between blocks and the layer's start, of values and of scales."""
-        shape = self._shape
+        """Heads, then the pool's strides between blocks and the start of the layer's heads, of values and of scales."""
+        shape, heads = self._shape, self._heads
         layer_scales = 2 * shape.block_size * shape.num_kv_heads
         return (
             self._num_heads,
+            len(heads),
             shape.num_kv_heads,
             shape.block_bytes // shape.dtype.itemsize,
-            layer * layer_scales * shape.head_dim,
+            (layer * layer_scales + heads.start) * shape.head_dim,
             shape.block_bytes // 4,
-            shape.data_bytes // 4 + layer * layer_scales,
+            shape.data_bytes // 4 + layer * layer_scales + heads.start,
         )
 
     def attend(

@@ -1,6 +1,8 @@
 """One engine on several ranks of one host: this process leads, a follower process computes beside it for each other.
 
-The leader tells its followers the rows of each step, computes its own part and draws all tokens. A failure of one
+The leader tells its followers the rows of each step, computes its own part and draws all tokens. On a CPU all ranks
+store their heads in one pool of whole blocks, which the leader made: whoever moves, caches or names blocks sees those
+of a worker without ranks. On GPUs each rank has a pool of its own, and no KV can travel. A failure of one
 rank in mid-step leaves the others waiting in a sum, so the engine is broken from then on: the worker ends, and is
 started anew with all its ranks.
 """
@@ -21,8 +23,9 @@ from typing import IO, Any, Final, final
 from pdserve.config import WorkerConfig, to_flags
 from pdserve.core.errors import ConfigError, InternalError
 from pdserve.engine.config import read_config
+from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut
-from pdserve.engine.opening import choose_device, open_rank
+from pdserve.engine.opening import choose_device, open_rank, shared_bytes
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.ranks import Ranks, make_store
 from pdserve.engine.row_words import to_words
@@ -36,6 +39,7 @@ log = logging.getLogger(__name__)
 MEET_S: Final = 120.0  # until all ranks stand; loading comes after
 STOP: Final = 0  # orders: their first word
 STEP: Final = 1
+OWN: Final = "own"  # instead of a descriptor: each rank has a pool of its own
 _JOIN_S: Final = 5.0
 _POLL_S: Final = 0.05
 _TAIL_BYTES: Final = 2000
@@ -43,7 +47,7 @@ _TAIL_BYTES: Final = 2000
 
 @final
 class ParallelEngine:
-    """`spec` and `pool` are the leader's: a block holds its heads only."""
+    """`spec` and `pool` are the leader's: of whole blocks, or on GPUs of blocks that hold its heads only."""
 
     def __init__(self, engine: TorchEngine, ranks: Ranks, followers: Sequence[Follower]) -> None:
         self._engine, self._ranks, self._followers = engine, ranks, followers
@@ -66,7 +70,11 @@ class ParallelEngine:
             return []
         try:
             self._ranks.tell([STEP, *to_words(rows)])
-            return self._engine.step(rows, on_layer)
+            if on_layer is None:
+                return self._engine.step(rows)
+            outs = self._engine.step(rows, _everywhere(on_layer))
+            on_layer(self.spec.num_layers)
+            return outs
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
@@ -82,16 +90,29 @@ class ParallelEngine:
         self._engine.close()
 
 
+def _everywhere(on_layer: OnLayer) -> OnLayer:
+    """Ranks meet behind each layer's attention: when this one has stored a layer, all have stored those before it."""
+
+    def stored(num_layers: int) -> None:
+        if num_layers > 1:
+            on_layer(num_layers - 1)
+
+    return stored
+
+
 @final
 class Follower:
     """A rank's process. It ends with its leader, however that ends."""
 
-    def __init__(self, config: WorkerConfig, rank: int, port: int) -> None:
+    def __init__(self, config: WorkerConfig, rank: int, port: int, descriptor: int | None = None) -> None:
+        """`descriptor`: of the memory file that ranks share, where they do."""
         self.rank = rank
+        shared = () if descriptor is None else (descriptor,)
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
-        program = ["pdserve.engine.follower", str(rank), str(port), *to_flags(config)]
+        pool = OWN if descriptor is None else str(descriptor)
+        program = ["pdserve.engine.follower", str(rank), str(port), pool, *to_flags(config)]
         command = [sys.executable, "-m", "pdserve.launch.tether", str(os.getpid()), "module", *program]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=self._errors)
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=self._errors, pass_fds=shared)
 
     @property
     def pid(self) -> int:
@@ -127,19 +148,31 @@ def open_parallel_engine(config: WorkerConfig, progress: Progress | None = None)
     rank_config(read_config(Path(config.model)), Shard(0, size))  # before anything starts
     store = make_store(0, size, is_leader=True, timeout_s=MEET_S)
     each = dataclasses.replace(config, threads=max(1, config.threads // size) if config.threads else 0)
-    followers = [Follower(each, rank, store.port) for rank in range(1, size)]
+    device = choose_device(config.device)
+    memory = _shared_memory(config) if device.type == "cpu" else None
+    descriptor = None if memory is None else memory.descriptor
+    followers = [Follower(each, rank, store.port, descriptor) for rank in range(1, size)]
     try:
         _meet(store, followers)
         shard = Shard(0, size)
-        ranks = Ranks(shard, store, choose_device(config.device), config.stall_s)
-        engine = open_rank(each, progress, shard, ranks)
+        ranks = Ranks(shard, store, device, config.stall_s)
+        engine = open_rank(each, progress, shard, ranks, memory)
         _meet(store, followers, "loaded", MEET_S + config.stall_s)
     except BaseException:
         for follower in followers:
             follower.kill()
         raise
+    if memory is not None:
+        engine.pool.seal()
     log.info("tensor-parallel ranks stand", extra={"ranks": size, "pids": [one.pid for one in followers]})
     return ParallelEngine(engine, ranks, followers)
+
+
+def _shared_memory(config: WorkerConfig) -> HostMemory:
+    memory = HostMemory(shared_bytes(config), is_sealed=False)
+    if memory.descriptor is None:
+        raise ConfigError("tensor_parallel", config.tensor_parallel, "1 on a system without memory files (memfd)")
+    return memory
 
 
 def _meet(store: Any, followers: Sequence[Follower], what: str = "here", timeout_s: float = MEET_S) -> None:

@@ -69,11 +69,22 @@ class BlockShape:
 class TorchPool:
     """`tensor` is [N, L, 2, C, K, D], and `scales`, of a scaled pool, [N, L, 2, C, K].
 
-    `raw` is all of it as bytes, [N, block_bytes]. On the CPU `buffer` is the same memory.
+    `raw` is all of it as bytes, [N, block_bytes]. On the CPU `buffer` is the same memory. Where tensor-parallel ranks
+    share the memory, `heads` are those of the blocks' heads that this one stores and reads, and K counts them alone.
     """
 
-    def __init__(self, *, num_blocks: int, shape: BlockShape, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        shape: BlockShape,
+        device: torch.device,
+        memory: HostMemory | None = None,
+        heads: range | None = None,
+    ) -> None:
+        """`memory`: to lie in; its own, where None. `heads`: all, where None."""
         self.shape = shape
+        self.heads = range(shape.num_kv_heads) if heads is None else heads
         self.num_blocks = num_blocks
         self.block_size = shape.block_size
         self.block_bytes = shape.block_bytes
@@ -81,7 +92,7 @@ class TorchPool:
         self.descriptor: int | None = None
         self.is_on_host = device.type == "cpu"
         if device.type == "cpu":
-            memory = HostMemory(num_blocks * self.block_bytes)
+            memory = memory or HostMemory(num_blocks * self.block_bytes)
             self._memory = memory  # keeps the descriptor
             self._buffer, self.descriptor = memory.buffer, memory.descriptor
             self.raw = torch.frombuffer(memory.buffer, dtype=torch.uint8).view(num_blocks, self.block_bytes)
@@ -89,11 +100,13 @@ class TorchPool:
             self.raw = torch.zeros((num_blocks, self.block_bytes), device=device, dtype=torch.uint8)
         inner = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
         num_values = shape.num_scales * shape.head_dim
-        self.tensor = self.raw.view(shape.dtype)[:, :num_values].unflatten(1, inner)
+        mine = slice(self.heads.start, self.heads.stop)
+        self.tensor = self.raw.view(shape.dtype)[:, :num_values].unflatten(1, inner)[..., mine, :]
         self.scales: Tensor | None = None
         if shape.is_scaled:
             first = shape.data_bytes // _SCALE_BYTES
-            self.scales = self.raw.view(torch.float32)[:, first : first + shape.num_scales].unflatten(1, inner[:-1])
+            scales = self.raw.view(torch.float32)[:, first : first + shape.num_scales]
+            self.scales = scales.unflatten(1, inner[:-1])[..., mine]
 
     @property
     def buffer(self) -> memoryview:
@@ -101,11 +114,17 @@ class TorchPool:
             raise InternalError(f"the KV pool lies on {self.tensor.device}: it has no host buffer")
         return self._buffer
 
+    def seal(self) -> None:
+        """Everybody who may write has mapped the memory."""
+        self._memory.seal()
+        self.descriptor = self._memory.descriptor
+
     def clear(self, block_B: Tensor) -> None:
         """Zeroes blocks that begin a new life partly filled.
 
         Attention reads whole blocks and gives the positions behind the end the weight 0; 0 * NaN from an earlier
-        owner would still be NaN. It also keeps one request's KV out of the tail of a block that travels.
+        owner would still be NaN. It also keeps one request's KV out of the tail of a block that travels. Ranks that
+        share the memory may each clear all of a block: they meet before any of them stores (`Decoder.hidden`).
         """
         if block_B.numel():  # most steps begin no block
             self.raw.index_fill_(0, block_B, 0)
@@ -131,7 +150,7 @@ class TorchPool:
         x_NCKD = self.tensor[:, layer, part].index_select(0, flat)
         if self.scales is not None:
             x_NCKD = x_NCKD.float() * self.scales[:, layer, part].index_select(0, flat)[..., None]
-        shape = (num_rows, num_pages * self.block_size, self.shape.num_kv_heads, self.shape.head_dim)
+        shape = (num_rows, num_pages * self.block_size, len(self.heads), self.shape.head_dim)
         x_BSKD: Tensor = x_NCKD.to(dtype).view(shape)
         return x_BSKD.transpose(1, 2)
 

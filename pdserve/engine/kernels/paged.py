@@ -60,10 +60,11 @@ def largest(scores: Any, first: Any) -> Any:
 def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..., None]:
     """The kernel for one shape, compiled at its first call.
 
-    attend(q, data, scales, out, tables, tasks, first, last, num_heads, num_kv_heads, block_stride, layer_start,
-    scale_stride, scale_start, window, scale, softcap, scratch) computes tasks[first:last]. All arrays but `tasks` are
-    flat: q and out are [T, H, D], data the pool in its own dtype, scales the same memory as float32. Strides and
-    starts are in elements; window and softcap are 0 where there is none. Reading stops at a row's last block, but
+    attend(q, data, scales, out, tables, tasks, first, last, num_heads, num_kv_heads, pool_heads, block_stride,
+    layer_start, scale_stride, scale_start, window, scale, softcap, scratch) computes tasks[first:last]. All arrays but
+    `tasks` are flat: q and out are [T, H, D], data the pool in its own dtype, scales the same memory as float32.
+    A position has `pool_heads` kv heads in the pool, of which `num_kv_heads` are attended, from the starts on. Strides
+    and starts are in elements; window and softcap are 0 where there is none. Reading stops at a row's last block, but
     not at its last position: what lies behind in that block must be finite.
     """
     D, C = head_dim, block_size
@@ -81,6 +82,7 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
         last: int,
         num_heads: int,
         num_kv_heads: int,
+        pool_heads: int,
         block_stride: int,
         layer_start: int,
         scale_stride: int,
@@ -91,8 +93,8 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
         scratch: Any,
     ) -> None:
         G = num_heads // num_kv_heads
-        part = C * num_kv_heads * D
-        stride = U(num_kv_heads * D)
+        part = C * pool_heads * D
+        stride = U(pool_heads * D)
         q_scale = np.float32(scale) * _LOG2_E
         cap = np.float32(softcap) * _LOG2_E
         for task in range(first, last):
@@ -129,7 +131,7 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
                 base = block * block_stride + layer_start
                 scale_base = block * scale_stride + scale_start
                 ahead = np.int64(tables[table + min(page + 1, last_page)]) * block_stride + layer_start
-                lines = (2 * part) // per_line
+                lines = (2 * part) // per_line if pool_heads == num_kv_heads else 0  # other ranks' heads lie between
                 for h in range(head_from, head_to):
                     k0 = U(base + h * D)
                     v0 = U(base + part + h * D)
@@ -160,7 +162,7 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
                             score[c] = dot
                         if is_int8:
                             for c in range(U(C)):
-                                score[c] *= scales[U(scale_base) + c * U(num_kv_heads) + U(h)]
+                                score[c] *= scales[U(scale_base) + c * U(pool_heads) + U(h)]
                         if cap > 0:
                             for c in range(U(C)):
                                 # cap * tanh(x / cap), by 2^y, y <= 0; x carries the factor log2(e), and so does cap.
@@ -187,9 +189,9 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
                             total += weight
                         weights[state] += total
                         if is_int8:
-                            v_scale = U(scale_base + C * num_kv_heads + h)
+                            v_scale = U(scale_base + C * pool_heads + h)
                             for c in range(U(C)):
-                                score[c] *= scales[v_scale + c * U(num_kv_heads)]
+                                score[c] *= scales[v_scale + c * U(pool_heads)]
                         for c in range(U(0), U(C - C % 4), U(4)):
                             w0, w1, w2, w3 = score[c], score[c + U(1)], score[c + U(2)], score[c + U(3)]
                             if is_int8:

@@ -23,7 +23,8 @@ def make_place(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[...
     """The kernel for one shape, compiled at its first call.
 
     place(q, k, v, q_stride, k_stride, v_stride, cos, sin, block_T, offset_T, q_out, data, scales, num_heads,
-    num_kv_heads, block_stride, layer_start, scale_stride, scale_start, first, last) does tokens first .. last - 1.
+    num_kv_heads, pool_heads, block_stride, layer_start, scale_stride, scale_start, first, last) does tokens first ..
+    last - 1.
     All arrays are flat; q, k and v advance by their strides per token, q_out [T, H, D] and cos and sin [T, D / 2] lie
     closely. The pool's arguments are those of kernels.paged.
     """
@@ -46,6 +47,7 @@ def make_place(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[...
         scales: Any,
         num_heads: int,
         num_kv_heads: int,
+        pool_heads: int,
         block_stride: int,
         layer_start: int,
         scale_stride: int,
@@ -65,7 +67,7 @@ def make_place(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[...
                     q_out[target + r] = low * cos[at + r] - high * sin[at + r]
                     q_out[target + U(R) + r] = high * cos[at + r] + low * sin[at + r]
             for head in range(num_kv_heads):
-                slot = offset_T[token] * num_kv_heads + head
+                slot = offset_T[token] * pool_heads + head
                 for part in range(2):
                     if part == 0:
                         source = U(token * k_stride + head * D)
@@ -77,7 +79,7 @@ def make_place(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[...
                         source = U(token * v_stride + head * D)
                         for d in range(U(D)):
                             row[d] = v[source + d]
-                    in_layer = part * C * num_kv_heads + slot
+                    in_layer = part * C * pool_heads + slot
                     target = U(block_T[token] * block_stride + layer_start + in_layer * D)
                     if is_int8:
                         broken = np.float32(0)  # NaN where a value is not finite, and so is the scale then

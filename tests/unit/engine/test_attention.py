@@ -14,6 +14,9 @@ from torch import Tensor
 
 from pdserve.engine import paged
 from pdserve.engine.attention import attend, attend_chunk, make_context
+from pdserve.engine.batch import pack
+from pdserve.engine.host_memory import HostMemory
+from pdserve.engine.interface import Row
 from pdserve.engine.kernels import jit
 from pdserve.engine.paged import PagedAttention, deal, split_queries
 from pdserve.engine.pool import BlockShape, TorchPool
@@ -118,6 +121,46 @@ def test_blocks_read_in_place_follow_the_formula(
     for (start, _), table, q_QHD, out in zip(rows, tables, q_rows, got, strict=True):
         exact = expected(pool, table, q_QHD, start, window, scale, softcap)
         torch.testing.assert_close(out.double(), exact, atol=1e-4, rtol=1e-4)
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_ranks_that_share_blocks_store_and_read_their_heads_alone(dtype: torch.dtype, is_paged: bool) -> None:
+    """One of three ranks with two kv heads each, beside a pool of the six: the same bytes, the same bits."""
+    shape = BlockShape(num_layers=2, block_size=16, num_kv_heads=6, head_dim=24, dtype=dtype)
+    alone = TorchPool(num_blocks=8, shape=shape, device=CPU)
+    memory = HostMemory(8 * shape.block_bytes)
+    ranks = [
+        TorchPool(num_blocks=8, shape=shape, device=CPU, memory=memory, heads=range(first, first + 2))
+        for first in (0, 2, 4)
+    ]
+    block_T, offset_T = torch.tensor([5, 3, 6]).repeat_interleave(16)[:40], torch.arange(40) % 16
+    qkv_TND = torch.randn(40, 24, 24, generator=torch.Generator().manual_seed(3))
+    cos_sin = torch.rand(2, 40, 1, 12, generator=torch.Generator().manual_seed(4)).unbind()
+    row = Row(tokens=range(40), start=0, blocks=[5, 3, 6])
+    outs = []
+    for pool, part in [(alone, qkv_TND), *zip(ranks, cut(qkv_TND), strict=True)]:
+        num_kv_heads = len(pool.heads)
+        kernel = PagedAttention(pool, 2 * num_kv_heads, most_queries=40) if is_paged else None
+        batch = pack([row], [None], 16, CPU, kernel)
+        assert torch.equal(batch.block_T, block_T)
+        assert torch.equal(batch.offset_T, offset_T)
+        q_THD, k_TKD, v_TKD = part.split((2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+        q_THD = batch.place(pool, 1, q_THD, k_TKD, v_TKD, cos_sin)
+        outs.append(batch.attend(pool, 1, q_THD, None))
+    assert bytes(memory.buffer) == bytes(alone.buffer)
+    assert any(memory.buffer)
+    assert torch.equal(torch.cat(outs[1:], dim=1), outs[0])
+
+
+def cut(qkv_TND: Tensor) -> list[Tensor]:
+    """Of 12 query heads and 6 kv heads, what each of three ranks computes."""
+    q_THD, k_TKD, v_TKD = qkv_TND.split((12, 6, 6), dim=1)
+    return [
+        torch.cat((q_THD[:, 4 * rank : 4 * rank + 4], *(x[:, 2 * rank : 2 * rank + 2] for x in (k_TKD, v_TKD))), dim=1)
+        for rank in range(3)
+    ]
 
 
 @needs_numba

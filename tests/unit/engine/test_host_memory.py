@@ -29,6 +29,22 @@ def test_another_mapping_sees_what_is_written_and_cannot_write() -> None:
     assert is_sealed(memory.descriptor)
 
 
+def test_another_owner_joins_before_the_seal_and_nobody_after_it() -> None:
+    memory = HostMemory(10_000, is_sealed=False)
+    assert memory.descriptor is not None
+    assert not is_sealed(memory.descriptor)
+    other = HostMemory(10_000, os.dup(memory.descriptor))
+    with pytest.raises(ValueError, match="length"):
+        HostMemory(20_000, os.dup(memory.descriptor))
+    memory.seal()
+    other.buffer[9_999] = 7
+    memory.buffer[0] = 8
+    assert (memory.buffer[9_999], other.buffer[0]) == (7, 8)
+    with pytest.raises(PermissionError):
+        HostMemory(10_000, os.dup(memory.descriptor))
+    assert is_sealed(memory.descriptor)
+
+
 def test_a_peer_that_opens_the_file_again_cannot_write_either() -> None:
     memory = HostMemory(4096)
     again = os.open(f"/proc/self/fd/{memory.descriptor}", os.O_RDWR)

@@ -65,7 +65,7 @@ def test_three_ranks_of_the_bundled_model_score_and_draw_alike(
     size = 2 if alone.pool.shape.num_kv_heads % 3 else 3
     together = open_engine(BUNDLED, tensor_parallel=size)
     try:
-        assert together.spec.block_bytes * size == alone.spec.block_bytes
+        assert (together.spec.block_bytes, together.spec.tp_degree) == (alone.spec.block_bytes, 1)
         assert answers(together, serve) == answers(alone, serve)
         tokens = list(range(40, 60))
         row = Row(tokens=tokens, start=0, blocks=[3, 4], targets=tokens[1:], num_top=2)
@@ -77,6 +77,35 @@ def test_three_ranks_of_the_bundled_model_score_and_draw_alike(
     finally:
         together.close()
         alone.close()
+
+
+def test_what_is_called_stored_is_stored_by_all_ranks(open_engine: Callable[..., Any]) -> None:
+    """Whoever is told of a layer, or that a step which draws nothing has ended, may read it: no rank still stores."""
+    engine = open_engine(BUNDLED, tensor_parallel=2)
+    num_layers, snapshots = engine.spec.num_layers, []
+    try:
+        for turn in range(12):
+            blocks = [2 * turn, 2 * turn + 1]
+            tokens = [(7 * turn + 3 * at) % 4000 + 1 for at in range(2 * engine.spec.block_size)]
+
+            def look(count: int, blocks: list[int] = blocks) -> None:
+                snapshots.append((count, blocks, whole(engine)[blocks, :count]))
+
+            engine.step([Row(tokens=tokens, start=0, blocks=blocks)], look)
+            look(num_layers)
+        assert [count for count, *_ in snapshots] == [*range(1, num_layers + 1), num_layers] * 12
+        time.sleep(0.2)
+        for count, blocks, seen in snapshots:
+            assert seen.equal(whole(engine)[blocks, :count]), count
+    finally:
+        engine.close()
+
+
+def whole(engine: Any) -> Any:
+    """The pool with all ranks' heads."""
+    shape = engine.pool.shape
+    inner = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    return engine.pool.raw.view(shape.dtype).unflatten(1, inner)
 
 
 def test_a_dead_rank_breaks_the_engine_and_hangs_nobody(open_engine: Callable[..., Any]) -> None:

@@ -1,0 +1,138 @@
+"""Prefill and decode workers of one and of two tensor-parallel ranks: real engines and rank processes, real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from pdserve.config import WorkerConfig
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import Role
+from pdserve.engine.interface import Engine
+from pdserve.engine.load import load_engine
+from pdserve.v1 import worker_pb2
+
+BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
+COMMON: dict[str, Any] = {
+    "model": str(BUNDLED),
+    "block_size": 16,
+    "max_context_tokens": 512,
+    "kv_blocks": 96,
+    "threads": 1,
+    "stall_s": 10.0,
+    "profile": "h100-sxm.llama-3.1-8b.bf16",  # no worker measures itself first
+}
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = Tokenizer.from_file(str(BUNDLED / "tokenizer.json")).encode(text).ids
+    return ids
+
+
+LINES = "import os\nimport sys\n\n\nclass Path:\n    def __init__(self, name):\n        self.name = name\n\n"
+# From less than a block to several steps of 32 tokens; the last two begin alike and fill no block's end.
+PROMPTS = [ids_of(LINES[:12]), ids_of(LINES), ids_of(LINES * 3), ids_of(LINES * 3 + "    def exists(self):\n")]
+
+
+async def answers(router: Any, ask: Any, name: str) -> list[list[int]]:
+    """Of all prompts at once; greedy and seeded."""
+    how = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 11, "top_p": 0.95}]
+    asked = [ask(f"{name}-{index}", prompt, max_tokens=16, **how[index % 2]) for index, prompt in enumerate(PROMPTS)]
+    return list(await asyncio.gather(*map(router.remote, asked)))
+
+
+@pytest.mark.parametrize(("transport", "kv_dtype", "push"), [("shm", "auto", "layers"), ("tcp", "int8", "auto")])
+async def test_any_two_of_one_and_two_ranks_write_the_same(
+    start: Any, attach: Any, ask: Any, transport: str, kv_dtype: str, push: str
+) -> None:
+    common = {**COMMON, "transport": transport, "kv_dtype": kv_dtype, "push": push}
+    prefill = {ranks: start(Role.PREFILL, tensor_parallel=ranks, **common) for ranks in (1, 2)}
+    decode = {ranks: start(Role.DECODE, tensor_parallel=ranks, **common) for ranks in (1, 2)}
+    assert prefill[2].program.engine.spec == prefill[1].program.engine.spec, "a block is the same, whoever fills it"
+    expected = await answers(await attach(prefill[1], decode[1]), ask, "1-1")
+    assert len({tuple(one) for one in expected}) == len(PROMPTS)
+    for ranks in ((2, 1), (1, 2), (2, 2)):
+        router = await attach(prefill[ranks[0]], decode[ranks[1]], name=f"router-{ranks}")
+        assert await answers(router, ask, "cold") == expected, ranks
+        assert await answers(router, ask, "warm") == expected, ranks  # by what both prefix caches hold
+        moved = [one for one in router.all("transfer_ended") if one.is_committed and one.bytes]
+        assert moved, "no KV travelled"
+
+
+async def test_a_killed_rank_of_a_prefill_worker_loses_nothing(start: Any, attach: Any, ask: Any) -> None:
+    broken, d = start(Role.PREFILL, **COMMON, tensor_parallel=2), start(Role.DECODE, **COMMON)
+    router = await attach(broken, d)
+    expected = await router.remote(ask("before", PROMPTS[2], max_tokens=16))
+    kill_rank(broken)
+    sequence = ask("r", PROMPTS[2][1:], max_tokens=16)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
+    granted = await router.next("granted", "r")
+    await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
+    failed = await router.next("failed", "r")
+    assert failed.kind == worker_pb2.FAILURE_KIND_INTERNAL
+    await broken.until_fatal()
+    await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="r", attempt=1))
+    await router.released("r", Role.DECODE)
+    other = await attach(start(Role.PREFILL, **COMMON, worker_id="prefill-1"), d, name="other")
+    assert await other.remote(ask("after", PROMPTS[2], max_tokens=16)) == expected
+
+
+async def test_a_killed_rank_of_a_decode_worker_loses_nothing(start: Any, attach: Any, ask: Any) -> None:
+    p, broken = start(Role.PREFILL, **COMMON), start(Role.DECODE, **COMMON, tensor_parallel=2)
+    router = await attach(p, broken)
+    running = asyncio.create_task(router.remote(ask("r", PROMPTS[1], max_tokens=400, ignore_eos=True)))
+    await router.wait_for(lambda: len(router.rows("r")) >= 4)
+    kill_rank(broken)
+    failed = await router.next("failed", "r")
+    assert failed.kind == worker_pb2.FAILURE_KIND_INTERNAL
+    await broken.until_fatal()
+    running.cancel()
+    told = [router.all("first_token", "r")[0].token.token_id, *router.text("r")]
+    other = await attach(p, start(Role.DECODE, **COMMON, worker_id="decode-1"), name="other")
+    again = ask("r", PROMPTS[1], attempt=2, output=tuple(told), max_tokens=len(told) + 8, ignore_eos=True)
+    whole = ask("whole", PROMPTS[1], max_tokens=len(told) + 8, ignore_eos=True)
+    assert told + await other.remote(again) == await other.remote(whole)
+
+
+def kill_rank(worker: Any) -> None:
+    os.kill(worker.program.engine._followers[0].pid, signal.SIGKILL)
+
+
+class OwnPools:
+    """An engine whose other ranks, on GPUs, keep their heads in pools of their own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.spec = dataclasses.replace(engine.spec, tp_degree=2)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def load_own_pools(config: WorkerConfig, role: Role) -> Any:
+    return OwnPools(load_engine(config, role))
+
+
+async def test_ranks_with_pools_of_their_own_are_refused_before_a_block_moves(
+    start: Any, attach: Any, ask: Any, worker_config: Any
+) -> None:
+    """As a prefill worker at its start; a decode worker reads prompts itself, and grants nothing."""
+    p = start(Role.PREFILL, model="toy")
+    with pytest.raises(ConfigError, match="tensor_parallel: got 2, expected 1 where KV is to move"):
+        start(Role.PREFILL, load_own_pools, model="toy")
+    d = start(Role.DECODE, load_own_pools, model="toy")
+    router = await attach(p, d)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("r", [5, 6, 7])))
+    ended = await router.next("transfer_ended", "r")
+    assert not ended.is_committed
+    assert "tensor_parallel: got 2" in ended.error
+    await router.released("r", Role.DECODE)
+    assert router.all("granted", "r") == []
+    assert len(await router.local(ask("l", [5, 6, 7], max_tokens=4))) == 4
