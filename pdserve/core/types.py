@@ -109,8 +109,11 @@ class Sampling:
     @property
     def needs_history(self) -> bool:
         """Whether a draw depends on which tokens came before, beside how many."""
-        is_penalised = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-        return is_penalised or bool(self.bad_token_ids) or self.grammar is not None
+        return self.is_penalised or bool(self.bad_token_ids) or self.grammar is not None
+
+    @property
+    def is_penalised(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

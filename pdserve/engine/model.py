@@ -78,13 +78,15 @@ class Decoder:
                 delta_TE = self._norm(delta_TE, layer.mlp_post_norm_E)
         return x_TE if delta_TE is None else x_TE.add_(delta_TE)
 
-    def logits(self, x_TE: Tensor) -> Tensor:
-        """float32, [T, V]."""
-        logits_TV = self._weights.head(self._norm(x_TE, self._weights.norm_E)).float()
+    def logits(self, x_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
+        """float32, [T, V]; in `out_TV` where it is given, which whoever has ranks cannot."""
+        logits_TV = self._weights.head(self._norm(x_TE, self._weights.norm_E))
+        logits_TV = logits_TV.float() if out_TV is None else out_TV.copy_(logits_TV)
         if self._ranks is not None:
+            assert out_TV is None
             logits_TV = self._ranks.join(logits_TV, [end - begin for begin, end in self._tokens_of])
         softcap = self._config.logit_softcap
-        return logits_TV if softcap is None else (logits_TV / softcap).tanh_().mul_(softcap)
+        return logits_TV if softcap is None else logits_TV.div_(softcap).tanh_().mul_(softcap)
 
     def _embed(self, token_T: Tensor) -> Tensor:
         table_VE, dtype = self._weights.embedding_VE, self._weights.dtype

@@ -40,7 +40,7 @@ class TorchEngine:
         mixing: Mixing | None = None,
     ) -> None:
         """`kernel` takes the rows of few queries; `mixing` makes a device's own mixer of a batch."""
-        self._grammars = grammars
+        self.grammars = grammars
         self.spec = spec
         self.pool = pool
         self.model = model
@@ -61,7 +61,7 @@ class TorchEngine:
         outs = [RowOut()] * len(rows)
         if num_draws:
             logits_BV = self.model.logits(x_UE[:num_draws])
-            masks_of = self._grammars.masks_of(rows)
+            masks_of = self.grammars.masks_of(rows)
             draws = [draw for index, row in enumerate(rows) for draw in draws_of(row, masks_of.get(index))]
             drawn = iter(sample(logits_BV, draws, self.spec.eos_token_ids))
             outs = [

@@ -5,8 +5,17 @@ On a machine without CUDA import it behind interpreter.prepare, or to compile on
 
 from __future__ import annotations
 
-from tests.gpu import case_attention, case_extents, case_flatten, case_fp8, case_norms, case_place, case_sampling
+from tests.gpu import (
+    case_attention,
+    case_extents,
+    case_flatten,
+    case_forbid,
+    case_fp8,
+    case_norms,
+    case_place,
+    case_sampling,
+)
 
-FILES = (case_norms, case_fp8, case_place, case_attention, case_flatten, case_sampling, case_extents)
+FILES = (case_norms, case_fp8, case_place, case_attention, case_flatten, case_sampling, case_forbid, case_extents)
 CASES = [case for file in FILES for case in file.CASES]
 LAUNCHES = [launch for file in FILES for launch in file.LAUNCHES]

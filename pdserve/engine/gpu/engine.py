@@ -1,13 +1,14 @@
-"""The engine of a CUDA device: plain decode rows go through graphs, everything else through the eager engine.
+"""The engine of a CUDA device: decode rows go through graphs, everything else through the eager engine.
 
-A graph row has one token, no drafts and a draw that needs neither bans nor penalties nor the likeliest tokens. A step
-of such rows alone can be launched ahead: nothing is waited for until its flight is. Others are computed when they are
-launched, prompts among them, and the rows of a mixed step that can still take the graph.
+A graph row has one token, no drafts and no penalties; what it asks for beyond a plain draw follows behind the graph
+(redraw.py). A step of such rows alone can be launched ahead: nothing is waited for until its flight is. Others are
+computed when they are launched, prompts among them, and the rows of a mixed step that can still take the graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -16,6 +17,8 @@ from pdserve.core.errors import InternalError
 from pdserve.core.types import TokenOut
 from pdserve.engine.gpu import buckets
 from pdserve.engine.gpu.graphs import Replays
+from pdserve.engine.gpu.inputs import sampling_of
+from pdserve.engine.gpu.redraw import NO_EXTRAS, Extras, Redraw, asks_for_more
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.gpu.tables import TableMirror
 from pdserve.engine.interface import EngineSpec, Flight, OnLayer, Row, RowOut
@@ -28,19 +31,26 @@ from pdserve.engine.torch_engine import TorchEngine
 class GraphFlight:
     """A step whose draws are on their way to the host."""
 
-    def __init__(self, rows: Sequence[Row], host: tuple[Any, Any], event: Any | None) -> None:
-        self._rows, self._host, self._event = rows, host, event
+    def __init__(self, rows: Sequence[Row], host: tuple[Any, Any], extras: Extras, event: Any | None) -> None:
+        self._rows, self._host, self._extras, self._event = rows, host, extras, event
 
     def wait(self) -> list[RowOut]:
         if self._event is not None:
             self._event.synchronize()
         count = len(self._rows)
         tokens, logprobs = self._host[0][:count].tolist(), self._host[1][:count].tolist()
-        wants = (row.sample is not None and row.sample.logprobs is not None for row in self._rows)
-        return [
-            RowOut((TokenOut(token_id=token, logprob=logprob if is_wanted else None),))
-            for token, logprob, is_wanted in zip(tokens, logprobs, wants, strict=True)
+        wants = [sampling_of(row).logprobs for row in self._rows]
+        outs = [
+            RowOut((TokenOut(token_id=token, logprob=logprob if wanted is not None else None),))
+            for token, logprob, wanted in zip(tokens, logprobs, wants, strict=True)
         ]
+        extras = self._extras
+        for index in extras.top_of:
+            [token] = outs[index].drawn
+            outs[index] = RowOut((replace(token, top=extras.top(index, wants[index] or 0)),))
+        for index, why in extras.failed.items():
+            outs[index] = RowOut(failed=why)
+        return outs
 
 
 @final
@@ -72,6 +82,7 @@ class GraphEngine:
             for _ in range(2)
         ]
         self._turn = 0
+        self._redraw = Redraw(decode, eager.grammars, eager.spec.eos_token_ids)
 
     @property
     def spec(self) -> EngineSpec:
@@ -124,6 +135,8 @@ class GraphEngine:
             decode.table_SP.view(-1).index_copy_(0, change[0], change[1].to(torch.int32))
         decode.inputs.send(rows, update.seats, bucket)
         self._replays.replay(bucket)
+        asking = [index for index, row in enumerate(rows) if asks_for_more(row)]
+        extras = self._redraw.launch(rows, asking) if asking else NO_EXTRAS
         host = self._hosts[self._turn]
         self._turn = 1 - self._turn
         host[0][:count].copy_(decode.drawn_B[:count], non_blocking=True)
@@ -132,20 +145,16 @@ class GraphEngine:
         if self._is_cuda:
             event = torch.cuda.Event()
             event.record()
-        return GraphFlight(list(rows), host, event)
+        return GraphFlight(list(rows), host, extras, event)
 
 
 def is_graph_row(row: Row) -> bool:
-    """Whether a graph can compute and draw the row."""
+    """Whether a graph can compute the row, and it can be drawn there or behind it."""
     sampling = row.sample
     return (
         sampling is not None
         and len(row.tokens) == 1
         and not row.drafts
         and not row.targets
-        and not sampling.needs_history
-        and not sampling.logit_bias
-        and not sampling.allowed_token_ids
-        and not sampling.logprobs
-        and row.start + 1 - row.prompt_len >= sampling.min_tokens
+        and not sampling.is_penalised
     )

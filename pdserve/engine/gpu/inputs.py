@@ -8,6 +8,7 @@ that was begun may still read the last one; two are enough, as at most two steps
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final, final
 
@@ -49,7 +50,7 @@ class Inputs:
     """Fields of up to `most_rows` rows, on the device: each a tensor [most_rows] that keeps its address."""
 
     def __init__(self, most_rows: int, block_size: int, device: torch.device) -> None:
-        self._block_size = block_size
+        self._most_rows, self._block_size = most_rows, block_size
         sizes = [most_rows * np.dtype(kind).itemsize for _, kind in FIELDS]
         starts = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)])
         num_bytes = int(starts[-1])
@@ -76,6 +77,11 @@ class Inputs:
             top_p=self.field("top_p", num_rows),
             floor=self.field("floor", num_rows),
         )
+
+    def draws_of(self, row_S: Tensor) -> Draws:
+        """Those of some rows of the step, int64 numbers of them."""
+        every = self.draws(self._most_rows)
+        return Draws(**{one.name: getattr(every, one.name).index_select(0, row_S) for one in dataclasses.fields(Draws)})
 
     def send(self, rows: Sequence[Row], seats: Sequence[int], bucket: int) -> None:
         """Queues the copy for these rows and the padding behind them, which attends to nothing and stores nothing."""

@@ -69,10 +69,12 @@ class StaticDecode:
         self.table_SP = torch.zeros((self.num_seats, self.num_pages), dtype=torch.int32, device=device)
         self.drawn_B = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self.logprob_B = torch.zeros(most_rows, dtype=torch.float32, device=device)
+        # They outlive the step, for the rows that are drawn again behind it.
+        self.logits_BV = torch.zeros((most_rows, vocab_size), dtype=torch.float32, device=device)
         self._kernels = LayerKernels(pool, heads, model.dtype, max_context_tokens)
         self._num_processors, self._max_context_tokens = num_processors, max_context_tokens
         self._scratches: dict[int, Scratch] = {}  # by bucket; captured graphs hold their addresses
-        self._sampler = Sampler(most_rows, vocab_size, device, num_processors)
+        self.sampler = Sampler(most_rows, vocab_size, device, num_processors)
 
     def _scratch(self, bucket: int) -> Scratch:
         if bucket not in self._scratches:
@@ -84,7 +86,8 @@ class StaticDecode:
 
     @torch.inference_mode()
     def run(self, bucket: int) -> None:
-        """Computes the step that `inputs` describe: draws of rows 0 .. bucket - 1 go to `drawn_B` and `logprob_B`."""
+        """Computes the step that `inputs` describe: rows 0 .. bucket - 1 of `logits_BV`, and what they draw if nothing
+        more is asked of them, in `drawn_B` and `logprob_B`."""
         field = self.inputs.field
         follows_B, token_B = field("follows", bucket), field("token", bucket)
         token_B = torch.where(follows_B >= 0, self.drawn_B[follows_B.clamp(min=0)], token_B)
@@ -102,7 +105,7 @@ class StaticDecode:
             field("slot", bucket),
             field("position", bucket),
         )
-        logits_BV = self._model.logits(self._model.hidden(mixer))
-        drawn_B, logprob_B = self._sampler.draw(logits_BV, self.inputs.draws(bucket))
+        logits_BV = self._model.logits(self._model.hidden(mixer), self.logits_BV[:bucket])
+        drawn_B, logprob_B = self.sampler.draw(logits_BV, self.inputs.draws(bucket))
         self.drawn_B[:bucket] = drawn_B
         self.logprob_B[:bucket] = logprob_B

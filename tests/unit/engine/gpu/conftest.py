@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,3 +18,32 @@ DEVICE = prepare()
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return DEVICE
+
+
+MOST_ROWS = 3
+
+
+@pytest.fixture(scope="session")
+def make_pair(tiny: Callable[[str], Path], open_engine: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """An eager engine, and one of static buffers over the same weights with a pool of its own."""
+    from pdserve.engine.gpu.buckets import buckets_for
+    from pdserve.engine.gpu.engine import GraphEngine
+    from pdserve.engine.gpu.graphs import EagerReplays
+    from pdserve.engine.gpu.static import StaticDecode
+
+    def get(name: str, most_rows: int = MOST_ROWS, grammars: Any = None) -> tuple[Any, Any]:
+        settings = {"kv_blocks": 64, "block_size": 8, "max_context_tokens": 128, "device": DEVICE.type}
+        eager, inner = open_engine(tiny(name), **settings), open_engine(tiny(name), **settings)
+        if grammars is not None:
+            eager.grammars = inner.grammars = grammars
+        decode = StaticDecode(
+            inner.model,
+            inner.pool,
+            most_rows=most_rows,
+            max_context_tokens=inner.spec.max_context_tokens,
+            vocab_size=inner.spec.vocab_size,
+            num_processors=4,
+        )
+        return eager, GraphEngine(inner, decode, EagerReplays(decode, buckets_for(most_rows)))
+
+    return get

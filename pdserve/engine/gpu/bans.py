@@ -1,0 +1,66 @@
+"""Which tokens a row may draw, as bits for the device: grammars and the bans of masks.py.
+
+The bits are what masks.py, the one place of these rules, leaves of a row of zeros.
+"""
+
+# Shapes: V vocabulary, W words of 32 tokens.
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from pdserve.core.types import Sampling
+from pdserve.engine.interface import Row
+from pdserve.engine.masks import BANS, Draw, forbid, mask
+
+
+@final
+class Bans:
+    """Keeps the bits of rows whose bans stand still, for `most_rows` of them."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], most_rows: int) -> None:
+        self.num_words = -(-vocab_size // 32)
+        self._vocab_size, self._ends, self._most_rows = vocab_size, tuple(eos_token_ids), most_rows
+        # By identity, and the sampling itself so that its identity is not another's: hashing one may take longer.
+        self._still: OrderedDict[tuple[int, bool], tuple[Sampling, Any]] = OrderedDict()
+
+    def words(self, row: Row, allowed: bytes | None) -> Any | None:
+        """Bit t % 32 of word t // 32 is set where token t may be drawn, uint32 [W]; None where any may.
+
+        `allowed`: what the row's grammar says, if it has one.
+        """
+        sampling = row.sample
+        assert sampling is not None
+        # Of a row whose last token nobody knows yet only the number of tokens is asked.
+        history = row.history if row.follows is None else range(row.start + 1)
+        draw = Draw(sampling, history, row.prompt_len, allowed)
+        if not any(one.applies(draw) for one in BANS):
+            return None if allowed is None else self._padded(np.frombuffer(allowed, np.uint8))
+        if sampling.needs_history:
+            return self._words(draw)
+        key = id(sampling), draw.num_output < sampling.min_tokens
+        if key not in self._still:
+            self._still[key] = sampling, self._words(draw)
+            if len(self._still) > self._most_rows:
+                self._still.popitem(last=False)
+        self._still.move_to_end(key)
+        return self._still[key][1]
+
+    def _words(self, draw: Draw) -> Any:
+        allowed_1V = forbid(torch.zeros(1, self._vocab_size), [draw])
+        left_1V = allowed_1V.clone()
+        mask(left_1V, allowed_1V, {0: draw}, self._ends)
+        return self._padded(np.packbits(left_1V[0].numpy() > -math.inf, bitorder="little"))
+
+    def _padded(self, given: Any) -> Any:
+        """As masks.forbid has it: a mask that is short bans the rest, one that is long says nothing by it."""
+        words = np.zeros(self.num_words, np.uint32)
+        count = min(len(given), 4 * self.num_words)
+        words.view(np.uint8)[:count] = given[:count]
+        return words

@@ -1,0 +1,10 @@
+import pytest
+import torch
+
+from tests.gpu.case_forbid import CASES
+from tests.gpu.cases import Case
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_banned_tokens_cannot_be_drawn_and_others_stay(case: Case, device: torch.device) -> None:
+    assert case.check(device) <= case.bound

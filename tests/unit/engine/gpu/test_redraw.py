@@ -1,0 +1,167 @@
+"""Rows that ask for more than a graph draws: the eager engine's tokens, alone, in company and one step ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdserve.core.grammar import Grammar, GrammarKind
+from pdserve.core.types import Sampling
+from pdserve.engine.gpu.bans import Bans
+from pdserve.engine.gpu.engine import GraphFlight
+from pdserve.engine.grammars import RowMasks
+from pdserve.engine.interface import PENDING, Engine, Flight, Row
+
+GRAMMAR = Grammar(GrammarKind.REGEX, "any")
+STUCK = Grammar(GrammarKind.REGEX, "none")
+SEEDED = {"temperature": 0.9, "seed": 5}
+WITHOUT_HISTORY: tuple[dict[str, Any], ...] = (
+    {"logprobs": 3},
+    {},
+    {"logit_bias": ((5, 30.0), (9, 29.5), (383, -100.0)), "logprobs": 0, **SEEDED},
+    {"min_tokens": 4, "stop_token_ids": tuple(range(3, 67)), **SEEDED},
+    {"allowed_token_ids": tuple(range(40, 60)), "top_k": 5, "logprobs": 64, **SEEDED},
+    {"logit_bias": ((7, 1.0),), "min_p": 0.1, **SEEDED},
+)
+WITH_HISTORY: tuple[dict[str, Any], ...] = (
+    {"grammar": GRAMMAR, **SEEDED},
+    {"grammar": GRAMMAR, "allowed_token_ids": tuple(range(300)), "logit_bias": ((6, 9.0),), "logprobs": 2},
+    {"bad_token_ids": (*((token,) for token in range(3, 100)), (120, 121)), **SEEDED},
+    {"grammar": GRAMMAR, "allowed_token_ids": (383,)},  # at times they leave nothing: the grammar is stronger
+)
+
+
+class EveryThird:
+    """In place of Grammars: two of three tokens are allowed, which ones the last token says."""
+
+    def masks_of(self, rows: Sequence[Row]) -> dict[int, RowMasks]:
+        masks = {}
+        for index, row in enumerate(rows):
+            if row.sample is None or row.sample.grammar is None:
+                continue
+            if row.sample.grammar == STUCK:
+                masks[index] = RowMasks(failed="nothing meets it")
+            else:
+                is_allowed = (np.arange(384) + row.history[-1]) % 3 > 0
+                # Shorter than the vocabulary: what it does not name is banned.
+                masks[index] = RowMasks((np.packbits(is_allowed, bitorder="little").tobytes()[:47],))
+        return masks
+
+
+class Text:
+    """One sequence on one engine."""
+
+    def __init__(self, number: int, sampling: Sampling) -> None:
+        self.sampling, self.blocks = sampling, list(range(4 * number, 4 * number + 4))
+        self.prompt = [3 + (31 * number + 7 * at) % 380 for at in range(3 + 2 * number)]
+        self.tokens = list(self.prompt)
+        self.outs: list[Any] = []
+
+    def row(self, num_pending: int = 0, follows: int | None = None) -> Row:
+        start = len(self.tokens) - 1 + num_pending
+        first = not self.outs and not num_pending
+        return Row(
+            tokens=self.tokens if first else (PENDING,) if num_pending else self.tokens[-1:],
+            start=0 if first else start,
+            blocks=self.blocks,
+            sample=self.sampling,
+            history=self.tokens,
+            prompt_len=len(self.prompt),
+            follows=follows,
+        )
+
+    def take(self, out: Any) -> None:
+        assert out.failed is None
+        self.outs += out.drawn
+        self.tokens.append(out.drawn[0].token_id)
+
+
+def texts_of(engine: Engine, kinds: Sequence[dict[str, Any]]) -> list[Text]:
+    """Each with its first token."""
+    kinds = [{"temperature": 0.0, "max_tokens": 16, **kind} for kind in kinds]
+    texts = [Text(number, Sampling(**kind)) for number, kind in enumerate(kinds)]
+    for text in texts:
+        text.take(engine.step([text.row()])[0])
+    return texts
+
+
+def assert_same(ours: Text, theirs: Text) -> None:
+    assert ours.tokens == theirs.tokens, ours.sampling
+    for mine, other in zip(ours.outs, theirs.outs, strict=True):
+        assert (mine.logprob is None) == (other.logprob is None)
+        assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [token for token, _ in mine.top] == [token for token, _ in other.top]
+        assert [logprob for _, logprob in mine.top] == pytest.approx([logprob for _, logprob in other.top], abs=1e-4)
+
+
+def test_they_draw_as_in_the_eager_engine_beside_plain_rows(make_pair: Callable[..., Any]) -> None:
+    eager, graph = make_pair("llama", most_rows=12, grammars=EveryThird())
+    kinds = (*WITHOUT_HISTORY, *WITH_HISTORY)
+    ours, theirs = texts_of(graph, kinds), texts_of(eager, kinds)
+    for _ in range(3):
+        flight = graph.launch([text.row() for text in ours], None)
+        assert isinstance(flight, GraphFlight)
+        for text, out in zip(ours, flight.wait(), strict=True):
+            text.take(out)
+        for text, out in zip(theirs, eager.step([text.row() for text in theirs]), strict=True):
+            text.take(out)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine, other)
+    assert all(40 <= token < 60 for token in ours[4].tokens[len(ours[4].prompt) :])
+
+
+def test_they_go_one_step_ahead_where_the_last_token_does_not_matter(make_pair: Callable[..., Any]) -> None:
+    eager, graph = make_pair("llama", most_rows=6)
+    theirs, ours = texts_of(eager, WITHOUT_HISTORY), texts_of(graph, WITHOUT_HISTORY)
+    for _ in range(6):
+        for text, out in zip(theirs, eager.step([text.row() for text in theirs]), strict=True):
+            text.take(out)
+    flight: Flight = graph.launch([text.row() for text in ours], None)
+    order = list(range(len(ours)))
+    for step in range(5):
+        before, was = flight, order
+        order = order[1:] + order[:1] if step % 2 else order[::-1]
+        flight = graph.launch([ours[which].row(1, was.index(which)) for which in order], before)
+        for which, out in zip(was, before.wait(), strict=True):
+            ours[which].take(out)
+    for which, out in zip(order, flight.wait(), strict=True):
+        ours[which].take(out)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine, other)
+
+
+def test_a_row_whose_grammar_is_stuck_fails_alone(make_pair: Callable[..., Any]) -> None:
+    eager, graph = make_pair("llama", grammars=EveryThird())
+    [plain, bound] = texts_of(graph, [{}, {"grammar": GRAMMAR}])
+    [other, _] = texts_of(eager, [{}, {"grammar": GRAMMAR}])
+    bound.sampling = Sampling(temperature=0.0, grammar=STUCK)
+    first, second = graph.step([plain.row(), bound.row()])
+    assert (second.drawn, second.failed) == ((), "nothing meets it")
+    plain.take(first)
+    other.take(eager.step([other.row()])[0])
+    assert_same(plain, other)
+
+
+def test_still_bans_are_kept_and_moving_ones_are_not() -> None:
+    bans = Bans(70, (2,), 1)
+
+    def row(num_output: int, **sampling: Any) -> Row:
+        tokens = [5] * (1 + num_output)
+        sample = Sampling(temperature=0.0, **sampling)
+        return Row(tokens=[5], start=num_output, blocks=[0], sample=sample, history=tokens, prompt_len=1)
+
+    one = row(0, min_tokens=1)
+    words = bans.words(one, None)
+    assert words is bans.words(one, None)
+    assert list(words) == [0xFFFFFFFB, 0xFFFFFFFF, 0x3F]
+    later = Row(tokens=[5], start=1, blocks=[0], sample=one.sample, history=[5, 5], prompt_len=1)
+    assert bans.words(later, None) is None
+    only = bans.words(row(0, allowed_token_ids=(33, 69)), None)
+    assert list(only) == [0, 2, 0x20]
+    assert bans.words(one, None) is not words, "one is kept"
+    assert bans.words(row(0), b"\xff" * 99) is not None
+    assert list(bans.words(row(0), b"\x01" + b"\xff" * 98)) == [0xFFFFFF01, 0xFFFFFFFF, 0xFFFFFFFF]
+    assert list(bans.words(row(1, bad_token_ids=((5, 7),)), None)) == [0xFFFFFF7F, 0xFFFFFFFF, 0x3F]
