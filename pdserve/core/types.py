@@ -108,8 +108,9 @@ class Sampling:
 
     @property
     def needs_history(self) -> bool:
-        """Whether a draw depends on which tokens came before, beside how many."""
-        return self.is_penalised or bool(self.bad_token_ids) or self.grammar is not None
+        """Whether what may be drawn depends on which tokens came before, beside how many. Penalties are not meant:
+        an engine counts what it draws."""
+        return bool(self.bad_token_ids) or self.grammar is not None
 
     @property
     def is_penalised(self) -> bool:

@@ -60,7 +60,8 @@ class Row:
     gets its logprob and those of the `num_top` most likely tokens in its place.
 
     `follows`, of a row whose one token is PENDING: the index of the row in the step before that draws it. Only the
-    first `start` tokens of its history count, which lack that one: its sampling must not need it.
+    first `start` tokens of its history count, which lack that one: its sampling must not need it. A row with penalties
+    must have been a row of the step before, with the same list as its history.
     """
 
     tokens: Sequence[int]

@@ -12,10 +12,21 @@ from tests.gpu import (
     case_forbid,
     case_fp8,
     case_norms,
+    case_penalties,
     case_place,
     case_sampling,
 )
 
-FILES = (case_norms, case_fp8, case_place, case_attention, case_flatten, case_sampling, case_forbid, case_extents)
+FILES = (
+    case_norms,
+    case_fp8,
+    case_place,
+    case_attention,
+    case_flatten,
+    case_sampling,
+    case_forbid,
+    case_penalties,
+    case_extents,
+)
 CASES = [case for file in FILES for case in file.CASES]
 LAUNCHES = [launch for file in FILES for launch in file.LAUNCHES]

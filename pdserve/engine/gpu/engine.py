@@ -1,6 +1,6 @@
 """The engine of a CUDA device: decode rows go through graphs, everything else through the eager engine.
 
-A graph row has one token, no drafts and no penalties; what it asks for beyond a plain draw follows behind the graph
+A graph row has one token and no drafts; what it asks for beyond a plain draw follows behind the graph
 (redraw.py). A step of such rows alone can be launched ahead: nothing is waited for until its flight is. Others are
 computed when they are launched, prompts among them, and the rows of a mixed step that can still take the graph.
 """
@@ -150,11 +150,4 @@ class GraphEngine:
 
 def is_graph_row(row: Row) -> bool:
     """Whether a graph can compute the row, and it can be drawn there or behind it."""
-    sampling = row.sample
-    return (
-        sampling is not None
-        and len(row.tokens) == 1
-        and not row.drafts
-        and not row.targets
-        and not sampling.is_penalised
-    )
+    return row.sample is not None and len(row.tokens) == 1 and not row.drafts and not row.targets

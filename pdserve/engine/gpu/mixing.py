@@ -1,4 +1,4 @@
-"""How tokens meet in a step that no graph takes, on a CUDA device: prompts' chunks, drafts, rows with penalties.
+"""How tokens meet in a step that no graph takes, on a CUDA device: prompts' chunks and drafts.
 
 One launch rotates and stores; rows of up to 16 queries attend where their blocks lie, however many each has; a chunk
 reads its prompt's blocks as one contiguous run and attends by flash attention. What is left (windows and softcaps of

@@ -1,12 +1,13 @@
-"""Draws again, behind a graph, the rows that ask for more than it does: grammars, bans, bias, the likeliest tokens.
+"""Draws again, behind a graph, the rows that ask for more than it does: grammars, bans, bias, penalties, and tells of
+the likeliest tokens.
 
 The graph computes every row's logits and draws from them as they are. What few rows ask for beyond is launched kernel
 by kernel while the graph runs, so the host's share of it (a grammar's mask, the launches) costs no time, and a batch
 without such rows is not touched by it. Order and meaning are those of sampling.py. Nothing waits for the device.
 """
 
-# Shapes: B rows of a bucket, S rows that are drawn again, R of them under bans, N biases, L rows whose logprobs are
-# told, K likeliest tokens, V vocabulary, W words of 32 tokens.
+# Shapes: B rows of a bucket, S rows that are drawn again, R of them under bans, P with penalties, N biases, L rows
+# whose logprobs are told, K likeliest tokens, V vocabulary, W words of 32 tokens.
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from pdserve.engine.gpu.bans import Bans
 from pdserve.engine.gpu.forbid import forbid
 from pdserve.engine.gpu.inputs import sampling_of
+from pdserve.engine.gpu.penalties import Penalties
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.grammars import Grammars
 from pdserve.engine.interface import Row
@@ -49,6 +51,7 @@ def asks_for_more(row: Row) -> bool:
     sampling = sampling_of(row)
     return bool(
         sampling.needs_history
+        or sampling.is_penalised
         or sampling.logprobs
         or sampling.logit_bias
         or sampling.allowed_token_ids
@@ -63,6 +66,7 @@ class Redraw:
         most_rows, vocab_size = decode.logits_BV.shape
         self._bans = Bans(vocab_size, eos_token_ids, 2 * most_rows)
         self._device = decode.logits_BV.device
+        self._penalties = Penalties(vocab_size, most_rows, self._device)
         self._is_cuda = self._device.type == "cuda"
 
     def launch(self, rows: Sequence[Row], asking: Sequence[int]) -> Extras:
@@ -78,7 +82,11 @@ class Redraw:
             words = self._bans.words(rows[index], None if masks is None else masks.masks[0])
             if words is not None:
                 words_of[index] = words
-        again = [index for index in asking if index in words_of or sampling_of(rows[index]).logit_bias]
+        again = []
+        for index in asking:
+            sampling = sampling_of(rows[index])
+            if index in words_of or sampling.logit_bias or sampling.is_penalised:
+                again.append(index)
         if again:
             self._draw(rows, again, words_of)
         return Extras(failed, *self._tell(rows, asking, set(again)))
@@ -103,7 +111,13 @@ class Redraw:
         if biases:
             at_N = self._send([at for at, _ in biases], torch.int64)
             logits_SV.view(-1).index_add_(0, at_N, self._send([bias for _, bias in biases], torch.float32))
+        penalised = [index for index in again if sampling_of(rows[index]).is_penalised]
+        if penalised:
+            row_P = self._send([place[index] for index in penalised], torch.int64)
+            slot_P = self._penalties.apply([rows[index] for index in penalised], logits_SV, row_P)
         drawn_S, _ = decode.sampler.draw(logits_SV, decode.inputs.draws_of(row_S))
+        if penalised:
+            self._penalties.count(slot_P, drawn_S.index_select(0, row_P))
         decode.drawn_B.index_copy_(0, row_S, drawn_S)
 
     def _tell(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from decode_worker.resident import Stage
 from pdserve.core.effects import Drawn, Released
 from pdserve.core.types import FinishReason
@@ -76,12 +78,20 @@ def test_a_dropped_step_gives_back_what_was_lent(make_bench: Any) -> None:
 
 
 def test_what_needs_the_last_token_waits_for_it(make_bench: Any) -> None:
-    for sampling in ({"repetition_penalty": 1.2}, {"frequency_penalty": 0.5}, {"bad_token_ids": ((40, 41),)}):
-        bench = make_bench(is_ahead=True)
-        bench.offer("a", LONG, max_tokens=9, **sampling)
-        bench.run()
-        assert bench.num_ahead == 0
-        assert len(bench.drawn["a"]) == 9
+    bench = make_bench(is_ahead=True)
+    bench.offer("a", LONG, max_tokens=9, bad_token_ids=((40, 41),))
+    bench.run()
+    assert bench.num_ahead == 0
+    assert len(bench.drawn["a"]) == 9
+
+
+@pytest.mark.parametrize("sampling", [{"repetition_penalty": 1.2}, {"frequency_penalty": 0.5}, {"min_tokens": 4}])
+def test_what_an_engine_counts_itself_does_not_wait(make_bench: Any, sampling: dict[str, Any]) -> None:
+    bench = make_bench(is_ahead=True)
+    bench.offer("a", LONG, max_tokens=9, **sampling)
+    bench.run()
+    assert bench.num_ahead > 4
+    assert len(bench.drawn["a"]) == 9
 
 
 def test_a_prompt_to_be_read_is_not_passed_by(make_bench: Any) -> None:

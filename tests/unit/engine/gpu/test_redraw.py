@@ -25,10 +25,13 @@ WITHOUT_HISTORY: tuple[dict[str, Any], ...] = (
     {"min_tokens": 4, "stop_token_ids": tuple(range(3, 67)), **SEEDED},
     {"allowed_token_ids": tuple(range(40, 60)), "top_k": 5, "logprobs": 64, **SEEDED},
     {"logit_bias": ((7, 1.0),), "min_p": 0.1, **SEEDED},
+    {"repetition_penalty": 1.4, "logprobs": 1},
+    {"presence_penalty": 0.9, "frequency_penalty": 0.6, "logit_bias": ((8, 2.0),), **SEEDED},
 )
 WITH_HISTORY: tuple[dict[str, Any], ...] = (
     {"grammar": GRAMMAR, **SEEDED},
     {"grammar": GRAMMAR, "allowed_token_ids": tuple(range(300)), "logit_bias": ((6, 9.0),), "logprobs": 2},
+    {"grammar": GRAMMAR, "repetition_penalty": 0.8, "frequency_penalty": 0.3, **SEEDED},
     {"bad_token_ids": (*((token,) for token in range(3, 100)), (120, 121)), **SEEDED},
     {"grammar": GRAMMAR, "allowed_token_ids": (383,)},  # at times they leave nothing: the grammar is stronger
 )
@@ -98,7 +101,7 @@ def assert_same(ours: Text, theirs: Text) -> None:
 
 
 def test_they_draw_as_in_the_eager_engine_beside_plain_rows(make_pair: Callable[..., Any]) -> None:
-    eager, graph = make_pair("llama", most_rows=12, grammars=EveryThird())
+    eager, graph = make_pair("llama", most_rows=13, grammars=EveryThird())
     kinds = (*WITHOUT_HISTORY, *WITH_HISTORY)
     ours, theirs = texts_of(graph, kinds), texts_of(eager, kinds)
     for _ in range(3):
@@ -114,7 +117,7 @@ def test_they_draw_as_in_the_eager_engine_beside_plain_rows(make_pair: Callable[
 
 
 def test_they_go_one_step_ahead_where_the_last_token_does_not_matter(make_pair: Callable[..., Any]) -> None:
-    eager, graph = make_pair("llama", most_rows=6)
+    eager, graph = make_pair("llama", most_rows=8)
     theirs, ours = texts_of(eager, WITHOUT_HISTORY), texts_of(graph, WITHOUT_HISTORY)
     for _ in range(6):
         for text, out in zip(theirs, eager.step([text.row() for text in theirs]), strict=True):

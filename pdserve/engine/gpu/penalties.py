@@ -1,0 +1,129 @@
+"""Repetition, presence and frequency penalties, from counts of tokens that stay on the device.
+
+Of each penalised row the device holds one word per token of the vocabulary: twice the times that it is in the output,
+and one more where it is in the prompt. What is drawn is counted there at once, so a row can be penalised for a token
+that the host has not read. Same arithmetic in the same order as sampling.penalise, in float32.
+"""
+
+# Shapes: S rows of logits, P those of them with penalties, V vocabulary, N tokens that a row has seen.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, final
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.core.errors import InternalError
+from pdserve.engine.gpu.slots import Slots
+from pdserve.engine.interface import Row
+
+_BLOCK: Final = 1024
+_FEWEST_SLOTS: Final = 8
+
+
+@triton.jit
+def _penalise(
+    logits,
+    words,
+    row_of,
+    slot_of,
+    repetition_of,
+    presence_of,
+    frequency_of,
+    stride,
+    size,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < size
+    word = tl.load(words + tl.load(slot_of + index) * size + token, mask=inside, other=0)
+    if tl.max(word, axis=0) > 0:  # most tokens were never seen
+        at = logits + tl.load(row_of + index) * stride + token
+        logit = tl.load(at, mask=inside, other=0.0)
+        factor = tl.load(repetition_of + index) + tl.zeros_like(logit)
+        logit = tl.where(word > 0, tl.where(logit > 0, tl.div_rn(logit, factor), logit * factor), logit)
+        count = word >> 1
+        lost = tl.load(presence_of + index) + tl.load(frequency_of + index) * count.to(tl.float32)
+        tl.store(at, tl.where(count > 0, logit - lost, logit), mask=inside)
+
+
+def penalise(logits_SV: Tensor, word_CV: Tensor, row_P: Tensor, slot_P: Tensor, penalty_3P: Tensor) -> None:
+    """In place. `word_CV`: int32, `row_P` and `slot_P`: int64; repetition, presence and frequency are float32."""
+    size = logits_SV.shape[1]
+    if word_CV.shape[1] != size or len(row_P) != len(slot_P):
+        raise InternalError(f"counts {tuple(word_CV.shape)} for {len(row_P)} rows of {size} tokens")
+    if len(row_P):
+        # Products and sums are rounded one by one, as torch does.
+        _penalise[(len(row_P), triton.cdiv(size, _BLOCK))](
+            logits_SV,
+            word_CV,
+            row_P,
+            slot_P,
+            *penalty_3P.unbind(),
+            logits_SV.stride(0),
+            size,
+            BLOCK=_BLOCK,
+            enable_fp_fusion=False,
+        )
+
+
+@final
+class Penalties:
+    """The counts of the rows of one engine. Memory is taken when rows with penalties come: 4 bytes per row and token
+    of the vocabulary. `send` copies numbers to the device and does not wait."""
+
+    def __init__(self, vocab_size: int, most_rows: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._is_cuda = device.type == "cuda"
+        self._slots = Slots(2 * most_rows)
+        self._word_CV = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+
+    def apply(self, rows: Sequence[Row], logits_SV: Tensor, row_P: Tensor) -> Tensor:
+        """Penalises the logits of `rows`, which are `row_P` of `logits_SV`; their slots, for `count`."""
+        taken = self._slots.take([(row.history, row.start + 1) for row in rows])
+        self._grow(max(slot for slot, _ in taken) + 1)
+        for row, (slot, is_known) in zip(rows, taken, strict=True):
+            if not is_known:
+                self._fill(row, slot)
+        slot_P = self._send(torch.tensor([slot for slot, _ in taken], dtype=torch.int64))
+        samplings = [row.sample for row in rows]
+        numbers = [
+            [one.repetition_penalty, one.presence_penalty, one.frequency_penalty]
+            for one in samplings
+            if one is not None
+        ]
+        penalise(logits_SV, self._word_CV, row_P, slot_P, self._send(torch.tensor(numbers, dtype=torch.float32).T))
+        return slot_P
+
+    def count(self, slot_P: Tensor, drawn_P: Tensor) -> None:
+        """What the rows have drawn, int64."""
+        two_P = torch.full_like(drawn_P, 2, dtype=torch.int32)
+        self._word_CV.view(-1).index_add_(0, slot_P * self._vocab_size + drawn_P, two_P)
+
+    def _fill(self, row: Row, slot: int) -> None:
+        """All that the row has seen."""
+        if row.follows is not None:
+            raise InternalError("a row with penalties follows a draw that was not counted")
+        history = np.fromiter(row.history, np.int64, len(row.history))
+        token_N, count_N = np.unique(history[row.prompt_len :], return_counts=True)
+        word_V = np.zeros(self._vocab_size, np.int32)
+        word_V[token_N] = 2 * count_N
+        word_V[history[: row.prompt_len]] |= 1
+        self._word_CV[slot].copy_(self._send(torch.from_numpy(word_V)))
+
+    def _grow(self, num_slots: int) -> None:
+        have = len(self._word_CV)
+        if num_slots > have:
+            word_CV = self._word_CV.new_zeros((max(num_slots, 2 * have, _FEWEST_SLOTS), self._vocab_size))
+            word_CV[:have] = self._word_CV
+            self._word_CV = word_CV
+
+    def _send(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous()
+        return (tensor.pin_memory() if self._is_cuda else tensor).to(self._device, non_blocking=True)
