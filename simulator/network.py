@@ -215,6 +215,7 @@ class Network:
             transfer_s = self._agenda.now_s - transfer.began_s
             busy_s = transfer.latency_s + transfer.busy_s
             transfer.receiver.received(transfer.receiver_key, transfer.key, transfer_s, busy_s, num_bytes)
+            self._forget_if_over(transfer)  # its sender may have given up while the last chunk was on its way
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
