@@ -93,7 +93,7 @@ def on_first_token(ledger: Ledger, event: FirstToken) -> None:
         return
     view = ledger.fleet.views[placement.prefill_worker]
     if view.totals.prefills == 1:  # else it may have waited for what others compute there
-        view.replied_after(ledger.now_s - request.granted_s - event.queue_s - event.prefill_s)
+        view.replies.took(ledger.now_s - request.granted_s - event.queue_s - event.prefill_s)
     view.computed(view.bookings[request.request_id, request.attempt], ledger.now_s)
     view.arrived(view.bookings[request.request_id, request.attempt])
     ledger.is_placing_due = True
@@ -212,6 +212,8 @@ def _on_row(ledger: Ledger, worker_id: str, row: TokenRow) -> None:
     view = ledger.fleet.views[worker_id]
     booking = view.bookings[request.request_id, request.attempt]
     if booking.prefill_tokens:
+        spent_s = ledger.now_s - request.placed_s - request.awaits_s
+        view.first_tokens.took(spent_s - row.queue_s - row.prefill_s)
         view.computed(booking, ledger.now_s)
         view.arrived(booking)
         ledger.is_placing_due = True

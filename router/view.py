@@ -10,15 +10,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Final
 
 from pdserve.core.latency import CostModel
 from pdserve.core.types import Role
 from router.events import BatchTimed, LoadReported, WorkerConnected
+from router.legs import Leg
 from router.line import Line
 from router.load import DecodeLoad
-
-MOST_REPLY_S: Final = 0.1  # messages that take longer were held up: nothing to expect of the next
 
 # (sequences that decode here or are on their way here, those of them that wait for their first step, tokens of all
 # of them, blocks that could be given to others)
@@ -81,9 +79,11 @@ class WorkerView:
         "closed_until_s",
         "computed_s",
         "cost",
+        "first_tokens",
         "free_at_s",
         "freed_s",
         "grant_wait_s",
+        "grants",
         "heard_s",
         "hello",
         "is_connected",
@@ -92,7 +92,7 @@ class WorkerView:
         "line",
         "most_tokens",
         "promises",
-        "reply_s",
+        "replies",
         "report",
         "totals",
         "worker_id",
@@ -105,7 +105,10 @@ class WorkerView:
         self.line = Line()  # requests that are bound to it and not yet booked
         self.is_drain_requested = False
         self.grant_wait_s = 0.0  # moving mean of Reserve -> Granted, beyond the rest of the step that runs
-        self.reply_s = 0.0  # moving mean of Prefill -> FirstToken, less what the worker did meanwhile
+        # What messages take: their worker's time, and the rest of the step in which they find it, apart.
+        self.grants = Leg()  # Reserve -> Granted
+        self.replies = Leg()  # Prefill -> FirstToken
+        self.first_tokens = Leg()  # Reserve -> first token, of prompts that a decode worker reads itself
         self._start(now_s)
 
     def _start(self, now_s: float) -> None:
@@ -332,9 +335,7 @@ class WorkerView:
     def granted_after(self, wait_s: float, rest_of_step_s: float) -> None:
         """`rest_of_step_s`: as it was when the worker was asked."""
         self.grant_wait_s += 0.1 * (wait_s - rest_of_step_s - self.grant_wait_s)
-
-    def replied_after(self, wait_s: float) -> None:
-        self.reply_s += 0.1 * (min(max(wait_s, 0.0), MOST_REPLY_S) - self.reply_s)
+        self.grants.took(wait_s - rest_of_step_s)
 
     def lost(self) -> list[Booking]:
         """The stream is gone and with it all that the worker held. Returns what that was."""

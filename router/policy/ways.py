@@ -226,7 +226,7 @@ def _remote(
     step_s: float,
 ) -> Way:
     rest_s = decode.rest_of_step_s
-    ttft_s = delay_s + (rest_s + max(0.0, decode.grant_wait_s)) + prefill.reply_s
+    ttft_s = delay_s + (rest_s + decode.grants.typical_s) + prefill.replies.typical_s
     # Its KV lands in the middle of a step, which it cannot join.
     tpot_s = step_s + (late_s + 0.5 * step_s) / _steps(ask)
     opens_s = 0.0 if can_start(prefill, ask.num_tokens, now_s) else opens_in_s(prefill, now_s)
@@ -249,7 +249,7 @@ def _local(
     held = min(cached.get(decode.worker_id, 0), ask.num_tokens - 1)
     read_s = decode.reading_s(ask.num_tokens - held, held)
     queue_s = decode.queue_s(now_s)
-    ttft_s = max(queue_s, decode.rest_of_step_s) + read_s + max(0.0, decode.grant_wait_s)
+    ttft_s = max(queue_s, decode.rest_of_step_s) + read_s + decode.first_tokens.typical_s
     # Residents wait while prompts are read: those of the queue, and this.
     waits_s = load.step_s + (queue_s + read_s) * load.hold / _steps(ask)
     residents_s = max(step_s, min(waits_s, load.reads_s))
