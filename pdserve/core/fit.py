@@ -2,8 +2,9 @@
 
 Errors are ratios, so that long and short batches weigh the same. A sample is believed no further than CLIP_SIGMAS
 from its prediction: one stall moves little, and a stall in every tenth batch leaves coefficients and band near those
-of the other nine. CHANGE_STREAK samples beyond CHANGE_SIGMAS, all on one side, are a machine that has changed: what
-they agree on scales all coefficients at once, and these are learnt anew from there.
+of the other nine. Twice as long pulls no more than half as long: batches are late by much and early by little, and
+their middle is foretold, not their mean. CHANGE_STREAK samples beyond CHANGE_SIGMAS, all on one side, are a machine
+that has changed: what they agree on scales all coefficients at once, and these are learnt anew from there.
 Predictions are finite and never negative, whatever the samples were.
 """
 
@@ -85,8 +86,10 @@ class Fit:
         if self._has_changed(math.log(seconds / predicted)):
             predicted = self._floored(features, known_s, seconds)
         ratio = math.log(seconds / predicted)
-        # The first samples since a change tell what it is, whatever their size.
-        believed = math.exp(ratio if self._recent < CHANGE_STREAK else _clip(ratio, CLIP_SIGMAS * self.error))
+        if self._recent < CHANGE_STREAK:
+            believed = math.exp(ratio)  # the first samples since a change tell what it is, whatever their size
+        else:
+            believed = 1.0 + math.tanh(_clip(ratio, CLIP_SIGMAS * self.error))
         x = [feature / scale / predicted for feature, scale in zip(features, self._scales, strict=True)]
         explained = sum(theta * one for theta, one in zip(self._theta, x, strict=True))
         self._correct(x, believed - known_s / predicted - explained)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 
 import pytest
 from hypothesis import given
@@ -206,6 +207,19 @@ def test_a_stall_in_every_tenth_batch_leaves_the_prediction_near_the_others(seed
         feed(model, truth, rng, 9)
         feed(model, truth, rng, 1, slowness=rng.choice([3.0, 10.0, 50.0]))
     assert error(model, truth) < 0.1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_middle_of_times_that_are_late_by_much_and_early_by_little_is_foretold(seed: int) -> None:
+    model, truth, rng = CostModel(TRUTH), CostModel(TRUTH), random.Random(seed)
+    ratios: list[float] = []
+    for number in range(4000):
+        rows, context = rng.randint(1, 32), rng.randint(100, 10_000)
+        step_s = truth.decode_s(rows, context) * (0.8 + rng.expovariate(2.0))
+        if number >= 200:
+            ratios.append(step_s / model.decode_s(rows, context))
+        model.observe(rows=rows, prefill_tokens=0, prefill_token_context=0.0, context_tokens=context, step_s=step_s)
+    assert statistics.median(ratios) == pytest.approx(1.0, abs=0.07)
 
 
 @pytest.mark.parametrize("seed", range(5))
