@@ -110,7 +110,7 @@ class LoadReported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTimed:
-    """One finished batch, for the cost model."""
+    """One finished batch, or the mean of consecutive decode batches of as many rows, for the cost model."""
 
     worker_id: str
     rows: int  # decode rows

@@ -33,6 +33,7 @@ from pdserve.worker.context import ProgramContext
 from pdserve.worker.intake import Limits, key_of, read_sequence
 from pdserve.worker.interface import AheadBatching, Batching
 from pdserve.worker.measure import Measure
+from pdserve.worker.timed import TimedSteps
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,8 @@ class RoleProgram(ABC):
         self._routers: dict[int, bool] = {}  # session -> whether it wants KV events
         self.is_between_steps = False  # a step follows the last one at once
         self._step_ended_s = 0.0
-        self._timed_at_s = self._beat_at_s = float("-inf")
+        self._beat_at_s = float("-inf")
+        self._timed = TimedSteps(config.heartbeat_s / TIMED_BATCHES_PER_HEARTBEAT)
         self._told: fx.Load | None = None
         self._actions: dict[type, Callable[[Any], None]] = {
             fx.Refused: self._refused,
@@ -364,14 +366,13 @@ class RoleProgram(ABC):
         if self._measure.is_on:
             num_accepted = sum(max(0, len(out.drawn) - 1) for out in outs)
             self._measure.stepped(account, num_drawn, num_accepted, step_s)
-        if now_s - self._timed_at_s < self.context.config.heartbeat_s / TIMED_BATCHES_PER_HEARTBEAT:
-            return
-        self._timed_at_s = now_s
         if account.draft_tokens:  # routers plan with the time per token, which accepted drafts shorten
             step_s *= account.decode_rows / max(1, num_drawn)
-        timed = messages.batch_timed(account, step_s)
-        for session in self._routers:
-            self.emit(session, batch_timed=timed)
+        told = self._timed.took(account, step_s, now_s)
+        if told is not None:
+            timed = messages.batch_timed(*told)
+            for session in self._routers:
+                self.emit(session, batch_timed=timed)
 
     def _beat(self, now_s: float) -> None:
         """A load report on each heartbeat, and at a change as soon as a fifth of one has passed."""
