@@ -76,8 +76,10 @@ class Cell:
 
 
 def plan(rate_rps: float, seconds: float, seed: int, name: str) -> list[Planned]:
-    """Poisson arrivals; every prompt different. The same lengths at every rate, as far as they are used."""
+    """Poisson arrivals. The same lengths at every rate, as far as they are used; every prompt different, from those of
+    plans of other names too, or prefix caches would know them."""
     times, lengths = random.Random(f"times {seed} {rate_rps}"), random.Random(f"lengths {seed}")
+    texts = random.Random(f"texts {seed} {name}")
     planned: list[Planned] = []
     at_s = times.expovariate(rate_rps)
     while at_s < seconds:
@@ -86,7 +88,7 @@ def plan(rate_rps: float, seconds: float, seed: int, name: str) -> list[Planned]
             Planned(
                 request_id=f"{name}-{len(planned)}",
                 at_s=at_s,
-                prompt=[lengths.randrange(32, 127) for _ in range(tokens)],
+                prompt=[texts.randrange(32, 127) for _ in range(tokens)],
                 max_tokens=lengths.randint(*ANSWERS),
             )
         )
