@@ -54,7 +54,8 @@ def open_engine(config: WorkerConfig, role: Role) -> Engine:
     if reason:
         log.warning("decode steps run without CUDA graphs", extra={"reason": reason})
         return engine
-    return with_graphs(engine, engine.model, config.max_batch, config.worker_id)
+    most_drafts = config.max_drafts if config.speculation == "ngram" else 0
+    return with_graphs(engine, engine.model, config.max_batch, config.worker_id, most_drafts)
 
 
 def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) -> TorchEngine:

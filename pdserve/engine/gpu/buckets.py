@@ -19,6 +19,12 @@ def buckets_for(most_rows: int) -> tuple[int, ...]:
     return (*smaller, most_rows)
 
 
+def verified_tokens(most_rows: int, most_queries: int) -> int:
+    """Most tokens of a step with drafts that takes a graph: all rows may have some, but no step is made larger than the
+    largest bucket for it, as its logits take memory."""
+    return max(most_rows, min(SIZES[-1], most_rows * most_queries))
+
+
 def choose(buckets: Sequence[int], num_rows: int) -> int | None:
     """The smallest bucket that holds the rows; None where none does."""
     index = bisect_left(buckets, num_rows)

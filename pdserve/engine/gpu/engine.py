@@ -1,7 +1,8 @@
 """The engine of a CUDA device: decode rows go through graphs, everything else through the eager engine.
 
-A graph row has one token and no drafts; what it asks for beyond a plain draw follows behind the graph
-(redraw.py). A step of such rows alone can be launched ahead: nothing is waited for until its flight is. Others are
+A graph row has one token, or one and its drafts where the engine was opened for them: a step with drafts takes a graph
+of rows of several tokens. What rows ask for beyond a plain draw follows behind the graph (redraw.py). A step of graph
+rows alone is launched and not waited for until its flight is, and without drafts it can be launched ahead. Others are
 computed when they are launched, prompts among them, and the rows of a mixed step that can still take the graph.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, islice
 from typing import Any, final
 
 import torch
@@ -24,7 +26,7 @@ from pdserve.engine.gpu.tables import TableMirror
 from pdserve.engine.interface import EngineSpec, Flight, OnLayer, Row, RowOut
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rows import check_rows
-from pdserve.engine.torch_engine import TorchEngine
+from pdserve.engine.torch_engine import TorchEngine, row_out
 
 
 @final
@@ -32,25 +34,31 @@ class GraphFlight:
     """A step whose draws are on their way to the host."""
 
     def __init__(self, rows: Sequence[Row], host: tuple[Any, Any], extras: Extras, event: Any | None) -> None:
+        self.has_drafts = any(row.drafts for row in rows)
         self._rows, self._host, self._extras, self._event = rows, host, extras, event
 
     def wait(self) -> list[RowOut]:
         if self._event is not None:
             self._event.synchronize()
-        count = len(self._rows)
+        count = sum(row.num_queries for row in self._rows) if self.has_drafts else len(self._rows)
         tokens, logprobs = self._host[0][:count].tolist(), self._host[1][:count].tolist()
         wants = [sampling_of(row).logprobs for row in self._rows]
-        outs = [
-            RowOut((TokenOut(token_id=token, logprob=logprob if wanted is not None else None),))
+        if self.has_drafts:
+            wants = [wanted for row, wanted in zip(self._rows, wants, strict=True) for _ in range(row.num_queries)]
+        drawn = [
+            TokenOut(token_id=token, logprob=logprob if wanted is not None else None)
             for token, logprob, wanted in zip(tokens, logprobs, wants, strict=True)
         ]
         extras = self._extras
-        for index in extras.top_of:
-            [token] = outs[index].drawn
-            outs[index] = RowOut((replace(token, top=extras.top(index, wants[index] or 0)),))
-        for index, why in extras.failed.items():
-            outs[index] = RowOut(failed=why)
-        return outs
+        for at in extras.top_of:
+            drawn[at] = replace(drawn[at], top=extras.top(at, wants[at] or 0))
+        if not self.has_drafts and not extras.masks_of:
+            return [RowOut((one,)) for one in drawn]
+        left = iter(drawn)
+        return [
+            row_out(row, list(islice(left, row.num_queries)), extras.masks_of.get(index))
+            for index, row in enumerate(self._rows)
+        ]
 
 
 @final
@@ -68,11 +76,14 @@ class DoneFlight:
 class GraphEngine:
     """Takes steps ahead. All of them run on the stream that is current when they are launched, one after the other."""
 
-    def __init__(self, eager: TorchEngine, decode: StaticDecode, replays: Replays) -> None:
-        self._eager, self._decode, self._replays = eager, decode, replays
+    def __init__(
+        self, eager: TorchEngine, decode: StaticDecode, replays: Replays, verify: Replays | None = None
+    ) -> None:
+        """`verify`: of steps with drafts, whose buckets are of tokens."""
+        self._eager, self._decode, self._replays, self._verify = eager, decode, replays, verify
         self._mirror = TableMirror(decode.num_seats, decode.num_pages)
         is_cuda = self._is_cuda = decode.table_SP.device.type == "cuda"
-        size = replays.buckets[-1]
+        size = len(decode.drawn_B)
         # Two, since a flight may be read while the next one is under way.
         self._hosts = [
             (
@@ -102,12 +113,12 @@ class GraphEngine:
         self._eager.close()
 
     def _launch(self, rows: Sequence[Row], after: Flight | None, on_layer: OnLayer | None) -> Flight:
-        if after is None or not isinstance(after, GraphFlight):
+        if not isinstance(after, GraphFlight) or after.has_drafts:
             if any(row.follows is not None for row in rows):
                 raise InternalError("a row follows a step that does not run")
             check_rows(self.spec, rows)
-        fast = [index for index, row in enumerate(rows) if is_graph_row(row)]
-        if not fast or buckets.choose(self._replays.buckets, len(fast)) is None:
+        fast = self._takes(rows)
+        if not fast:
             return DoneFlight(self._eager.step(rows, on_layer))
         if len(fast) == len(rows):
             return self._replay(rows)
@@ -123,20 +134,34 @@ class GraphEngine:
             outs[index] = out
         return DoneFlight(outs)
 
+    def _takes(self, rows: Sequence[Row]) -> list[int]:
+        """The rows that go through a graph together."""
+        fast = [index for index, row in enumerate(rows) if is_graph_row(row, self._decode.most_queries)]
+        if self._verify is not None and any(rows[index].drafts for index in fast):
+            if buckets.choose(self._verify.buckets, sum(rows[index].num_queries for index in fast)) is not None:
+                return fast
+            fast = [index for index in fast if not rows[index].drafts]
+        return fast if buckets.choose(self._replays.buckets, len(fast)) is not None else []
+
     @torch.inference_mode()
     def _replay(self, rows: Sequence[Row]) -> GraphFlight:
-        decode, count = self._decode, len(rows)
-        bucket = buckets.choose(self._replays.buckets, count)
-        assert bucket is not None
+        decode = self._decode
         update = self._mirror.update([row.blocks for row in rows])
         if update.at:
             change = torch.tensor([update.at, update.block], pin_memory=self._is_cuda)
             change = change.to(decode.table_SP.device, non_blocking=True)
             decode.table_SP.view(-1).index_copy_(0, change[0], change[1].to(torch.int32))
-        decode.inputs.send(rows, update.seats, bucket)
-        self._replays.replay(bucket)
+        firsts: Sequence[int] = range(len(rows))
+        replays, send, count = self._replays, decode.inputs.send, len(rows)
+        if self._verify is not None and any(row.drafts for row in rows):
+            *firsts, count = accumulate((row.num_queries for row in rows), initial=0)
+            replays, send = self._verify, decode.inputs.send_drafted
+        bucket = buckets.choose(replays.buckets, count)
+        assert bucket is not None
+        send(rows, update.seats, bucket)
+        replays.replay(bucket)
         asking = [index for index, row in enumerate(rows) if asks_for_more(row)]
-        extras = self._redraw.launch(rows, asking) if asking else NO_EXTRAS
+        extras = self._redraw.launch(rows, firsts, asking) if asking else NO_EXTRAS
         host = self._hosts[self._turn]
         self._turn = 1 - self._turn
         host[0][:count].copy_(decode.drawn_B[:count], non_blocking=True)
@@ -148,6 +173,6 @@ class GraphEngine:
         return GraphFlight(list(rows), host, extras, event)
 
 
-def is_graph_row(row: Row) -> bool:
+def is_graph_row(row: Row, most_queries: int) -> bool:
     """Whether a graph can compute the row, and it can be drawn there or behind it."""
-    return row.sample is not None and len(row.tokens) == 1 and not row.drafts and not row.targets
+    return row.sample is not None and len(row.tokens) == 1 and row.num_queries <= most_queries and not row.targets

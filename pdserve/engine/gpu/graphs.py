@@ -28,12 +28,12 @@ class Replays(Protocol):
 class EagerReplays:
     """Without graphs: the same step, kernel by kernel. For machines without CUDA, and to compare with."""
 
-    def __init__(self, decode: StaticDecode, buckets: Sequence[int]) -> None:
+    def __init__(self, decode: StaticDecode, buckets: Sequence[int], num_queries: int = 1) -> None:
         self.buckets = tuple(buckets)
-        self._decode = decode
+        self._decode, self._num_queries = decode, num_queries
 
     def replay(self, bucket: int) -> None:
-        self._decode.run(bucket)
+        self._decode.run(bucket, self._num_queries)
 
 
 @final
@@ -45,7 +45,9 @@ class GraphReplays:
         decode: StaticDecode,
         buckets: Sequence[int],
         progress: Progress = lambda done, count: None,
+        num_queries: int = 1,
     ) -> None:
+        """`num_queries`: tokens of a row at most; of several, a bucket is of tokens."""
         self.buckets = tuple(sorted(buckets))
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         began_s = time.monotonic()
@@ -53,13 +55,15 @@ class GraphReplays:
         stream.wait_stream(torch.cuda.current_stream())  # which may still zero the buffers
         with torch.cuda.stream(stream):
             for bucket in reversed(self.buckets):
-                decode.inputs.send([], [], bucket)
-                decode.run(bucket)  # compiles kernels and lets cuBLAS choose, neither of which may happen in a capture
+                (decode.inputs.send if num_queries == 1 else decode.inputs.send_drafted)([], [], bucket)
+                decode.run(
+                    bucket, num_queries
+                )  # compiles kernels and lets cuBLAS choose, neither of which may happen in a capture
                 stream.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 # Transfer threads call CUDA too; what they do must not end our capture.
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    decode.run(bucket)
+                    decode.run(bucket, num_queries)
                 self._graphs[bucket] = graph
                 progress(len(self._graphs), len(self.buckets))
         log.info(

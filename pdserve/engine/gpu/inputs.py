@@ -35,6 +35,7 @@ FIELDS: Final = (  # the wide ones first
     ("length", np.int32),
     ("top_k", np.int32),
     ("floor", np.int32),
+    ("first", np.int32),  # of rows with drafts: the row's first token; behind the last row the end
     ("temperature", np.float32),
 )
 _TORCH: Final[dict[Any, torch.dtype]] = {
@@ -47,11 +48,15 @@ _TORCH: Final[dict[Any, torch.dtype]] = {
 
 @final
 class Inputs:
-    """Fields of up to `most_rows` rows, on the device: each a tensor [most_rows] that keeps its address."""
+    """Fields of up to `most_tokens` tokens and as many rows, on the device: tensors that keep their addresses.
 
-    def __init__(self, most_rows: int, block_size: int, device: torch.device) -> None:
-        self._most_rows, self._block_size = most_rows, block_size
-        sizes = [most_rows * np.dtype(kind).itemsize for _, kind in FIELDS]
+    A row has one token, or one and its drafts (`send_drafted`): what is said of seat, start, length and first is said
+    of rows, all else of tokens.
+    """
+
+    def __init__(self, most_tokens: int, block_size: int, device: torch.device) -> None:
+        self._most_tokens, self._block_size = most_tokens, block_size
+        sizes = [(most_tokens + 1) * np.dtype(kind).itemsize for _, kind in FIELDS]
         starts = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)])
         num_bytes = int(starts[-1])
         is_cuda = device.type == "cuda"
@@ -78,28 +83,59 @@ class Inputs:
             floor=self.field("floor", num_rows),
         )
 
-    def draws_of(self, row_S: Tensor) -> Draws:
-        """Those of some rows of the step, int64 numbers of them."""
-        every = self.draws(self._most_rows)
-        return Draws(**{one.name: getattr(every, one.name).index_select(0, row_S) for one in dataclasses.fields(Draws)})
+    def draws_of(self, token_S: Tensor) -> Draws:
+        """Those at some tokens of the step, int64 numbers of them."""
+        every = self.draws(self._most_tokens)
+        return Draws(
+            **{one.name: getattr(every, one.name).index_select(0, token_S) for one in dataclasses.fields(Draws)}
+        )
 
     def send(self, rows: Sequence[Row], seats: Sequence[int], bucket: int) -> None:
         """Queues the copy for these rows and the padding behind them, which attends to nothing and stores nothing."""
         fields = self._host_fields[self._turn]
-        count, size = len(rows), self._block_size
+        count = len(rows)
         start = np.fromiter((row.start for row in rows), np.int64, count)
-        block = np.fromiter((row.blocks[row.start // size] for row in rows), np.int64, count)
-        samplings = [sampling_of(row) for row in rows]
+        block = np.fromiter((row.blocks[row.start // self._block_size] for row in rows), np.int64, count)
         follows = np.fromiter((-1 if row.follows is None else row.follows for row in rows), np.int64, count)
         token = np.fromiter((row.tokens[0] for row in rows), np.int64, count)
         self._fill(fields, "token", np.maximum(token, 0), bucket, 0)
         self._fill(fields, "follows", follows, bucket, -1)
-        self._fill(fields, "position", start, bucket, 0)
-        self._fill(fields, "slot", block * size + start % size, bucket, NOWHERE)
         self._fill(fields, "seat", np.fromiter(seats, np.int64, count), bucket, 0)
         self._fill(fields, "start", start, bucket, 0)
         self._fill(fields, "length", start + 1, bucket, 0)
-        self._fill(fields, "num_before", start + 1, bucket, 0)
+        self._fill_draws(fields, [sampling_of(row) for row in rows], start, block, bucket)
+
+    def send_drafted(self, rows: Sequence[Row], seats: Sequence[int], bucket: int) -> None:
+        """As `send`, for rows with drafts behind their tokens; `bucket` is of tokens. Each token that pads is a row."""
+        fields, size = self._host_fields[self._turn], self._block_size
+        start = np.fromiter((row.start for row in rows), np.int64, len(rows))
+        count = np.fromiter((row.num_queries for row in rows), np.int64, len(rows))
+        end = np.cumsum(count)
+        num_tokens = int(end[-1]) if len(rows) else 0
+        row_of = np.repeat(np.arange(len(rows)), count)
+        position = np.arange(num_tokens) + (start - end + count)[row_of]
+        at = zip(row_of.tolist(), position.tolist(), strict=True)
+        block = np.fromiter((rows[row].blocks[place // size] for row, place in at), np.int64, num_tokens)
+        token = np.fromiter((token for row in rows for token in (*row.tokens, *row.drafts)), np.int64, num_tokens)
+        self._fill(fields, "token", token, bucket, 0)
+        self._fill(fields, "follows", (), bucket, -1)
+        self._fill(fields, "seat", np.fromiter(seats, np.int64, len(rows)), bucket, 0)
+        self._fill(fields, "start", start, bucket, 0)
+        self._fill(fields, "length", start + count, bucket, 0)
+        padding = np.arange(num_tokens, num_tokens + bucket + 1 - len(rows))
+        fields["first"][: bucket + 1] = np.minimum(np.concatenate([end - count, padding]), bucket)
+        self._fill_draws(
+            fields, [sampling_of(row) for row in rows for _ in range(row.num_queries)], position, block, bucket
+        )
+
+    def _fill_draws(
+        self, fields: dict[str, Any], samplings: Sequence[Sampling], position: Any, block: Any, bucket: int
+    ) -> None:
+        """What is said of each token, and off it goes."""
+        size, count = self._block_size, len(samplings)
+        self._fill(fields, "position", position, bucket, 0)
+        self._fill(fields, "slot", block * size + position % size, bucket, NOWHERE)
+        self._fill(fields, "num_before", position + 1, bucket, 0)
         seed = np.fromiter((one.seed for one in samplings), np.uint64, count).view(np.int64)
         self._fill(fields, "seed", seed, bucket, 0)
         self._fill(fields, "top_p", [one.top_p for one in samplings], bucket, 1.0)

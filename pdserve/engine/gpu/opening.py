@@ -7,7 +7,7 @@ import logging
 import torch
 
 from pdserve.engine.config import ModelConfig
-from pdserve.engine.gpu.buckets import buckets_for
+from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
 from pdserve.engine.gpu.engine import GraphEngine
 from pdserve.engine.gpu.graphs import GraphReplays
 from pdserve.engine.gpu.static import StaticDecode
@@ -29,8 +29,13 @@ def why_no_graphs(config: ModelConfig, block_size: int, num_ranks: int) -> str:
     return ""
 
 
-def with_graphs(eager: TorchEngine, model: Decoder, most_rows: int, worker_id: str) -> GraphEngine:
-    """Captures the decode step for every bucket up to `most_rows`, with a progress line."""
+def with_graphs(
+    eager: TorchEngine, model: Decoder, most_rows: int, worker_id: str, most_drafts: int = 0
+) -> GraphEngine:
+    """Captures the decode step for every bucket up to `most_rows`, with a progress line; and for every bucket of tokens
+    where rows bring up to `most_drafts` drafts."""
+    most_queries = 1 << most_drafts.bit_length()  # each number of queries is a kernel of its own
+    most_tokens = verified_tokens(most_rows, most_queries)
     device = eager.pool.tensor.device
     torch.cuda.set_device(device)
     decode = StaticDecode(
@@ -40,6 +45,12 @@ def with_graphs(eager: TorchEngine, model: Decoder, most_rows: int, worker_id: s
         max_context_tokens=eager.spec.max_context_tokens,
         vocab_size=eager.spec.vocab_size,
         num_processors=torch.cuda.get_device_properties(device).multi_processor_count,
+        most_tokens=most_tokens,
+        most_queries=most_queries,
     )
     replays = GraphReplays(decode, buckets_for(most_rows), counting_line(worker_id, "capturing decode graphs"))
-    return GraphEngine(eager, decode, replays)
+    verify = None
+    if most_queries > 1:
+        line = counting_line(worker_id, "capturing graphs for drafts")
+        verify = GraphReplays(decode, buckets_for(most_tokens), line, most_queries)
+    return GraphEngine(eager, decode, replays, verify)

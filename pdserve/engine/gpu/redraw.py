@@ -11,8 +11,8 @@ without such rows is not touched by it. Order and meaning are those of sampling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -23,22 +23,22 @@ from pdserve.engine.gpu.forbid import forbid
 from pdserve.engine.gpu.inputs import sampling_of
 from pdserve.engine.gpu.penalties import Penalties
 from pdserve.engine.gpu.static import StaticDecode
-from pdserve.engine.grammars import Grammars
+from pdserve.engine.grammars import Grammars, RowMasks
 from pdserve.engine.interface import Row
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What the rows of a step have beside tokens and logprobs, by number of the row."""
+    """What a step has beside tokens and logprobs."""
 
-    failed: dict[int, str] = field(default_factory=dict)  # why no token can be drawn
-    top_of: dict[int, int] = field(default_factory=dict)  # the row of `tops`
+    masks_of: dict[int, RowMasks] = field(default_factory=dict)  # by row: what its grammar said
+    top_of: dict[int, int] = field(default_factory=dict)  # by token of the step: the row of `tops`
     tops: tuple[Tensor, Tensor] | None = None  # token ids and logprobs [L, K] on the host, once the step has ended
 
-    def top(self, row: int, count: int) -> tuple[tuple[int, float], ...]:
-        if self.tops is None or row not in self.top_of:
+    def top(self, token: int, count: int) -> tuple[tuple[int, float], ...]:
+        if self.tops is None or token not in self.top_of:
             return ()
-        at = self.top_of[row]
+        at = self.top_of[token]
         token_K, logprob_K = (each[at, :count].tolist() for each in self.tops)
         return tuple(zip(token_K, logprob_K, strict=True))
 
@@ -59,39 +59,54 @@ def asks_for_more(row: Row) -> bool:
     )
 
 
+def draws_of(row: Row) -> Iterator[Row]:
+    """The row, and one behind each of its drafts as if that and the ones before it were right."""
+    if not row.drafts:
+        yield row
+        return
+    text = [*row.history, *row.drafts]
+    for at in range(row.num_queries):
+        end = len(row.history) + at
+        yield replace(row, tokens=(text[end - 1],), start=row.start + at, history=text[:end], drafts=())
+
+
 @final
 class Redraw:
     def __init__(self, decode: StaticDecode, grammars: Grammars, eos_token_ids: Sequence[int]) -> None:
         self._decode, self._grammars = decode, grammars
-        most_rows, vocab_size = decode.logits_BV.shape
-        self._bans = Bans(vocab_size, eos_token_ids, 2 * most_rows)
+        most_tokens, vocab_size = decode.logits_BV.shape
+        self._bans = Bans(vocab_size, eos_token_ids, 2 * most_tokens)
         self._device = decode.logits_BV.device
-        self._penalties = Penalties(vocab_size, most_rows, self._device)
+        self._penalties = Penalties(vocab_size, most_tokens, self._device)
         self._is_cuda = self._device.type == "cuda"
 
-    def launch(self, rows: Sequence[Row], asking: Sequence[int]) -> Extras:
-        """Behind the replay of `rows`, for those of them that ask for more."""
-        masks_of = self._grammars.masks_of([rows[index] for index in asking])
-        failed: dict[int, str] = {}
+    def launch(self, rows: Sequence[Row], firsts: Sequence[int], asking: Sequence[int]) -> Extras:
+        """Behind the replay of `rows`, for those of them that ask for more; `firsts`: the first token of each row."""
+        masks_by_number = self._grammars.masks_of([rows[index] for index in asking])
+        masks_of = {asking[number]: masks for number, masks in masks_by_number.items()}
+        told: dict[int, Row] = {}  # by token of the step, as all below
         words_of: dict[int, Any] = {}
-        for number, index in enumerate(asking):
-            masks = masks_of.get(number)
-            if masks is not None and masks.failed is not None:
-                failed[index] = masks.failed
-                continue
-            words = self._bans.words(rows[index], None if masks is None else masks.masks[0])
-            if words is not None:
-                words_of[index] = words
-        again = []
         for index in asking:
-            sampling = sampling_of(rows[index])
-            if index in words_of or sampling.logit_bias or sampling.is_penalised:
-                again.append(index)
+            masks = masks_of.get(index)
+            for at, row in enumerate(draws_of(rows[index])):
+                # Behind a draft that the grammar forbids nothing counts.
+                if masks is not None and at >= len(masks.masks):
+                    break
+                told[firsts[index] + at] = row
+                words = self._bans.words(row, None if masks is None else masks.masks[at])
+                if words is not None:
+                    words_of[firsts[index] + at] = words
+        again = []
+        for token, row in told.items():
+            sampling = sampling_of(row)
+            if token in words_of or sampling.logit_bias or sampling.is_penalised:
+                again.append(token)
         if again:
-            self._draw(rows, again, words_of)
-        return Extras(failed, *self._tell(rows, asking, set(again)))
+            self._draw(told, again, words_of)
+        top_of, tops = self._tell(told, set(again))
+        return Extras(masks_of, top_of, tops)
 
-    def _draw(self, rows: Sequence[Row], again: Sequence[int], words_of: dict[int, Any]) -> None:
+    def _draw(self, rows: Mapping[int, Row], again: Sequence[int], words_of: dict[int, Any]) -> None:
         decode = self._decode
         row_S = self._send(again, torch.int64)
         logits_SV = decode.logits_BV.index_select(0, row_S)
@@ -120,12 +135,10 @@ class Redraw:
             self._penalties.count(slot_P, drawn_S.index_select(0, row_P))
         decode.drawn_B.index_copy_(0, row_S, drawn_S)
 
-    def _tell(
-        self, rows: Sequence[Row], asking: Sequence[int], again: set[int]
-    ) -> tuple[dict[int, int], tuple[Tensor, Tensor] | None]:
+    def _tell(self, rows: Mapping[int, Row], again: set[int]) -> tuple[dict[int, int], tuple[Tensor, Tensor] | None]:
         """Logprobs of what was drawn again, and the likeliest tokens: of the model's logits, as they were."""
-        counts = {index: sampling_of(rows[index]).logprobs for index in asking}
-        told = [index for index in asking if counts[index] or (counts[index] == 0 and index in again)]
+        counts = {index: sampling_of(row).logprobs for index, row in rows.items()}
+        told = [index for index in counts if counts[index] or (counts[index] == 0 and index in again)]
         if not told:
             return {}, None
         decode = self._decode

@@ -60,47 +60,58 @@ class StaticDecode:
         max_context_tokens: int,
         vocab_size: int,
         num_processors: int,
+        most_tokens: int = 0,
+        most_queries: int = 1,
     ) -> None:
+        """`most_tokens`: of a step whose rows have drafts, each row up to `most_queries` tokens; 0 where none has."""
         device, heads = pool.tensor.device, model.heads
+        most_tokens = max(most_tokens, most_rows)
+        self.most_queries = most_queries
         self._model, self._heads = model, heads
         self.num_seats = 2 * most_rows  # those of a step that runs stand while the next one is written
         self.num_pages = -(-max_context_tokens // pool.block_size)
-        self.inputs = Inputs(most_rows, pool.block_size, device)
+        self.inputs = Inputs(most_tokens, pool.block_size, device)
         self.table_SP = torch.zeros((self.num_seats, self.num_pages), dtype=torch.int32, device=device)
-        self.drawn_B = torch.zeros(most_rows, dtype=torch.int64, device=device)
-        self.logprob_B = torch.zeros(most_rows, dtype=torch.float32, device=device)
+        self.drawn_B = torch.zeros(most_tokens, dtype=torch.int64, device=device)
+        self.logprob_B = torch.zeros(most_tokens, dtype=torch.float32, device=device)
         # They outlive the step, for the rows that are drawn again behind it.
-        self.logits_BV = torch.zeros((most_rows, vocab_size), dtype=torch.float32, device=device)
+        self.logits_BV = torch.zeros((most_tokens, vocab_size), dtype=torch.float32, device=device)
         self._kernels = LayerKernels(pool, heads, model.dtype, max_context_tokens)
         self._num_processors, self._max_context_tokens = num_processors, max_context_tokens
-        self._scratches: dict[int, Scratch] = {}  # by bucket; captured graphs hold their addresses
-        self.sampler = Sampler(most_rows, vocab_size, device, num_processors)
+        # By bucket and queries of a row; captured graphs hold their addresses.
+        self._scratches: dict[tuple[int, int], Scratch] = {}
+        self.sampler = Sampler(most_tokens, vocab_size, device, num_processors)
 
-    def _scratch(self, bucket: int) -> Scratch:
-        if bucket not in self._scratches:
+    def _scratch(self, bucket: int, num_queries: int) -> Scratch:
+        if (bucket, num_queries) not in self._scratches:
             heads = self._heads
-            splits = num_splits(bucket, heads.num_kv_heads, self._num_processors, self._max_context_tokens)
+            num_rows = -(-bucket // num_queries)
+            splits = num_splits(num_rows, heads.num_kv_heads, self._num_processors, self._max_context_tokens)
             device = self.table_SP.device
-            self._scratches[bucket] = make_scratch(splits, bucket, heads.num_heads, heads.head_dim, device)
-        return self._scratches[bucket]
+            self._scratches[bucket, num_queries] = make_scratch(splits, bucket, heads.num_heads, heads.head_dim, device)
+        return self._scratches[bucket, num_queries]
 
     @torch.inference_mode()
-    def run(self, bucket: int) -> None:
-        """Computes the step that `inputs` describe: rows 0 .. bucket - 1 of `logits_BV`, and what they draw if nothing
-        more is asked of them, in `drawn_B` and `logprob_B`."""
+    def run(self, bucket: int, num_queries: int = 1) -> None:
+        """Computes the step that `inputs` describe, of rows with up to `num_queries` tokens, `bucket` in all.
+
+        Rows 0 .. bucket - 1 of `logits_BV`, and what they draw if nothing more is asked of them, in `drawn_B` and
+        `logprob_B`.
+        """
         field = self.inputs.field
         follows_B, token_B = field("follows", bucket), field("token", bucket)
         token_B = torch.where(follows_B >= 0, self.drawn_B[follows_B.clamp(min=0)], token_B)
         rows = Rows(
-            num_queries=1,
+            num_queries=num_queries,
             table_BP=self.table_SP[field("seat", bucket)],
             start_B=field("start", bucket),
             length_B=field("length", bucket),
+            first_B1=field("first", bucket + 1) if num_queries > 1 else None,
         )
         mixer = StaticMixer(
             self._kernels,
             rows,
-            self._scratch(bucket),
+            self._scratch(bucket, num_queries),
             token_B,
             field("slot", bucket),
             field("position", bucket),

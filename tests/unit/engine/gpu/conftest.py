@@ -25,13 +25,18 @@ MOST_ROWS = 3
 
 @pytest.fixture(scope="session")
 def make_pair(tiny: Callable[[str], Path], open_engine: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    """An eager engine, and one of static buffers over the same weights with a pool of its own."""
+    """An eager engine, and one of static buffers over the same weights with a pool of its own.
+
+    `most_tokens`: of a step whose rows have drafts.
+    """
     from pdserve.engine.gpu.buckets import buckets_for
     from pdserve.engine.gpu.engine import GraphEngine
     from pdserve.engine.gpu.graphs import EagerReplays
     from pdserve.engine.gpu.static import StaticDecode
 
-    def get(name: str, most_rows: int = MOST_ROWS, grammars: Any = None) -> tuple[Any, Any]:
+    def get(
+        name: str, most_rows: int = MOST_ROWS, grammars: Any = None, most_tokens: int = 0, most_queries: int = 4
+    ) -> tuple[Any, Any]:
         settings = {"kv_blocks": 64, "block_size": 8, "max_context_tokens": 128, "device": DEVICE.type}
         eager, inner = open_engine(tiny(name), **settings), open_engine(tiny(name), **settings)
         if grammars is not None:
@@ -43,7 +48,10 @@ def make_pair(tiny: Callable[[str], Path], open_engine: Callable[..., Any]) -> C
             max_context_tokens=inner.spec.max_context_tokens,
             vocab_size=inner.spec.vocab_size,
             num_processors=4,
+            most_tokens=most_tokens,
+            most_queries=most_queries if most_tokens else 1,
         )
-        return eager, GraphEngine(inner, decode, EagerReplays(decode, buckets_for(most_rows)))
+        verify = EagerReplays(decode, buckets_for(most_tokens), most_queries) if most_tokens else None
+        return eager, GraphEngine(inner, decode, EagerReplays(decode, buckets_for(most_rows)), verify)
 
     return get

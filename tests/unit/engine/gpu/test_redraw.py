@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,10 +48,18 @@ class EveryThird:
             if row.sample.grammar == STUCK:
                 masks[index] = RowMasks(failed="nothing meets it")
             else:
-                is_allowed = (np.arange(384) + row.history[-1]) % 3 > 0
-                # Shorter than the vocabulary: what it does not name is banned.
-                masks[index] = RowMasks((np.packbits(is_allowed, bitorder="little").tobytes()[:47],))
+                masks[index] = RowMasks(tuple(self._masks(row)))
         return masks
+
+    def _masks(self, row: Row) -> Iterator[bytes]:
+        last = row.history[-1]
+        for draft in (*row.drafts, None):
+            is_allowed = (np.arange(384) + last) % 3 > 0
+            # Shorter than the vocabulary: what it does not name is banned.
+            yield np.packbits(is_allowed, bitorder="little").tobytes()[:47]
+            if draft is None or draft >= 376 or not is_allowed[draft]:
+                return
+            last = draft
 
 
 class Text:
