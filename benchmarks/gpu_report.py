@@ -5,6 +5,7 @@ but for the file.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -62,7 +63,10 @@ class Report:
         self._write()
 
     def _write(self) -> None:
-        self._path.write_text(json.dumps(asdict(self.findings), indent=1))
+        # Whole or not at all: the part's process may be killed in here, and another one reads what it has left.
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self.findings), indent=1))
+        os.replace(partial, self._path)
 
 
 def read(path: Path) -> Findings:
