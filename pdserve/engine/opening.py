@@ -84,7 +84,7 @@ def open_rank(
         raise ConfigError("deterministic", "on", "off, or a CPU with numba, dtype float32 or int8 and kv_dtype not fp8")
     choices = (f"integers to {weight_levels()}",) if config.dtype == "int8" else ()
     checkpoint = open_checkpoint(folder) if config.load == "auto" else None
-    name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, *choices)
+    name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, device, *choices)
     shape = block_shape(config, rank_model if memory is None else model_config, dtype)
     spec = make_spec(config, model_config, dtype, shape, name, shard if memory is None else WHOLE)
     num_bytes = weight_bytes(model_config, dtype, rounding=rounding_of(config), shard=shard)
