@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.engine.pool import TorchPool
+from pdserve.engine.sending import to_device
 
 # On a CPU the queries of a long chunk take turns, each tile with the keys that one of it sees: torch's kernel works
 # on 64 queries at a time, and under a mask it computes what no query sees as well.
@@ -58,10 +59,10 @@ def make_context(
         firsts.append(first)
         pages.append(list(table[first : -(-(start + num_queries) // block_size)]))
     num_pages = max(len(page) for page in pages)
-    block_BP = torch.tensor([page + page[:1] * (num_pages - len(page)) for page in pages], device=device)
-    first_B1 = torch.tensor(firsts, device=device)[:, None] * block_size
+    block_BP = to_device([page + page[:1] * (num_pages - len(page)) for page in pages], device)
+    first_B1 = to_device(firsts, device)[:, None] * block_size
     key_B1S = (first_B1 + torch.arange(num_pages * block_size, device=device))[:, None]
-    query_BQ1 = (torch.tensor(starts, device=device)[:, None] + torch.arange(num_queries, device=device))[:, :, None]
+    query_BQ1 = (to_device(starts, device)[:, None] + torch.arange(num_queries, device=device))[:, :, None]
     is_seen_BQS = key_B1S <= query_BQ1
     if window is not None:
         is_seen_BQS &= key_B1S > query_BQ1 - window

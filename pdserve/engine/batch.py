@@ -17,6 +17,7 @@ from pdserve.engine.interface import Row
 from pdserve.engine.paged import PagedAttention
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rope import rotate
+from pdserve.engine.sending import to_device
 
 
 class RowKernel(Protocol):
@@ -143,17 +144,17 @@ def pack(
         read += range(last, last + row.num_draws)
     for row, first in zip(rows, first_R, strict=True):
         read += range(first, first + len(row.targets))
-    position_T = torch.tensor(positions, device=device)
+    position_T = to_device(positions, device)
     return Batch(
-        token_T=torch.tensor(tokens, device=device),
+        token_T=to_device(tokens, device),
         position_T=position_T,
-        block_T=torch.tensor(blocks, device=device),
+        block_T=to_device(blocks, device),
         offset_T=position_T % block_size,
-        fresh_blocks=torch.tensor(fresh, device=device, dtype=torch.int64),
+        fresh_blocks=to_device(fresh, device),
         kernel=kernel,
         paged=None if kernel is None or not paged else plan_paged(kernel, [rows[index] for index in paged]),
         groups=tuple(groups),
-        read_U=None if read == list(range(len(tokens))) else torch.tensor(read, device=device, dtype=torch.int64),
+        read_U=None if read == list(range(len(tokens))) else to_device(read, device),
     )
 
 

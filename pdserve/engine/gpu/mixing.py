@@ -26,6 +26,7 @@ from pdserve.engine.gpu.splits import num_splits
 from pdserve.engine.mixing import Heads
 from pdserve.engine.parameters import LayerWeights
 from pdserve.engine.pool import TorchPool
+from pdserve.engine.sending import to_device
 
 _WORDS: Final = 4  # int32 numbers in 16 bytes
 
@@ -59,7 +60,7 @@ class TritonRows:
         parts = (flat, starts, lengths, firsts)
         # Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for every mixture of those that do not.
         padded = [[*part, *[0] * (-len(part) % _WORDS)] for part in parts]
-        packed = torch.tensor([word for part in padded for word in part], dtype=torch.int32).to(self._device)
+        packed = to_device([word for part in padded for word in part], self._device, torch.int32)
         pieces = packed.split([len(part) for part in padded])
         table_BP, start_B, length_B, first_B1 = (piece[: len(part)] for piece, part in zip(pieces, parts, strict=True))
         # A power of two, since each number of queries is a kernel of its own.
@@ -83,8 +84,7 @@ class TritonMixer:
         chunks = [context for group in batch.groups for context in group.contexts.values() if context.chunk_end]
         device = batch.token_T.device
         self._runs = {  # of each chunk, for `flatten`: its blocks, and that they begin at 0
-            id(one): (one.block_BP.int(), torch.tensor([0, one.chunk_end], dtype=torch.int32).to(device))
-            for one in chunks
+            id(one): (one.block_BP.int(), to_device([0, one.chunk_end], device, torch.int32)) for one in chunks
         }
 
     def mix(self, index: int, layer: LayerWeights, qkv_TND: Tensor) -> Tensor:

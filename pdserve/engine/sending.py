@@ -1,0 +1,18 @@
+"""Small lists on their way to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor of `values`. On CUDA the copy is queued behind what runs and nobody waits for it: from memory that is
+    not pinned, as `torch.tensor(values, device=...)` has it, each copy would wait for all work before it, so that the
+    host prepares no step while another one runs."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
