@@ -10,9 +10,11 @@ is the highest rate at which 90 % are kept, read off between two rates by a stra
 contender gets a fresh cluster in turn, so that what the machine does meanwhile falls on all of them.
 
 Error is the median of |predicted - actual| / actual over requests that came `--settle` seconds after the cluster's
-first, from the router's explanations. Simulated is the recorded run of the contender in the simulator: equal
-requests, the costs that its router learnt. Client, router and workers share this machine's cores: where single batches
-are further off their fitted cost than the bars, the machine is what cannot be foretold. Steps that only sleep tell:
+first, from the router's explanations. Floor is the same of one request that is repeated on the idle cluster, against
+the median of its repeats: nobody's error is less. Simulated is the recorded run of the contender in the simulator:
+equal requests, the costs that its router learnt. Client, router and workers share this machine's cores: where single
+batches are further off their fitted cost than the bars, the machine is what cannot be foretold. Steps that only sleep
+tell:
 
     python -m benchmarks.goodput --model toy --set worker.toy_step_s=0.012 --set worker.kv_blocks=4000 \
         --set worker.max_context_tokens=2048
@@ -131,7 +133,7 @@ def report(cells: Sequence[Cell], course: Course, seeds: Sequence[int]) -> str:
         lines.append(f"| {label} | " + " | ".join(texts) + f" | {live:.2f} | {simulated:.2f} |")
     lines += ["", "Error of predictions (median), p50 and p90 of what clients saw:", ""]
     lines += [
-        "| | predicted | TTFT error | TPOT error | TTFT ms | TPOT ms | not served |",
+        "| | predicted | TTFT error (floor) | TPOT error (floor) | TTFT ms | TPOT ms | not served |",
         "|---|---|---|---|---|---|---|",
     ]
     for label in goodputs:
@@ -142,8 +144,12 @@ def report(cells: Sequence[Cell], course: Course, seeds: Sequence[int]) -> str:
         served = [row for row in rows if row.outcome == "served"]
         times = [_times([row.ttft_s for row in served]), _times([row.tpot_s for row in served])]
         errors = [percentile(ttft, 0.5), percentile(tpot, 0.5)]
+        spreads = [one.floor for one in mine]
+        floors = [percentile([off for one in spreads for off in one.ttft], 0.5)]
+        floors.append(percentile([off for one in spreads for off in one.tpot], 0.5))
         lines.append(
-            f"| {label} | {len(ttft)} | {errors[0]:.1%} | {errors[1]:.1%} | {times[0]} | {times[1]} | "
+            f"| {label} | {len(ttft)} | {errors[0]:.1%} ({floors[0]:.1%}) | {errors[1]:.1%} ({floors[1]:.1%}) | "
+            f"{times[0]} | {times[1]} | "
             f"{len(rows) - len(served)} of {len(rows)} |"
         )
         if label.startswith("goodput") and ttft:
@@ -197,6 +203,8 @@ def as_json(cells: Sequence[Cell], course: Course) -> list[dict[str, Any]]:
             "simulated_attainment": sum(cell.simulated) / len(cell.simulated) if cell.simulated else None,
             "ttft_errors": cell.ttft_errors,
             "tpot_errors": cell.tpot_errors,
+            "ttft_floor": cell.floor.ttft,
+            "tpot_floor": cell.floor.tpot,
             "client_delay_s": cell.late_start_s,
             "requests": [
                 {"outcome": row.outcome, "tokens": row.tokens, "ttft_s": row.ttft_s, "tpot_s": row.tpot_s}

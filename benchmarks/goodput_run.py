@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,8 @@ LONG_PROMPTS = (400, 1000)
 LONG_SHARE = 0.25
 ANSWERS = (16, 64)
 PATIENCE_S = 60.0  # of the client, for a whole answer
+REPEATED = ((92, 40), (700, 40))  # prompt and answer of the requests that are repeated on the idle cluster
+REPEATS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,15 @@ class Seen:
     tpot_s: float = float("inf")
 
 
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """How far the same request, repeated on the idle cluster, is from its own median: |seconds - median| / median of
+    each. Whoever foretells that median has this error, and nobody has less."""
+
+    ttft: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+
+
 @dataclass(slots=True, kw_only=True)
 class Cell:
     """One rate with one seed."""
@@ -68,6 +81,7 @@ class Cell:
     late_start_s: float  # worst delay of a send: the client's own saturation
     ttft_errors: list[float] = field(default_factory=list)  # |predicted - actual| / actual, as the router explains
     tpot_errors: list[float] = field(default_factory=list)
+    floor: Floor = Floor()
     batch_errors: dict[str, float] = field(default_factory=dict)  # of each worker's fitted cost, over the whole run
     simulated: list[bool] = field(default_factory=list)  # promises kept, of the same requests in the simulator
 
@@ -125,12 +139,21 @@ async def _run(target: str, contender: Contender, course: Course, seed: int, tol
         begin_s = time.perf_counter()
         if course.warm_s:
             await _drive(channel, plan(course.rates[0], course.warm_s, seed, "warm"), course.slo)
+        await _until_idle(channel)
+        floor = await _floor(channel, course.slo)
         for rate_rps in course.rates:
             await _until_idle(channel)
             planned = plan(rate_rps, course.seconds, seed, f"{rate_rps}-{seed}")
             cell_s = time.perf_counter() - begin_s
             rows, late_start_s = await _drive(channel, planned, course.slo)
-            cell = Cell(contender=contender.label, rate_rps=rate_rps, seed=seed, rows=rows, late_start_s=late_start_s)
+            cell = Cell(
+                contender=contender.label,
+                rate_rps=rate_rps,
+                seed=seed,
+                rows=rows,
+                late_start_s=late_start_s,
+                floor=floor,
+            )
             settled = [one for one in planned if cell_s + one.at_s >= course.settle_s]
             await _explain(channel, settled, cell)
             told(cell)
@@ -174,6 +197,28 @@ async def _ask(stub: inference_pb2_grpc.InferenceServiceStub, one: Planned, slo:
     return Seen(outcome="served", tokens=tokens, ttft_s=first_s - begin_s, tpot_s=tpot_s)
 
 
+async def _floor(channel: grpc.aio.Channel, slo: Slo) -> Floor:
+    """One at a time; each shape's requests take turns with the other's, and are compared with those of their path."""
+    ask, explain = inference_pb2_grpc.InferenceServiceStub(channel), cluster_pb2_grpc.ClusterServiceStub(channel)
+    texts = random.Random("floor")
+    took: defaultdict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+    for number in range(REPEATS):
+        for tokens, answer in REPEATED:
+            prompt = [texts.randrange(32, 127) for _ in range(tokens)]
+            name = f"floor-{tokens}-{number}"
+            await _ask(ask, Planned(request_id=name, at_s=0.0, prompt=prompt, max_tokens=answer), slo)
+            await _until_idle(channel, pause_s=0.005)
+            told = await explain.Explain(cluster_pb2.ExplainRequest(request_id=name))
+            for chosen in (each for each in told.candidates if each.is_chosen):
+                took[tokens, chosen.prefill_worker].append((told.actual_ttft_s, told.actual_tpot_s))
+    return Floor(*([one for like in took.values() for one in _off([each[i] for each in like])] for i in range(2)))
+
+
+def _off(seconds: Sequence[float]) -> list[float]:
+    middle = statistics.median(seconds)
+    return [abs(one - middle) / middle for one in seconds] if len(seconds) > 1 and middle > 0.0 else []
+
+
 async def _explain(channel: grpc.aio.Channel, planned: Sequence[Planned], cell: Cell) -> None:
     """Adds how far off the router's predictions were. It keeps the last thousand requests."""
     stub = cluster_pb2_grpc.ClusterServiceStub(channel)
@@ -192,7 +237,7 @@ async def _explain(channel: grpc.aio.Channel, planned: Sequence[Planned], cell: 
                 cell.tpot_errors.append(abs(chosen.predicted_tpot_s - told.actual_tpot_s) / told.actual_tpot_s)
 
 
-async def _until_idle(channel: grpc.aio.Channel, within_s: float = 90.0) -> None:
+async def _until_idle(channel: grpc.aio.Channel, within_s: float = 90.0, pause_s: float = 0.1) -> None:
     stub, until_s = cluster_pb2_grpc.ClusterServiceStub(channel), time.monotonic() + within_s
     while True:
         now = await stub.GetTopology(cluster_pb2.GetTopologyRequest())
@@ -200,7 +245,7 @@ async def _until_idle(channel: grpc.aio.Channel, within_s: float = 90.0) -> None
             return
         if time.monotonic() > until_s:
             raise TimeoutError(f"{now.running_requests} requests still run after {within_s:.0f} s")
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(pause_s)
 
 
 def attained(rates: Sequence[float], shares: Sequence[float], target: float = 0.9) -> float:
