@@ -140,7 +140,7 @@ class DecodeProgram(RoleProgram):
 
     @property
     def is_healthy(self) -> bool:
-        return self._receiver.is_healthy
+        return super().is_healthy and self._receiver.is_healthy
 
     def check(self) -> None:
         super().check()

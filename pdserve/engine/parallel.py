@@ -61,6 +61,11 @@ class ParallelEngine:
     def pool(self) -> TorchPool:
         return self._engine.pool
 
+    @property
+    def is_healthy(self) -> bool:
+        """False once a rank has died, in a step or while all were idle."""
+        return not self._broken and all(follower.is_alive for follower in self._followers)
+
     def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
         """Raises InternalError for ever once a rank has failed in mid-step."""
         if self._broken:
@@ -118,9 +123,13 @@ class Follower:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
     def check(self) -> None:
         """Raises ConfigError with its last words where it has ended."""
-        if self._process.poll() is not None:
+        if not self.is_alive:
             raise ConfigError("tensor_parallel", f"rank {self.rank} ended: {self._last_words()}", "a rank that starts")
 
     def end(self) -> None:

@@ -128,7 +128,7 @@ class EngineThread:
             program.tick()
             self._hand_out(program)
             if not program.is_healthy:
-                raise InternalError("a transfer thread died")
+                raise InternalError("a transfer thread or a tensor-parallel rank died")
             self.is_draining = program.is_draining
             if program.is_draining and program.is_idle:
                 self.is_idle.set()

@@ -184,8 +184,8 @@ class RoleProgram(ABC):
 
     @property
     def is_healthy(self) -> bool:
-        """False once a part has died that the role cannot do without."""
-        return True
+        """False once a part has died that the role cannot do without, such as an engine's other rank."""
+        return bool(getattr(self.engine, "is_healthy", True))
 
     @property
     def has_work(self) -> bool:

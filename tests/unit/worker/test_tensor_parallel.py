@@ -69,19 +69,31 @@ async def test_any_two_of_one_and_two_ranks_write_the_same(
 async def test_a_killed_rank_of_a_prefill_worker_loses_nothing(start: Any, attach: Any, ask: Any) -> None:
     broken, d = start(Role.PREFILL, **COMMON, tensor_parallel=2), start(Role.DECODE, **COMMON)
     router = await attach(broken, d)
-    expected = await router.remote(ask("before", PROMPTS[2], max_tokens=16))
-    kill_rank(broken)
-    sequence = ask("r", PROMPTS[2][1:], max_tokens=16)
+    prompt = (PROMPTS[3] * 4)[:480]  # fifteen steps
+    sequence = ask("r", prompt, max_tokens=16)
     await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
     granted = await router.next("granted", "r")
     await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
+    num_steps = broken.program.num_steps
+    while broken.program.num_steps == num_steps:
+        await asyncio.sleep(0)
+    kill_rank(broken)
     failed = await router.next("failed", "r")
     assert failed.kind == worker_pb2.FAILURE_KIND_INTERNAL
     await broken.until_fatal()
+    assert router.all("first_token", "r") == []
     await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="r", attempt=1))
     await router.released("r", Role.DECODE)
     other = await attach(start(Role.PREFILL, **COMMON, worker_id="prefill-1"), d, name="other")
-    assert await other.remote(ask("after", PROMPTS[2], max_tokens=16)) == expected
+    remote = await other.remote(ask("r", prompt, attempt=2, max_tokens=16))
+    assert remote == await other.local(ask("l", prompt, max_tokens=16))
+
+
+async def test_a_rank_that_dies_while_nothing_is_asked_ends_the_worker(start: Any) -> None:
+    for role in Role:
+        idle = start(role, **COMMON, tensor_parallel=2)
+        kill_rank(idle)
+        await idle.until_fatal()
 
 
 async def test_a_killed_rank_of_a_decode_worker_loses_nothing(start: Any, attach: Any, ask: Any) -> None:

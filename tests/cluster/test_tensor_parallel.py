@@ -1,0 +1,65 @@
+"""Both roles in two tensor-parallel ranks, as a user starts them: token-exact, also when a rank is killed."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.families import build, oracle, prompts
+from tests.cluster.suite import generate_all
+
+TOKENS = 64
+LENGTHS = (1, 16, 17, 64, 200, 350, 511, 700)
+
+
+@pytest.mark.timeout(180)
+def test_two_ranks_of_both_roles_answer_as_transformers_does_and_may_die(tmp_path: Path) -> None:
+    folder = build("llama-3", tmp_path / "model")
+    texts = prompts(LENGTHS)
+    expected = oracle(folder, texts, TOKENS)
+    options = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    flags = ("--model", str(folder), "--decode", "2", "--set", "worker.tensor_parallel=2")
+    with Cluster(*flags, "--set", "worker.max_batch_tokens=96", "--set", "worker.kv_check=step") as cluster:
+        done = generate_all(cluster, texts, **options)
+        assert [list(one.token_ids) for one in done] == expected
+        assert {one.timings.path for one in done} == {"remote", "local"}
+        cluster.wait_until_idle()
+
+        busiest: list[str] = []
+
+        def kill_a_decode_rank() -> None:
+            decode = cluster.client.topology().of_role("decode")
+            busiest.append(max(decode, key=lambda worker: worker.running).worker_id)
+            kill_rank(cluster, busiest[0])
+
+        done = generate_all(cluster, texts, meanwhile=kill_a_decode_rank, **options)
+        assert [list(one.token_ids) for one in done] == expected
+        assert busiest, "nothing was killed"
+        cluster.wait_until_idle(40.0)
+
+        kill_rank(cluster, "p0")
+        done = generate_all(cluster, texts, **options)
+        assert [list(one.token_ids) for one in done] == expected
+        cluster.wait_until_idle(40.0)
+        for worker_id in cluster.workers():
+            assert ranks_of(cluster, worker_id), f"{worker_id} came back alone"
+
+
+def kill_rank(cluster: Cluster, worker_id: str) -> None:
+    [pid] = ranks_of(cluster, worker_id)
+    os.kill(pid, signal.SIGKILL)
+
+
+def ranks_of(cluster: Cluster, worker_id: str) -> list[int]:
+    """Processes of the worker's other ranks."""
+    leader, found = cluster.pid_of(worker_id), []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            if b"pdserve.engine.follower" in words and (entry / "stat").read_text().split()[3] == str(leader):
+                found.append(int(entry.name))
+        except OSError:
+            continue  # it has ended
+    return found
