@@ -117,7 +117,10 @@ class Follower:
         pool = OWN if descriptor is None else str(descriptor)
         program = ["pdserve.engine.follower", str(rank), str(port), pool, *to_flags(config)]
         command = [sys.executable, "-m", "pdserve.launch.tether", str(os.getpid()), "module", *program]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=self._errors, pass_fds=shared)
+        # A session of its own: a terminal's Ctrl-C is for the leader, which drains with all its ranks.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stderr=self._errors, pass_fds=shared, start_new_session=True
+        )
 
     @property
     def pid(self) -> int:

@@ -95,6 +95,8 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
         G = num_heads // num_kv_heads
         part = C * pool_heads * D
         stride = U(pool_heads * D)
+        is_all = pool_heads == num_kv_heads  # else a position's heads are a run between those of other ranks
+        run_lines = -(-num_kv_heads * D // per_line)
         q_scale = np.float32(scale) * _LOG2_E
         cap = np.float32(softcap) * _LOG2_E
         for task in range(first, last):
@@ -131,7 +133,7 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
                 base = block * block_stride + layer_start
                 scale_base = block * scale_stride + scale_start
                 ahead = np.int64(tables[table + min(page + 1, last_page)]) * block_stride + layer_start
-                lines = (2 * part) // per_line if pool_heads == num_kv_heads else 0  # other ranks' heads lie between
+                lines = (2 * part) // per_line if is_all else 2 * C * run_lines
                 for h in range(head_from, head_to):
                     k0 = U(base + h * D)
                     v0 = U(base + part + h * D)
@@ -148,8 +150,16 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
                         if seen_from >= seen_to:
                             continue
                         state = (h - head_from) * R + r
-                        for line in range(state * lines // num_states, (state + 1) * lines // num_states):
-                            _prefetch(data, ahead + line * per_line)
+                        line_from, line_to = state * lines // num_states, (state + 1) * lines // num_states
+                        if is_all:
+                            for line in range(line_from, line_to):
+                                _prefetch(data, ahead + line * per_line)
+                        else:
+                            for run in range(line_from // run_lines, -(-line_to // run_lines)):
+                                shift = ahead + run * (pool_heads * D - run_lines * per_line)
+                                first_line = max(line_from, run * run_lines)
+                                for line in range(first_line, min(line_to, (run + 1) * run_lines)):
+                                    _prefetch(data, shift + line * per_line)
                         q0 = U(state * D)
                         for c in range(U(C)):
                             dot = np.float32(0)
