@@ -199,6 +199,7 @@ LAUNCHES = [
     _launch("llama-8b", 8, 4096, replace(_LLAMA, num_queries=4)),
     _launch("llama-8b", 8, 4096, replace(_LLAMA, num_queries=16)),
     _launch("llama-8b ragged", 8, 4096, replace(_LLAMA, num_queries=4)),
+    _launch("llama-8b ragged", 32, 4096, replace(_LLAMA, num_queries=16)),
     _launch("llama-8b int8", 64, 4096, replace(_LLAMA, kv_dtype=torch.int8)),
     _launch("llama-8b fp8", 64, 4096, replace(_LLAMA, kv_dtype=torch.float8_e4m3fn)),
     _launch("gemma-2-9b", 16, 8192, _GEMMA),

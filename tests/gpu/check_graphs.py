@@ -4,9 +4,11 @@
 
 For each model and dtype every bucket is filled and filled but for one row, with greedy and with seeded rows; both
 engines decode the same prompts, and tokens and logprobs must be equal, bit for bit. Each launch runs under
-torch.cuda.set_sync_debug_mode("error"): what waits for the device raises. Exit code 1 where a text differs or a launch
-waits; 2 without a CUDA device. --rehearse: a CPU, where the captured steps run kernel by kernel in Triton's
-interpreter and the others are the CPU engine's, whose logprobs may differ in their last bits.
+torch.cuda.set_sync_debug_mode("error"): what waits for the device raises. Rows that ask for more than a plain draw
+(grammars, bans, bias, penalties, likeliest tokens) and rows with drafts are compared with the eager engine (asking.py).
+Exit code 1 where a text differs or a launch waits; 2 without a CUDA device. --rehearse: a CPU, where the captured steps
+run kernel by kernel in Triton's interpreter and the others are the CPU engine's, whose logprobs may differ in their
+last bits.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ def main() -> int:
     elif not torch.cuda.is_available():
         print("no CUDA device: nothing was checked (--rehearse runs the script)", file=sys.stderr)
         return 2
+    from tests.gpu import asking
     from tests.unit.engine.conftest import build_tiny
 
     num_steps = 2 if args.rehearse else 16
@@ -66,6 +69,14 @@ def main() -> int:
                     line, wrong = "| | ", f"raised {type(error).__name__}: {str(error)[:300]}"
                 is_broken |= bool(wrong)
                 print(f"| {name} | {dtype} | {line} | {f'**{wrong}**' if wrong else 'equal'} |", flush=True)
+            try:
+                line, wrong = asking.compare(
+                    folder, num_steps, is_rehearsal=args.rehearse, quiet=lambda: no_waiting(is_cuda=not args.rehearse)
+                )
+            except Exception as error:
+                line, wrong = "| | ", f"raised {type(error).__name__}: {str(error)[:300]}"
+            is_broken |= bool(wrong)
+            print(f"| {name}, asking | float32 | {line} | {f'**{wrong}**' if wrong else 'equal'} |", flush=True)
     return int(is_broken)
 
 

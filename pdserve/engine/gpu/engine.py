@@ -94,6 +94,7 @@ class GraphEngine:
         ]
         self._turn = 0
         self._redraw = Redraw(decode, eager.grammars, eager.spec.eos_token_ids)
+        self._redraw.warm()
 
     @property
     def spec(self) -> EngineSpec:

@@ -18,6 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from pdserve.core.types import Sampling
 from pdserve.engine.gpu.bans import Bans
 from pdserve.engine.gpu.forbid import forbid
 from pdserve.engine.gpu.inputs import sampling_of
@@ -79,6 +80,14 @@ class Redraw:
         self._device = decode.logits_BV.device
         self._penalties = Penalties(vocab_size, most_tokens, self._device)
         self._is_cuda = self._device.type == "cuda"
+
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Compiles what no capture has, so that the first row that asks does not wait for a compiler."""
+        sampling = Sampling(
+            temperature=0.0, allowed_token_ids=(0,), logit_bias=((0, 1.0),), repetition_penalty=2.0, logprobs=1
+        )
+        self.launch([Row(tokens=(0,), start=0, blocks=(), sample=sampling, history=[0], prompt_len=1)], [0], [0])
 
     def launch(self, rows: Sequence[Row], firsts: Sequence[int], asking: Sequence[int]) -> Extras:
         """Behind the replay of `rows`, for those of them that ask for more; `firsts`: the first token of each row."""

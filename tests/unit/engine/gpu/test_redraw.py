@@ -17,6 +17,8 @@ from pdserve.engine.interface import PENDING, Engine, Flight, Row
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "any")
 STUCK = Grammar(GrammarKind.REGEX, "none")
+#: Tokens so near to each other that every one that is drawn and counted decides who is next.
+RIVALS = {"logit_bias": ((5, 60.0), (9, 59.5), (12, 59.0), (14, 58.5))}
 SEEDED = {"temperature": 0.9, "seed": 5}
 WITHOUT_HISTORY: tuple[dict[str, Any], ...] = (
     {"logprobs": 3},
@@ -25,13 +27,13 @@ WITHOUT_HISTORY: tuple[dict[str, Any], ...] = (
     {"min_tokens": 4, "stop_token_ids": tuple(range(3, 67)), **SEEDED},
     {"allowed_token_ids": tuple(range(40, 60)), "top_k": 5, "logprobs": 64, **SEEDED},
     {"logit_bias": ((7, 1.0),), "min_p": 0.1, **SEEDED},
-    {"repetition_penalty": 1.4, "logprobs": 1},
-    {"presence_penalty": 0.9, "frequency_penalty": 0.6, "logit_bias": ((8, 2.0),), **SEEDED},
+    {"repetition_penalty": 1.4, "logprobs": 1, **RIVALS},
+    {"presence_penalty": 0.9, "frequency_penalty": 0.6, **RIVALS, **SEEDED},
 )
 WITH_HISTORY: tuple[dict[str, Any], ...] = (
     {"grammar": GRAMMAR, **SEEDED},
     {"grammar": GRAMMAR, "allowed_token_ids": tuple(range(300)), "logit_bias": ((6, 9.0),), "logprobs": 2},
-    {"grammar": GRAMMAR, "repetition_penalty": 0.8, "frequency_penalty": 0.3, **SEEDED},
+    {"grammar": GRAMMAR, "repetition_penalty": 0.8, "frequency_penalty": 0.3, **RIVALS, **SEEDED},
     {"bad_token_ids": (*((token,) for token in range(3, 100)), (120, 121)), **SEEDED},
     {"grammar": GRAMMAR, "allowed_token_ids": (383,)},  # at times they leave nothing: the grammar is stronger
 )

@@ -14,14 +14,14 @@ from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
 from pdserve.engine.gpu.engine import DoneFlight, GraphFlight
 from pdserve.engine.interface import PENDING, Row, RowOut
 from tests.unit.engine.conftest import Request
-from tests.unit.engine.gpu.test_redraw import GRAMMAR, SEEDED, EveryThird, Text, assert_same, texts_of
+from tests.unit.engine.gpu.test_redraw import GRAMMAR, RIVALS, SEEDED, EveryThird, Text, assert_same, texts_of
 
 GREEDY_4 = Sampling(temperature=0.0, max_tokens=4)
 KINDS: tuple[dict[str, Any], ...] = (
     {"logprobs": 0},
     {**SEEDED, "top_k": 40, "top_p": 0.9},
     {"grammar": GRAMMAR, "logprobs": 2, **SEEDED},
-    {"repetition_penalty": 1.4, "frequency_penalty": 0.2, "logit_bias": ((8, 1.0),)},
+    {"repetition_penalty": 1.4, "frequency_penalty": 0.2, **RIVALS},
     {"min_tokens": 5, "stop_token_ids": tuple(range(3, 67)), **SEEDED},
 )
 
