@@ -22,8 +22,7 @@ import torch
 
 from benchmarks.transfer_ends import GrpcHost, HostPool
 from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
-from kvtransfer.paths.nccl import NCCL, Nccl
+from kvtransfer.paths.cuda_ipc import CUDA_IPC
 from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.transport import Fingerprint, Grant, Received, Sent, TransferKey
 from pdserve.core.errors import InternalError
@@ -60,7 +59,7 @@ def make_pool(memory: Memory, num_blocks: int, block_bytes: int, seed: int) -> A
         return CudaPool(num_blocks, block_bytes, seed)
     if memory == "host":
         return HostPool(num_blocks, block_bytes, seed)
-    from tests.unit.kvtransfer.fake_device import DevicePool
+    from benchmarks.fake_device import DevicePool
 
     return DevicePool(num_blocks, block_bytes, seed=seed)
 
@@ -76,7 +75,8 @@ def device_of(memory: Memory, pool: Any) -> Any:
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """cuda_ipc and nccl without a GPU, for both ends in one process."""
-    from tests.unit.kvtransfer.fake_device import FakeDevice, FakeLanes
+    from benchmarks.fake_device import FakeDevice
+    from benchmarks.fake_ends import install
 
     made: dict[int, FakeDevice] = {}
 
@@ -84,7 +84,7 @@ def stand_ins() -> Iterator[None]:
         return made.setdefault(id(pool), FakeDevice(pool))
 
     before = dict(TRANSPORTS)
-    TRANSPORTS[CUDA_IPC], TRANSPORTS[NCCL] = CudaIpc(device), Nccl(device, FakeLanes())
+    install(device)
     try:
         yield
     finally:

@@ -97,7 +97,7 @@ def kernel(setting: Setting, report: Report, sender: RemoteSender, pool: Any, fl
         for _ in range(REPEAT + 1):
             done = threading.Event()
             began_s = time.perf_counter()
-            copying = device.copy(source, blocks, device.pool(), blocks, done.set)
+            copying = device.copy(source, blocks, device.pool(), blocks, done.set, None)
             while not copying.is_done:
                 time.sleep(0)
             took.append(time.perf_counter() - began_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvtransfer.device import Fence
 from kvtransfer.parts import Lanes
 from kvtransfer.transport import Grant, Sent, TransferKey
 
@@ -29,6 +30,7 @@ class Push:
     lives: tuple[int, ...]  # of the source blocks when they were pushed
     is_last: bool
     groups: range | None  # of layers; None: all
+    after: Fence | None = None  # what may still write the blocks, where they lie on a device
 
 
 @dataclass(frozen=True, slots=True)

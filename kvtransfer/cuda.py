@@ -1,7 +1,8 @@
 """A CUDA device as the device paths see it: block copies on a stream of their own, and pools opened across processes.
 
 Needs torch, Triton and, to open another process's pool, CuPy. The pool must be one allocation, which a driver's
-handle names; copies wait for what the engine has queued, and whoever reads a landed block was told by the host.
+handle names. A copy waits for the event that it is given and for nothing else of the engine's; whoever reads a landed
+block was told by the host.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from typing import Any, Final, final
 
 import torch
 
-from kvtransfer.device import Blocks, Wake
+from kvtransfer.device import COPY_S, Blocks, Wake
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)
 
-COPY_S: Final = 10.0  # a copy that takes longer will not end
 _POLL_S: Final = 50e-6
 _WORDS: Final = 4  # int32 numbers in 16 bytes
 _EXPORT: Final = struct.Struct("<QQQ16s")  # offset in the allocation, blocks, bytes per block, the device's UUID
@@ -60,9 +60,9 @@ class CudaBlocks:
 
 @final
 class CudaCopying:
-    def __init__(self, event: Any, sums: Any | None) -> None:
+    def __init__(self, event: Any, sums: Any | None, limit_s: float) -> None:
         self._event, self._sums = event, sums
-        self._ends_s = time.monotonic() + COPY_S
+        self._limit_s, self._ends_s = limit_s, time.monotonic() + limit_s
 
     @property
     def is_done(self) -> bool:
@@ -72,7 +72,7 @@ class CudaCopying:
         except RuntimeError as error:
             raise TransferFailed(f"the device failed: {error}") from error
         if time.monotonic() > self._ends_s:
-            raise TransferFailed(f"a copy on the device has not ended in {COPY_S:.0f} s")
+            raise TransferFailed(f"work on the device has not ended in {self._limit_s:.0f} s")
         return False
 
     def digest(self) -> bytes:
@@ -154,15 +154,27 @@ class CudaDevice:
         raw, close = open_handle(exported[_EXPORT.size :], self.device.index, offset, num_blocks, block_bytes)
         return CudaBlocks(raw, close)
 
+    def fence(self) -> torch.cuda.Event:
+        with torch.cuda.device(self.device):
+            event = torch.cuda.Event()
+            event.record(torch.cuda.default_stream(self.device))  # the engine's
+            return event
+
     def copy(
-        self, source: Blocks, sources: Sequence[int], target: Blocks | None, targets: Sequence[int], wake: Wake
+        self,
+        source: Blocks,
+        sources: Sequence[int],
+        target: Blocks | None,
+        targets: Sequence[int],
+        wake: Wake,
+        after: torch.cuda.Event | None,
     ) -> CudaCopying:
         from pdserve.engine.gpu.relay import relay
 
         assert isinstance(source, CudaBlocks)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-            # The engine's stream is the default one; what it has queued may still write the source.
-            self.stream.wait_stream(torch.cuda.default_stream(self.device))
+            if after is not None:
+                self.stream.wait_event(after)
             count, padding = len(sources), [0] * (-len(sources) % _WORDS)  # both rows at multiples of 16 bytes, as
             rows = [[*sources, *padding], [*(targets or sources), *padding]]  # Triton would else compile anew
             numbers = torch.tensor(rows, dtype=torch.int32).pin_memory()
@@ -173,11 +185,11 @@ class CudaDevice:
             host_B.copy_(sums_B, non_blocking=True)
             return self.watched(host_B, wake)
 
-    def watched(self, sums: Any | None, wake: Wake, stream: Any | None = None) -> CudaCopying:
+    def watched(self, sums: Any | None, wake: Wake, stream: Any | None = None, limit_s: float = COPY_S) -> CudaCopying:
         """What has been queued on the stream so far; the device's own where none is named."""
         event = torch.cuda.Event()
         event.record(stream or self.stream)
-        copying = CudaCopying(event, sums)
+        copying = CudaCopying(event, sums, limit_s)
         self.watcher.add(copying, wake)
         return copying
 

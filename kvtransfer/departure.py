@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from kvtransfer.device import Fence
 from kvtransfer.frames import Tag
 from kvtransfer.parts import Part
 from kvtransfer.plan import Chunk
@@ -22,7 +23,7 @@ class Departure:
     groups: int
     lives: list[int]  # of the source blocks when they were first pushed, by grant index
     began_at_s: float | None = None
-    pending: deque[tuple[Chunk, int]] = field(default_factory=deque)  # with the layer group
+    pending: deque[tuple[Chunk, int, Fence | None]] = field(default_factory=deque)  # layer group, what to wait for
     num_taken: int = 0  # pieces of chunks that were taken to be sent
     num_bytes: int = 0
     early_bytes: int = 0
@@ -45,6 +46,7 @@ class Job:
     chunk: Chunk
     is_last: bool
     part: Part
+    after: Fence | None  # what may still write the source blocks, where they lie on a device
 
     def share(self, block_bytes: int) -> int:
         """The part's share of a block, for figures: the shares of all groups add up to the block."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer import stamping
 from kvtransfer.departure import Departure, Job
+from kvtransfer.device import Fence
 from kvtransfer.frames import Tag, tag_of
 from kvtransfer.landings import count_end
 from kvtransfer.parts import Part
@@ -121,8 +122,11 @@ class Departures:
         unacknowledged_bytes: int = 0,
         lives: Sequence[int] | None = None,
         groups: range | None = None,
+        after: Fence | None = None,
     ) -> list[Action]:
         """Queues blocks that had these lives when they were pushed; None: that is now. `groups` of layers; None: all.
+
+        `after` goes with them to whoever reads them on a device.
 
         A block that was pushed before, or a last push that leaves a gap, fails the transfer.
         `unacknowledged_bytes` of what was written on this connection have not reached the receiver's host.
@@ -147,7 +151,7 @@ class Departures:
                     error = f"blocks {chunk.first}..{chunk.first + chunk.count - 1} of {num_blocks} were pushed twice"
                     session.handle(Event.INCOMPLETE, error)
                     return self._after(departure, now_s)
-                departure.pending.append((chunk, group))
+                departure.pending.append((chunk, group, after))
         if departure.pending and departure.tag not in self._ready:
             self._ready.append(departure.tag)
         if is_last and not session.claimed.is_full:
@@ -175,17 +179,17 @@ class Departures:
             departure = self._open.get(tag)
             if departure is None or not departure.pending or not departure.session.enter():
                 continue
-            waiting, group = departure.pending.popleft()
+            waiting, group, after = departure.pending.popleft()
             chunk, rest = waiting.split(limit_blocks * departure.groups)
             if rest is not None:
-                departure.pending.appendleft((rest, group))
+                departure.pending.appendleft((rest, group, after))
             if departure.pending:
                 self._ready.append(tag)
             if departure.began_at_s is None:
                 departure.began_at_s = now_s
             departure.num_taken += chunk.count
             part = Part(departure.lane, group, departure.groups)
-            return Job(departure, chunk, departure.num_taken == departure.session.size, part)
+            return Job(departure, chunk, departure.num_taken == departure.session.size, part, after)
         return None
 
     def stamp(self, job: Job) -> bytes:

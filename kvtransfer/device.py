@@ -1,15 +1,20 @@
 """What the paths between GPUs ask of a device. Pure.
 
-Every call queues work on a stream of the device's own and returns; whoever asked is woken when it is done. So one
-protocol serves CUDA and a stand-in of plain memory, by which it is tested where there is no GPU.
+Every call queues work on a stream of the device's own and returns; whoever asked is woken when it is done. That stream
+waits for the engine's only where a fence says so, and then only for what was queued before it. So one protocol serves
+CUDA and a stand-in of plain memory, by which it is tested where there is no GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+COPY_S: Final = 10.0  # a copy that takes longer will not end
+LANE_S: Final = 3.0  # nor a message, which is asked for only when the other end is ready for it
 
 Wake = Callable[[], None]
+Fence = Any  # a moment of the engine's stream: all that it has queued until then
 
 
 class Copying(Protocol):
@@ -51,10 +56,20 @@ class Device(Protocol):
         """Another process's pool. Raises TransferFailed."""
         ...
 
+    def fence(self) -> Fence:
+        """Now. Any thread may ask."""
+        ...
+
     def copy(
-        self, source: Blocks, sources: Sequence[int], target: Blocks | None, targets: Sequence[int], wake: Wake
+        self,
+        source: Blocks,
+        sources: Sequence[int],
+        target: Blocks | None,
+        targets: Sequence[int],
+        wake: Wake,
+        after: Fence | None,
     ) -> Copying:
-        """Source blocks to target blocks, after what the engine has queued so far; without a target, their digest."""
+        """Source blocks to target blocks, once what the fence stands for has ended; without a target, their digest."""
         ...
 
     def drain(self) -> None:

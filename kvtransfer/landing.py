@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer import stamping
 from kvtransfer.busy import Busy
+from kvtransfer.device import Fence
 from kvtransfer.frames import Tag
 from kvtransfer.parts import Part
 from kvtransfer.session import Session, State
@@ -32,6 +33,7 @@ class Landing:
     deadline_at_s: float | None
     chains: tuple[int, ...] | None  # the names of what the blocks are to hold, where the owner knows them
     lives: tuple[int, ...]  # of the blocks when they were granted
+    after: Fence | None  # what may still have touched the blocks then, where they lie on a device
     lanes: dict[int, LaneWriter] = field(default_factory=dict)
     first_byte_at_s: float | None = None
     lease_at_s: float | None = None  # when it ends for want of progress, where it has no deadline

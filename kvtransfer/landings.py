@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvtransfer import stamping
+from kvtransfer.device import Fence
 from kvtransfer.frames import Tag, tag_of
 from kvtransfer.landing import Claim, Landing, LaneWriter
 from kvtransfer.parts import WHOLE, Part
@@ -91,9 +92,17 @@ class Landings:
         return self._alarms[0][0] if self._alarms else None
 
     def expect(
-        self, grant: Grant, now_s: float, deadline_at_s: float | None, chains: Sequence[int] | None = None
+        self,
+        grant: Grant,
+        now_s: float,
+        deadline_at_s: float | None,
+        chains: Sequence[int] | None = None,
+        after: Fence | None = None,
     ) -> list[Action]:
-        """Opens the grant. Raises InvalidRequest where the key is open already: its owner has lost count."""
+        """Opens the grant. Raises InvalidRequest where the key is open already: its owner has lost count.
+
+        `after` goes to whoever writes the blocks on a device.
+        """
         tag, size = tag_of(grant.key), len(grant.blocks)
         if chains is not None and len(chains) != size:
             raise InvalidRequest("chains", f"{len(chains)} names", f"{size}, one for each granted block")
@@ -107,6 +116,7 @@ class Landings:
             deadline_at_s,
             None if chains is None else tuple(chains),
             self.stamps.lives(grant.blocks),
+            after,
         )
         self._open[tag] = landing
         self.stats.transfers += 1

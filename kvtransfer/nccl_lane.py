@@ -18,7 +18,7 @@ from typing import Any, Final, final
 import torch
 
 from kvtransfer.cuda import CudaBlocks, CudaCopying, CudaDevice
-from kvtransfer.device import Blocks, Wake
+from kvtransfer.device import LANE_S, Blocks, Wake
 from pdserve.core.errors import TransferFailed
 
 log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class NcclLane:
         """The first message makes the connection, and may take as long as the communicator did."""
         scratch = self._device.staging(1)
         told = threading.Event()
-        copying = (self.send if rank == 0 else self.receive)(scratch, 0, _WARM_BYTES, told.set)
+        copying = self._issue("recv" if rank else "send", scratch, 0, _WARM_BYTES, told.set, JOIN_S)
         if not told.wait(JOIN_S) or not copying.is_done:
             raise TransferFailed("the other NCCL rank has not answered")
 
@@ -159,7 +159,9 @@ class NcclLane:
             _abandoned.append((self._memory, self._communicator, self._owned))
             raise TransferFailed(f"an NCCL communicator's abort has not returned in {ABORT_S:.0f} s")
 
-    def _issue(self, name: str, blocks: Blocks, block: int, num_bytes: int, wake: Wake) -> CudaCopying:
+    def _issue(
+        self, name: str, blocks: Blocks, block: int, num_bytes: int, wake: Wake, limit_s: float = LANE_S
+    ) -> CudaCopying:
         if self._is_closed:
             raise TransferFailed("the NCCL pair is closed")
         assert isinstance(blocks, CudaBlocks)
@@ -174,7 +176,7 @@ class NcclLane:
             communicator.check_async_error()
             with cupy.cuda.Device(device.device.index):
                 getattr(communicator, name)(pointer, num_bytes, _UINT8, self._peer, self._stream.cuda_stream)
-            return device.watched(None, wake, self._stream)
+            return device.watched(None, wake, self._stream, limit_s)
 
         copying: CudaCopying = self._issuer.call(issue)
         return copying

@@ -270,6 +270,7 @@ class Outbound(threading.Thread):
                     unacknowledged_bytes,
                     command.lives,
                     command.groups,
+                    command.after,
                 )
             )
         elif isinstance(command, Abort):

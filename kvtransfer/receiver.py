@@ -28,7 +28,7 @@ from kvtransfer.landings import Action, Answer, Landings, Sever
 from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.memory import host_view
 from kvtransfer.parts import Part
-from kvtransfer.paths.registry import TRANSPORTS
+from kvtransfer.paths.registry import TRANSPORTS, fence_of
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.service import TransferServicer
 from kvtransfer.stats import TransferStats
@@ -87,6 +87,7 @@ class StreamReceiver:
         self._delivery = threading.Lock()  # held while reports are handed out, so that they stay in order
         self._is_closed = False
         self._number = 0
+        self._kinds = tuple(transports)
         self._doors = {kind: _listen(kind, host) for kind in transports}
         self._gate = Gate(
             fingerprint,
@@ -140,10 +141,12 @@ class StreamReceiver:
         if len(set(blocks)) != len(blocks):
             raise InvalidRequest("grant.blocks", "a block twice", "each block once")
         now_s = self._clock()
+        after = fence_of(self.pool, self._kinds)  # what is queued later knows nothing of these blocks
         with self._lock:
             if self._is_closed or not self._thread.is_alive():
                 raise Unavailable("the KV receiver is closed")
-            actions = self._book.expect(grant, now_s, None if deadline_s is None else now_s + deadline_s, chains)
+            deadline_at_s = None if deadline_s is None else now_s + deadline_s
+            actions = self._book.expect(grant, now_s, deadline_at_s, chains, after)
             self._owners[grant.key] = on_end
             self._do(actions)
         self._waker.set()  # the clock has a new alarm, or something to deliver

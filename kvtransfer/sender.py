@@ -16,6 +16,7 @@ from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.memory import host_view
 from kvtransfer.outbound import Link, Outbound
 from kvtransfer.parts import Lanes, Part
+from kvtransfer.paths.registry import fence_of
 from kvtransfer.stats import TransferStats, total
 from kvtransfer.transport import Fingerprint, Grant, Sent, Text, TransferKey
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
@@ -144,7 +145,8 @@ class StreamSender:
                 if numbers and not 0 <= odd < limit:
                     raise InvalidRequest("blocks", f"{name} {odd}", f"0..{limit - 1}")
         lives = self._stamps.lives(sources)
-        outbound.post(Push(key, tuple(blocks), lives, is_last, groups))
+        after = fence_of(self.caller.pool, self.caller.transports)
+        outbound.post(Push(key, tuple(blocks), lives, is_last, groups, after))
 
     def abort(self, key: TransferKey) -> None:
         with self._lock:

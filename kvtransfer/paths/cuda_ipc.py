@@ -54,7 +54,7 @@ class CudaIpcSend:
 
     def post(self, job: Job) -> None:
         slot = self._slots.take()
-        copying = self._device.copy(self._pool, job.chunk.sources, None, (), self._link.wake)
+        copying = self._device.copy(self._pool, job.chunk.sources, None, (), self._link.wake, job.after)
         self._summing[slot] = job, copying
 
     def forsake(self, job: Job) -> None:
@@ -103,7 +103,8 @@ class CudaIpcReceive:
         if claim is None or not link.enter(claim):
             give_back(self._link, frame)
             return
-        copying = self._device.copy(self._source, sources, self._pool, claim.blocks, link.channel.waker.set)
+        wake, after = link.channel.waker.set, claim.landing.after
+        copying = self._device.copy(self._source, sources, self._pool, claim.blocks, wake, after)
         self._copying.append((frame, claim, copying))
 
     def poll(self) -> None:

@@ -81,7 +81,8 @@ class NcclSend:
         self._seat.used()
         slot = self._free.popleft()
         targets = range(slot * self._slot_blocks, slot * self._slot_blocks + job.chunk.count)
-        copying = self._device.copy(self._pool, job.chunk.sources, self._staging, targets, self._link.wake)
+        link, sources = self._link, job.chunk.sources
+        copying = self._device.copy(self._pool, sources, self._staging, targets, link.wake, job.after)
         self._packing[slot] = job, copying
 
     def forsake(self, job: Job) -> None:
@@ -197,7 +198,8 @@ class NcclReceive:
             self._end(number)
             return
         sources = range(number * self._slot_blocks, number * self._slot_blocks + frame.count)
-        slot.unpacking = self._device.copy(self._staging, sources, self._pool, claim.blocks, link.channel.waker.set)
+        wake, after = link.channel.waker.set, claim.landing.after
+        slot.unpacking = self._device.copy(self._staging, sources, self._pool, claim.blocks, wake, after)
 
     def _end(self, number: int) -> None:
         del self._slots[number]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtransfer.device import Device
+from kvtransfer.device import Device, Fence
 from pdserve.engine.interface import KvPool
 
 DeviceOf = Callable[[KvPool], Device]
@@ -23,6 +23,10 @@ class OnDevice:
         from kvtransfer.cuda import why_no_cuda
 
         return why_no_cuda("cupy")
+
+    def fence(self, pool: KvPool) -> Fence:
+        """What the pool's engine has queued until now."""
+        return self._device(pool).fence()
 
     def _device(self, pool: KvPool) -> Device:
         if self._device_of is not None:

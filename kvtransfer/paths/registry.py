@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from kvtransfer.device import Fence
 from kvtransfer.paths.cuda_ipc import CudaIpc
 from kvtransfer.paths.nccl import Nccl
 from kvtransfer.paths.nixl import Nixl
+from kvtransfer.paths.on_device import OnDevice
 from kvtransfer.paths.path import Transport
 from kvtransfer.paths.shm import Shm
 from kvtransfer.paths.tcp import Tcp
 from pdserve.core.errors import ConfigError
+from pdserve.engine.interface import KvPool
 
 _IN_ORDER: Final[tuple[Transport, ...]] = (CudaIpc(), Nccl(), Shm(), Tcp(), Nixl())  # the preferred first
 TRANSPORTS: Final[dict[int, Transport]] = {one.kind: one for one in _IN_ORDER}
@@ -39,6 +42,14 @@ def kinds(name: str, *, is_on_host: bool = True) -> tuple[int, ...]:
     if why_not := chosen.why_not():
         raise ConfigError("transport", name, f"another on this system: {why_not}")
     return (chosen.kind,)
+
+
+def fence_of(pool: KvPool, numbers: Sequence[int]) -> Fence | None:
+    """What the pool's device has queued until now and nobody has waited for; None of a pool in host memory."""
+    for transport in (TRANSPORTS[kind] for kind in numbers):
+        if isinstance(transport, OnDevice):
+            return transport.fence(pool)
+    return None
 
 
 def name_of(kind: int) -> str:

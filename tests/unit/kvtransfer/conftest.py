@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.fake_device import DevicePool, FakeDevice
+from benchmarks.fake_lane import FakeLanes
 from benchmarks.transfer_proxy import Hook, Proxy
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
@@ -19,7 +21,6 @@ from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.nixl import NIXL, Nixl
 from kvtransfer.paths.registry import TRANSPORTS
 from pdserve.core.stamps import BlockStamps
-from tests.unit.kvtransfer.fake_device import DevicePool, FakeDevice, FakeLanes
 from tests.unit.kvtransfer.fake_nixl import World
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, HostPool, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import RawSender

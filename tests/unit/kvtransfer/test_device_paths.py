@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.fake_device import FakeCopying, FakeDevice, Trouble
+from benchmarks.fake_lane import FakeLane, FakeLanes
 from kvtransfer.cuda import why_no_cuda
 from kvtransfer.nccl_lane import Issuer, answer_of, on_its_own_thread, signed, status_of
 from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
@@ -16,7 +18,6 @@ from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.registry import TRANSPORTS, kinds
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import ConfigError, TransferFailed
-from tests.unit.kvtransfer.fake_device import FakeCopying, FakeDevice, FakeLane, FakeLanes
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for
 
 MakePair = Callable[..., Pair]
@@ -27,11 +28,11 @@ class HeldDevice(FakeDevice):
     """Copies wait until they are let go."""
 
     def __init__(self, pool: Any) -> None:
-        super().__init__(pool, 0.0)
+        super().__init__(pool, Trouble(delay_s=0.0))
         self.gate = threading.Event()
         self.gate.set()
 
-    def copy(self, source: Any, sources: Any, target: Any, targets: Any, wake: Any) -> FakeCopying:
+    def copy(self, source: Any, sources: Any, target: Any, targets: Any, wake: Any, after: Any) -> FakeCopying:
         gate = self.gate
 
         def hold() -> bytes:
@@ -39,7 +40,7 @@ class HeldDevice(FakeDevice):
             return b""
 
         self._stream.queue(hold, lambda: None)
-        return super().copy(source, sources, target, targets, wake)
+        return super().copy(source, sources, target, targets, wake, after)
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def make_lane(monkeypatch: pytest.MonkeyPatch) -> Callable[[Communicator], NcclL
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda ptr, device: SimpleNamespace(cuda_stream=ptr))
     monkeypatch.setattr(nccl_lane, "ABORT_S", 0.05)
-    device: Any = SimpleNamespace(device=torch.device("cuda", 0), watched=lambda sums, wake, stream: "copying")
+    device: Any = SimpleNamespace(device=torch.device("cuda", 0), watched=lambda *_: "copying")
     return lambda communicator: NcclLane(Issuer(), device, communicator, 1)
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.fake_device import FakeDevice
+from benchmarks.fake_lane import FakeLanes
 from kvtransfer.paths.nccl import MOST_PAIRS, NCCL, Nccl
 from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.seats import Seat, Seats
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import TransferFailed
-from tests.unit.kvtransfer.fake_device import FakeDevice, FakeLanes
 from tests.unit.kvtransfer.harness import Pair, wait_for
 
 MakePair = Callable[..., Pair]

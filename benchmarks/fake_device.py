@@ -1,0 +1,251 @@
+"""A stand-in for a CUDA device in memory files: work is done by a thread, later, in the order of its stream.
+
+What it keeps of the real one: calls return before the bytes have moved, in time that nobody can foresee; another
+process opens a pool by what `export` said, and may or may not read it once its owner was killed. `Trouble` makes it as
+bad as a device can be and still be right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import queue
+import random
+import select
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.transfer_ends import HostPool
+from kvtransfer.device import COPY_S, Blocks, Wake
+from pdserve.core.errors import InternalError, TransferFailed
+
+DRAIN_S = 30.0
+_EXPORT = struct.Struct("<IIII")  # process, descriptor, blocks, bytes per block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """How often, of copies or messages, something goes wrong; nothing by default."""
+
+    seed: int = 1
+    delay_s: float = 0.0005  # of each, at most
+    late: float = 0.0  # it takes up to late_s
+    late_s: float = 0.4
+    killed: float = 0.0  # the process is killed in the middle of it
+    hung: float = 0.0  # a message never ends
+    failed: float = 0.0  # the library reports an asynchronous error
+    flipped: float = 0.0  # a bit of a message changes on the way
+    loses_the_dead: bool = False  # a killed process's memory or messages end with an error; else they stay, or hang
+
+
+PLAIN = Trouble()
+
+
+class DevicePool(HostPool):
+    """An engine's pool on a device: whoever asks for its bytes on the host has taken a wrong path."""
+
+    is_on_host = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.on_device, self.handle = self.memory, self.descriptor
+        del self.buffer
+        self.descriptor = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "buffer":
+            raise InternalError("the KV pool lies on a device: it has no host buffer")
+        raise AttributeError(name)
+
+
+class HiddenPool:
+    """A pool in host memory (TorchPool, HostPool) as if it lay on a device."""
+
+    is_on_host = False
+    descriptor = None
+
+    def __init__(self, pool: Any) -> None:
+        self.num_blocks, self.block_bytes = pool.num_blocks, pool.block_bytes
+        self.on_device, self.handle = pool.buffer, pool.descriptor
+        self._pool = pool  # which owns the descriptor
+
+    @property
+    def buffer(self) -> memoryview:
+        raise InternalError("the KV pool lies on a device: it has no host buffer")
+
+
+class FakeBlocks:
+    def __init__(self, memory: Any, num_blocks: int, block_bytes: int) -> None:
+        self.memory, self.num_blocks, self.block_bytes = memory, num_blocks, block_bytes
+
+    def view(self, block: int, count: int = 1) -> memoryview:
+        assert 0 <= block <= self.num_blocks - count
+        assert self.memory is not None, "closed"
+        return memoryview(self.memory)[block * self.block_bytes : (block + count) * self.block_bytes]
+
+    def check(self) -> None:
+        """Raises TransferFailed where the memory is gone."""
+
+    def close(self) -> None:
+        self.memory = None
+
+
+class OpenedBlocks(FakeBlocks):
+    """Another process's pool."""
+
+    def __init__(self, exported: bytes, loses_the_dead: bool) -> None:
+        try:
+            self._process, descriptor, num_blocks, block_bytes = _EXPORT.unpack(exported)
+            file = os.open(f"/proc/{self._process}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        except (OSError, struct.error) as error:
+            raise TransferFailed(f"the sender's pool cannot be opened: {error}") from error
+        try:
+            memory = mmap.mmap(file, num_blocks * block_bytes, prot=mmap.PROT_READ)
+            self._alive = os.pidfd_open(self._process) if loses_the_dead else None
+        except (OSError, ValueError) as error:
+            raise TransferFailed(f"the sender's pool cannot be opened: {error}") from error
+        finally:
+            os.close(file)
+        super().__init__(memory, num_blocks, block_bytes)
+
+    def check(self) -> None:
+        if self._alive is not None and select.select([self._alive], [], [], 0)[0]:
+            raise TransferFailed("the device failed: the sender's memory is gone")
+
+    def close(self) -> None:
+        super().close()
+        if self._alive is not None:
+            os.close(self._alive)
+            self._alive = None
+
+
+class FakeCopying:
+    def __init__(self, limit_s: float = COPY_S) -> None:
+        self.state: tuple[bool, str, bytes] = (False, "", b"")
+        self._limit_s, self._ends_s = limit_s, time.monotonic() + limit_s
+
+    @property
+    def is_done(self) -> bool:
+        is_done, error, _ = self.state
+        if not is_done and not error and time.monotonic() > self._ends_s:
+            error = f"work on the device has not ended in {self._limit_s:.0f} s"
+        if error:
+            raise TransferFailed(error)
+        return is_done
+
+    def digest(self) -> bytes:
+        assert self.state[0]
+        return self.state[2]
+
+
+class Stream:
+    """One thread that works through what it is given."""
+
+    def __init__(self, name: str, trouble: Trouble = PLAIN) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._trouble, self._rng = trouble, random.Random(f"{trouble.seed} {name}")
+        self._thread = threading.Thread(target=self._run, name=f"fake-{name}", daemon=True)
+        self._thread.start()
+
+    def queue(self, work: Callable[[], bytes], wake: Wake, limit_s: float = COPY_S) -> FakeCopying:
+        copying = FakeCopying(limit_s)
+
+        def run() -> None:
+            try:
+                copying.state = (True, "", work())
+            except TransferFailed as failed:
+                copying.state = (False, failed.message, b"")
+            wake()
+
+        self._work.put(run)
+        return copying
+
+    def drain(self) -> None:
+        done = threading.Event()
+        self._work.put(done.set)
+        if not done.wait(DRAIN_S):
+            raise InternalError("the stand-in for a device does not drain")
+
+    def end(self) -> None:
+        self._work.put(None)
+        self._thread.join(DRAIN_S)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            trouble = self._trouble
+            time.sleep(self._rng.random() * (trouble.late_s if self._rng.random() < trouble.late else trouble.delay_s))
+            work()
+
+
+class FakeDevice:
+    name = "fake"
+
+    def __init__(self, pool: Any, trouble: Trouble = PLAIN) -> None:
+        self._pool, self._stream, self.trouble = pool, Stream("device", trouble), trouble
+        self._rng = random.Random(f"{trouble.seed} kills")
+        self._steps: list[threading.Event] = []  # of the engine, that may not have ended
+        self.num_copies = 0
+
+    def pool(self) -> FakeBlocks:
+        return FakeBlocks(self._pool.on_device, self._pool.num_blocks, self._pool.block_bytes)
+
+    def staging(self, num_blocks: int) -> FakeBlocks:
+        block_bytes = self._pool.block_bytes
+        return FakeBlocks(bytearray(num_blocks * block_bytes), num_blocks, block_bytes)
+
+    def export(self) -> bytes:
+        return _EXPORT.pack(os.getpid(), self._pool.handle, self._pool.num_blocks, self._pool.block_bytes)
+
+    def open(self, exported: bytes) -> FakeBlocks:
+        return OpenedBlocks(exported, self.trouble.loses_the_dead)
+
+    def begin_step(self) -> threading.Event:
+        """The engine queues work; it has ended when the event is set."""
+        step = threading.Event()
+        self._steps.append(step)
+        return step
+
+    def fence(self) -> tuple[threading.Event, ...]:
+        self._steps = [step for step in self._steps if not step.is_set()]
+        return tuple(self._steps)
+
+    def copy(
+        self,
+        source: Blocks,
+        sources: Sequence[int],
+        target: Blocks | None,
+        targets: Sequence[int],
+        wake: Wake,
+        after: Any | None,
+    ) -> FakeCopying:
+        assert isinstance(source, FakeBlocks)
+        self.num_copies += 1
+        dies_at = self._rng.randrange(len(sources)) if self._rng.random() < self.trouble.killed else -1
+
+        def work() -> bytes:
+            for step in after or ():
+                step.wait(DRAIN_S)
+            digest = hashlib.blake2b(digest_size=8)
+            for index, block in enumerate(sources):
+                source.check()
+                if index == dies_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                data = bytes(source.view(block))
+                digest.update(data)
+                if isinstance(target, FakeBlocks):
+                    target.view(targets[index])[:] = data
+            return digest.digest()
+
+        return self._stream.queue(work, wake)
+
+    def drain(self) -> None:
+        self._stream.drain()
+
+    def end(self) -> None:
+        self._stream.end()

@@ -1,0 +1,23 @@
+"""cuda_ipc and nccl of this process over stand-ins for their libraries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.fake_device import PLAIN, FakeDevice, Trouble
+from benchmarks.fake_lane import FakeLanes
+from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
+from kvtransfer.paths.nccl import NCCL, Nccl
+from kvtransfer.paths.on_device import DeviceOf
+from kvtransfer.paths.registry import TRANSPORTS
+
+
+def stand_in(pool: Any, trouble: Trouble = PLAIN) -> FakeDevice:
+    """For the whole life of a process that has one pool."""
+    device = FakeDevice(pool, trouble)
+    install(lambda _: device, trouble)
+    return device
+
+
+def install(device_of: DeviceOf, trouble: Trouble = PLAIN) -> None:
+    TRANSPORTS[CUDA_IPC], TRANSPORTS[NCCL] = CudaIpc(device_of), Nccl(device_of, FakeLanes(trouble=trouble))

@@ -1,0 +1,139 @@
+"""What a copy between devices waits for of the engine's own work, and what not: its fence, and nothing queued later."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.fake_device import FakeDevice
+from kvtransfer import cuda
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from tests.unit.kvtransfer.harness import Pair, wait_for
+
+MakePair = Callable[..., Pair]
+PATHS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+A_WHILE_S = 0.05  # in which a copy that did not wait would have ended
+
+
+@PATHS
+def test_steps_that_are_queued_after_grant_and_push_are_not_waited_for(
+    make_pair: MakePair, devices: dict[int, FakeDevice], transport: str
+) -> None:
+    pair = make_pair(transport)
+    pair.move(pair.grant((1,)), (1,))
+    grant = pair.grant((10, 11))
+    received, sent = pair.begin(grant)
+    landing, source = devices[id(pair.landing)], devices[id(pair.source)]
+    steps = [landing.begin_step(), landing.begin_step()]
+    pair.sender.push(grant.key, [(0, 3), (1, 4)], True)
+    steps.append(source.begin_step())  # the prompt's next chunk
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    assert sent.wait().outcome is SendOutcome.SENT
+    assert not any(step.is_set() for step in steps)
+    pair.assert_equal(grant, (3, 4))
+    for step in steps:
+        step.set()
+
+
+@PATHS
+def test_a_landing_waits_for_the_steps_that_ran_when_its_blocks_were_granted(
+    make_pair: MakePair, devices: dict[int, FakeDevice], transport: str
+) -> None:
+    """Such a step may still write to a block whose owner has left."""
+    pair = make_pair(transport)
+    pair.move(pair.grant((1,)), (1,))
+    device = devices[id(pair.landing)]
+    step = device.begin_step()
+    grant = pair.grant((10,))
+    received, _ = pair.begin(grant)
+    before, num_copies = pair.landing.block(10), device.num_copies
+    pair.sender.push(grant.key, [(0, 3)], True)
+    wait_for(lambda: device.num_copies > num_copies, "the copy to be asked for")
+    time.sleep(A_WHILE_S)
+    assert pair.landing.block(10) == before
+    assert received.all == []
+    step.set()
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    pair.assert_equal(grant, (3,))
+
+
+@PATHS
+def test_a_source_is_read_when_the_step_that_computes_it_has_ended(
+    make_pair: MakePair, devices: dict[int, FakeDevice], transport: str
+) -> None:
+    pair = make_pair(transport)
+    pair.move(pair.grant((1,)), (1,))
+    device = devices[id(pair.source)]
+    grant = pair.grant((10, 11))
+    received, _ = pair.begin(grant)
+    num_copies = device.num_copies
+    pair.source.fill((3,), 1)
+    pair.sender.push(grant.key, [(0, 3)], False)
+    wait_for(lambda: pair.receiver.stats.chunks >= 2, "the first block")
+    step = device.begin_step()  # computes the second
+    pair.sender.push(grant.key, [(1, 4)], True)
+    wait_for(lambda: device.num_copies >= num_copies + 2, "the second block's copy to be asked for")
+    time.sleep(A_WHILE_S)
+    pair.source.fill((4,), 2)
+    step.set()
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    pair.assert_equal(grant, (3, 4))
+    assert pair.landing.block(11) == b"\2" * pair.landing.block_bytes
+
+
+class Recorder:
+    """torch.cuda, as far as a device of ours uses it: what was asked of which stream."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        recorder = self
+
+        class Event:
+            def record(self, stream: Any) -> None:
+                recorder.calls.append(("record", stream.name))
+
+            def query(self) -> bool:
+                return True
+
+        class Stream:
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            def __getattr__(self, word: str) -> Any:
+                return lambda *arguments: recorder.calls.append((word, self.name, *arguments))
+
+        self.Event, self.engine = Event, Stream("engine")
+        self.Stream = lambda device: Stream("transfers")
+        self.default_stream = lambda device: self.engine
+        self.device = self.stream = lambda _: nullcontext()
+        self.get_device_properties = lambda device: SimpleNamespace(uuid="gpu")
+
+
+def test_a_cuda_copy_asks_for_its_fence_and_for_no_other_word_with_the_engines_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder = Recorder()
+    kept = {name: getattr(torch, name) for name in ("tensor", "int32", "int64", "uint8", "Tensor")}
+    plain = SimpleNamespace(
+        **kept, cuda=recorder, empty=lambda *size, dtype, pin_memory: torch.empty(*size, dtype=dtype)
+    )
+    monkeypatch.setattr(cuda, "torch", plain)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    sums = SimpleNamespace(relay=lambda source, numbers, *_: torch.zeros(len(numbers), dtype=torch.int64))
+    monkeypatch.setitem(sys.modules, "pdserve.engine.gpu.relay", sums)
+    device = cuda.CudaDevice(torch.zeros((4, 16), dtype=torch.uint8))
+    fence = device.fence()
+    assert recorder.calls == [("record", "engine")]
+    recorder.calls.clear()
+    device.copy(device.pool(), [0, 1], device.pool(), [2, 3], lambda: None, fence)
+    device.copy(device.pool(), [0, 1], None, (), lambda: None, None)
+    device.drain()
+    copied = ("record", "transfers")
+    assert recorder.calls == [("wait_event", "transfers", fence), copied, copied, copied]
