@@ -17,6 +17,7 @@ import termios
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from kvtransfer.lease import Pulse
@@ -96,6 +97,7 @@ class Channel:
         self.socket = sock
         self.waker = waker or Waker()
         self.is_readable = False  # as the last wait saw it
+        self.meanwhile: Callable[[], None] = lambda: None  # called whenever `fill` has waited
         self._owner = 0
         self._outbox: deque[bytes] = deque()
         self._unsent = b""
@@ -238,6 +240,7 @@ class Channel:
             received = self.receive([view])
             if received == 0:
                 self.wait()
+                self.meanwhile()
             view = view[received:]
 
     def close(self) -> None:

@@ -170,8 +170,9 @@ class Inbound(threading.Thread):
     def _serve(self) -> None:
         header = bytearray(HEADER_BYTES)
         assert self._path is not None
+        self.channel.meanwhile = self._path.poll  # writes end while the rest of a frame is late
         while True:
-            self._fill(memoryview(header), self._path)
+            self.channel.fill(memoryview(header))
             frame = decode(header, self.chunk_bytes)
             if frame.kind is Kind.CHUNK:
                 self._land(frame, self._path)
@@ -196,14 +197,6 @@ class Inbound(threading.Thread):
             self._target.runs(frame.part)
         except ConfigError as error:
             raise BadFrame(error.message) from error
-
-    def _fill(self, view: memoryview, path: ReceivePath) -> None:
-        while view:
-            received = self.channel.receive([view])
-            if received == 0:
-                self.channel.wait()
-                path.poll()
-            view = view[received:]
 
     def _land(self, frame: Frame, path: ReceivePath) -> None:
         self._require_part(frame)

@@ -66,18 +66,19 @@ class StreamSender:
         self._lock = threading.Lock()  # guards all below
         self._pairs: dict[Pair, Outbound] = {}
         self._transfers: dict[TransferKey, tuple[Outbound, int]] = {}  # who moves it, how many blocks
+        self._ending: list[Outbound] = []  # take no more transfers, and may still read the pool
         self._past = TransferStats()  # of connections that ended
         self._is_closed = False
 
     @property
     def stats(self) -> TransferStats:
         with self._lock:
-            return total([self._past, *(outbound.stats for outbound in self._pairs.values())])
+            return total([self._past, *(outbound.stats for outbound in self._all())])
 
     @property
     def moved_bytes(self) -> int:
         with self._lock:
-            return self._past.moved_bytes + sum(outbound.stats.moved_bytes for outbound in self._pairs.values())
+            return self._past.moved_bytes + sum(outbound.stats.moved_bytes for outbound in self._all())
 
     @property
     def links(self) -> list[Link]:
@@ -158,7 +159,7 @@ class StreamSender:
         """Ends every transfer that is open (FAILED) and every thread. Not from a callback."""
         with self._lock:
             self._is_closed = True
-            outbounds = list(self._pairs.values())
+            outbounds = self._all()
         for outbound in outbounds:
             outbound.stop()
         for outbound in outbounds:
@@ -166,8 +167,10 @@ class StreamSender:
 
     def _connect(self, pair: Pair) -> Outbound:
         """With the lock held. Forgets the connections that have ended."""
-        for old in [one for one, outbound in self._pairs.items() if outbound.is_over]:
-            self._past = total([self._past, self._pairs.pop(old).stats])
+        over = [one for one, outbound in self._pairs.items() if outbound.is_over]
+        self._ending += [self._pairs.pop(one) for one in over]
+        self._past = total([self._past, *(one.stats for one in self._ending if not one.is_alive())])
+        self._ending = [one for one in self._ending if one.is_alive()]
         try:
             outbound = Outbound(
                 self.caller, self._memory, self._stamps, pair[0], pair[2], self._clock, self._on_read, self._lease
@@ -176,6 +179,9 @@ class StreamSender:
             raise Unavailable(f"no KV connection to {pair[0]} can be made: {error}") from error
         self._pairs[pair] = outbound
         return outbound
+
+    def _all(self) -> list[Outbound]:
+        return [*self._pairs.values(), *self._ending]
 
     def _forgetting(self, key: TransferKey, on_end: OnSent) -> OnSent:
         def end(sent: Sent) -> None:

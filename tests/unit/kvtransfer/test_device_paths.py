@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,18 @@ import pytest
 from benchmarks.fake_device import FakeCopying, FakeDevice, Trouble
 from benchmarks.fake_lane import FakeLane, FakeLanes
 from kvtransfer.cuda import why_no_cuda
+from kvtransfer.frames import Frame, Kind
+from kvtransfer.lease import DEFAULT_LEASE
 from kvtransfer.nccl_lane import Issuer, answer_of, on_its_own_thread, signed, status_of
+from kvtransfer.outbound import Outbound
 from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.registry import TRANSPORTS, kinds
+from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import ConfigError, TransferFailed
-from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, Pair, wait_for
+from tests.unit.kvtransfer.raw import RawSender, expected, numbers
 
 MakePair = Callable[..., Pair]
 PATHS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
@@ -119,6 +125,54 @@ def test_an_aborted_sender_gets_its_blocks_back_while_the_device_is_slow(
     assert received.wait().outcome is ReceiveOutcome.FAILED
     again, _ = pair.move(pair.grant((10,)), (3,))
     assert again.outcome is ReceiveOutcome.VERIFIED
+
+
+def test_a_copy_that_ends_while_the_rest_of_a_frame_is_late_frees_its_blocks_at_once(
+    make_pair: MakePair, held: Callable[[Any], HeldDevice]
+) -> None:
+    pair = make_pair("cuda_ipc")
+    device = held(pair.landing)
+    raw = RawSender(pair)
+    try:
+        device.gate.clear()
+        before = device.num_copies
+        grant, tag, received = expected(pair, (10,))
+        raw.announce(tag)
+        chunk = Frame(Kind.CHUNK, tag, 0, 1, 0, 4, bytes(8), True).encode() + pack([0], tag.generation, 1)
+        raw.send(chunk + numbers(range(5, 6)))
+        wait_for(lambda: device.num_copies > before, "the copy into the landing pool")
+        raw.send(chunk[:-1])
+        pair.receiver.abort(grant.key)
+        began_s = time.monotonic()
+        device.gate.set()
+        received.wait()
+        wait_for(lambda: received.outcomes[-1] == "drained", "the end of the write")
+        assert time.monotonic() - began_s < DEFAULT_LEASE.silence_s / 2
+    finally:
+        raw.close()
+
+
+def test_a_closed_sender_has_waited_for_connections_that_were_ending_already(
+    make_pair: MakePair, held: Callable[[Any], HeldDevice]
+) -> None:
+    """A new one had taken the place of such a connection, whose device still read the pool."""
+    pair = make_pair("cuda_ipc")
+    pair.move(pair.grant((1,)), (1,))
+    device = held(pair.source)
+    device.gate.clear()
+    before = device.num_copies
+    grant = pair.grant((10,))
+    _, sent = pair.begin(grant)
+    pair.sender.push(grant.key, [(0, 3)], True)
+    wait_for(lambda: device.num_copies > before, "the source being read")
+    [old] = [thread for thread in threading.enumerate() if isinstance(thread, Outbound)]
+    old.stop()
+    wait_for(lambda: old.is_over, "the connection's end to begin")
+    pair.sender.start(pair.grant((11,)), Heard())
+    threading.Timer(0.1, device.gate.set).start()
+    pair.sender.close()
+    assert sent.outcomes == ["failed"]
+    assert pair.sender.open_keys == []
 
 
 def test_a_sender_that_never_sends_ends_its_own_pair_alone(
