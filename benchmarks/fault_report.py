@@ -29,6 +29,7 @@ _KINDS: Final = (
     ("checksum", "checksum"),
     ("stamp", "stamp|handed out again"),
     ("aborted", "abort"),
+    ("the device or NCCL", "NCCL|device|did not end in time"),
     ("pushed wrongly", "pushed twice|leaves|never came"),
     (
         "connection",

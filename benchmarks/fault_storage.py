@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from benchmarks.fake_device import HiddenPool
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.stamps import chain64
 from pdserve.engine.pool import BlockShape, TorchPool
@@ -32,11 +33,13 @@ OTHER_TEXT: Final = 3 << 40  # and of one that was computed for another prompt
 class Storage:
     """A pool, who holds its blocks, and what each must contain."""
 
-    def __init__(self, shape: BlockShape) -> None:
-        self.pool = TorchPool(num_blocks=NUM_BLOCKS, shape=shape, device=torch.device("cpu"))
+    def __init__(self, shape: BlockShape, *, is_on_device: bool = False) -> None:
+        """`is_on_device`: as if the pool lay on one."""
+        pool = TorchPool(num_blocks=NUM_BLOCKS, shape=shape, device=torch.device("cpu"))
+        self.pool: Any = HiddenPool(pool) if is_on_device else pool
         self.allocator = BlockAllocator(NUM_BLOCKS)
         self.stamps = self.allocator.stamps
-        self._words = np.frombuffer(self.pool.buffer, dtype=np.uint64).reshape(NUM_BLOCKS, -1)
+        self._words = np.frombuffer(pool.buffer, dtype=np.uint64).reshape(NUM_BLOCKS, -1)
         self._base = np.random.default_rng(7).integers(1, 1 << 63, self._words.shape[1], dtype=np.uint64)
         self._holds: list[tuple[int, int] | None] = [None] * NUM_BLOCKS
         self.wrong: list[str] = []

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from benchmarks.fault_cases import Case, case_of
 from benchmarks.fault_report import Result, exit_code, print_result, table
-from benchmarks.fault_worker import Setup
+from benchmarks.fault_worker import DEVICE_KILLS, Setup
 from benchmarks.fault_worker import main as worker_main
 from benchmarks.netns import Cables, Network, why_not
 
@@ -72,6 +72,7 @@ class Storm:
         *,
         shape: str = "small",
         network: Network | None = None,
+        device_kills: float = DEVICE_KILLS,
         on_progress: Callable[[Result], None] = lambda result: None,
     ) -> None:
         """`network` has a namespace for each process, and its cables are pulled now and then."""
@@ -90,6 +91,7 @@ class Storm:
                     shape=shape,
                     netns="" if network is None else network.namespaces[name],
                     host="127.0.0.1" if network is None else network.addresses[name],
+                    device_kills=device_kills,
                 )
             )
             for name, role in ROLES.items()

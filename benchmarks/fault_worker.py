@@ -12,10 +12,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from benchmarks.fake_device import Trouble
+from benchmarks.fake_ends import stand_in
 from benchmarks.fault_cases import Case, OwnerFault, case_of, fault_of
 from benchmarks.fault_report import kind_of
 from benchmarks.fault_storage import OTHER_TEXT, REUSED, SHAPES, Storage, block_hash, chain_of
@@ -38,6 +40,25 @@ class Setup:
     shape: str
     host: str
     netns: str = ""
+    device_kills: float
+
+
+#: Over stand-ins for CUDA and NCCL, whose devices and messages have troubles of their own.
+DEVICE_TRANSPORTS: Final = ("cuda_ipc", "nccl")
+DEVICE_KILLS: Final = 0.0002  # share of the copies on a device in whose middle the process is killed
+
+
+def trouble_of(setup: Setup) -> Trouble:
+    """Of this process; two of a storm's four notice a killed peer by an error, the others not at all."""
+    return Trouble(
+        seed=setup.seed + os.getpid(),  # one that was killed and started again has other luck
+        late=0.002,
+        killed=setup.device_kills,
+        hung=0.0005,
+        failed=0.002,
+        flipped=0.01,
+        loses_the_dead=setup.name.endswith("1"),
+    )
 
 
 class Worker:
@@ -45,7 +66,10 @@ class Worker:
 
     def __init__(self, setup: Setup, driver: Connection) -> None:
         self.setup, self.driver = setup, driver
-        self.storage = Storage(SHAPES[setup.shape])
+        is_on_device = setup.transport in DEVICE_TRANSPORTS
+        self.storage = Storage(SHAPES[setup.shape], is_on_device=is_on_device)
+        if is_on_device:
+            stand_in(self.storage.pool, trouble_of(setup))
         self.fingerprint = fingerprint(self.storage.pool.block_bytes)
         self.disturbance = Disturbance(lambda tag: fault_of(setup.seed, tag), self.storage.pool.block_bytes)
         self.incarnation = secrets.token_hex(4)

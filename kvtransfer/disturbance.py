@@ -25,6 +25,8 @@ from typing import Final
 
 from kvtransfer.faults import Fault, FaultKind, Where, parse
 from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, Tag, decode
+from kvtransfer.paths.cuda_ipc import CudaIpcSend
+from kvtransfer.paths.nccl import NcclSend
 from kvtransfer.paths.path import SendPath
 from kvtransfer.paths.shm import ShmSend
 from kvtransfer.plan import MAX_CHUNK_BYTES
@@ -48,7 +50,7 @@ class Disturbance:
 
     def between(self, sock: socket.socket, path: SendPath) -> socket.socket:
         """What a sender uses in the place of its authenticated socket."""
-        has_slots = isinstance(path, ShmSend)
+        has_slots = isinstance(path, ShmSend | CudaIpcSend | NcclSend)
         near, far = socket.socketpair()
         near.settimeout(sock.gettimeout())
         sock.setblocking(True)

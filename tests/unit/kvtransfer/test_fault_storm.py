@@ -29,6 +29,18 @@ def test_no_byte_is_wrong_and_no_block_is_lost_in_a_storm_of_faults(transport: s
     assert any(line.startswith(f"| {NO_FAULT} |") for line in table([result]))
 
 
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+def test_a_storm_between_devices_that_are_slow_fail_hang_and_lose_their_peers(transport: str) -> None:
+    """Over stand-ins for CUDA and NCCL, across processes, which are killed in the middle of copies too."""
+    result = Storm(transport, seed=281, device_kills=0.003).run(300)
+    assert result.wrong == []
+    assert exit_code([result]) == 0, verdict(result)
+    assert result.transfers == result.ends.total() == 300
+    assert result.rests == 1
+    assert result.kills >= 1
+    assert result.ends[NO_FAULT, "committed"] >= 10
+
+
 def test_a_network_that_is_cut_off_changes_no_byte_and_keeps_no_block() -> None:
     """Processes in network namespaces, whose cables are pulled for up to three seconds: longer than any deadline."""
     if missing := why_not():
