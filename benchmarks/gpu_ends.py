@@ -1,7 +1,7 @@
 """The two ends of a device transfer: the sender in a process of its own, told what to do over a pipe.
 
-In a rehearsal the sender is a thread of this process, and plain memory stands in for devices (fake_device of the
-tests): the same words go over the same pipe.
+In a rehearsal memory files stand in for devices (benchmarks.fake_device), and where nobody is to be killed the sender
+may be a thread of this process: the same words go over the same pipe.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any, Literal, final
 
 import torch
 
+from benchmarks.fake_device import DevicePool, FakeDevice
+from benchmarks.fake_ends import install, stand_in
 from benchmarks.transfer_ends import GrpcHost, HostPool
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.paths.cuda_ipc import CUDA_IPC
@@ -27,9 +29,10 @@ from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.transport import Fingerprint, Grant, Received, Sent, TransferKey
 from pdserve.core.errors import InternalError
 
-#: Where blocks lie; stand-in: plain memory behind the words of a device, for both ends in one process.
+#: Where blocks lie; stand-in: memory files behind the words of a device.
 Memory = Literal["cuda", "stand-in", "host"]
 ANSWER_S = 120.0  # a first communicator and compiled kernels take their time
+PUSH_PAUSE_S = 0.005  # between two blocks of a transfer that is to be met on its way
 RECEIVER_ID, SENDER_ID = "d0", "p0"
 
 
@@ -59,8 +62,6 @@ def make_pool(memory: Memory, num_blocks: int, block_bytes: int, seed: int) -> A
         return CudaPool(num_blocks, block_bytes, seed)
     if memory == "host":
         return HostPool(num_blocks, block_bytes, seed)
-    from benchmarks.fake_device import DevicePool
-
     return DevicePool(num_blocks, block_bytes, seed=seed)
 
 
@@ -74,10 +75,7 @@ def device_of(memory: Memory, pool: Any) -> Any:
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """cuda_ipc and nccl without a GPU, for both ends in one process."""
-    from benchmarks.fake_device import FakeDevice
-    from benchmarks.fake_ends import install
-
+    """cuda_ipc and nccl without a GPU, for the ends in this process."""
     made: dict[int, FakeDevice] = {}
 
     def device(pool: Any) -> FakeDevice:
@@ -110,12 +108,15 @@ class SenderSetup:
     num_blocks: int
     seed: int = 7
     environment: dict[str, str] = field(default_factory=dict)
+    is_thread: bool = False  # of this process, for a rehearsal that kills nobody
 
 
 def run_sender(setup: SenderSetup, orders: Connection) -> None:
     """Obeys until `quit`; every order has one answer, an exception among them."""
     os.environ.update(setup.environment)
     pool = make_pool(setup.memory, setup.num_blocks, setup.fingerprint.block_bytes, setup.seed)
+    if setup.memory == "stand-in" and not setup.is_thread:
+        stand_in(pool)
     sender = make_sender(
         pool,
         setup.fingerprint,
@@ -134,9 +135,15 @@ def run_sender(setup: SenderSetup, orders: Connection) -> None:
         return sent.outcome.value, sent.error, time.perf_counter() - began_s
 
     def begin(grant: Grant) -> None:
-        """All but the last block, so that the transfer stays open."""
+        """Goes on by itself, a block at a time, and leaves the last one out, so that the transfer stays open."""
         sender.start(grant, lambda sent: None)
-        sender.push(grant.key, [(index, index) for index in range(len(grant.blocks) - 1)], False)
+
+        def push() -> None:
+            for index in range(len(grant.blocks) - 1):
+                sender.push(grant.key, [(index, index)], False)
+                time.sleep(PUSH_PAUSE_S)
+
+        threading.Thread(target=push, daemon=True).start()
 
     words: dict[str, Callable[..., Any]] = {
         "send": send,
@@ -160,9 +167,9 @@ def run_sender(setup: SenderSetup, orders: Connection) -> None:
 class RemoteSender:
     def __init__(self, setup: SenderSetup) -> None:
         self._orders, theirs = multiprocessing.Pipe()
-        kind: Any = threading.Thread if setup.memory == "stand-in" else multiprocessing.get_context("spawn").Process
+        kind: Any = threading.Thread if setup.is_thread else multiprocessing.get_context("spawn").Process
         self._runs = kind(target=run_sender, args=(setup, theirs), daemon=True)
-        self._is_process = setup.memory != "stand-in"
+        self._is_process = not setup.is_thread
         self._runs.start()
         if self._is_process:
             theirs.close()  # so that its end shows as the pipe's
@@ -211,6 +218,11 @@ class Landing:
     @property
     def is_healthy(self) -> bool:
         return self._receiver.is_healthy
+
+    @property
+    def num_chunks(self) -> int:
+        """That have come since it was made."""
+        return self._receiver.stats.chunks
 
     def expect(
         self,

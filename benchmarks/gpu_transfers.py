@@ -206,6 +206,7 @@ def sender_setup(setting: Setting, transport: str, facts: Any, num_blocks: int) 
         fingerprint=facts,
         num_blocks=num_blocks,
         environment=environment,
+        is_thread=setting.is_rehearsal,
     )
 
 
