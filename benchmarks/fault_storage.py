@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ SHAPES: Final = {
     "bundled": BlockShape(num_layers=6, block_size=16, num_kv_heads=4, head_dim=32, dtype=torch.float32),
     "int8": BlockShape(num_layers=6, block_size=16, num_kv_heads=4, head_dim=32, dtype=torch.int8),
 }
+Memory = Literal["host", "stand-in", "cuda"]  # stand-in: on the host, as if it lay on a device
 FREED: Final = 1 << 40  # added to a number: the contents of a block that its transfer gave back,
 REUSED: Final = 2 << 40  # of one that was handed out anew while it was sent,
 OTHER_TEXT: Final = 3 << 40  # and of one that was computed for another prompt
@@ -33,14 +34,14 @@ OTHER_TEXT: Final = 3 << 40  # and of one that was computed for another prompt
 class Storage:
     """A pool, who holds its blocks, and what each must contain."""
 
-    def __init__(self, shape: BlockShape, *, is_on_device: bool = False) -> None:
-        """`is_on_device`: as if the pool lay on one."""
-        pool = TorchPool(num_blocks=NUM_BLOCKS, shape=shape, device=torch.device("cpu"))
-        self.pool: Any = HiddenPool(pool) if is_on_device else pool
+    def __init__(self, shape: BlockShape, memory: Memory = "host") -> None:
+        device = torch.device("cuda" if memory == "cuda" else "cpu")
+        self._pool = TorchPool(num_blocks=NUM_BLOCKS, shape=shape, device=device)
+        self.pool: Any = HiddenPool(self._pool) if memory == "stand-in" else self._pool
         self.allocator = BlockAllocator(NUM_BLOCKS)
         self.stamps = self.allocator.stamps
-        self._words = np.frombuffer(pool.buffer, dtype=np.uint64).reshape(NUM_BLOCKS, -1)
-        self._base = np.random.default_rng(7).integers(1, 1 << 63, self._words.shape[1], dtype=np.uint64)
+        num_words = self.pool.block_bytes // 8
+        self._base = np.random.default_rng(7).integers(1, 1 << 63, num_words, dtype=np.uint64)
         self._holds: list[tuple[int, int] | None] = [None] * NUM_BLOCKS
         self.wrong: list[str] = []
 
@@ -58,7 +59,8 @@ class Storage:
         self.allocator.release(blocks)
 
     def write(self, block: int, number: int, place: int) -> None:
-        self._words[block] = self._contents(number, place)
+        contents = torch.from_numpy(self._contents(number, place).view(np.uint8))
+        self._pool.raw[block].copy_(contents)  # on a device in the order of its default stream, as an engine's
         self._holds[block] = (number, place)
 
     def fill(self, blocks: Sequence[int], number: int) -> None:
@@ -74,8 +76,8 @@ class Storage:
 
     def look(self, block: int, complaint: str) -> None:
         held = self._holds[block]
-        expected = 0 if held is None else self._contents(*held)
-        if not np.array_equal(self._words[block], np.broadcast_to(expected, self._words[block].shape)):
+        expected = np.zeros_like(self._base) if held is None else self._contents(*held)
+        if not np.array_equal(self._pool.raw[block].cpu().numpy().view(np.uint64), expected):
             self.wrong.append(f"block {block}, which must hold {held}, {complaint}")
 
     def expects_anything(self, block: int) -> None:

@@ -4,7 +4,8 @@
 
 Several prefill and decode processes with the engine's pools and the workers' allocators move blocks whose every byte
 is known (benchmarks/fault_worker.py); which fault a transfer meets follows from the seed (benchmarks/fault_cases.py);
-this process plays the router, and starts again what was killed. Ends with status 1 if anything was wrong.
+this process plays the router, and starts again what was killed. Ends with status 1 if anything was wrong. cuda_ipc and
+nccl run over stand-ins for CUDA and NCCL (benchmarks/fake_device.py, fake_lane.py) or, with --gpu, over the real ones.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from benchmarks.fault_cases import Case, case_of
 from benchmarks.fault_report import Result, exit_code, print_result, table
-from benchmarks.fault_worker import DEVICE_KILLS, Setup
+from benchmarks.fault_storage import Memory
+from benchmarks.fault_worker import DEVICE_KILLS, DEVICE_TRANSPORTS, Setup
 from benchmarks.fault_worker import main as worker_main
 from benchmarks.netns import Cables, Network, why_not
 
@@ -73,9 +77,14 @@ class Storm:
         shape: str = "small",
         network: Network | None = None,
         device_kills: float = DEVICE_KILLS,
+        is_on_gpu: bool = False,
         on_progress: Callable[[Result], None] = lambda result: None,
     ) -> None:
-        """`network` has a namespace for each process, and its cables are pulled now and then."""
+        """`network` has a namespace for each process, and its cables are pulled now and then.
+
+        Transports between devices run over stand-ins unless `is_on_gpu`.
+        """
+        device: Memory = "cuda" if is_on_gpu else "stand-in"
         self._seed, self._on_progress = seed, on_progress
         self.result = Result(transport=transport, seed=seed)
         self._context = multiprocessing.get_context("forkserver")
@@ -92,6 +101,7 @@ class Storm:
                     netns="" if network is None else network.namespaces[name],
                     host="127.0.0.1" if network is None else network.addresses[name],
                     device_kills=device_kills,
+                    memory=device if transport in DEVICE_TRANSPORTS else "host",
                 )
             )
             for name, role in ROLES.items()
@@ -307,23 +317,31 @@ def progress(result: Result) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.fault_storm", description=__doc__.splitlines()[0])
     parser.add_argument("--transfers", type=int, default=5000, help="on each transport")
-    parser.add_argument("--transport", nargs="+", default=["shm", "tcp"])
+    parser.add_argument("--transport", nargs="+", help="shm and tcp, or with --gpu cuda_ipc and nccl")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shape", default="small", help="of the blocks: small, bundled (the bundled model's), int8")
+    parser.add_argument("--gpu", action="store_true", help="cuda_ipc and nccl on a GPU; else over stand-ins")
     parser.add_argument("--cut-network", action="store_true", help="tcp between network namespaces that are cut off")
     parser.add_argument("--json", type=Path, help="write the results there as well")
     args = parser.parse_args()
+    if args.gpu and not torch.cuda.is_available():
+        parser.error("no CUDA device")
     results = []
-    for transport in ["tcp"] if args.cut_network else args.transport:
+    plain = list(DEVICE_TRANSPORTS) if args.gpu else ["shm", "tcp"]
+    for transport in ["tcp"] if args.cut_network else args.transport or plain:
         with contextlib.ExitStack() as stack:
             network = None
             if args.cut_network:
                 if missing := why_not():
                     parser.error(missing)
                 network = stack.enter_context(Network(tuple(ROLES)))
-            storm = Storm(transport, args.seed, shape=args.shape, network=network, on_progress=progress)
+            storm = Storm(
+                transport, args.seed, shape=args.shape, network=network, is_on_gpu=args.gpu, on_progress=progress
+            )
             results.append(storm.run(args.transfers))
         print(file=sys.stderr)
+        if transport in DEVICE_TRANSPORTS and not args.gpu:
+            print("Over stand-ins for CUDA and NCCL:")
         print_result(results[-1])
     if len(results) > 1:
         print("All transports:\n", *table(results), sep="\n")

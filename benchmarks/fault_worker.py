@@ -20,7 +20,8 @@ from benchmarks.fake_device import Trouble
 from benchmarks.fake_ends import stand_in
 from benchmarks.fault_cases import Case, OwnerFault, case_of, fault_of
 from benchmarks.fault_report import kind_of
-from benchmarks.fault_storage import OTHER_TEXT, REUSED, SHAPES, Storage, block_hash, chain_of
+from benchmarks.fault_storage import OTHER_TEXT, REUSED, SHAPES, Memory, Storage, block_hash, chain_of
+from benchmarks.gpu_ends import nccl_environment
 from benchmarks.netns import enter
 from benchmarks.transfer_ends import GrpcHost, fingerprint
 from kvtransfer.channel import Waker
@@ -40,16 +41,16 @@ class Setup:
     shape: str
     host: str
     netns: str = ""
-    device_kills: float
+    device_kills: float = 0.0  # of stand-ins
+    memory: Memory = "host"
 
 
-#: Over stand-ins for CUDA and NCCL, whose devices and messages have troubles of their own.
 DEVICE_TRANSPORTS: Final = ("cuda_ipc", "nccl")
 DEVICE_KILLS: Final = 0.0002  # share of the copies on a device in whose middle the process is killed
 
 
 def trouble_of(setup: Setup) -> Trouble:
-    """Of this process; two of a storm's four notice a killed peer by an error, the others not at all."""
+    """Of the stand-ins in this process; two of a storm's four notice a killed peer by an error, the others never."""
     return Trouble(
         seed=setup.seed + os.getpid(),  # one that was killed and started again has other luck
         late=0.002,
@@ -66,9 +67,8 @@ class Worker:
 
     def __init__(self, setup: Setup, driver: Connection) -> None:
         self.setup, self.driver = setup, driver
-        is_on_device = setup.transport in DEVICE_TRANSPORTS
-        self.storage = Storage(SHAPES[setup.shape], is_on_device=is_on_device)
-        if is_on_device:
+        self.storage = Storage(SHAPES[setup.shape], setup.memory)
+        if setup.memory == "stand-in":
             stand_in(self.storage.pool, trouble_of(setup))
         self.fingerprint = fingerprint(self.storage.pool.block_bytes)
         self.disturbance = Disturbance(lambda tag: fault_of(setup.seed, tag), self.storage.pool.block_bytes)
@@ -312,6 +312,8 @@ def main(setup: Setup, driver: Connection) -> None:
     """The process's whole life; it ends with its driver."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # each fault is logged
+    if setup.memory == "cuda" and setup.transport == "nccl":
+        os.environ.update(nccl_environment(setup.name))
     if setup.netns:
         enter(setup.netns)
     worker = Decode(setup, driver) if setup.role == "decode" else Prefill(setup, driver)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.fake_device import FakeCopying, FakeDevice, Trouble
+from benchmarks.fake_device import DevicePool, FakeCopying, FakeDevice, Trouble
 from benchmarks.fake_lane import FakeLane, FakeLanes
 from kvtransfer.cuda import why_no_cuda
+from kvtransfer.endpoint import make_sender
 from kvtransfer.frames import Frame, Kind
 from kvtransfer.lease import DEFAULT_LEASE
 from kvtransfer.nccl_lane import Issuer, answer_of, on_its_own_thread, signed, status_of
@@ -21,9 +23,9 @@ from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.registry import TRANSPORTS, kinds
 from kvtransfer.stamping import pack
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.transport import ReceiveOutcome, SendOutcome, Text
 from pdserve.core.errors import ConfigError, TransferFailed
-from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, Pair, wait_for
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import RawSender, expected, numbers
 
 MakePair = Callable[..., Pair]
@@ -227,6 +229,36 @@ def test_blocks_of_another_size_are_refused_in_the_handshake(
     wait_for(lambda: pair.receiver.stats.protocol_errors == 1, "the refused handshake")
     pair.receiver.abort(pair.receiver.open_keys[0])
     assert received.wait().outcome is ReceiveOutcome.DRAINED
+
+
+@PATHS
+@pytest.mark.parametrize("change", [{"block_size": 4}, {"dtype": "int8", "layout": "block-major-int8.v1"}])
+def test_a_pool_of_another_shape_is_refused_at_once_naming_both_and_harms_nothing(
+    make_pair: MakePair, transport: str, change: dict[str, Any]
+) -> None:
+    """Between devices nothing is converted: the decode worker computes the prompt itself, as after any failure."""
+    pair = make_pair(transport)
+    facts = fingerprint(BLOCK_BYTES)
+    floats = replace(facts.shape, dtype="float32", layout="block-major.v1", head_dim=4)
+    mine, theirs = floats, replace(floats, **change)
+    sender = make_sender(
+        DevicePool(4, mine.block_bytes),
+        replace(facts, shape=mine),
+        worker_id="p1",
+        incarnation="p1-1",
+        transport=transport,
+    )
+    sent = Heard()
+    text = Text(num_tokens=4, own=(1,), theirs=(2,))
+    sender.start(pair.grant((1,), fingerprint=replace(facts, shape=theirs)), sent, 5.0, text)
+    end = sent.wait()
+    sender.close()
+    assert end.outcome is SendOutcome.FAILED
+    assert end.error.startswith("kv_shape: got ")
+    assert str(mine) in end.error
+    assert str(theirs) in end.error
+    assert "a pool on a GPU is not converted" in end.error
+    assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
 
 
 def test_this_system_says_what_it_lacks() -> None:
