@@ -271,7 +271,6 @@ def _prefilled(request: Request, worker_id: str, block_size: int, durations: Fir
 
 
 def _emit(ledger: Ledger, request: Request, tokens: Sequence[TokenOut]) -> None:
-    ledger.note_first_token(request)
     if request.first_token_s is None:
         request.first_token_s = ledger.now_s
     request.last_token_s = ledger.now_s

@@ -19,7 +19,6 @@ PRIOR_REQUESTS: Final = 8.0  # mean requests' worth of full pace that a fresh me
 MEMORY: Final = 0.98  # of what was measured, per request
 REMEMBERED: Final = 256  # requests whose work tells what is asked for
 SLOWEST: Final = 0.05  # pace below this is no pace
-LONGEST: Final = 4.0  # a stretch beyond this is an accident
 
 
 @final
@@ -112,30 +111,6 @@ class Pace:
 
 
 @final
-class Stretch:
-    """How many times longer than at best prompts have come to take of late, from placement to first token; at least 1:
-    the fastest worker is not always the one, a decode worker reads beside its residents, and what is before a prompt
-    on its worker counts here as well as in the fluid. Counting it once is worth 0.3 points of attainment on Azure at a
-    tight promise and costs 2.5 on Mooncake at a loose one: it is a margin against long prompts (docs/benchmarks.md)."""
-
-    __slots__ = ("_best_s", "_mean_s", "_took_s")
-
-    def __init__(self) -> None:
-        self._best_s = self._took_s = self._mean_s = 0.0
-
-    @property
-    def factor(self) -> float:
-        prior_s = PRIOR_REQUESTS * self._mean_s
-        best_s = self._best_s + prior_s
-        return min(max((self._took_s + prior_s) / best_s, 1.0), LONGEST) if best_s > 0.0 else 1.0
-
-    def took(self, best_s: float, took_s: float) -> None:
-        self._mean_s += 0.05 * (best_s - self._mean_s) if self._mean_s else best_s
-        self._best_s = MEMORY * self._best_s + best_s
-        self._took_s = MEMORY * self._took_s + took_s
-
-
-@final
 class Demand:
     """Work that comes and could be on time, of the last REMEMBERED requests."""
 
@@ -162,22 +137,3 @@ class Demand:
         """Prefill seconds per second."""
         span_s = self.span_s(now_s)
         return self._work_s / span_s if span_s > 0.0 else 0.0
-
-    def fitting_s(self, rate: float, until_s: float) -> float:
-        """The longest prompt that has a place if the shortest go first and `rate` prefill seconds are done in a second.
-
-        Infinite where all that came can be done by `until_s`. To keep the most promises with a given capacity is to
-        refuse the longest first: the fractional knapsack in which every request is worth one.
-        """
-        room_s = rate * self.span_s(until_s)
-        if self._work_s <= room_s:
-            return math.inf
-        for _, prefill_s in sorted(self._came, key=_work):
-            room_s -= prefill_s
-            if room_s < 0.0:
-                return prefill_s
-        return math.inf
-
-
-def _work(came: tuple[float, float]) -> float:
-    return came[1]

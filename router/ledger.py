@@ -15,7 +15,7 @@ from router.asking import entry_of
 from router.commands import Cancel, Command
 from router.explaining import Explanations
 from router.fleet import Fleet
-from router.forecast import Demand, Pace, Stretch
+from router.forecast import Demand, Pace
 from router.lengths import OutputLengths
 from router.lifecycle import MOVES, IllegalMove, Move
 from router.policy import make_policy
@@ -56,7 +56,6 @@ class Ledger:
         self.counters: Counter[str] = Counter()
         self.pace = Pace()
         self.demand = Demand()
-        self.stretch = Stretch()
         self.explanations = Explanations(settings.explain_capacity)
         self.timers = Timers()
         self.out: list[Command] = []
@@ -148,10 +147,6 @@ class Ledger:
         outlook, slo = request.outlook, request.facts.slo
         if outlook is not None and outlook.ttft_s <= slo.ttft_s and outlook.tpot_s <= slo.tpot_s:
             self.demand.arrived(outlook.ttft_s, self.now_s)
-
-    def note_first_token(self, request: Request) -> None:
-        if request.outlook is not None and not request.output:
-            self.stretch.took(request.outlook.ttft_s, self.now_s - request.placed_s)
 
     # -- what tenants are charged --------------------------------------------------------------------------------
 

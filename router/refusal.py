@@ -1,16 +1,21 @@
 """Admission: whether a request that waits may go on waiting. Pure.
 
-Refused is only who surely misses its promise, or surely makes somebody miss his who was there before, or is one of
-the longest of more than can be done (Demand.fitting_s: a promise kept counts the same, so the long ones cost most),
-and only where
-serving it would cost others: where someone waits who can keep his promise, or so many come who can that it would
-stand in their way. On an idle cluster a hopeless request is served late.
+Refused is only who surely misses its promise, or surely makes somebody miss his who was there before, or is too long
+where more is asked for than can be done; and only where serving it would cost others: where someone waits who can keep
+his promise, or so many come who can that it would stand in their way. On an idle cluster a hopeless request is served
+late.
 
 Predicted with the fluid of forecast.py, in the order of queue.py:
 
     start(r)  = when the fluid has done what goes before r
-    ttft(r)   = waited + start(r) + its prefill where that is fastest, times what prompts take longer of late
+    ttft(r)   = waited + start(r) + its prefill where that is fastest
+    r is too long if waited + start(r) + ROOM times its prefill is more than its promise
     r harms q, which is behind it in its level, if q starts in time without r and not with it
+
+A kept promise counts the same whatever its prompt, so of more than can be done the longest are given up: who takes p
+seconds takes the place of several who take less. The longest that is admitted shrinks as more waits, so the queue comes
+to rest short of the promise, where an error of prediction makes nobody late, and who is refused hears it at once. Only
+those of its own level are a reason: a higher class is not turned away for what a lower one asks.
 
 That is one pass over those who wait. What goes before a newcomer of a tenant that was served less is only as much as
 others may have before they yield to it (shares.py); who must yield to it is not harmed by it.
@@ -30,6 +35,7 @@ from router.queue import Entry, Queue
 from router.request import Request
 
 BUSY_SHARE: Final = 0.5  # of the capacity: with less demand, a late request stands in nobody's way for long
+ROOM: Final = 2.5  # prefills of its own that must fit; between 2.5 and 3 all traffic of docs/benchmarks.md is alike
 WIDEST_BAND: Final = 0.5  # relative; with a model that errs more, requests are served and may turn out late
 SHORTEST_RETRY_S: Final = 0.05
 LONGEST_RETRY_S: Final = 30.0
@@ -43,18 +49,17 @@ def admit(ledger: Ledger, request: Request) -> None:
     queue, slo, waited_s = ledger.queue, request.facts.slo, ledger.now_s - request.arrived_s
     entry, fluid = queue.entry(request.request_id), _capacity(ledger)
     before_s, harmed = around(entry, queue, fluid, ledger.now_s)
-    rest_s = fluid.start_in_s(before_s) + outlook.ttft_s * ledger.stretch.factor
-    retry_s = _clipped(waited_s + rest_s - slo.ttft_s)
-    if waited_s + surely_s(rest_s, outlook) > slo.ttft_s or surely_s(outlook.tpot_s, outlook) > slo.tpot_s:
-        if not _refuse_late(ledger, request, f"first token predicted after {waited_s + rest_s:.3f} s", retry_s):
+    start_s, own_s = fluid.start_in_s(before_s), surely_s(outlook.ttft_s, outlook)
+    room = ROOM if _is_too_much(ledger, entry, fluid) else 1.0
+    retry_s = _clipped(waited_s + start_s + room * outlook.ttft_s - slo.ttft_s)
+    if waited_s + start_s + own_s > slo.ttft_s or surely_s(outlook.tpot_s, outlook) > slo.tpot_s:
+        message = f"first token predicted after {waited_s + start_s + outlook.ttft_s:.3f} s"
+        if not _refuse_late(ledger, request, message, retry_s):
             queue.turn_late(request.request_id)
-    elif (
-        "shortest" in ledger.rules
-        and is_trusted(outlook)
-        and outlook.ttft_s > (longest_s := ledger.demand.fitting_s(fluid.rate, request.arrived_s + slo.ttft_s))
-    ):
-        message = f"more is asked for than can be done; prompts of up to {longest_s:.3f} s have a place"
-        turn_away(ledger, request, FailKind.OVERLOADED, message, retry_s)
+    elif waited_s + start_s + room * own_s > slo.ttft_s:
+        longest_s = max(slo.ttft_s - waited_s - start_s, 0.0) / room
+        message = f"more is asked for than can be done: prompts of up to {longest_s:.3f} s have a place"
+        _refuse_late(ledger, request, message, retry_s)
     elif harmed and is_trusted(outlook):
         message = f"{harmed} was admitted before and would miss its promised first token"
         turn_away(ledger, request, FailKind.OVERLOADED, message, _clipped(outlook.ttft_s))
@@ -127,6 +132,13 @@ def around(entry: Entry, queue: Queue, fluid: Capacity, now_s: float) -> tuple[f
             return before_s, one.request_id
         work_s += one.prefill_s
     return before_s, ""
+
+
+def _is_too_much(ledger: Ledger, entry: Entry, fluid: Capacity) -> bool:
+    """More comes than the fluid does, and others of the entry's level wait as well."""
+    if "shortest" not in ledger.rules or ledger.demand.rate(ledger.now_s) <= fluid.rate:
+        return False
+    return any(one is not entry for one in ledger.queue.on_time(entry.level))
 
 
 def _refuse_late(ledger: Ledger, request: Request, message: str, retry_after_s: float) -> bool:

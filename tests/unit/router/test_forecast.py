@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.forecast import Capacity, Demand, Pace, Stretch
+from router.forecast import Capacity, Demand, Pace
 
 
 def test_work_starts_when_the_fluid_has_done_what_is_before_it() -> None:
@@ -55,19 +55,6 @@ def test_idle_time_says_nothing_about_the_pace() -> None:
     assert pace.share == 1.0
 
 
-def test_stretch_follows_what_prompts_take_and_one_accident_moves_it_little() -> None:
-    stretch = Stretch()
-    assert stretch.factor == 1.0
-    for _ in range(200):
-        stretch.took(1.0, 1.5)
-    assert stretch.factor == pytest.approx(1.5, abs=0.1)
-    stretch.took(1.0, 9.0)
-    assert stretch.factor < 1.8
-    for _ in range(200):
-        stretch.took(1.0, 0.5)
-    assert stretch.factor == 1.0
-
-
 def test_demand_is_work_per_second_and_fades_when_nobody_comes() -> None:
     demand = Demand()
     for tenth in range(500):
@@ -80,20 +67,3 @@ def test_a_single_request_is_no_demand() -> None:
     demand = Demand()
     demand.arrived(5.0, 0.0)
     assert demand.rate(0.0) == demand.rate(1.0) == 0.0
-
-
-def test_of_more_than_can_be_done_the_shortest_have_a_place() -> None:
-    demand = Demand()
-    for index in range(100):  # by turns 0.1 s and 0.9 s of work, ten a second: five seconds' worth in one
-        demand.arrived(0.1 if index % 2 else 0.9, index / 10)
-    assert demand.fitting_s(6.0, 9.9) == math.inf
-    assert demand.fitting_s(2.0, 9.9) == 0.9  # some of the long ones
-    assert demand.fitting_s(0.3, 9.9) == 0.1
-    assert demand.fitting_s(2.0, 60.0) == math.inf  # with so much time ahead all can be done
-
-
-def test_a_lone_request_has_a_place_whatever_its_length() -> None:
-    demand = Demand()
-    assert demand.fitting_s(1.0, 0.0) == math.inf
-    demand.arrived(50.0, 0.0)
-    assert demand.fitting_s(1.0, 0.5) == math.inf

@@ -16,6 +16,7 @@ from tests.unit.router.world import arrival
 #: Everything remote: the clocked cluster's decode workers are free of charge.
 REMOTE = ("path-choice",)
 SECOND = Slo(ttft_s=1.0, tpot_s=0.1)
+TWO_SECONDS = Slo(ttft_s=2.0, tpot_s=0.1)
 
 
 def cluster(*off: str, **facts: int | bool) -> Clocked:
@@ -104,6 +105,42 @@ def test_of_far_too_much_the_longest_are_refused_and_more_promises_are_kept(seed
         world.run(arrivals, 120.0)
     kept, kept_without = (list(outcomes(world).values()).count("served") for world in worlds)
     assert kept > kept_without
+
+
+def behind_a_long_step(begin_s: float = 0.0) -> list[tuple[float, RequestArrived]]:
+    """1.2 s of work that runs, and one who waits for it."""
+    prompts = {"first": 50, "runs": 1200, "waits": 50}
+    return [
+        (begin_s + 0.001 * index, short(name, prompt, TWO_SECONDS))
+        for index, (name, prompt) in enumerate(prompts.items())
+    ]
+
+
+def test_of_more_than_can_be_done_a_long_prompt_is_refused_at_once_and_a_short_one_served() -> None:
+    """After 1.2 s another 0.5 s would be in time, but not 2.5 times as much."""
+    told = {}
+    for rule_off in ((), ("shortest",)):
+        for name, prompt in {"long": 500, "brief": 50}.items():
+            world = cluster(*rule_off)
+            world.run([*behind_a_long_step(), (0.02, short(name, prompt, TWO_SECONDS))], 60.0)
+            told[rule_off, name] = outcomes(world)[name]
+            if told[rule_off, name] == "refused":
+                assert world.told[name].ended_s == world.told[name].arrived_s
+    assert told.pop(((), "long")) == "refused"
+    assert set(told.values()) == {"served"}
+
+
+def test_where_less_is_asked_than_can_be_done_a_long_prompt_waits_its_turn() -> None:
+    quiet = [(0.5 * index, short(f"a{index}", 100, TWO_SECONDS)) for index in range(100)]
+    world = cluster()
+    world.run([*quiet, *behind_a_long_step(50.0), (50.02, short("long", 500, TWO_SECONDS))], 90.0)
+    assert outcomes(world)["long"] == "served"
+
+
+def test_what_a_lower_class_asks_for_is_no_reason_to_refuse_a_higher_one() -> None:
+    world = cluster()
+    world.run([*behind_a_long_step(), (0.02, short("long", 500, TWO_SECONDS, priority=1))], 60.0)
+    assert outcomes(world)["long"] == "served"
 
 
 def test_nobody_is_refused_when_the_rule_is_off() -> None:
