@@ -6,7 +6,8 @@ from kvtransfer import fused
 from kvtransfer.commands import OnRead
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.lease import DEFAULT_LEASE, Lease
-from kvtransfer.paths.registry import kinds
+from kvtransfer.paths.registry import kinds, prepare
+from kvtransfer.plan import DEFAULT_CHUNK_BYTES, DEVICE_CHUNK_BYTES
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
 from kvtransfer.shaped import ShapedSender
@@ -30,13 +31,16 @@ def make_receiver(
     """Listens at once, on `host` and free ports. Add `.servicer` to the worker's gRPC server. Raises ConfigError."""
     if pool.is_on_host:
         fused.prepare(pool.block_bytes)
+    numbers = kinds(transport, is_on_host=pool.is_on_host)
+    prepare(pool, numbers)
     return StreamReceiver(
         pool,
         fingerprint,
         worker_id=worker_id,
         incarnation=incarnation,
         host=host,
-        transports=kinds(transport, is_on_host=pool.is_on_host),
+        transports=numbers,
+        chunk_bytes=DEFAULT_CHUNK_BYTES if pool.is_on_host else DEVICE_CHUNK_BYTES,
         disturbance=disturbance,
         stamps=stamps,
         lease=lease,
@@ -60,6 +64,7 @@ def make_sender(
     `kv_wire`: exact, int8 (between floats too) or auto (int8 where the link is slow).
     """
     numbers = kinds(transport, is_on_host=pool.is_on_host)
+    prepare(pool, numbers)
 
     def make_stream(pool: KvPool, stamps: BlockStamps, on_read: OnRead | None, wire_dtype: str) -> StreamSender:
         return StreamSender(

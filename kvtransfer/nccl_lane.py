@@ -85,6 +85,8 @@ class NcclLanes:
     def __init__(self) -> None:
         from cupy.cuda import nccl
 
+        if not nccl.available:  # the module is there all the same, without its functions
+            raise TransferFailed("CuPy finds no NCCL library")
         self._nccl = nccl
         self.version = str(nccl.get_version())
 

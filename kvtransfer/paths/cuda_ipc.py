@@ -7,6 +7,7 @@ before it announces them, the receiver while it copies. Both ends are on one hos
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
 from kvtransfer.departure import Job
@@ -18,6 +19,7 @@ from kvtransfer.paths.local import TAKEN, UnixDoor, await_taken, receive_patient
 from kvtransfer.paths.on_device import OnDevice
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.paths.slots import Slots, check_numbers, give_back, read_numbers
+from kvtransfer.plan import DEVICE_CHUNK_BYTES
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     import socket
 
 CUDA_IPC: Final = transfer_pb2.TRANSPORT_KIND_CUDA_IPC
-CHUNK_BYTES: Final = 16 * 2**20  # enough that launching and waking cost little beside the copy
 WINDOW: Final = 4
 HANDSHAKE_S: Final = 10.0
 MAX_EXPORT_BYTES: Final = 4096
@@ -46,7 +47,7 @@ class CudaIpcSend:
 
     @property
     def chunk_bytes(self) -> int:
-        return CHUNK_BYTES
+        return DEVICE_CHUNK_BYTES
 
     @property
     def is_free(self) -> bool:
@@ -126,6 +127,11 @@ class CudaIpc(OnDevice, UnixDoor):
     kind: int = CUDA_IPC
     name = "cuda_ipc"
     proves_quiescence = True  # the receiver's own copies are the only writes, and are waited for
+
+    def prepare(self, pool: KvPool) -> None:
+        super().prepare(pool)
+        with suppress(TransferFailed):  # said again when somebody connects
+            self._device(pool).export()
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
         try:

@@ -42,7 +42,7 @@ from pdserve.v1 import transfer_pb2
 log = logging.getLogger(__name__)
 
 NCCL: Final = transfer_pb2.TRANSPORT_KIND_NCCL
-SLOT_BYTES: Final = 8 * 2**20  # a send costs some ten microseconds whatever its size
+SLOT_BYTES: Final = 16 * 2**20  # of staging, six times a pair; a message costs launches and words whatever its size
 SLOTS: Final = 3  # one is packed, one is sent, one is unpacked
 LEAVE: Final = SLOTS  # a credit for it: the receiver has no room left for this pair
 MOST_PAIRS: Final = 32  # of a process; each takes some 50 to 100 MB of device memory

@@ -10,6 +10,10 @@ from pdserve.engine.interface import KvPool
 DeviceOf = Callable[[KvPool], Device]
 
 
+def _nobody() -> None:
+    """Waits: the copies are drained."""
+
+
 class OnDevice:
     is_for_devices = True
 
@@ -23,6 +27,16 @@ class OnDevice:
         from kvtransfer.cuda import why_no_cuda
 
         return why_no_cuda("cupy")
+
+    def prepare(self, pool: KvPool) -> None:
+        """The first copies of a process import, compile and load for seconds, in which its connections would be silent
+        and taken for dead. Called before there are any."""
+        device = self._device(pool)
+        source, scratch = device.pool(), device.staging(1)
+        device.copy(source, [0], None, (), _nobody, None)
+        device.copy(source, [0], scratch, [0], _nobody, None)
+        device.drain()
+        scratch.close()
 
     def fence(self, pool: KvPool) -> Fence:
         """What the pool's engine has queued until now."""

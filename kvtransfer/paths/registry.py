@@ -44,6 +44,13 @@ def kinds(name: str, *, is_on_host: bool = True) -> tuple[int, ...]:
     return (chosen.kind,)
 
 
+def prepare(pool: KvPool, numbers: Sequence[int]) -> None:
+    """What would take seconds in the first transfer of a pool on a GPU. May raise TransferFailed."""
+    for transport in (TRANSPORTS[kind] for kind in numbers):
+        if isinstance(transport, OnDevice):
+            transport.prepare(pool)
+
+
 def fence_of(pool: KvPool, numbers: Sequence[int]) -> Fence | None:
     """What the pool's device has queued until now and nobody has waited for; None of a pool in host memory."""
     for transport in (TRANSPORTS[kind] for kind in numbers):

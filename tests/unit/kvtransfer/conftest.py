@@ -20,6 +20,7 @@ from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.nixl import NIXL, Nixl
 from kvtransfer.paths.registry import TRANSPORTS
+from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.fake_nixl import World
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, HostPool, Pair, fingerprint, wait_for
@@ -54,11 +55,13 @@ def nixl_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 @pytest.fixture
-def make_pair(devices: dict[int, FakeDevice]) -> Iterator[Callable[..., Pair]]:
+def make_pair(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
     """make_pair(transport, num_blocks=64, block_bytes=4096, hook=None, fault_of=None).
 
     A hook puts a Proxy in between; `fault_of` makes both ends meet faults.
     """
+    # So that small pools make several chunks between devices too.
+    monkeypatch.setattr("kvtransfer.endpoint.DEVICE_CHUNK_BYTES", DEFAULT_CHUNK_BYTES)
     pairs: list[Pair] = []
     proxies: list[Proxy] = []
 

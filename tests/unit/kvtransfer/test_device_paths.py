@@ -298,3 +298,22 @@ def test_statuses_without_a_name_are_told_by_their_number() -> None:
 
     with pytest.raises(TransferFailed, match="status 7"):
         Issuer().call(fails)
+
+
+@PATHS
+def test_both_ends_make_their_first_copies_before_anybody_can_wait_for_them(
+    monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice], make_pair: MakePair, transport: str
+) -> None:
+    """On a GPU they import, compile and load for longer than a connection may be silent."""
+    seen: list[tuple[FakeDevice, bool]] = []
+    copy = FakeDevice.copy
+
+    def noted(device: FakeDevice, source: Any, sources: Any, target: Any, *rest: Any) -> FakeCopying:
+        seen.append((device, target is not None))
+        return copy(device, source, sources, target, *rest)
+
+    monkeypatch.setattr(FakeDevice, "copy", noted)
+    pair = make_pair(transport)
+    made = [devices[id(pool)] for pool in (pair.landing, pair.source)]
+    assert seen == [(device, is_stored) for device in made for is_stored in (False, True)]
+    assert not any(bytes(devices[id(pair.landing)].pool().view(0)))  # nothing is stored in a pool
