@@ -3,9 +3,11 @@
     python -m tests.gpu.check_graphs [--rehearse]
 
 For each model and dtype every bucket is filled and filled but for one row, with greedy and with seeded rows; both
-engines decode the same prompts, and tokens and logprobs must be equal, bit for bit. Each launch runs under
-torch.cuda.set_sync_debug_mode("error"): what waits for the device raises. Rows that ask for more than a plain draw
-(grammars, bans, bias, penalties, likeliest tokens) and rows with drafts are compared with the eager engine (asking.py).
+engines decode the same prompts, and tokens and logprobs must be equal, bit for bit. Contexts are short, but for one
+model whose rows are long and few, so that a row's positions are dealt to many programs and merged. Each launch runs
+under torch.cuda.set_sync_debug_mode("error"): what waits for the device raises. Rows that ask for more than a plain
+draw (grammars, bans, bias, penalties, likeliest tokens) and rows with drafts are compared with the eager engine
+(asking.py).
 Exit code 1 where a text differs or a launch waits; 2 without a CUDA device. --rehearse: a CPU, where the captured steps
 run kernel by kernel in Triton's interpreter and the others are the CPU engine's, whose logprobs may differ in their
 last bits.
@@ -19,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -30,13 +33,30 @@ from pdserve.engine.interface import PENDING, AheadEngine, Flight, Row
 
 BUNDLED: Final = Path(__file__).parent.parent.parent / "pdserve/models/stdlib-5m"
 FAMILIES: Final = ("llama", "qwen3", "gemma2", "mistral-window")
-NUM_BLOCKS_EACH: Final = 4
 SAMPLINGS: Final = (
     Sampling(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=0),
     Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=7, max_tokens=64, ignore_eos=True, logprobs=0),
     Sampling(temperature=1.0, min_p=0.02, seed=11, max_tokens=64, ignore_eos=True, logprobs=0),
 )
 Drawn = list[list[tuple[int, float]]]  # of each row
+
+
+@dataclass(frozen=True)
+class Rows:
+    most: int
+    num_blocks_each: int = 4
+    shortest: int = 2  # prompt
+    spread: int = 9  # of lengths
+
+    def prompt_of(self, vocab_size: int, row: int) -> list[int]:
+        length = self.shortest + 211 * row % self.spread
+        return [3 + (31 * row + 7 * at) % (vocab_size - 4) for at in range(length)]
+
+    def table_of(self, row: int) -> list[int]:
+        return list(range(row * self.num_blocks_each, (row + 1) * self.num_blocks_each))
+
+
+LONG: Final = Rows(most=8, num_blocks_each=128, shortest=300, spread=1500)
 
 
 def main() -> int:
@@ -61,14 +81,17 @@ def main() -> int:
         if not args.rehearse:
             folders["stdlib-5m"] = BUNDLED
         for name, folder in folders.items():
-            most_rows = 2 if args.rehearse else 256 if folder == BUNDLED else 64
-            for dtype in ("float32",) if args.rehearse else ("float32", "bfloat16"):
+            rows = Rows(most=2 if args.rehearse else 256 if folder == BUNDLED else 64)
+            cases = [(name, dtype, rows) for dtype in (("float32",) if args.rehearse else ("float32", "bfloat16"))]
+            if folder == BUNDLED:
+                cases += [(f"{name}, long rows", dtype, LONG) for dtype in ("bfloat16", "fp8")]
+            for label, dtype, rows in cases:
                 try:
-                    line, wrong = compare(folder, dtype, most_rows, num_steps, is_rehearsal=args.rehearse)
+                    line, wrong = compare(folder, dtype, rows, num_steps, is_rehearsal=args.rehearse)
                 except Exception as error:
                     line, wrong = "| | ", f"raised {type(error).__name__}: {str(error)[:300]}"
                 is_broken |= bool(wrong)
-                print(f"| {name} | {dtype} | {line} | {f'**{wrong}**' if wrong else 'equal'} |", flush=True)
+                print(f"| {label} | {dtype} | {line} | {f'**{wrong}**' if wrong else 'equal'} |", flush=True)
             try:
                 line, wrong = asking.compare(
                     folder, num_steps, is_rehearsal=args.rehearse, quiet=lambda: no_waiting(is_cuda=not args.rehearse)
@@ -80,7 +103,7 @@ def main() -> int:
     return int(is_broken)
 
 
-def compare(folder: Path, dtype: str, most_rows: int, num_steps: int, *, is_rehearsal: bool) -> tuple[str, str]:
+def compare(folder: Path, dtype: str, rows: Rows, num_steps: int, *, is_rehearsal: bool) -> tuple[str, str]:
     """Facts of it, and why not."""
     from pdserve.engine.ahead import LazyAhead
     from pdserve.engine.gpu.buckets import buckets_for
@@ -96,12 +119,12 @@ def compare(folder: Path, dtype: str, most_rows: int, num_steps: int, *, is_rehe
         device=device,
         dtype=dtype,
         block_size=16,
-        kv_blocks=NUM_BLOCKS_EACH * most_rows,
-        max_context_tokens=16 * NUM_BLOCKS_EACH,
+        kv_blocks=rows.num_blocks_each * rows.most,
+        max_context_tokens=16 * rows.num_blocks_each,
         threads=1,
     )
     engines: list[AheadEngine] = []
-    buckets = buckets_for(most_rows)
+    buckets = buckets_for(rows.most)
     captured_s = 0.0
     for is_captured in (False, True):
         inner = open_torch_engine(config)
@@ -111,7 +134,7 @@ def compare(folder: Path, dtype: str, most_rows: int, num_steps: int, *, is_rehe
         decode = StaticDecode(
             inner.model,
             inner.pool,
-            most_rows=most_rows,
+            most_rows=rows.most,
             max_context_tokens=inner.spec.max_context_tokens,
             vocab_size=inner.spec.vocab_size,
             num_processors=4 if is_rehearsal else torch.cuda.get_device_properties(0).multi_processor_count,
@@ -122,12 +145,12 @@ def compare(folder: Path, dtype: str, most_rows: int, num_steps: int, *, is_rehe
             GraphEngine(inner, decode, GraphReplays(decode, buckets) if is_graph else EagerReplays(decode, buckets))
         )
         captured_s = time.monotonic() - began_s
-    firsts = [first_tokens(engine, most_rows) for engine in engines]
+    firsts = [first_tokens(engine, rows) for engine in engines]
     num_compared, wrong = 0, "" if firsts[0] == firsts[1] else "the prompts' own draws differ"
     for bucket in buckets:
         for num_rows in sorted({bucket, max(1, bucket - 1)}):
             eager, captured = (
-                texts(engine, first[:num_rows], num_steps, is_cuda=not is_rehearsal)
+                texts(engine, rows, first[:num_rows], num_steps, is_cuda=not is_rehearsal)
                 for engine, first in zip(engines, firsts, strict=True)
             )
             num_compared += num_rows
@@ -137,30 +160,29 @@ def compare(folder: Path, dtype: str, most_rows: int, num_steps: int, *, is_rehe
     return f"{len(buckets)} | {captured_s:.1f} | {num_compared}", wrong
 
 
-def first_tokens(engine: AheadEngine, num_rows: int) -> list[int]:
+def first_tokens(engine: AheadEngine, rows: Rows) -> list[int]:
     """Reads every row's prompt. Decoding again and again writes behind it only."""
-    rows = []
-    for row in range(num_rows):
-        prompt = prompt_of(engine, row)
-        sampling = SAMPLINGS[row % len(SAMPLINGS)]
-        rows.append(
-            Row(tokens=prompt, start=0, blocks=table_of(row), sample=sampling, history=prompt, prompt_len=len(prompt))
+    asked = []
+    for row in range(rows.most):
+        prompt, sampling = rows.prompt_of(engine.spec.vocab_size, row), SAMPLINGS[row % len(SAMPLINGS)]
+        asked.append(
+            Row(
+                tokens=prompt,
+                start=0,
+                blocks=rows.table_of(row),
+                sample=sampling,
+                history=prompt,
+                prompt_len=len(prompt),
+            )
         )
-    return [out.drawn[0].token_id for out in engine.step(rows)]
+    return [out.drawn[0].token_id for out in engine.step(asked)]
 
 
-def prompt_of(engine: AheadEngine, row: int) -> list[int]:
-    return [3 + (31 * row + 7 * at) % (engine.spec.vocab_size - 4) for at in range(2 + row % 9)]
-
-
-def table_of(row: int) -> list[int]:
-    return list(range(row * NUM_BLOCKS_EACH, (row + 1) * NUM_BLOCKS_EACH))
-
-
-def texts(engine: AheadEngine, firsts: list[int], num_steps: int, *, is_cuda: bool) -> Drawn:
+def texts(engine: AheadEngine, kind: Rows, firsts: list[int], num_steps: int, *, is_cuda: bool) -> Drawn:
     """What each row draws behind its first token, one step ahead."""
     num_rows = len(firsts)
-    prompts, tables = [prompt_of(engine, row) for row in range(num_rows)], [table_of(row) for row in range(num_rows)]
+    prompts = [kind.prompt_of(engine.spec.vocab_size, row) for row in range(num_rows)]
+    tables = [kind.table_of(row) for row in range(num_rows)]
     samplings = [SAMPLINGS[row % len(SAMPLINGS)] for row in range(num_rows)]
     drawn: Drawn = [[(first, 0.0)] for first in firsts]  # that logprob is not compared
     flight: Flight | None = None
