@@ -83,6 +83,7 @@ class StreamReceiver:
         self._lock = threading.Lock()  # guards the book, the owners, the connections and the queue of reports
         self._owners: dict[TransferKey, OnReceived] = {}
         self._connections: dict[int, Inbound] = {}
+        self._ending: list[Inbound] = []  # they write no more, but their threads have yet to report and to close
         self._reports: deque[Received] = deque()
         self._delivery = threading.Lock()  # held while reports are handed out, so that they stay in order
         self._is_closed = False
@@ -160,7 +161,7 @@ class StreamReceiver:
         """Ends every transfer that is open (FAILED) and every thread. Not from a callback."""
         with self._lock:
             self._is_closed = True
-            connections = list(self._connections.values())
+            connections = [*self._connections.values(), *self._ending]
         self._waker.set()
         for inbound in connections:
             inbound.stop()
@@ -229,6 +230,7 @@ class StreamReceiver:
         who = inbound.peer.sender_id if inbound.peer else "unknown"
         with self._lock:
             self._connections.pop(inbound.number, None)
+            self._ending = [inbound, *(one for one in self._ending if one.is_alive())]
             self._book.stats.refused_connections += inbound.peer is None
             self._book.stats.protocol_errors += is_peers_fault
             self._book.stats.silent += is_silent

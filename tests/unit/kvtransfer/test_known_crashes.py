@@ -7,10 +7,12 @@ them is in tests/unit/decode_worker/ and tests/unit/prefill_worker/, under the s
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
+from kvtransfer.channel import Channel
 from kvtransfer.frames import Frame, Kind, encode_text, tag_of
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import InvalidRequest, Unavailable
@@ -104,6 +106,24 @@ def test_a_key_that_is_in_use_is_refused_and_its_first_owner_goes_on(pair: Pair)
         pair.sender.start(grant, Heard())
     pair.sender.push(grant.key, [(0, 5), (1, 6)], True)
     assert (received.wait().outcome, sent.wait().outcome) == (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
+
+
+def test_close_waits_for_a_connection_that_is_over_but_for_its_last_word(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left the receiver's books before its thread had ended: close returned while that still ran."""
+    assert_still_serves(pair)
+    close = Channel.close
+
+    def slowly(channel: Channel) -> None:
+        time.sleep(0.2)
+        close(channel)
+
+    monkeypatch.setattr(Channel, "close", slowly)
+    pair.sender.close()
+    wait_for(lambda: not pair.receiver.peers, "its end")
+    pair.receiver.close()
+    assert not [one for one in threading.enumerate() if one.name.startswith("kv-")]
 
 
 def test_after_close_nothing_touches_the_pools(pair: Pair) -> None:
