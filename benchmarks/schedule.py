@@ -50,6 +50,7 @@ from simulator.world import simulate
 ABLATED: Final = (("mooncake-jittered", "chat-13b"), ("azure", "chat-13b"))
 OVERLOADED: Final = "chat-13b"
 IN_A_CROWD: Final = 1.5  # times the peak, where rules about who goes first have something to decide
+LONG_ANSWER_TOKENS: Final = 1000
 NEEDS_A_CROWD: Final = ("fairness", "priority", "deadline-drop")
 
 
@@ -168,11 +169,14 @@ def _ablation(cell: Cell, out: Path) -> dict[str, Any]:
 
 
 def _mixed(cell: Cell, out: Path) -> dict[str, Any]:
-    """Above the peak, with a small tenant beside a big one, two classes, and clients that wait twice the promise."""
+    """Above the peak, with a small tenant beside a big one, two classes, and clients that leave: after twice the
+    promised first token and a thousand more at the promised pace."""
     peak = _read(out, Cell("goodput", cell.trace, cell.pair))
     off = (cell.rule,) if cell.rule else ()
     asked = question(cell.trace, cell.pair, "goodput", FINAL_REQUESTS, FINAL_TOLERANCE, off)
-    config = replace(asked.config(peak["split"]), deadline_s=2.0 * slo("mooncake", cell.pair).ttft_s)
+    promised = slo("mooncake", cell.pair)
+    deadline_s = 2.0 * promised.ttft_s + LONG_ANSWER_TOKENS * promised.tpot_s
+    config = replace(asked.config(peak["split"]), deadline_s=deadline_s)
     trace = Reshaped(asked.windows[0], mixed(SEED), rate_scaled(IN_A_CROWD * peak["scale"]))
     result = simulate(trace, config)
     numbers = list(trace)
