@@ -1,15 +1,18 @@
-"""Small lists on their way to the device."""
+"""Small arrays on their way to the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
-def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def to_device(
+    values: Sequence[Any] | np.ndarray[Any, Any], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
     """A tensor of `values`. On CUDA the copy is queued behind what runs and nobody waits for it: from memory that is
     not pinned, as `torch.tensor(values, device=...)` has it, each copy would wait for all work before it, so that the
     host prepares no step while another one runs."""

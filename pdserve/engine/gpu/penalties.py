@@ -21,6 +21,7 @@ from torch import Tensor
 from pdserve.core.errors import InternalError
 from pdserve.engine.gpu.slots import Slots
 from pdserve.engine.interface import Row
+from pdserve.engine.sending import to_device
 
 _BLOCK: Final = 1024
 _FEWEST_SLOTS: Final = 8
@@ -80,7 +81,6 @@ class Penalties:
 
     def __init__(self, vocab_size: int, most_rows: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
-        self._is_cuda = device.type == "cuda"
         self._slots = Slots(2 * most_rows)
         self._word_CV = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
 
@@ -91,14 +91,14 @@ class Penalties:
         for row, (slot, is_known) in zip(rows, taken, strict=True):
             if not is_known:
                 self._fill(row, slot)
-        slot_P = self._send(torch.tensor([slot for slot, _ in taken], dtype=torch.int64))
-        samplings = [row.sample for row in rows]
+        slot_P = to_device([slot for slot, _ in taken], self._device)
+        samplings = [row.sample for row in rows if row.sample is not None]
         numbers = [
-            [one.repetition_penalty, one.presence_penalty, one.frequency_penalty]
-            for one in samplings
-            if one is not None
+            [one.repetition_penalty for one in samplings],
+            [one.presence_penalty for one in samplings],
+            [one.frequency_penalty for one in samplings],
         ]
-        penalise(logits_SV, self._word_CV, row_P, slot_P, self._send(torch.tensor(numbers, dtype=torch.float32).T))
+        penalise(logits_SV, self._word_CV, row_P, slot_P, to_device(numbers, self._device, torch.float32))
         return slot_P
 
     def count(self, slot_P: Tensor, drawn_P: Tensor) -> None:
@@ -115,7 +115,7 @@ class Penalties:
         word_V = np.zeros(self._vocab_size, np.int32)
         word_V[token_N] = 2 * count_N
         word_V[history[: row.prompt_len]] |= 1
-        self._word_CV[slot].copy_(self._send(torch.from_numpy(word_V)))
+        self._word_CV[slot].copy_(to_device(word_V, self._device, torch.int32))
 
     def _grow(self, num_slots: int) -> None:
         have = len(self._word_CV)
@@ -123,7 +123,3 @@ class Penalties:
             word_CV = self._word_CV.new_zeros((max(num_slots, 2 * have, _FEWEST_SLOTS), self._vocab_size))
             word_CV[:have] = self._word_CV
             self._word_CV = word_CV
-
-    def _send(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.contiguous()
-        return (tensor.pin_memory() if self._is_cuda else tensor).to(self._device, non_blocking=True)

@@ -26,6 +26,7 @@ from pdserve.engine.gpu.penalties import Penalties
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.grammars import Grammars, RowMasks
 from pdserve.engine.interface import Row
+from pdserve.engine.sending import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +118,14 @@ class Redraw:
 
     def _draw(self, rows: Mapping[int, Row], again: Sequence[int], words_of: dict[int, Any]) -> None:
         decode = self._decode
-        row_S = self._send(again, torch.int64)
+        row_S = to_device(again, self._device)
         logits_SV = decode.logits_BV.index_select(0, row_S)
         place = {index: at for at, index in enumerate(again)}
         if words_of:
             word_RW = torch.empty((len(words_of), self._bans.num_words), dtype=torch.int32, pin_memory=self._is_cuda)
             for at, words in enumerate(words_of.values()):
                 word_RW[at].numpy()[:] = words.view("int32")
-            row_R = self._send([place[index] for index in words_of], torch.int64)
+            row_R = to_device([place[index] for index in words_of], self._device)
             forbid(logits_SV, word_RW.to(self._device, non_blocking=True), row_R)
         size = logits_SV.shape[1]
         biases = [
@@ -133,11 +134,11 @@ class Redraw:
             for token, bias in sampling_of(rows[index]).logit_bias
         ]
         if biases:
-            at_N = self._send([at for at, _ in biases], torch.int64)
-            logits_SV.view(-1).index_add_(0, at_N, self._send([bias for _, bias in biases], torch.float32))
+            at_N = to_device([at for at, _ in biases], self._device)
+            logits_SV.view(-1).index_add_(0, at_N, to_device([bias for _, bias in biases], self._device, torch.float32))
         penalised = [index for index in again if sampling_of(rows[index]).is_penalised]
         if penalised:
-            row_P = self._send([place[index] for index in penalised], torch.int64)
+            row_P = to_device([place[index] for index in penalised], self._device)
             slot_P = self._penalties.apply([rows[index] for index in penalised], logits_SV, row_P)
         drawn_S, _ = decode.sampler.draw(logits_SV, decode.inputs.draws_of(row_S))
         if penalised:
@@ -151,7 +152,7 @@ class Redraw:
         if not told:
             return {}, None
         decode = self._decode
-        row_L = self._send(told, torch.int64)
+        row_L = to_device(told, self._device)
         logprob_LV = decode.logits_BV.index_select(0, row_L).log_softmax(dim=-1)
         drawn_L1 = decode.drawn_B.index_select(0, row_L)[:, None]
         decode.logprob_B.index_copy_(0, row_L, logprob_LV.gather(1, drawn_L1)[:, 0])
@@ -161,9 +162,6 @@ class Redraw:
         top_LK = logprob_LV.topk(most, dim=-1)
         tops = self._fetch(top_LK.indices), self._fetch(top_LK.values)
         return {index: at for at, index in enumerate(told)}, tops
-
-    def _send(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, pin_memory=self._is_cuda).to(self._device, non_blocking=True)
 
     def _fetch(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_cuda)
