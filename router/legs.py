@@ -7,6 +7,7 @@ others; predictions are made for each request, and most requests are among the n
 from __future__ import annotations
 
 from collections import deque
+from statistics import median
 from typing import Final, final
 
 REMEMBERED: Final = 31
@@ -25,7 +26,4 @@ class Leg:
     def took(self, seconds: float) -> None:
         """Negative where the prediction of what goes before it was too long."""
         self._seen.append(seconds)
-        ordered = sorted(self._seen)
-        middle = len(ordered) // 2
-        typical_s = ordered[middle] if len(ordered) % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])
-        self.typical_s = max(typical_s, 0.0)
+        self.typical_s = max(median(self._seen), 0.0)
