@@ -364,7 +364,8 @@ class RoleProgram(ABC):
         self.observe(account, step_s)
         num_drawn = sum(len(out.drawn) for out in outs)
         if self._measure.is_on:
-            num_accepted = sum(max(0, len(out.drawn) - 1) for out in outs)
+            # Past each row's first draw: what is beyond it was a draft.
+            num_accepted = sum(max(0, len(out.drawn) - 1) for out in outs) if account.draft_tokens else 0
             self._measure.stepped(account, num_drawn, num_accepted, step_s)
         if account.draft_tokens:  # routers plan with the time per token, which accepted drafts shorten
             step_s *= account.decode_rows / max(1, num_drawn)
