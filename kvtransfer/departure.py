@@ -30,7 +30,7 @@ class Departure:
     last_pushed_at_s: float | None = None
     busy_s: float = 0.0
     is_announced: bool = False
-    lease_at_s: float | None = None  # when it ends for want of progress, where it has no deadline
+    lease_at_s: float | None = None  # when it ends for want of progress: without a deadline, or once it is sent
     given_up_at_s: float | None = None  # while its source blocks are still read
 
     def at(self, index: int, group: int) -> int:

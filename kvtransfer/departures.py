@@ -61,6 +61,7 @@ class Departures:
     stamps: BlockStamps  # of the pool
     stats: TransferStats = field(default_factory=TransferStats)
     stall_s: float = 60.0  # without progress, after which a transfer that has no deadline ends
+    unconfirmed_s: float = 5.0  # after its last byte was sent, before a transfer that nobody confirms ends
     grace_s: float = 0.5  # that source blocks may be read after their transfer was given up
     is_linked: bool = False
     is_stuck: bool = False  # source blocks are read long after the end: only closing the connection helps
@@ -223,6 +224,8 @@ class Departures:
         session.leave()
         if session.is_open:
             session.land(departure.at(job.chunk.first, job.part.group), job.chunk.count)
+        if session.state is State.SENT and departure.grant.lanes == 1:  # of several, each waits for the slowest
+            departure.lease_at_s = now_s + self.unconfirmed_s
         return self._after(departure, now_s)
 
     def done(self, tag: Tag, now_s: float, busy_s: float = 0.0) -> list[Action]:
@@ -278,7 +281,11 @@ class Departures:
                 departure.deadline_at_s = None
                 actions += self._after(departure, now_s)
             elif departure.lease_at_s is not None and departure.lease_at_s <= now_s:
-                departure.session.handle(Event.EXPIRED, f"nothing was pushed or taken for {self.stall_s:g} s")
+                if departure.session.state is State.SENT:
+                    why = f"the receiver did not confirm it within {self.unconfirmed_s:g} s of its last block"
+                else:
+                    why = f"nothing was pushed or taken for {self.stall_s:g} s"
+                departure.session.handle(Event.EXPIRED, why)
                 departure.lease_at_s = None
                 actions += self._after(departure, now_s)
         return actions

@@ -2,7 +2,8 @@
 
 Each side of a connection shows that it lives; who shows nothing for `silence_s` is gone, and every transfer of the
 connection ends, whatever its deadline. A transfer without a deadline has a lease that its own progress extends, so
-that a peer which lives and does nothing frees its memory too.
+that a peer which lives and does nothing frees its memory too. A transfer that was sent whole is confirmed soon or
+never, and a new attempt needs what is left of the request's time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pdserve.core.errors import ConfigError
 class Lease:
     beat_s: float = 0.5  # between two signs of life of a connection that has nothing else to say
     silence_s: float = 5.0  # without a byte from the peer, after which it is gone
+    unconfirmed_s: float = 5.0  # after its last byte was sent, before a transfer that nobody confirms ends
     stall_s: float = 60.0  # without a block, after which a transfer that has no deadline ends
     unclaimed_s: float = 120.0  # without a sender, after which a grant that has no deadline ends
     grace_s: float = 0.5  # that a write may stay open after its transfer was given up

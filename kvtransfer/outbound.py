@@ -72,7 +72,14 @@ class Outbound(threading.Thread):
         self._clock, self._on_read = clock, on_read
         self._lanes: Lanes | None = None  # of this pair, once a transfer has shown the receiver's shape
         self.stats = TransferStats()  # written by this thread only
-        self._book = Departures(self.block_bytes, stamps, self.stats, stall_s=lease.stall_s, grace_s=lease.grace_s)
+        self._book = Departures(
+            self.block_bytes,
+            stamps,
+            self.stats,
+            stall_s=lease.stall_s,
+            unconfirmed_s=lease.unconfirmed_s,
+            grace_s=lease.grace_s,
+        )
         self._lease = lease
         self._pulse: Pulse | None = None  # once it is connected
         self._owners: dict[TransferKey, OnSent] = {}

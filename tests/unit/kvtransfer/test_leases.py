@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import threading
 import time
@@ -10,14 +11,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvtransfer import landings
-from kvtransfer.departures import Departures
+from kvtransfer.departures import Departures, Report, Retract
 from kvtransfer.frames import Frame, Kind, tag_of
 from kvtransfer.landing import Claim
 from kvtransfer.landings import Landings, Sever
 from kvtransfer.lease import Lease, Pulse
 from kvtransfer.parts import WHOLE
 from kvtransfer.stamping import pack
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome
 from pdserve.core.errors import ConfigError
 from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, Pair, wait_for
@@ -154,6 +155,43 @@ def test_a_departure_without_deadline_ends_when_nothing_is_pushed_or_taken() -> 
     retract, report = out.expire(140.0)
     assert report.sent.fault == "expired"  # type: ignore[union-attr]
     assert report.sent.error == retract.error == "nothing was pushed or taken for 60 s"  # type: ignore[union-attr]
+
+
+def sent_whole(grant: Grant, deadline_at_s: float | None) -> Departures:
+    """The last block is on the wire at 10 s."""
+    out = Departures(1, BlockStamps(8), stall_s=60.0, unconfirmed_s=5.0)
+    out.start(grant, 0.0, deadline_at_s)
+    out.linked()
+    out.push(grant.key, [(0, 0), (1, 1)], True, 0.0)
+    job = out.take(2, 1.0)
+    assert job is not None
+    out.written(job, 10.0)
+    return out
+
+
+@pytest.mark.parametrize("deadline_at_s", [None, 500.0])
+def test_a_transfer_that_was_sent_whole_and_is_not_confirmed_leaves_time_for_another(
+    deadline_at_s: float | None,
+) -> None:
+    out = sent_whole(GRANT, deadline_at_s)
+    assert out.next_alarm_s == 15.0
+    assert out.expire(14.9) == []
+    retract, report = out.expire(15.0)
+    assert isinstance(retract, Retract)
+    assert isinstance(report, Report)
+    assert report.sent.fault == "expired"
+    assert report.sent.error == retract.error == "the receiver did not confirm it within 5 s of its last block"
+    assert out.done(TAG, 15.1) == [], "too late"
+
+
+def test_a_deadline_before_the_confirmation_is_due_still_counts() -> None:
+    assert sent_whole(GRANT, 12.0).expire(12.0) != []
+
+
+def test_one_lane_of_several_waits_for_the_others() -> None:
+    out = sent_whole(dataclasses.replace(GRANT, lanes=2), 500.0)
+    assert out.expire(499.0) == []
+    assert out.expire(500.0) != []
 
 
 def test_source_blocks_that_are_read_after_the_end_cost_the_connection() -> None:
