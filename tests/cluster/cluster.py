@@ -21,7 +21,7 @@ from pdserve.launch.running import Running
 class Cluster:
     """`pdserve up` with these flags. Use as a context manager; `client` speaks to its router."""
 
-    def __init__(self, *flags: str, start_s: float = 90.0) -> None:
+    def __init__(self, *flags: str, start_s: float = 180.0) -> None:
         self._running = Running.start(*flags, timeout_s=start_s, env={"OMP_NUM_THREADS": "1"})
         self.process = self._running.process
         self.target = self._running.target
