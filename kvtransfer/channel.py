@@ -91,11 +91,14 @@ def _milliseconds(timeout_s: float | None) -> int | None:
 
 
 class Channel:
-    def __init__(self, sock: socket.socket, waker: Waker | None = None) -> None:
+    def __init__(
+        self, sock: socket.socket, waker: Waker | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         sock.setblocking(False)
         tune(sock)
         self.socket = sock
         self.waker = waker or Waker()
+        self._clock = clock  # of the pulse
         self.is_readable = False  # as the last wait saw it
         self.meanwhile: Callable[[], None] = lambda: None  # called whenever `fill` has waited
         self._owner = 0
@@ -158,11 +161,11 @@ class Channel:
         pulse = self._pulse
         if pulse is None:
             return self._wait(timeout_s, is_writing)
-        ends_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        ends_s = math.inf if timeout_s is None else self._clock() + timeout_s
         while True:
-            now_s = time.monotonic()
+            now_s = self._clock()
             is_over = not self._wait(min(pulse.left_s(now_s), max(0.0, ends_s - now_s)), is_writing)
-            now_s = time.monotonic()
+            now_s = self._clock()
             if self.is_readable:
                 pulse.heard(now_s)
             self._live(pulse, now_s)
@@ -220,7 +223,7 @@ class Channel:
         if received == 0:
             raise Gone("connection closed by the peer")
         if self._pulse is not None:
-            now_s = time.monotonic()
+            now_s = self._clock()
             self._pulse.heard(now_s)
             self._live(self._pulse, now_s)  # whoever reads without end shows life too
         return received

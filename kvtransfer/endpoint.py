@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from kvtransfer import fused
 from kvtransfer.commands import OnRead
 from kvtransfer.disturbance import Disturbance
@@ -27,6 +30,7 @@ def make_receiver(
     disturbance: Disturbance | None = None,
     stamps: BlockStamps | None = None,
     lease: Lease = DEFAULT_LEASE,
+    clock: Callable[[], float] = time.monotonic,
 ) -> StreamReceiver:
     """Listens at once, on `host` and free ports. Add `.servicer` to the worker's gRPC server. Raises ConfigError."""
     if pool.is_on_host:
@@ -44,6 +48,7 @@ def make_receiver(
         disturbance=disturbance,
         stamps=stamps,
         lease=lease,
+        clock=clock,
     )
 
 
@@ -58,6 +63,7 @@ def make_sender(
     stamps: BlockStamps | None = None,
     kv_wire: str = "exact",
     lease: Lease = DEFAULT_LEASE,
+    clock: Callable[[], float] = time.monotonic,
 ) -> ShapedSender:
     """Connects to each decode worker when the first transfer to it starts. Raises ConfigError.
 
@@ -78,6 +84,7 @@ def make_sender(
             on_read=on_read,
             wire_dtype=wire_dtype,
             lease=lease,
+            clock=clock,
         )
 
     return ShapedSender(pool, fingerprint, stamps or BlockStamps(pool.num_blocks), make_stream, kv_wire)

@@ -10,8 +10,7 @@ import hmac
 import logging
 import socket
 import threading
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from kvtransfer.channel import Channel, Gone, Silent
@@ -54,6 +53,7 @@ class Hub(Protocol):
     chunk_bytes: int
     shape: KvShape
     lease: Lease
+    clock: Callable[[], float]
 
     def admit(self, ticket: bytes, transport: int, inbound: Inbound) -> Peer | None: ...
     def announce(self, tag: Tag, writer: int, part: Part) -> None: ...
@@ -74,12 +74,12 @@ class Inbound(threading.Thread):
         self.peer: Peer | None = None
         self.pool, self.memory = hub.pool, hub.memory
         self.block_bytes, self.chunk_bytes = hub.block_bytes, hub.chunk_bytes
-        self.channel = Channel(sock)
+        self.channel = Channel(sock, clock=hub.clock)
         self.enter, self.leave = hub.enter, hub.leave
         self._hub, self._transport = hub, transport
         self._path: ReceivePath | None = None
         self._unpacker: Unpacker | None = None  # where blocks arrive in another form
-        self._began_s = time.monotonic()
+        self._began_s = hub.clock()
 
     def begun(self) -> Inbound:
         """Starts it. Raises RuntimeError, and keeps nothing, where the process may have no more threads."""
@@ -145,7 +145,7 @@ class Inbound(threading.Thread):
         while at < GREETING_BYTES:
             received = self.channel.receive([memoryview(greeting)[at:]])
             ticket_in(bytes(greeting[: at + received]))  # garbage and other versions are not waited for
-            left_s = self._began_s + AUTHENTICATION_S - time.monotonic()
+            left_s = self._began_s + AUTHENTICATION_S - self._hub.clock()
             if received == 0 and (left_s <= 0 or not self.channel.wait(left_s)):
                 return False
             at += received
@@ -162,7 +162,7 @@ class Inbound(threading.Thread):
                 raise TransferFailed(f"{peer.wire_dtype} for {mine.dtype}: a pool on a GPU converts nothing")
             self._unpacker = Unpacker(self, arrival_of(peer.shape, mine, peer.wire_dtype), mine.form)
         self._path = self._transport.receiver(self._link)
-        self.channel.watch(Pulse(self._hub.lease, time.monotonic()), beat())
+        self.channel.watch(Pulse(self._hub.lease, self._hub.clock()), beat())
         facts = {"sender": self.peer.sender_id, "transport": self._transport.name, "reason": self.peer.transport_reason}
         log.info("kv connection taken", extra=facts)
         return True

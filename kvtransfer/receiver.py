@@ -70,7 +70,7 @@ class StreamReceiver:
         self.pool, self.memory, self.block_bytes = pool, host_view(pool), pool.block_bytes
         self.shape = fingerprint.shape
         self.chunk_bytes = max(chunk_bytes, pool.block_bytes)
-        self._clock = clock
+        self.clock = clock
         self._disturbance = disturbance
         self._book = Landings(
             BlockStamps(pool.num_blocks) if stamps is None else stamps,
@@ -141,7 +141,7 @@ class StreamReceiver:
             raise InvalidRequest("grant.blocks", f"{min(blocks)}..{max(blocks)}", f"0..{self.pool.num_blocks - 1}")
         if len(set(blocks)) != len(blocks):
             raise InvalidRequest("grant.blocks", "a block twice", "each block once")
-        now_s = self._clock()
+        now_s = self.clock()
         after = fence_of(self.pool, self._kinds)  # what is queued later knows nothing of these blocks
         with self._lock:
             if self._is_closed or not self._thread.is_alive():
@@ -154,7 +154,7 @@ class StreamReceiver:
 
     def abort(self, key: TransferKey) -> None:
         with self._lock:
-            self._do(self._book.abort(key, self._clock()))
+            self._do(self._book.abort(key, self.clock()))
         self._waker.set()
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class StreamReceiver:
         for thread in (self._thread, *connections):
             thread.join(_JOIN_S)
         with self._lock:
-            self._do(self._book.fail_all("the receiver is closed", self._clock()))
+            self._do(self._book.fail_all("the receiver is closed", self.clock()))
         self._deliver()
         for door in self._doors.values():
             door.close()
@@ -191,15 +191,15 @@ class StreamReceiver:
 
     def announce(self, tag: Tag, writer: int, part: Part) -> None:
         with self._lock:
-            self._do(self._book.announce(tag, writer, part.lane, part.groups, self._clock()))
+            self._do(self._book.announce(tag, writer, part.lane, part.groups, self.clock()))
 
     def claim(self, frame: Frame, writer: int, stamps: bytes) -> Claim | None:
         if self._disturbance is not None:
             self._disturbance.landing(frame.tag)
         with self._lock:
-            claim = self._book.claim(frame.tag, writer, frame.first, stamps, self._clock(), frame.part)
+            claim = self._book.claim(frame.tag, writer, frame.first, stamps, self.clock(), frame.part)
             if claim is None:
-                self._do(self._book.review(frame.tag, self._clock()))
+                self._do(self._book.review(frame.tag, self.clock()))
         self._deliver()
         return claim
 
@@ -207,23 +207,23 @@ class StreamReceiver:
         with self._lock:
             if self._book.enter(claim):
                 return True
-            self._do(self._book.review(claim.landing.tag, self._clock()))
+            self._do(self._book.review(claim.landing.tag, self.clock()))
         self._deliver()
         return False
 
     def leave(self, claim: Claim) -> None:
         with self._lock:
-            self._do(self._book.leave(claim, self._clock()))
+            self._do(self._book.leave(claim, self.clock()))
         self._deliver()
 
     def settle(self, claim: Claim, num_bytes: int, matches: bool, is_last: bool) -> None:
         with self._lock:
-            self._do(self._book.settle(claim, num_bytes, matches, is_last, self._clock()))
+            self._do(self._book.settle(claim, num_bytes, matches, is_last, self.clock()))
         self._deliver()
 
     def retract(self, tag: Tag, writer: int, error: str) -> None:
         with self._lock:
-            self._do(self._book.retract(tag, writer, error, self._clock()))
+            self._do(self._book.retract(tag, writer, error, self.clock()))
         self._deliver()
 
     def ended(self, inbound: Inbound, error: str, *, is_peers_fault: bool, is_silent: bool) -> None:
@@ -234,7 +234,7 @@ class StreamReceiver:
             self._book.stats.refused_connections += inbound.peer is None
             self._book.stats.protocol_errors += is_peers_fault
             self._book.stats.silent += is_silent
-            self._do(self._book.cut(inbound.number, f"sender {who}: {error}", self._clock()))
+            self._do(self._book.cut(inbound.number, f"sender {who}: {error}", self.clock()))
         log.log(
             logging.WARNING if is_peers_fault or inbound.peer is None else logging.INFO,
             "kv sender disconnected",
@@ -287,19 +287,19 @@ class StreamReceiver:
             log.critical("the KV receiver's thread died", exc_info=True)
             with self._lock:
                 self._is_closed = True
-                self._do(self._book.fail_all("the receiver's thread died", self._clock()))
+                self._do(self._book.fail_all("the receiver's thread died", self.clock()))
             self._deliver()
 
     def _tick(self, selector: selectors.BaseSelector) -> None:
         with self._lock:
             alarm_s = self._book.next_alarm_s
-        timeout_s = None if alarm_s is None else max(0.0, alarm_s - self._clock())
+        timeout_s = None if alarm_s is None else max(0.0, alarm_s - self.clock())
         for key, _ in selector.select(timeout_s):
             if key.data is not None:
                 self._accept(self._doors[key.data], key.data)
         self._waker.clear()
         with self._lock:
-            self._do(self._book.expire(self._clock()))
+            self._do(self._book.expire(self.clock()))
         self._deliver()
 
     def _accept(self, door: socket.socket, kind: int) -> None:

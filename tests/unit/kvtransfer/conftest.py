@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvtransfer.disturbance import Disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.faults import Fault
 from kvtransfer.frames import Tag
-from kvtransfer.lease import DEFAULT_LEASE, Lease
+from kvtransfer.lease import Lease
 from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.nixl import NIXL, Nixl
@@ -23,7 +24,8 @@ from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.fake_nixl import World
-from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, HostPool, Pair, fingerprint, wait_for
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, PATIENT, Clock, GrpcHost, HostPool, Pair, fingerprint, wait_for
+from tests.unit.kvtransfer.process import Process
 from tests.unit.kvtransfer.raw import RawSender
 
 
@@ -71,12 +73,13 @@ def make_pair(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) -
         block_bytes: int = BLOCK_BYTES,
         hook: Hook | None = None,
         fault_of: Callable[[Tag], Fault | None] | None = None,
-        lease: Lease = DEFAULT_LEASE,
+        lease: Lease = PATIENT,
+        clock: Callable[[], float] = time.monotonic,
     ) -> Pair:
         make_pool = DevicePool if transport in ("cuda_ipc", "nccl") else HostPool
         source, landing = make_pool(num_blocks, block_bytes, seed=7), make_pool(num_blocks, block_bytes)
         disturbance = None if fault_of is None else Disturbance(fault_of, block_bytes)
-        common: dict[str, Any] = {"transport": transport, "disturbance": disturbance, "lease": lease}
+        common: dict[str, Any] = {"transport": transport, "disturbance": disturbance, "lease": lease, "clock": clock}
         stamps = BlockStamps(num_blocks), BlockStamps(num_blocks)
         facts = fingerprint(block_bytes)
         receiver = make_receiver(
@@ -101,6 +104,25 @@ def make_pair(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) -
     for pair in pairs:
         assert pair.receiver.open_keys == [], "the receiver leaked a grant"
         assert pair.sender.open_keys == [], "the sender leaked a transfer"
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def start_process() -> Iterator[Callable[..., Process]]:
+    """start_process(*argv): peer.py with these arguments."""
+    started: list[Process] = []
+
+    def start(*argv: str) -> Process:
+        started.append(Process(*argv))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
 
 
 @pytest.fixture

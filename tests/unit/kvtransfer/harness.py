@@ -9,10 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.transfer_ends import BLOCK_BYTES, WAIT_S, GrpcHost, HostPool, fingerprint
+from kvtransfer.lease import Lease
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
 from kvtransfer.transport import Grant, Received, Sent, TransferKey
 from pdserve.core.stamps import BlockStamps
+
+# For a machine with other things to do, and for peers that are spoken for by hand and show no life of themselves.
+PATIENT = Lease(silence_s=60.0, unconfirmed_s=60.0)
 
 
 def wait_for(holds: Callable[[], bool], what: str) -> None:
@@ -21,6 +25,16 @@ def wait_for(holds: Callable[[], bool], what: str) -> None:
         if time.monotonic() > ends_s:
             raise AssertionError(f"waited {WAIT_S} s for {what}")
         time.sleep(0.001)
+
+
+class Clock:
+    """The machine's, and what a test adds: an hour may pass at once. Who sleeps by it notices at its next beat."""
+
+    def __init__(self) -> None:
+        self.added_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.added_s
 
 
 class Heard:
@@ -39,6 +53,10 @@ class Heard:
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.all) >= count, WAIT_S), f"heard only {self.all}"
             return self.all[count - 1]
+
+    def wait_for_one(self, at_most_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self.all), at_most_s)
 
     @property
     def outcomes(self) -> list[str]:
@@ -92,4 +110,15 @@ class Pair:
             assert self.landing.block(grant.blocks[index]) == self.source.block(source), f"block {index} differs"
 
 
-__all__ = ["BLOCK_BYTES", "WAIT_S", "GrpcHost", "Heard", "HostPool", "Pair", "fingerprint", "wait_for"]
+__all__ = [
+    "BLOCK_BYTES",
+    "PATIENT",
+    "WAIT_S",
+    "Clock",
+    "GrpcHost",
+    "Heard",
+    "HostPool",
+    "Pair",
+    "fingerprint",
+    "wait_for",
+]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from benchmarks.fake_lane import FakeLane, FakeLanes
 from kvtransfer.cuda import why_no_cuda
 from kvtransfer.endpoint import make_sender
 from kvtransfer.frames import Frame, Kind
-from kvtransfer.lease import DEFAULT_LEASE
 from kvtransfer.nccl_lane import Issuer, answer_of, on_its_own_thread, signed, status_of
 from kvtransfer.outbound import Outbound
 from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
@@ -25,7 +23,7 @@ from kvtransfer.paths.registry import TRANSPORTS, kinds
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome, SendOutcome, Text
 from pdserve.core.errors import ConfigError, TransferFailed
-from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, Pair, fingerprint, wait_for
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Heard, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import RawSender, expected, numbers
 
 MakePair = Callable[..., Pair]
@@ -44,7 +42,7 @@ class HeldDevice(FakeDevice):
         gate = self.gate
 
         def hold() -> bytes:
-            gate.wait(5.0)
+            gate.wait(WAIT_S)
             return b""
 
         self._stream.queue(hold, lambda: None)
@@ -145,11 +143,9 @@ def test_a_copy_that_ends_while_the_rest_of_a_frame_is_late_frees_its_blocks_at_
         wait_for(lambda: device.num_copies > before, "the copy into the landing pool")
         raw.send(chunk[:-1])
         pair.receiver.abort(grant.key)
-        began_s = time.monotonic()
         device.gate.set()
         received.wait()
         wait_for(lambda: received.outcomes[-1] == "drained", "the end of the write")
-        assert time.monotonic() - began_s < DEFAULT_LEASE.silence_s / 2
     finally:
         raw.close()
 

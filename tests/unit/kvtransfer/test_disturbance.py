@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.faults import Fault, FaultKind, Where
-from kvtransfer.frames import Tag
-from tests.unit.kvtransfer.harness import Pair
+from kvtransfer.frames import Tag, tag_of
+from kvtransfer.lease import Lease
+from kvtransfer.session import State
+from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome
+from tests.unit.kvtransfer.harness import WAIT_S, Clock, Heard, Pair, wait_for
 
 ROOT = Path(__file__).parents[3]
 BLOCKS = tuple(range(8))
@@ -28,7 +31,7 @@ def once(kind: FaultKind, where: Where, nth: int, *, for_s: float = 0.2, at: flo
     return lambda tag: fault if tag.generation == 1 else None  # type: ignore[return-value]
 
 
-def run(pair: Pair, deadline_s: float = 0.6) -> tuple[str, str]:
+def run(pair: Pair, deadline_s: float | None = None) -> tuple[str, str]:
     """The first transfer's two ends."""
     grant = pair.grant(BLOCKS)
     for source in SOURCES:
@@ -44,7 +47,8 @@ def run(pair: Pair, deadline_s: float = 0.6) -> tuple[str, str]:
 
 def goes_on(pair: Pair) -> None:
     """A transfer soon goes through: one that meets the end of a broken connection fails and is tried again."""
-    for _ in range(5):
+    ends_s = time.monotonic() + WAIT_S
+    while time.monotonic() < ends_s:
         grant = pair.grant(tuple(range(30, 38)))
         received, _ = pair.begin(grant, 0.5)
         pair.sender.push(grant.key, list(enumerate(SOURCES)), True)
@@ -55,6 +59,7 @@ def goes_on(pair: Pair) -> None:
 
 
 FAILS = ("failed", "failed")
+GOES_WELL = ("verified", "sent")
 
 
 @pytest.mark.parametrize(
@@ -63,12 +68,12 @@ FAILS = ("failed", "failed")
         (FaultKind.DROP, Where.SENT, 0, FAILS),
         (FaultKind.DROP, Where.SENT, CHUNK, FAILS),
         (FaultKind.DELAY, Where.SENT, 0, FAILS),  # a chunk that overtakes its announcement is nobody's
-        (FaultKind.DELAY, Where.SENT, CHUNK, ("verified", "sent")),
-        (FaultKind.DUPLICATE, Where.SENT, 0, ("verified", "sent")),
+        (FaultKind.DELAY, Where.SENT, CHUNK, GOES_WELL),
+        (FaultKind.DUPLICATE, Where.SENT, 0, GOES_WELL),
         (FaultKind.CORRUPT, Where.SENT, 0, FAILS),
         (FaultKind.CORRUPT, Where.SENT, CHUNK, FAILS),
-        (FaultKind.STALL, Where.SENT, CHUNK, ("verified", "sent")),
-        (FaultKind.STALL, Where.LANDING, 0, ("verified", "sent")),
+        (FaultKind.STALL, Where.SENT, CHUNK, GOES_WELL),
+        (FaultKind.STALL, Where.LANDING, 0, GOES_WELL),
         (FaultKind.CUT, Where.SENT, 0, FAILS),
         (FaultKind.CUT, Where.SENT, CHUNK, FAILS),
     ],
@@ -81,7 +86,86 @@ def test_a_fault_on_the_way_ends_typed_and_the_pair_goes_on(
     nth: int,
     expected: tuple[str, str],
 ) -> None:
-    assert run(make_pair(transport, fault_of=once(kind, where, nth))) == expected
+    pair = make_pair(transport, fault_of=once(kind, where, nth))
+    assert run(pair, None if expected == GOES_WELL else 0.4) == expected
+
+
+# Words that are lost or late while both sides live: nothing but the sender's clock can tell.
+
+UNCONFIRMED = Lease(beat_s=0.05, silence_s=1000.0, unconfirmed_s=60.0)
+UNCONFIRMED_ERROR = "the receiver did not confirm it within 60 s of its last block"
+DEADLINE_S = 600.0
+
+
+def state_of(pair: Pair, grant: Grant) -> State | None:
+    """The sender's; None once it has ended."""
+    [outbound] = pair.sender.plain._pairs.values()
+    departure = outbound._book._open.get(tag_of(grant.key))
+    return None if departure is None else departure.session.state
+
+
+def unconfirmed(pair: Pair, grant: Grant, sent: Heard, clock: Clock) -> None:
+    """The sender gives up long before the deadline, and its source blocks are free."""
+    wait_for(lambda: state_of(pair, grant) is State.SENT, "every block to be on the wire")
+    assert sent.all == []
+    clock.added_s += UNCONFIRMED.unconfirmed_s
+    end = sent.wait()
+    assert (end.outcome, end.fault, end.error) == (SendOutcome.FAILED, "expired", UNCONFIRMED_ERROR)
+    assert state_of(pair, grant) is None
+
+
+def told_by_the_sender(received: Heard) -> None:
+    end = received.wait()
+    assert (end.outcome, end.fault) == (ReceiveOutcome.FAILED, "refused")
+    assert end.error == f"the sender gave up: {UNCONFIRMED_ERROR}"
+
+
+def test_a_confirmation_that_is_lost_costs_the_sender_seconds_and_not_its_deadline(
+    make_pair: Callable[..., Pair], transport: str, clock: Clock
+) -> None:
+    nth = 1 if transport == "shm" else 0  # behind the chunk's credit
+    pair = make_pair(transport, fault_of=once(FaultKind.DROP, Where.ANSWERED, nth), lease=UNCONFIRMED, clock=clock)
+    grant = pair.grant(BLOCKS)
+    received, sent = pair.begin(grant, DEADLINE_S)
+    pair.sender.push(grant.key, list(enumerate(SOURCES)), True)
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    unconfirmed(pair, grant, sent, clock)
+    pair.assert_equal(grant, SOURCES)
+    wait_for(lambda: pair.receiver.stats.late_messages == 1, "the sender's word, which changes nothing")
+    assert received.outcomes == ["verified"]
+    goes_on(pair)
+
+
+def test_an_announcement_that_comes_after_its_chunk_ends_both_sides_before_the_deadline(
+    make_pair: Callable[..., Pair], transport: str, clock: Clock
+) -> None:
+    """The chunk was nobody's, and is not sent again."""
+    pair = make_pair(transport, fault_of=once(FaultKind.DELAY, Where.SENT, 0), lease=UNCONFIRMED, clock=clock)
+    grant = pair.grant(BLOCKS)
+    received, sent = pair.begin(grant, DEADLINE_S)
+    pair.sender.push(grant.key, list(enumerate(SOURCES)), True)
+    wait_for(lambda: pair.receiver.stats.late_messages == 1, "the chunk")
+    wait_for(lambda: bool(pair.receiver._book._open[tag_of(grant.key)].lanes), "the announcement")
+    assert received.all == []
+    unconfirmed(pair, grant, sent, clock)
+    told_by_the_sender(received)
+    goes_on(pair)
+
+
+def test_a_last_chunk_that_is_lost_ends_both_sides_before_the_deadline(
+    make_pair: Callable[..., Pair], transport: str, clock: Clock
+) -> None:
+    pair = make_pair(transport, fault_of=once(FaultKind.DROP, Where.SENT, CHUNK + 1), lease=UNCONFIRMED, clock=clock)
+    grant = pair.grant(BLOCKS)
+    received, sent = pair.begin(grant, DEADLINE_S)
+    pair.sender.push(grant.key, list(enumerate(SOURCES))[:4], False)
+    wait_for(lambda: pair.receiver.stats.chunks == 1, "the first chunk")
+    clock.added_s += UNCONFIRMED.unconfirmed_s  # while the prompt's rest is computed, nothing is owed
+    pair.sender.push(grant.key, list(enumerate(SOURCES))[4:], True)
+    unconfirmed(pair, grant, sent, clock)
+    told_by_the_sender(received)
+    assert pair.receiver.stats.chunks == 1
+    goes_on(pair)
 
 
 def test_a_chunk_that_comes_twice_is_never_wrong(make_pair: Callable[..., Pair], transport: str) -> None:
@@ -89,14 +173,6 @@ def test_a_chunk_that_comes_twice_is_never_wrong(make_pair: Callable[..., Pair],
     received, sent = run(make_pair(transport, fault_of=once(FaultKind.DUPLICATE, Where.SENT, CHUNK)))
     assert received == "verified"
     assert sent == "sent" or transport == "shm"
-
-
-def test_the_answer_may_be_lost_when_all_has_landed(make_pair: Callable[..., Pair]) -> None:
-    """The sender frees its blocks at the deadline."""
-    began_s = time.monotonic()
-    pair = make_pair("tcp", fault_of=once(FaultKind.DROP, Where.ANSWERED, 0))
-    assert run(pair, deadline_s=0.3) == ("verified", "failed")
-    assert 0.3 <= time.monotonic() - began_s < 1.3
 
 
 def test_a_frame_without_its_tail_swallows_what_follows(make_pair: Callable[..., Pair], transport: str) -> None:
@@ -135,12 +211,12 @@ print(f"{time.monotonic() - began:.2f}", trap.pauses[0][1] - trap.pauses[0][0] >
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_a_process_dies_or_stops_at_the_chunk_that_was_named(kind: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROCESS, kind], capture_output=True, text=True, cwd=ROOT, timeout=30, check=False
+        [sys.executable, "-c", PROCESS, kind], capture_output=True, text=True, cwd=ROOT, timeout=100, check=False
     )
     lines = done.stdout.split()
     if kind == "kill":
         assert (done.returncode, lines) == (-signal.SIGKILL, ["first"])
     else:
         assert done.returncode == 0, done.stderr
-        assert 0.25 < float(lines[1]) < 5.0
+        assert float(lines[1]) > 0.25
         assert lines[2] == "True"

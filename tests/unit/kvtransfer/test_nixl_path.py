@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import socket
-import subprocess
-import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -20,8 +17,9 @@ from kvtransfer.paths.registry import NAMES, kinds
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import ConfigError, TransferFailed
 from tests.unit.kvtransfer.fake_nixl import FakeHandle, World
-from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, GrpcHost, Heard, HostPool, Pair, fingerprint, wait_for
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, Heard, HostPool, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.peer import grant as grant_of_peer
+from tests.unit.kvtransfer.process import Process
 
 MakePair = Callable[..., Pair]
 BLOCKS = tuple(range(10, 20))
@@ -296,26 +294,8 @@ def test_auto_prefers_the_others_and_a_missing_package_is_named(
 # The library itself.
 
 
-@pytest.fixture
-def peer() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """peer.py in a process of its own."""
-    children: list[subprocess.Popen[str]] = []
-
-    def start(*argv: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tests.unit.kvtransfer.peer", *argv]
-        children.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return children[-1]
-
-    yield start
-    for child in children:
-        child.kill()
-        child.wait()
-        if child.stdout is not None:
-            child.stdout.close()
-
-
 def test_a_killed_sender_costs_its_transfer_and_the_next_one_reads_as_before(
-    peer: Callable[..., subprocess.Popen[str]], make_pair: MakePair, prepared: Callable[[str], str]
+    start_process: Callable[..., Process], make_pair: MakePair, prepared: Callable[[str], str]
 ) -> None:
     num_blocks = 16_384  # 64 MiB, in 16 chunks
     transport = prepared("nixl")
@@ -325,12 +305,10 @@ def test_a_killed_sender_costs_its_transfer_and_the_next_one_reads_as_before(
     )
     host, received = GrpcHost(receiver.servicer), Heard()
     receiver.expect(grant_of_peer(host.endpoint, num_blocks), received)
-    child = peer("sender", transport, host.endpoint, str(num_blocks))
-    assert child.stdout is not None
-    assert json.loads(child.stdout.readline()) == {"ready": True}
+    sender = start_process("sender", transport, host.endpoint, str(num_blocks))
+    assert sender.say() == {"ready": True}
     wait_for(lambda: receiver.stats.chunks >= 3, "some chunks")
-    child.kill()
-    child.wait(WAIT_S)
+    sender.kill()
     assert received.wait().outcome is ReceiveOutcome.FAILED
     wait_for(lambda: not receiver.peers, "the connection's end")
     receiver.close()
