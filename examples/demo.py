@@ -1,7 +1,8 @@
 """`make demo`: a whole cluster on this machine, real completions, and where each request's time went.
 
 One router, one prefill worker and one decode worker serve the bundled model. A short prompt stays on the decode
-worker; longer ones are read by the prefill worker, and their KV cache travels.
+worker; longer ones are read by the prefill worker, and their KV cache travels, unless the router predicts that the
+decode worker is quicker, as it may be on a busy machine. Each timeline ends with the way that was taken.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ def main() -> int:
         print(dim(f"  {cluster.ready_line}"))
         with Client(cluster.target) as client:
             one(client, 1, "a short prompt: the decode worker reads it itself", SHORT)
-            longest = one(client, 2, "a longer prompt: the prefill worker reads it, its KV cache travels", READ_LINES)
+            longest = one(client, 2, "a longer prompt: mostly worth a prefill worker; its KV cache travels", READ_LINES)
             both(client, "two at once, batched on the same workers", FIND_FILES, PARSE_HEADER)
             show_reasons(client, longest)
             show_topology(client)
         print(dim("  draining"))
         status = cluster.stop()
-    print(f"{bold('done')} in {time.monotonic() - began_s:.1f} s; now try: .venv/bin/pdserve up, and pdserve chat")
+    took = f"{bold('done')} in {time.monotonic() - began_s:.1f} s"
+    print(f"{took}; now try: .venv/bin/pdserve up, and beside it .venv/bin/pdserve chat")
     return status
 
 
@@ -187,7 +189,7 @@ def show_topology(client: Client) -> None:
 
 def show_start(line: str) -> None:
     """Of what `up` tells, the launcher's own lines; the workers' logs are for `pdserve up`."""
-    if LAUNCHER.match(line) and (" listens on " in line or " again " in line):
+    if LAUNCHER.match(line) and any(word in line for word in (" listens on ", " still ", " again ")):
         say(dim(line))
 
 

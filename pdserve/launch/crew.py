@@ -19,6 +19,8 @@ REDIS: Final = "redis"
 _WATCH_S: Final = 0.2
 _FIRST_BACKOFF_S: Final = 0.25
 _LONGEST_BACKOFF_S: Final = 10.0
+_SLOW_START_S: Final = 8.0
+_SLOW_WORKER: Final = "still loading; the first start on a machine compiles kernels, which are kept for the next"
 _STEADY_S: Final = 30.0  # a process that lived so long starts its backoff anew
 
 
@@ -31,6 +33,7 @@ class Member:
     env: tuple[tuple[str, str], ...] = ()
     start_s: float
     drain_s: float
+    slow_start: str = "still starting"  # what is said of it after some seconds
     on_line: Callable[[str], None] | None = None
 
 
@@ -41,6 +44,7 @@ def member(process: Process) -> Member:
         env=process.env,
         start_s=process.start_s,
         drain_s=process.config.drain_s,
+        slow_start="still starting" if process.name == "router" else _SLOW_WORKER,
     )
 
 
@@ -125,7 +129,11 @@ class Crew:
     async def _start(self, one: Member) -> None:
         relay = one.on_line or self._report.relay(one.name)
         child = self._children[one.name] = Child(one.name, one.program, dict(one.env), relay)
-        await child.start(one.start_s)
+        slow = asyncio.get_running_loop().call_later(_SLOW_START_S, self._report.say, one.name, one.slow_start)
+        try:
+            await child.start(one.start_s)
+        finally:
+            slow.cancel()
         self._report.say(one.name, f"pid {child.pid} listens on {child.address} after {child.start_s:.2f} s")
 
     async def _keep(self, one: Member) -> None:

@@ -1,12 +1,19 @@
-"""What `up` tells: progress and the processes' own lines on stderr, one `ready` line on stdout."""
+"""What `up` tells: progress and the processes' own lines on stderr, one `ready` line on stdout.
+
+A line that cannot be written (a full disk, a reader of stderr that has left) is lost, and nothing else is: whoever
+relays a process's lines must go on taking them, or the process stands still at its next one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, TextIO, final
+from typing import BinaryIO, Final, final
+
+from pdserve.core.errors import ConfigError
 
 _WIDTH: Final = 10
 
@@ -19,10 +26,11 @@ class Report:
         self._began_s = time.monotonic()
         self._log_dir = log_dir
         self._is_quiet = is_quiet
-        self._files: dict[str, TextIO] = {}
+        self._files: dict[str, LogFile] = {}
         self._phases: list[tuple[str, float]] = []
         if log_dir is not None:
-            log_dir.mkdir(parents=True, exist_ok=True)
+            with _a_folder(log_dir):
+                log_dir.mkdir(parents=True, exist_ok=True)
 
     def say(self, name: str, text: str) -> None:
         """The launcher's own word about `name`."""
@@ -34,14 +42,10 @@ class Report:
         if self._log_dir is None:
             return lambda line: _err(f"{name:<{_WIDTH}} | {line}")
         if name not in self._files:
-            self._files[name] = (self._log_dir / f"{name}.log").open("a", buffering=1, encoding="utf-8")
-        file = self._files[name]
-
-        def write(line: str) -> None:
-            if not file.closed:
-                file.write(line + "\n")
-
-        return write
+            with _a_folder(self._log_dir):
+                file = (self._log_dir / f"{name}.log").open("ab", buffering=0)
+            self._files[name] = LogFile(file, lambda why: self.say(name, f"its log loses lines: {why}"))
+        return self._files[name].write
 
     def phase(self, name: str, took_s: float) -> None:
         self._phases.append((name, took_s))
@@ -69,6 +73,41 @@ class Report:
             file.close()
 
 
+@final
+class LogFile:
+    """Appends whole lines to an unbuffered file. Lines that it cannot take are counted, and told of once it can."""
+
+    def __init__(self, file: BinaryIO, on_loss: Callable[[str], None]) -> None:
+        """`on_loss` is called with the reason when lines begin to be lost."""
+        self._file = file
+        self._on_loss = on_loss
+        self._num_lost = 0
+
+    def write(self, line: str) -> None:
+        if self._file.closed:
+            return
+        gap = f"({self._num_lost} lines could not be written)\n" if self._num_lost else ""
+        try:
+            self._file.write(f"{gap}{line}\n".encode(errors="replace"))
+            self._num_lost = 0
+        except OSError as error:
+            self._num_lost += 1
+            if self._num_lost == 1:
+                self._on_loss(error.strerror or "the disk failed")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@contextlib.contextmanager
+def _a_folder(log_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError("log_dir", log_dir, f"a folder that can be written to ({error.strerror})") from None
+
+
 def _err(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()

@@ -17,6 +17,7 @@ import pdserve
 from kvtransfer.faults import parse as parse_faults
 from pdserve.core.errors import ConfigError
 from pdserve.launch.spec import KINDS, ClusterSpec, check_settings, processes
+from router.policy import POLICIES
 
 _TOP: Final[Mapping[str, type]] = {
     "model": str,
@@ -66,6 +67,9 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         _check_top(name, value)
     for kind, values in tables.items():
         check_settings(kind, values)
+    policy = tables.get("router", {}).get("policy")
+    if policy is not None and policy not in POLICIES:  # the router would say so, after the workers have loaded
+        raise ConfigError("router.policy", policy, "one of " + ", ".join(sorted(POLICIES)))
     for name in _OF_WORKERS:
         if name in found:
             tables.setdefault("worker", {}).setdefault(name, found[name])

@@ -147,3 +147,8 @@ def test_a_file_or_a_word_cannot_inject_faults(text: str, words: tuple[str, ...]
 def test_a_plan_of_faults_is_read_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="explode"):
         read({"model": "toy", "inject_faults": "explode=1"}, folder=tmp_path)
+
+
+def test_an_unknown_policy_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"router.policy: got fastest, expected one of .*goodput"):
+        read({"model": "toy"}, None, "router.policy=fastest", folder=tmp_path)

@@ -1,0 +1,93 @@
+"""What the launcher writes may fail; what it relays for must not notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.core.errors import ConfigError
+from pdserve.launch.report import LogFile, Report
+
+
+def test_each_process_has_its_file(tmp_path: Path) -> None:
+    report = Report(tmp_path / "logs")
+    for name in ("p0", "d0"):
+        report.relay(name)(f"a line of {name}: é")
+    report.close()
+    assert (tmp_path / "logs" / "p0.log").read_text(encoding="utf-8") == "a line of p0: é\n"
+    assert (tmp_path / "logs" / "d0.log").read_text(encoding="utf-8") == "a line of d0: é\n"
+
+
+def test_a_restarted_process_goes_on_in_its_file(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    report.relay("p0")("before")
+    report.relay("p0")("after")
+    report.close()
+    assert (tmp_path / "p0.log").read_text() == "before\nafter\n"
+
+
+def test_a_full_disk_costs_lines_and_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p0.log").symlink_to("/dev/full")
+    report = Report(tmp_path)
+    write = report.relay("p0")
+    for number in range(3):
+        write(f"line {number}")
+    report.close()
+    write("a line after the end")
+    [told] = capsys.readouterr().err.splitlines()
+    assert "p0" in told
+    assert "its log loses lines: No space left on device" in told
+
+
+class Disk:
+    """A file whose disk is full now and then."""
+
+    def __init__(self) -> None:
+        self.is_full, self.closed, self.kept = False, False, b""
+
+    def write(self, data: bytes) -> int:
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        self.kept += data
+        return len(data)
+
+
+def test_a_log_says_how_many_lines_it_lacks_when_there_is_room_again() -> None:
+    disk, told = Disk(), list[str]()
+    file = LogFile(disk, told.append)  # type: ignore[arg-type]
+    file.write("first")
+    disk.is_full = True
+    file.write("lost")
+    file.write("lost too")
+    disk.is_full = False
+    file.write("last")
+    assert disk.kept == b"first\n(2 lines could not be written)\nlast\n"
+    assert told == ["No space left on device"]
+
+
+class Left:
+    """A stderr whose reader has left."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+
+    def write(self, text: str) -> int:
+        self.tries += 1
+        raise BrokenPipeError
+
+
+def test_nobody_who_reads_stderr_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = Left()
+    monkeypatch.setattr("sys.stderr", left)
+    report = Report()
+    report.say("p0", "starting")
+    report.relay("p0")("a line")
+    report.table()
+    assert left.tries == 3
+
+
+@pytest.mark.parametrize("folder", ["/dev/full", "/proc/nowhere"])
+def test_a_folder_for_logs_that_cannot_be_is_refused_by_name(folder: str) -> None:
+    with pytest.raises(ConfigError, match=f"log_dir: got {folder}, expected a folder that can be written to"):
+        Report(Path(folder))
