@@ -30,7 +30,7 @@ def open_handle(
     with cupy.cuda.Device(device):
         try:
             base = cupy.cuda.runtime.ipcOpenMemHandle(handle)
-        except (cupy.cuda.runtime.CUDARuntimeError, ValueError) as error:
+        except (cupy.cuda.runtime.CUDARuntimeError, ValueError, IndexError) as error:  # no 64 bytes: the last two
             raise TransferFailed(f"the sender's pool cannot be opened: {error}") from error
         num_bytes = num_blocks * block_bytes
         memory = cupy.cuda.UnownedMemory(base, offset + num_bytes, None, device)

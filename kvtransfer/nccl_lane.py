@@ -76,8 +76,16 @@ def status_of(error: BaseException) -> str:
 
 
 def signed(lane_id: bytes) -> tuple[int, ...]:
-    """An id as CuPy takes it: a tuple of C chars, which are signed on x86."""
+    """An id as CuPy before 14 takes it: a tuple of C chars, which are signed on x86."""
     return tuple(byte - 256 if byte > 127 else byte for byte in lane_id)
+
+
+def communicator(nccl: Any, lane_id: bytes, rank: int) -> Any:
+    """Of two ranks. Blocks until the other one has come."""
+    try:
+        return nccl.NcclCommunicator(2, lane_id, rank)
+    except TypeError:  # CuPy before 14, which has done nothing yet
+        return nccl.NcclCommunicator(2, signed(lane_id), rank)
 
 
 @final
@@ -100,12 +108,11 @@ class NcclLanes:
             import cupy
 
             with cupy.cuda.Device(device.device.index):
-                return self._nccl.NcclCommunicator(2, signed(lane_id), rank)
+                return communicator(self._nccl, lane_id, rank)
 
         # Not on the issuing thread: nobody can call back a rank that waits for one that does not come, and the
         # other pairs of the device shall not wait with it. It launches nothing that others could be mixed up with.
-        communicator = answer_of(make, on_its_own_thread, JOIN_S)
-        lane = NcclLane(issuer, device, communicator, 1 - rank)
+        lane = NcclLane(issuer, device, answer_of(make, on_its_own_thread, JOIN_S), 1 - rank)
         try:
             lane.warm(rank)
         except BaseException:

@@ -15,7 +15,7 @@ from benchmarks.fake_lane import FakeLane, FakeLanes
 from kvtransfer.cuda import why_no_cuda
 from kvtransfer.endpoint import make_sender
 from kvtransfer.frames import Frame, Kind
-from kvtransfer.nccl_lane import Issuer, answer_of, on_its_own_thread, signed, status_of
+from kvtransfer.nccl_lane import Issuer, answer_of, communicator, on_its_own_thread, status_of
 from kvtransfer.outbound import Outbound
 from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.paths.nccl import NCCL, Nccl
@@ -274,9 +274,18 @@ def test_statuses_that_cupy_does_not_know_are_still_statuses() -> None:
     assert status_of(RuntimeError("NCCL_ERROR_SYSTEM")) == "NCCL_ERROR_SYSTEM"
 
 
-def test_an_nccl_id_travels_as_bytes_and_reaches_cupy_as_signed_chars() -> None:
+@pytest.mark.parametrize("kind", [bytes, tuple])
+def test_an_nccl_id_reaches_cupy_14_as_bytes_and_older_ones_as_signed_chars(kind: type) -> None:
+    class Cupy:
+        @staticmethod
+        def NcclCommunicator(num_ranks: int, lane_id: Any, rank: int) -> Any:
+            if type(lane_id) is not kind:
+                raise TypeError(f"Argument 'commId' has incorrect type (expected {kind.__name__})")
+            return num_ranks, lane_id, rank
+
     chars = tuple(range(-128, 128))
-    assert signed(bytes(number % 256 for number in chars)) == chars
+    packed = bytes(number % 256 for number in chars)
+    assert communicator(Cupy, packed, 1) == (2, packed if kind is bytes else chars, 1)
 
 
 def test_a_pair_whose_other_rank_never_comes_holds_up_no_other_pair() -> None:
