@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdserve.engine import paged
-from pdserve.engine.attention import attend, attend_chunk, make_context
+from pdserve.engine.attention import attend, attend_chunk, flash_chunk, is_for_flash, make_context
 from pdserve.engine.batch import pack
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import Row
@@ -299,6 +299,15 @@ def test_a_chunk_without_a_mask_sees_what_the_masked_one_sees(start: int, num_qu
     keys, values = pool.read(0, context.block_BP, torch.float32)
     chunk = attend_chunk(q_1QHD, keys, values, context.chunk_end, None)
     torch.testing.assert_close(chunk, attend(pool, 0, q_1QHD, context), rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_chunks_are_for_flash_attention() -> None:
+    """Without a device only shapes and arguments show."""
+    q_1HQD, k_1KSD = (torch.empty(1, heads, 7, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
+    assert is_for_flash(q_1HQD)
+    assert not is_for_flash(q_1HQD.float())
+    assert not is_for_flash(q_1HQD[..., :20])
+    assert flash_chunk(q_1HQD, k_1KSD, k_1KSD, 0.1).shape == (7, 32 * 128)
 
 
 def test_only_a_single_row_that_sees_everything_is_a_chunk() -> None:
