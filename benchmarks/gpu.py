@@ -10,27 +10,26 @@ From a bare checkout with torch, triton, transformers, CuPy, grpcio, protobuf an
   transfers     cuda_ipc and nccl between two processes, 1 MiB to 1 GiB; a decode step while they land
   serving       a prefill and a decode worker process on the one GPU: times, and the text against transformers'
   transformers  beside it: the Llama shape, static cache
-Each part runs in a process of its own, so that none can take another down, and writes DIR/PART.json after every row;
-DIR/table.md has all of them, the bars with met or missed among them. A part that is over its time is
-killed and keeps what it had. Exit code 1 where a part failed; missed bars are figures, not failures. --rehearse runs
-the same lines on a CPU in one process, with tiny models, Triton's interpreter and stand-ins for devices.
+Each part runs in a process of its own, so that none can take another down, and adds every row to DIR/benchmark.jsonl
+when it has it; DIR/table.md has all of them, the bars with met or missed among them. A part that is over its time is
+killed and keeps what it had; one that no time is left for says so. Exit code 1 where a part failed; missed bars are
+figures, not failures. --rehearse runs the same lines on a CPU in one process, with tiny models, Triton's interpreter
+and stand-ins for devices.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.gpu_report import Report, read, table
+from benchmarks import gpu_stages
+from benchmarks.gpu_report import FILE, append, read, table, told
 
 
 @dataclass(frozen=True)
@@ -71,15 +70,14 @@ def main() -> int:
     if not flags.rehearse and not has_cuda():
         print("no CUDA device: nothing was measured (--rehearse runs the script on a CPU)", file=sys.stderr)
         return 2
-    for part in wanted:
-        (flags.out / f"{part.name}.json").unlink(missing_ok=True)
     ends_s = time.monotonic() + flags.budget
     for part in wanted:
         left_s = min(part.most_s, ends_s - time.monotonic())
         began_s = time.monotonic()
-        print(f"\n# {part.name}, at most {left_s:.0f} s", flush=True)
+        print(f"\n# {part.name}, at most {max(0.0, left_s):.0f} s", flush=True)
+        append(flags.out / FILE, part.name, title="", columns=["what"])  # what an earlier run had is gone
         if left_s < _LEAST_S:
-            note(flags.out, part.name, TimeoutError("no time was left for it"))
+            note(flags.out, part.name, TimeoutError(f"SKIPPED: {left_s:.0f} s were left for it"))
         elif flags.rehearse:
             guarded(part.name, flags.out, lambda part=part: run_part(part.name, flags.out, is_rehearsal=True))  # type: ignore[misc]
         else:
@@ -87,7 +85,8 @@ def main() -> int:
         print(f"# {part.name} took {time.monotonic() - began_s:.0f} s", flush=True)
         write_table(flags.out)
     print("\n" + (flags.out / "table.md").read_text())
-    return int(any(findings.errors for findings in (read(flags.out / f"{part.name}.json") for part in wanted)))
+    found = read(flags.out / FILE)
+    return int(any(found[part.name].errors for part in wanted))
 
 
 def has_cuda() -> bool:
@@ -96,21 +95,13 @@ def has_cuda() -> bool:
     return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def in_process(name: str, out: Path, seconds: float) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--out", str(out)]
-    process = subprocess.Popen(command, process_group=0)  # its workers and senders end with it
-    error: Exception | None = None
-    try:
-        if code := process.wait(seconds):
-            error = RuntimeError(f"the part's process ended with {code}")
-    except subprocess.TimeoutExpired:
-        error = TimeoutError(f"ended after {seconds:.0f} s")
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if error is not None:  # noted once nobody else writes there
-        note(out, name, error)
+def in_process(name: str, out: Path, seconds: float, command: list[str] | None = None) -> None:
+    command = command or gpu_stages.module("benchmarks.gpu", "--part", name, "--out", str(out))
+    code = gpu_stages.run(command, seconds, lambda line: print(line, flush=True))
+    if code == gpu_stages.OVER_TIME:  # noted once nobody else writes there
+        note(out, name, TimeoutError(f"ended after {seconds:.0f} s"))
+    elif code:
+        note(out, name, RuntimeError(f"the part's process ended with {gpu_stages.why(code)}"))
 
 
 def guarded(name: str, out: Path, run: Callable[[], None]) -> None:
@@ -122,17 +113,12 @@ def guarded(name: str, out: Path, run: Callable[[], None]) -> None:
 
 def note(out: Path, name: str, error: Exception) -> None:
     """Adds an error to what the part has left."""
-    path = out / f"{name}.json"
-    kept = read(path) if path.exists() else None
-    report = Report(out, name, "" if kept is None else kept.title, ["what"] if kept is None else kept.columns)
-    if kept is not None:
-        report.findings.rows, report.findings.bars, report.findings.errors = kept.rows, kept.bars, kept.errors
-    report.error(name, error)
+    print(f"# {told(name, error)}", flush=True)
+    append(out / FILE, name, error=told(name, error))
 
 
 def write_table(out: Path) -> None:
-    found = [read(out / f"{part.name}.json") for part in PARTS if (out / f"{part.name}.json").exists()]
-    (out / "table.md").write_text("\n\n".join(map(table, found)) + "\n")
+    (out / "table.md").write_text("\n\n".join(map(table, read(out / FILE).values())) + "\n")
 
 
 def run_part(name: str, out: Path, *, is_rehearsal: bool) -> None:
@@ -151,16 +137,24 @@ def run_part(name: str, out: Path, *, is_rehearsal: bool) -> None:
         torch.cuda.set_device(0)
         setting = full(CudaClock(), torch.cuda.mem_get_info()[0])
     from benchmarks import gpu_parts
-    from benchmarks.gpu_serving import serving
-    from benchmarks.gpu_transfers import transfers
+
+    def transfers() -> None:  # these two need grpcio and protobuf, and the others shall not
+        from benchmarks.gpu_transfers import transfers
+
+        transfers(setting, out)
+
+    def serving() -> None:
+        from benchmarks.gpu_serving import serving
+
+        serving(setting, out)
 
     runs: dict[str, Callable[[], None]] = {
         "device": lambda: gpu_parts.device(setting, out),
         "llama-bf16": lambda: gpu_parts.model(setting, out, name, gpu_parts.LLAMA, "bfloat16"),
         "llama-fp8": lambda: gpu_parts.model(setting, out, name, gpu_parts.LLAMA, "fp8"),
         "qwen": lambda: gpu_parts.model(setting, out, name, "qwen3-0.6b", "bfloat16"),
-        "transfers": lambda: transfers(setting, out),
-        "serving": lambda: serving(setting, out),
+        "transfers": transfers,
+        "serving": serving,
         "transformers": lambda: gpu_parts.peer(setting, out),
     }
     runs[name]()

@@ -1,15 +1,18 @@
-"""What a part of benchmarks.gpu has found: rows and bars, on disk after every one, so that a cut run keeps them. Pure
-but for the file.
+"""What the parts of benchmarks.gpu have found: rows and bars, on disk after every one, so that a cut run keeps them.
+
+One file for all parts, FOLDER/benchmark.jsonl, since only few files come back from a lent machine: each line adds to
+one part's findings, and a part's head begins them anew.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
+
+FILE: Final = "benchmark.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,41 +41,60 @@ class Findings:
 
 @final
 class Report:
-    """One part's findings, in FOLDER/PART.json."""
+    """One part's findings. The parts run one after the other, so that one process at a time writes."""
 
     def __init__(self, folder: Path, part: str, title: str, columns: Sequence[str]) -> None:
         self.findings = Findings(part, title, list(columns))
-        self._path = folder / f"{part}.json"
-        self._write()
+        self._path = folder / FILE
+        self._write(title=title, columns=self.findings.columns)
 
     def row(self, *cells: Any) -> None:
         self.findings.rows.append([cell if isinstance(cell, str) else shown(cell) for cell in cells])
         print("| " + " | ".join(self.findings.rows[-1]) + " |", flush=True)
-        self._write()
+        self._write(row=self.findings.rows[-1])
 
     def bar(self, name: str, value: float, *, least: float | None = None, most: float | None = None) -> None:
         bound = least if least is not None else most
         assert bound is not None
         self.findings.bars.append(Bar(name, value, bound, least is not None))
         print(bar_line(self.findings.bars[-1]), flush=True)
-        self._write()
+        self._write(bar=asdict(self.findings.bars[-1]))
 
     def error(self, where: str, error: BaseException) -> None:
-        self.findings.errors.append(f"{where}: {type(error).__name__}: {error}"[:500])
+        self.findings.errors.append(told(where, error))
         print(self.findings.errors[-1], flush=True)
-        self._write()
+        self._write(error=self.findings.errors[-1])
 
-    def _write(self) -> None:
-        # Whole or not at all: the part's process may be killed in here, and another one reads what it has left.
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self.findings), indent=1))
-        os.replace(partial, self._path)
+    def _write(self, **what: Any) -> None:
+        append(self._path, self.findings.part, **what)
 
 
-def read(path: Path) -> Findings:
-    found = json.loads(path.read_text())
-    bars = [Bar(**bar) for bar in found.pop("bars")]
-    return Findings(**found, bars=bars)
+def told(where: str, error: BaseException) -> str:
+    return f"{where}: {type(error).__name__}: {error}"[:500]
+
+
+def append(path: Path, part: str, **what: Any) -> None:
+    """Behind a line break, since a process that was killed may have left half a line."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" + json.dumps({"part": part, **what}))
+
+
+def read(path: Path) -> dict[str, Findings]:
+    """By part, in the order in which they began."""
+    found: dict[str, Findings] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            said = json.loads(line)
+        except ValueError:  # empty, or cut
+            continue
+        name = said["part"]
+        if "title" in said:
+            found[name] = Findings(name, said["title"], said["columns"])
+        one = found.setdefault(name, Findings(name, "", ["what"]))
+        one.rows += [said["row"]] if "row" in said else []
+        one.bars += [Bar(**said["bar"])] if "bar" in said else []
+        one.errors += [said["error"]] if "error" in said else []
+    return found
 
 
 def shown(value: float | int) -> str:

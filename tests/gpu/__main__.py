@@ -1,69 +1,143 @@
-"""All checks that need a GPU, one table, one exit code.
+"""All checks that need a GPU, side by side, one table, one exit code, in under nine minutes.
 
-    python -m tests.gpu [--only kernels,engine] [--rehearse]
+    python -m tests.gpu [--out DIR] [--only kernels,engine] [--budget 500] [--rehearse]
 
-  kernels    every Triton kernel against float64, and its time (check_kernels)
-  engine     the eager engine against transformers, every family (check_engine)
+  kernels    every Triton kernel against float64 (check_kernels)
   graphs     captured decode steps against the same steps uncaptured, no waiting in a launch (check_graphs)
   transfer   cuda_ipc and nccl between two processes, one of which is killed (check_transfer)
+  engine     the eager engine against transformers, every family (check_engine)
+  times      every kernel's time against floors, once the others have ended (check_kernels --times)
 
-Each runs in a process of its own and is killed when it is over its time. Exit code 1 where one failed, 2 without a
-CUDA device. --rehearse runs graphs and transfer on a CPU; the kernels' checks run there in `make test`.
+Each runs in a process of its own, which has the others' compiler for company and not their errors, and is killed when
+it is over its time. Lines are printed as they come, with the name of their check, and lie in DIR/checks.log; what
+failed is told again at the end, and lies in DIR/checks.md. Exit code 1 where one failed, 2 without a CUDA device.
+--rehearse runs graphs and transfer on a CPU; the kernels' checks run there in `make test`.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
-from typing import Final
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, final
 
 import torch
 
-CHECKS: Final = {"kernels": 240.0, "transfer": 180.0, "graphs": 300.0, "engine": 240.0}  # seconds at most
+from benchmarks.gpu_stages import module, run, why
+
+TOGETHER: Final = {  # command; mostly compilers, which share a GPU well
+    "kernels": module("tests.gpu.check_kernels", "--errors"),
+    "graphs": module("tests.gpu.check_graphs"),
+    "transfer": module("tests.gpu.check_transfer"),
+    "engine": module("tests.gpu.check_engine"),
+}
+ALONE: Final = {"times": module("tests.gpu.check_kernels", "--times")}
 REHEARSED: Final = ("transfer", "graphs")
+BUDGET_S: Final = 500.0
+TOGETHER_S: Final = 340.0  # of it at most, so that there is something left for the times
+_LEAST_S: Final = 20.0  # nothing is begun with less
+_MOST_TOLD: Final = 60  # lines of what failed: the end of the output is what comes back
+
+
+@dataclass
+class Check:
+    name: str
+    lines: list[str] = field(default_factory=list)
+    result: str = ""  # why it failed
+    took_s: float = 0.0
+
+
+@final
+class Log:
+    """Lines of several checks at once, on the screen and in a file."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._lock = threading.Lock()
+        self._folder = folder
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "checks.log").write_text("")
+
+    def say(self, line: str) -> None:
+        with self._lock:
+            print(line, flush=True)
+            if self._folder is not None:
+                with (self._folder / "checks.log").open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+
+    def keep(self, name: str, text: str) -> None:
+        if self._folder is not None:
+            (self._folder / name).write_text(text + "\n", encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all checks")
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
     if not args.rehearse and not torch.cuda.is_available():
         print("no CUDA device: nothing was checked (--rehearse runs what can be)", file=sys.stderr)
         return 2
-    names = args.only.split(",") if args.only else list(REHEARSED if args.rehearse else CHECKS)
-    unknown = [name for name in names if name not in (REHEARSED if args.rehearse else CHECKS)]
+    known = {name: TOGETHER[name] for name in REHEARSED} if args.rehearse else TOGETHER | ALONE
+    names = args.only.split(",") if args.only else list(known)
+    unknown = [name for name in names if name not in known]
     if unknown:
         parser.error(f"no such check: {', '.join(unknown)}")
-    lines = []
-    codes = []
-    for name in names:
-        print(f"\n# {name}", flush=True)
-        began_s = time.monotonic()
-        command = [sys.executable, "-m", f"tests.gpu.check_{name}", *(["--rehearse"] if args.rehearse else [])]
-        codes.append(run(command, CHECKS[name]))
-        told = {0: "right", 124: "**over its time**"}.get(codes[-1], f"**exit code {codes[-1]}**")
-        lines.append(f"| {name} | {told} | {time.monotonic() - began_s:.0f} |")
-    print("\n| check | result | s |\n|---|---|---|\n" + "\n".join(lines))
-    return int(any(codes))
+    flags = ["--rehearse"] if args.rehearse else []
+    return session({name: [*known[name], *flags] for name in names}, args.budget, args.out)
 
 
-def run(command: list[str], seconds: float) -> int:
-    """Its exit code; 124 where it was killed. What it started ends with it."""
-    process = subprocess.Popen(command, process_group=0)
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return 124
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def session(commands: dict[str, list[str]], budget_s: float, folder: Path | None) -> int:
+    """Those of ALONE after the others. Exit code."""
+    log, ends_s = Log(folder), time.monotonic() + budget_s
+    together = [Check(name) for name in commands if name not in ALONE]
+    alone = [Check(name) for name in commands if name in ALONE]
+    most_s = min(budget_s, TOGETHER_S) if alone else budget_s
+    threads = [threading.Thread(target=perform, args=(one, commands[one.name], most_s, log)) for one in together]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in alone:
+        perform(one, commands[one.name], ends_s - time.monotonic(), log)
+    text = summary([*together, *alone])
+    log.keep("checks.md", text)
+    print("\n" + text)
+    return int(any(one.result for one in (*together, *alone)))
+
+
+def perform(check: Check, command: list[str], seconds: float, log: Log) -> None:
+    if seconds < _LEAST_S:
+        check.result = f"SKIPPED: {max(0.0, seconds):.0f} s were left for it"
+        log.say(f"[{check.name}] {check.result}")
+        return
+
+    def tell(line: str) -> None:
+        check.lines.append(line)
+        log.say(f"[{check.name}] {line}")
+
+    began_s = time.monotonic()
+    check.result = why(run(command, seconds, tell))
+    check.took_s = time.monotonic() - began_s
+    log.say(f"[{check.name}] ended after {check.took_s:.0f} s: {check.result or 'right'}")
+
+
+def summary(checks: list[Check]) -> str:
+    """What failed, then the table. Failed lines are bold in every check; of one that ended otherwise the last tell."""
+    text = []
+    for one in checks:
+        failed = [line for line in one.lines if "**" in line] or one.lines[-12:]
+        if one.result:
+            text += [f"## {one.name}: {one.result}", "", *failed[:_MOST_TOLD], ""]
+            text += [f"and {len(failed) - _MOST_TOLD} more", ""] if len(failed) > _MOST_TOLD else []
+    text += ["| check | result | s |", "|---|---|---|"]
+    text += [f"| {one.name} | {f'**{one.result}**' if one.result else 'right'} | {one.took_s:.0f} |" for one in checks]
+    return "\n".join(text)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Every Triton kernel on a CUDA device: largest error against float64, then time against floors. Prints two tables.
 
-    python -m tests.gpu.check_kernels [--tune]
+    python -m tests.gpu.check_kernels [--errors] [--times] [--tune]
 
 From a bare checkout with torch, triton and numpy. The checks are those that `make test` runs in the interpreter;
 launches have real models' shapes. Floors: the bytes that a launch must move at the bandwidth of a device copy, which
 is measured first, and torch's own operation where there is one. Each launch is captured in a CUDA graph and replayed,
-so that a kernel that cannot be captured fails here, and no launch cost is in the times. --tune tries attention's
-tilings. Exit code 1 where an error is above its bound; 2 where there is no CUDA device.
+so that a kernel that cannot be captured fails here, and no launch cost is in the times. --errors or --times for one
+of the two; --tune tries attention's tilings. Exit code 1 where an error is above its bound or a launch raises; 2 where
+there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -31,20 +32,18 @@ SAMPLES = 5
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", action="store_true")
+    for what in ("errors", "times", "tune"):
+        parser.add_argument(f"--{what}", action="store_true")
     args = parser.parse_args()
+    is_all = not (args.errors or args.times)
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was checked (make test runs the checks in the interpreter)", file=sys.stderr)
         return 2
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    num_wrong = check_all(device)
-    copy_gb_s = copy_bandwidth(device)
-    print(f"\ndevice copy: {copy_gb_s:.0f} GB/s read and written")
-    print("\n| launch | us | GB/s | share of a copy | torch us |\n|---|---|---|---|---|")
-    for launch in LAUNCHES:
-        print(timed(launch, device, copy_gb_s), flush=True)
-        torch.cuda.empty_cache()
+    num_wrong = check_all(device) if args.errors or is_all else 0
+    if args.times or is_all:
+        num_wrong += time_all(device)
     if args.tune:
         tune(device)
     return int(num_wrong > 0)
@@ -58,7 +57,7 @@ def check_all(device: torch.device) -> int:
             error = case.check(device)
         except Exception as problem:  # the other checks still tell something
             told = f"{type(problem).__name__}: {problem}"[:200]
-            print(f"| {case.name} | {told!r} | {case.bound:.2g} | **raised** |")
+            print(f"| {case.name} | {told!r} | {case.bound:.2g} | **raised** |", flush=True)
             num_wrong += 1
             continue
         is_wrong = not error <= case.bound
@@ -66,6 +65,23 @@ def check_all(device: torch.device) -> int:
         print(f"| {case.name} | {error:.2g} | {case.bound:.2g} | {'**wrong**' if is_wrong else ''} |", flush=True)
     print(f"\n{num_wrong} wrong")
     return num_wrong
+
+
+def time_all(device: torch.device) -> int:
+    """How many could not be."""
+    copy_gb_s = copy_bandwidth(device)
+    print(f"\ndevice copy: {copy_gb_s:.0f} GB/s read and written")
+    print("\n| launch | us | GB/s | share of a copy | torch us |\n|---|---|---|---|---|")
+    num_raised = 0
+    for launch in LAUNCHES:
+        try:
+            line = timed(launch, device, copy_gb_s)
+        except Exception as problem:
+            line = f"| {launch.name} | **raised** {type(problem).__name__}: {str(problem)[:200]!r} | | | |"
+            num_raised += 1
+        print(line, flush=True)
+        torch.cuda.empty_cache()
+    return num_raised
 
 
 def timed(launch: Launch, device: torch.device, copy_gb_s: float) -> str:

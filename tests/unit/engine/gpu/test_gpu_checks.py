@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_ends import HostPool
+from tests.gpu import __main__ as checks
 from tests.gpu import check_transfer
 from tests.gpu.check_graphs import differs
 
@@ -21,8 +22,37 @@ def test_the_entry_runs_what_can_be_rehearsed() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert done.stdout.count("| right |") == 2 * 3 + 2
-    assert "| llama | float32 | 2 |" in done.stdout
+    assert "[graphs] | llama | float32 | 2 |" in done.stdout
     assert "equal" in done.stdout
+
+
+def test_checks_that_fail_are_told_again_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = "print('| this | fine |'); print('| that | **wrong** |'); raise SystemExit(1)"
+    commands = {
+        "right": [sys.executable, "-c", "print('fine')"],
+        "kernels": [sys.executable, "-c", wrong],
+        "engine": [sys.executable, "-c", "import a_module_that_nobody_has"],
+        "transfer": [sys.executable, "-c", "import os; os.abort()"],
+    }
+    assert checks.session(commands, 300.0, tmp_path) == 1
+    text = (tmp_path / "checks.md").read_text()
+    assert capsys.readouterr().out.endswith(text)
+    assert "| right | right |" in text
+    assert "## kernels: exit code 1\n\n| that | **wrong** |\n\n" in text
+    assert "No module named 'a_module_that_nobody_has'" in text
+    assert "| transfer | **signal 6** |" in text
+    assert "[right] fine\n" in (tmp_path / "checks.log").read_text()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_check_that_hangs_is_ended_and_one_that_comes_too_late_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "_LEAST_S", 1.0)
+    assert checks.session({"graphs": ["sleep", "600"], "times": ["sleep", "600"]}, 2.0, tmp_path) == 1
+    text = (tmp_path / "checks.md").read_text()
+    assert "| graphs | **over its time** |" in text
+    assert "| times | **SKIPPED" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
