@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
+from typing import Final
 
 from pdserve.cli.sampling import add_sampling_flags, options
 from pdserve.cli.stats import stats_line
@@ -14,7 +16,8 @@ from pdserve.client.sync import Client
 from pdserve.core.errors import PdserveError
 
 HELP = "talk to the model"
-_WORDS = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops a reply"
+_WORDS: Final = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops a reply"
+_WORD: Final = re.compile(r"/[a-z]+")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
                 break
             if line == "/reset":
                 talk.reset()
+            elif _WORD.fullmatch(line):
+                print(f"  no such word; {_WORDS}", file=sys.stderr)
             elif line:
                 status = _reply(client, talk, line, chosen)
     # A person has seen the error and may go on; a pipe has nobody to see it.

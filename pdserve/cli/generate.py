@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from pdserve.cli.sampling import add_sampling_flags, options
-from pdserve.cli.stats import stats_line
+from pdserve.cli.stats import cut_short, stats_line
 from pdserve.cli.target import add_target_flags, connect
 from pdserve.client.beam import EarlyStopping
-from pdserve.core.errors import InvalidRequest
+from pdserve.client.results import Completion
+from pdserve.client.sync import Stream
+from pdserve.core.errors import InvalidRequest, PdserveError
 
 HELP = "answer one prompt"
 _NUMBERS: Final = {
@@ -57,19 +59,33 @@ def run(args: argparse.Namespace) -> int:
         return _search(args, prompt, chosen)
     is_streamed = not args.json and (args.n or 1) == 1
     with connect(args) as client, client.stream(prompt, **chosen) as stream:
-        for piece in stream:
-            if is_streamed:
-                print(piece.text, end="", flush=True)
-        done = stream.completion
+        done = _follow(stream, is_shown=is_streamed)
     if args.json:
         print(json.dumps(dataclasses.asdict(done)))
-    elif is_streamed:
-        print()
-    else:
+    elif not is_streamed:
         _print([(str(choice.index), choice.text) for choice in done.choices])
     if args.stats:
         print(stats_line(done), file=sys.stderr)
+    for note in cut_short([choice.finish_reason for choice in done.choices], chosen):
+        print(f"pdserve generate: note: {note}", file=sys.stderr)
     return 0
+
+
+def _follow(stream: Stream, *, is_shown: bool) -> Completion:
+    """What the stream has become at its end. An error on the terminal does not begin in the middle of a line."""
+    last = ""
+    try:
+        for piece in stream:
+            if is_shown:
+                print(piece.text, end="", flush=True)
+                last = piece.text or last
+    except (PdserveError, KeyboardInterrupt):
+        if last and not last.endswith("\n"):
+            print(flush=True)
+        raise
+    if is_shown:
+        print()
+    return stream.completion
 
 
 def _search(args: argparse.Namespace, prompt: str, chosen: dict[str, Any]) -> int:

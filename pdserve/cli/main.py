@@ -6,10 +6,11 @@ Status 1: it failed. 2: it was asked in a wrong way. 130: interrupted.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 import pdserve
 from pdserve.cli import chat, doctor, explain, generate, plan, replay, simulate, topology, up
@@ -28,8 +29,16 @@ COMMANDS: Final = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """One line for a wrong command line: a page of flags would hide what is wrong with it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    _read_and_print_anything()
+    parser = Parser(
         prog="pdserve", description="Serve a large language model with separate prefill and decode workers."
     )
     parser.add_argument("--version", action="version", version=f"pdserve {pdserve.__version__}")
@@ -41,14 +50,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = COMMANDS[args.command].run(args)
         return status
     except PdserveError as error:
-        print(f"pdserve {args.command}: error: {one_line(error)}", file=sys.stderr)
+        hint = "; is `pdserve up` running there?" if error.message.startswith("nobody answers at") else ""
+        print(f"pdserve {args.command}: error: {one_line(error)}{hint}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output has left; the interpreter must not complain while it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()  # its reader has left
         return 1
+    except OSError as error:  # what is nobody's flag: a full disk behind our output, no descriptor left
+        _drop_stdout()
+        print(f"pdserve {args.command}: error: {one_line(error)}", file=sys.stderr)
+        return 1
+
+
+def _read_and_print_anything() -> None:
+    """Bytes that are no text become an error that names the prompt; a character that the terminal lacks becomes a ?."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def _drop_stdout() -> None:
+    """What is left in its buffer cannot be written; the interpreter must not complain of it at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def one_line(error: BaseException) -> str:

@@ -20,7 +20,7 @@ _FLAGS: Final = (
 )
 
 _LISTS: Final = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
-_SHAPES: Final = ("json_schema", "json_object", "regex", "choice", "grammar")
+SHAPES: Final = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def _bias(value: str) -> tuple[int, float]:
 def options(args: argparse.Namespace) -> dict[str, Any]:
     from pdserve.core.types import Slo
 
-    names = [flag[2:].replace("-", "_") for flag, *_ in _FLAGS] + [*_LISTS, "ignore_eos", *_SHAPES]
+    names = [flag[2:].replace("-", "_") for flag, *_ in _FLAGS] + [*_LISTS, "ignore_eos", *SHAPES]
     found = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.logit_bias is not None:
         found["logit_bias"] = dict(args.logit_bias)

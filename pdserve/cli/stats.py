@@ -1,7 +1,10 @@
-"""A completion's times in one line for a person. Pure."""
+"""What a person is told beside an answer: its times in one line, and that it was cut short. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Container
+
+from pdserve.cli.sampling import SHAPES
 from pdserve.client.results import Completion
 
 
@@ -21,6 +24,16 @@ def stats_line(done: Completion) -> str:
     if times.attempts > 1:
         parts.append(f"{times.attempts} attempts")
     return " · ".join(parts)
+
+
+def cut_short(endings: Container[str], asked: Container[str]) -> list[str]:
+    """What a person must know who asked for a shape and got a part of one: it looks like an answer, and is none.
+
+    `endings`: the answers' finish reasons. `asked`: the names of what was set.
+    """
+    if "length" not in endings:
+        return []
+    return [f"max_tokens ended the answer before its {name} was complete" for name in SHAPES if name in asked]
 
 
 def milliseconds(seconds: float) -> str:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -104,6 +105,9 @@ _BARE: Final[Mapping[grpc.StatusCode, Callable[[str], PdserveError]]] = {
     grpc.StatusCode.DATA_LOSS: KvLost,
     grpc.StatusCode.ABORTED: TransferFailed,
 }
+# How gRPC says that there is nobody: "... last error: UNKNOWN: ipv4:127.0.0.1:50051: Failed to connect ...: refused".
+_NOBODY: Final = re.compile(r"failed to connect to all addresses.*?(?:ipv4|ipv6|unix):(.+?): (?:.*: )?(.+)", re.DOTALL)
+_NO_NAME: Final = re.compile(r"lookup failed for (\S+): ([^\]]+)")
 _TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\.? (\d+)\)")
 
 
@@ -154,8 +158,19 @@ def from_code(code: grpc.StatusCode, text: str) -> PdserveError:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and too_large is not None:
         seen, limit = too_large.groups()
         return InvalidRequest("request", f"a message of {seen} bytes", f"at most {limit} bytes")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        text = _who_is_away(text)
     build = _BARE.get(code)
     return InternalError(f"{code.name}: {text}") if build is None else build(text)
+
+
+def _who_is_away(text: str) -> str:
+    """gRPC's words for a connection that did not come about, in ours; any others as they are."""
+    if nobody := _NOBODY.search(text):
+        return f"nobody answers at {unquote(nobody[1])} ({nobody[2]})"
+    if no_name := _NO_NAME.search(text):
+        return f"nobody answers at {no_name[1]} ({no_name[2]})"
+    return text
 
 
 def from_rpc_error(error: grpc.RpcError) -> PdserveError:

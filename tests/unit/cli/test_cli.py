@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli.main import main
+from pdserve.cli.stats import cut_short
 
 PROMPT = "a prompt that is longer than what a decode worker reads itself"
 
@@ -107,15 +109,67 @@ def test_a_flag_that_cannot_be_read_is_a_usage_error(flags: list[str]) -> None:
 def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "--target", "127.0.0.1:1", "--timeout", "1"]) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("pdserve topology: error: ")
-    assert "127.0.0.1:1" in line
+    assert line.startswith("pdserve topology: error: nobody answers at 127.0.0.1:1 (")
+    assert line.endswith("is `pdserve up` running there?")
 
 
 @pytest.mark.parametrize("argv", [["generate"], ["nonsense"], [], ["up", "--transport", "pigeon"], ["bench"]])
-def test_a_wrong_command_line_is_a_usage_error(argv: list[str]) -> None:
+def test_a_wrong_command_line_is_a_usage_error_of_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "--help)" in line
+
+
+def test_a_disk_that_is_full_is_no_traceback(target: str) -> None:
+    command = f"{sys.executable} -m pdserve generate hi --target {target} --max-tokens 4 > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("pdserve generate: error: ")
+    assert "No space left on device" in line
+
+
+def test_bytes_that_are_no_text_are_an_error_of_the_prompt(target: str) -> None:
+    command = f"printf 'a\\xff' | {sys.executable} -m pdserve generate - --target {target}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+    )
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("pdserve generate: error: prompt: ")
+
+
+def test_an_error_in_mid_answer_has_a_line_of_its_own(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--target", target, "--max-tokens", "4000", "--ignore-eos", "--seed", "1", "--timeout", "1"]
+    assert main(["generate", PROMPT, *flags]) == 1
+    seen = capsys.readouterr()
+    assert len(seen.out) > 1, "the answer had not begun"
+    assert seen.out.endswith("\n")
+    assert "the deadline passed" in seen.err
+
+
+def test_chat_knows_a_slash_word_from_a_message(
+    target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/help\n/quit\n"))
+    assert main(["chat", "--target", target, "--max-tokens", "4"]) == 0
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert "no such word; /reset forgets" in seen.err
+
+
+def test_a_part_of_a_document_is_called_one() -> None:
+    asked = {"json_schema": "{}", "max_tokens": 1}
+    assert cut_short(["stop", "length"], asked) == ["max_tokens ended the answer before its json_schema was complete"]
+    assert cut_short(["stop", "stop"], asked) == []
+    assert cut_short(["length"], {"max_tokens": 1}) == []
 
 
 def test_chat_reads_a_pipe_and_tells_the_times_of_each_reply(

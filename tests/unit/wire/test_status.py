@@ -122,6 +122,32 @@ async def address() -> AsyncIterator[str]:
     await server.stop(None)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:50051: "
+            "Failed to connect to remote host: Connection refused",
+            "nobody answers at 127.0.0.1:50051 (Connection refused)",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv6:%5B::1%5D:6379: "
+            "Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 82)",
+            "nobody answers at [::1]:6379 "
+            "(Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 82))",
+        ),
+        (
+            "errors resolving nowhere: [field:hostname lookup error:address lookup failed for nowhere: "
+            "Domain name not found]",
+            "nobody answers at nowhere (Domain name not found)",
+        ),
+        ("Socket closed", "Socket closed"),
+    ],
+)
+def test_a_connection_that_did_not_come_about_names_the_address_and_the_reason(text: str, expected: str) -> None:
+    assert status.from_code(grpc.StatusCode.UNAVAILABLE, text).message == expected
+
+
 async def test_errors_cross_a_real_connection(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         for index, sent in enumerate(EXAMPLES):
