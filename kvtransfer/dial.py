@@ -67,6 +67,8 @@ def dial(caller: Caller, endpoint: str, incarnation: str) -> Line:
         answer = _open(caller, transports, endpoint, ends_s)
         if answer.receiver_incarnation != incarnation:
             raise TransferFailed(f"{endpoint} has restarted since it granted this transfer")
+        if answer.transport not in transports:
+            raise TransferFailed(f"{endpoint} chose transport {answer.transport}, which was not offered")
         try:
             line = _connect(caller, answer, endpoint, ends_s)
             line = dataclasses.replace(line, reason="; ".join([*said, line.reason]))
@@ -107,8 +109,8 @@ def _connect(caller: Caller, answer: transfer_pb2.OpenResponse, endpoint: str, e
     """Raises OSError."""
     kind = CHECKSUM_OF.get(answer.checksum)
     block_bytes = caller.pool.block_bytes
-    if kind not in caller.checksums or answer.transport not in caller.transports:
-        raise OSError("it chose a transport or a checksum that was not offered")
+    if kind not in caller.checksums:
+        raise OSError("it chose a checksum that was not offered")
     if not block_bytes <= answer.chunk_bytes <= MAX_CHUNK_BYTES or len(answer.ticket) != TICKET_BYTES:
         raise OSError(f"it answered with chunks of {answer.chunk_bytes} bytes, or a malformed ticket")
     transport = TRANSPORTS[answer.transport]

@@ -1,0 +1,75 @@
+"""What a receiver may say that none of ours would: the transfer fails, typed, and nothing of the sender is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtransfer.frames import Frame, Kind, tag_of
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from tests.unit.kvtransfer.harness import GrpcHost, Heard, Pair, wait_for
+from tests.unit.kvtransfer.raw import assert_still_serves
+
+MakePair = Callable[..., Pair]
+
+
+class Answering:
+    """A receiver's servicer whose answer to Open is changed."""
+
+    def __init__(self, pair: Pair, **changes: Any) -> None:
+        self._servicer, self._changes = pair.receiver.servicer, changes
+
+    async def Open(self, request: Any, context: Any) -> Any:
+        answer = await self._servicer.Open(request, context)
+        for name, value in self._changes.items():
+            setattr(answer, name, value)
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"transport": 0}, "chose transport 0, which was not offered"),
+        ({"checksum": 0}, "it chose a checksum that was not offered"),
+        ({"chunk_bytes": 0}, "it answered with chunks of 0 bytes, or a malformed ticket"),
+        ({"chunk_bytes": 2**32 - 1}, "it answered with chunks of 4294967295 bytes, or a malformed ticket"),
+        ({"ticket": b"short"}, "or a malformed ticket"),
+    ],
+)
+def test_an_answer_to_open_that_nobody_could_use_fails_the_transfer_and_says_why(
+    pair: Pair, changes: dict[str, Any], error: str
+) -> None:
+    host, sent = GrpcHost(Answering(pair, **changes)), Heard()
+    pair.sender.start(pair.grant((1,), endpoint=host.endpoint), sent)
+    assert sent.wait().outcome is SendOutcome.FAILED
+    assert error in sent.all[0].error
+    host.stop()
+    assert_still_serves(pair)
+
+
+def say(pair: Pair, frame: Frame) -> str:
+    """How a transfer ends whose receiver says this in the middle of it."""
+    received, sent = pair.begin(grant := pair.grant((1, 2)))
+    pair.sender.push(grant.key, [(0, 5)], False)
+    wait_for(lambda: pair.receiver.stats.chunks == 1, "the first block")
+    [connection] = pair.receiver._connections.values()
+    connection.post(frame.encode())
+    assert (sent.wait().outcome, sent.all[0].fault) == (SendOutcome.FAILED, "cut")
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    assert pair.sender.open_keys == []
+    assert_still_serves(pair)
+    error: str = sent.all[0].error
+    return error
+
+
+@pytest.mark.parametrize("kind", [Kind.ANNOUNCE, Kind.RETRACT])
+def test_a_senders_word_from_a_receiver_ends_the_connection(pair: Pair, kind: Kind) -> None:
+    tag = tag_of(pair.grant((1,)).key)
+    assert say(pair, Frame(kind, tag)) == f"{pair.host.endpoint}: a {kind.name} frame from a receiver"
+
+
+def test_a_credit_for_what_was_not_announced_ends_the_connection(pair: Pair, transport: str) -> None:
+    expected = {"shm": "credit for slot 7, which is not in use", "tcp": "credit, which tcp has no use for"}
+    assert say(pair, Frame(Kind.CREDIT, tag_of(pair.grant((1,)).key), slot=7)).endswith(expected[transport])
