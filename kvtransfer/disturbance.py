@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvtransfer.faults import Fault, FaultKind, Where, parse
-from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, Tag, decode
+from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, decode
 from kvtransfer.paths.cuda_ipc import CudaIpcSend
 from kvtransfer.paths.nccl import NcclSend
 from kvtransfer.paths.path import SendPath
@@ -158,11 +158,7 @@ class _Pump(threading.Thread):
         message = bytearray(HEADER_BYTES)
         if not self._fill(memoryview(message)):
             return False
-        try:
-            frame = decode(message, MAX_CHUNK_BYTES)
-        except BadFrame:  # another fault's work; what follows cannot be told apart any more
-            self._target.sendall(message)
-            return self._forward_blindly()
+        frame = decode(message, MAX_CHUNK_BYTES)  # what comes in here is the product's own word
         rest = bytearray(frame.num_behind)
         if not self._fill(memoryview(rest)):
             return False
@@ -231,8 +227,3 @@ class _Pump(threading.Thread):
                 return False
             view = view[received:]
         return True
-
-    def _forward_blindly(self) -> bool:
-        while data := self._source.recv(65_536):
-            self._target.sendall(data)
-        return False

@@ -98,9 +98,6 @@ class Coverage:
     def add(self, first: int, count: int) -> None:
         self.bits |= mask(first, count)
 
-    def remove(self, first: int, count: int) -> None:
-        self.bits &= ~mask(first, count)
-
     @property
     def count(self) -> int:
         return self.bits.bit_count()

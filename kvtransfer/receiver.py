@@ -267,9 +267,7 @@ class StreamReceiver:
                         return
                     received = self._reports.popleft()
                     keeps = received.outcome is ReceiveOutcome.QUARANTINED
-                    owner = self._owners.get(received.key) if keeps else self._owners.pop(received.key, None)
-                if owner is None:
-                    continue
+                    owner = self._owners[received.key] if keeps else self._owners.pop(received.key)
                 try:
                     owner(received)
                 except Exception:  # the owner's fault must not end the other owners' transfers

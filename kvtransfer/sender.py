@@ -76,11 +76,6 @@ class StreamSender:
             return total([self._past, *(outbound.stats for outbound in self._all())])
 
     @property
-    def moved_bytes(self) -> int:
-        with self._lock:
-            return self._past.moved_bytes + sum(outbound.stats.moved_bytes for outbound in self._all())
-
-    @property
     def links(self) -> list[Link]:
         """The decode workers that are connected."""
         with self._lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import grpc
 
@@ -26,5 +26,4 @@ class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
         try:
             return self._gate.open(request)
         except (ConfigError, Overloaded) as error:
-            await context.abort(STATUS[type(error)], error.message)
-            raise
+            return cast(transfer_pb2.OpenResponse, await context.abort(STATUS[type(error)], error.message))  # raises

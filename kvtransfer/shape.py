@@ -167,11 +167,6 @@ class KvShape:
     def block_bytes(self) -> int:
         return self.form.block_bytes
 
-    @property
-    def token_bytes(self) -> float:
-        """Of one token's KV on this rank, for estimates."""
-        return self.block_bytes / self.block_size
-
 
 def check_convertible(source: KvShape, target: KvShape) -> Loss:
     """What conversion costs in precision. Raises ConfigError naming the first field that forbids it."""

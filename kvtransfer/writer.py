@@ -44,8 +44,6 @@ class Writer:
 
     def detach(self) -> None:
         """What is left of the long frame is written from a copy, and its memory is free at once."""
-        if self._on_written is None:
-            return
         if self._long:
             self._long = [memoryview(b"".join(self._long))]
         else:

@@ -17,6 +17,7 @@ from kvtransfer.paths import shm, tcp
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.shaped import ShapedSender
+from kvtransfer.stats import EVENTS, events
 from kvtransfer.transport import ReceiveOutcome, Receiver, Sender, SendOutcome
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, HostPool, Pair, fingerprint, wait_for
@@ -41,8 +42,9 @@ def test_a_transfer_equals_a_plain_copy(pair: Pair) -> None:
     received, sent = pair.move(grant, sources)
     assert (received.outcome, received.error) == (ReceiveOutcome.VERIFIED, "")
     assert (sent.outcome, sent.error) == (SendOutcome.SENT, "")
-    assert received.num_bytes == sent.num_bytes == 40 * BLOCK_BYTES
+    assert received.num_bytes == sent.num_bytes == pair.sender.moved_bytes == 40 * BLOCK_BYTES
     assert received.transfer_s > 0
+    assert events(pair.receiver.stats) == dict.fromkeys(EVENTS, 0), "nothing went wrong"
     pair.assert_equal(grant, sources)
     assert pair.landing.block(9) == pair.landing.block(50) == bytes(BLOCK_BYTES), "neighbours are untouched"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from kvtransfer.disturbance import Disturbance
 from kvtransfer.faults import Fault, FaultKind, Where
-from kvtransfer.frames import Tag, tag_of
+from kvtransfer.frames import Frame, Kind, Tag, tag_of
 from kvtransfer.lease import Lease
+from kvtransfer.paths.tcp import TcpSend
 from kvtransfer.session import State
 from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome
 from tests.unit.kvtransfer.harness import WAIT_S, Clock, Heard, Pair, wait_for
@@ -186,6 +189,29 @@ def test_a_frame_without_its_tail_swallows_what_follows(make_pair: Callable[...,
     goes_on(pair)
 
 
+def test_a_frame_that_its_sender_did_not_finish_is_not_passed_on() -> None:
+    (mine, theirs), trap = socket.socketpair(), Disturbance(lambda tag: None, 4096)
+    theirs.settimeout(WAIT_S)
+    near = trap.between(mine, TcpSend())
+    whole = Frame(Kind.ANNOUNCE, Tag(bytes(16), 1, 1)).encode()
+    near.sendall(whole + Frame(Kind.RETRACT, Tag(bytes(16), 1, 1), length=100).encode() + b"half of it")
+    near.close()
+    heard = b"".join(iter(lambda: theirs.recv(4096), b""))
+    assert heard == whole
+    theirs.close()
+
+
+def test_frames_are_counted_for_a_limited_number_of_transfers() -> None:
+    """A worker that injects faults for days does not grow."""
+    fault = Fault(FaultKind.DROP, Where.SENT, 1, 0.1, 0.5)
+    trap = Disturbance(lambda tag: fault, 4096)
+    for generation in range(2000):
+        assert trap.due(Tag(bytes(16), 1, generation), Where.SENT) is None
+    assert len(trap._frames) <= 1024
+    assert trap.due(Tag(bytes(16), 1, 1999), Where.SENT) is fault, "the latest ones' second frames"
+    assert trap.due(Tag(bytes(16), 1, 0), Where.SENT) is None
+
+
 def test_without_faults_there_is_nobody_in_the_middle(make_pair: Callable[..., Pair], transport: str) -> None:
     pair = make_pair(transport)
     assert pair.move(pair.grant(BLOCKS), SOURCES)[0].outcome.value == "verified"
@@ -193,25 +219,38 @@ def test_without_faults_there_is_nobody_in_the_middle(make_pair: Callable[..., P
 
 
 PROCESS = """
-import sys, time
+import socket, sys, time
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.faults import Fault, FaultKind, Where
 from kvtransfer.frames import Tag
-fault = Fault(FaultKind(sys.argv[1]), Where.LANDING, 1, 0.3, 0.5)
+from kvtransfer.frames import Frame, Kind
+from kvtransfer.paths.tcp import TcpSend
+where = Where(sys.argv[2])
+fault = Fault(FaultKind(sys.argv[1]), where, 1, 0.3, 0.5)
 trap = Disturbance(lambda tag: fault, 4096)
 tag = Tag(bytes(16), 1, 1)
-trap.landing(tag)
+mine, theirs = socket.socketpair()
+near = trap.between(mine, TcpSend())
+frame = Frame(Kind.ANNOUNCE, tag).encode()
+def pass_one():
+    if where is Where.LANDING:
+        trap.landing(tag)
+    else:
+        near.sendall(frame)
+        assert theirs.recv(4096) == frame
+pass_one()
 print("first", flush=True)
 began = time.monotonic()
-trap.landing(tag)
+pass_one()
 print(f"{time.monotonic() - began:.2f}", trap.pauses[0][1] - trap.pauses[0][0] > 0.2, flush=True)
 """
 
 
+@pytest.mark.parametrize("where", ["landing", "sent"])
 @pytest.mark.parametrize("kind", ["kill", "stop"])
-def test_a_process_dies_or_stops_at_the_chunk_that_was_named(kind: str) -> None:
+def test_a_process_dies_or_stops_at_the_chunk_or_frame_that_was_named(kind: str, where: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROCESS, kind], capture_output=True, text=True, cwd=ROOT, timeout=100, check=False
+        [sys.executable, "-c", PROCESS, kind, where], capture_output=True, text=True, cwd=ROOT, timeout=100, check=False
     )
     lines = done.stdout.split()
     if kind == "kill":

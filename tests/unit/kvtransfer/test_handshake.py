@@ -15,7 +15,7 @@ import pytest
 from kvtransfer.checksum import Checksum
 from kvtransfer.dial import Line
 from kvtransfer.frames import greeting
-from kvtransfer.gate import MAX_TICKETS
+from kvtransfer.gate import MAX_TICKETS, TICKET_LIFE_S
 from kvtransfer.host import host_id
 from kvtransfer.inbound import AUTHENTICATION_S
 from kvtransfer.paths.shm import SHM
@@ -23,7 +23,7 @@ from kvtransfer.paths.tcp import TcpSend, host_and_port
 from kvtransfer.transport import ReceiveOutcome
 from pdserve.core.errors import Unavailable
 from pdserve.v1 import transfer_pb2
-from tests.unit.kvtransfer.harness import WAIT_S, Heard, Pair, fingerprint, wait_for
+from tests.unit.kvtransfer.harness import WAIT_S, Clock, Heard, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves
 
 
@@ -67,6 +67,19 @@ def test_a_ticket_for_one_transport_does_not_admit_to_another(make_pair: Callabl
     with connect(pair, tcp) as sock:
         sock.sendall(greeting(shm.ticket))
         wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
+
+
+def test_a_pool_that_is_never_offered_is_given_up(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender with a ticket for shm that stops before it has said which memory."""
+    monkeypatch.setattr("kvtransfer.paths.shm.HANDSHAKE_S", 0.05)
+    pair = make_pair("shm")
+    answer = pair.host.open(pair.sender)
+    with connect(pair, answer) as sock:
+        sock.sendall(greeting(answer.ticket))
+        wait_for(lambda: pair.receiver.stats.protocol_errors == 1, "the end of its patience")
+    assert_still_serves(pair)
 
 
 def test_a_silent_connection_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,12 +203,22 @@ def test_auto_falls_back_to_tcp_when_shared_memory_cannot_be_had(
     assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
 
 
-def test_tickets_are_bounded_and_leave_with_time(pair: Pair) -> None:
-    for _ in range(MAX_TICKETS):
-        pair.host.open(pair.sender)
+def test_tickets_are_bounded_and_leave_with_time(
+    make_pair: Callable[..., Pair], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtransfer.gate.MAX_TICKETS", 5)
+    pair = make_pair("tcp", clock=clock)
+    for _ in range(5):
+        answer = pair.host.open(pair.sender)
     with pytest.raises(grpc.RpcError) as refused:
         pair.host.open(pair.sender)
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    clock.added_s += TICKET_LIFE_S
+    with connect(pair, answer) as sock:
+        sock.sendall(greeting(answer.ticket))
+        wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal of a ticket that is too old")
+    assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
+    assert MAX_TICKETS == 256
 
 
 def test_two_ends_without_xxhash_agree_on_blake2b(

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, encode_text
+from kvtransfer.parts import Part
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for
@@ -92,6 +93,11 @@ def test_an_abort_under_a_write_that_does_not_end_is_quarantined_until_it_does(p
     assert pair.receiver.stats.quarantined == 1
 
 
+def with_crc(header: bytes) -> bytes:
+    end = HEADER_BYTES - 4
+    return header[:end] + struct.pack("<I", zlib.crc32(header[:end]))
+
+
 def bad_frames(tag: Tag) -> dict[str, bytes]:
     good = Frame(Kind.CHUNK, tag, 0, 1, 0, 0, b"c" * 8)
     stamp = pack([0], tag.generation, 1)
@@ -106,6 +112,9 @@ def bad_frames(tag: Tag) -> dict[str, bytes]:
         "a source block that is not there": replace(good, length=4).encode() + stamp + b"\xff" * 4,
         "a receiver's word": Frame(Kind.DONE, tag).encode(),
         "an unknown kind": good.encode()[:5] + b"\x63" + good.encode()[6:],
+        "an unknown kind whose CRC is right": with_crc(good.encode()[:5] + b"\x63" + good.encode()[6:]),
+        "groups that the layers do not make": Frame(Kind.ANNOUNCE, tag, part=Part(0, 0, 3)).encode(),
+        "a lane of another rank": Frame(Kind.ANNOUNCE, tag, part=Part(1, 0, 1)).encode(),
         "another version": good.encode()[:4] + b"\x63" + good.encode()[5:],
         "a flipped header bit": bytes([*good.encode()[:20], good.encode()[20] ^ 1, *good.encode()[21:]]),
     }
@@ -147,8 +156,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     for _ in range(rng.randint(1, 4)):
         damaged[rng.randrange(len(damaged))] = rng.randrange(256)
     if rng.random() < 0.5 and len(damaged) >= HEADER_BYTES:
-        end = HEADER_BYTES - 4
-        damaged[end:HEADER_BYTES] = struct.pack("<I", zlib.crc32(bytes(damaged[:end])))
+        damaged[:HEADER_BYTES] = with_crc(bytes(damaged[:HEADER_BYTES]))
     return bytes(damaged)
 
 

@@ -179,6 +179,13 @@ def test_a_second_writer_of_a_lane_and_a_lane_that_is_not_there_are_refused() ->
     assert it.stats.late_messages == 2
 
 
+def test_a_deadline_says_how_many_parts_had_come() -> None:
+    it = book()
+    land(it, 10, Part(0, 0, 2), 0, [1, 2])
+    *_, report = it.expire(10.0)
+    assert report.received.error == "the deadline passed when 2 of 6 parts of blocks had come"  # type: ignore[union-attr]
+
+
 def test_a_fault_of_one_lane_reaches_all_and_frees_nothing_under_the_others_write() -> None:
     it = book()
     claim = it.claim(TAG, 20, 0, pack([1], 5, 1), 0.0, Part(1, 0, 1))

@@ -1,0 +1,251 @@
+"""What breaks on this side: no more threads, a bug in one of ours, a package or a kernel's file that is not there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtransfer import fused, host, outbound
+from kvtransfer.channel import Channel, Gone
+from kvtransfer.checksum import Checksum, available
+from kvtransfer.departures import Departures
+from kvtransfer.dial import Line
+from kvtransfer.frames import tag_of
+from kvtransfer.inbound import Inbound
+from kvtransfer.outbound import Outbound
+from kvtransfer.paths.shm import Shm, ShmReceive
+from kvtransfer.paths.tcp import TcpReceive
+from kvtransfer.sender import StreamSender
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.writer import Writer
+from pdserve.core.errors import Unavailable
+from tests.unit.kvtransfer.harness import WAIT_S, Heard, HostPool, Pair, fingerprint, wait_for
+from tests.unit.kvtransfer.raw import assert_still_serves
+
+MakePair = Callable[..., Pair]
+
+
+def no_more_threads(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+# Threads.
+
+
+def test_a_receiver_that_can_start_no_thread_refuses_the_connection_and_lives(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Inbound, "start", no_more_threads)
+        received, sent = pair.begin(pair.grant((1,)))
+        assert sent.wait().outcome is SendOutcome.FAILED
+        wait_for(lambda: pair.receiver.stats.refused_connections >= 1, "the count")
+        pair.receiver.abort(pair.receiver.open_keys[0])
+        assert received.wait().outcome is ReceiveOutcome.DRAINED
+    assert_still_serves(pair)
+
+
+def test_a_sender_that_can_start_no_thread_says_so_and_keeps_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Outbound, "start", no_more_threads)
+        for _ in range(3):
+            with pytest.raises(Unavailable, match=r"no KV connection to .* can be made: can't start new thread"):
+                pair.sender.start(pair.grant((1,)), Heard())
+    assert pair.sender.open_keys == []
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert_still_serves(pair)
+
+
+def test_a_bug_in_a_receivers_connection_ends_its_transfers_visibly_and_no_others(
+    pair: Pair, transport: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShmReceive if transport == "shm" else TcpReceive, "land", broken)
+        received, sent = pair.move(pair.grant((1, 2)), (5, 6))
+    assert (received.outcome, sent.outcome) == (ReceiveOutcome.FAILED, SendOutcome.FAILED)
+    assert received.error == "sender p0: the connection's thread died"
+    assert "a bug of ours" in caplog.text
+    assert_still_serves(pair)
+
+
+def test_a_bug_in_a_senders_connection_ends_its_transfers_visibly_and_no_others(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    received, sent = pair.begin(grant := pair.grant((1, 2)))
+    wait_for(lambda: bool(pair.receiver._book._open[tag_of(grant.key)].lanes), "the announcement")
+    with monkeypatch.context() as patch:
+        patch.setattr(Departures, "take", broken)
+        pair.sender.push(grant.key, [(0, 5), (1, 6)], True)
+        assert (received.wait().outcome, sent.wait().outcome) == (ReceiveOutcome.FAILED, SendOutcome.FAILED)
+    assert sent.all[0].error == f"{pair.host.endpoint}: the connection's thread died"
+    assert "a bug of ours" in caplog.text
+    assert_still_serves(pair)
+
+
+def test_a_bug_while_dialling_fails_the_transfers_that_wait_for_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(outbound, "dial", broken)
+        sent = Heard()
+        pair.sender.start(pair.grant((1,)), sent)
+        assert sent.wait().error == f"{pair.host.endpoint}: dialling failed: a bug of ours"
+    assert_still_serves(pair)
+
+
+@pytest.mark.parametrize("is_heard", [False, True], ids=["after the end", "just before it"])
+def test_a_connection_that_is_made_too_late_is_closed_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, is_heard: bool
+) -> None:
+    """Its transfers are over when it comes up: at once, or while they are being ended."""
+    is_dialled, go_on = threading.Event(), threading.Event()
+    dial = outbound.dial
+
+    def late(*args: Any) -> Line:
+        line = dial(*args)
+        is_dialled.set()
+        assert go_on.wait(WAIT_S)
+        return line
+
+    monkeypatch.setattr(outbound, "dial", late)
+    received, sent = pair.begin(pair.grant((1,)))
+    assert is_dialled.wait(WAIT_S)
+    wait_for(lambda: len(pair.receiver.peers) == 1, "the connection, on the other side")
+    [connection] = pair.sender.plain._pairs.values()
+    if is_heard:
+
+        def give_up(book: Departures, now_s: float) -> list[Any]:
+            """The connection comes up between the commands' being taken and the end."""
+            go_on.set()
+            wait_for(lambda: bool(connection._commands), "the word that it is up")
+            raise outbound.Gone("the sender gives up")
+
+        monkeypatch.setattr(Departures, "expire", give_up)
+        connection.wake()
+    else:
+        connection.stop()
+    assert sent.wait().outcome is SendOutcome.FAILED
+    go_on.set()
+    wait_for(lambda: not pair.receiver.peers, "its end, on the other side")
+    monkeypatch.undo()
+    pair.receiver.abort(pair.receiver.open_keys[0])
+    assert received.wait().outcome is ReceiveOutcome.DRAINED
+    assert_still_serves(pair)
+
+
+# A connection's socket.
+
+
+def test_an_answer_to_a_peer_that_has_gone_says_that_it_has() -> None:
+    mine, theirs = socket.socketpair()
+    channel = Channel(mine)
+    theirs.close()
+    channel.post(b"answer")
+    with pytest.raises(Gone, match="connection lost"):
+        channel.flush()
+    channel.close()
+
+
+def test_memory_of_a_frame_that_waits_behind_others_may_change_once_it_is_detached() -> None:
+    mine, theirs = socket.socketpair()
+    channel, writer, is_free = Channel(mine), Writer(), threading.Event()
+    memory = bytearray(b"a" * 1000)
+    writer.say(b"small")
+    writer.stream([memoryview(memory)], is_free.set)
+    writer.advance(channel)  # the small one alone
+    assert not is_free.is_set()
+    writer.detach()
+    assert is_free.is_set()
+    memory[:] = b"b" * 1000
+    while not writer.is_idle:
+        writer.advance(channel)
+    assert theirs.recv(5000) == b"small" + b"a" * 1000
+    theirs.close()
+    channel.close()
+
+
+# What is not installed, or not there.
+
+
+def test_without_xxhash_blake2b_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert available()[0] is Checksum.XXH3_64
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    assert available() == (Checksum.BLAKE2B_64,)
+
+
+def test_without_numba_blocks_are_copied_all_the_same(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused._is_installed.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "numba", None)
+        pair = make_pair("shm")
+        grant = pair.grant((9, 3, 4))
+        assert pair.move(grant, (5, 6, 7))[0].outcome is ReceiveOutcome.VERIFIED
+        pair.assert_equal(grant, (5, 6, 7))
+        [connection] = pair.receiver._connections.values()
+        assert isinstance(connection._path, ShmReceive)
+        assert connection._path._copier is None
+    fused._is_installed.cache_clear()
+
+
+def test_a_host_without_a_name_for_itself_shares_memory_with_nobody(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sandbox without /proc: two of them must not take each other for the same host."""
+
+    def unreadable(path: str) -> str:
+        raise OSError("no /proc here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "readlink", unreadable)
+        assert host.host_id() == ""
+        pair = make_pair("auto")
+        assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
+        assert [link.transport for link in pair.sender.links] == ["tcp"]
+
+
+def test_a_system_without_memory_files_has_no_host_to_share_and_says_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert Shm().why_not() == ""
+    monkeypatch.delattr(os, "memfd_create")
+    assert Shm().why_not() == "shm needs Linux"
+    assert host.host_id() == ""
+
+
+def test_another_users_process_is_not_listened_to(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair("shm")
+    me, here = os.geteuid(), host.host_id()
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtransfer.dial.host_id", lambda: here)
+        patch.setattr(os, "geteuid", lambda: me + 1)
+        sent = Heard()
+        pair.sender.start(pair.grant((1,)), sent)
+        assert sent.wait().outcome is SendOutcome.FAILED
+        wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
+    assert_still_serves(pair)
+
+
+def test_a_plain_sender_whose_pool_is_not_what_its_fingerprint_says_sends_nothing(pair: Pair) -> None:
+    sender = StreamSender(HostPool(64, 8), fingerprint(), worker_id="p1", incarnation="1", transports=(2,))
+    sent = Heard()
+    sender.start(pair.grant((1,)), sent)
+    assert sent.wait().error == "kv_shape.block_bytes: got 8, expected 4096"
+    sender.close()
