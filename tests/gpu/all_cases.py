@@ -14,6 +14,7 @@ from tests.gpu import (
     case_norms,
     case_penalties,
     case_place,
+    case_relay,
     case_sampling,
 )
 
@@ -27,6 +28,7 @@ FILES = (
     case_forbid,
     case_penalties,
     case_extents,
+    case_relay,
 )
 CASES = [case for file in FILES for case in file.CASES]
 LAUNCHES = [launch for file in FILES for launch in file.LAUNCHES]

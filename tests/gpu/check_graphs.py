@@ -1,6 +1,6 @@
 """Decode steps that were captured as graphs draw what the same steps draw without: every bucket, one step ahead.
 
-    python -m tests.gpu.check_graphs [--rehearse]
+    python -m tests.gpu.check_graphs [--only llama,stdlib-5m] [--rehearse]
 
 For each model and dtype every bucket is filled and filled but for one row, with greedy and with seeded rows; both
 engines decode the same prompts, and tokens and logprobs must be equal, bit for bit. Contexts are short, but for one
@@ -62,7 +62,9 @@ LONG: Final = Rows(most=8, num_blocks_each=128, shortest=300, spread=1500)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--only", default="", help="models")
     args = parser.parse_args()
+    names = args.only.split(",") if args.only else ["llama"] if args.rehearse else [*FAMILIES, BUNDLED.name]
     if args.rehearse:
         from tests.gpu.interpreter import prepare
 
@@ -77,10 +79,8 @@ def main() -> int:
     print("| model | dtype | graphs | capture s | rows compared | result |\n|---|---|---|---|---|---|")
     is_broken = False
     with tempfile.TemporaryDirectory() as parent:
-        folders = {name: build_tiny(name, Path(parent) / name) for name in FAMILIES[: 1 if args.rehearse else None]}
-        if not args.rehearse:
-            folders["stdlib-5m"] = BUNDLED
-        for name, folder in folders.items():
+        for name in names:
+            folder = BUNDLED if name == BUNDLED.name else build_tiny(name, Path(parent) / name)
             rows = Rows(most=2 if args.rehearse else 256 if folder == BUNDLED else 64)
             cases = [(name, dtype, rows) for dtype in (("float32",) if args.rehearse else ("float32", "bfloat16"))]
             if folder == BUNDLED:
