@@ -1,0 +1,99 @@
+"""What the documents point at exists: files, headings, modules, flags."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OURS = ("benchmarks", "decode_worker", "examples", "kvtransfer", "pdserve", "prefill_worker", "router", "simulator")
+# Its table names files of the standard library, which the model was trained on.
+NOT_OURS = ("pdserve/models/stdlib-5m/README.md",)
+
+
+@cache
+def tracked() -> tuple[str, ...]:
+    """Every file of the project; the working tree where there is no git."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode == 0 and listed.stdout:
+        return tuple(name for name in listed.stdout.splitlines() if (ROOT / name).exists())
+    rooms = [ROOT, *(ROOT / room for room in (*OURS, "deploy", "docs", "proto", "scripts", "tests"))]
+    return tuple(
+        str(path.relative_to(ROOT)) for room in rooms for path in (room.rglob("*") if room != ROOT else room.glob("*"))
+    )
+
+
+def pages() -> list[str]:
+    return [name for name in tracked() if name.endswith(".md")]
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    lines = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+def is_file(name: str, page: str) -> bool:
+    """`name` as a path from the root or the page, or as the tail of one: pages shorten what their table has named."""
+    return (ROOT / page).parent.joinpath(name).exists() or any(f"/{one}".endswith(f"/{name}") for one in tracked())
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_link_leads_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, heading = link.partition("#")
+        if "://" in link:
+            continue
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists() or (heading and heading not in headings(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page not in NOT_OURS])
+def test_every_file_that_is_named_exists(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = re.findall(r"`([\w./-]+\.(?:md|proto|py|sh|svg|toml|yaml))`", text)
+    assert [name for name in named if not is_file(name, page)] == []
+
+
+def source(module: str) -> str:
+    """Of a module or a package's __main__; empty where there is neither."""
+    path = ROOT / module.replace(".", "/")
+    found = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__main__.py"
+    return found.read_text(encoding="utf-8") if found.exists() else ""
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_command_is_one_that_can_be_given(page: str) -> None:
+    """`python -m MODULE --flag ..` of our modules, and `pdserve COMMAND --flag ..`."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    word = r"(?:[ \n]+(?:\\\n\s*)?[\w.,/:x@\[\]-]+)*"
+    wrong = []
+    for module, rest in re.findall(rf"python -m ((?:{'|'.join((*OURS, 'tests'))})\.[\w.]*\w)({word})", text):
+        code = source(module)
+        wrong += [module] if not code else []
+        wrong += [f"{module} {flag}" for flag in re.findall(r"--[a-z][\w-]*", rest) if code and f'"{flag}"' not in code]
+    for command, rest in re.findall(rf"pdserve ([a-z]+)((?=[ \n]+--){word})", text):
+        flags = re.findall(r"--[a-z][\w-]*", rest)
+        wrong += [f"pdserve {command} {flag}" for flag in flags if flag not in flags_of(command)]
+    assert wrong == []
+
+
+@cache
+def flags_of(command: str) -> str:
+    import argparse
+
+    from pdserve.cli.main import COMMANDS
+
+    if command not in COMMANDS:
+        return ""
+    parser = argparse.ArgumentParser()
+    COMMANDS[command].add_flags(parser)
+    return parser.format_help()
