@@ -8,6 +8,7 @@ import time
 from typing import final
 
 from pdserve.launch.crew import Crew, member, side_by_side
+from pdserve.launch.neighbours import check_alone
 from pdserve.launch.ports import check_free, free_ports
 from pdserve.launch.readiness import FIRST_ANSWER_S, first_answer
 from pdserve.launch.report import Report
@@ -27,6 +28,8 @@ class LocalCluster:
         """Returns the router's address once a real token has come through it. Raises what stood in the way."""
         if self._redis_port:
             await self._crew.start_redis(self._redis_port)
+        else:
+            await check_alone(self.spec)
         *workers, router = processes(self.spec)
         await side_by_side(self._crew.start(member(process)) for process in workers)
         await self._crew.start(member(router))

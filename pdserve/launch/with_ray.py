@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 from pdserve.launch.crew import Crew, Member, member
 from pdserve.launch.local import ask_first, with_ports
+from pdserve.launch.neighbours import check_alone
 from pdserve.launch.report import Report
 from pdserve.launch.spec import ClusterSpec, router, worker_config
 
@@ -45,6 +46,8 @@ class RayCluster:
         """Returns the router's address once a real token has come through it. Raises what stood in the way."""
         if self._redis_port:
             await self._crew.start_redis(self._redis_port)
+        else:
+            await check_alone(self.spec)
         await self._crew.start(self._driver)
         process = router(self.spec, ())
         await self._crew.start(member(process))

@@ -97,7 +97,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._num_waiting_calls = num_waiting_calls
         self._numbers = itertools.count(1)
         self._outboxes: dict[int, Outbox] = {}
-        self._session_of: dict[str, int] = {}  # router id -> its newest session
+        # A router process -> its newest session. Of two processes with one name each has its own, else each would
+        # end the other's whenever it dials, for ever.
+        self._session_of: dict[tuple[str, str], int] = {}
 
     def deliver(self, messages: Mapping[int, list[worker_pb2.AttachResponse]]) -> None:
         for session, batch in messages.items():
@@ -121,11 +123,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             return
         hello = first.hello
         session, outbox = next(self._numbers), Outbox()
-        older = self._outboxes.get(self._session_of.get(hello.router_id, 0))
+        router = (hello.router_id, hello.router_incarnation)
+        older = self._outboxes.get(self._session_of.get(router, 0))
         if older is not None:  # the network may keep a dead stream for long; one stream per router
             older.close()
         self._outboxes[session] = outbox
-        self._session_of[hello.router_id] = session
+        self._session_of[router] = session
         log.info("router attached", extra={"router_id": hello.router_id, "session": session})
         reader: asyncio.Task[None] | None = None
         try:
@@ -139,8 +142,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 reader.cancel()
             outbox.close()
             del self._outboxes[session]
-            if self._session_of.get(hello.router_id) == session:
-                del self._session_of[hello.router_id]
+            if self._session_of.get(router) == session:
+                del self._session_of[router]
             self._post(partial(self.program.lost, session))
             log.info("router gone", extra={"router_id": hello.router_id, "session": session})
 

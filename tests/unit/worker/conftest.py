@@ -128,8 +128,9 @@ def start() -> Iterator[Callable[..., Running]]:
 class Router:
     """Attach streams to workers, and what came over each."""
 
-    def __init__(self, name: str = "router-0") -> None:
+    def __init__(self, name: str = "router-0", incarnation: str = "1") -> None:
         self.name = name
+        self.incarnation = incarnation
         self.streams: dict[Role, Any] = {}
         self.seen: list[tuple[Role, str, Any]] = []
         self.hellos: dict[Role, worker_pb2.WorkerHello] = {}
@@ -142,7 +143,9 @@ class Router:
         channel = grpc.aio.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),))
         self._channels.append(channel)
         stream = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
-        hello = worker_pb2.RouterHello(router_id=self.name, router_incarnation="1", wants_kv_events=wants_kv_events)
+        hello = worker_pb2.RouterHello(
+            router_id=self.name, router_incarnation=self.incarnation, wants_kv_events=wants_kv_events
+        )
         await stream.write(worker_pb2.AttachRequest(hello=hello))
         first = await asyncio.wait_for(stream.read(), DEADLINE_S)
         assert first.WhichOneof("message") == "hello"
@@ -259,8 +262,10 @@ async def attach() -> AsyncIterator[Callable[..., Any]]:
     """attach(p, d) gives a router that is attached to both; closed at the end."""
     routers: list[Router] = []
 
-    async def begin(*workers: Running, name: str = "router-0", wants_kv_events: bool = False) -> Router:
-        router = Router(name)
+    async def begin(
+        *workers: Running, name: str = "router-0", incarnation: str = "1", wants_kv_events: bool = False
+    ) -> Router:
+        router = Router(name, incarnation)
         routers.append(router)
         for worker in workers:
             await router.attach(worker.program.context.role, worker.address, wants_kv_events=wants_kv_events)

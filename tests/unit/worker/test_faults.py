@@ -77,6 +77,16 @@ async def test_a_router_that_attaches_again_replaces_its_old_stream(start: Any, 
     await d.until(is_empty, "an empty worker")
 
 
+async def test_two_routers_of_one_name_do_not_end_each_others_streams(start: Any, attach: Any, ask: Any) -> None:
+    d = start(Role.DECODE, toy_step_s=0.005)
+    one = await attach(d, incarnation="1")
+    await one.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("r", PROMPT, max_tokens=40), is_local=True))
+    other = await attach(d, incarnation="2")
+    assert await other.local(ask("r", PROMPT)) == answer(PROMPT, 8)
+    assert await one.finished("r") == answer(PROMPT, 40)
+    await d.until(is_empty, "an empty worker")
+
+
 async def test_a_router_that_does_not_read_does_not_slow_the_others(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE, heartbeat_s=0.005)
     async with grpc.aio.insecure_channel(d.address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:

@@ -1,0 +1,53 @@
+"""A Redis that two clusters share."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.core.errors import ConfigError
+from pdserve.launch import settings
+from pdserve.launch.neighbours import check_alone
+from pdserve.launch.running import Running
+from pdserve.launch.spec import ClusterSpec
+from pdserve.prefix.embedded import EmbeddedRedis
+from pdserve.prefix.registry import Registry
+
+from .conftest import is_alive, until
+
+
+def asked(redis: str, **more: str) -> ClusterSpec:
+    return settings.read({"model": "toy", "redis": redis, **more}, None, ()).spec
+
+
+async def test_a_second_cluster_of_one_name_is_told_who_lives_there(toy: Running) -> None:
+    spec = asked(f"redis://{toy.address('redis')}/0")
+    with pytest.raises(ConfigError, match="cluster: got default, expected a name that no other cluster has") as caught:
+        await check_alone(spec)
+    assert toy.address("d0") in str(caught.value)
+    assert "--set cluster=NAME" in str(caught.value)
+
+
+async def test_names_of_their_own_let_clusters_share_a_redis(toy: Running) -> None:
+    await check_alone(asked(f"redis://{toy.address('redis')}/0", cluster="blue"))
+
+
+async def test_a_redis_that_does_not_answer_stops_no_start() -> None:
+    await check_alone(asked("redis://127.0.0.1:1/0"))
+
+
+async def test_the_registrations_of_a_dead_cluster_stop_no_start() -> None:
+    """What a killed launcher leaves behind, for as long as a lease lasts."""
+    redis = EmbeddedRedis.start()
+    try:
+        with Running.start("--model", "toy", "--redis", redis.url) as cluster:
+            spec, pids = asked(redis.url), cluster.pids()
+            with pytest.raises(ConfigError):
+                await check_alone(spec)
+            cluster.kill()
+            until(lambda: not any(is_alive(pid) for pid in pids.values()))
+        await check_alone(spec)
+        registry = Registry(redis.url, spec.cluster)
+        assert {worker.worker_id for worker in await registry.read()} == {"p0", "d0"}, "nothing was left behind"
+        await registry.close()
+    finally:
+        redis.stop()
