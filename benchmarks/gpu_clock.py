@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, Protocol, final
 
 import torch
@@ -104,8 +105,16 @@ def matrix_tflop_s(clock: Clock, size: int, kind: str) -> float:
     return 2 * size**3 / took_s / 1e12
 
 
-def kernel_s(clock: Clock, run: Callable[[], object]) -> float:
-    """The sum of the times of all kernels that `run` queues, copies between host and device not counted."""
+@dataclass(frozen=True)
+class Kernels:
+    """What some steps have run on the device; copies between host and device not counted."""
+
+    seconds: float
+    by_name: tuple[tuple[str, int, float], ...]  # launches and seconds, the longest first
+
+
+def kernels_of(clock: Clock, run: Callable[[], object]) -> Kernels:
+    """Of all kernels that `run` queues."""
     is_cuda = clock.device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if is_cuda else torch.profiler.ProfilerActivity.CPU
     clock.sync()
@@ -113,11 +122,11 @@ def kernel_s(clock: Clock, run: Callable[[], object]) -> float:
         run()
         clock.sync()
     events: Any = profile.events()
-    spans = (
-        one.time_range.end - one.time_range.start
-        for one in events
-        if one.device_type.name == activity.name
-        and one.cpu_parent is None
-        and not one.name.startswith(("Memcpy", "Memset"))
-    )
-    return float(sum(spans)) / 1e6
+    found: dict[str, tuple[int, float]] = {}
+    for one in events:
+        is_counted = one.device_type.name == activity.name and one.cpu_parent is None
+        if is_counted and not one.name.startswith(("Memcpy", "Memset")):
+            count, total_s = found.get(one.name, (0, 0.0))
+            found[one.name] = count + 1, total_s + (one.time_range.end - one.time_range.start) / 1e6
+    by_name = sorted(((name, count, total_s) for name, (count, total_s) in found.items()), key=lambda one: -one[2])
+    return Kernels(sum(total_s for _, _, total_s in by_name), tuple(by_name))

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import math
+import platform
+import shutil
+import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.engine_work import decode_work, prefill_work
-from benchmarks.gpu_clock import copy_gb_s, kernel_s, matrix_tflop_s
+from benchmarks.gpu_clock import copy_gb_s, kernels_of, matrix_tflop_s
+from benchmarks.gpu_floor import decode_floor, shape_of
 from benchmarks.gpu_report import Report
 from benchmarks.gpu_setting import Setting
 from pdserve.engine.config import read_config
 
 LLAMA = "llama-3.1-8b"
+NAMED_ROWS = (1, 128)
 _PROFILED_STEPS = 4
+_NAMED_KERNELS = 14  # the longest of a step, told one by one
 
 
 def device(setting: Setting, folder: Path) -> None:
@@ -33,18 +41,39 @@ def device(setting: Setting, folder: Path) -> None:
 
 
 def facts(setting: Setting) -> list[tuple[str, str]]:
-    found = [("torch", str(torch.__version__))]
+    """What is installed, whatever of it is: the parts say by themselves what they miss."""
+    found = [("python", platform.python_version()), ("torch", str(torch.__version__))]
+    modules = ("triton", "numpy", "transformers", "tokenizers", "safetensors", "grpc", "google.protobuf", "cupy")
+    found += [(name, told(lambda name=name: importlib.import_module(name).__version__)) for name in modules]  # type: ignore[misc]
     if setting.clock.device.type != "cuda":
         return [*found, ("device", "CPU: a rehearsal, no figure counts")]
     properties: Any = torch.cuda.get_device_properties(0)
     found += [("device", properties.name), ("memory, GB", f"{properties.total_memory / 1e9:.1f}")]
+    found += [("free, GB", f"{torch.cuda.mem_get_info()[0] / 1e9:.1f}")]
     found += [("multiprocessors", str(properties.multi_processor_count)), ("CUDA", str(torch.version.cuda))]
-    for package in ("triton", "cupy", "transformers"):
-        try:
-            found.append((package, __import__(package).__version__))
-        except ImportError as error:
-            found.append((package, f"missing: {error}"))
+    found += [("cuDNN", told(torch.backends.cudnn.version)), ("NCCL of CuPy", told(nccl_version))]
+    found += [
+        ("driver", told(driver_version)),
+        ("C compiler, for Triton", str(shutil.which("gcc") or shutil.which("cc"))),
+    ]
     return found
+
+
+def told(ask: Callable[[], object]) -> str:
+    try:
+        return str(ask())
+    except Exception as error:
+        return f"missing: {type(error).__name__}: {error}"[:200]
+
+
+def nccl_version() -> int:
+    nccl = importlib.import_module("cupy.cuda.nccl")
+    return int(nccl.get_version())
+
+
+def driver_version() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,temperature.gpu", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20.0).stdout.strip()
 
 
 def matrix(setting: Setting, kind: str) -> float:
@@ -58,15 +87,16 @@ def model(setting: Setting, folder: Path, part: str, shape: str, dtype: str) -> 
     """
     from benchmarks.gpu_engine import AheadRows, decode, open_model, prefill_s
 
-    columns = ["what", "rows", "context", "tok/s", "step ms", "of copy bandwidth", "step / kernels", "idle %", "note"]
+    columns = ["what", "rows", "context", "tok/s", "step ms", "computed ms"]
+    columns += ["of copy bandwidth", "step / kernels", "idle %", "note"]
     report = Report(folder, part, f"{shape} in {dtype}", columns)
     copy = copy_gb_s(setting.clock, setting.copy_bytes)
     with tempfile.TemporaryDirectory() as parent:
         opened = open_model(setting, shape, dtype, Path(parent))
         config = read_config(Path(parent) / shape)
-    report.row("loaded", "", "", "", "", "", "", "", f"{opened.load_s:.1f} s, {opened.engine.spec.num_blocks:,} blocks")
+    report.row("loaded", *[""] * 8, f"{opened.load_s:.1f} s, {opened.engine.spec.num_blocks:,} blocks")
     graphs = f"{len(opened.replays.buckets)} graphs in {opened.capture_s:.1f} s"
-    report.row("captured", "", "", "", "", "", "", "", graphs)
+    report.row("captured", *[""] * 8, graphs)
     is_judged = shape == LLAMA and dtype == "bfloat16"
     steps_s: dict[tuple[int, int], float] = {}
     for rows, context in setting.decodes:
@@ -77,12 +107,14 @@ def model(setting: Setting, folder: Path, part: str, shape: str, dtype: str) -> 
             read = work.read_bytes + (config.hidden_size * config.vocab_size if dtype == "fp8" else 0)  # the head
             share = read / done.step_s / 1e9 / copy
             shared = opened.shared_kv(rows, context + setting.num_steps)
+            floor = decode_floor(shape_of(config), rows, context, opened.engine.spec.max_context_tokens, copy)
             report.row(
                 "decode",
                 rows,
                 context,
                 rows / done.step_s,
                 done.step_s * 1e3,
+                floor.step_s * 1e3 if dtype == "bfloat16" else "",
                 share,
                 "",
                 100 * done.idle,
@@ -99,7 +131,7 @@ def model(setting: Setting, folder: Path, part: str, shape: str, dtype: str) -> 
             took_s = prefill_s(opened, num_tokens, setting.chunk_tokens)
             share = prefill_work(config, "bfloat16", num_tokens).flops / took_s / 1e12 / rate
             note = f"{share:.0%} of the measured matrix rate, chunks of {setting.chunk_tokens}"
-            report.row("prefill", 1, num_tokens, num_tokens / took_s, took_s * 1e3, "", "", "", note)
+            report.row("prefill", 1, num_tokens, num_tokens / took_s, took_s * 1e3, "", "", "", "", note)
             if is_judged and num_tokens == 4096:
                 report.bar("prefill of 4096 tokens, tok/s", num_tokens / took_s, least=40_000)
         except Exception as error:
@@ -108,9 +140,14 @@ def model(setting: Setting, folder: Path, part: str, shape: str, dtype: str) -> 
         try:
             count = 1 if setting.is_rehearsal else _PROFILED_STEPS
             ahead = AheadRows(opened, rows, context, count)
-            kernels_s = kernel_s(setting.clock, lambda ahead=ahead, count=count: ahead.steps(count)) / count  # type: ignore[misc]
+            kernels = kernels_of(setting.clock, lambda ahead=ahead, count=count: ahead.steps(count))  # type: ignore[misc]
+            kernels_s = kernels.seconds / count
             over = step_s / kernels_s if kernels_s else math.nan
-            report.row("kernels of a step", rows, context, "", kernels_s * 1e3, "", over, "", "")
+            report.row("kernels of a step", rows, context, "", kernels_s * 1e3, "", "", over, "", "")
+            if rows in NAMED_ROWS and context == setting.decodes[0][1]:
+                for name, launches, total_s in kernels.by_name[:_NAMED_KERNELS]:
+                    each = f"{launches / count:.4g} of {total_s / launches * 1e6:.1f} us: {name[:70]}".replace("|", "/")
+                    report.row("of them", rows, context, "", total_s / count * 1e3, "", "", "", "", each)
             if is_judged and context == setting.decodes[0][1]:
                 report.bar(f"b={rows}: step / sum of its kernels", over, most=1.10)
         except Exception as error:

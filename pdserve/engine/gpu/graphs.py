@@ -51,7 +51,8 @@ class GraphReplays:
         self.buckets = tuple(sorted(buckets))
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         began_s = time.monotonic()
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        # A graph's kernels keep the priority of the stream that they were captured on: before those of transfers.
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(priority=-1)
         stream.wait_stream(torch.cuda.current_stream())  # which may still zero the buffers
         with torch.cuda.stream(stream):
             for bucket in reversed(self.buckets):

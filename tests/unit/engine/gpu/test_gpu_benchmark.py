@@ -50,7 +50,7 @@ def test_a_rehearsal_without_the_packages_that_the_gpu_machine_lacks(bare: dict[
     assert all(one.rows and not one.errors for one in findings.values())
     assert all(len(row) == len(one.columns) for one in findings.values() for row in one.rows)
     kinds = {row[0] for row in findings["llama-fp8"].rows}
-    assert kinds == {"loaded", "captured", "decode", "prefill", "kernels of a step"}
+    assert kinds == {"loaded", "captured", "decode", "prefill", "kernels of a step", "of them"}
     assert {"cuda_ipc", "nccl", "cuda_ipc, its copy alone"} <= {row[0] for row in findings["transfers"].rows}
     texts = [bar for bar in findings["serving"].bars if "equal texts" in bar.name]
     assert len(texts) == 2

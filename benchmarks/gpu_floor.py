@@ -1,0 +1,153 @@
+"""What a decode step through a graph should take, kernel by kernel, from the model's shape alone. Pure.
+
+    python -m benchmarks.gpu_floor
+
+Computed, not measured: a kernel takes a start and its bytes at a share of a device copy's bandwidth, and between two
+kernels of a graph lies a gap. `benchmarks.gpu` prints it beside what it measures, so that what is off shows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Final
+
+from pdserve.engine.config import ModelConfig
+from pdserve.engine.gpu.splits import LEAST_POSITIONS, num_splits
+
+COPY_GB_S: Final = 3000.0  # read and written, of an H100 as it was once seen (vendor: 3350)
+PROCESSORS: Final = 132
+GAP_S: Final = 1.0e-6  # between two kernels of a graph
+START_S: Final = 2.0e-6  # until a kernel that depends on the last one moves bytes at its rate, and its end
+#: Of a copy, for products of few rows and of many: what public measurements of this shape's products on an H100 give.
+FEW_ROWS, PRODUCT_SHARE, WIDE_PRODUCT_SHARE = 16, 0.95, 0.86
+ATTENTION_SHARE: Final = 0.85
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a model that a step's bytes follow from. Two bytes a value."""
+
+    num_layers: int
+    hidden: int
+    mlp: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+
+
+def shape_of(model: ModelConfig) -> Shape:
+    return Shape(
+        num_layers=model.num_layers,
+        hidden=model.hidden_size,
+        mlp=model.mlp_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        vocab=model.vocab_size,
+    )
+
+
+LLAMA_8B: Final = Shape(32, 4096, 14336, 32, 8, 128, 128_256)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    count: int  # in a step
+    programs: int  # of one launch; 0: a library's
+    num_bytes: float  # of one launch
+    share: float = 1.0  # of a copy's bandwidth, once it runs
+
+    def seconds(self, copy_gb_s: float) -> float:
+        """Of one launch."""
+        return START_S + self.num_bytes / (self.share * copy_gb_s * 1e9)
+
+
+@dataclass(frozen=True)
+class Floor:
+    kernels: tuple[Kernel, ...]
+    copy_gb_s: float
+
+    @property
+    def num_kernels(self) -> int:
+        return sum(one.count for one in self.kernels)
+
+    @property
+    def kernels_s(self) -> float:
+        return sum(one.count * one.seconds(self.copy_gb_s) for one in self.kernels)
+
+    @property
+    def step_s(self) -> float:
+        return self.kernels_s + self.num_kernels * GAP_S
+
+
+def decode_floor(
+    shape: Shape, rows: int, context: int, max_context_tokens: int = 16_640, copy_gb_s: float = COPY_GB_S
+) -> Floor:
+    """Of greedy rows in bfloat16."""
+    layers, hidden, mlp, vocab = shape.num_layers, shape.hidden, shape.mlp, shape.vocab
+    queries, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    splits = num_splits(rows, shape.num_kv_heads, PROCESSORS, max_context_tokens)
+    parts = min(splits, ceil(context / LEAST_POSITIONS))  # that have positions
+    merged = rows * shape.num_heads * parts * (shape.head_dim + 1) * 4
+    share = PRODUCT_SHARE if rows <= FEW_ROWS else WIDE_PRODUCT_SHARE
+
+    def product(name: str, inputs: int, outputs: int, count: int = layers) -> Kernel:
+        return Kernel(f"product {name}", count, 0, 2 * (inputs * outputs + rows * (inputs + outputs)), share)
+
+    attention = Kernel("attend", layers, rows * shape.num_kv_heads * parts, 4 * rows * context * kv, ATTENTION_SHARE)
+    return Floor(
+        (
+            Kernel("add and norm", 2 * layers + 1, rows, 8 * rows * hidden),
+            product("qkv", hidden, queries + 2 * kv),
+            Kernel(
+                "rope, store",
+                layers,
+                rows * ceil((shape.num_heads + 2 * shape.num_kv_heads) / 8),
+                4 * rows * (queries + 2 * kv),
+            ),
+            attention,
+            *([Kernel("merge", layers, rows * shape.num_heads, merged + 2 * rows * queries)] if splits > 1 else []),
+            product("o", queries, hidden),
+            product("gate, up", hidden, 2 * mlp),
+            Kernel("silu", layers, rows * ceil(mlp / 1024), 6 * rows * mlp),
+            product("down", mlp, hidden),
+            product("head", hidden, vocab, 1),
+            Kernel("logits to float32", 1, 0, 6 * rows * vocab),
+            Kernel("sampler", 4, rows, rows * vocab),  # its first launch reads the logits, the others little
+            Kernel("tokens, tables, embedding, draws", 10, 0, 4 * rows * hidden),
+        ),
+        copy_gb_s,
+    )
+
+
+def table(batches: Sequence[int] = (1, 128), context: int = 1024) -> str:
+    floors = {rows: decode_floor(LLAMA_8B, rows, context) for rows in batches}
+    head = "".join(f" b={rows}: programs | MB | us each | us a step |" for rows in batches)
+    lines = [f"| kernel | a step |{head}", "|---|---|" + "---|" * 4 * len(batches)]
+    names = [one.name for one in max((floor.kernels for floor in floors.values()), key=len)]
+    for name in names:
+        found = [next((one for one in floor.kernels if one.name == name), None) for floor in floors.values()]
+        count = next(one.count for one in found if one is not None)
+        lines.append(f"| {name} | {count} |" + "".join(map(_cells, found)))
+    sums = "".join(f" | | | **{floor.kernels_s * 1e6:,.0f}** |" for floor in floors.values())
+    lines.append(f"| **all kernels** | |{sums}")
+    steps = "".join(f" | | {floor.num_kernels} gaps | **{floor.step_s * 1e6:,.0f}** |" for floor in floors.values())
+    lines.append(f"| **the step** | |{steps}")
+    return "\n".join(lines)
+
+
+def _cells(kernel: Kernel | None) -> str:
+    if kernel is None:
+        return " | | | |"
+    each_s = kernel.seconds(COPY_GB_S)
+    programs = f"{kernel.programs:,}" if kernel.programs else ""
+    return f" {programs} | {kernel.num_bytes / 1e6:.3g} | {each_s * 1e6:.1f} | {kernel.count * each_s * 1e6:,.0f} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table() + "\n")
