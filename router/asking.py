@@ -16,7 +16,7 @@ JUDGED_BY_OUTLOOK: Final = frozenset({"least-slack", "ageing", "fairness", "refu
 
 
 def ask_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float) -> Ask:
-    facts, views, present = request.facts, fleet.views, fleet.key
+    facts, present = request.facts, fleet.key
     num_answered = len(request.output)
     return Ask(
         request_id=request.request_id,
@@ -30,11 +30,7 @@ def ask_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float)
         priority=facts.priority,
         tenant=facts.tenant,
         bound_to=request.bound_to,
-        cached_tokens={
-            worker_id: blocks * views[worker_id].hello.block_size
-            for worker_id, blocks in request.cached_blocks.items()
-            if worker_id in views
-        },
+        cached_tokens=_cached_tokens(request, fleet),
         avoid_workers=frozenset([key[0] for key in request.avoid_workers if present(key[0]) == key]),
         avoid_pairs=frozenset(
             [
@@ -62,7 +58,9 @@ def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: froz
     if rules & JUDGED_BY_OUTLOOK:
         prefills, decodes = fleet.usable(now_s)
         if decodes:
-            request.outlook = outlook(ask_of(request, fleet, lengths, now_s), prefills, decodes, now_s)
+            expected_tokens = lengths.expected(facts.sampling.max_tokens, len(request.output))
+            cached_tokens = _cached_tokens(request, fleet)
+            request.outlook = outlook(request.num_tokens, expected_tokens, cached_tokens, prefills, decodes)
     prefill_s = request.outlook.ttft_s if request.outlook is not None else 0.0
     if is_begun or "least-slack" not in rules:
         return Entry(request.serial, request.serial, request.request_id, level, tenant, prefill_s)
@@ -76,3 +74,12 @@ def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: froz
         prefill_s=prefill_s,
         late_at_s=start_by_s,
     )
+
+
+def _cached_tokens(request: Request, fleet: Fleet) -> dict[str, int]:
+    views = fleet.views
+    return {
+        worker_id: blocks * views[worker_id].hello.block_size
+        for worker_id, blocks in request.cached_blocks.items()
+        if worker_id in views
+    }

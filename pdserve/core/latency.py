@@ -72,7 +72,7 @@ class CostModel:
             return 0.0
         base, per_token, per_token_context = self.prefill_coefficients
         weights_s = self.decode_coefficients[0]
-        chunks, rest = divmod(uncached, chunk_tokens) if chunk_tokens > 0 else (0.0, uncached)
+        chunks, rest = divmod(uncached, chunk_tokens) if 0 < chunk_tokens < uncached else (0.0, uncached)
         seconds = per_token_context * uncached * (cached + 0.5 * uncached)
         if chunks:
             chunk_s = base + per_token * chunk_tokens
@@ -188,34 +188,33 @@ class CostModel:
 class LinkModel:
     """Seconds that KV needs between one pair of workers, whatever else shares the way."""
 
-    __slots__ = ("_fit",)
+    __slots__ = ("_fit", "coefficients")
 
     def __init__(self, latency_s: float = 1e-3, bandwidth_bytes_s: float = 1e9) -> None:
         self._fit = Fit((latency_s, 1.0 / max(bandwidth_bytes_s, 1.0)), (1.0, TYPICAL_TRANSFER_BYTES))
+        #: (latency, per byte), for who prices many pairs at once.
+        self.coefficients: tuple[float, ...] = self._fit.coefficients
 
     def transfer_s(self, num_bytes: float) -> float:
         if num_bytes <= 0.0:
             return 0.0
-        latency_s, per_byte_s = self._fit.coefficients
+        latency_s, per_byte_s = self.coefficients
         seconds = latency_s + per_byte_s * num_bytes
         return seconds if seconds < LONGEST_S else LONGEST_S
 
     def observe(self, num_bytes: float, busy_s: float) -> bool:
         """One finished transfer, the waits for what it was to carry apart. False: it is no sample."""
-        return self._fit.observe((1.0, num_bytes), busy_s) if num_bytes > 0.0 else False
-
-    @property
-    def coefficients(self) -> tuple[float, ...]:
-        """(latency, per byte), for who prices many pairs at once."""
-        return self._fit.coefficients
+        is_sample = self._fit.observe((1.0, num_bytes), busy_s) if num_bytes > 0.0 else False
+        self.coefficients = self._fit.coefficients
+        return is_sample
 
     @property
     def latency_s(self) -> float:
-        return self._fit.coefficients[0]
+        return self.coefficients[0]
 
     @property
     def bandwidth_bytes_s(self) -> float:
-        return 1.0 / max(self._fit.coefficients[1], 1e-15)
+        return 1.0 / max(self.coefficients[1], 1e-15)
 
     @property
     def error(self) -> float:

@@ -59,7 +59,7 @@ class Goodput:
         self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
         able, cached = not_avoided(decodes, ask), self._cached(ask)
-        landings = find_landings(ask, cached, able, now_s, self._step_of, self._fullest)
+        landings, readers = find_landings(ask, cached, able, now_s, self._step_of, self._fullest)
         if not landings:
             return _wait_for_room(ask, "no decode worker has a free row and free blocks for the answer")
         ways = []
@@ -68,7 +68,7 @@ class Goodput:
         if self._has_choice or not ways:
             is_reader_free = any(way.opens_in_s == 0.0 for way in ways)
             short = self._short if is_reader_free else math.inf
-            ways += local_ways(ask, cached, landings, now_s, short, is_only=not prefills)
+            ways += local_ways(ask, cached, readers, now_s, short, is_only=not prefills)
         return _choose(ask, ways)
 
 

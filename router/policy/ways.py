@@ -1,17 +1,17 @@
 """The ways in which a request can be served, priced: each pair of workers, and each decode worker by itself. Pure.
 
-Every worker is touched once, with the few multiplications that rank it; only the best of each role are priced in
-detail. Formulas: docs/scheduling.md.
+Every worker is touched once, with the few multiplications that rank it; only the best of each role are kept, and
+priced in detail. Formulas: docs/scheduling.md.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
 from operator import itemgetter
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from pdserve.core.latency import LinkModel
 from pdserve.core.overlap import chunked_exposed_s
@@ -30,16 +30,23 @@ from router.policy.tuning import (
 )
 from router.view import WorkerView
 
-# A decode worker with room: (rank as a landing place, its step with this request in it, rank as the only worker,
-# view, load). Ranks begin with whether somebody's promise is broken; equal readers are ranked as landing places.
-Rank = tuple[int, float]
-Landing = tuple[Rank, float, tuple[int, float, Rank], WorkerView, DecodeLoad]
+# Decode workers with room, as they are ranked: (2 if somebody's promise is broken by it, 1 if nearly, else 0; what is
+# spare, by order of preference; place in the order of workers; its step with this request in it; view; load).
+# Those that would read the prompt: (1 if somebody's promise is broken by it, else 0; cost; then as above).
+Landing = tuple[int, float, int, float, WorkerView, DecodeLoad]
+Reader = tuple[int, float, int, float, int, float, WorkerView, DecodeLoad]
 StepRule = Callable[[WorkerView, DecodeLoad, float, float], float]
 
 _RANK: Final = itemgetter(0)
-_LOCAL_RANK: Final = itemgetter(2)
 
 NOTHING_CACHED: Final[Mapping[str, int]] = {}
+
+
+class Landings(NamedTuple):
+    """The best decode workers with room, in order."""
+
+    landings: list[Landing]  # where KV from a prefill worker lands; at most DECODES_PAIRED
+    readers: list[Reader]  # that would read the prompt themselves; at most LOCALS_PRICED
 
 
 @final
@@ -71,10 +78,10 @@ def reported_step_s(view: WorkerView, load: DecodeLoad, tokens: float, growth: f
 
 def find_landings(
     ask: Ask, cached: Mapping[str, int], decodes: Sequence[WorkerView], now_s: float, step_of: StepRule, fullest: float
-) -> list[Landing]:
-    """Decode workers with a row and blocks for the whole answer that is expected.
+) -> Landings:
+    """The best of the decode workers with a row and blocks for the whole answer that is expected.
     `fullest`: 1 or -1, the order of their ranks."""
-    tokens, own_s = ask.num_tokens, ask.slo.tpot_s
+    tokens, own_s = float(ask.num_tokens), ask.slo.tpot_s  # floats throughout: mixed arithmetic takes twice as long
     growth = 0.5 * ask.expected_tokens
     room = tokens + ask.expected_tokens
     per_second = 1.0 / ask.slo.ttft_s
@@ -82,8 +89,10 @@ def find_landings(
     per_wait = 1.0 / _answer_s(ask)
     is_tandem = step_of is tandem_step_s
     half = tokens - 0.5 * tokens
-    found: list[Landing] = []
-    for view in decodes:
+    landings: list[Landing] = []
+    readers: list[Reader] = []
+    last_kind, last_value, last_broken, last_cost = 3, 0.0, 2, 0.0  # who is behind these is none of the best
+    for order, view in enumerate(decodes):
         load = view.kept_load or view.load
         rows = load.rows
         if load.free_tokens < room + growth * rows or not load.is_open or view.closed_until_s > now_s:
@@ -97,19 +106,29 @@ def find_landings(
             limit_s = own_s
         spare = 1.0 - step_s * load.sure / limit_s
         if spare >= PACK_SLACK:
-            rank = (0, fullest * spare)
+            kind, value = 0, fullest * spare
         else:
-            rank = (1 if spare >= 0.0 else 2, -spare)
+            kind, value = 1 if spare >= 0.0 else 2, -spare
+        if kind < last_kind or (kind == last_kind and value < last_value):
+            insort(landings, (kind, value, order, step_s, view, load))
+            if len(landings) > DECODES_PAIRED:
+                landings.pop()
+                last_kind, last_value = landings[-1][:2]
         uncached, middle = tokens, half
         if view.worker_id in cached:
-            uncached = max(1, tokens - cached[view.worker_id])
+            uncached = max(1.0, tokens - cached[view.worker_id])
             middle = tokens - 0.5 * uncached
         read_s = uncached * (load.per_token_s + load.per_token_context_s * middle) * load.stretch
         cost = read_s * (per_read + per_wait * load.hold)
         if view.free_at_s > now_s:
             cost += (view.free_at_s - now_s) * per_second
-        found.append((rank, step_s, (rank[0] >> 1, cost, rank), view, load))
-    return found
+        broken = kind >> 1
+        if broken < last_broken or (broken == last_broken and cost <= last_cost):
+            insort(readers, (broken, cost, kind, value, order, step_s, view, load))
+            if len(readers) > LOCALS_PRICED:
+                readers.pop()
+                last_broken, last_cost = readers[-1][:2]
+    return Landings(landings, readers)
 
 
 def remote_ways(
@@ -120,45 +139,68 @@ def remote_ways(
     now_s: float,
     links: Links,
 ) -> list[Way]:
-    """Pairs of the cheapest prefill workers, open or not, and the best of `landings`; the best pair first."""
-    tokens, answer_s = ask.num_tokens, _answer_s(ask)
-    starts = []  # (its delay and that of who comes next, worker id, delay, seconds of compute, cached tokens, view)
+    """Pairs of the cheapest prefill workers, open or not, and `landings`; the best pair first."""
+    tokens, answer_s = float(ask.num_tokens), _answer_s(ask)
+    # (its delay and that of who comes next, worker id, delay, seconds of compute, cached tokens, view)
+    starts: list[tuple[float, str, float, float, float, WorkerView]] = []
+    last_s = math.inf  # who costs more is none of the best
     for view in prefills:
-        held = cached.get(view.worker_id, 0)
-        if held >= tokens:
-            held = tokens - 1
-        work_s = view.cost.prefill_s(tokens - held, held, view.hello.max_batch_tokens)
-        delay_s = work_s
-        if view.free_at_s > now_s:
-            delay_s += view.free_at_s - now_s
-        starts.append((delay_s + WORK_WEIGHT * work_s, view.worker_id, delay_s, work_s, held, view))
-    starts.sort()
+        uncached, held, cost = tokens, 0.0, view.cost
+        if view.worker_id in cached:
+            held = min(float(cached[view.worker_id]), tokens - 1.0)
+            uncached = tokens - held
+        wait_s = view.free_at_s - now_s if view.free_at_s > now_s else 0.0
+        _, per_token_s, per_token_context_s = cost.prefill_coefficients
+        least_s = uncached * (per_token_s + per_token_context_s * (held + 0.5 * uncached))
+        if wait_s + (1.0 + WORK_WEIGHT) * least_s > last_s:
+            continue  # its queue and its arithmetic alone take longer
+        work_s = cost.prefill_s(uncached, held, view.hello.max_batch_tokens)
+        delay_s = work_s + wait_s
+        cost_s = delay_s + WORK_WEIGHT * work_s
+        if cost_s <= last_s:
+            insort(starts, (cost_s, view.worker_id, delay_s, work_s, held, view))
+            if len(starts) > PREFILLS_PAIRED:
+                starts.pop()
+                last_s = starts[-1][0]
     places = []
-    for order, (rank, step_s, _, decode, load) in enumerate(nsmallest(DECODES_PAIRED, landings, key=_RANK)):
-        uncached = max(1, tokens - cached.get(decode.worker_id, 0))
-        places.append((order, rank, step_s, decode, load, uncached))
+    for order, (kind, _, _, step_s, decode, load) in enumerate(landings):
+        size, block_bytes = decode.hello.block_size, float(decode.hello.block_bytes)
+        lacking = max(1.0, tokens - cached.get(decode.worker_id, 0))
+        landing_bytes = decode.totals.landing_tokens // size * block_bytes
+        where = decode, load, step_s, decode.rest_of_step_s
+        places.append((order, kind >> 1, decode.worker_id, size, block_bytes, lacking, landing_bytes, where))
     pairs = []
-    for cost_s, prefill_id, delay_s, work_s, held, prefill in starts[:PREFILLS_PAIRED]:
-        for order, rank, step_s, decode, load, lacking in places:
-            if ask.avoid_pairs and (prefill_id, decode.worker_id) in ask.avoid_pairs:
+    for cost_s, prefill_id, delay_s, work_s, held, prefill in starts:
+        opens_s = 0.0 if can_start(prefill, ask.num_tokens, now_s) else opens_in_s(prefill, now_s)
+        read, chunk, sent_blocks = tokens - held, prefill.hello.max_batch_tokens, prefill.totals.blocks
+        for order, broken, decode_id, size, block_bytes, lacking, landing_bytes, where in places:
+            if ask.avoid_pairs and (prefill_id, decode_id) in ask.avoid_pairs:
                 continue
-            link = links(prefill_id, decode.worker_id)
-            late_s = _late_s(tokens, held, lacking, prefill, decode, link, work_s, delay_s)
-            price_s = round((cost_s + late_s) / TRANSFER_TIE_S)
-            pairs.append(((rank[0] >> 1, price_s, order, prefill_id), delay_s, late_s, prefill, decode, load, step_s))
+            link = links(prefill_id, decode_id)
+            latency_s, per_byte_s = link.coefficients
+            num_bytes = -(-lacking // size) * block_bytes
+            if lacking <= read <= chunk:
+                late_s = latency_s + per_byte_s * num_bytes  # one part
+            else:
+                late_s = _parts_late_s(link, prefill, tokens, read, lacking, size, block_bytes, work_s)
+            # What is sent before it takes turns with it on the link, and is hidden while prompts are computed.
+            before_bytes = sent_blocks * block_bytes
+            if landing_bytes > before_bytes:
+                before_bytes = landing_bytes
+            queued_s = latency_s + per_byte_s * (before_bytes + num_bytes) - delay_s
+            if queued_s > late_s:
+                late_s = queued_s
+            key = broken, round((cost_s + late_s) / TRANSFER_TIE_S), order, prefill_id
+            pairs.append((key, opens_s, delay_s, work_s, late_s, prefill, *where))
     pairs.sort(key=_RANK)
-    best = [_remote(ask, answer_s, now_s, *pair[1:]) for pair in pairs[:DECODES_PAIRED]]
-    if pairs and not any(way.opens_in_s == 0.0 for way in best):
-        best += [
-            way
-            for pair in pairs[DECODES_PAIRED:]
-            if (way := _remote(ask, answer_s, now_s, *pair[1:])).opens_in_s == 0.0
-        ][:1]
-    return best
+    best = pairs[:DECODES_PAIRED]
+    if not any(pair[1] == 0.0 for pair in best):
+        best += [pair for pair in pairs[DECODES_PAIRED:] if pair[1] == 0.0][:1]
+    return [_remote(ask, answer_s, *pair[1:]) for pair in best]
 
 
 def local_ways(
-    ask: Ask, cached: Mapping[str, int], landings: Sequence[Landing], now_s: float, short: float, *, is_only: bool
+    ask: Ask, cached: Mapping[str, int], readers: Sequence[Reader], now_s: float, short: float, *, is_only: bool
 ) -> list[Way]:
     """The decode workers that would do all of it soonest and cheapest.
 
@@ -167,70 +209,57 @@ def local_ways(
     worker is free to read anything: then the cheaper way is taken. `is_only`: there is no prefill worker at all; else a
     worker is fit to read only if its steps leave the time for it, when all that is on its way there has arrived.
     """
-    ranked = nsmallest(LOCALS_PRICED, landings, key=_LOCAL_RANK)
-    return [_local(ask, cached, now_s, step_s, view, load, short, is_only) for _, step_s, _, view, load in ranked]
+    return [_local(ask, cached, now_s, *reader[5:], short, is_only) for reader in readers]
 
 
-def _late_s(
-    tokens: int,
-    held: int,
-    lacking: int,
-    prefill: WorkerView,
-    decode: WorkerView,
+def _parts_late_s(
     link: LinkModel,
+    prefill: WorkerView,
+    tokens: float,
+    read: float,
+    lacking: float,
+    size: int,
+    block_bytes: float,
     work_s: float,
-    delay_s: float,
 ) -> float:
-    """How long after the first token the KV lands: of a prompt of `tokens`, of which the prefill worker has `held` and
-    the decode worker lacks the last `lacking`.
-
-    Its chunks leave as they are computed (core/overlap.py). What is sent before it takes turns with it on the link,
-    and is hidden while prompts are computed.
+    """How long after the first token the KV of a prompt of `tokens` lands that leaves in several parts, as they are
+    computed (core/overlap.py): the prefill worker reads the last `read`, the decode worker lacks the last `lacking`.
     """
-    size, block_bytes, chunk = decode.hello.block_size, decode.hello.block_bytes, prefill.hello.max_batch_tokens
-    num_bytes = -(-lacking // size) * block_bytes
-    read = tokens - held
-    if lacking <= read <= chunk:
-        late_s = link.transfer_s(num_bytes)  # one part
-    else:
-        cost, last = prefill.cost, (read - 1) % chunk + 1
-        chunks_s = last_s = work_s  # from the first part's readiness; what p has cached is ready at once
-        if read > chunk:
-            last_s = cost.prefill_s(last, tokens - last)
-            if lacking <= read:
-                first = ((read - lacking) // chunk + 1) * chunk
-                chunks_s = work_s - cost.prefill_s(first, held, chunk) if first < read else 0.0
-        late_s = chunked_exposed_s(
-            link,
-            num_bytes=num_bytes,
-            chunk_bytes=-(-chunk // size) * block_bytes,
-            last_bytes=-(-last // size) * block_bytes,
-            chunks_s=chunks_s,
-            last_s=last_s,
-        )
-    before = prefill.totals.blocks * prefill.hello.block_bytes
-    landing = decode.totals.landing_tokens // size * block_bytes
-    queued_s = link.transfer_s((before if before > landing else landing) + num_bytes) - delay_s
-    return queued_s if queued_s > late_s else late_s
+    cost, chunk = prefill.cost, prefill.hello.max_batch_tokens
+    last = read
+    chunks_s = last_s = work_s  # from the first part's readiness; what p has cached is ready at once
+    if read > chunk:
+        last = (read - 1.0) % chunk + 1.0
+        last_s = cost.prefill_s(last, tokens - last)
+        if lacking <= read:
+            first = ((read - lacking) // chunk + 1.0) * chunk
+            chunks_s = work_s - cost.prefill_s(first, tokens - read, chunk) if first < read else 0.0
+    return chunked_exposed_s(
+        link,
+        num_bytes=-(-lacking // size) * block_bytes,
+        chunk_bytes=-(-chunk // size) * block_bytes,
+        last_bytes=-(-last // size) * block_bytes,
+        chunks_s=chunks_s,
+        last_s=last_s,
+    )
 
 
 def _remote(
     ask: Ask,
     answer_s: float,
-    now_s: float,
+    opens_s: float,
     delay_s: float,
+    work_s: float,
     late_s: float,
     prefill: WorkerView,
     decode: WorkerView,
     load: DecodeLoad,
     step_s: float,
+    rest_s: float,
 ) -> Way:
-    rest_s = decode.rest_of_step_s
     ttft_s = delay_s + (rest_s + decode.grants.typical_s) + prefill.replies.typical_s
     # Its KV lands in the middle of a step, which it cannot join.
     tpot_s = step_s + (late_s + 0.5 * step_s) / _steps(ask)
-    opens_s = 0.0 if can_start(prefill, ask.num_tokens, now_s) else opens_in_s(prefill, now_s)
-    work_s = delay_s - (prefill.free_at_s - now_s if prefill.free_at_s > now_s else 0.0)
     # The rest of a step, longer where more is decoded, is no reason to spread what should be packed.
     cost = (ttft_s - rest_s + WORK_WEIGHT * work_s) / ask.slo.ttft_s + late_s / answer_s
     return _way(ask, prefill, decode, load, ttft_s, tpot_s, step_s, cost, opens_s, prefill.cost.prefill_error)
