@@ -95,9 +95,10 @@ def nccl_environment(role: str) -> dict[str, str]:
     """What lets two ranks share a GPU: before NCCL 2.30 they pass for two hosts, which then talk over sockets."""
     from cupy.cuda import nccl
 
+    told = {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}  # why a pair could not be made
     if nccl.get_version() >= 23000:
-        return {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    return {"NCCL_HOSTID": f"pdserve-{role}"}
+        return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **told}
+    return {"NCCL_HOSTID": f"pdserve-{role}", **told}
 
 
 @dataclass(frozen=True, kw_only=True)

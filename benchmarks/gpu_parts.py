@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import math
+import os
 import platform
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from pdserve.engine.config import read_config
 
 LLAMA = "llama-3.1-8b"
 NAMED_ROWS = (1, 128)
+_TELLING = ("CUDA", "NCCL", "PYTORCH", "TORCH", "TRITON")  # beginnings of variables that change what is measured
 _PROFILED_STEPS = 4
 _NAMED_KERNELS = 14  # the longest of a step, told one by one
 
@@ -51,6 +53,7 @@ def facts(setting: Setting) -> list[tuple[str, str]]:
     found += [("device", properties.name), ("memory, GB", f"{properties.total_memory / 1e9:.1f}")]
     found += [("free, GB", f"{torch.cuda.mem_get_info()[0] / 1e9:.1f}")]
     found += [("multiprocessors", str(properties.multi_processor_count)), ("CUDA", str(torch.version.cuda))]
+    found += [(name, value) for name, value in os.environ.items() if name.split("_")[0] in _TELLING]
     found += [("cuDNN", told(torch.backends.cudnn.version)), ("NCCL of CuPy", told(nccl_version))]
     found += [
         ("driver", told(driver_version)),

@@ -135,8 +135,8 @@ def is_for_flash(q: Tensor) -> bool:
 def flash_chunk(q_1HQD: Tensor, k_1KSD: Tensor, v_1KSD: Tensor, scale: float | None) -> Tensor:
     """`attend_chunk` by flash attention and nothing else: [Q, H * D].
 
-    On Hopper torch may prefer cuDNN, which plans anew for every length it has not seen: 25 to 40 ms of the host, for
-    each prompt. This operation's causal corner is the lower right one, whatever the two lengths.
+    On Hopper torch may prefer cuDNN, which plans anew for every pair of lengths that it has not seen: 25 to 40 ms of
+    the host. This operation's causal corner is the lower right one, whatever the two lengths.
     """
     out_1HQD: Tensor
     out_1HQD, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q_1HQD, k_1KSD, v_1KSD, 0.0, True, scale=scale)

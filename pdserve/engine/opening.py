@@ -115,6 +115,8 @@ def open_rank(
             "gb_per_s": round(num_bytes / 1e9 / max(load_s, 1e-6), 2),
         },
     )
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for tens of milliseconds at every new length
     model = Decoder(model_config, weights, ranks, device_ops(device))
     kernel: RowKernel | None = paged
     mixing: Mixing | None = None
