@@ -1,8 +1,9 @@
 """Asks a process of its own whether a grammar may be admitted, and remembers the answers.
 
-The process begins with the first grammar. One that takes longer than CHECK_S, or more memory than it may, is ended and
-its grammar refused; the next question starts another. The event loop never waits, and neither do requests without a
-grammar. What the process bounds itself is in pdserve/structured/checker.py.
+The process begins with the first grammar. One that takes more CPU or memory than it may ends it (the bounds are in
+pdserve/structured/checker.py) and is refused; the next question starts another. What is no fault of the grammar is
+Overloaded and not remembered: no answer within CHECK_S, which the bound on CPU comes before except on a machine that is
+too busy, and somebody who killed the process. The event loop never waits, and neither do requests without a grammar.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
@@ -26,7 +28,7 @@ CHECK_S: Final = 2.0
 START_S: Final = 60.0  # to load a vocabulary, on a busy machine
 MAX_WAITING: Final = 64  # grammars
 MAX_REMEMBERED: Final = 4096
-TOO_LONG: Final = f"it takes over {CHECK_S:g} s to compile"
+TOO_LONG: Final = "it takes too long to compile"
 TOO_LARGE: Final = "it takes too much memory to compile"
 EXPECTED: Final = "a grammar that compiles and can be met"
 
@@ -96,13 +98,16 @@ class GrammarCheck:
                 answer = await _exchange(process, {"kind": grammar.kind.value, "text": grammar.text})
         except TimeoutError:
             self._end()
-            return TOO_LONG
+            raise Overloaded("this machine is too busy to compile a grammar", self._check_s) from None
         except BaseException:
             self._end()
             raise
-        if answer is None:  # the allocator failed
+        if answer is None:
             self._end()
-            return TOO_LARGE
+            status = await process.wait()
+            if status == -signal.SIGKILL:
+                raise Overloaded("the process that checks grammars was killed", self._check_s)
+            return TOO_LONG if status == -signal.SIGPROF else TOO_LARGE  # the allocator failed
         refused = answer["refused"]
         return None if refused is None else str(refused)
 

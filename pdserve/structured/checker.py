@@ -3,13 +3,14 @@
 It reads one JSON object {"kind", "text"} a line and answers each with {"refused": reason or null}; the first line
 that it writes is {"failed": reason or null}. A process of its own, since a few schemas ("multipleOf": 999983) make the
 compiler run for seconds and take hundreds of MiB, and only a process can be bounded in both and ended in the middle.
-It ends with its stdin.
+It ends with its stdin, by SIGPROF where a grammar takes over LONGEST_S of CPU, and as it can where memory is refused.
 """
 
 from __future__ import annotations
 
 import json
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from pdserve.structured.compile import NO_DOCUMENT, Compiler, refused, schema_of
 from pdserve.structured.endless import is_endless
 
 MAX_COMPILE_S: Final = 0.25  # of CPU: what a worker may have to spend between two steps
+LONGEST_S: Final = 2 * MAX_COMPILE_S  # of CPU: beyond it there is nothing to wait for
 MEMORY_BYTES: Final = 256 * 2**20  # over what the process holds when it begins
 PROBED_STEPS: Final = 16  # along the only possible way, or the token of the highest number
 
@@ -38,7 +40,10 @@ def main(arguments: list[str]) -> int:
     _say({"failed": None})
     for line in sys.stdin:
         asked = json.loads(line)
-        _say({"refused": reason_against(compiler, Grammar(GrammarKind(asked["kind"]), asked["text"]))})
+        signal.setitimer(signal.ITIMER_PROF, LONGEST_S)  # not a handler's to catch: the compiler is in native code
+        reason = reason_against(compiler, Grammar(GrammarKind(asked["kind"]), asked["text"]))
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        _say({"refused": reason})
     return 0
 
 

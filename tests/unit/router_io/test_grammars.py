@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -39,7 +41,7 @@ MODEL = ModelFacts(
         shape=KvShape(layout="toy.v1", dtype="uint64", num_layers=1, num_kv_heads=1, head_dim=1, block_size=16),
     ),
 )
-HUGE = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 99999989}))
+SLOW = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 999983}))  # seconds of CPU
 GOOD = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}}))
 
 
@@ -71,36 +73,80 @@ async def test_a_refused_grammar_has_its_reason_and_an_admitted_one_is_asked_for
     assert await asyncio.wait_for(process.wait(), 10) != 0
 
 
-async def test_a_grammar_that_takes_too_long_is_ended_and_the_loop_stays_free() -> None:
-    check = GrammarCheck(FOLDER, check_s=1.0)
+async def test_a_machine_too_busy_to_compile_is_said_to_be_and_the_grammar_may_come_again() -> None:
+    check = GrammarCheck(FOLDER, check_s=2.0)
     try:
         await check.check(GOOD, MODEL)
         assert check._process is not None
-        os.kill(check._process.pid, signal.SIGSTOP)  # it takes for ever, however fast the machine is
-        began_s, longest_s = time.monotonic(), 0.0
-        endless = Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["a"]}')
-        slow = asyncio.create_task(refusal(check, endless))
+        os.kill(check._process.pid, signal.SIGSTOP)  # it gets no CPU
+        longest_s = 0.0
+        fine = Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["a"]}')
+        waiting = asyncio.create_task(check.check(fine, MODEL))
         behind = asyncio.create_task(check.check(choice(["a", "b"]), MODEL))
-        while not slow.done():
+        while not waiting.done():
             at_s = time.monotonic()
             await asyncio.sleep(0.005)
             longest_s = max(longest_s, time.monotonic() - at_s)
-        assert await slow == f"json_schema: got {grammars.TOO_LONG}, expected {grammars.EXPECTED}"
-        assert time.monotonic() - began_s < 5
-        assert longest_s < 0.4, "the event loop was held"
+        with pytest.raises(Overloaded, match="too busy to compile a grammar"):
+            await waiting
+        assert longest_s < 1.5, "the event loop was held"
         await behind
-        assert await refusal(check, endless) == await slow  # remembered: it costs no second
+        await check.check(fine, MODEL)
     finally:
         await check.close()
 
 
-async def test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_is_not() -> None:
+async def test_a_grammar_that_takes_too_long_is_ended_and_remembered() -> None:
+    check = GrammarCheck(FOLDER, check_s=60.0)
+    try:
+        refused = await refusal(check, SLOW)
+        assert refused == f"json_schema: got {grammars.TOO_LONG}, expected {grammars.EXPECTED}"
+        assert check._process is None
+        assert await refusal(check, SLOW) == refused
+        assert check._process is None, "it was asked about again"
+    finally:
+        await check.close()
+
+
+async def test_a_checker_that_is_killed_is_no_fault_of_the_grammar() -> None:
     check = GrammarCheck(FOLDER, check_s=30.0)
     try:
-        assert grammars.TOO_LARGE in await refusal(check, HUGE)
         await check.check(GOOD, MODEL)
+        assert check._process is not None
+        os.kill(check._process.pid, signal.SIGKILL)
+        fine = choice(["a", "b"])
+        with pytest.raises(Overloaded, match="was killed"):
+            await check.check(fine, MODEL)
+        await check.check(fine, MODEL)
     finally:
         await check.close()
+
+
+async def test_a_grammar_for_which_there_is_no_memory_is_refused_and_the_next_is_not() -> None:
+    check = GrammarCheck(FOLDER, check_s=30.0)
+    try:
+        await check.check(GOOD, MODEL)
+        assert check._process is not None
+        os.kill(check._process.pid, signal.SIGABRT)  # as the compiler ends where the allocator fails
+        assert grammars.TOO_LARGE in await refusal(check, choice(["a", "b"]))
+        await check.check(choice(["c", "d"]), MODEL)
+    finally:
+        await check.close()
+
+
+def test_the_process_that_checks_gets_no_more_memory_than_it_may() -> None:
+    lines = (
+        "from pdserve.structured import checker",
+        "checker._bound_memory()",
+        "half = bytearray(checker.MEMORY_BYTES // 2)",
+    )
+    for more, status in ((), 0), (("print(); whole = bytearray(checker.MEMORY_BYTES)",), 1):
+        done = subprocess.run(
+            [sys.executable, "-c", "\n".join((*lines, *more))], capture_output=True, timeout=60, check=False
+        )
+        assert done.returncode == status
+    assert done.stdout == b"\n", "not even the half was to be had"
+    assert done.stderr.rstrip().endswith(b"MemoryError")
 
 
 async def test_a_caller_that_leaves_costs_the_next_one_nothing(check: GrammarCheck) -> None:
