@@ -160,8 +160,8 @@ def explore(world: World, most: int) -> tuple[Explored, list[Event]]:
             if isinstance(after, Violated):
                 explored.violated = after
                 return explored, [*explored.trail(at), event]
-            if after not in seen:
-                seen[after] = len(explored.states)
+            number = len(explored.states)
+            if seen.setdefault(after, number) == number:
                 explored.states.append(after)
                 explored.parents.append(at)
                 explored.events.append(event)
