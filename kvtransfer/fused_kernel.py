@@ -114,7 +114,7 @@ _MERGE_KEYS: Final = np.array(
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _folded(one: Any, other: Any) -> Any:
+def _folded(one: Any, other: Any) -> Any:  # pragma: no cover - runs as machine code
     """Both halves of the 128-bit product, xored."""
     low, high = one & _LOW, one >> _HALF
     other_low, other_high = other & _LOW, other >> _HALF
@@ -123,7 +123,9 @@ def _folded(one: Any, other: Any) -> Any:
     return (one * other) ^ upper
 
 
-def _copy_runs(to: Any, source: Any, run_bytes: int, lanes: Any, lanes_at: int) -> Any:
+def _copy_runs(  # pragma: no cover - runs as machine code
+    to: Any, source: Any, run_bytes: int, lanes: Any, lanes_at: int
+) -> Any:
     last, num_kib = to.shape[0] - 1, run_bytes // KIB
     for run in range(last + 1):
         for kib in range(num_kib):

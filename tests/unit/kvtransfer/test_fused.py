@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from kvtransfer import fused
@@ -12,6 +16,7 @@ pytest.importorskip("numba")
 import numpy as np  # noqa: E402
 
 KIB = fused.KIB
+ROOT = Path(__file__).parents[3]
 
 
 def pools(num_blocks: int, block_bytes: int) -> tuple[HostMemory, HostMemory]:
@@ -52,3 +57,24 @@ def test_odd_blocks_and_unaligned_memory_are_left_to_others() -> None:
     to, source = pools(4, KIB)
     assert fused.Copier.between(to.buffer, source.buffer, 1000) is None
     assert fused.Copier.between(to.buffer[8:], source.buffer, KIB) is None
+
+
+NOWHERE = """
+import numba.core.caching
+numba.core.caching.CacheImpl._locator_classes = []  # as in a read-only image without a home
+import xxhash
+from kvtransfer import fused
+from pdserve.engine.host_memory import HostMemory
+to, source = HostMemory(4 * fused.KIB), HostMemory(4 * fused.KIB)
+source.buffer[:] = bytes(range(256)) * 16
+digest = fused.Copier.between(to.buffer, source.buffer, fused.KIB).copy([0, 1, 2], [3, 1, 0])
+moved = b"".join(bytes(source.buffer[at * 1024 : (at + 1) * 1024]) for at in (3, 1, 0))
+assert bytes(to.buffer) == moved + bytes(1024)
+assert digest == xxhash.xxh3_64_digest(moved)
+print("right")
+"""
+
+
+def test_where_machine_code_cannot_be_kept_it_is_compiled_at_each_start() -> None:
+    done = subprocess.run([sys.executable, "-c", NOWHERE], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.stdout, done.returncode) == ("right\n", 0), done.stderr

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import socket
+import sys
+import threading
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from kvtransfer import nixl_agent
 from kvtransfer.endpoint import make_receiver, make_sender
+from kvtransfer.frames import Frame, Kind, tag_of
 from kvtransfer.paths import nixl
 from kvtransfer.paths.nixl import Nixl
 from kvtransfer.paths.registry import NAMES, kinds
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import ConfigError, TransferFailed
 from tests.unit.kvtransfer.fake_nixl import FakeHandle, World
-from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, Heard, HostPool, Pair, fingerprint, wait_for
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, GrpcHost, Heard, HostPool, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.peer import grant as grant_of_peer
 from tests.unit.kvtransfer.process import Process
 
@@ -277,6 +282,88 @@ def test_a_library_that_cannot_start_fails_who_asks() -> None:
 
     with pytest.raises(TransferFailed, match="NIXL failed: no plugins"):
         nixl_agent.Agent(broken)
+
+
+def test_a_library_that_does_not_answer_fails_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agent, "CALL_S", 0.05)
+    answers = threading.Event()
+
+    def stuck(name: str) -> None:
+        assert answers.wait(WAIT_S)
+
+    with pytest.raises(TransferFailed, match=r"NIXL has not answered in 0\.05 s"):
+        nixl_agent.Agent(stuck)
+    answers.set()
+
+
+def test_a_library_that_fails_while_it_forgets_a_peer_goes_on_serving(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World()
+    exporter, importer = nixl_agent.Agent(world.make), nixl_agent.Agent(world.make)
+    pool = HostPool(4)
+    _, metadata = exporter.export(pool)
+
+    def fails(name: bytes) -> None:
+        raise RuntimeError("NIXL_ERR_INVALID_PARAM")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.agents[1], "remove_remote_agent", fails)
+        importer.reader(metadata, 4096).close()
+        wait_for(lambda: "NIXL failed" in caplog.text, "the failure")
+    importer.reader(metadata, 4096).close()
+    wait_for(lambda: not world.agents[1].remotes, "the remote agent to be forgotten")
+
+
+@pytest.mark.parametrize("backends", [["UCX"], ["POSIX"]])
+def test_the_library_is_told_to_use_ucx_and_not_to_write_to_the_programs_output(
+    monkeypatch: pytest.MonkeyPatch, backends: list[str]
+) -> None:
+    asked: list[tuple[str, dict[str, object]]] = []
+
+    def agent(name: str, config: dict[str, object]) -> SimpleNamespace:
+        asked.append((name, config))
+        return SimpleNamespace(backends=dict.fromkeys(backends))
+
+    api = SimpleNamespace(nixl_agent=agent, nixl_agent_config=lambda **config: config)
+    monkeypatch.setitem(sys.modules, "nixl", SimpleNamespace(_api=api))
+    monkeypatch.setitem(sys.modules, "nixl._api", api)
+    log = logging.getLogger("nixl")
+    log.addHandler(logging.StreamHandler(sys.stdout))
+    if backends == ["UCX"]:
+        nixl_agent.make_library("a")
+    else:
+        with pytest.raises(TransferFailed, match="this build of NIXL has no UCX"):
+            nixl_agent.make_library("a")
+    assert asked == [("a", {"backends": ["UCX"], "enable_prog_thread": False})]
+    assert log.handlers == []
+
+
+def test_a_slot_that_is_still_read_into_is_not_announced_again(pair: Pair, nixl_world: World) -> None:
+    received, _, _ = begin_slow(pair, nixl_world)
+    [outbound] = pair.sender.plain._pairs.values()
+    assert outbound._line is not None
+    tag = tag_of(pair.receiver.open_keys[0])
+    frame = Frame(Kind.CHUNK, tag, 0, 1, 1, 4, b"c" * 8)  # slot 0 was the first transfer's
+    outbound._line.socket.sendall(frame.encode())  # nothing else is being written
+    assert received.wait().error == "sender p0: protocol error: 1 blocks in slot 1, which is still read into"
+    nixl_world.gate.set()
+
+
+def test_an_agent_that_cannot_be_had_leaves_the_transfer_to_another_transport(
+    make_pair: MakePair, nixl_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair("nixl")
+    with monkeypatch.context() as patch:
+        patch.setattr(nixl_agent.Agent, "export", failing)
+        sent = Heard()
+        pair.sender.start(pair.grant((1,)), sent)
+        assert sent.wait().error.endswith("NIXL failed: no memory to register")
+    assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
+
+
+def failing(*_: object) -> None:
+    raise TransferFailed("NIXL failed: no memory to register")
 
 
 def test_auto_prefers_the_others_and_a_missing_package_is_named(

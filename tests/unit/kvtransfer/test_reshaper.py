@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,10 @@ import pytest
 from benchmarks.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
 from kvtransfer import reshaper, wire_rule
 from kvtransfer.convert import Blocks, pack, unpack
+from kvtransfer.dial import dial
 from kvtransfer.endpoint import make_receiver, make_sender
+from kvtransfer.frames import Frame, Kind, tag_of
+from kvtransfer.parts import Part
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.reshape import arrival_of, lanes_of, pieces_of
 from kvtransfer.shape import KvShape, wire_dtype
@@ -194,6 +199,7 @@ def test_what_lands_is_what_conversion_gives(make_shapes: MakeShapes, source: Kv
     assert shapes.sender.open_keys == []
     wait_for(lambda: shapes.num_staged == 0, "staging blocks")
     assert shapes.sender.stats.verified == 4
+    assert [link.endpoint for link in shapes.sender.links] == [shapes.host.endpoint]
 
 
 @pytest.mark.parametrize(
@@ -403,6 +409,194 @@ def test_a_conversion_that_raises_ends_its_transfer_only(
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
 
 
+def test_a_transfer_of_nothing_is_sent_at_once(make_shapes: MakeShapes) -> None:
+    shapes = make_shapes(*PAIRS[0])
+    grant, text, sources = shapes.grant(64, held_blocks=2)
+    assert grant.blocks == ()
+    received, sent = shapes.begin(grant, text)
+    shapes.sender.push(grant.key, list(enumerate(sources)), True)
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    assert sent.wait().outcome is SendOutcome.SENT
+
+
+def test_blocks_that_are_pushed_by_layer_groups_are_converted_when_the_last_group_has_come(
+    make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[bool] = []
+    has_all = False
+    convert = reshaper.pack
+
+    def noted(*args: Any) -> None:
+        packed.append(has_all)
+        convert(*args)
+
+    monkeypatch.setattr(reshaper, "pack", noted)
+    shapes = make_shapes(*PAIRS[0])
+    grant, text, sources = shapes.grant(64)
+    expected = shapes.expected(grant, text, sources)
+    received, sent = Heard(), Heard()
+    shapes.receiver.expect(grant, received, None, text.theirs)
+    shapes.sender.start(grant, sent, None, text, groups=2)
+    shapes.sender.push(grant.key, list(enumerate(sources)), True, range(1))
+    has_all = True
+    shapes.sender.push(grant.key, list(enumerate(sources)), True, range(1, 2))
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    assert bytes(shapes.landing.memory) == expected
+    assert all(packed)
+
+
+def test_a_transfer_that_ends_while_it_waits_its_turn_is_not_converted(
+    make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_packing, may_go_on, packed = threading.Event(), threading.Event(), list[Any]()
+    convert = reshaper.pack
+
+    def held(*args: Any) -> None:
+        packed.append(args[1])
+        is_packing.set()
+        assert may_go_on.wait(WAIT_S)
+        convert(*args)
+
+    monkeypatch.setattr(reshaper, "pack", held)
+    shapes = make_shapes(*PAIRS[0])
+    (first, text, sources), (second, other, others) = shapes.grant(64), shapes.grant(64)
+    heard = [shapes.begin(first, text), shapes.begin(second, other)]
+    shapes.sender.push(first.key, list(enumerate(sources)), True)
+    assert is_packing.wait(WAIT_S)
+    shapes.sender.push(second.key, list(enumerate(others)), True)
+    shapes.sender.abort(second.key)
+    assert heard[1][1].wait().outcome is SendOutcome.FAILED
+    may_go_on.set()
+    assert heard[0][0].wait().outcome is ReceiveOutcome.VERIFIED
+    assert heard[1][0].wait().outcome is ReceiveOutcome.FAILED
+    third, text, sources = shapes.grant(64)
+    received, _ = shapes.begin(third, text)
+    shapes.sender.push(third.key, list(enumerate(sources)), True)
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    assert len(packed) == 2, "the second was never converted"
+
+
+class Lagging:
+    """A lock of which the converting thread is slow to come back, once, when it has packed."""
+
+    def __init__(self, lock: threading.Condition, until: Callable[[], None]) -> None:
+        self._lock, self._until = lock, until
+        self.is_armed = False
+        self.wait, self.notify_all = lock.wait, lock.notify_all
+
+    def __enter__(self) -> None:
+        self._lock.__enter__()
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.__exit__(None, None, None)
+        if self.is_armed and threading.current_thread().name == "kv-reshaper":
+            self.is_armed = False
+            self._until()
+
+
+def test_an_end_that_comes_as_the_conversion_does_is_told_once(
+    make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both threads find that it has ended and that nobody reads the source."""
+    shapes = make_shapes(*PAIRS[0])
+    grant, text, sources = shapes.grant(64)
+    received, sent = shapes.begin(grant, text)
+    [one] = shapes.sender.reshapers
+
+    def until() -> None:
+        one.abort(grant.key)
+        sent.wait()
+
+    lagging = Lagging(one._lock, until)
+    monkeypatch.setattr(one, "_lock", lagging)
+    convert = reshaper.pack
+
+    def packed(*args: Any) -> None:
+        convert(*args)
+        lagging.is_armed = True  # the next lock that this thread leaves is that of what has been packed
+
+    monkeypatch.setattr(reshaper, "pack", packed)
+    shapes.sender.push(grant.key, list(enumerate(sources)), True)
+    assert sent.wait().outcome is SendOutcome.FAILED
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    wait_for(lambda: shapes.num_staged == 0, "staging blocks")
+    assert len(sent.all) == 1
+
+
+def test_words_that_come_after_the_end_are_nothing(make_shapes: MakeShapes) -> None:
+    shapes = make_shapes(*PAIRS[0])
+    grant, text, sources = shapes.grant(64)
+    _, sent = shapes.begin(grant, text)
+    [one] = shapes.sender.reshapers
+    shapes.sender.abort(grant.key)
+    assert sent.wait().outcome is SendOutcome.FAILED
+    one.push(grant.key, list(enumerate(sources)), True)
+    one.abort(grant.key)
+    assert (len(sent.all), shapes.num_staged) == (1, 0)
+
+
+def test_a_sender_without_descriptors_says_so_and_keeps_nothing(
+    make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    shapes = make_shapes(*PAIRS[0])
+    grant, text, sources = shapes.grant(64)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pipe", no_more)
+        with pytest.raises(Unavailable, match="Too many open files"):
+            shapes.sender.start(grant, Heard(), None, text)
+    assert shapes.sender.open_keys == []
+    received, _ = shapes.begin(grant, text)
+    shapes.sender.push(grant.key, list(enumerate(sources)), True)
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+
+
+INT8_TO_FLOAT = PAIRS[5]  # travels as int8, and is widened where it lands
+
+
+def test_an_abort_between_the_checksum_and_the_conversion_leaves_the_blocks_untouched(
+    make_shapes: MakeShapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = make_shapes(*INT8_TO_FLOAT)
+    grant, text, sources = shapes.grant(64)
+    before = bytes(shapes.landing.memory)
+    received, sent = shapes.begin(grant, text)
+
+    def matches(one: bytes, other: bytes) -> bool:
+        shapes.receiver.abort(grant.key)
+        return one == other
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtransfer.unpacker.hmac", SimpleNamespace(compare_digest=matches))
+        shapes.sender.push(grant.key, list(enumerate(sources)), True)
+        assert received.wait().outcome is ReceiveOutcome.DRAINED
+        assert sent.wait().outcome is SendOutcome.FAILED
+    assert bytes(shapes.landing.memory) == before
+
+
+def test_layers_that_come_alone_are_not_converted(make_shapes: MakeShapes) -> None:
+    """The others would be taken from what the staging area held before."""
+    shapes = make_shapes(*INT8_TO_FLOAT)
+    grant, text, sources = shapes.grant(64)
+    received, _ = shapes.begin(grant, text)
+    shapes.sender.push(grant.key, list(enumerate(sources)), True)
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    [one] = shapes.sender.reshapers
+    caller = replace(one._inner.caller, worker_id="raw")
+    line = dial(caller, shapes.host.endpoint, "d0-1")
+    grant, text, _ = shapes.grant(64)
+    received, tag = Heard(), tag_of(grant.key)
+    shapes.receiver.expect(grant, received, None, text.theirs)
+    part = Part(0, 0, 2)
+    line.socket.sendall(Frame(Kind.ANNOUNCE, tag, part=part).encode())
+    line.socket.sendall(Frame(Kind.CHUNK, tag, 0, 1, 0, 4, b"c" * 8, False, part).encode())
+    expected = "protocol error: layer group 0 of 2 of blocks that are to be converted"
+    assert received.wait().error == f"sender raw: {expected}"
+    line.close()
+
+
 def test_closing_ends_what_is_open(make_shapes: MakeShapes) -> None:
     shapes = make_shapes(*PAIRS[0])
     grant, text, sources = shapes.grant(100)
@@ -414,6 +608,9 @@ def test_closing_ends_what_is_open(make_shapes: MakeShapes) -> None:
     assert received.wait().outcome is ReceiveOutcome.FAILED
     with pytest.raises(Unavailable):
         shapes.sender.start(grant, Heard(), None, text)
+    [one] = shapes.sender.reshapers  # of a caller who had found it just before
+    with pytest.raises(Unavailable):
+        one.start(grant, Heard(), None, text)
 
 
 @pytest.mark.parametrize("kv_wire", ["exact", "int8"])

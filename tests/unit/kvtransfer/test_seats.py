@@ -57,6 +57,16 @@ def test_pairs_that_are_busy_stay_and_the_next_is_asked(monkeypatch: pytest.Monk
     assert len(seats) == 1
 
 
+def test_whoever_waits_has_a_limited_patience_for_all_that_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.seats.ANSWER_S", 60.0)
+    seats, asked = Seats(2), list[int]()
+    for number in range(2):
+        seats.take().ask = lambda number=number: asked.append(number)  # type: ignore[misc]
+    with pytest.raises(TransferFailed, match="2 pairs are open"):
+        seats.take(patience_s=0.01)
+    assert asked == [0], "the second was not asked for a place that nobody waits for any more"
+
+
 @pytest.fixture
 def bounded(monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]) -> Callable[[int], Nccl]:
     """bounded(most): the receivers share so many places; the senders, which are processes of their own, have enough."""
@@ -74,16 +84,17 @@ def bounded(monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]) -> 
     return make
 
 
-def test_worker_33_gets_the_place_of_the_pair_that_rested_longest(
+def test_one_worker_more_gets_the_place_of_the_pair_that_rested_longest(
     make_pair: MakePair, bounded: Callable[[int], Nccl]
 ) -> None:
-    transport = bounded(MOST_PAIRS)
-    pairs = [make_pair("nccl", num_blocks=4) for _ in range(MOST_PAIRS + 1)]
+    most = 5
+    transport = bounded(most)
+    pairs = [make_pair("nccl", num_blocks=4) for _ in range(most + 1)]
     for pair in pairs:
         received, sent = pair.move(pair.grant((1, 2)), (3, 0))
         assert received.outcome is ReceiveOutcome.VERIFIED, received.error
         assert sent.outcome is SendOutcome.SENT
-    assert len(transport.seats) == MOST_PAIRS
+    assert len(transport.seats) == most
     wait_for(lambda: not pairs[0].receiver.peers, "the first pair to leave")
     assert all(pair.receiver.peers for pair in pairs[1:])
     grant = pairs[0].grant((0, 3))
@@ -107,6 +118,10 @@ def test_a_pair_with_an_open_transfer_is_not_ended_for_another(
     busy.sender.push(grant.key, [(1, 3)], True)
     assert received.wait().outcome is ReceiveOutcome.VERIFIED
     assert sent.wait().outcome is SendOutcome.SENT
+
+
+def test_a_process_has_places_for_32_pairs_unless_it_is_told_otherwise() -> None:
+    assert Nccl().seats.most == MOST_PAIRS == 32
 
 
 def test_where_every_pair_is_busy_the_transfer_fails_and_says_so(

@@ -1,0 +1,225 @@
+"""cuda_ipc and nccl where the other end says what no end of ours would, or a device has no more to give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.fake_device import DevicePool, FakeBlocks, FakeDevice
+from benchmarks.fake_lane import FakeLane, FakeLanes
+from kvtransfer.endpoint import make_receiver, make_sender
+from kvtransfer.frames import Frame, Kind, tag_of
+from kvtransfer.paths import cuda_ipc, nccl
+from kvtransfer.paths.cuda_ipc import CUDA_IPC
+from kvtransfer.paths.nccl import NCCL, Nccl
+from kvtransfer.paths.registry import TRANSPORTS
+from kvtransfer.stamping import pack
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from pdserve.core.errors import TransferFailed
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, Heard, Pair, fingerprint, wait_for
+from tests.unit.kvtransfer.raw import RawSender, assert_still_serves, expected
+
+MakePair = Callable[..., Pair]
+PATHS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+
+
+def ends(pair: Pair) -> str:
+    """A transfer fails on the sender's side before its receiver has heard of it; why."""
+    received, sent = pair.begin(pair.grant((1,)))
+    assert sent.wait().outcome is SendOutcome.FAILED
+    pair.receiver.abort(pair.receiver.open_keys[0])
+    assert received.wait().outcome is ReceiveOutcome.DRAINED
+    error: str = sent.all[0].error
+    return error
+
+
+# Frames.
+
+
+@PATHS
+def test_blocks_that_come_in_parts_are_refused(make_pair: MakePair, transport: str) -> None:
+    shape = replace(fingerprint().shape, layout="block-major.v1", dtype="float32", num_layers=4)
+    facts = replace(fingerprint(), shape=shape)
+    size = shape.block_bytes
+    receiver = make_receiver(
+        DevicePool(4, size), facts, worker_id="d0", incarnation="d0-1", host="127.0.0.1", transport=transport
+    )
+    host = GrpcHost(receiver.servicer)
+    sender = make_sender(DevicePool(4, size, seed=1), facts, worker_id="p0", incarnation="1", transport=transport)
+    pair = make_pair(transport)
+    grant, received, sent = pair.grant((1, 2), endpoint=host.endpoint, fingerprint=facts), Heard(), Heard()
+    receiver.expect(grant, received)
+    sender.start(grant, sent, groups=2)
+    sender.push(grant.key, [(0, 0), (1, 1)], True)
+    assert received.wait().error.endswith("between devices blocks travel whole")
+    assert sent.wait().outcome is SendOutcome.FAILED
+    sender.close()
+    receiver.close()
+    host.stop()
+
+
+def test_a_slot_that_an_nccl_pair_does_not_have_ends_it(make_pair: MakePair) -> None:
+    pair = make_pair("nccl")
+    raw = RawSender(pair)
+    _, tag, received = expected(pair, (1,))
+    raw.announce(tag)
+    frame = Frame(Kind.CHUNK, tag, 0, 1, nccl.SLOTS, 0, b"c" * 8)
+    raw.send(frame.encode() + pack([0], tag.generation, 1))
+    assert received.wait().error == "sender raw: protocol error: 1 blocks in slot 3 with 0 bytes behind the header"
+    raw.close()
+    assert_still_serves(pair)
+
+
+@PATHS
+def test_a_credit_for_what_was_not_announced_ends_the_pair(make_pair: MakePair, transport: str) -> None:
+    pair = make_pair(transport)
+    received, sent = pair.begin(grant := pair.grant((1, 2)))
+    pair.sender.push(grant.key, [(0, 5)], False)
+    wait_for(lambda: pair.receiver.stats.chunks == 1 and pair.sender.stats.chunks == 1, "the first block")
+    [connection] = pair.receiver._connections.values()
+    connection.post(Frame(Kind.CREDIT, tag_of(grant.key), slot=2).encode())
+    assert "credit for slot 2, which is not" in sent.wait().error
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    assert_still_serves(pair)
+
+
+# Handshakes.
+
+
+@PATHS
+def test_a_sender_that_says_half_of_what_it_offers_is_given_up(
+    make_pair: MakePair, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, kind = (cuda_ipc, CUDA_IPC) if transport == "cuda_ipc" else (nccl, NCCL)
+    monkeypatch.setattr(module, "HANDSHAKE_S", 0.05)
+    pair = make_pair(transport)
+
+    def halting(sock: Any, pool: Any) -> Any:
+        sock.settimeout(20.0)
+        sock.sendall(b"PDK")
+        assert sock.recv(1) == b"", "it is not waited for"
+        raise OSError("it hung up")
+
+    monkeypatch.setattr(TRANSPORTS[kind], "sender", halting)
+    assert "it hung up" in ends(pair)
+    assert pair.receiver.stats.protocol_errors == 1
+
+
+def test_a_pool_that_no_handle_can_be_had_of_is_not_offered(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair("cuda_ipc")
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeDevice, "export", failing("the pool's memory cannot be shared"))
+        assert ends(pair).endswith("the pool's memory cannot be shared")
+    assert_still_serves(pair)
+
+
+def test_a_pool_that_cannot_be_opened_or_is_smaller_than_was_said_is_refused(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair("cuda_ipc")
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeDevice, "open", failing("the sender's pool cannot be opened"))
+        ends(pair)
+    wait_for(lambda: pair.receiver.stats.protocol_errors == 1, "the count")
+    closed: list[bool] = []
+
+    class Short(FakeBlocks):
+        def close(self) -> None:
+            closed.append(True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeDevice, "open", lambda *_: Short(bytearray(BLOCK_BYTES), 1, BLOCK_BYTES))
+        ends(pair)
+    wait_for(lambda: pair.receiver.stats.protocol_errors == 2, "the count")
+    assert closed == [True]
+    assert_still_serves(pair)
+
+
+def failing(why: str) -> Callable[..., Any]:
+    def fails(*_: Any) -> Any:
+        raise TransferFailed(why)
+
+    return fails
+
+
+# What an NCCL pair holds.
+
+
+@pytest.fixture
+def seats(monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]) -> Nccl:
+    """The transport of both ends, whose places are counted."""
+
+    def device_of(pool: Any) -> FakeDevice:
+        return devices.setdefault(id(pool), FakeDevice(pool))
+
+    transport = Nccl(device_of, FakeLanes())
+    monkeypatch.setitem(TRANSPORTS, NCCL, transport)
+    return transport
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_join_gives_its_place_back(
+    make_pair: MakePair, seats: Nccl, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    pair = make_pair("nccl")
+    join = FakeLanes.join
+    monkeypatch.setattr("benchmarks.fake_lane.JOIN_S", 0.2)
+
+    def one_cannot(lanes: FakeLanes, device: Any, lane_id: bytes, which: int) -> FakeLane:
+        if which == rank:
+            raise TransferFailed("the other NCCL rank has not come")
+        return join(lanes, device, lane_id, which)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeLanes, "join", one_cannot)
+        ends(pair)
+        wait_for(lambda: len(seats.seats) == 0, "both places")
+    assert_still_serves(pair)
+    assert len(seats.seats) == 2
+
+
+@pytest.mark.parametrize("side", ["source", "landing"])
+def test_a_device_without_memory_for_staging_ends_the_pair_that_it_has_just_made(
+    make_pair: MakePair, seats: Nccl, devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    pair = make_pair("nccl")
+    device = devices[id(getattr(pair, side))]
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "staging", failing("out of memory"))
+        received, sent = pair.begin(pair.grant((1,)))
+        assert sent.wait().outcome is SendOutcome.FAILED
+        for key in pair.receiver.open_keys:
+            pair.receiver.abort(key)
+        assert received.wait().outcome in (ReceiveOutcome.DRAINED, ReceiveOutcome.FAILED)
+        wait_for(lambda: len(seats.seats) == 0, "both places")
+    assert_still_serves(pair)
+
+
+def test_a_pair_that_does_not_end_keeps_its_staging_and_its_place(
+    make_pair: MakePair, seats: Nccl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library may still write there: the memory is nobody else's until the process ends."""
+    pair = make_pair("nccl")
+    assert_still_serves(pair)
+    kept: list[FakeBlocks] = []
+    close, give_up = FakeBlocks.close, FakeLane.close
+
+    def closed(blocks: FakeBlocks) -> None:
+        kept.append(blocks)
+        close(blocks)
+
+    def never(lane: FakeLane) -> None:
+        give_up(lane)
+        raise TransferFailed("an NCCL communicator's abort has not returned")
+
+    monkeypatch.setattr(FakeBlocks, "close", closed)
+    monkeypatch.setattr(FakeLane, "close", never)
+    pair.sender.close()
+    pair.receiver.close()
+    assert caplog.text.count("an NCCL pair does not end") == 2
+    assert (len(seats.seats), kept) == (2, [])
