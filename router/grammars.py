@@ -9,6 +9,7 @@ too busy, and somebody who killed the process. The event loop never waits, and n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -25,6 +26,7 @@ from pdserve.core.grammar import Grammar
 from router.model import ModelFacts
 
 CHECK_S: Final = 2.0
+END_S: Final = 10.0  # between a process's last word and its end, on a busy machine
 START_S: Final = 60.0  # to load a vocabulary, on a busy machine
 MAX_WAITING: Final = 64  # grammars
 MAX_REMEMBERED: Final = 4096
@@ -102,10 +104,13 @@ class GrammarCheck:
         except BaseException:
             self._end()
             raise
-        if answer is None:
+        if answer is None:  # it has ended; to signal it before its status is read would reap it, and lose the status
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_S):
+                    await process.wait()
             self._end()
-            status = await process.wait()
-            if status == -signal.SIGKILL:
+            status = process.returncode
+            if status is None or status == -signal.SIGKILL:
                 raise Overloaded("the process that checks grammars was killed", self._check_s)
             return TOO_LONG if status == -signal.SIGPROF else TOO_LARGE  # the allocator failed
         refused = answer["refused"]
