@@ -129,7 +129,7 @@ class RouterConfig:
     policy: str = _doc("placement policy", "goodput")
     slo_ttft_s: float = _doc("promised time to first token where a request names none", 2.0)
     slo_tpot_s: float = _doc("promised time per output token where a request names none", 0.2)
-    local_max_uncached_tokens: int = _doc("uncached prompt tokens up to which decode workers prefill themselves", 16)
+    local_max_uncached_tokens: int = _doc("uncached prompt tokens that decode workers rather read themselves", 16)
     max_queue: int = _doc("requests that may wait in the router before it refuses", 1024)
     max_new_tokens: int = _doc("most tokens that one request may ask for", 4096)
     max_message_bytes: int = _doc("largest gRPC message that is accepted", 4 * 2**20)

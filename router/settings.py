@@ -13,7 +13,7 @@ class RouterSettings:
 
     policy: str = "goodput"
     rules_off: tuple[str, ...] = ()  # of router.policy.rules, for the goodput policy
-    local_max_uncached_tokens: int = 16  # prompts up to this go to a decode worker whole
+    local_max_uncached_tokens: int = 16  # prompts up to this rather go to a decode worker whole
     max_queue: int = 1024
     max_attempts: int = 4  # attempts that may be lost; refusals are not counted
     max_worker_deaths: int = 2  # a request that was on so many workers when they died is failed
