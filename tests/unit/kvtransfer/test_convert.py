@@ -131,7 +131,7 @@ def within(seen: np.ndarray, expected: np.ndarray, loss: Loss) -> bool:
     return bool((np.abs(seen - expected) <= loss.relative * np.abs(expected) + loss.of_largest * largest).all())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases())
 def test_what_lands_is_what_was_computed(case: Case) -> None:
     """All ranks of the source send to each rank of the target, in lanes and layer groups, over a staging area."""
@@ -244,7 +244,7 @@ def test_rounding_to_bfloat16_is_torchs(values: list[float]) -> None:
     np.testing.assert_array_equal(widened(seen)[~is_nan], expected.float().numpy()[~is_nan])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(floats, min_size=6, max_size=6))
 def test_rounding_to_a_scale_is_the_engines(values: list[float]) -> None:
     for dtype in ("int8", FP8):
