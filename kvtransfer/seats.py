@@ -42,9 +42,9 @@ class Seats:
     def __len__(self) -> int:
         return len(self._taken)
 
-    def take(self, patience_s: float = PATIENCE_S) -> Seat:
+    def take(self) -> Seat:
         """Waits for a place where there is none. Raises TransferFailed where no pair leaves."""
-        ends_s = time.monotonic() + patience_s
+        ends_s = time.monotonic() + PATIENCE_S
         with self._changed:
             for seat in [None, *self._taken]:
                 if seat is not None and seat.ask is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.transport import Grant, TransferKey
-from tests.unit.kvtransfer.harness import GrpcHost, HostPool, fingerprint
+from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, HostPool, fingerprint
 
 
 def grant(endpoint: str, num_blocks: int) -> Grant:
@@ -39,7 +39,12 @@ def main(argv: list[str]) -> None:
     if role == "sender":
         endpoint, num_blocks = rest[0], int(rest[1])
         sender = make_sender(
-            HostPool(num_blocks, seed=7), fingerprint(), worker_id="p9", incarnation="p9-1", transport=transport
+            HostPool(num_blocks, seed=7),
+            fingerprint(),
+            worker_id="p9",
+            incarnation="p9-1",
+            transport=transport,
+            lease=PATIENT,
         )
         landing = grant(endpoint, num_blocks)
         sender.start(landing, lambda sent: say(sent=sent.outcome.value, error=sent.error))
@@ -53,6 +58,7 @@ def main(argv: list[str]) -> None:
             incarnation="d0-1",
             host="127.0.0.1",
             transport=transport,
+            lease=PATIENT,
         )
         receiver.expect(grant("", num_blocks), lambda received: say(received=received.outcome.value))
         host = GrpcHost(receiver.servicer)

@@ -168,7 +168,6 @@ def test_a_rank_that_cannot_join_gives_its_place_back(
 ) -> None:
     pair = make_pair("nccl")
     join = FakeLanes.join
-    monkeypatch.setattr("benchmarks.fake_lane.JOIN_S", 0.2)
 
     def one_cannot(lanes: FakeLanes, device: Any, lane_id: bytes, which: int) -> FakeLane:
         if which == rank:
@@ -177,6 +176,7 @@ def test_a_rank_that_cannot_join_gives_its_place_back(
 
     with monkeypatch.context() as patch:
         patch.setattr(FakeLanes, "join", one_cannot)
+        patch.setattr("benchmarks.fake_lane.JOIN_S", 0.2)
         ends(pair)
         wait_for(lambda: len(seats.seats) == 0, "both places")
     assert_still_serves(pair)

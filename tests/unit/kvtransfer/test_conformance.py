@@ -20,7 +20,7 @@ from kvtransfer.shaped import ShapedSender
 from kvtransfer.stats import EVENTS, events
 from kvtransfer.transport import ReceiveOutcome, Receiver, Sender, SendOutcome
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
-from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, HostPool, Pair, fingerprint, wait_for
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, PATIENT, Heard, HostPool, Pair, fingerprint, wait_for
 
 MakePair = Callable[..., Pair]
 CHUNK_BLOCKS = {"tcp": tcp.CHUNK_BYTES // BLOCK_BYTES, "shm": shm.CHUNK_BYTES // BLOCK_BYTES}
@@ -129,7 +129,7 @@ def test_several_senders_share_a_receiver(make_pair: MakePair, transport: str) -
     pair = make_pair(transport)
     pools = [type(pair.source)(64, seed=i) for i in range(3)]
     senders = [
-        make_sender(pool, fingerprint(), worker_id=f"p{i + 1}", incarnation="1", transport=transport)
+        make_sender(pool, fingerprint(), worker_id=f"p{i + 1}", incarnation="1", transport=transport, lease=PATIENT)
         for i, pool in enumerate(pools)
     ]
     heard = []

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,11 +48,11 @@ def run(pair: Pair, deadline_s: float | None = None) -> tuple[str, str]:
 
 
 def goes_on(pair: Pair) -> None:
-    """A transfer soon goes through: one that meets the end of a broken connection fails and is tried again."""
-    ends_s = time.monotonic() + WAIT_S
-    while time.monotonic() < ends_s:
+    """A transfer soon goes through: one that meets the end of a broken connection fails and is tried again, each time
+    with more time, for a machine that is slow."""
+    for attempt in range(9):
         grant = pair.grant(tuple(range(30, 38)))
-        received, _ = pair.begin(grant, 0.5)
+        received, _ = pair.begin(grant, 0.1 * 2**attempt)
         pair.sender.push(grant.key, list(enumerate(SOURCES)), True)
         if received.wait().outcome.value == "verified":
             pair.assert_equal(grant, SOURCES)
@@ -90,7 +89,7 @@ def test_a_fault_on_the_way_ends_typed_and_the_pair_goes_on(
     expected: tuple[str, str],
 ) -> None:
     pair = make_pair(transport, fault_of=once(kind, where, nth))
-    assert run(pair, None if expected == GOES_WELL else 0.4) == expected
+    assert run(pair, None if expected == GOES_WELL else 0.2) == expected
 
 
 # Words that are lost or late while both sides live: nothing but the sender's clock can tell.
@@ -182,7 +181,7 @@ def test_a_frame_without_its_tail_swallows_what_follows(make_pair: Callable[...,
     """Nothing that comes behind it is taken for what it is not; the pair recovers on a new connection."""
     pair = make_pair(transport, fault_of=once(FaultKind.TRUNCATE, Where.SENT, CHUNK))
     first, second = pair.grant(BLOCKS), pair.grant(tuple(range(40, 48)))
-    ends = [(grant, *pair.begin(grant, 0.6)) for grant in (first, second)]
+    ends = [(grant, *pair.begin(grant, 0.3)) for grant in (first, second)]
     for grant, _, _ in ends:
         pair.sender.push(grant.key, list(enumerate(SOURCES)), True)
     assert [received.wait().outcome.value for _, received, _ in ends] == ["failed", "failed"]

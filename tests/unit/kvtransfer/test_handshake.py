@@ -73,10 +73,10 @@ def test_a_pool_that_is_never_offered_is_given_up(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sender with a ticket for shm that stops before it has said which memory."""
-    monkeypatch.setattr("kvtransfer.paths.shm.HANDSHAKE_S", 0.05)
     pair = make_pair("shm")
     answer = pair.host.open(pair.sender)
-    with connect(pair, answer) as sock:
+    with connect(pair, answer) as sock, monkeypatch.context() as patch:
+        patch.setattr("kvtransfer.paths.shm.HANDSHAKE_S", 0.05)
         sock.sendall(greeting(answer.ticket))
         wait_for(lambda: pair.receiver.stats.protocol_errors == 1, "the end of its patience")
     assert_still_serves(pair)

@@ -24,7 +24,7 @@ from kvtransfer.stamping import pack
 from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome, TransferKey
 from pdserve.core.errors import ConfigError
 from pdserve.core.stamps import BlockStamps
-from tests.unit.kvtransfer.harness import GrpcHost, Heard, HostPool, fingerprint, wait_for
+from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, Heard, HostPool, fingerprint, wait_for
 from tests.unit.kvtransfer.test_books import grant_of
 
 SHAPE = KvShape(layout="block-major.v1", dtype="float32", num_layers=4, num_kv_heads=4, head_dim=8, block_size=2)
@@ -276,7 +276,7 @@ class Rig:
         facts = replace(fingerprint(), shape=shape)
         self.landing = HostPool(16, shape.block_bytes)
         self.receiver = make_receiver(
-            self.landing, facts, worker_id="d", incarnation="1", host="127.0.0.1", transport=transport
+            self.landing, facts, worker_id="d", incarnation="1", host="127.0.0.1", transport=transport, lease=PATIENT
         )
         self.host = GrpcHost(self.receiver.servicer)
         shapes = [replace(shape, tp_degree=ranks, tp_rank=rank) for rank in range(ranks)]
@@ -288,6 +288,7 @@ class Rig:
                 worker_id=f"p{rank}",
                 incarnation="1",
                 transports=kinds(transport),
+                lease=PATIENT,
             )
             for rank, (pool, one) in enumerate(zip(self.pools, shapes, strict=True))
         ]

@@ -27,7 +27,7 @@ from kvtransfer.shaped import ShapedSender
 from kvtransfer.transport import Fingerprint, Grant, ReceiveOutcome, SendOutcome, Text, TransferKey
 from pdserve.core.errors import InvalidRequest, Unavailable
 from pdserve.core.stamps import BlockStamps
-from tests.unit.kvtransfer.harness import Heard, wait_for
+from tests.unit.kvtransfer.harness import PATIENT, Heard, wait_for
 from tests.unit.kvtransfer.test_convert import shape_of
 
 NUM_BLOCKS = 512
@@ -142,6 +142,7 @@ def make_shapes(transport: str) -> Iterator[MakeShapes]:
             host="127.0.0.1",
             transport=transport,
             stamps=stamps[1],
+            lease=PATIENT,
         )
         sender = make_sender(
             pools[0],
@@ -151,6 +152,7 @@ def make_shapes(transport: str) -> Iterator[MakeShapes]:
             transport=transport,
             stamps=stamps[0],
             kv_wire=kv_wire,
+            lease=PATIENT,
         )
         one = Shapes(*pools, stamps, (source, target), sender, receiver, GrpcHost(receiver.servicer))
         made.append(one)
@@ -637,7 +639,14 @@ def test_ranks_fill_their_lanes_of_one_receiver(
         values = Blocks(pool.memory, other.form).values
         values[:] = np.random.default_rng(1).standard_normal(values.shape)
     second = make_sender(
-        pool, facts(other), worker_id="p0", incarnation="p0-1", transport=transport, stamps=stamps, kv_wire=kv_wire
+        pool,
+        facts(other),
+        worker_id="p0",
+        incarnation="p0-1",
+        transport=transport,
+        stamps=stamps,
+        kv_wire=kv_wire,
+        lease=PATIENT,
     )
     grant, text, sources = shapes.grant(107)
     grant = replace(grant, lanes=2)
