@@ -6,7 +6,8 @@ With read_recording's trace and `RecordedCluster.config`, a simulation reproduce
 from __future__ import annotations
 
 import math
-from collections import Counter
+import statistics
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -46,6 +47,9 @@ _KINDS: Final = (
 )
 DEFAULT_HEARTBEAT_S: Final = 0.1  # where no worker reported twice
 DEFAULT_MESSAGE_S: Final = 2e-4  # where nothing was granted
+MOST_ERRORS: Final = 4096  # batches of late that tell how far off their cost single ones are
+FEWEST_ERRORS: Final = 16
+SIGMA_OF_MEDIAN: Final = 1.4826  # standard deviation of a normal variable whose median distance from its mean is 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,7 @@ class RecordedCluster:
     slo: Slo  # that most requests had
     heartbeat_s: float
     message_s: float  # one way between router and worker: half of what the quickest grant took
+    noise: float  # relative standard deviation of batches around what they were foretold to take, outliers apart
     disturbances: tuple[Disturbance, ...]  # worker deaths
 
     def config(self, **others: Any) -> SimConfig:
@@ -69,6 +74,7 @@ class RecordedCluster:
             "block_size": self.block_size,
             "heartbeat_s": self.heartbeat_s,
             "message_s": self.message_s,
+            "noise": self.noise,
             "disturbances": self.disturbances,
         }
         return SimConfig(**{**held, **others})
@@ -92,6 +98,7 @@ def read_cluster(lines: Iterable[NumberedLine], name: str) -> RecordedCluster:
         slo=seen.slos.most_common(1)[0][0] if seen.slos else Slo(),
         heartbeat_s=seen.heartbeat_s(),
         message_s=0.5 * seen.quickest_grant_s if seen.quickest_grant_s < math.inf else DEFAULT_MESSAGE_S,
+        noise=SIGMA_OF_MEDIAN * statistics.median(seen.errors) if len(seen.errors) >= FEWEST_ERRORS else 0.0,
         disturbances=tuple(seen.deaths()),
     )
 
@@ -133,6 +140,7 @@ class _Cluster:
         self.workers: dict[str, _Worker] = {}
         self.slos: Counter[Slo] = Counter()
         self.quickest_grant_s = math.inf
+        self.errors: deque[float] = deque(maxlen=MOST_ERRORS)  # of batches, relative to what was foretold
         self._asked_s: dict[tuple[str, int], float] = {}  # attempt -> when its decode worker was asked
         self._senders: dict[tuple[str, int], str] = {}  # attempt -> prefill worker, while its KV is to come
         self._first_s: float | None = None  # arrivals
@@ -158,13 +166,7 @@ class _Cluster:
                 worker.last_beat_s = now_s
                 worker.num_beats += 1
             case BatchTimed() if item.worker_id in self.workers:
-                self.workers[item.worker_id].cost.observe(
-                    rows=item.rows,
-                    prefill_tokens=item.prefill_tokens,
-                    prefill_token_context=item.prefill_token_context,
-                    context_tokens=item.context_tokens,
-                    step_s=item.step_s,
-                )
+                self._timed(item, self.workers[item.worker_id].cost)
             case Reserve():
                 self._asked_s[item.request_id, item.attempt] = now_s
             case Granted():
@@ -179,6 +181,18 @@ class _Cluster:
                         worker = self.workers[worker_id]
                         worker.link = worker.link or LinkModel()
                         worker.link.observe(item.num_bytes, item.busy_s or item.transfer_s)
+
+    def _timed(self, batch: BatchTimed, cost: CostModel) -> None:
+        foretold_s = cost.step_s(batch.rows, batch.context_tokens, batch.prefill_tokens, batch.prefill_token_context)
+        is_sample = cost.observe(
+            rows=batch.rows,
+            prefill_tokens=batch.prefill_tokens,
+            prefill_token_context=batch.prefill_token_context,
+            context_tokens=batch.context_tokens,
+            step_s=batch.step_s,
+        )
+        if is_sample and foretold_s > 0.0:
+            self.errors.append(abs(batch.step_s / foretold_s - 1.0))
 
     def heartbeat_s(self) -> float:
         beating = [one for one in self.workers.values() if one.num_beats > 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,35 @@ def test_workers_are_what_they_said_and_cost_what_was_learnt() -> None:
     assert (p0.role, p0.kv_capacity_tokens, p0.kv_bytes_per_token) == (Role.PREFILL, 32 * 16, 64)
     assert (p0.max_batch_tokens, p0.inbox_depth, p0.max_context_tokens) == (128, 4, 512)
     assert (found.block_size, found.router, found.slo) == (16, SETTINGS, Slo())
+
+
+def spread(share: float, count: int = 80) -> list[tuple[float, Event]]:
+    """Decode steps that are off by that share, this way and that."""
+    return [
+        (12.0, replace(event, step_s=event.step_s * (1.0 + (share if index % 4 in (1, 2) else -share))))
+        for index, (_, event) in enumerate(batches("d0", 12.0, 0.03)[:count])
+        if isinstance(event, BatchTimed)
+    ]
+
+
+def test_batches_vary_as_much_as_they_did() -> None:
+    assert cluster(D0, (11.0, arrival("a")), *spread(0.0)).noise < 0.02
+    assert cluster(D0, (11.0, arrival("a")), *spread(0.2)).noise == pytest.approx(1.48 * 0.2, rel=0.25)
+    assert cluster(D0, (11.0, arrival("a")), *spread(0.2)).config().noise > 0.2
+
+
+def test_one_batch_in_ten_that_stalls_is_hardly_noise() -> None:
+    steps = spread(0.0)
+    for index in range(5, len(steps), 10):
+        now_s, event = steps[index]
+        assert isinstance(event, BatchTimed)
+        steps[index] = (now_s, replace(event, step_s=event.step_s * 10.0))
+    assert cluster(D0, (11.0, arrival("a")), *steps).noise < 0.15, "their standard deviation is 2.7"
+
+
+def test_a_few_batches_say_nothing_of_noise() -> None:
+    assert cluster(D0, (11.0, arrival("a"))).noise == 0.0
+    assert cluster(D0, (11.0, arrival("a")), *spread(0.2, count=15)).noise == 0.0
 
 
 def test_a_death_happens_again_and_the_worker_comes_back_as_late() -> None:
