@@ -36,7 +36,7 @@ def on_granted(ledger: Ledger, event: Granted) -> None:
     if not ledger.move(request, Move.GRANTED):
         return
     view = ledger.fleet.views[event.worker_id]
-    view.granted_after(ledger.now_s - request.placed_s, request.awaits_s)
+    view.granted_after(ledger.now_s - request.placed_s, request.awaits_s, request.half_step_s)
     request.refusals = 0
     request.granted_s = ledger.now_s
     if event.grant is None:
@@ -149,6 +149,9 @@ def on_transfer_ended(ledger: Ledger, event: TransferEnded) -> None:
 
 
 def on_tokens(ledger: Ledger, event: TokensArrived) -> None:
+    view = ledger.fleet.connected(event.worker_id)
+    if view is not None:
+        view.stepped(event, ledger.now_s)
     for row in event.rows:
         _on_row(ledger, event.worker_id, row)
 

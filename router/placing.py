@@ -243,7 +243,7 @@ def _place(ledger: Ledger, request: Request, decision: Decision) -> None:
     ledger.explain(request.request_id, decision)
     decode = ledger.fleet.views[decision.decode_worker]
     reader = decode if is_local else ledger.fleet.views[decision.prefill_worker]
-    request.awaits_s = decode.rest_of_step_s
+    request.awaits_s, request.half_step_s = decode.rest_of_step_s(now_s), decode.half_step_s
     booking = _book(ledger, request, decode, has_row=True, computes=is_local)
     booking.is_sent = True
     if not is_local:

@@ -52,6 +52,7 @@ class Request:
     placed_s: float = 0.0
     granted_s: float = 0.0
     awaits_s: float = 0.0  # the rest of the step that ran on its decode worker when it was placed
+    half_step_s: float = 0.0  # of that step, by then
     not_before_s: float = 0.0  # backoff
     outlook: Outlook | None = None  # what it could get at best when it joined the queue; None: nobody was there
     charged_s: float = 0.0  # GPU-seconds that its tenant was charged for it

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from pdserve.core.latency import CostModel
 from pdserve.core.types import Role
-from router.events import BatchTimed, LoadReported, WorkerConnected
+from router.events import BatchTimed, LoadReported, TokensArrived, WorkerConnected
 from router.legs import Leg
 from router.line import Line
 from router.load import DecodeLoad
+from router.phase import Phase
 
 # (sequences that decode here or are on their way here, those of them that wait for their first step, tokens of all
 # of them, blocks that could be given to others)
@@ -91,6 +92,7 @@ class WorkerView:
         "kept_load",
         "line",
         "most_tokens",
+        "phase",
         "promises",
         "replies",
         "report",
@@ -104,7 +106,7 @@ class WorkerView:
         self.cost = CostModel(hello.cost)
         self.line = Line()  # requests that are bound to it and not yet booked
         self.is_drain_requested = False
-        self.grant_wait_s = 0.0  # moving mean of Reserve -> Granted, beyond the rest of the step that runs
+        self.grant_wait_s = 0.0  # moving mean of Reserve -> Granted, beyond half a step
         # What messages take: their worker's time, and the rest of the step in which they find it, apart.
         self.grants = Leg()  # Reserve -> Granted
         self.replies = Leg()  # Prefill -> FirstToken
@@ -126,6 +128,7 @@ class WorkerView:
         self.closed_until_s = now_s  # it refused; not asked before
         self.freed_s = now_s  # when something last happened that may have made room here
         self.computed_s = now_s  # when a prompt was last done here, or given up
+        self.phase = Phase()
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
@@ -184,11 +187,25 @@ class WorkerView:
         return self.prefill_s(uncached, cached)
 
     @property
-    def rest_of_step_s(self) -> float:
-        """Until the step that runs on a decode worker ends, on average: it reads its messages between steps."""
+    def half_step_s(self) -> float:
+        """What is left on average of the step that runs on a decode worker."""
         if not self.totals.rows:
             return 0.0
         return 0.5 * (self.load.reads_s if self.totals.prefills else self.load.step_s)
+
+    def rest_of_step_s(self, now_s: float) -> float:
+        """How long a message that is sent now waits for the end of a decode worker's step."""
+        totals = self.totals
+        if not totals.rows:
+            return 0.0
+        load, at_s = self.load, now_s + 0.5 * self.grants.typical_s
+        if not totals.prefills:
+            return self.phase.rest_s(at_s, load.step_s)
+        reads_s = load.reads_s
+        if totals.prefills == totals.rows:  # nobody decodes: nothing keeps its chunks short
+            reads_s = self.prefill_s(min(totals.prefill_tokens, self.hello.max_batch_tokens), 0)
+        # The last step of a prompt has less to read.
+        return min(self.phase.rest_s(at_s, reads_s), max(self.free_at_s - now_s, load.step_s))
 
     def timed(self, event: BatchTimed) -> bool:
         """Learns from a finished batch. False: it is no sample. `load` follows with the next report."""
@@ -241,6 +258,8 @@ class WorkerView:
         totals.blocks += booking.blocks
         totals.arriving += 1
         if booking.tpot_s is not None:
+            if not totals.rows:
+                self.phase.ended(now_s)  # it begins as soon as it hears of this
             totals.rows += 1
             totals.tokens += booking.tokens
             self.promises[booking.tpot_s] += 1
@@ -332,9 +351,15 @@ class WorkerView:
             return tokens * totals.prefill_s / totals.prefill_tokens
         return self.reading_s(tokens, 0)
 
-    def granted_after(self, wait_s: float, rest_of_step_s: float) -> None:
-        """`rest_of_step_s`: as it was when the worker was asked."""
-        self.grant_wait_s += 0.1 * (wait_s - rest_of_step_s - self.grant_wait_s)
+    def stepped(self, event: TokensArrived, now_s: float) -> None:
+        """A step has ended. Only who tells of each of them says with that when the next one will."""
+        rows = event.rows
+        if 2 * len(rows) >= self.totals.rows - self.totals.arriving and all(len(row.tokens) == 1 for row in rows):
+            self.phase.ended(now_s)
+
+    def granted_after(self, wait_s: float, rest_of_step_s: float, half_step_s: float) -> None:
+        """The latter two as they were when the worker was asked."""
+        self.grant_wait_s += 0.1 * (wait_s - half_step_s - self.grant_wait_s)
         self.grants.took(wait_s - rest_of_step_s)
 
     def lost(self) -> list[Booking]:

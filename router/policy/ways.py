@@ -167,7 +167,7 @@ def remote_ways(
         size, block_bytes = decode.hello.block_size, float(decode.hello.block_bytes)
         lacking = max(1.0, tokens - cached.get(decode.worker_id, 0))
         landing_bytes = decode.totals.landing_tokens // size * block_bytes
-        where = decode, load, step_s, decode.rest_of_step_s
+        where = decode, load, step_s, decode.rest_of_step_s(now_s)
         places.append((order, kind >> 1, decode.worker_id, size, block_bytes, lacking, landing_bytes, where))
     pairs = []
     for cost_s, prefill_id, delay_s, work_s, held, prefill in starts:
@@ -278,7 +278,7 @@ def _local(
     held = min(cached.get(decode.worker_id, 0), ask.num_tokens - 1)
     read_s = decode.reading_s(ask.num_tokens - held, held)
     queue_s = decode.queue_s(now_s)
-    ttft_s = max(queue_s, decode.rest_of_step_s) + read_s + decode.first_tokens.typical_s
+    ttft_s = max(queue_s, decode.rest_of_step_s(now_s)) + read_s + decode.first_tokens.typical_s
     # Residents wait while prompts are read: those of the queue, and this.
     waits_s = load.step_s + (queue_s + read_s) * load.hold / _steps(ask)
     residents_s = max(step_s, min(waits_s, load.reads_s))

@@ -30,6 +30,7 @@ PURE = [
     "router.legs",
     "router.lengths",
     "router.load",
+    "router.phase",
     "router.queue",
     "router.refusal",
     "router.shares",

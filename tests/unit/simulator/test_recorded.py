@@ -129,7 +129,7 @@ def test_before_any_answer_the_length_is_what_was_asked_for() -> None:
 
 @pytest.mark.parametrize("policy", ["goodput", "mooncake", "round-robin"])
 def test_every_request_of_a_run_with_faults_is_read_once_in_order(policy: str) -> None:
-    world = run(7, faults=0.02, policy=policy, requests=200, stirs=10_000)
+    world = run(11, faults=0.02, policy=policy, requests=200, stirs=10_000)
     lines = [line.rstrip("\n") for line in recording(world)]
     found = list(read_recording(enumerate(lines, start=1), "r"))
     assert len(found) == len(world.clients) == 200
