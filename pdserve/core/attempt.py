@@ -123,7 +123,10 @@ class EndRule:
 
 @final
 class AttemptLedger:
-    """The newest attempt of each recent request, so that late messages are told from new work."""
+    """The newest attempt of each request that is held, so that late messages are told from new work.
+
+    Who holds nothing of a request forgets it: its router may then use the name again, from attempt 1 on.
+    """
 
     def __init__(self, capacity: int = 8192) -> None:
         self._newest: OrderedDict[tuple[int, str], int] = OrderedDict()
@@ -144,6 +147,11 @@ class AttemptLedger:
         if len(self._newest) > self._capacity:
             self._newest.popitem(last=False)
         return True
+
+    def forget(self, key: AttemptKey) -> None:
+        """Nothing is held of the attempt; a newer one of the same request stays."""
+        if self.newest(key) == key:
+            del self._newest[key.router, key.request_id]
 
     def forget_router(self, router: int) -> None:
         for name in [name for name in self._newest if name[0] == router]:

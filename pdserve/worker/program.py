@@ -321,7 +321,7 @@ class RoleProgram(ABC):
     # -- effects of both roles ----------------------------------------------------------------------------------
 
     def _refused(self, effect: fx.Refused) -> None:
-        self.tracks.pop(effect.key, None)
+        self._forget(effect.key)
         self.context.metrics.add(names.REFUSED_BY_WORKER, reason=effect.reason.value)
         self.emit(effect.key.router, refused=messages.refused(effect))
 
@@ -337,8 +337,12 @@ class RoleProgram(ABC):
         self.emit(effect.key.router, transfer_ended=messages.transfer_lost(effect))
 
     def _released(self, effect: fx.Released) -> None:
-        self.tracks.pop(effect.key, None)
+        self._forget(effect.key)
         self.emit(effect.key.router, released=messages.released(effect))
+
+    def _forget(self, key: AttemptKey) -> None:
+        self.tracks.pop(key, None)
+        self._ledger.forget(key)
 
     def _prompt_scored(self, effect: fx.PromptScored) -> None:
         for message in messages.prompt_scored(effect):

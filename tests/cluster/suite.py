@@ -14,21 +14,18 @@ LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 128, 200, 257, 350, 511, 600, 700)
 
 
 def generate_all(
-    cluster: Cluster, prompts: Sequence[Any], *, meanwhile: Callable[[], object] | None = None, **options: Any
+    cluster: Cluster, prompts: Sequence[Any], *, meanwhile: Callable[[str], object] | None = None, **options: Any
 ) -> list[Completion]:
-    """All prompts at once; `meanwhile` is called once every request has its first tokens."""
-    pending = len(prompts)
+    """All prompts at once; `meanwhile` is called with the id of the first request that has tokens: with nearly all of
+    the work still to be done, however fast this machine is."""
 
     async def one(client: AsyncClient, prompt: Any) -> Completion:
-        nonlocal pending
+        nonlocal meanwhile
         stream = client.stream(prompt, **options)
-        is_first = True
         async for _ in stream:
-            if is_first:
-                is_first = False
-                pending -= 1
-                if pending == 0 and meanwhile is not None:
-                    meanwhile()
+            if meanwhile is not None:
+                call, meanwhile = meanwhile, None
+                call(stream.request_id)
         return stream.completion
 
     async def run() -> list[Completion]:
@@ -90,4 +87,18 @@ def endings_are_right(cluster: Cluster) -> None:
         assert (list(one.token_ids), one.finish_reason) == (tokens[:1], "length")
 
 
-ALL = (toy_answers_are_exact, streams_are_whole, endings_are_right)
+def a_request_id_may_be_used_again(cluster: Cluster) -> None:
+    """At once, after a whole answer and after one that its client has left, on both paths."""
+    for length in (4, 200):
+        prompt = toy_prompt(length, salt=7)
+        options = {"temperature": 0, "request_id": f"again-{length}", "timeout_s": 30.0}
+        for _ in range(2):
+            whole = cluster.client.generate(prompt, max_tokens=8, **options)
+            assert list(whole.token_ids) == answer(prompt, 8)
+        with cluster.client.stream(prompt, max_tokens=400, **options) as left:
+            next(left)
+        whole = cluster.client.generate(prompt, max_tokens=8, **options)
+        assert list(whole.token_ids) == answer(prompt, 8)
+
+
+ALL = (toy_answers_are_exact, streams_are_whole, endings_are_right, a_request_id_may_be_used_again)

@@ -157,6 +157,25 @@ async def test_a_newer_attempt_ends_the_older_one(start: Any, attach: Any, ask: 
     assert [*got, *await router.finished("r", attempt=2)] == answer(PROMPT, len(got) + 5)
 
 
+async def test_a_request_id_may_be_used_again_once_nothing_is_held_for_it(start: Any, attach: Any, ask: Any) -> None:
+    """After a whole answer, and after one that was cancelled."""
+    d = start(Role.DECODE, toy_step_s=0.005)
+    router = await attach(d)
+    for times in (1, 2):
+        await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("r", PROMPT), is_local=True))
+        await router.wait_for(lambda times=times: len(router.all("released")) == times)
+        assert router.text("r") == times * answer(PROMPT, 8)
+    long = worker_pb2.Reserve(sequence=ask("left", PROMPT, max_tokens=90), is_local=True)
+    await router.send(Role.DECODE, reserve=long)
+    await router.wait_for(lambda: router.rows("left"))
+    await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="left", attempt=1))
+    await router.released("left", Role.DECODE)
+    before = len(router.text("left"))
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("left", PROMPT), is_local=True))
+    await router.wait_for(lambda: len(router.all("released")) == 4)
+    assert router.text("left")[before:] == answer(PROMPT, 8)
+
+
 async def test_messages_for_the_other_role_are_dropped(start: Any, attach: Any, ask: Any) -> None:
     p, d = start(Role.PREFILL), start(Role.DECODE)
     router = await attach(p, d)

@@ -231,6 +231,17 @@ def test_the_ledger_tells_new_attempts_from_late_ones() -> None:
     assert not ledger.begin(other)
 
 
+def test_the_ledger_forgets_what_is_no_longer_held_and_keeps_a_newer_attempt() -> None:
+    ledger = AttemptLedger()
+    first, second = AttemptKey(1, "r", 1), AttemptKey(1, "r", 2)
+    assert ledger.begin(first)
+    ledger.forget(first)
+    assert ledger.begin(first)
+    assert ledger.begin(second)
+    ledger.forget(first)
+    assert not ledger.begin(first)
+
+
 def test_the_ledger_is_bounded() -> None:
     ledger = AttemptLedger(capacity=3)
     for n in itertools.islice(itertools.count(), 10):
