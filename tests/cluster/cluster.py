@@ -43,10 +43,11 @@ class Cluster:
         os.kill(pid, signal.SIGKILL)
         return pid
 
-    def kill_busiest(self) -> int:
-        """The decode worker with the most requests: whichever the router has chosen to fill."""
-        decode = [w for w in self.client.topology().of_role("decode") if w.is_connected]
-        return self.kill(max(decode, key=lambda worker: worker.running).worker_id)
+    def decode_worker_of(self, request_id: str) -> str:
+        """Where the request was placed, by the router's own books: what workers report of themselves comes late."""
+        chosen = self.client.explain(request_id).chosen
+        assert chosen is not None, f"{request_id} is not placed"
+        return chosen.decode_worker
 
     def wait_until_idle(self, within_s: float = 10.0) -> None:
         """As `rest`; the last lines of the cluster's log stand in the error."""

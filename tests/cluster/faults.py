@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import time
+from collections.abc import Sequence
 
-from pdserve import AsyncClient, Completion
+from pdserve import AsyncClient, Completion, NotFound
 from pdserve.engine.toy import answer
 from tests.cluster.cluster import Cluster
 from tests.cluster.suite import toy_prompt
@@ -24,9 +28,10 @@ def a_decode_worker_dies_in_mid_stream(cluster: Cluster, *, all_die: bool = Fals
     expected = [answer(p, TOKENS, seed=None if i % 2 else i) for i, p in enumerate(prompts)]
     seen: list[list[int]] = [[] for _ in prompts]
     attempts = [0] * STREAMS
+    pids = {worker: cluster.pid_of(worker) for worker in ("d0", "d1")}
 
     async def follow(client: AsyncClient, i: int) -> None:
-        stream = client.stream(prompts[i], max_tokens=TOKENS, **options[i])
+        stream = client.stream(prompts[i], max_tokens=TOKENS, request_id=f"stream-{i}", **options[i])
         async for piece in stream:
             seen[i].extend(piece.token_ids)
         attempts[i] = stream.completion.timings.attempts
@@ -34,13 +39,13 @@ def a_decode_worker_dies_in_mid_stream(cluster: Cluster, *, all_die: bool = Fals
     async def run() -> None:
         async with AsyncClient(cluster.target) as client:
             streams = [asyncio.create_task(follow(client, i)) for i in range(STREAMS)]
-            while not all(len(tokens) >= 12 for tokens in seen):
-                await asyncio.sleep(0.01)
-            assert not any(len(tokens) >= TOKENS - 20 for tokens in seen), "too fast to be killed in mid-stream"
-            busiest = await busiest_decode_worker(client)
-            others = [worker for worker in ("d0", "d1") if all_die and worker != busiest]
-            for worker in (busiest, *others):
-                cluster.kill(worker)
+            await all_have(12, seen, streams)
+            shortest = min(range(STREAMS), key=lambda i: len(seen[i]))
+            assert len(seen[shortest]) < TOKENS - 20, "too fast to be killed in mid-stream"
+            victim = await decode_worker_of(client, f"stream-{shortest}")
+            for worker, pid in pids.items():
+                if all_die or worker == victim:
+                    os.kill(pid, signal.SIGKILL)
             await asyncio.gather(*streams)
 
     asyncio.run(asyncio.wait_for(run(), 60))
@@ -53,18 +58,16 @@ def a_prefill_worker_dies_while_it_prefills(cluster: Cluster) -> None:
     """SIGKILL while prompts are on it: another prefill worker, or the decode worker itself, takes over."""
     prompts = [toy_prompt(2500 + 100 * i, salt=17) for i in range(STREAMS)]
     expected = [answer(p, 24, seed=i) for i, p in enumerate(prompts)]
+    ids = [f"prompt-{i}" for i in range(STREAMS)]
+    pids = {worker: cluster.pid_of(worker) for worker in ("p0", "p1")}
 
     async def run() -> list[Completion]:
         async with AsyncClient(cluster.target) as client:
             calls = [
-                asyncio.create_task(client.generate(p, max_tokens=24, temperature=0.7, seed=i))
+                asyncio.create_task(client.generate(p, max_tokens=24, temperature=0.7, seed=i, request_id=ids[i]))
                 for i, p in enumerate(prompts)
             ]
-            deadline = time.monotonic() + 20
-            while not await _is_prefilling(client, "p0"):
-                assert time.monotonic() < deadline, "p0 never had a prompt"
-                await asyncio.sleep(0.005)
-            cluster.kill("p0")
+            os.kill(pids[await _first_to_prefill(client, ids)], signal.SIGKILL)
             return await asyncio.gather(*calls)
 
     done = asyncio.run(asyncio.wait_for(run(), 60))
@@ -73,11 +76,29 @@ def a_prefill_worker_dies_while_it_prefills(cluster: Cluster) -> None:
     cluster.wait_until_idle(within_s=60)
 
 
-async def busiest_decode_worker(client: AsyncClient) -> str:
-    workers = (await client.topology()).of_role("decode")
-    return max(workers, key=lambda worker: worker.running).worker_id
+async def all_have(count: int, seen: Sequence[Sequence[int]], streams: Sequence[asyncio.Task[None]]) -> None:
+    """Waits until each stream has that many tokens; raises what one of them has raised."""
+    while not all(len(tokens) >= count for tokens in seen):
+        for stream in streams:
+            if stream.done():
+                stream.result()
+        await asyncio.sleep(0.005)
 
 
-async def _is_prefilling(client: AsyncClient, worker_id: str) -> bool:
-    topology = await client.topology()
-    return any(w.worker_id == worker_id and w.is_connected and w.running + w.waiting > 0 for w in topology.workers)
+async def decode_worker_of(client: AsyncClient, request_id: str) -> str:
+    """Where the request was placed, by the router's own books: what workers report of themselves comes late."""
+    chosen = (await client.explain(request_id)).chosen
+    assert chosen is not None, f"{request_id} is not placed"
+    return chosen.decode_worker
+
+
+async def _first_to_prefill(client: AsyncClient, ids: Sequence[str]) -> str:
+    """The prefill worker that the first of these requests has come to."""
+    deadline = time.monotonic() + 20
+    while True:
+        for request_id in ids:
+            with contextlib.suppress(NotFound):  # it is still on its way to the router
+                found = await client.explain(request_id)
+                if found.stage == "prefilling" and found.chosen is not None:
+                    return found.chosen.prefill_worker
+        assert time.monotonic() < deadline, "no prefill worker had a prompt"

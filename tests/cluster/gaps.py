@@ -9,6 +9,8 @@ from itertools import pairwise
 
 from pdserve import AsyncClient
 
+TICK_S = 0.01
+
 
 @dataclass
 class Timed:
@@ -19,14 +21,14 @@ class Timed:
     seed: int | None = None
     tokens: list[int] = field(default_factory=list)
     came_s: list[float] = field(default_factory=list)
+    request_id: str = ""
     attempts: int = 0
-    prefill_worker: str = ""
-    decode_worker: str = ""
 
     async def follow(self, client: AsyncClient) -> None:
         options = {"temperature": 0.0} if self.seed is None else {"temperature": 0.9, "seed": self.seed}
         stream = client.stream(self.prompt, max_tokens=self.max_tokens, **options)  # type: ignore[arg-type]
         async for piece in stream:
+            self.request_id = stream.request_id
             self.tokens.extend(piece.token_ids)
             self.came_s.append(time.monotonic())
         self.attempts = stream.completion.timings.attempts
@@ -36,6 +38,19 @@ class Timed:
         times = self.came_s
         found = [b - a for a, b in pairwise(times) if b >= begin_s and a <= end_s]
         return found or [end_s - begin_s]
+
+
+@dataclass
+class Lateness:
+    """How late this machine's scheduling lets a process be just now: `run` beside what is timed."""
+
+    longest_s: float = 0.0
+
+    async def run(self) -> None:
+        while True:
+            due_s = time.monotonic() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self.longest_s = max(self.longest_s, time.monotonic() - due_s)
 
 
 async def until(streams: list[Timed], tokens: int, within_s: float = 30.0) -> None:

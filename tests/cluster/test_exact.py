@@ -10,7 +10,7 @@ from tests.cluster.families import BUNDLED, FAMILIES, build, oracle, prompts
 from tests.cluster.suite import LENGTHS, generate_all
 
 TOKENS = 64
-COLOCATED = ("llama-2", "llama-3", "mistral", "qwen2", "qwen3")  # the others' local path is taken beside the remote one
+COLOCATED = ("llama-3", "mistral")  # the others' local path is taken beside the remote one
 
 
 @pytest.mark.timeout(180)
@@ -73,17 +73,24 @@ def test_seeds_hold_through_preemption_and_a_death_in_mid_stream(tmp_path: Path)
     options |= {"bad_words": ["return", "self.value"], "logit_bias": {10: -1.5}, "repetition_penalty": 1.1}
     plain = tmp_path / "plain.toml"
     plain.write_text('[decode_worker]\nspeculation = "off"\n')
-    with Cluster("--config", str(plain)) as roomy:
+    with Cluster("--prefill", "0", "--config", str(plain)) as roomy:
         expected = [roomy.client.generate(text, **options).token_ids for text in texts]
     config = tmp_path / "narrow.toml"
     port = free_ports(3)  # the launcher gives worker i the port after it
     config.write_text(f"[decode_worker]\nkv_blocks = 24\nmetrics_port = {port}\n[worker]\nmax_context_tokens = 256\n")
     with Cluster("--decode", "2", "--config", str(config)) as narrow:
-        done = generate_all(narrow, texts, **options)
-        assert [one.token_ids for one in done] == expected
-        assert sum(scrape(port + i, "pdserve_preemptions_total") for i in (1, 2)) > 0
-        assert sum(scrape(port + i, "pdserve_draft_tokens_total") for i in (1, 2)) > 0
-        done = generate_all(narrow, texts, **options, meanwhile=narrow.kill_busiest)
+
+        def count(name: str) -> float:
+            return sum(scrape(port + i, name) for i in (1, 2))
+
+        for _ in range(8):  # guesses are verified where steps of this machine, as busy as it is, say that they pay
+            done = generate_all(narrow, texts, **options)
+            assert [one.token_ids for one in done] == expected
+            if count("pdserve_draft_tokens_total") > 0:
+                break
+        assert count("pdserve_draft_tokens_total") > 0
+        assert count("pdserve_preemptions_total") > 0
+        done = generate_all(narrow, texts, **options, meanwhile=lambda one: narrow.kill(narrow.decode_worker_of(one)))
         assert [one.token_ids for one in done] == expected
         assert max(one.timings.attempts for one in done) > 1, "nobody was on the killed worker"
         narrow.wait_until_idle(within_s=60)

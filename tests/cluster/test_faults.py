@@ -45,7 +45,7 @@ def test_a_killed_prefill_worker_costs_no_token_and_comes_back(slow: Cluster) ->
 
 def test_redis_may_be_away_under_load_and_the_index_refills(tmp_path: Path) -> None:
     """Not one request fails while Redis is dead; an empty one that comes back holds what the workers cache."""
-    away_s = float(os.environ.get("PDSERVE_REDIS_AWAY_S", "6"))  # `make test-slow` keeps it away for a minute
+    away_s = float(os.environ.get("PDSERVE_REDIS_AWAY_S", "3"))  # `make test-slow` keeps it away for a minute
     redis = EmbeddedRedis.start()
     port = int(redis.url.rpartition(":")[2].partition("/")[0])
     flags = ("--model", "toy", "--prefill", "2", "--decode", "2", "--set", "worker.toy_step_s=0.005")

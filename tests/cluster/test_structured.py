@@ -14,7 +14,7 @@ from pdserve import AsyncClient, InvalidRequest
 from pdserve.text.tokenizer import load_tokenizer
 from tests.cluster.cluster import Cluster
 from tests.cluster.families import BUNDLED
-from tests.cluster.faults import busiest_decode_worker
+from tests.cluster.faults import all_have, decode_worker_of
 from tests.cluster.suite import generate_all
 
 pytestmark = pytest.mark.timeout(180)
@@ -79,7 +79,7 @@ def test_a_document_outlives_the_worker_that_writes_it(cluster: Cluster) -> None
     attempts = [0] * len(asked)
 
     async def follow(client: AsyncClient, i: int) -> None:
-        stream = client.stream(PROMPT, max_tokens=MAX_TOKENS, **asked[i])
+        stream = client.stream(PROMPT, max_tokens=MAX_TOKENS, request_id=f"document-{i}", **asked[i])
         async for piece in stream:
             seen[i].extend(piece.token_ids)
         attempts[i] = stream.completion.timings.attempts
@@ -87,9 +87,8 @@ def test_a_document_outlives_the_worker_that_writes_it(cluster: Cluster) -> None
     async def run() -> None:
         async with AsyncClient(cluster.target) as client:
             streams = [asyncio.create_task(follow(client, i)) for i in range(len(asked))]
-            while not all(len(tokens) >= 12 for tokens in seen):
-                await asyncio.sleep(0.002)
-            cluster.kill(await busiest_decode_worker(client))  # of two: with one document at least
+            await all_have(12, seen, streams)
+            cluster.kill(await decode_worker_of(client, "document-1"))
             for tokens, whole in zip(seen, expected, strict=True):
                 assert len(tokens) < len(whole) - 20, "too fast to be killed in mid-document"
             await asyncio.gather(*streams)

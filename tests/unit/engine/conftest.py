@@ -175,10 +175,11 @@ class Request:
         return self.prompt + [out.token_id for out in self.outs]
 
 
-def build_tiny(name: str, folder: Path) -> Path:
+def build_tiny(name: str, folder: Path, **changed: Any) -> Path:
     """Random weights, wide enough that no two tokens are nearly as likely; norms and biases are random too."""
     family, own = TINY[name]
-    config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else family + "Config")(**COMMON | own)
+    kind = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else family + "Config")
+    config = kind(**COMMON | own | changed)
     torch.manual_seed(20_26)
     model = getattr(transformers, family + "ForCausalLM")(config)
     for parameter_name, parameter in model.named_parameters():

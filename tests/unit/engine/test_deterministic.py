@@ -50,10 +50,13 @@ def requests_of(request_of: Any, make_prompt: Callable[..., list[int]], count: i
     ]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("qwen3", "int8"), ("mistral-window", "float32")])
-def test_two_hundred_requests_in_any_order_have_the_same_bits(
+@pytest.mark.parametrize(
+    ("name", "dtype", "count"), [("llama", "float32", 200), ("qwen3", "int8", 70), ("mistral-window", "float32", 70)]
+)
+def test_requests_in_any_order_have_the_same_bits(
     name: str,
     dtype: str,
+    count: int,
     tiny: Callable[[str], Path],
     open_engine: Callable[..., Engine],
     serve: Callable[..., list[list[int]]],
@@ -65,7 +68,7 @@ def test_two_hundred_requests_in_any_order_have_the_same_bits(
     answers = []
     for order in range(3):
         engine = open_engine(tiny(name), dtype=dtype, deterministic=True, kv_blocks=2000, threads=1 + order % 2)
-        requests = requests_of(request_of, make_prompt, 200, 6)
+        requests = requests_of(request_of, make_prompt, count, 6)
         for one in requests:
             one.arrival = random.Random(order).randrange(40) if order else 0
         served = serve(engine, requests, chunk=(10_000, 7, 64)[order], seed=order)
@@ -73,7 +76,7 @@ def test_two_hundred_requests_in_any_order_have_the_same_bits(
         engine.close()
     torch.set_num_threads(before)
     assert answers[0] == answers[1] == answers[2]
-    assert len(seen_logits) > 1000
+    assert len(seen_logits) > 5 * count
 
 
 def test_the_bundled_model_alone_and_in_company(

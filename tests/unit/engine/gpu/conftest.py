@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.gpu.interpreter import prepare
+from tests.unit.engine.conftest import build_tiny
 
 torch.set_num_threads(1)
 DEVICE = prepare()
@@ -21,6 +23,17 @@ def device() -> torch.device:
 
 
 MOST_ROWS = 3
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """As elsewhere, of two layers: an interpreted kernel takes milliseconds a program, and two differ like three."""
+
+    @cache
+    def get(name: str) -> Path:
+        return build_tiny(name, tmp_path_factory.mktemp("shallow") / name, num_hidden_layers=2)
+
+    return get
 
 
 @pytest.fixture(scope="session")

@@ -33,9 +33,9 @@ def steps() -> list[list[Row]]:
     """Three sequences: prompts in chunks, then a token, drafts and a long chunk in one step."""
     first, second, third = [9, 4, 11, 0, 7], [1, 2, 3], [20, 8, 22, 5, 6, 12, 13, 15]
     return [
-        [row_of(0, 33, first), row_of(0, 17, second)],
-        [row_of(33, 1, first), row_of(17, 3, second, num_drafts=2), row_of(0, 20, third), row_of(0, 1, [30])],
-        [row_of(20, 24, third), row_of(34, 5, first)],
+        [row_of(0, 19, first), row_of(0, 17, second)],
+        [row_of(19, 1, first), row_of(17, 3, second, num_drafts=2), row_of(0, 20, third), row_of(0, 1, [30])],
+        [row_of(20, 18, third), row_of(20, 5, first)],
     ]
 
 
