@@ -170,6 +170,8 @@ def parse_flags(kind: type[Config], argv: Sequence[str], prog: str) -> Config:
         if env:
             help_text += f"; better in the environment as {env}, since others can read a command line"
         required = one.default is dataclasses.MISSING
+        if not required and not env and one.default not in ("", ()):
+            help_text += f" ({'on' if one.default is True else 'off' if one.default is False else one.default})"
         hint = hints[one.name]
         if hint is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=one.default, help=help_text)

@@ -14,7 +14,7 @@ from typing import Final, NoReturn
 
 import pdserve
 from pdserve.cli import chat, doctor, explain, generate, plan, replay, simulate, topology, up
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import PdserveError, Unauthenticated
 
 COMMANDS: Final = {
     "up": up,
@@ -50,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = COMMANDS[args.command].run(args)
         return status
     except PdserveError as error:
-        hint = "; is `pdserve up` running there?" if error.message.startswith("nobody answers at") else ""
-        print(f"pdserve {args.command}: error: {one_line(error)}{hint}", file=sys.stderr)
+        print(f"pdserve {args.command}: error: {one_line(error)}{hint(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -62,6 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_stdout()
         print(f"pdserve {args.command}: error: {one_line(error)}", file=sys.stderr)
         return 1
+
+
+def hint(error: PdserveError) -> str:
+    """What to look at, where that is not in the error itself."""
+    if error.message.startswith("nobody answers at"):
+        return "; is `pdserve up` running there?"
+    return " (PDSERVE_TOKEN holds the cluster's token)" if isinstance(error, Unauthenticated) else ""
 
 
 def _read_and_print_anything() -> None:

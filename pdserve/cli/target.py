@@ -21,6 +21,7 @@ def add_target_flags(parser: argparse.ArgumentParser, *, are_several: bool = Fal
         metavar="HOST:PORT[,...]" if are_several else "HOST:PORT",
         help=f"the cluster's router{'s' if are_several else ''} (or PDSERVE_TARGET; {DEFAULT_TARGET})",
     )
+    parser.epilog = "The cluster's token, where it asks for one, is taken from PDSERVE_TOKEN."
     parser.add_argument("--tls", action="store_true", help="encrypt, with the system's root certificates")
     parser.add_argument("--root-certs", metavar="FILE", help="encrypt, with these root certificates (PEM)")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one request (600)")

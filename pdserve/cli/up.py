@@ -11,9 +11,11 @@ from pdserve.config import DEVICES, DTYPES, KV_DTYPES, LOADS, TRANSPORTS
 from pdserve.core.errors import ConfigError
 
 HELP = "start a cluster"
+SETTINGS = "`python -m router --help` and `python -m decode_worker --help` list what the tables may set, with defaults."
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"{SETTINGS} A token in PDSERVE_TOKEN is asked of every caller."
     keep = argparse.SUPPRESS  # a flag that is not given leaves the file's value
     add = parser.add_argument
     add("--model", default=keep, metavar="DIR", help="a Hugging Face checkpoint, or toy; the bundled model when absent")
@@ -32,7 +34,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--record", default=keep, metavar="FILE", help="record what the router hears and decides; without prompts")
     add("--log-dir", default=keep, metavar="DIR", help="write each process's log there instead of to stderr")
     add("--inject-faults", default=keep, metavar="PLAN", help="for tests: break KV transfers, as in seed=7,share=0.1")
-    add("--config", metavar="FILE", help="TOML with the same names, and tables [router], [worker], [prefill_worker]")
+    add(
+        "--config",
+        metavar="FILE",
+        help="TOML with the same names, and tables [worker], [prefill_worker], [decode_worker], [router]",
+    )
     add(
         "--set",
         action="append",

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.main import main
+from pdserve.cli.main import hint, main
 from pdserve.cli.stats import cut_short
+from pdserve.core.errors import Unauthenticated, Unavailable
 
 PROMPT = "a prompt that is longer than what a decode worker reads itself"
 
@@ -111,6 +112,13 @@ def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("pdserve topology: error: nobody answers at 127.0.0.1:1 (")
     assert line.endswith("is `pdserve up` running there?")
+
+
+def test_who_lacks_a_token_is_told_where_it_goes() -> None:
+    assert hint(Unauthenticated("no bearer token in the authorization metadata")) == (
+        " (PDSERVE_TOKEN holds the cluster's token)"
+    )
+    assert hint(Unavailable("draining")) == ""
 
 
 @pytest.mark.parametrize("argv", [["generate"], ["nonsense"], [], ["up", "--transport", "pigeon"], ["bench"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,15 @@ def test_a_plan_of_faults_is_read_before_anything_starts(tmp_path: Path) -> None
 def test_an_unknown_policy_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"router.policy: got fastest, expected one of .*goodput"):
         read({"model": "toy"}, None, "router.policy=fastest", folder=tmp_path)
+
+
+def test_the_file_in_the_readme_is_one_that_can_be_read(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    [text] = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "llama").mkdir()
+    spec = read(None, text.replace("/models/llama", str(tmp_path / "llama")), folder=tmp_path).spec
+    assert (spec.prefill, spec.settings["worker"], spec.settings["router"]) == (
+        2,
+        {"kv_dtype": "int8"},
+        {"slo_ttft_s": 1.0},
+    )
