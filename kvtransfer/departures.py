@@ -290,7 +290,7 @@ class Departures:
         return actions
 
     def _progress(self, departure: Departure, now_s: float) -> None:
-        if departure.lease_at_s is not None:
+        if departure.lease_at_s is not None and departure.session.state is not State.SENT:
             departure.lease_at_s = now_s + self.stall_s
 
     def _reused(self, job: Job) -> str:

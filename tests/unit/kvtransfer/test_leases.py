@@ -183,6 +183,20 @@ def test_a_transfer_that_was_sent_whole_and_is_not_confirmed_leaves_time_for_ano
     assert out.done(TAG, 15.1) == [], "too late"
 
 
+def test_an_owner_who_has_nothing_to_add_does_not_put_the_end_off() -> None:
+    """The last push may be empty, and come when everything is on the wire already."""
+    out = Departures(1, BlockStamps(8), stall_s=60.0, unconfirmed_s=5.0)
+    out.start(GRANT, 0.0, 500.0)
+    out.linked()
+    out.push(GRANT.key, [(0, 0), (1, 1)], False, 0.0)
+    job = out.take(2, 1.0)
+    assert job is not None
+    out.written(job, 10.0)
+    assert out.push(GRANT.key, [], True, 11.0) == []
+    assert out.next_alarm_s == 15.0
+    assert out.expire(15.0) != []
+
+
 def test_a_deadline_before_the_confirmation_is_due_still_counts() -> None:
     assert sent_whole(GRANT, 12.0).expire(12.0) != []
 
