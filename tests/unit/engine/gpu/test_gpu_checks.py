@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_ends import HostPool
+from pdserve.core.types import TokenOut
 from tests.gpu import __main__ as checks
 from tests.gpu import check_transfer
 from tests.gpu.check_graphs import differs
@@ -69,6 +70,20 @@ def test_a_token_or_a_logprob_that_differs_is_told() -> None:
     assert "draws 7 for 6" in differs(text, [[(5, 0.0), (7, -1.0)]], 0.0, "x")
     assert "logprob" in differs(text, [[(5, 0.0), (6, -1.1)]], 0.0, "x")
     assert "logprob" in differs(text, [[(5, 0.0), (6, float("nan"))]], 1.0, "x")
+
+
+@pytest.mark.parametrize(("ours", "is_broken"), [(1, False), (2, True)])
+def test_a_token_that_loses_more_than_rounding_does_is_told(ours: int, is_broken: bool) -> None:
+    from tests.gpu.check_engine import Outcome, judge
+
+    exact_V = torch.full((100,), -20.0)
+    exact_V[:3] = torch.tensor([0.0, -0.1, -3.0])
+    rounded_V = exact_V + 0.1 * (-1.0) ** torch.arange(100)
+    outcome = Outcome()
+    outs = [TokenOut(token_id=7), TokenOut(token_id=ours)]
+    judge(outs, [7, 0], torch.stack([rounded_V, rounded_V]), "bfloat16", outcome, lambda num_drawn: exact_V)
+    assert outcome.num_equal == 0
+    assert bool(outcome.broken) == is_broken
 
 
 class WrongSender:
