@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pdserve import Client
+from pdserve.launch import ports
 from pdserve.launch.running import Running
 
 
@@ -111,16 +111,11 @@ def pid_listening_on(port: int) -> int:
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` consecutive ports that nobody listens on."""
+    """The first of `count` consecutive ports that nobody listens on, below those that outgoing connections take."""
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as found:
-            first: int = found.getsockname()[1]
-        try:
-            for port in range(first, first + count):
-                socket.create_server(("127.0.0.1", port)).close()
-        except OSError:
-            continue
-        return first
+        [first] = ports.free_ports(1)
+        if all(ports.is_free("127.0.0.1", port) for port in range(first, first + count)):
+            return first
 
 
 def scrape(port: int, metric: str) -> float:

