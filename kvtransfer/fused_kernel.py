@@ -101,7 +101,7 @@ def _fence(typing: Any) -> Any:
         if _IS_X86:  # whose ordinary locks do not wait for such stores
             kind = ir.FunctionType(ir.VoidType(), [])
             builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse.sfence"), [])
-        else:
+        else:  # pragma: no cover - other processors
             builder.fence("release")
         return context.get_dummy_value()
 

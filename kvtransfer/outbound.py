@@ -227,8 +227,7 @@ class Outbound(threading.Thread):
         now_s, pulse = self._clock(), self._pulse
         if self._book.is_stuck:
             raise Gone("source blocks were still read after their transfer was given up")
-        if pulse is None:
-            return
+        assert pulse is not None, "it is connected"
         if pulse.is_silent(now_s):
             self.stats.silent += 1
             raise Silent(f"nothing was heard of the receiver for {pulse.silence_s:g} s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks.fake_device import DevicePool, FakeBlocks, FakeDevice
 from benchmarks.fake_lane import FakeLane, FakeLanes
+from kvtransfer.dial import dial
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.frames import Frame, Kind, tag_of
 from kvtransfer.paths import cuda_ipc, nccl
@@ -84,6 +86,28 @@ def test_a_credit_for_what_was_not_announced_ends_the_pair(make_pair: MakePair, 
     assert "credit for slot 2, which is not" in sent.wait().error
     assert received.wait().outcome is ReceiveOutcome.FAILED
     assert_still_serves(pair)
+
+
+def test_a_sender_that_would_have_a_device_convert_is_turned_away(
+    devices: dict[int, FakeDevice], caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = replace(fingerprint().shape, layout="block-major.v1", dtype="float32", head_dim=4)
+    facts, size = replace(fingerprint(), shape=shape), shape.block_bytes
+    receiver = make_receiver(
+        DevicePool(4, size), facts, worker_id="d0", incarnation="d0-1", host="127.0.0.1", transport="cuda_ipc"
+    )
+    host = GrpcHost(receiver.servicer)
+    sender = make_sender(DevicePool(4, size), facts, worker_id="p0", incarnation="1", transport="cuda_ipc")
+    caplog.set_level(logging.INFO)
+    with pytest.raises(TransferFailed):
+        dial(replace(sender.caller, wire_dtype="int8"), host.endpoint, "d0-1")
+    wait_for(lambda: not receiver.peers, "its end")
+    errors = [vars(record).get("error") for record in caplog.records]
+    assert "int8 for float32: a pool on a GPU converts nothing" in errors
+    assert receiver.is_healthy
+    sender.close()
+    receiver.close()
+    host.stop()
 
 
 # Handshakes.

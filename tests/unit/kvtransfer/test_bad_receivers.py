@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.frames import Frame, Kind, tag_of
+from kvtransfer.frames import Frame, Kind, encode_text, tag_of
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from tests.unit.kvtransfer.harness import GrpcHost, Heard, Pair, wait_for
 from tests.unit.kvtransfer.raw import assert_still_serves
@@ -62,6 +62,23 @@ def say(pair: Pair, frame: Frame) -> str:
     assert_still_serves(pair)
     error: str = sent.all[0].error
     return error
+
+
+def test_a_word_that_comes_in_pieces_is_understood_when_it_is_whole(pair: Pair) -> None:
+    assert_still_serves(pair)
+    received, sent = pair.begin(running := pair.grant((1, 2)))
+    pair.sender.push(running.key, [(0, 5)], False)
+    wait_for(lambda: pair.receiver.stats.chunks == 2, "half of it")
+    outbound, _ = pair.sender.plain._transfers[running.key]
+    [connection] = pair.receiver._connections.values()
+    word = encode_text(Kind.REFUSE, tag_of(running.key), "because")
+    connection.channel.socket.sendall(word[:-3])
+    wait_for(lambda: len(outbound._inbox) == len(word) - 3, "the most of it")
+    assert sent.all == []
+    connection.channel.socket.sendall(word[-3:])
+    assert sent.wait().error == "the receiver refused: because"
+    pair.receiver.abort(running.key)
+    assert received.wait().outcome is ReceiveOutcome.DRAINED
 
 
 @pytest.mark.parametrize("kind", [Kind.ANNOUNCE, Kind.RETRACT])

@@ -107,6 +107,11 @@ def test_draining_waits_for_the_device_says_that_it_does_and_ends_with_it(
     assert "the device failed" in caplog.text
 
 
+def test_staging_has_blocks_of_the_pools_size(events: list[Event]) -> None:
+    staging = CudaDevice(torch.zeros((4, 16), dtype=torch.uint8)).staging(3)
+    assert (staging.num_blocks, staging.block_bytes) == (3, 16)
+
+
 # Pools of other processes.
 
 

@@ -15,6 +15,7 @@ from benchmarks.fake_lane import FakeLane, FakeLanes
 from kvtransfer.cuda import why_no_cuda
 from kvtransfer.endpoint import make_sender
 from kvtransfer.frames import Frame, Kind
+from kvtransfer.lease import Lease
 from kvtransfer.nccl_lane import Issuer, answer_of, communicator, on_its_own_thread, status_of
 from kvtransfer.outbound import Outbound
 from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
@@ -23,7 +24,7 @@ from kvtransfer.paths.registry import TRANSPORTS, kinds
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome, SendOutcome, Text
 from pdserve.core.errors import ConfigError, TransferFailed
-from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Heard, Pair, fingerprint, wait_for
+from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, Heard, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import RawSender, expected, numbers
 
 MakePair = Callable[..., Pair]
@@ -124,6 +125,30 @@ def test_an_aborted_sender_gets_its_blocks_back_while_the_device_is_slow(
     assert sent.wait().outcome is SendOutcome.FAILED
     assert received.wait().outcome is ReceiveOutcome.FAILED
     again, _ = pair.move(pair.grant((10,)), (3,))
+    assert again.outcome is ReceiveOutcome.VERIFIED
+
+
+def test_a_source_that_is_read_long_after_its_transfer_was_given_up_costs_the_connection(
+    make_pair: MakePair, held: Callable[[Any], HeldDevice], clock: Clock
+) -> None:
+    pair = make_pair("cuda_ipc", lease=Lease(beat_s=0.05, silence_s=100.0), clock=clock)
+    pair.move(pair.grant((1,)), (1,))
+    device = held(pair.source)
+    device.gate.clear()
+    before = device.num_copies
+    grant = pair.grant((10,))
+    received, sent = pair.begin(grant)
+    pair.sender.push(grant.key, [(0, 3)], True)
+    wait_for(lambda: device.num_copies > before, "the source being read")
+    [old] = [thread for thread in threading.enumerate() if isinstance(thread, Outbound)]
+    pair.sender.abort(grant.key)
+    assert received.wait().outcome is ReceiveOutcome.FAILED
+    clock.added_s += 1.0
+    wait_for(lambda: old.is_over, "the connection's end to begin")
+    assert sent.all == [], "the device reads it still"
+    device.gate.set()
+    assert sent.wait().error == "aborted by the sender"
+    again, _ = pair.move(pair.grant((11,)), (3,))
     assert again.outcome is ReceiveOutcome.VERIFIED
 
 

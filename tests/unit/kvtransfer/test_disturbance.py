@@ -7,18 +7,20 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvtransfer.disturbance import Disturbance
-from kvtransfer.faults import Fault, FaultKind, Where
+from kvtransfer.disturbance import Disturbance, make_disturbance
+from kvtransfer.faults import Fault, FaultKind, Where, parse
 from kvtransfer.frames import Frame, Kind, Tag, tag_of
 from kvtransfer.lease import Lease
 from kvtransfer.paths.tcp import TcpSend
 from kvtransfer.session import State
 from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome
+from pdserve.core.errors import ConfigError
 from tests.unit.kvtransfer.harness import WAIT_S, Clock, Heard, Pair, wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -198,6 +200,34 @@ def test_a_frame_that_its_sender_did_not_finish_is_not_passed_on() -> None:
     heard = b"".join(iter(lambda: theirs.recv(4096), b""))
     assert heard == whole
     theirs.close()
+
+
+def test_a_thread_that_runs_on_for_a_moment_after_the_signal_does_nothing_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr("kvtransfer.disturbance.os.kill", lambda process, number: sent.append(number))
+    monkeypatch.setattr("kvtransfer.disturbance.subprocess.Popen", lambda *_, **__: None)
+    trap = Disturbance(lambda tag: None, 4096)
+    began_s = time.monotonic()
+    trap.end_process(Fault(FaultKind.STOP, Where.SENT, 0, 0.05, 0.5))
+    assert time.monotonic() - began_s >= 0.05
+    assert sent == [signal.SIGSTOP]
+    [(begin_s, end_s)] = trap.pauses
+    assert end_s - begin_s >= 0.05
+
+
+def test_a_workers_setting_makes_the_plan_that_it_says_and_none_makes_nobody() -> None:
+    assert make_disturbance("", 4096) is None
+    trap = make_disturbance("seed=7,share=1,drop=1", 4096)
+    assert trap is not None
+    plan, tag = parse("seed=7,share=1,drop=1"), Tag(bytes(16), 1, 1)
+    fault = plan.fault_of(tag)
+    assert fault is not None
+    met = [trap.due(tag, fault.where) for _ in range(fault.nth + 1)]
+    assert met == [None] * fault.nth + [fault]
+    with pytest.raises(ConfigError):
+        make_disturbance("explode=1", 4096)
 
 
 def test_frames_are_counted_for_a_limited_number_of_transfers() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvtransfer import fused, host, outbound
-from kvtransfer.channel import Channel, Gone
+from kvtransfer.channel import MAX_OUTBOX, Channel, Gone
 from kvtransfer.checksum import Checksum, available
 from kvtransfer.departures import Departures
 from kvtransfer.dial import Line
@@ -24,9 +26,9 @@ from kvtransfer.paths.tcp import TcpReceive
 from kvtransfer.sender import StreamSender
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.writer import Writer
-from pdserve.core.errors import Unavailable
+from pdserve.core.errors import TransferFailed, Unavailable
 from tests.unit.kvtransfer.harness import WAIT_S, Heard, HostPool, Pair, fingerprint, wait_for
-from tests.unit.kvtransfer.raw import assert_still_serves
+from tests.unit.kvtransfer.raw import RawSender, assert_still_serves
 
 MakePair = Callable[..., Pair]
 
@@ -151,7 +153,42 @@ def test_a_connection_that_is_made_too_late_is_closed_again(
     assert_still_serves(pair)
 
 
-# A connection's socket.
+# Connections.
+
+
+def test_more_connections_than_a_receiver_takes_are_refused_and_counted(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_still_serves(pair)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtransfer.receiver.MAX_CONNECTIONS", 1)
+        with pytest.raises((TransferFailed, ConnectionError)):
+            RawSender(pair, "one more").hear()  # tcp: the socket had been taken before it was refused
+    wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the count")
+    assert_still_serves(pair)
+
+
+def test_a_door_that_cannot_be_gone_through_is_tried_again_later(pair: Pair) -> None:
+    def no_more() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    pair.receiver._accept(SimpleNamespace(accept=no_more), next(iter(pair.receiver._doors)))  # type: ignore[arg-type]
+    assert pair.receiver.stats.refused_connections == 1
+    assert_still_serves(pair)
+
+
+def test_a_peer_that_takes_no_answers_is_given_up_before_they_fill_the_memory() -> None:
+    mine, theirs = socket.socketpair()
+    channel = Channel(mine)
+    for _ in range(1000):
+        channel.post(bytes(1000))
+    channel.flush()  # the socket is full, and a peer may be slow
+    for _ in range(MAX_OUTBOX):
+        channel.post(bytes(1000))
+    with pytest.raises(Gone, match="the peer does not read its answers"):
+        channel.flush()
+    theirs.close()
+    channel.close()
 
 
 def test_an_answer_to_a_peer_that_has_gone_says_that_it_has() -> None:

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.plan import byte_ranges
-from kvtransfer.reshape import Lane, Piece, Window, lane_of, lanes_of, pieces_of, ready_blocks, runs_of
+from kvtransfer.reshape import Lane, Piece, Window, arrival_of, lane_of, lanes_of, pieces_of, ready_blocks, runs_of
 from kvtransfer.shape import KvShape
+from pdserve.core.errors import ConfigError
 from tests.unit.kvtransfer.test_shape import PLAIN, SMALL
 
 
@@ -43,6 +44,15 @@ def test_sizes_that_divide_nothing() -> None:
 def test_nothing_asked_is_nothing_moved() -> None:
     assert pieces_of(3, 5, num_tokens=9, first_block=0, num_blocks=0) == []
     assert pieces_of(3, 5, num_tokens=9, first_block=2, num_blocks=1) == []
+
+
+def test_what_cannot_be_sent_to_a_rank_is_refused_naming_rank_or_dtype() -> None:
+    plain = KvShape(layout="block-major.v1", dtype="float32", num_layers=1, num_kv_heads=4, head_dim=8, block_size=4)
+    source, target = replace(plain, tp_degree=2, tp_rank=1), replace(plain, tp_degree=4, tp_rank=0)
+    with pytest.raises(ConfigError, match=r"kv_shape\.tp_rank: got 1, expected a rank that holds heads of rank 0"):
+        arrival_of(source, target, "float32")
+    with pytest.raises(ConfigError, match="wire_dtype: got uint64, expected one between float32 and float32"):
+        arrival_of(plain, plain, "uint64")
 
 
 @settings(deadline=None)
