@@ -242,6 +242,7 @@ class RouterServer:
             router_id=self._config.router_id,
             router_incarnation=self._incarnation,
             wants_kv_events=self._index is not None,
+            reads_batches=True,
         )
 
     def _workers_changed(self) -> None:

@@ -148,6 +148,7 @@ class RoleProgram(ABC):
             inbox_depth=config.inbox_depth,
             cost=messages.cost_prior(self.cost),
             hash_seed=self.limits.hash_seed,
+            reads_batches=True,
         )
 
     def attached(self, session: int, hello: worker_pb2.RouterHello) -> None:

@@ -31,7 +31,10 @@ INBOX_PAUSE_S: Final = 0.005
 class Outbox:
     """Messages on their way to one router. `put` is called on the event loop."""
 
-    def __init__(self, limit: int = MAX_OUTBOX) -> None:
+    def __init__(self, limit: int = MAX_OUTBOX, *, is_batching: bool = False) -> None:
+        """`is_batching`: the router reads several messages in one, which costs both sides less than one after the
+        other."""
+        self._is_batching = is_batching
         self._messages: deque[worker_pb2.AttachResponse] = deque()
         self._limit = limit
         self._size = 0
@@ -58,10 +61,23 @@ class Outbox:
     async def __aiter__(self) -> AsyncIterator[worker_pb2.AttachResponse]:
         while not self.is_closed:
             while self._messages:
-                yield self._next()
+                yield self._next_ones() if self._is_batching else self._next()
             self._has_some.clear()
             if not self.is_closed:
                 await self._has_some.wait()
+
+    def _next_ones(self) -> worker_pb2.AttachResponse:
+        """All that is there, within bounds. A change of the cache, which may fill a message, goes alone."""
+        ones = [self._next()]
+        size = _size(ones[0])
+        while self._messages and size < MAX_MERGED_ROWS:
+            if ones[-1].HasField("kv_events") or self._messages[0].HasField("kv_events"):
+                break
+            ones.append(self._next())
+            size += _size(ones[-1])
+        if len(ones) == 1:
+            return ones[0]
+        return worker_pb2.AttachResponse(batch=worker_pb2.AttachResponses(messages=ones))
 
     def _next(self) -> worker_pb2.AttachResponse:
         """The oldest message. Steps that have piled up travel as one: a router that lags behind an engine of
@@ -122,7 +138,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello: expected first, with a router_id")
             return
         hello = first.hello
-        session, outbox = next(self._numbers), Outbox()
+        session, outbox = next(self._numbers), Outbox(is_batching=hello.reads_batches)
         router = (hello.router_id, hello.router_incarnation)
         older = self._outboxes.get(self._session_of.get(router, 0))
         if older is not None:  # the network may keep a dead stream for long; one stream per router
@@ -156,7 +172,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     return
                 while self._num_waiting_calls() > MAX_INBOX:
                     await asyncio.sleep(INBOX_PAUSE_S)
-                self._post(partial(self.program.handle, session, message))
+                for one in message.batch.messages if message.HasField("batch") else (message,):
+                    self._post(partial(self.program.handle, session, one))
         except grpc.aio.UsageError:  # the stream was cancelled under the read
             return
         finally:

@@ -101,6 +101,34 @@ async def test_an_outbox_that_nobody_reads_closes_at_its_limit() -> None:
     assert [message async for message in outbox] == []
 
 
+async def test_what_is_ready_together_leaves_as_one_but_for_changes_of_the_cache() -> None:
+    outbox, seen = Outbox(is_batching=True), []
+    loads = [worker_pb2.AttachResponse(load=worker_pb2.Load(steps=n)) for n in range(5)]
+    change = worker_pb2.AttachResponse(kv_events=worker_pb2.KvEvents(sequence=7))
+    outbox.put([*loads[:3], change, change, *loads[3:4]])
+    async for message in outbox:
+        seen.append(message)
+        if len(seen) == 4:
+            outbox.put(loads[4:])
+        if len(seen) == 5:
+            outbox.close()
+    assert [one.load.steps for one in seen[0].batch.messages] == [0, 1, 2]
+    assert seen[1:] == [change, change, *loads[3:]]
+
+
+async def test_a_batch_is_bounded() -> None:
+    outbox, sizes = Outbox(is_batching=True), []
+    row = worker_pb2.TokenRow(request_id="a", tokens=[worker_pb2.Token(token_id=1)])
+    load = worker_pb2.AttachResponse(load=worker_pb2.Load())
+    step = worker_pb2.AttachResponse(tokens=worker_pb2.Tokens(rows=[row] * 600))
+    outbox.put([load, step, load, step, load, step])
+    async for message in outbox:
+        sizes.append([len(one.tokens.rows) for one in message.batch.messages] or len(message.tokens.rows))
+        if len(sizes) == 2:
+            outbox.close()
+    assert sizes == [[0, 600, 0, 600], [0, 600]]
+
+
 # -- the cost prior --------------------------------------------------------------------------------------------
 
 
