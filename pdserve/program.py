@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import threading
@@ -41,6 +42,9 @@ def run(name: str, kind: type[Config], make_host: Callable[[Config], Host], argv
     except PdserveError as error:
         sys.stderr.write(f"{name}: {error.message}\n")
         return USAGE_EXIT_CODE
+    # What there is by now (modules, tokenizer, weights) stays: the collector need not look through it again and again.
+    gc.collect()
+    gc.freeze()
     _follow_signals(host)  # until here a signal just ends the process: nobody depends on it yet
     own_id = config.router_id if isinstance(config, RouterConfig) else config.worker_id
     sys.stdout.write(f"{name} {own_id} listening on {address}\n")
