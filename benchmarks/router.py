@@ -4,7 +4,8 @@
 
 Client, router and workers share this machine's cores, so the figures are a bound from above. Added latency is
 the client's time to first token less the worker's own prefill time: gRPC both ways, tokenising, hashing, the index
-lookup, queueing, placement, and the worker's message handling. The bend is the first rate at which p95 exceeds
+lookup, queueing, placement, and the worker's message handling. CPU is what the router's process takes per request, all
+its threads. The bend is the first rate at which p95 exceeds
 three times the p95 of the lowest rate, or at which requests fail.
 """
 
@@ -13,6 +14,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
+
+import psutil  # type: ignore[import-untyped]
 
 from benchmarks.openloop import open_loop, percentile
 from pdserve.launch.running import Running
@@ -32,8 +36,10 @@ def main() -> None:
     with Running.start("--model", "toy", *workers) as cluster:
         asyncio.run(open_loop(cluster.target, 20, 2, flags.prompt_tokens, flags.max_tokens, seed=0))  # warm-up
         print(f"{flags.workers} prefill and {flags.workers} decode toy workers, {flags.prompt_tokens} prompt tokens")
-        print("   rate   sent  failed   p50 ms   p95 ms   p99 ms   worst client delay ms")
+        print("   rate   sent  failed   p50 ms   p95 ms   p99 ms   router CPU ms/request   worst client delay ms")
+        router = psutil.Process(cluster.pid("router"))
         for rate in map(float, flags.rates.split(",")):
+            before_s = cpu_s(router)
             load = asyncio.run(
                 open_loop(cluster.target, rate, flags.seconds, flags.prompt_tokens, flags.max_tokens, seed=1)
             )
@@ -45,12 +51,14 @@ def main() -> None:
                 "added_p50_s": percentile(added, 0.5),
                 "added_p95_s": percentile(added, 0.95),
                 "added_p99_s": percentile(added, 0.99),
+                "router_cpu_s": (cpu_s(router) - before_s) / load.sent if load.sent else math.nan,
                 "client_delay_s": load.late_start_s,
             }
             rows.append(row)
             print(
                 f"{rate:7.0f} {load.sent:6d} {load.failed:7d} {row['added_p50_s'] * 1e3:8.2f} "
-                f"{row['added_p95_s'] * 1e3:8.2f} {row['added_p99_s'] * 1e3:8.2f} {load.late_start_s * 1e3:12.1f}"
+                f"{row['added_p95_s'] * 1e3:8.2f} {row['added_p99_s'] * 1e3:8.2f} "
+                f"{row['router_cpu_s'] * 1e3:23.2f} {load.late_start_s * 1e3:23.1f}"
             )
             if load.failed > load.sent / 2:
                 break
@@ -58,6 +66,11 @@ def main() -> None:
     print(f"bends at {bend:.0f} requests/s" if bend else "does not bend within these rates")
     if flags.json:
         print(json.dumps({"rows": rows, "bend_rps": bend}))
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 if __name__ == "__main__":
