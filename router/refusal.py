@@ -37,6 +37,9 @@ from router.request import Request
 BUSY_SHARE: Final = 0.5  # of the capacity: with less demand, a late request stands in nobody's way for long
 ROOM: Final = 2.5  # prefills of its own that must fit; between 2.5 and 3 all traffic of docs/benchmarks.md is alike
 WIDEST_BAND: Final = 0.5  # relative; with a model that errs more, requests are served and may turn out late
+# Promises that a request has waited for: no model is needed to see that more is asked for than can be done. With fewer,
+# a cluster that is not known yet, or not as steady as its model, is given the time to show what it can do.
+EVIDENT: Final = 4.0
 SHORTEST_RETRY_S: Final = 0.05
 LONGEST_RETRY_S: Final = 30.0
 
@@ -144,7 +147,10 @@ def _is_too_much(ledger: Ledger, entry: Entry, fluid: Capacity) -> bool:
 def _refuse_late(ledger: Ledger, request: Request, message: str, retry_after_s: float) -> bool:
     """False: it may stay, since that costs nobody who can be on time, or since nothing about it is sure."""
     outlook, queue = request.outlook, ledger.queue
-    if "refusal" not in ledger.rules or outlook is None or not is_trusted(outlook) or request.attempt:
+    if "refusal" not in ledger.rules or outlook is None or request.attempt:
+        return False
+    is_evident = ledger.now_s - request.arrived_s >= EVIDENT * request.facts.slo.ttft_s
+    if not is_evident and not is_trusted(outlook):
         return False
     others = queue.num_on_time - (request.request_id in queue and not queue.is_late(request.request_id))
     if others <= 0 and ledger.demand.rate(ledger.now_s) <= BUSY_SHARE * _capacity(ledger).rate:

@@ -9,6 +9,7 @@ import pytest
 from pdserve.core.types import Slo
 from router.commands import FailKind, FailRequest, FinishRequest, Outcome
 from router.events import RequestArrived
+from router.refusal import EVIDENT
 from router.settings import RouterSettings
 from tests.unit.router.clocked import Clocked
 from tests.unit.router.world import arrival
@@ -93,6 +94,18 @@ def test_nobody_is_refused_by_a_model_that_has_seen_nothing() -> None:
     world = cluster(trust=False)
     world.run([(0.001 * index, short(f"a{index}", 200)) for index in range(12)], 60.0)
     assert refused(world) == []
+
+
+def test_who_has_waited_for_several_promises_is_refused_whatever_the_model_knows() -> None:
+    """Twelve seconds of work arrive at once; without a model nobody would be refused before the deadline."""
+    world = cluster(trust=False)
+    world.run([(0.001 * index, short(f"a{index}", 200)) for index in range(60)], 60.0)
+    gone = [world.told[name] for name in refused(world)]
+    assert len(gone) > 30
+    waits_s = [one.ended_s - one.arrived_s for one in gone if one.ended_s is not None]
+    assert min(waits_s) >= EVIDENT * SECOND.ttft_s
+    assert max(one.ended_s - one.arrived_s for one in world.told.values() if one.ended_s is not None) < 6.0
+    assert set(outcomes(world).values()) == {"served", "late", "refused"}
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
