@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdserve.core.effects import StepAccount
-from pdserve.worker.timed import TimedSteps
+from pdserve.worker.timed import LONGEST_SPANS, STEPS, TimedSteps
 
 READS = StepAccount(prefill_tokens=64, prefill_token_context=2048.0)
 
@@ -13,28 +15,54 @@ def decodes(rows: int, context_tokens: int) -> StepAccount:
 
 
 def test_like_decode_steps_are_told_as_their_mean() -> None:
-    steps = TimedSteps(1.0)
-    assert steps.took(decodes(2, 100), 0.010, 0.0) == (decodes(2, 100), 0.010)
-    assert steps.took(decodes(2, 102), 0.010, 0.3) is None
-    assert steps.took(decodes(2, 104), 0.010, 0.6) is None
-    told = steps.took(decodes(2, 106), 0.040, 1.0)
-    assert told is not None
-    assert told == (decodes(2, 104), (0.010 + 0.010 + 0.040) / 3)
+    steps = TimedSteps(0.025)
+    for number in range(STEPS - 1):
+        assert steps.took(decodes(2, 100 + 2 * number), 0.004, 0.004 * number) is None
+    assert steps.took(decodes(2, 100 + 2 * (STEPS - 1)), 0.012, 0.1) == (
+        decodes(2, 100 + STEPS - 1),
+        pytest.approx((0.004 * (STEPS - 1) + 0.012) / STEPS),
+    )
+    assert steps.took(decodes(2, 120), 0.004, 0.2) is None, "the next mean begins anew"
 
 
-def test_steps_of_other_rows_are_not_mixed_in() -> None:
-    steps = TimedSteps(1.0)
-    steps.took(decodes(2, 100), 0.010, 0.0)
-    assert steps.took(decodes(2, 102), 0.010, 0.3) is None
-    assert steps.took(decodes(3, 300), 0.030, 1.0) == (decodes(3, 300), 0.030)
+def test_steps_of_other_rows_are_not_mixed_in_and_lose_nothing() -> None:
+    steps = TimedSteps(0.025)
+    told = []
+    for number in range(2 * STEPS):
+        rows = 2 + number % 2
+        told.append(steps.took(decodes(rows, 100 * rows), 0.002 * rows, 0.005 * number))
+    assert told[:-2] == [None] * (2 * STEPS - 2)
+    assert told[-2] == (decodes(2, 200), pytest.approx(0.004))
+    assert told[-1] is None, "so soon after the other"
+    assert steps.took(decodes(3, 300), 0.006, 1.0) == (decodes(3, 300), pytest.approx(0.006))
 
 
-def test_a_step_that_reads_is_told_alone_and_parts_what_is_before_from_what_follows() -> None:
+def test_slow_spells_count_by_their_steps_not_by_their_time() -> None:
+    steps, told, now_s = TimedSteps(0.025), [], 0.0
+    for number in range(100 * STEPS):
+        step_s = 0.004 if number // STEPS % 2 else 0.012
+        now_s += step_s
+        found = steps.took(decodes(1, 50), step_s, now_s)
+        if found is not None:
+            told.append(found[1])
+    assert sum(told) / len(told) == pytest.approx(0.008, rel=0.02)
+
+
+def test_long_steps_are_not_waited_for() -> None:
+    steps = TimedSteps(0.025)
+    assert steps.took(decodes(1, 50), LONGEST_SPANS * 0.025, 1.0) == (decodes(1, 50), LONGEST_SPANS * 0.025)
+
+
+def test_a_step_that_reads_is_told_alone() -> None:
     steps = TimedSteps(1.0)
     mixed = StepAccount(decode_rows=2, context_tokens=100, prefill_tokens=64, prefill_token_context=2048.0)
-    steps.took(decodes(2, 100), 0.010, 0.0)
-    assert steps.took(decodes(2, 102), 0.010, 0.3) is None
-    assert steps.took(mixed, 0.2, 0.5) is None
-    assert steps.took(READS, 0.1, 1.1) == (READS, 0.1)
-    assert steps.took(decodes(2, 104), 0.020, 1.2) is None
-    assert steps.took(decodes(2, 106), 0.030, 2.1) == (decodes(2, 105), 0.025)
+    assert steps.took(decodes(2, 100), 0.010, 0.0) is None
+    assert steps.took(mixed, 0.2, 0.5) == (mixed, 0.2)
+    assert steps.took(READS, 0.1, 1.1) is None
+    assert steps.took(READS, 0.1, 1.6) == (READS, 0.1)
+
+
+def test_many_short_steps_are_told_no_more_often() -> None:
+    steps = TimedSteps(1.0)
+    told = [number for number in range(3000) if steps.took(decodes(1, 50), 0.001, 0.001 * number) is not None]
+    assert told == [STEPS - 1, 1000 + STEPS - 1, 2000 + STEPS - 1]
