@@ -8,8 +8,9 @@ STAMP := .venv/.installed
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+# The tests start some hundreds of processes; without bytecode each would compile our sources anew.
 test: $(STAMP)
-	$(BIN)/python -m pytest -q $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q $(ARGS)
 
 # What is too long or too heavy for every run: Redis away for a minute.
 test-slow: $(STAMP)

@@ -12,7 +12,7 @@ from pdserve.engine.toy import answer
 from tests.cluster.cluster import Cluster
 from tests.cluster.suite import toy_prompt
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")

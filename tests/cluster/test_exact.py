@@ -10,10 +10,12 @@ from tests.cluster.families import BUNDLED, FAMILIES, build, oracle, prompts
 from tests.cluster.suite import LENGTHS, generate_all
 
 TOKENS = 64
-COLOCATED = ("llama-3", "mistral")  # the others' local path is taken beside the remote one
+# One thread: two wait for each other in every layer, which takes a hundred times as long where others have the cores.
+COLOCATED = ("--prefill", "0", "--set", "worker.threads=1")
+COLOCATED_TOO = ("llama-3", "mistral")  # the others' local path is taken beside the remote one
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
     """Prompts of 1 to 700 tokens, 16 at once, moved to the decode worker or read there, in one chunk or in many."""
@@ -31,14 +33,14 @@ def test_a_family_answers_as_transformers_does(family: str, tmp_path: Path) -> N
         assert [list(one.token_ids) for one in again] == expected
         assert sum(one.usage.cached_prompt_tokens for one in again) > 0
         cluster.wait_until_idle()
-    if family in COLOCATED:
-        with Cluster("--model", str(folder), "--prefill", "0") as colocated:
+    if family in COLOCATED_TOO:
+        with Cluster("--model", str(folder), *COLOCATED) as colocated:
             local = generate_all(colocated, texts, **options)
             assert {one.timings.path for one in local} == {"local"}
             assert [list(one.token_ids) for one in local] == expected
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_the_bundled_model_writes_as_transformers_does_and_seeds_hold(tmp_path: Path) -> None:
     """Real text; and seeded sampling gives the same text whatever the batch, the path or the cache."""
     folder = shutil.copytree(BUNDLED, tmp_path / "bundled")
@@ -57,12 +59,12 @@ def test_the_bundled_model_writes_as_transformers_does_and_seeds_hold(tmp_path: 
         alone = [cluster.client.generate(text, **seeded).token_ids for text in texts]
         together = generate_all(cluster, texts * 4, **seeded)
         assert [one.token_ids for one in together] == alone * 4
-    with Cluster("--model", str(folder), "--prefill", "0") as colocated:
+    with Cluster("--model", str(folder), *COLOCATED) as colocated:
         local = generate_all(colocated, texts, **seeded)
         assert [one.token_ids for one in local] == alone
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_seeds_hold_through_preemption_and_a_death_in_mid_stream(tmp_path: Path) -> None:
     """Memory for a third of the requests, and a SIGKILL: every answer is that of a request served alone.
 
@@ -73,7 +75,7 @@ def test_seeds_hold_through_preemption_and_a_death_in_mid_stream(tmp_path: Path)
     options |= {"bad_words": ["return", "self.value"], "logit_bias": {10: -1.5}, "repetition_penalty": 1.1}
     plain = tmp_path / "plain.toml"
     plain.write_text('[decode_worker]\nspeculation = "off"\n')
-    with Cluster("--prefill", "0", "--config", str(plain)) as roomy:
+    with Cluster(*COLOCATED, "--config", str(plain)) as roomy:
         expected = [roomy.client.generate(text, **options).token_ids for text in texts]
     config = tmp_path / "narrow.toml"
     port = free_ports(3)  # the launcher gives worker i the port after it

@@ -18,7 +18,7 @@ from tests.cluster.cluster import Cluster, pid_listening_on
 from tests.cluster.faults import a_decode_worker_dies_in_mid_stream, a_prefill_worker_dies_while_it_prefills
 from tests.cluster.suite import toy_prompt
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 SLOW = "[worker]\ntoy_step_s = 0.01\nmax_batch_tokens = 256\n"
 

@@ -16,7 +16,7 @@ FLAGS = (
 )
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_finished_answers_are_exact_and_the_others_typed_while_workers_are_killed() -> None:
     asked = [
         Request(prompt=[33 + token % 90 for token in one.prompt], options=one.options)

@@ -25,7 +25,7 @@ from tests.cluster.gaps import Lateness, Timed, longest_gap, until
 from tests.cluster.netns import NetCluster
 from tests.cluster.suite import toy_prompt
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 STEP_S = 0.2
 SILENCE_S = 1.5  # a worker's, after which it gets nothing more; twice that, and what it had goes elsewhere

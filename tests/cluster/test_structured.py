@@ -17,7 +17,7 @@ from tests.cluster.families import BUNDLED
 from tests.cluster.faults import all_have, decode_worker_of
 from tests.cluster.suite import generate_all
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 PROMPT = "def load_config(path):\n    # Returns the settings of the program, as read from the file:\n    return "
 ITEM = {
