@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.frames import Frame, Kind, encode_text, tag_of
+from kvtransfer.lease import Lease
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from tests.unit.kvtransfer.harness import GrpcHost, Heard, Pair, wait_for
 from tests.unit.kvtransfer.raw import assert_still_serves
@@ -64,11 +65,12 @@ def say(pair: Pair, frame: Frame) -> str:
     return error
 
 
-def test_a_word_that_comes_in_pieces_is_understood_when_it_is_whole(pair: Pair) -> None:
+def test_a_word_that_comes_in_pieces_is_understood_when_it_is_whole(make_pair: MakePair, transport: str) -> None:
+    pair = make_pair(transport, lease=Lease(beat_s=1000.0, silence_s=2000.0))  # no beat comes between the pieces
     assert_still_serves(pair)
     received, sent = pair.begin(running := pair.grant((1, 2)))
     pair.sender.push(running.key, [(0, 5)], False)
-    wait_for(lambda: pair.receiver.stats.chunks == 2, "half of it")
+    wait_for(lambda: pair.sender.stats.chunks == pair.receiver.stats.chunks == 2, "half of it, and its credit")
     outbound, _ = pair.sender.plain._transfers[running.key]
     [connection] = pair.receiver._connections.values()
     word = encode_text(Kind.REFUSE, tag_of(running.key), "because")
