@@ -172,6 +172,11 @@ def test_a_last_chunk_that_is_lost_ends_both_sides_before_the_deadline(
     goes_on(pair)
 
 
+def test_a_slot_is_not_lost_on_its_own(make_pair: Callable[..., Pair]) -> None:
+    """No network loses a credit and keeps the connection: the first answer over shm passes."""
+    assert run(make_pair("shm", fault_of=once(FaultKind.DROP, Where.ANSWERED, 0))) == GOES_WELL
+
+
 def test_a_chunk_that_comes_twice_is_never_wrong(make_pair: Callable[..., Pair], transport: str) -> None:
     """Its second half is dropped; on shm the slot's second credit ends the connection, after or before the end."""
     received, sent = run(make_pair(transport, fault_of=once(FaultKind.DUPLICATE, Where.SENT, CHUNK)))
