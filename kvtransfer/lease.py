@@ -18,7 +18,7 @@ from pdserve.core.errors import ConfigError
 class Lease:
     beat_s: float = 0.5  # between two signs of life of a connection that has nothing else to say
     silence_s: float = 5.0  # without a byte from the peer, after which it is gone
-    unconfirmed_s: float = 5.0  # after its last byte was sent, before a transfer that nobody confirms ends
+    unconfirmed_s: float = 10.0  # after its last byte was sent, before a transfer that nobody confirms ends
     stall_s: float = 60.0  # without a block, after which a transfer that has no deadline ends
     unclaimed_s: float = 120.0  # without a sender, after which a grant that has no deadline ends
     grace_s: float = 0.5  # that a write may stay open after its transfer was given up
