@@ -49,8 +49,8 @@ def test_a_network_that_is_cut_off_changes_no_byte_and_keeps_no_block() -> None:
     if missing := why_not():
         pytest.skip(missing)
     with Network(tuple(ROLES)) as network:
-        result = Storm("tcp", seed=5, network=network).run(200)
-    assert_nothing_was_wrong(result, 200)
+        result = Storm("tcp", seed=5, network=network).run(400)
+    assert_nothing_was_wrong(result, 400)
     assert result.cuts >= 1
     assert result.ends[NO_FAULT, "committed"] >= 10
 
