@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="contenders whose label begins so, by comma")
     parser.add_argument("--set", action="append", default=[], metavar="KIND.FIELD=VALUE", help="as of `pdserve up`")
     parser.add_argument("--json", metavar="FILE", help="every request's outcome; - writes to stdout")
+    parser.add_argument("--record", metavar="FOLDER", help="keep the routers' recordings there: benchmarks.prediction")
     flags = parser.parse_args()
     rates = _numbers(flags.rates or ("4,6,8,10,12,16,20" if flags.full else "4,10"), "--rates")
     seeds = [int(seed) for seed in _numbers(flags.seeds or ("1,2,3" if flags.full else "1"), "--seeds")]
@@ -79,11 +80,13 @@ def main() -> None:
     )
     cells: list[Cell] = []
     progress = Progress(len(chosen) * len(seeds) * len(rates))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as passing:
+        folder = Path(flags.record or passing)
+        folder.mkdir(parents=True, exist_ok=True)
         for seed in seeds:
             for contender in chosen:
                 progress.say(f"{contender.label}, seed {seed}: starts and warms")
-                record = Path(folder) / f"{contender.label}-{seed}.jsonl".replace(" ", "-")
+                record = folder / f"{contender.label}-{seed}.jsonl".replace(" ", "-")
                 ran: list[Cell] = []
 
                 def told(cell: Cell, ran: list[Cell] = ran) -> None:
