@@ -19,6 +19,7 @@ PURE = [
     "pdserve.structured.endless",
     "pdserve.text.stops",
     "pdserve.launch.spec",
+    "benchmarks.prediction_parts",
     "router.asking",
     "router.forecast",
     "router.lifecycle",
