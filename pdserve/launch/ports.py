@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -12,10 +13,11 @@ from pdserve.core.errors import ConfigError
 
 _LOWEST: Final = 20_000
 _TRIES: Final = 2_000
+_claims: Final[dict[int, socket.socket]] = {}  # until this process ends
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> tuple[int, ...]:
-    """`count` different ports that nobody listens on.
+    """`count` different ports that nobody listens on and no other launcher has been given.
 
     From below the kernel's ephemeral range: between a worker's death and its return an outgoing connection could
     take a port in that range, and a client that redials it could even connect to itself.
@@ -24,11 +26,27 @@ def free_ports(count: int, host: str = "127.0.0.1") -> tuple[int, ...]:
     candidates = random.sample(range(_LOWEST, _ephemeral_start()), _TRIES)
     while candidates and len(found) < count:
         port = candidates.pop()
-        if is_free(host, port):
+        if is_free(host, port) and claim(port):
             found.append(port)
     if len(found) < count:
         raise ConfigError("port", f"{len(found)} free ports on {host}", f"{count} of them")
     return tuple(found)
+
+
+def claim(port: int) -> bool:
+    """False where another process has claimed it: between the choice of a port and its use seconds may pass, in which
+    a launcher beside this one must not choose it too. Ends with the process. Always true where the system has no
+    abstract sockets."""
+    if port in _claims or not sys.platform.startswith("linux"):
+        return True
+    mark = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        mark.bind(f"\0pdserve.port.{port}")
+    except OSError:
+        mark.close()
+        return False
+    _claims[port] = mark
+    return True
 
 
 def is_free(host: str, port: int) -> bool:

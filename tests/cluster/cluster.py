@@ -114,7 +114,7 @@ def free_ports(count: int) -> int:
     """The first of `count` consecutive ports that nobody listens on, below those that outgoing connections take."""
     while True:
         [first] = ports.free_ports(1)
-        if all(ports.is_free("127.0.0.1", port) for port in range(first, first + count)):
+        if all(ports.is_free("127.0.0.1", port) and ports.claim(port) for port in range(first, first + count)):
             return first
 
 
