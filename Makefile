@@ -8,9 +8,10 @@ STAMP := .venv/.installed
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# The tests start some hundreds of processes; without bytecode each would compile our sources anew.
+# The tests start some hundreds of processes; without bytecode each would compile our sources anew. They run two files
+# at a time; with more than one thread to an engine, each would take all cores and wait, spinning, for the others'.
 test: $(STAMP)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 # What is too long or too heavy for every run: Redis away for a minute.
 test-slow: $(STAMP)
