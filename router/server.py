@@ -50,6 +50,7 @@ INFERENCE: Final = "pdserve.v1.InferenceService"
 CLUSTER: Final = "pdserve.v1.ClusterService"
 STOP_GRACE_S: Final = 1.0
 MEASURE_EVERY_S: Final = 1.0
+HANG_UP: Final = 4.0  # worker silences; after two of them its requests have gone elsewhere
 DROPPED: Final = ("late", "illegal")  # of RouterState.counters
 _SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -104,6 +105,7 @@ class RouterServer:
             self._runtime.hand,
             model_name=_model_name(config.model),
             index=self._index,
+            silence_s=max(HANG_UP * config.worker_silence_s, 1.0),
             on_change=self._workers_changed,
             on_scored=self._runtime.scored,
             on_crash=self._crashed,

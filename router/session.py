@@ -24,6 +24,7 @@ FIRST_BACKOFF_S: Final = 0.1
 LAST_BACKOFF_S: Final = 2.0
 # A message is a few hundred bytes beside its prompt; a worker that lets so many wait does not read any more.
 MAX_UNSENT: Final = 8192
+SILENCE_S: Final = 20.0
 MAX_BATCH: Final = 64  # messages in one
 MAX_BATCH_BYTES: Final = 2**18  # a prompt that is longer than others of its batch holds them up by little
 MAX_MESSAGE_BYTES: Final = 64 * 2**20  # a snapshot of a large cache
@@ -56,13 +57,23 @@ class Listener(Protocol):
 class WorkerSession:
     """`run` never returns by itself; cancel it, or `close`."""
 
-    def __init__(self, endpoint: str, hello: Callable[[], worker_pb2.RouterHello], listener: Listener) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        hello: Callable[[], worker_pb2.RouterHello],
+        listener: Listener,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        """Who says nothing for `silence_s`, not even how loaded it is, is hung up on and dialled again."""
         self.endpoint = endpoint
         self.worker_id = ""  # known once it was attached
         self.incarnation = ""
         self.is_attached = False
         self._hello = hello
         self._listener = listener
+        self._silence_s = silence_s
+        self._heard_s = 0.0
+        self._watching: asyncio.TimerHandle | None = None
         self._unsent: asyncio.Queue[worker_pb2.AttachRequest] = asyncio.Queue(MAX_UNSENT)
         self._call: Any = None
         self._random = random.Random()
@@ -110,6 +121,8 @@ class WorkerSession:
                     return False, refusal
                 write = self._write(is_batching=hello.reads_batches)
                 writer = asyncio.create_task(write, name=f"to-{hello.worker_id}")
+                self._heard_s = asyncio.get_running_loop().time()
+                self._watch()
                 reason = await self._read()
             finally:
                 await self._end(writer, reason)
@@ -130,12 +143,24 @@ class WorkerSession:
             return None, "the worker did not say hello"
         return first.hello, ""
 
+    def _watch(self) -> None:
+        """Hangs up on a worker that says nothing, not even how it is. Where a network was cut, its host may have
+        dropped the connection without a word that came through, and this end would read from it for ever."""
+        loop = asyncio.get_running_loop()
+        left_s = self._heard_s + self._silence_s - loop.time()
+        if left_s > 0:
+            self._watching = loop.call_later(left_s, self._watch)
+        else:
+            self.hang_up()
+
     async def _read(self) -> str:
+        loop = asyncio.get_running_loop()
         try:
             while True:
                 message = await self._call.read()
                 if not isinstance(message, worker_pb2.AttachResponse):  # grpc.aio.EOF
                     return "the worker ended the stream"
+                self._heard_s = loop.time()
                 for one in message.batch.messages if message.HasField("batch") else (message,):
                     self._listener.received(self, one)
         except grpc.RpcError as error:
@@ -144,7 +169,8 @@ class WorkerSession:
             # grpc.aio raises this as well where hang_up() cancelled the call.
             if _is_being_cancelled():
                 raise
-            return "the router hung up"
+            is_silent = loop.time() - self._heard_s >= self._silence_s
+            return f"nothing was heard of it for {self._silence_s:g} s" if is_silent else "the router hung up"
 
     async def _write(self, *, is_batching: bool) -> None:
         """`is_batching`: the worker reads several messages in one, which costs both sides less than one after the
@@ -168,6 +194,8 @@ class WorkerSession:
 
     async def _end(self, writer: asyncio.Task[None] | None, reason: str) -> None:
         was_attached, self.is_attached = self.is_attached, False
+        if self._watching is not None:
+            self._watching.cancel()
         if writer is not None:
             writer.cancel()
         self._call.cancel()

@@ -22,7 +22,7 @@ from pdserve.v1 import worker_pb2
 from router import messages
 from router.events import Event, WorkerForgotten, WorkerLost
 from router.model import ModelFacts, difference, facts_of
-from router.session import WorkerSession
+from router.session import SILENCE_S, WorkerSession
 
 log = logging.getLogger(__name__)
 
@@ -40,17 +40,19 @@ class Workers:
         *,
         model_name: str,
         index: PrefixIndex | None = None,
+        silence_s: float = SILENCE_S,
         on_scored: Callable[[worker_pb2.PromptScored], None] = lambda message: None,
         on_change: Callable[[], None] = lambda: None,
         on_crash: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         """`model_name` is that of the router's own folder, whose tokenizer it uses. `index` is fed with KV events
-        where routers share none. `on_scored` gets prompts' logprobs, before the first token's event. `on_change`: a
-        worker came or went."""
+        where routers share none. A stream that is silent for `silence_s` is ended. `on_scored` gets prompts'
+        logprobs, before the first token's event. `on_change`: a worker came or went."""
         self._model_name = model_name
         self._hello = hello
         self._on_event = on_event
         self._index = index
+        self._silence_s = silence_s
         self._on_scored = on_scored
         self._on_change = on_change
         self._on_crash = on_crash
@@ -217,7 +219,7 @@ class Workers:
             self._complaints.pop(endpoint, None)
         for endpoint in wanted:
             if endpoint not in self._tasks:
-                session = WorkerSession(endpoint, partial(self._greeting, endpoint), self)
+                session = WorkerSession(endpoint, partial(self._greeting, endpoint), self, self._silence_s)
                 task = asyncio.create_task(session.run(), name=f"worker-{endpoint}")
                 task.add_done_callback(self._session_ended)
                 self._tasks[endpoint] = (session, task)
