@@ -120,7 +120,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             try:
                 await self._stream(answer, context)
             finally:
-                self._runtime.leave(request_id)
+                self._runtime.leave(request_id, answer)
         else:
             await self._generate_many(prepared, model, cached, context, span, arrived_s)
 
@@ -150,8 +150,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             changed.set()
             await self._stream(group, context)
         finally:
-            for request_id in begun:
-                self._runtime.leave(request_id)
+            for request_id, answer in zip(begun, answers, strict=False):  # fewer have begun where one was refused
+                self._runtime.leave(request_id, answer)
 
     def _answer(
         self, prepared: Prepared, index: int, model: ModelFacts, changed: asyncio.Event | None = None

@@ -92,9 +92,11 @@ class Runtime:
         self._no_calls.clear()
         self.hand(arrival)
 
-    def leave(self, request_id: str) -> None:
-        """The client is gone. Idempotent; nothing happens after the last word."""
-        if request_id in self._calls:
+    def leave(self, request_id: str, answer: Answer) -> None:
+        """The client who waits for `answer` is gone. Idempotent; nothing happens after the last word, from which on
+        the id may be another call's."""
+        call = self._calls.get(request_id)
+        if call is not None and call.answer is answer:
             self.hand(ClientLeft(request_id=request_id))
 
     def scored(self, message: worker_pb2.PromptScored) -> None:

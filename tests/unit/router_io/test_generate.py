@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.engine.toy import answer
+from router.answer import Answer
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program
 
@@ -121,6 +123,18 @@ async def test_one_id_may_be_used_again_and_by_two_at_once(connect: Connect, dec
     calls = [front.client.generate("hello", max_tokens=8, temperature=0, request_id="mine") for _ in range(3)]
     answers = await asyncio.gather(*calls)
     assert [(done.request_id, done.text) for done in answers] == [("mine", text_of("hello", 8))] * 3
+
+
+async def test_a_call_that_ends_late_does_not_end_the_next_one_of_its_id(
+    connect: Connect, slow_decode: Program
+) -> None:
+    """Between an answer's last word and the end of its call another one may begin under the id."""
+    front = await connect(slow_decode)
+    runtime = front.server.runtime
+    answering = asyncio.create_task(front.client.generate("hello", max_tokens=8, temperature=0, request_id="mine"))
+    await until(lambda: runtime.knows("mine"))
+    runtime.leave("mine", cast(Answer, object()))
+    assert (await asyncio.wait_for(answering, 30)).text == text_of("hello", 8)
 
 
 async def test_the_model_and_tokenisation_are_told(connect: Connect, decode: Program) -> None:
