@@ -15,22 +15,14 @@ import pytest
 from benchmarks.prediction import TPOT_ROWS, TTFT_ROWS, read, report, tpot_errors, ttft_errors
 from benchmarks.prediction_parts import Account, Answer, Parts, account
 from pdserve.core.errors import ConfigError
-from pdserve.core.latency import CostPrior
 from pdserve.core.types import Role, Slo
 from router import replay
 from router.settings import RouterSettings
-from simulator.model import Link, SimConfig, SimResult, TraceRequest, WorkerShape
+from simulator.model import SimConfig, SimResult, TraceRequest
 from simulator.trace_rows import NumberedLine, TraceError
 from simulator.world import World
+from tests.unit.router.small_worker import shape
 
-COST = CostPrior(
-    prefill_base_s=0.004,
-    prefill_per_token_s=9.5e-5,
-    prefill_per_token_context_s=1.2e-7,
-    decode_base_s=0.0035,
-    decode_per_row_s=2.5e-4,
-    decode_per_context_token_s=1e-6,
-)
 SETTLE_S = 4.0
 
 
@@ -70,18 +62,8 @@ class Recorder:
 @cache
 def recorded(policy: str = "goodput", prefill: int = 1, rate_rps: float = 8.0) -> tuple[SimResult, list[NumberedLine]]:
     names = [(f"p{n}", Role.PREFILL) for n in range(prefill)] + [(f"d{n}", Role.DECODE) for n in range(2 - prefill)]
-    shape = WorkerShape(
-        worker_id="",
-        role=Role.DECODE,
-        cost=COST,
-        kv_capacity_tokens=80_000,
-        kv_bytes_per_token=6144,
-        link=Link(latency_s=1e-3, bytes_per_s=1e9),
-        max_batch_tokens=512,
-        max_context_tokens=2048,
-    )
     config = SimConfig(
-        workers=tuple(replace(shape, worker_id=name, role=role) for name, role in names),
+        workers=tuple(shape(name, role) for name, role in names),
         slo=Slo(ttft_s=0.5, tpot_s=0.05),
         router=RouterSettings(policy=policy),
         block_size=16,

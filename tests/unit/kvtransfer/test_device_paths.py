@@ -22,7 +22,7 @@ from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.registry import TRANSPORTS, kinds
 from kvtransfer.stamping import pack
-from kvtransfer.transport import ReceiveOutcome, SendOutcome, Text
+from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome, Text
 from pdserve.core.errors import ConfigError, TransferFailed
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, Heard, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import RawSender, expected, numbers
@@ -128,10 +128,9 @@ def test_an_aborted_sender_gets_its_blocks_back_while_the_device_is_slow(
     assert again.outcome is ReceiveOutcome.VERIFIED
 
 
-def test_a_source_that_is_read_long_after_its_transfer_was_given_up_costs_the_connection(
-    make_pair: MakePair, held: Callable[[Any], HeldDevice], clock: Clock
-) -> None:
-    pair = make_pair("cuda_ipc", lease=Lease(beat_s=0.05, silence_s=100.0), clock=clock)
+def read_at_source(pair: Pair, held: Callable[[Any], HeldDevice]) -> tuple[HeldDevice, Grant, Heard, Heard, Outbound]:
+    """A transfer whose source block the device has begun to read, and holds until its gate is open; and the thread of
+    its connection."""
     pair.move(pair.grant((1,)), (1,))
     device = held(pair.source)
     device.gate.clear()
@@ -140,7 +139,15 @@ def test_a_source_that_is_read_long_after_its_transfer_was_given_up_costs_the_co
     received, sent = pair.begin(grant)
     pair.sender.push(grant.key, [(0, 3)], True)
     wait_for(lambda: device.num_copies > before, "the source being read")
-    [old] = [thread for thread in threading.enumerate() if isinstance(thread, Outbound)]
+    [thread] = [one for one in threading.enumerate() if isinstance(one, Outbound)]
+    return device, grant, received, sent, thread
+
+
+def test_a_source_that_is_read_long_after_its_transfer_was_given_up_costs_the_connection(
+    make_pair: MakePair, held: Callable[[Any], HeldDevice], clock: Clock
+) -> None:
+    pair = make_pair("cuda_ipc", lease=Lease(beat_s=0.05, silence_s=100.0), clock=clock)
+    device, grant, received, sent, old = read_at_source(pair, held)
     pair.sender.abort(grant.key)
     assert received.wait().outcome is ReceiveOutcome.FAILED
     clock.added_s += 1.0
@@ -180,15 +187,7 @@ def test_a_closed_sender_has_waited_for_connections_that_were_ending_already(
 ) -> None:
     """A new one had taken the place of such a connection, whose device still read the pool."""
     pair = make_pair("cuda_ipc")
-    pair.move(pair.grant((1,)), (1,))
-    device = held(pair.source)
-    device.gate.clear()
-    before = device.num_copies
-    grant = pair.grant((10,))
-    _, sent = pair.begin(grant)
-    pair.sender.push(grant.key, [(0, 3)], True)
-    wait_for(lambda: device.num_copies > before, "the source being read")
-    [old] = [thread for thread in threading.enumerate() if isinstance(thread, Outbound)]
+    device, _, _, sent, old = read_at_source(pair, held)
     old.stop()
     wait_for(lambda: old.is_over, "the connection's end to begin")
     pair.sender.start(pair.grant((11,)), Heard())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.launch import settings
 from pdserve.launch.neighbours import check_alone
+from pdserve.launch.ports import is_free
 from pdserve.launch.running import Running
 from pdserve.launch.spec import ClusterSpec
 from pdserve.prefix.embedded import EmbeddedRedis
@@ -19,15 +18,6 @@ from .conftest import is_alive, until
 
 def asked(redis: str, **more: str) -> ClusterSpec:
     return settings.read({"model": "toy", "redis": redis, **more}, None, ()).spec
-
-
-def listens(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=1.0).close()
-    except OSError:
-        return False
-    return True
 
 
 async def test_a_second_cluster_of_one_name_is_told_who_lives_there(toy: Running) -> None:
@@ -52,14 +42,12 @@ async def test_the_registrations_of_a_dead_cluster_stop_no_start() -> None:
     try:
         with Running.start("--model", "toy", "--redis", redis.url) as cluster:
             spec, pids = asked(redis.url), cluster.pids()
-            addresses = [cluster.address(name) for name in ("p0", "d0")]
+            ports = [int(cluster.address(name).rpartition(":")[2]) for name in ("p0", "d0")]
             with pytest.raises(ConfigError):
                 await check_alone(spec)
             cluster.kill()
             until(lambda: not any(is_alive(pid) for pid in pids.values()))
-            until(
-                lambda: not any(listens(address) for address in addresses)
-            )  # threads may outlive the first for a moment
+            until(lambda: all(is_free("127.0.0.1", port) for port in ports))  # threads may outlive the first
         await check_alone(spec)
         registry = Registry(redis.url, spec.cluster)
         assert {worker.worker_id for worker in await registry.read()} == {"p0", "d0"}, "nothing was left behind"
