@@ -1,0 +1,162 @@
+"""Attacks a live cluster in every way that benchmarks/attacks/ lists, and prints what each attack achieved.
+
+    python -m benchmarks.attack
+    python -m benchmarks.attack --only 2,5 --seconds 20
+
+One cluster of the bundled model serves all rows, with a token for callers. Beside each attack an honest caller sends
+requests; each of its answers must equal the one given in peace. A row is met if the attack was rejected as the row
+requires, every honest answer was exact, no process was restarted, and the cluster became idle. Otherwise the exit
+status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pkgutil
+import secrets
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Final
+
+import benchmarks.attacks
+from benchmarks.attacks.legitimate import LegitimateTraffic, Tally, answers_in_peace
+from benchmarks.attacks.row import Finding, Row, Target
+from pdserve import Client
+from pdserve.core.errors import ConfigError
+from pdserve.launch.ports import free_ports
+from pdserve.launch.running import Running
+
+PROCESSES: Final = ("router", "p0", "d0")
+REST_S: Final = 30.0
+# Answers must have the same bits whatever shares a step with them, to be compared at all; and none may be rejected
+# for its SLO targets on a busy machine.
+FLAGS: Final = (
+    *("--set", "worker.deterministic=true"),
+    *("--set", "router.slo_ttft_s=120", "--set", "router.slo_tpot_s=20"),
+)
+
+
+def rows() -> list[Row]:
+    """All rows, by their number."""
+    modules = [
+        importlib.import_module(f"benchmarks.attacks.{one.name}")
+        for one in pkgutil.iter_modules(benchmarks.attacks.__path__)
+    ]
+    return sorted((one.ROW for one in modules if hasattr(one, "ROW")), key=lambda row: row.number)
+
+
+def run_row(row: Row, target: Target, expected: list[tuple[int, ...]]) -> tuple[Finding, Tally]:
+    """Attacks, and adds to the finding's complaints what the attack did to the cluster."""
+    before = {name: target.pid(name) for name in PROCESSES}
+    complaints: list[str] = []
+    with LegitimateTraffic(target.router, target.token, expected) as honest:
+        try:
+            finding = row.attack(target)
+        except Exception as error:  # the other rows still run
+            finding = Finding(attempts=0, rejected=0)
+            complaints.append(f"the row itself failed: {type(error).__name__}: {error}")
+    tally = honest.tally
+    complaints += finding.complaints
+    if tally.wrong:
+        complaints.append(f"{tally.wrong} honest answers were wrong")
+    if tally.failed:
+        complaints.append(f"{tally.failed} honest requests failed, the first with {tally.first_failure}")
+    if not tally.exact:
+        complaints.append("no honest request was answered")
+    complaints += [f"{name} was restarted" for name in PROCESSES if target.pid(name) != before[name]]
+    if unrest := wait_until_idle(target):
+        complaints.append(unrest)
+    return replace(finding, complaints=tuple(complaints)), tally
+
+
+def wait_until_idle(target: Target) -> str:
+    """Empty once both workers are attached, nothing runs, and every block is free or cached; else what is not so."""
+    ends_s = time.monotonic() + REST_S
+    with Client(target.router, token=target.token) as client:
+        while True:
+            topology = client.topology()
+            busy = [w.worker_id for w in topology.workers if w.running or w.waiting or not w.is_connected]
+            held = [w.worker_id for w in topology.workers if w.free_blocks + w.evictable_blocks != w.num_blocks]
+            if len(topology.workers) == 2 and not busy and not held and not topology.running_requests:
+                return ""
+            if time.monotonic() > ends_s:
+                return (
+                    f"not idle after {REST_S:.0f} s: {len(topology.workers)} workers, busy {busy}, blocks held {held}"
+                )
+            time.sleep(0.1)
+
+
+def show(results: Sequence[tuple[Row, Finding, Tally]], peace_s: float) -> None:
+    print("| row | attack | attempts | rejected | counted | errors | honest exact | honest p50, ms | met |")
+    print("| ---: | --- | ---: | ---: | ---: | --- | ---: | ---: | --- |")
+    for row, finding, tally in results:
+        counted = "" if finding.counted is None else f"{finding.counted:.0f}"
+        errors = ", ".join(f"{name} {count}" for name, count in finding.errors.most_common(3))
+        p50 = f"{statistics.median(tally.took_s) * 1e3:.0f}" if tally.took_s else ""
+        met = "no" if finding.complaints else "yes"
+        total = tally.exact + tally.wrong + tally.failed
+        print(
+            f"| {row.number} | {row.name} | {finding.attempts} | {finding.rejected} | {counted} | {errors} |"
+            f" {tally.exact} of {total} | {p50} | {met} |"
+        )
+    print(f"\nAn honest request took {peace_s * 1e3:.0f} ms (median) before the attacks.")
+    for row, finding, _ in results:
+        if finding.note:
+            print(f"{row.number}: {finding.note}")
+        for complaint in finding.complaints:
+            print(f"{row.number}: MISSED: {complaint}")
+
+
+def _chosen(only: str) -> list[Row]:
+    known = rows()
+    if not only:
+        return [row for row in known if not row.is_slow]
+    numbers = {int(word) for word in only.split(",") if word.isdigit()}
+    chosen = [row for row in known if row.number in numbers]
+    if not chosen:
+        raise ConfigError("only", only, "numbers of rows: " + ", ".join(str(row.number) for row in known))
+    return chosen
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.attack", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="N,N", help="these rows, slow ones too")
+    parser.add_argument("--seconds", type=float, default=15.0, help="that a row may take")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if not 1 <= args.seconds <= 600:
+        raise ConfigError("seconds", args.seconds, "between 1 and 600")
+    chosen = _chosen(args.only)
+    token = secrets.token_urlsafe(24)
+    ports = dict(zip(PROCESSES, free_ports(len(PROCESSES)), strict=True))
+    metrics = (
+        *("--set", f"router.metrics_port={ports['router']}"),
+        *("--set", f"prefill_worker.metrics_port={ports['p0']}"),
+        # The launcher adds a worker's index to the port that its table names.
+        *("--set", f"decode_worker.metrics_port={ports['d0'] - 1}"),
+    )
+    results: list[tuple[Row, Finding, Tally]] = []
+    with Running.start(*FLAGS, *metrics, env={"PDSERVE_TOKEN": token, "OMP_NUM_THREADS": "1"}) as cluster:
+        target = Target(cluster=cluster, token=token, seconds=args.seconds, metrics_ports=ports)
+        expected = answers_in_peace(cluster.target, token)
+        with LegitimateTraffic(cluster.target, token, expected) as peace:
+            time.sleep(3.0)
+        peace_s = statistics.median(peace.tally.took_s)
+        for row in chosen:
+            print(f"row {row.number}: {row.name}", file=sys.stderr, flush=True)
+            results.append((row, *run_row(row, target, expected)))
+    show(results, peace_s)
+    if args.json:
+        table = [{"row": row.number, "name": row.name, **asdict(finding)} for row, finding, _ in results]
+        args.json.write_text(json.dumps(table, indent=1, default=str))
+    return int(any(finding.complaints for _, finding, _ in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
