@@ -12,8 +12,9 @@ import dataclasses
 import os
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from pdserve.core.errors import ConfigError
@@ -29,6 +30,9 @@ KV_CHECKS: Final = ("off", "step")
 SPECULATIONS: Final = ("ngram", "off")
 AHEADS: Final = ("auto", "on", "off")
 MOST_DRAFTS: Final = 15  # a row of as many and its own token is what attention computes at once
+
+SECRET_ENV: Final = "PDSERVE_CLUSTER_SECRET"
+SECRET_HELP: Final = "secret of the cluster: routers and workers prove to each other that they know it"
 
 
 def _doc(text: str, default: Any = dataclasses.MISSING, env: str = "") -> Any:
@@ -89,6 +93,7 @@ class WorkerConfig:
     otlp: str = _doc("OTLP gRPC endpoint for traces; none when empty", "")
     is_prefix_cache_on: bool = _doc("keep finished blocks for later prompts", True)
     profile: str = _doc("what steps are believed to take: a known worker's name or a file; measured when empty", "")
+    cluster_secret: str = _doc(SECRET_HELP, "", env=SECRET_ENV)
     toy_step_s: float = _doc("seconds that a toy step takes", 0.0)
     inject_faults: str = _doc("for tests: faults that KV transfers meet, as kvtransfer.faults reads them", "")
 
@@ -138,6 +143,7 @@ class RouterConfig:
     worker_silence_s: float = _doc("seconds without a load report after which a worker is routed around", 5.0)
     max_attempts: int = _doc("placements of one request before it fails", 4)
     token: str = _doc("bearer token that every call must bring; none when empty", "", env="PDSERVE_TOKEN")
+    cluster_secret: str = _doc(SECRET_HELP, "", env=SECRET_ENV)
     metrics_port: int = _doc("Prometheus port; 0 serves none", 0)
     otlp: str = _doc("OTLP gRPC endpoint for traces; none when empty", "")
     record: str = _doc("file that events and commands are recorded to, without prompts; none when empty", "")
@@ -159,8 +165,11 @@ class RouterConfig:
 Config = TypeVar("Config", WorkerConfig, RouterConfig)
 
 
-def parse_flags(kind: type[Config], argv: Sequence[str], prog: str) -> Config:
-    """Reads flags; unknown ones end the process with a message, wrong values raise ConfigError."""
+def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Mapping[str, str] | None = None) -> Config:
+    """Reads flags; unknown ones end the process with a message, wrong values raise ConfigError.
+
+    `environ` is read in place of this process's environment.
+    """
     parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
     hints = typing.get_type_hints(kind)
     for one in dataclasses.fields(kind):
@@ -178,7 +187,7 @@ def parse_flags(kind: type[Config], argv: Sequence[str], prog: str) -> Config:
         elif isinstance(hint, types.GenericAlias) and typing.get_origin(hint) is tuple:
             parser.add_argument(flag, type=_words, default=one.default, help=help_text + " (comma-separated)")
         else:
-            default = None if required else os.environ.get(env, one.default) if env else one.default
+            default = None if required else (from_env(env, environ) or one.default) if env else one.default
             parser.add_argument(flag, type=hint, required=required, default=default, help=help_text)
     return kind(**vars(parser.parse_args(argv)))
 
@@ -204,6 +213,21 @@ def to_env(config: WorkerConfig | RouterConfig) -> dict[str, str]:
     """The environment variables that carry what must not stand on a command line."""
     named = ((one.metadata.get("env", ""), getattr(config, one.name)) for one in dataclasses.fields(config))
     return {env: value for env, value in named if env}
+
+
+def from_env(name: str, environ: Mapping[str, str] | None = None) -> str:
+    """A secret from the variable `name`, or from the file that `name`_FILE names; empty where neither is set.
+
+    Raises ConfigError where the file cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    file = environ.get(f"{name}_FILE", "")
+    if environ.get(name) or not file:
+        return environ.get(name, "")
+    try:
+        return Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}_FILE", file, f"a text file that can be read ({error})") from None
 
 
 def _words(text: str) -> tuple[str, ...]:

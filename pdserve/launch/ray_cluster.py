@@ -16,12 +16,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from pdserve.config import WorkerConfig, parse_flags, to_flags
+from pdserve.config import SECRET_ENV, WorkerConfig, from_env, parse_flags, to_env, to_flags
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.launch.child import StartFailed
 from pdserve.launch.spec import MODULES, ClusterSpec, worker_config
@@ -71,12 +71,12 @@ class Health:
 class WorkerActor:
     """One worker process under Ray. The constructor runs again at each restart; health has a thread of its own."""
 
-    def __init__(self, module: str, flags: Sequence[str], is_on_many_hosts: bool) -> None:
+    def __init__(self, module: str, flags: Sequence[str], hidden: Mapping[str, str], is_on_many_hosts: bool) -> None:
         self._host: Any = None
         self._address = ""
         self._error = ""
         try:
-            config = parse_flags(WorkerConfig, flags, prog=module)
+            config = parse_flags(WorkerConfig, flags, prog=module, environ=hidden)
             if is_on_many_hosts:
                 config = dataclasses.replace(config, host=ray.util.get_node_ip_address())
             self._host = importlib.import_module(f"{module}.program").make_host(config)
@@ -188,7 +188,9 @@ class Driver:
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, list(self._configs).index(worker_id)),
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
         )
-        self._actors[worker_id] = options.remote(MODULES[role], to_flags(config), self._is_on_many_hosts)
+        self._actors[worker_id] = options.remote(
+            MODULES[role], to_flags(config), to_env(config), self._is_on_many_hosts
+        )
 
     def _wait_for_workers(self) -> None:
         for worker_id in self._actors:
@@ -249,7 +251,7 @@ def last_line(error: BaseException) -> str:
 
 
 def main(address: str, spec: str) -> int:
-    driver = Driver(spec_from_json(spec), address)
+    driver = Driver(spec_from_json(spec, from_env(SECRET_ENV)), address)
     stop = threading.Event()
     try:
         control = driver.start()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 import pdserve
 from kvtransfer.faults import parse as parse_faults
+from pdserve.config import SECRET_ENV, from_env
 from pdserve.core.errors import ConfigError
 from pdserve.launch.spec import KINDS, ClusterSpec, check_settings, processes
 from router.policy import POLICIES
@@ -85,6 +87,7 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         gpus=_gpus(),
         inject_faults=faults,
+        cluster_secret=from_env(SECRET_ENV) or secrets.token_hex(32),
         settings=tables,
         **{name: found[name] for name in ("prefill", "decode", "host", "port", "redis", "cluster") if name in found},
     )

@@ -22,7 +22,18 @@ MODULES: Final[Mapping[Role, Kind]] = {Role.PREFILL: "prefill_worker", Role.DECO
 
 # What the launcher computes itself; a config file that set it as well would be obeyed by half of the cluster.
 _OURS: Final = frozenset(
-    {"model", "worker_id", "router_id", "port", "host", "workers", "redis", "cluster", "inject_faults"}
+    {
+        "model",
+        "worker_id",
+        "router_id",
+        "port",
+        "host",
+        "workers",
+        "redis",
+        "cluster",
+        "cluster_secret",
+        "inject_faults",
+    }
 )
 
 
@@ -37,6 +48,7 @@ class ClusterSpec:
     port: int = 50051
     redis: str = ""
     cluster: str = "default"
+    cluster_secret: str = field(default="", repr=False)
     cores: int = 1
     gpus: tuple[str, ...] = ()  # of this host, for CUDA_VISIBLE_DEVICES
     worker_ports: tuple[int, ...] = ()
@@ -98,6 +110,7 @@ def router_config(spec: ClusterSpec, workers: Sequence[str]) -> RouterConfig:
         workers=tuple(workers),
         redis=spec.redis,
         cluster=spec.cluster,
+        cluster_secret=spec.cluster_secret,
         **spec.settings.get("router", {}),  # type: ignore[arg-type]
     )
 
@@ -115,6 +128,7 @@ def worker_config(spec: ClusterSpec, index: int) -> tuple[Role, WorkerConfig]:
         port=spec.worker_ports[index] if spec.worker_ports else 0,
         redis=spec.redis,
         cluster=spec.cluster,
+        cluster_secret=spec.cluster_secret,
         inject_faults=spec.inject_faults,
         **given,  # type: ignore[arg-type]
     )
@@ -156,7 +170,7 @@ def _workers(spec: ClusterSpec) -> list[tuple[str, Role]]:
 
 def _worker(spec: ClusterSpec, index: int) -> Process:
     role, config = worker_config(spec, index)
-    env = [("OMP_NUM_THREADS", str(config.threads))]
+    env = [("OMP_NUM_THREADS", str(config.threads)), *to_env(config).items()]
     if spec.gpus and config.device != "cpu":
         env.append(("CUDA_VISIBLE_DEVICES", spec.gpus[index % len(spec.gpus)]))
     return Process(name=config.worker_id, module=MODULES[role], config=config, env=tuple(env))

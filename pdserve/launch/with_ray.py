@@ -12,6 +12,7 @@ import json
 import re
 from typing import Any, Final, final
 
+from pdserve.config import SECRET_ENV
 from pdserve.launch.crew import Crew, Member, member
 from pdserve.launch.local import ask_first, with_ports
 from pdserve.launch.neighbours import check_alone
@@ -37,6 +38,7 @@ class RayCluster:
         self._driver = Member(
             name=DRIVER,
             program=("module", "pdserve.launch.ray_cluster", address, spec_to_json(self.spec)),
+            env=((SECRET_ENV, self.spec.cluster_secret),),
             start_s=DRIVER_START_S,
             drain_s=SHUTDOWN_S + max(worker_config(spec, index)[1].drain_s for index in range(len(spec.worker_ids))),
             on_line=self._on_line,
@@ -82,14 +84,15 @@ class RayCluster:
 
 
 def spec_to_json(spec: ClusterSpec) -> str:
-    """For the driver, without what is the router's alone: it holds a secret, and others can read a command line."""
+    """For the driver, without secrets and what is the router's alone: others can read a command line."""
     fields: dict[str, Any] = dataclasses.asdict(spec)
+    del fields["cluster_secret"]
     fields["settings"] = {kind: values for kind, values in spec.settings.items() if kind != "router"}
     return json.dumps(fields)
 
 
-def spec_from_json(text: str) -> ClusterSpec:
+def spec_from_json(text: str, cluster_secret: str) -> ClusterSpec:
     fields = json.loads(text)
     for name in ("gpus", "worker_ports"):
         fields[name] = tuple(fields[name])
-    return ClusterSpec(**fields)
+    return ClusterSpec(cluster_secret=cluster_secret, **fields)

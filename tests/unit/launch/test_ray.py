@@ -12,7 +12,7 @@ import pytest
 from pdserve import Client
 from pdserve.client.results import Completion
 from pdserve.launch.running import Running
-from pdserve.launch.spec import ClusterSpec
+from pdserve.launch.spec import ClusterSpec, Kind, Value
 from pdserve.launch.with_ray import spec_from_json, spec_to_json
 
 from .conftest import WAIT_S, is_alive, until
@@ -85,10 +85,13 @@ def test_losing_the_control_plane_stops_no_request_and_no_process_is_left(cluste
 
 
 def test_the_router_s_secret_is_not_on_the_driver_s_command_line() -> None:
-    spec = ClusterSpec(model="toy", settings={"worker": {"kv_blocks": 3}, "router": {"token": "secret"}})
-    assert "secret" not in spec_to_json(spec)
+    settings: dict[Kind, dict[str, Value]] = {"worker": {"kv_blocks": 3}, "router": {"token": "hidden"}}
+    spec = ClusterSpec(model="toy", cluster_secret="hidden as well", settings=settings)
+    assert "hidden" not in spec_to_json(spec)
 
 
 def test_the_driver_reads_back_what_the_launcher_wrote() -> None:
-    spec = ClusterSpec(model="toy", prefill=2, gpus=("0",), settings={"worker": {"kv_blocks": 3}})
-    assert spec_from_json(spec_to_json(spec)) == spec
+    spec = ClusterSpec(
+        model="toy", prefill=2, gpus=("0",), cluster_secret="s" * 16, settings={"worker": {"kv_blocks": 3}}
+    )
+    assert spec_from_json(spec_to_json(spec), "s" * 16) == spec

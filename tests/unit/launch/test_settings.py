@@ -63,6 +63,29 @@ def test_the_token_may_come_from_the_environment(tmp_path: Path, monkeypatch: py
     assert read({"model": "toy"}, folder=tmp_path).spec.settings["router"]["token"] == "secret"
 
 
+def test_each_start_makes_a_cluster_secret_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PDSERVE_CLUSTER_SECRET", raising=False)
+    made = [read({"model": "toy"}, folder=tmp_path).spec.cluster_secret for _ in range(2)]
+    assert made[0] != made[1]
+    assert min(map(len, made)) == 64
+
+
+def test_the_cluster_secret_may_come_from_the_environment_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("of the file\n")
+    monkeypatch.delenv("PDSERVE_CLUSTER_SECRET", raising=False)
+    monkeypatch.setenv("PDSERVE_CLUSTER_SECRET_FILE", str(file))
+    assert read({"model": "toy"}, folder=tmp_path).spec.cluster_secret == "of the file"
+    monkeypatch.setenv("PDSERVE_CLUSTER_SECRET", "of the environment")
+    assert read({"model": "toy"}, folder=tmp_path).spec.cluster_secret == "of the environment"
+    monkeypatch.delenv("PDSERVE_CLUSTER_SECRET")
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"PDSERVE_CLUSTER_SECRET_FILE: got .*/secret, expected a text file"):
+        read({"model": "toy"}, folder=tmp_path)
+
+
 def test_without_a_model_the_bundled_one_is_served(tmp_path: Path) -> None:
     assert Path(read(folder=tmp_path).spec.model).name.startswith("stdlib-")
 

@@ -80,6 +80,14 @@ def test_a_token_travels_in_the_environment_and_not_on_the_command_line() -> Non
     assert ("PDSERVE_TOKEN", "secret") in router.env
 
 
+def test_every_process_gets_the_cluster_secret_in_its_environment_alone() -> None:
+    for process in processes(spec(cluster_secret="hidden")):
+        assert not any("hidden" in word for word in process.argv)
+        assert dict(process.env)["PDSERVE_CLUSTER_SECRET"] == "hidden"
+        kind: Any = RouterConfig if process.module == "router" else WorkerConfig
+        assert parse_flags(kind, process.argv[2:], prog="x", environ=dict(process.env)) == process.config
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -90,6 +98,7 @@ def test_a_token_travels_in_the_environment_and_not_on_the_command_line() -> Non
         ({"settings": {"worker": {"kv_blocks": "many"}}}, "worker.kv_blocks"),
         ({"settings": {"worker": {"kv_blocks": True}}}, "worker.kv_blocks"),
         ({"settings": {"worker": {"redis": "redis://x"}}}, "worker.redis"),
+        ({"settings": {"worker": {"cluster_secret": "s" * 16}}}, "worker.cluster_secret"),
         ({"settings": {"router": {"port": 1}}}, "router.port"),
         ({"settings": {"rooter": {}}}, "rooter"),
     ],
