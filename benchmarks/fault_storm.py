@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import signal
 import sys
@@ -31,6 +30,7 @@ from benchmarks.fault_storage import Memory
 from benchmarks.fault_worker import DEVICE_KILLS, DEVICE_TRANSPORTS, Setup
 from benchmarks.fault_worker import main as worker_main
 from benchmarks.netns import Cables, Network, why_not
+from pdserve.core.json_text import to_json
 
 ROLES: Final = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
 IN_FLIGHT: Final = 48
@@ -346,7 +346,7 @@ def main() -> int:
     if len(results) > 1:
         print("All transports:\n", *table(results), sep="\n")
     if args.json:
-        args.json.write_text(json.dumps([one.facts() for one in results], indent=1))
+        args.json.write_text(to_json([one.facts() for one in results], indent=1))
     return exit_code(results)
 
 

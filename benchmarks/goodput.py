@@ -23,7 +23,6 @@ tell:
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -35,6 +34,7 @@ from typing import Any, Final
 from benchmarks.goodput_run import Cell, Contender, Course, attained, run
 from benchmarks.goodput_simulated import add_simulated
 from benchmarks.openloop import percentile
+from pdserve.core.json_text import to_json
 from pdserve.core.types import Slo
 
 CONTENDERS: Final = (
@@ -100,7 +100,7 @@ def main() -> None:
     progress.end()
     print(report(cells, course, seeds))
     if flags.json:
-        text = json.dumps(as_json(cells, course))
+        text = to_json(as_json(cells, course))
         print(text) if flags.json == "-" else Path(flags.json).write_text(text + "\n")
 
 

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from pdserve import AsyncClient, PdserveError, Retries
 from pdserve.core.errors import ConfigError
+from pdserve.core.json_text import to_json
 from pdserve.launch.running import Running
 
 WORKERS: Final = ("p0", "p1", "d0", "d1")
@@ -246,7 +247,7 @@ def main() -> int:
     show(result)
     if args.json:
         facts = {"kills": result.kills, "attempts": result.attempts, "errors": result.errors, "wrong": result.wrong}
-        args.json.write_text(json.dumps({"requests": result.requests, "seconds": result.seconds, **facts}, indent=1))
+        args.json.write_text(to_json({"requests": result.requests, "seconds": result.seconds, **facts}, indent=1))
     return int(bool(result.wrong))
 
 

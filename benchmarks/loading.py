@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import torch
 
+from pdserve.core.json_text import to_json
 from pdserve.engine.config import read_config
 from pdserve.engine.opening import choose_dtype
 from pdserve.engine.safetensors_file import open_checkpoint
@@ -236,7 +237,7 @@ def main() -> None:
             write_checkpoint(folder, int(args.gb * 1e9), stored)
             for dtype in args.dtype.split(","):
                 result = measure(folder, stored, dtype, args)
-                print(json.dumps(result) if args.json else report(result), flush=True)
+                print(to_json(result) if args.json else report(result), flush=True)
         finally:
             shutil.rmtree(folder)
 

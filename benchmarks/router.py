@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 
 import psutil  # type: ignore[import-untyped]
 
 from benchmarks.openloop import open_loop, percentile
+from pdserve.core.json_text import to_json
 from pdserve.launch.running import Running
 
 
@@ -65,7 +65,7 @@ def main() -> None:
     bend = next((r["rate_rps"] for r in rows if r["failed"] or r["added_p95_s"] > 3 * rows[0]["added_p95_s"]), None)
     print(f"bends at {bend:.0f} requests/s" if bend else "does not bend within these rates")
     if flags.json:
-        print(json.dumps({"rows": rows, "bend_rps": bend}))
+        print(to_json({"rows": rows, "bend_rps": bend}))
 
 
 def cpu_s(process: psutil.Process) -> float:

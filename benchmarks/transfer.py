@@ -20,7 +20,6 @@ on a machine that does other work too, take no figure from this.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
@@ -30,6 +29,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from benchmarks.transfer_ways import TRANSPORTS, Ways, serve
+from pdserve.core.json_text import to_json
 
 MIB: Final = 2**20
 WARM_ROUNDS: Final = 2  # pages, caches, socket buffers
@@ -137,7 +137,7 @@ def as_json(sizes: list[Rounds], missing: dict[str, str]) -> str:
         for one in sizes
     ]
     seconds = [{"bytes": one.num_bytes, **{title(way): took for way, took in one.seconds.items()}} for one in sizes]
-    return json.dumps({"bars": bars, "seconds": seconds, "missing": missing})
+    return to_json({"bars": bars, "seconds": seconds, "missing": missing})
 
 
 def main() -> None:

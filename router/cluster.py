@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, final
 
@@ -89,7 +90,7 @@ def _candidate(candidate: Candidate, decision: Decision) -> cluster_pb2.Candidat
         decode_worker=candidate.decode_worker,
         predicted_ttft_s=candidate.ttft_s,
         predicted_tpot_s=candidate.tpot_s,
-        slack=candidate.slack,
+        slack=candidate.slack if math.isfinite(candidate.slack) else None,
         is_feasible=candidate.is_feasible,
         is_chosen=is_chosen(candidate, decision),
     )

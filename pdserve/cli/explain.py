@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import math
 from collections.abc import Sequence
 from typing import Final
 
 from pdserve.cli.target import add_target_flags, connect
 from pdserve.client.results import Candidate, Explanation
 from pdserve.core.errors import ConfigError, NotFound, PdserveError
+from pdserve.core.json_text import to_json
 
 HELP = "show why a request was placed where it was"
 HEAD: Final = ("", "PREFILL", "DECODE", "TTFT", "TPOT", "SLACK", "KEEPS TPOT")
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     found = ask(args)
     for number, explanation in enumerate(found):
         if args.json:
-            print(json.dumps(as_object(explanation)))
+            print(to_json(as_object(explanation)))
         else:
             print(("\n" if number else "") + render(explanation))
     return 0
@@ -114,13 +115,13 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
         candidate.decode_worker,
         _ms(candidate.predicted_ttft_s),
         _ms(candidate.predicted_tpot_s),
-        f"{candidate.slack:+.1%}",
+        "-" if candidate.slack is None else f"{candidate.slack:+.1%}",
         "yes" if candidate.is_feasible else "no",
     )
 
 
 def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1000.0 * seconds:,.1f} ms"
+    return "-" if seconds is None or not math.isfinite(seconds) else f"{1000.0 * seconds:,.1f} ms"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -6,8 +6,6 @@ Several answers (-n, --best-of, --beams) are printed at the end, each under a li
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -19,6 +17,7 @@ from pdserve.client.beam import EarlyStopping
 from pdserve.client.results import Completion
 from pdserve.client.sync import Stream
 from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.json_text import to_json
 
 HELP = "answer one prompt"
 _NUMBERS: Final = {
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     with connect(args) as client, client.stream(prompt, **chosen) as stream:
         done = _follow(stream, is_shown=is_streamed)
     if args.json:
-        print(json.dumps(dataclasses.asdict(done)))
+        print(to_json(done))
     elif not is_streamed:
         _print([(str(choice.index), choice.text) for choice in done.choices])
     if args.stats:
@@ -101,7 +100,7 @@ def _search(args: argparse.Namespace, prompt: str, chosen: dict[str, Any]) -> in
             **chosen,
         )
     if args.json:
-        print(json.dumps([dataclasses.asdict(beam) for beam in beams]))
+        print(to_json(beams))
     else:
         _print([(f"{index}: score {beam.score:.4f}", beam.text) for index, beam in enumerate(beams)])
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.json_text import to_json
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
 from router.policy import POLICIES
@@ -43,7 +43,7 @@ def carry_out(args: argparse.Namespace) -> bool:
     shown = as_object(question, plan)
     if args.rate is not None:
         shown |= {"rate_rps": args.rate, "needed": needed and {"prefill": needed[0], "decode": needed[1]}}
-    print(json.dumps(shown) if args.json else render(question, plan, args.rate, needed))
+    print(to_json(shown) if args.json else render(question, plan, args.rate, needed))
     return plan.is_attainable
 
 

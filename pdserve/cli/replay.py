@@ -7,12 +7,12 @@ status 1 if any differ. To run the recorded requests on another cluster or polic
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.json_text import to_json
 
 HELP = "check that a recorded router's decisions come out the same"
 SHOWN: Final = 5  # differences that are printed
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     events = max(lines.count - 1, 0)
     if args.json:
         steps = [one.number for one in shown]
-        print(json.dumps({"events": events, "differing": differing, "first_differing": steps}))
+        print(to_json({"events": events, "differing": differing, "first_differing": steps}))
         return 1 if differing else 0
     for one in shown:
         print(f"event {one.number} at {one.step.now_s:.6f} s: {one.step.event}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from pdserve.cli.progress import Progress
 from pdserve.cli.scene import make_scene
 from pdserve.core.errors import ConfigError
+from pdserve.core.json_text import to_json
 from simulator.comparison import Run, as_json, highest_held, rows_of
 from simulator.metrics import summarise
 from simulator.model import RequestRow, SimConfig, Trace
@@ -35,7 +35,7 @@ def carry_out(args: argparse.Namespace) -> None:
         _write_rows(args.rows, runs)
     if args.html:
         Path(args.html).write_text(page(runs, cluster=scene.cluster), encoding="utf-8")
-    print(json.dumps(_object(runs, scene.cluster)) if args.json else render(runs, scene.cluster))
+    print(to_json(_object(runs, scene.cluster)) if args.json else render(runs, scene.cluster))
 
 
 def _run(policy: str, scale: float, trace: Trace, config: SimConfig, span_s: float) -> Run:
@@ -81,7 +81,7 @@ def _write_rows(path: str, runs: Sequence[Run]) -> None:
                     writer.writeheader()
                 writer.writerow(row)
         else:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.writelines(to_json(row) + "\n" for row in rows)
 
 
 def _check_writable(path: str | None) -> None:

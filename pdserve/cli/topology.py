@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 
 from pdserve.cli.target import add_target_flags, connect
 from pdserve.client.results import Topology, Worker
+from pdserve.core.json_text import to_json
 
 HELP = "show the workers of a cluster"
 
@@ -20,7 +19,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with connect(args) as client:
         topology = client.topology()
-    print(json.dumps(dataclasses.asdict(topology)) if args.json else render(topology))
+    print(to_json(topology) if args.json else render(topology))
     return 0
 
 

@@ -150,7 +150,7 @@ class Candidate:
     decode_worker: str
     predicted_ttft_s: float
     predicted_tpot_s: float
-    slack: float
+    slack: float | None  # None where a target cannot be met at all
     is_feasible: bool
     is_chosen: bool
 
@@ -323,7 +323,7 @@ def explanation(seen: cluster_pb2.ExplainResponse) -> Explanation:
                 decode_worker=one.decode_worker,
                 predicted_ttft_s=one.predicted_ttft_s,
                 predicted_tpot_s=one.predicted_tpot_s,
-                slack=one.slack,
+                slack=one.slack if one.HasField("slack") else None,
                 is_feasible=one.is_feasible,
                 is_chosen=one.is_chosen,
             )

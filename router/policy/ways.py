@@ -320,7 +320,9 @@ def _way(
 ) -> Way:
     slo, sure = ask.slo, load.sure
     own = 1.0 - tpot_s * sure / slo.tpot_s
-    theirs = 1.0 - residents_s * sure / load.tightest_s
+    tightest_s = load.tightest_s
+    # Without residents whose target can be met, no delay harms anybody: inf / inf would be no number.
+    theirs = 1.0 - residents_s * sure / tightest_s if tightest_s < math.inf else 1.0
     tpot_slack = own if own < theirs else theirs
     ttft_slack = 1.0 - (ask.waited_s + ttft_s * (1.0 + (error if error < WIDEST_BAND else WIDEST_BAND))) / slo.ttft_s
     return Way(
