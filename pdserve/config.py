@@ -13,11 +13,12 @@ import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.setting import DAY_S, LARGEST_COUNT, PORTS, check_fields, setting
 
 TRANSPORTS: Final = ("auto", "shm", "tcp", "nccl", "cuda_ipc", "nixl")
 DTYPES: Final = ("auto", "float32", "bfloat16", "int8", "fp8")
@@ -35,127 +36,124 @@ SECRET_ENV: Final = "PDSERVE_CLUSTER_SECRET"
 SECRET_HELP: Final = "secret of the cluster: routers and workers prove to each other that they know it"
 
 
-def _doc(text: str, default: Any = dataclasses.MISSING, env: str = "") -> Any:
-    return field(default=default, metadata={"help": text, "env": env})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """One prefill or decode worker process."""
 
-    model: str = _doc("folder of a Hugging Face checkpoint, or toy for integer arithmetic")
-    worker_id: str = _doc("name of this worker, unique in the cluster")
-    host: str = _doc("address to listen on", "127.0.0.1")
-    port: int = _doc("gRPC port; 0 picks a free one", 0)
-    advertise: str = _doc("HOST that others reach this worker at; the listening host when empty", "")
-    redis: str = _doc("Redis URL of the registry and the prefix index; none when empty", "")
-    cluster: str = _doc("name that keeps clusters on one Redis apart", "default")
-    transport: str = _doc("how KV travels: " + ", ".join(TRANSPORTS), "auto")
-    device: str = _doc("auto, cpu or cuda", "auto")
-    dtype: str = _doc(
-        "auto (float32 on CPU, bfloat16 on CUDA), float32, bfloat16, int8 weights on a CPU, fp8 on CUDA", "auto"
+    model: str = setting("folder of a Hugging Face checkpoint, or toy for integer arithmetic")
+    worker_id: str = setting("name of this worker, unique in the cluster", is_name=True)
+    host: str = setting("address to listen on", "127.0.0.1")
+    port: int = setting("gRPC port; 0 picks a free one", 0, within=PORTS)
+    advertise: str = setting("HOST that others reach this worker at; the listening host when empty", "")
+    redis: str = setting("Redis URL of the registry and the prefix index; none when empty", "")
+    cluster: str = setting("name that keeps clusters on one Redis apart", "default", is_name=True)
+    transport: str = setting("how KV travels: " + ", ".join(TRANSPORTS), "auto", choices=TRANSPORTS)
+    device: str = setting("auto, cpu or cuda", "auto", choices=DEVICES)
+    dtype: str = setting(
+        "auto (float32 on CPU, bfloat16 on CUDA), float32, bfloat16, int8 weights on a CPU, fp8 on CUDA",
+        "auto",
+        choices=DTYPES,
     )
-    tensor_parallel: int = _doc("ranks that hold the model together: processes of one host, with a GPU each, if any", 1)
-    cuda_graphs: bool = _doc("decode steps on CUDA are captured once and replayed", True)
-    deterministic: bool = _doc("logits have the same bits whatever the batch; a CPU with float32 or int8", False)
-    load: str = _doc("auto reads the folder's weights; dummy makes them up from config.json, to measure speed", "auto")
-    kv_dtype: str = _doc("of stored keys and values: auto (the compute dtype), or a byte each: int8 or fp8", "auto")
-    block_size: int = _doc("tokens per KV block", 16)
-    kv_blocks: int = _doc("KV blocks in the pool; 0 sizes it from kv_memory_bytes", 0)
-    kv_memory_bytes: int = _doc("bytes of the KV pool where kv_blocks is 0", 512 * 2**20)
-    max_context_tokens: int = _doc("longest sequence; 0 takes the model's own limit", 0)
-    max_batch: int = _doc("sequences in one decode step", 64)
-    max_batch_tokens: int = _doc("prompt tokens in one prefill step", 512)
-    push: str = _doc(
-        "when KV leaves a prefill worker: auto (what the measured costs say), end, chunk or layers", "auto"
+    tensor_parallel: int = setting(
+        "ranks that hold the model together: processes of one host, with a GPU each, if any", 1, within=(1, 64)
     )
-    speculation: str = _doc(
-        "guesses that decode steps verify: ngram (what followed before in the text) or off", "ngram"
+    cuda_graphs: bool = setting("decode steps on CUDA are captured once and replayed", True)
+    deterministic: bool = setting("logits have the same bits whatever the batch; a CPU with float32 or int8", False)
+    load: str = setting(
+        "auto reads the folder's weights; dummy makes them up from config.json, to measure speed", "auto", choices=LOADS
     )
-    ahead: str = _doc(
+    kv_dtype: str = setting(
+        "of stored keys and values: auto (the compute dtype), or a byte each: int8 or fp8", "auto", choices=KV_DTYPES
+    )
+    block_size: int = setting("tokens per KV block", 16, within=(1, 4096))
+    kv_blocks: int = setting("KV blocks in the pool; 0 sizes it from kv_memory_bytes", 0, within=(0, LARGEST_COUNT))
+    kv_memory_bytes: int = setting("bytes of the KV pool where kv_blocks is 0", 512 * 2**20, within=(1, 2**46))
+    max_context_tokens: int = setting("longest sequence; 0 takes the model's own limit", 0, within=(0, LARGEST_COUNT))
+    max_batch: int = setting("sequences in one decode step", 64, within=(1, 65_536))
+    max_batch_tokens: int = setting("prompt tokens in one prefill step", 512, within=(1, 2**20))
+    push: str = setting(
+        "when KV leaves a prefill worker: auto (what the measured costs say), end, chunk or layers",
+        "auto",
+        choices=PUSHES,
+    )
+    speculation: str = setting(
+        "guesses that decode steps verify: ngram (what followed before in the text) or off",
+        "ngram",
+        choices=SPECULATIONS,
+    )
+    ahead: str = setting(
         "launch a decode step before the last one is read, where nobody speculates: auto (engines on a GPU), on, off",
         "auto",
+        choices=AHEADS,
     )
-    max_drafts: int = _doc("guessed tokens of one sequence in one step, at most", 8)
-    kv_wire: str = _doc(
+    max_drafts: int = setting("guessed tokens of one sequence in one step, at most", 8, within=(1, MOST_DRAFTS))
+    kv_wire: str = setting(
         "as what float KV leaves a prefill worker: exact, int8 (off by 1/254 of a head's largest value at most) or "
         "auto (int8 where the link is slow)",
         "exact",
+        choices=KV_WIRES,
     )
-    kv_check: str = _doc("step compares every block of every text with its stamp at each decode step; or off", "off")
-    inbox_depth: int = _doc("requests that may wait on the worker before it refuses", 16)
-    threads: int = _doc("compute threads; 0 shares the cores among this host's workers", 0)
-    heartbeat_s: float = _doc("seconds between load reports", 0.25)
-    lease_s: float = _doc("seconds that the registry keeps a silent worker", 5.0)
-    stall_s: float = _doc("seconds without progress after which a busy worker ends itself", 30.0)
-    drain_s: float = _doc("seconds that residents get to finish on SIGTERM", 30.0)
-    metrics_port: int = _doc("Prometheus port; 0 serves none", 0)
-    otlp: str = _doc("OTLP gRPC endpoint for traces; none when empty", "")
-    is_prefix_cache_on: bool = _doc("keep finished blocks for later prompts", True)
-    profile: str = _doc("what steps are believed to take: a known worker's name or a file; measured when empty", "")
-    cluster_secret: str = _doc(SECRET_HELP, "", env=SECRET_ENV)
-    toy_step_s: float = _doc("seconds that a toy step takes", 0.0)
-    inject_faults: str = _doc("for tests: faults that KV transfers meet, as kvtransfer.faults reads them", "")
+    kv_check: str = setting(
+        "step compares every block of every text with its stamp at each decode step; or off", "off", choices=KV_CHECKS
+    )
+    inbox_depth: int = setting("requests that may wait on the worker before it refuses", 16, within=(1, 65_536))
+    threads: int = setting("compute threads; 0 shares the cores among this host's workers", 0, within=(0, 4096))
+    heartbeat_s: float = setting("seconds between load reports", 0.25, within=(0.001, 60.0))
+    lease_s: float = setting("seconds that the registry keeps a silent worker", 5.0, within=(0.1, 3600.0))
+    stall_s: float = setting(
+        "seconds without progress after which a busy worker ends itself", 30.0, within=(0.01, DAY_S)
+    )
+    drain_s: float = setting("seconds that residents get to finish on SIGTERM", 30.0, within=(0.0, DAY_S))
+    metrics_port: int = setting("Prometheus port; 0 serves none", 0, within=PORTS)
+    otlp: str = setting("OTLP gRPC endpoint for traces; none when empty", "")
+    is_prefix_cache_on: bool = setting("keep finished blocks for later prompts", True)
+    profile: str = setting("what steps are believed to take: a known worker's name or a file; measured when empty", "")
+    cluster_secret: str = setting(SECRET_HELP, "", env=SECRET_ENV)
+    toy_step_s: float = setting("seconds that a toy step takes", 0.0, within=(0.0, 3600.0))
+    inject_faults: str = setting("for tests: faults that KV transfers meet, as kvtransfer.faults reads them", "")
 
     def __post_init__(self) -> None:
-        _choice("transport", self.transport, TRANSPORTS)
-        _choice("device", self.device, DEVICES)
-        _choice("dtype", self.dtype, DTYPES)
-        _choice("load", self.load, LOADS)
-        _choice("kv_dtype", self.kv_dtype, KV_DTYPES)
-        _at_least("tensor_parallel", self.tensor_parallel, 1)
-        _at_least("block_size", self.block_size, 1)
-        _at_least("kv_blocks", self.kv_blocks, 0)
-        _at_least("max_batch", self.max_batch, 1)
-        _at_least("max_batch_tokens", self.max_batch_tokens, 1)
-        _choice("push", self.push, PUSHES)
-        _choice("speculation", self.speculation, SPECULATIONS)
-        _choice("ahead", self.ahead, AHEADS)
-        _choice("kv_check", self.kv_check, KV_CHECKS)
-        _choice("kv_wire", self.kv_wire, KV_WIRES)
-        if not 1 <= self.max_drafts <= MOST_DRAFTS:
-            raise ConfigError("max_drafts", self.max_drafts, f"between 1 and {MOST_DRAFTS}")
-        _at_least("inbox_depth", self.inbox_depth, 1)
-        _port("port", self.port)
-        _port("metrics_port", self.metrics_port)
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """One router process."""
 
-    model: str = _doc("the workers' model folder (for its tokenizer), or toy")
-    router_id: str = _doc("name of this router", "router-0")
-    host: str = _doc("address to listen on", "127.0.0.1")
-    port: int = _doc("gRPC port; 0 picks a free one", 50051)
-    workers: tuple[str, ...] = _doc("HOST:PORT of workers that are known without a registry", ())
-    redis: str = _doc("Redis URL of the registry and the prefix index; none when empty", "")
-    cluster: str = _doc("name that keeps clusters on one Redis apart", "default")
-    policy: str = _doc("placement policy", "goodput")
-    slo_ttft_s: float = _doc("promised time to first token where a request names none", 2.0)
-    slo_tpot_s: float = _doc("promised time per output token where a request names none", 0.2)
-    local_max_uncached_tokens: int = _doc("uncached prompt tokens that decode workers rather read themselves", 16)
-    max_queue: int = _doc("requests that may wait in the router before it refuses", 1024)
-    max_new_tokens: int = _doc("most tokens that one request may ask for", 4096)
-    max_message_bytes: int = _doc("largest gRPC message that is accepted", 4 * 2**20)
-    request_timeout_s: float = _doc("deadline of a request that brings none", 600.0)
-    prefix_lookup_s: float = _doc("time that the prefix index may take", 0.01)
-    worker_silence_s: float = _doc("seconds without a load report after which a worker is routed around", 5.0)
-    max_attempts: int = _doc("placements of one request before it fails", 4)
-    token: str = _doc("bearer token that every call must bring; none when empty", "", env="PDSERVE_TOKEN")
-    cluster_secret: str = _doc(SECRET_HELP, "", env=SECRET_ENV)
-    metrics_port: int = _doc("Prometheus port; 0 serves none", 0)
-    otlp: str = _doc("OTLP gRPC endpoint for traces; none when empty", "")
-    record: str = _doc("file that events and commands are recorded to, without prompts; none when empty", "")
-    record_mib: int = _doc("the recording ends at this size, serving goes on", 1024)
-    drain_s: float = _doc("seconds that running requests get to finish on SIGTERM", 30.0)
+    model: str = setting("the workers' model folder (for its tokenizer), or toy")
+    router_id: str = setting("name of this router", "router-0", is_name=True)
+    host: str = setting("address to listen on", "127.0.0.1")
+    port: int = setting("gRPC port; 0 picks a free one", 50051, within=PORTS)
+    workers: tuple[str, ...] = setting("HOST:PORT of workers that are known without a registry", ())
+    redis: str = setting("Redis URL of the registry and the prefix index; none when empty", "")
+    cluster: str = setting("name that keeps clusters on one Redis apart", "default", is_name=True)
+    policy: str = setting("placement policy", "goodput")
+    slo_ttft_s: float = setting("promised time to first token where a request names none", 2.0, within=(0.001, DAY_S))
+    slo_tpot_s: float = setting(
+        "promised time per output token where a request names none", 0.2, within=(0.0001, DAY_S)
+    )
+    local_max_uncached_tokens: int = setting(
+        "uncached prompt tokens that decode workers rather read themselves", 16, within=(0, LARGEST_COUNT)
+    )
+    max_queue: int = setting("requests that may wait in the router before it refuses", 1024, within=(0, 2**20))
+    max_new_tokens: int = setting("most tokens that one request may ask for", 4096, within=(1, LARGEST_COUNT))
+    max_message_bytes: int = setting("largest gRPC message that is accepted", 4 * 2**20, within=(1024, LARGEST_COUNT))
+    request_timeout_s: float = setting("deadline of a request that brings none", 600.0, within=(0.001, DAY_S))
+    prefix_lookup_s: float = setting("time that the prefix index may take", 0.01, within=(0.0, 60.0))
+    worker_silence_s: float = setting(
+        "seconds without a load report after which a worker is routed around", 5.0, within=(0.01, 3600.0)
+    )
+    max_attempts: int = setting("placements of one request before it fails", 4, within=(1, 1000))
+    token: str = setting("bearer token that every call must bring; none when empty", "", env="PDSERVE_TOKEN")
+    cluster_secret: str = setting(SECRET_HELP, "", env=SECRET_ENV)
+    metrics_port: int = setting("Prometheus port; 0 serves none", 0, within=PORTS)
+    otlp: str = setting("OTLP gRPC endpoint for traces; none when empty", "")
+    record: str = setting("file that events and commands are recorded to, without prompts; none when empty", "")
+    record_mib: int = setting("the recording ends at this size, serving goes on", 1024, within=(1, 2**20))
+    drain_s: float = setting("seconds that running requests get to finish on SIGTERM", 30.0, within=(0.0, DAY_S))
 
     def __post_init__(self) -> None:
-        _port("port", self.port)
-        _port("metrics_port", self.metrics_port)
-        _at_least("max_queue", self.max_queue, 0)
-        _at_least("max_attempts", self.max_attempts, 1)
-        _at_least("record_mib", self.record_mib, 1)
+        check_fields(self)
         if self.host not in ("127.0.0.1", "localhost", "::1") and not self.token:
             raise ConfigError(
                 "host", self.host, "a loopback address, or a token beside it: anyone could call this port"
@@ -232,18 +230,3 @@ def from_env(name: str, environ: Mapping[str, str] | None = None) -> str:
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word for word in text.split(",") if word)
-
-
-def _choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ConfigError(name, value, "one of " + ", ".join(choices))
-
-
-def _at_least(name: str, value: int, low: int) -> None:
-    if value < low:
-        raise ConfigError(name, value, f"at least {low}")
-
-
-def _port(name: str, value: int) -> None:
-    if not 0 <= value <= 65_535:
-        raise ConfigError(name, value, "a port between 0 and 65535")

@@ -16,30 +16,12 @@ from typing import Any, Final
 
 import pdserve
 from kvtransfer.faults import parse as parse_faults
-from pdserve.config import SECRET_ENV, from_env
+from pdserve.config import SECRET_ENV, RouterConfig, WorkerConfig, from_env
 from pdserve.core.errors import ConfigError
-from pdserve.launch.spec import KINDS, ClusterSpec, check_settings, processes
+from pdserve.launch.keys import KINDS, check_settings, check_top
+from pdserve.launch.spec import ClusterSpec, Process, processes
 from router.policy import POLICIES
 
-_TOP: Final[Mapping[str, type]] = {
-    "model": str,
-    "prefill": int,
-    "decode": int,
-    "host": str,
-    "port": int,
-    "redis": str,
-    "cluster": str,
-    "ray": str,
-    "log_dir": str,
-    # Of all processes; each may still be set apart in its own table.
-    "transport": str,
-    "device": str,
-    "dtype": str,
-    "kv_dtype": str,
-    "load": str,
-    "otlp": str,
-    "record": str,  # of the router
-}
 _OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load", "otlp")
 _TOY_MODELS: Final = ("toy", "toy-marked")
 
@@ -66,7 +48,7 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         parse_faults(faults)
     tables = {kind: _table(kind, found.pop(kind)) for kind in KINDS if kind in found}
     for name, value in found.items():
-        _check_top(name, value)
+        check_top(name, value)
     for kind, values in tables.items():
         check_settings(kind, values)
     policy = tables.get("router", {}).get("policy")
@@ -91,9 +73,20 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         settings=tables,
         **{name: found[name] for name in ("prefill", "decode", "host", "port", "redis", "cluster") if name in found},
     )
-    processes(spec)  # every process checks its own settings, before any of them is started
+    _check_reports(processes(spec))  # every process checks its own settings, before any of them is started
     log_dir = found.get("log_dir")
     return Asked(spec=spec, ray=found.get("ray"), log_dir=Path(log_dir) if log_dir else None)
+
+
+def _check_reports(started: Sequence[Process]) -> None:
+    """A worker that reports less often than the router expects would always be routed around."""
+    *workers, router = (process.config for process in started)
+    assert isinstance(router, RouterConfig)
+    for worker in workers:
+        assert isinstance(worker, WorkerConfig)
+        if worker.heartbeat_s >= router.worker_silence_s:
+            expected = f"less than router.worker_silence_s, which is {router.worker_silence_s:g}"
+            raise ConfigError("worker.heartbeat_s", worker.heartbeat_s, expected)
 
 
 def bundled_model() -> Path:
@@ -129,7 +122,7 @@ def _from_file(file: Path) -> dict[str, Any]:
 def _put_word(found: dict[str, Any], word: str) -> None:
     """`router.max_queue=4` as if it stood in the file; a value that is no TOML literal is a string."""
     key, equals, text = word.partition("=")
-    if not equals:
+    if not equals or not key.strip():
         raise ConfigError("set", word, "KEY=VALUE, such as router.max_queue=4")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -146,14 +139,6 @@ def _table(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(name, repr(value), "a table")
     return dict(value)
-
-
-def _check_top(name: str, value: Any) -> None:
-    expected = _TOP.get(name)
-    if expected is None:
-        raise ConfigError(name, repr(value), "a known key: " + ", ".join((*_TOP, *(f"[{kind}]" for kind in KINDS))))
-    if not isinstance(value, expected) or isinstance(value, bool):
-        raise ConfigError(name, repr(value), f"a value of type {expected.__name__}")
 
 
 def _gpus() -> tuple[str, ...]:

@@ -5,36 +5,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 from pdserve.config import RouterConfig, WorkerConfig, to_env, to_flags
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
+from pdserve.launch.keys import Kind, Value, check_settings
 
 MAX_WORKERS: Final = 256
-Value = str | int | float | bool | tuple[str, ...]
-Kind = Literal["worker", "prefill_worker", "decode_worker", "router"]
-KINDS: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decode_worker", "router")
 MODULES: Final[Mapping[Role, Kind]] = {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"}
-
-# What the launcher computes itself; a config file that set it as well would be obeyed by half of the cluster.
-_OURS: Final = frozenset(
-    {
-        "model",
-        "worker_id",
-        "router_id",
-        "port",
-        "host",
-        "workers",
-        "redis",
-        "cluster",
-        "cluster_secret",
-        "inject_faults",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,34 +114,6 @@ def worker_config(spec: ClusterSpec, index: int) -> tuple[Role, WorkerConfig]:
         **given,  # type: ignore[arg-type]
     )
     return role, config
-
-
-def check_settings(kind: str, values: Mapping[str, Value]) -> None:
-    """Raises ConfigError on a table or a key that no process of the cluster has, or that the launcher computes."""
-    if kind not in KINDS:
-        raise ConfigError(kind, "a table of that name", "one of " + ", ".join(KINDS))
-    config = RouterConfig if kind == "router" else WorkerConfig
-    fields = {one.name: one for one in dataclasses.fields(config)}
-    for name, value in values.items():
-        where = f"{kind}.{name}"
-        if name not in fields:
-            raise ConfigError(where, repr(value), f"a setting of {config.__name__}: " + ", ".join(sorted(fields)))
-        if name in _OURS:
-            raise ConfigError(where, repr(value), "no value here: the launcher sets it for all processes")
-        expected = _TYPES.get(str(fields[name].type))
-        if expected is not None and not _fits(value, expected):
-            raise ConfigError(where, repr(value), f"a value of type {fields[name].type}")
-
-
-_TYPES: Final[Mapping[str, type]] = {"str": str, "int": int, "float": float, "bool": bool}
-
-
-def _fits(value: Value, expected: type) -> bool:
-    if expected is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if expected is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, expected)
 
 
 def _workers(spec: ClusterSpec) -> list[tuple[str, Role]]:

@@ -18,6 +18,7 @@ PURE = [
     "pdserve.engine.interface",
     "pdserve.structured.endless",
     "pdserve.text.stops",
+    "pdserve.launch.keys",
     "pdserve.launch.spec",
     "benchmarks.prediction_parts",
     "router.asking",

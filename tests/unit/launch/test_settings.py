@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pdserve.config import RouterConfig, WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.launch import settings
 from pdserve.launch.spec import processes, worker_config
@@ -113,12 +115,16 @@ def test_gpus_are_those_that_this_process_may_see(tmp_path: Path, monkeypatch: p
         ("prefill = true", "prefill"),
         ("[router]\nmax_que = 1", "router.max_que"),
         ("[router]\nmax_queue = 'many'", "router.max_queue"),
-        ("[workers]\nkv_blocks = 1", "workers"),
+        ("[workers]\nkv_blocks = 1", "[workers]"),
         ("worker = 3", "worker"),
         ("this is no toml", "config"),
         ("decode = 0", "decode"),
         ("host = '0.0.0.0'", "host"),
-        ("[worker]\nblock_size = 0", "block_size"),
+        ("[worker]\nblock_size = 0", "worker.block_size"),
+        ("prefill = 257", "prefill"),
+        ("port = 70000", "port"),
+        ("port = -1", "port"),
+        ("cluster = 'a b'", "cluster"),
         ("device = 'tpu'", "device"),
     ],
 )
@@ -133,7 +139,66 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         settings.read({}, tmp_path / "nowhere.toml", ())
 
 
-@pytest.mark.parametrize("word", ["max_queue", "model.x=1"])
+NUMBERS = [
+    (kind, one)
+    for kind, config in (("worker", WorkerConfig), ("router", RouterConfig))
+    for one in dataclasses.fields(config)
+    if str(one.type) in ("int", "float") and one.name != "port"
+]
+
+
+@pytest.mark.parametrize(("kind", "one"), NUMBERS, ids=lambda value: getattr(value, "name", value))
+def test_every_number_has_a_range(kind: str, one: dataclasses.Field[Any], tmp_path: Path) -> None:
+    is_float = str(one.type) == "float"
+    for value in ("-1", *(("nan", "inf", "-inf", "1e9") if is_float else (str(2**62),))):
+        with pytest.raises(ConfigError, match=f"{kind}.{one.name}: got .*, expected a number from") as caught:
+            read({"model": "toy"}, None, f"{kind}.{one.name}={value}", folder=tmp_path)
+        assert caught.value.field == f"{kind}.{one.name}"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["router.slo_ttft_s", "router.request_timeout_s", "worker.heartbeat_s", "worker.lease_s", "worker.stall_s"],
+)
+def test_zero_is_no_duration(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=key):
+        read({"model": "toy"}, None, f"{key}=0", folder=tmp_path)
+
+
+def test_reports_come_before_silence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"worker.heartbeat_s: got 6.0, expected less than router.worker_silence_s"):
+        read({"model": "toy"}, None, "worker.heartbeat_s=6.0", folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("router.max_que=1", "router.max_queue"),
+        ("router.slo_ttft=1", "router.slo_ttft_s"),
+        ("modle=toy", "model"),
+        ("max_queue=4", "router.max_queue"),
+        ("router.kv_blocks=4", "worker.kv_blocks"),
+        ("kv_blocks=4", "worker.kv_blocks"),
+        ("workers.kv_blocks=4", "[worker]"),
+        ("decode_workers.max_batch=4", "[decode_worker]"),
+    ],
+)
+def test_wrong_keys_get_a_suggestion(word: str, meant: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read({"model": "toy"}, None, word, folder=tmp_path)
+    assert f"did you mean {meant}?" in caught.value.message
+    assert "Config" not in caught.value.message
+
+
+@pytest.mark.parametrize("word", ["router.zzzzqqqq=1", "zzzzqqqq=1"])
+def test_hopeless_keys_get_a_list(word: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read({"model": "toy"}, None, word, folder=tmp_path)
+    assert "did you mean" not in caught.value.message
+    assert "--help" in caught.value.message or "log_dir" in caught.value.message
+
+
+@pytest.mark.parametrize("word", ["max_queue", "model.x=1", "=1"])
 def test_a_wrong_word_is_refused(word: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         read({"model": "toy"}, "model = 'toy'", word, folder=tmp_path)

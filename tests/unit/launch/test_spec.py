@@ -100,7 +100,7 @@ def test_every_process_gets_the_cluster_secret_in_its_environment_alone() -> Non
         ({"settings": {"worker": {"redis": "redis://x"}}}, "worker.redis"),
         ({"settings": {"worker": {"cluster_secret": "s" * 16}}}, "worker.cluster_secret"),
         ({"settings": {"router": {"port": 1}}}, "router.port"),
-        ({"settings": {"rooter": {}}}, "rooter"),
+        ({"settings": {"rooter": {}}}, "[rooter]"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(changes: dict[str, Any], field: str) -> None:

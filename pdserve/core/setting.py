@@ -1,0 +1,72 @@
+"""Declares one setting: its help, its default, and the values that it may hold. Pure: standard library only.
+
+A range is stated once, here, and checked wherever the value comes from: a flag, `--set`, a TOML file or a test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pdserve.core.errors import ConfigError
+
+DAY_S: Final = 86_400.0
+LARGEST_COUNT: Final = 2**31 - 1  # of what travels as an int32
+PORTS: Final = (0, 65_535)
+NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")  # it becomes part of a key in Redis and of a file's name
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Both ends are allowed. NaN and infinity are outside every range."""
+
+    low: float
+    high: float
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int | float) and self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        return f"a number from {self.low:.15g} to {self.high:.15g}"
+
+
+def setting(
+    text: str,
+    default: Any = dataclasses.MISSING,
+    *,
+    env: str = "",
+    within: tuple[float, float] | None = None,
+    choices: Sequence[str] = (),
+    is_name: bool = False,
+) -> Any:
+    """A dataclass field. `env` names the environment variable of a secret; `is_name` allows what NAME matches."""
+    allowed = None if within is None else Range(*within)
+    metadata = {"help": text, "env": env, "range": allowed, "choices": choices, "is_name": is_name}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def range_of(config: type, name: str) -> Range:
+    """The range of the setting `name`, for a value of the same meaning that comes from elsewhere."""
+    [found] = (one.metadata["range"] for one in dataclasses.fields(config) if one.name == name)
+    assert isinstance(found, Range)
+    return found
+
+
+def check_fields(config: Any) -> None:
+    """Raises ConfigError for the first field that is outside its range or its choices."""
+    for one in dataclasses.fields(config):
+        check_value(one, getattr(config, one.name), one.name)
+
+
+def check_value(one: dataclasses.Field[Any], value: object, name: str) -> None:
+    """Raises ConfigError, which calls the setting `name`, when `value` is outside the field's range or choices."""
+    allowed, choices = one.metadata.get("range"), one.metadata.get("choices")
+    if choices and value not in choices:
+        raise ConfigError(name, value, "one of " + ", ".join(choices))
+    if allowed is not None and value not in allowed:
+        raise ConfigError(name, value, str(allowed))
+    if one.metadata.get("is_name") and not (isinstance(value, str) and NAME.fullmatch(value)):
+        raise ConfigError(name, repr(value), "1 to 128 letters, digits, dots, hyphens or underscores")

@@ -1,0 +1,124 @@
+"""The keys that `--set` and a TOML file may hold, their types and ranges, and the nearest one to a wrong key. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Literal
+
+from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.core.errors import ConfigError
+from pdserve.core.setting import check_value
+
+Value = str | int | float | bool | tuple[str, ...]
+Kind = Literal["worker", "prefill_worker", "decode_worker", "router"]
+KINDS: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decode_worker", "router")
+
+# The launcher computes these itself. A file that set one as well would be obeyed by half of the cluster.
+_COMPUTED: Final = frozenset(
+    {
+        "model",
+        "worker_id",
+        "router_id",
+        "port",
+        "host",
+        "workers",
+        "redis",
+        "cluster",
+        "cluster_secret",
+        "inject_faults",
+    }
+)
+TOP: Final[Mapping[str, type]] = {
+    "model": str,
+    "prefill": int,
+    "decode": int,
+    "host": str,
+    "port": int,
+    "redis": str,
+    "cluster": str,
+    "ray": str,
+    "log_dir": str,
+    # Of all processes; each may still be set apart in its own table.
+    "transport": str,
+    "device": str,
+    "dtype": str,
+    "kv_dtype": str,
+    "load": str,
+    "otlp": str,
+    "record": str,  # of the router
+}
+_TYPES: Final[Mapping[str, type]] = {"str": str, "int": int, "float": float, "bool": bool}
+_WORDS: Final[Mapping[type, str]] = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def check_top(name: str, value: Any) -> None:
+    """Raises ConfigError on a key outside all tables that is unknown, or whose value has the wrong type."""
+    if isinstance(value, dict):
+        raise ConfigError(f"[{name}]", "a table", f"one of {', '.join(KINDS)}{_did_you_mean(_nearest_table(name))}")
+    if name not in TOP:
+        raise ConfigError(name, repr(value), _unknown(name))
+    _check_type(name, value, TOP[name])
+    same = (_fields("router") | _fields("worker")).get(name)
+    if same is not None:
+        check_value(same, value, name)
+
+
+def check_settings(kind: str, values: Mapping[str, Value]) -> None:
+    """Raises ConfigError on a table or key that no process has, or the launcher computes, and on a wrong value."""
+    if kind not in KINDS:
+        check_top(kind, values)
+    fields = _fields(kind)
+    for name, value in values.items():
+        where = f"{kind}.{name}"
+        if name in _COMPUTED:
+            raise ConfigError(where, repr(value), "no value here: the launcher sets it for all processes")
+        if name not in fields:
+            raise ConfigError(where, repr(value), _unknown(name, kind))
+        expected = _TYPES.get(str(fields[name].type))
+        if expected is not None:
+            _check_type(where, value, expected)
+        check_value(fields[name], value, where)
+
+
+def _check_type(where: str, value: Any, expected: type) -> None:
+    accepted: Any = int | float if expected is float else expected
+    if not isinstance(value, accepted) or (isinstance(value, bool) and expected is not bool):
+        raise ConfigError(where, repr(value), _WORDS[expected])
+
+
+def _fields(kind: str) -> dict[str, dataclasses.Field[Any]]:
+    return {one.name: one for one in dataclasses.fields(RouterConfig if kind == "router" else WorkerConfig)}
+
+
+def _unknown(name: str, kind: str = "") -> str:
+    where = f"[{kind}]" if kind else "any table"
+    nearest = _nearest(name, kind)
+    program = "router" if kind == "router" else "decode_worker"
+    hint = "" if nearest else f"; `python -m {program} --help` lists them" if kind else f": {', '.join(TOP)}"
+    return f"a known key {'of' if kind else 'outside'} {where}{_did_you_mean(nearest)}{hint}"
+
+
+def _nearest(name: str, kind: str) -> list[str]:
+    """The same name in another table comes first, then a similar name in this table, then one in another."""
+    tables: dict[str, Iterable[str]] = {"": TOP, **{one: _fields(one).keys() - _COMPUTED for one in KINDS}}
+    tables = {kind: tables.pop(kind), **tables}
+    whole = {f"{table}.{key}" if table else key: key for table, keys in tables.items() for key in sorted(keys)}
+    same = [full for full, key in whole.items() if key == name]
+    if same:
+        return same[:1]
+    for group in (kind, None):
+        keys = [key for full, key in whole.items() if group is None or full == (f"{kind}.{key}" if kind else key)]
+        close = difflib.get_close_matches(name, keys, 1, cutoff=0.6 if group is not None else 0.75)
+        if close:
+            return [next(full for full, key in whole.items() if key == close[0])]
+    return []
+
+
+def _nearest_table(name: str) -> list[str]:
+    return [f"[{kind}]" for kind in difflib.get_close_matches(name, KINDS, 1)]
+
+
+def _did_you_mean(nearest: list[str]) -> str:
+    return f"; did you mean {nearest[0]}?" if nearest else ""
