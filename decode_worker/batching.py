@@ -37,6 +37,7 @@ from pdserve.core.effects import (
     Refused,
     Released,
     SeatHeld,
+    TransferCancelled,
     TransferLost,
 )
 from pdserve.core.types import TokenOut
@@ -162,7 +163,7 @@ class DecodeBatching:
         if resident is None or resident.has_landed:
             return []
         if resident.stage is Stage.ENDING:
-            return self._release(resident)
+            return [TransferCancelled(key=key), *self._release(resident)]
         self.roster.land(resident)
         committed = KvCommitted(
             key=key,
@@ -173,14 +174,17 @@ class DecodeBatching:
         )
         return [committed, *self._join(resident, now_s)]
 
-    def lost(self, key: AttemptKey, error: str) -> list[DecodeEffect]:
-        """The KV is not to be had, and nobody writes any more: after a failure, or drained after an abort."""
+    def lost(self, key: AttemptKey, error: str, *, is_cancelled: bool = False) -> list[DecodeEffect]:
+        """The KV is not to be had, and nobody writes any more: after a failure, or drained after an abort.
+
+        `is_cancelled`: its sender gave the transfer up, since nobody needs it any more.
+        """
         resident = self._residents.get(key)
         if resident is None or resident.has_landed or resident.is_local:
             return []
         if resident.stage is Stage.ENDING:
-            return self._release(resident)
-        return [TransferLost(key=key, error=error), *self._release(resident)]
+            return [TransferCancelled(key=key), *self._release(resident)]
+        return [TransferLost(key=key, error=error, is_cancelled=is_cancelled), *self._release(resident)]
 
     def fail(self, key: AttemptKey, kind: FailureKind, message: str) -> list[DecodeEffect]:
         resident = self._residents.get(key)

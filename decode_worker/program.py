@@ -101,6 +101,7 @@ class DecodeProgram(RoleProgram):
             fx.ReceiveAborted: self._receive_aborted,
             fx.KvCommitted: self._kv_committed,
             fx.KvMistaken: self._kv_mistaken,
+            fx.TransferCancelled: self._transfer_cancelled,
             fx.Released: self._gone,
             fx.Refused: self._not_taken,
         }
@@ -198,7 +199,8 @@ class DecodeProgram(RoleProgram):
                     )
                 )
             case ReceiveOutcome.FAILED | ReceiveOutcome.DRAINED:
-                self.act(self._batching.lost(key, received.error or received.outcome.value))
+                error = received.error or received.outcome.value
+                self.act(self._batching.lost(key, error, is_cancelled=received.is_cancelled))
             case ReceiveOutcome.QUARANTINED:
                 self.counts["quarantined transfer"] += 1  # the blocks stay held until DRAINED follows
 
@@ -259,6 +261,9 @@ class DecodeProgram(RoleProgram):
         metrics.observe(names.TRANSFER_TIME, effect.transfer_s)
         metrics.observe(names.TRANSFER_BUSY_TIME, effect.busy_s)
         self.record_span(names.SPAN_TRANSFER, key, effect.transfer_s, {names.TRANSFER_BYTES: effect.num_bytes})
+
+    def _transfer_cancelled(self, effect: fx.TransferCancelled) -> None:
+        self.context.metrics.add(names.TRANSFERS, outcome="cancelled")
 
     def _kv_mistaken(self, effect: fx.KvMistaken) -> None:
         self.context.metrics.add(names.KV_MISTAKEN)

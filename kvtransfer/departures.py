@@ -44,6 +44,7 @@ class Retract:
 
     tag: Tag
     error: str
+    is_cancelled: bool = False  # the owner needs the transfer no more; nothing went wrong
 
 
 Action = Report | Announce | Retract
@@ -237,14 +238,15 @@ class Departures:
             return []
         return self._after(departure, now_s)
 
-    def refused(self, tag: Tag, error: str, now_s: float) -> list[Action]:
-        """The receiver has given this transfer up."""
+    def refused(self, tag: Tag, error: str, now_s: float, *, is_cancelled: bool = False) -> list[Action]:
+        """The receiver has given this transfer up; with `is_cancelled` since nobody needs it any more."""
         departure = self._open.get(tag)
         if departure is None or not departure.session.is_open:
             self.stats.late_messages += 1
             return []
         departure.is_announced = False  # the receiver knows
-        departure.session.handle(Event.REFUSED, f"the receiver refused: {error}")
+        event = Event.CANCELLED if is_cancelled else Event.REFUSED
+        departure.session.handle(event, f"the receiver refused: {error}")
         return self._after(departure, now_s)
 
     def abort(self, key: TransferKey, now_s: float) -> list[Action]:
@@ -318,9 +320,9 @@ class Departures:
                 departure.given_up_at_s = now_s
         if departure.is_announced and not session.is_open and session.state is not State.VERIFIED:
             departure.is_announced = False
-            actions.append(Retract(departure.tag, session.error))
+            actions.append(Retract(departure.tag, session.error, session.is_cancelled))
         elif session.fault in _OWN_FAULTS and not self.is_linked and session.has_ended and departure.grant.blocks:
-            self._unsaid.append(Retract(departure.tag, session.error))
+            self._unsaid.append(Retract(departure.tag, session.error, session.is_cancelled))
         if session.has_ended and self._open.pop(departure.tag, None) is not None:
             count_end(self.stats, session)
             is_sent = session.state is State.VERIFIED

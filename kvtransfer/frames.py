@@ -31,6 +31,7 @@ _BODY: Final = struct.Struct("<4sBBHIQ16sIIII8sHBB")
 _CRC: Final = struct.Struct("<I")
 HEADER_BYTES: Final = _BODY.size + _CRC.size
 FLAG_LAST: Final = 1
+FLAG_CANCELLED: Final = 2
 NO_CHECKSUM: Final = bytes(8)
 _GREETING: Final = MAGIC + bytes([VERSION])
 GREETING_BYTES: Final = len(_GREETING) + TICKET_BYTES
@@ -74,6 +75,7 @@ class Frame:
     checksum: bytes = NO_CHECKSUM
     is_last: bool = False
     part: Part = WHOLE
+    is_cancelled: bool = False  # RETRACT and REFUSE: the owner needs the transfer no more; nothing went wrong
 
     @property
     def num_behind(self) -> int:
@@ -85,7 +87,7 @@ class Frame:
             MAGIC,
             VERSION,
             self.kind,
-            FLAG_LAST if self.is_last else 0,
+            FLAG_LAST * self.is_last | FLAG_CANCELLED * self.is_cancelled,
             self.tag.attempt,
             self.tag.generation,
             self.tag.transfer,
@@ -103,10 +105,10 @@ def beat() -> bytes:
     return Frame(Kind.BEAT, Tag(bytes(16), 0, 0)).encode()
 
 
-def encode_text(kind: Kind, tag: Tag, text: str) -> bytes:
+def encode_text(kind: Kind, tag: Tag, text: str, *, is_cancelled: bool = False) -> bytes:
     """A header and its text, cut to MAX_TEXT_BYTES."""
     payload = text.encode()[:MAX_TEXT_BYTES]
-    return Frame(kind, tag, length=len(payload)).encode() + payload
+    return Frame(kind, tag, length=len(payload), is_cancelled=is_cancelled).encode() + payload
 
 
 def decode_text(payload: bytes) -> str:
@@ -135,9 +137,9 @@ def decode(header: bytes | bytearray | memoryview, max_chunk_bytes: int) -> Fram
     part = Part(*numbers)
     if not part.group < part.groups <= MAX_GROUPS:
         raise BadFrame(f"layer group {part.group} of {part.groups}, at most {MAX_GROUPS}")
-    is_last = bool(flags & FLAG_LAST)
+    is_last, is_cancelled = bool(flags & FLAG_LAST), bool(flags & FLAG_CANCELLED)
     tag = Tag(transfer, attempt, generation)
-    return Frame(known, tag, first, count, slot, length, checksum, is_last, part)
+    return Frame(known, tag, first, count, slot, length, checksum, is_last, part, is_cancelled)
 
 
 def greeting(ticket: bytes) -> bytes:

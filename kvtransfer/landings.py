@@ -42,6 +42,7 @@ class Answer:
     is_verified: bool
     error: str = ""
     busy_s: float = 0.0
+    is_cancelled: bool = False  # the owner needs the transfer no more; nothing went wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,8 @@ class Landings:
     stall_s: float = 60.0
     unclaimed_s: float = 120.0
     _open: dict[Tag, Landing] = field(default_factory=dict)
-    _ended: OrderedDict[Tag, tuple[bool, str]] = field(default_factory=OrderedDict)
+    #: is_verified, error and is_cancelled of transfers that ended, for a sender that comes late.
+    _ended: OrderedDict[Tag, tuple[bool, str, bool]] = field(default_factory=OrderedDict)
     _alarms: list[tuple[float, int, Tag]] = field(default_factory=list)
     _alarm_number: int = 0
 
@@ -135,8 +137,8 @@ class Landings:
         """
         landing = self._open.get(tag)
         if landing is None and tag in self._ended:
-            is_verified, error = self._ended[tag]
-            return [Answer(writer, tag, is_verified, error)]
+            is_verified, error, is_cancelled = self._ended[tag]
+            return [Answer(writer, tag, is_verified, error, is_cancelled=is_cancelled)]
         if landing is None or not landing.session.is_open:
             self.stats.late_messages += 1
             return [Answer(writer, tag, False, "the receiver does not expect this transfer")]
@@ -214,8 +216,8 @@ class Landings:
             session.handle(Event.INCOMPLETE, f"{missing} of {size} {pieces} never came")
         return self._after(claim.landing, now_s)
 
-    def retract(self, tag: Tag, writer: int, error: str, now_s: float) -> list[Action]:
-        """The sender gives up."""
+    def retract(self, tag: Tag, writer: int, error: str, now_s: float, *, is_cancelled: bool = False) -> list[Action]:
+        """The sender gives up; with `is_cancelled` since nobody needs the transfer any more."""
         landing = self._open.get(tag)
         lanes = [] if landing is None else landing.of(writer)
         # Who was never announced may still speak for a grant that nobody writes to.
@@ -224,7 +226,8 @@ class Landings:
             return []
         for lane in lanes:
             lane.is_answered = True
-        landing.session.handle(Event.REFUSED, f"the sender gave up: {error}")
+        event = Event.CANCELLED if is_cancelled else Event.REFUSED
+        landing.session.handle(event, f"the sender gave up: {error}")
         return self._after(landing, now_s)
 
     def abort(self, key: TransferKey, now_s: float) -> list[Action]:
@@ -321,7 +324,15 @@ class Landings:
             if not lane.is_answered:
                 lane.is_answered = True
                 is_verified = session.state is State.VERIFIED
-                actions.append(Answer(lane.writer, landing.tag, is_verified, session.error, landing.busy.total_s))
+                answer = Answer(
+                    lane.writer,
+                    landing.tag,
+                    is_verified,
+                    session.error,
+                    landing.busy.total_s,
+                    is_cancelled=session.is_cancelled,
+                )
+                actions.append(answer)
         if not session.is_open and not session.has_ended and landing.given_up_at_s is None:
             landing.given_up_at_s = now_s
             self._set_alarm(now_s + self.grace_s, landing.tag)
@@ -335,7 +346,8 @@ class Landings:
             # Who announces it again uses a grant that is spent; only of a grant of nothing it is no mistake.
             is_spent = session.state is State.VERIFIED and bool(landing.grant.blocks)
             error = "the transfer was verified before" if is_spent else session.error
-            self._ended[landing.tag] = (session.state is State.VERIFIED and not is_spent, error)
+            is_verified = session.state is State.VERIFIED and not is_spent
+            self._ended[landing.tag] = (is_verified, error, session.is_cancelled)
             if len(self._ended) > REMEMBERED:
                 self._ended.popitem(last=False)
         if session.state is State.VERIFIED:
@@ -365,7 +377,7 @@ class Landings:
 def count_end(stats: TransferStats, session: Session) -> None:
     """Counts a session that has just ended, on either side."""
     stats.verified += session.state is State.VERIFIED
-    stats.failed += session.state is State.FAILED and session.fault is not Event.ABORTED
-    stats.aborted += session.state in (State.DRAINED, State.FAILED) and session.fault is Event.ABORTED
+    stats.failed += session.state is State.FAILED and not session.is_cancelled
+    stats.cancelled += session.state in (State.DRAINED, State.FAILED) and session.is_cancelled
     stats.expired += session.state is State.FAILED and session.fault is Event.EXPIRED
     stats.cut += session.state is State.FAILED and session.fault is Event.CUT

@@ -310,7 +310,7 @@ class Outbound(threading.Thread):
             elif isinstance(action, Announce):
                 self.writer.say(Frame(Kind.ANNOUNCE, action.tag, part=Part(action.lane, 0, action.groups)).encode())
             else:
-                self.writer.say(encode_text(Kind.RETRACT, action.tag, action.error))
+                self.writer.say(encode_text(Kind.RETRACT, action.tag, action.error, is_cancelled=action.is_cancelled))
 
     def _write(self, channel: Channel, path: SendPath) -> Progress:
         """Moves on by at most one chunk."""
@@ -353,7 +353,7 @@ class Outbound(threading.Thread):
         if frame.kind is Kind.DONE:
             self._act(self._book.done(frame.tag, now_s, frame.slot * 1e-6))
         elif frame.kind is Kind.REFUSE:
-            self._act(self._book.refused(frame.tag, text, now_s))
+            self._act(self._book.refused(frame.tag, text, now_s, is_cancelled=frame.is_cancelled))
         elif frame.kind is Kind.CREDIT and self._line is not None:
             self._line.path.hear(frame)
         elif frame.kind is not Kind.BEAT:

@@ -221,9 +221,9 @@ class StreamReceiver:
             self._do(self._book.settle(claim, num_bytes, matches, is_last, self.clock()))
         self._deliver()
 
-    def retract(self, tag: Tag, writer: int, error: str) -> None:
+    def retract(self, tag: Tag, writer: int, error: str, *, is_cancelled: bool) -> None:
         with self._lock:
-            self._do(self._book.retract(tag, writer, error, self.clock()))
+            self._do(self._book.retract(tag, writer, error, self.clock(), is_cancelled=is_cancelled))
         self._deliver()
 
     def ended(self, inbound: Inbound, error: str, *, is_peers_fault: bool, is_silent: bool) -> None:
@@ -323,7 +323,7 @@ class StreamReceiver:
 def _encode(answer: Answer) -> bytes:
     if answer.is_verified:
         return Frame(Kind.DONE, answer.tag, slot=min(round(answer.busy_s * 1e6), 2**32 - 1)).encode()
-    return encode_text(Kind.REFUSE, answer.tag, answer.error)
+    return encode_text(Kind.REFUSE, answer.tag, answer.error, is_cancelled=answer.is_cancelled)
 
 
 def _listen(kind: int, host: str) -> socket.socket:

@@ -32,6 +32,7 @@ class Event(Enum):
     CHECKED = "checked"  # the last checksum matched (receiver) or the receiver says so (sender)
     ABORTED = "aborted"  # by the owner on this side
     REFUSED = "refused"  # by the other side
+    CANCELLED = "cancelled"  # by the other side's owner, since nobody needs the transfer any more
     CORRUPT = "corrupt"  # a checksum differs
     MISTAKEN = "mistaken"  # a stamp differs: these are the bytes of another block
     STALE = "stale"  # a block of ours was handed out again meanwhile
@@ -46,6 +47,7 @@ OPEN: Final = (State.GRANTED, State.SENDING, State.SENT)
 ENDED: Final = (State.VERIFIED, State.FAILED, State.DRAINED)
 FAULTS: Final = (
     Event.REFUSED,
+    Event.CANCELLED,
     Event.CORRUPT,
     Event.MISTAKEN,
     Event.STALE,
@@ -120,6 +122,11 @@ class Session:
     @property
     def is_open(self) -> bool:
         return self.state in OPEN
+
+    @property
+    def is_cancelled(self) -> bool:
+        """An owner gave it up before anything went wrong: that is no failure of the transfer."""
+        return self.fault in (Event.ABORTED, Event.CANCELLED)
 
     @property
     def has_ended(self) -> bool:

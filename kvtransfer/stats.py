@@ -12,10 +12,10 @@ class TransferStats:
     transfers: int = 0  # opened: expected (receiver) or started (sender)
     verified: int = 0  # ended with every block verified (receiver) or acknowledged (sender)
     failed: int = 0
-    aborted: int = 0
+    cancelled: int = 0  # given up by an owner, on either side, since nobody needed it any more
     expired: int = 0  # of the failed: past their deadline
     cut: int = 0  # of the failed: the connection was lost
-    quarantined: int = 0  # aborted, and a write was still open after the grace time
+    quarantined: int = 0  # cancelled, and a write was still open after the grace time
     bytes: int = 0  # payload of verified (receiver) or acknowledged (sender) transfers
     moved_bytes: int = 0  # sender: payload that nobody reads here any more, whatever became of its transfer
     chunks: int = 0  # accepted (receiver) or sent (sender)
@@ -33,7 +33,7 @@ class TransferStats:
 
 
 EVENTS: Final = (  # what an operator should see; the rest is throughput, and measured where it is used
-    "aborted",
+    "cancelled",
     "expired",
     "cut",
     "quarantined",

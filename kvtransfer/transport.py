@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvtransfer.shape import KvShape
 from kvtransfer.stats import TransferStats
@@ -70,6 +70,10 @@ class Text:
     theirs: tuple[int, ...]
 
 
+#: Faults of a transfer that an owner gave up, on this side or the other, since nobody needed it: no failures.
+CANCELLED: Final = ("aborted", "cancelled")
+
+
 class ReceiveOutcome(Enum):
     VERIFIED = "verified"  # every granted block arrived and its checksum matched
     FAILED = "failed"  # coverage or integrity is not to be had; the memory is safe to free
@@ -86,6 +90,10 @@ class Received:
     busy_s: float = 0.0  # of it, with chunks on their way
     error: str = ""
     fault: str = ""  # the kind of error, of few: session.Event
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.fault in CANCELLED
 
 
 class SendOutcome(Enum):
@@ -105,6 +113,10 @@ class Sent:
     error: str = ""
     fault: str = ""  # the kind of error, of few: session.Event
     wire_dtype: str = ""  # as which the values travelled; empty: as they are stored
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.fault in CANCELLED
 
 
 class Receiver(Protocol):

@@ -3,6 +3,8 @@
 A prompt waits in the inbox, is computed in chunks, then lies still until its KV has left:
 
     WAITING -> COMPUTING -> SENDING -> (gone)        first come, first served
+    WAITING -> COMPUTING -> (gone)                   its first token must be its last: its KV is not sent
+    WAITING -> COMPUTING -> ENDING -> (gone)         its first token happened to be its last
 
 All blocks of a prompt are taken when its computing starts, so that nothing here can run out of memory half-way.
 From then on a sender may read them, so they are given back only when `sent` says that it does not. When finished
@@ -131,6 +133,7 @@ class PrefillBatching:
             attempt=attempt,
             receiver=receiver,
             may_divide=may_divide,
+            is_moved=not self._end_rule.ends_with_next(attempt.sampling, len(attempt.output_ids), attempt.num_tokens),
             held_blocks=held,
             pushed=held,
             tokens=tokens,
@@ -192,12 +195,17 @@ class PrefillBatching:
                 self.blocks.stamps.mark(prompt.blocks[-1], prompt.chains(self._block_size)[-1])
             if out.scored:
                 effects.append(PromptScored(key=key, first_position=start + 1, tokens=out.scored))
-            effects += self._done(prompt)
-            if prompt.remaining == 0:
-                assert len(out.drawn) == 1, "the last chunk draws one token"
-                effects.append(self._first(prompt, out.drawn[0], now_s))
-                prompt.stage = Stage.SENDING
-                del self._computing[key]
+            if prompt.remaining:
+                effects += self._done(prompt)
+                continue
+            assert len(out.drawn) == 1, "the last chunk draws one token"
+            first = self._first(prompt, out.drawn[0], now_s)
+            if first.finish is not None:  # nobody needs the KV elsewhere
+                effects += [first, *self.cancel(key)]
+                continue
+            effects += [*self._done(prompt), first]
+            prompt.stage = Stage.SENDING
+            del self._computing[key]
         return effects
 
     def fail(self, key: AttemptKey, kind: FailureKind, message: str) -> list[PrefillEffect]:
@@ -213,19 +221,27 @@ class PrefillBatching:
                 return []
             case Stage.WAITING:
                 return self._release(key)
+            case Stage.COMPUTING if not prompt.is_moved:
+                return self._release(key)
             case Stage.COMPUTING | Stage.SENDING:
                 self._computing.pop(key, None)
                 prompt.stage = Stage.ENDING
                 return [SendAborted(key=key)]
 
-    def sent(self, key: AttemptKey, *, is_whole: bool, error: str = "") -> list[PrefillEffect]:
-        """The sender reads no block of the attempt any more, because all was sent or because it gave up."""
+    def sent(
+        self, key: AttemptKey, *, is_whole: bool, error: str = "", is_cancelled: bool = False
+    ) -> list[PrefillEffect]:
+        """The sender reads no block of the attempt any more, because all was sent or because it gave up.
+
+        `is_cancelled`: the receiver gave the transfer up, since nobody needs it any more.
+        """
         prompt = self._prompts.get(key)
         if prompt is None or prompt.stage is Stage.WAITING:
             return []
         if prompt.stage is Stage.ENDING or (is_whole and prompt.stage is Stage.SENDING):
             return self._release(key)
-        return [TransferLost(key=key, error=error or "the sender ended early"), *self._release(key)]
+        lost = TransferLost(key=key, error=error or "the sender ended early", is_cancelled=is_cancelled)
+        return [lost, *self._release(key)]
 
     def expire(self, now_s: float) -> list[PrefillEffect]:
         effects: list[PrefillEffect] = []
@@ -249,8 +265,9 @@ class PrefillBatching:
         for key, prompt in list(self._waiting.items()):
             if not self._start(prompt, now_s):
                 return  # first come, first served: nobody overtakes for being smaller
-            effects.append(SendStarted(key=key, plan=prompt.push.name, groups=prompt.push.groups))
-            effects += self._done(prompt)  # what the cache holds
+            if prompt.is_moved:
+                effects.append(SendStarted(key=key, plan=prompt.push.name, groups=prompt.push.groups))
+                effects += self._done(prompt)  # what the cache holds
             yield prompt
 
     def _start(self, prompt: Prompt, now_s: float) -> bool:
@@ -266,13 +283,14 @@ class PrefillBatching:
         prompt.blocks = matched + fresh
         prompt.cached = prompt.computed = len(matched) * size
         prompt.started_s = now_s
-        prompt.push = self.pushing.choose(
-            prompt.receiver,
-            cached=prompt.cached,
-            num_tokens=len(prompt.tokens),
-            held_blocks=prompt.held_blocks,
-            may_divide=prompt.may_divide,
-        )
+        if prompt.is_moved:
+            prompt.push = self.pushing.choose(
+                prompt.receiver,
+                cached=prompt.cached,
+                num_tokens=len(prompt.tokens),
+                held_blocks=prompt.held_blocks,
+                may_divide=prompt.may_divide,
+            )
         prompt.stage = Stage.COMPUTING
         del self._waiting[key]
         self._computing[key] = prompt
@@ -280,7 +298,7 @@ class PrefillBatching:
 
     def _done(self, prompt: Prompt) -> list[PrefillEffect]:
         is_last = prompt.remaining == 0
-        if not is_last and not prompt.push.is_early:
+        if not prompt.is_moved or (not is_last and not prompt.push.is_early):
             return []
         final = len(prompt.blocks) if is_last else prompt.computed // self._block_size
         if final <= prompt.pushed and not is_last:

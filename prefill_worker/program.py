@@ -170,7 +170,8 @@ class PrefillProgram(RoleProgram):
             return
         if sent.outcome is SendOutcome.SENT:
             self._measure_sent(key, held[0], sent)
-        self.act(self._batching.sent(key, is_whole=sent.outcome is SendOutcome.SENT, error=sent.error))
+        is_whole = sent.outcome is SendOutcome.SENT
+        self.act(self._batching.sent(key, is_whole=is_whole, error=sent.error, is_cancelled=sent.is_cancelled))
 
     def _measure_sent(self, key: AttemptKey, grant: Grant, sent: Sent) -> None:
         if not sent.num_bytes:

@@ -26,6 +26,7 @@ class Prompt:
     attempt: Attempt
     receiver: str  # the decode worker
     may_divide: bool  # whether it takes a block in groups of layers
+    is_moved: bool  # False: its first token is its last, so that nobody needs its KV elsewhere
     held_blocks: int  # leading blocks that it has whole, in our size
     stage: Stage = Stage.WAITING
     tokens: tuple[int, ...]

@@ -100,6 +100,7 @@ def on_first_token(ledger: Ledger, event: FirstToken) -> None:
     _prefilled(request, placement.prefill_worker, view.hello.block_size, event)
     _emit(ledger, request, (event.token,))
     if event.finish is not None:
+        ledger.frees_itself(request, event.worker_id)
         finish(ledger, request, event.finish, cancel=True)
         return
     if _is_full(request):

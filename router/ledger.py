@@ -206,13 +206,22 @@ class Ledger:
         if not booking.is_sent:
             self.drop_hold(request, worker_id, request.attempt)
             return
+        self._is_ending(booking, worker_id)
+        self.out.append(Cancel(worker_id=worker_id, request_id=request.request_id, attempt=request.attempt))
+
+    def frees_itself(self, request: Request, worker_id: str) -> None:
+        """The worker has ended the present attempt and will say Released without being told."""
+        booking = self.booking(worker_id, request.request_id, request.attempt)
+        if booking is not None and not booking.is_cancelled:
+            self._is_ending(booking, worker_id)
+
+    def _is_ending(self, booking: Booking, worker_id: str) -> None:
         booking.is_cancelled = True
         view = self.fleet.views[worker_id]
         view.computed(booking, self.now_s)
         view.left_batch(booking)
         view.arrived(booking)
         view.freed_s = self.now_s
-        self.out.append(Cancel(worker_id=worker_id, request_id=request.request_id, attempt=request.attempt))
 
     # -- explanations --------------------------------------------------------------------------------------------
 

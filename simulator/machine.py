@@ -258,6 +258,8 @@ class Machine(ABC):
                     error=effect.error,
                 )
                 self.tell(key.router, lost)
+            case fx.TransferCancelled():
+                pass  # for the statistics of a real worker
             case _:
                 raise AssertionError(f"nobody carries out {type(effect).__name__}")
 

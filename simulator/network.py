@@ -98,7 +98,7 @@ class Network:
             self._tell_receiver(transfer)
         else:  # what is in flight lands first
             self._agenda.after(transfer.latency_s, self._receiver_ends, transfer)
-        self._agenda.after(transfer.latency_s, self._sender_ends, transfer, Event.REFUSED, "the receiver gave up")
+        self._agenda.after(transfer.latency_s, self._sender_ends, transfer, Event.CANCELLED, "the receiver gave up")
 
     # -- the sender ----------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Network:
         if transfer is None:
             return
         self._sender_ends(transfer, Event.ABORTED, "aborted by the sender")
-        self._agenda.after(transfer.latency_s, self._receiver_ends, transfer, Event.INCOMPLETE, "the sender gave up")
+        self._agenda.after(transfer.latency_s, self._receiver_ends, transfer, Event.CANCELLED, "the sender gave up")
 
     def cut(self, end: End) -> None:
         """A worker died. What it sent or received ends on the other side."""

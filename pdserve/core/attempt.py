@@ -110,6 +110,13 @@ class EndRule:
             return True
         return token_id in sampling.stop_token_ids
 
+    def ends_with_next(self, sampling: Sampling, num_output: int, num_tokens: int) -> bool:
+        """Whether the next token is the last one whatever it is, after `num_output` output tokens, `num_tokens` in all.
+
+        Nobody decodes from the KV of such a text.
+        """
+        return num_output + 1 >= sampling.max_tokens or num_tokens + 1 >= self.max_context_tokens
+
     def finish(self, sampling: Sampling, token_id: int, num_output: int, num_tokens: int) -> FinishReason | None:
         """After `token_id` was drawn as output token number `num_output`, token number `num_tokens` of all."""
         if sampling.grammar is not None and token_id in self.eos_token_ids:

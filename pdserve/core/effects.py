@@ -36,10 +36,21 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferLost:
-    """The attempt is over because its KV cannot arrive; its memory follows in Released."""
+    """The attempt is over because its KV cannot arrive; its memory follows in Released.
+
+    `is_cancelled`: the other worker gave the transfer up since its attempt is over. Nothing went wrong.
+    """
 
     key: AttemptKey
     error: str
+    is_cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferCancelled:
+    """The attempt was given up before its KV was needed, and nobody moves it any more; for statistics."""
+
+    key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +178,7 @@ DecodeEffect = (
     Refused
     | Failed
     | TransferLost
+    | TransferCancelled
     | Released
     | PromptScored
     | LandingHeld

@@ -246,8 +246,8 @@ REFUSED_BY_WORKER: Final = _metric(
     "pdserve_worker_refusals_total", "counter", "worker", "reservations and prefills refused", ("reason",)
 )
 TRANSFERS: Final = _metric(
-    "pdserve_kv_transfers_total", "counter", "worker", "KV transfers that ended: committed or failed", ("outcome",)
-)
+    "pdserve_kv_transfers_total", "counter", "worker", "KV transfers that ended, by outcome", ("outcome",)
+)  # outcome: committed, failed, or cancelled: given up since nobody needed it any more
 KV_MISTAKEN: Final = _metric(
     "pdserve_kv_mistaken_total", "counter", "worker", "texts recomputed since a block was not theirs (kv_check)"
 )

@@ -333,8 +333,11 @@ class RoleProgram(ABC):
 
     def _transfer_lost(self, effect: fx.TransferLost) -> None:
         extra = {"request_id": effect.key.request_id, "attempt": effect.key.attempt, "error": effect.error}
-        log.warning("KV was not moved", extra=extra)
-        self.context.metrics.add(names.TRANSFERS, outcome="failed")
+        if effect.is_cancelled:
+            log.debug("a KV transfer was cancelled", extra=extra)
+        else:
+            log.warning("KV was not moved", extra=extra)
+        self.context.metrics.add(names.TRANSFERS, outcome="cancelled" if effect.is_cancelled else "failed")
         self.emit(effect.key.router, transfer_ended=messages.transfer_lost(effect))
 
     def _released(self, effect: fx.Released) -> None:

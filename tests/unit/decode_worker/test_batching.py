@@ -18,6 +18,7 @@ from pdserve.core.effects import (
     Released,
     SeatHeld,
     StepAccount,
+    TransferCancelled,
     TransferLost,
 )
 from pdserve.core.types import FinishReason
@@ -110,6 +111,13 @@ def test_a_lost_transfer_frees_the_landing_place(bench: Any) -> None:
     landing(bench, "a")
     key = bench.key("a")
     assert bench.batching.lost(key, "checksum") == [TransferLost(key=key, error="checksum"), Released(key=key)]
+
+
+def test_a_transfer_that_its_sender_cancelled_is_told_as_that(bench: Any) -> None:
+    landing(bench, "a")
+    key = bench.key("a")
+    lost = TransferLost(key=key, error="enough", is_cancelled=True)
+    assert bench.batching.lost(key, "enough", is_cancelled=True) == [lost, Released(key=key)]
     assert bench.batching.blocks.num_free == 32
 
 
@@ -334,7 +342,7 @@ def test_cancel_while_landing_holds_the_blocks_until_nobody_writes(bench: Any) -
     assert bench.batching.stage(key) is Stage.ENDING
     assert bench.batching.blocks.num_referenced == 3
     assert bench.admit("a", 5) is None
-    assert bench.batching.lost(key, "drained") == [Released(key=key)]
+    assert bench.batching.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
     assert bench.batching.blocks.num_free == 32
 
 
@@ -342,7 +350,7 @@ def test_a_transfer_that_ended_well_after_the_cancel_frees_too(bench: Any) -> No
     landing(bench, "a")
     key = bench.key("a")
     bench.batching.cancel(key)
-    assert bench.land("a") == [Released(key=key)]
+    assert bench.land("a") == [TransferCancelled(key=key), Released(key=key)]
     assert bench.land("a") == []
 
 
@@ -381,7 +389,8 @@ def test_a_deadline_ends_an_attempt_at_every_stage(bench: Any) -> None:
     effects = bench.batching.expire(5.0)
     assert {one.key.request_id for one in effects if isinstance(one, Failed)} == {"running", "landing", "waiting"}
     assert {one.key.request_id for one in effects if isinstance(one, Released)} == {"running", "waiting"}
-    assert bench.batching.lost(bench.key("landing"), "drained") == [Released(key=bench.key("landing"))]
+    key = bench.key("landing")
+    assert bench.batching.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
     assert bench.batching.live() == []
 
 

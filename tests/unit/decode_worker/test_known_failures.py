@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.core.attempt import FailureKind
-from pdserve.core.effects import Failed, KvCommitted, ReceiveAborted, Refused, Released, TransferLost
+from pdserve.core.effects import Failed, KvCommitted, ReceiveAborted, Refused, Released, TransferCancelled, TransferLost
 from tests.unit.decode_worker.conftest import BLOCK_SIZE, Bench
 
 PROMPT = list(range(1, 3 * BLOCK_SIZE + 2))
@@ -18,7 +18,10 @@ def test_blocks_of_a_cancelled_landing_are_held_until_nobody_writes(bench: Bench
     assert taken is not None
     assert not granted & set(taken)
     bench.batching.blocks.release(taken)
-    assert bench.batching.lost(bench.key("old"), "drained") == [Released(key=bench.key("old"))]
+    assert bench.batching.lost(bench.key("old"), "drained") == [
+        TransferCancelled(key=bench.key("old")),
+        Released(key=bench.key("old")),
+    ]
     assert bench.batching.blocks.num_referenced == 0
 
 
@@ -53,7 +56,7 @@ def test_ends_of_transfers_that_nobody_waits_for_are_nothing(bench: Bench) -> No
     assert bench.batching.lost(key, "late") == []
     bench.offer("gone", PROMPT, is_local=False)
     bench.batching.cancel(key)
-    assert bench.land("gone") == [Released(key=key)]  # it was verified in the same moment
+    assert bench.land("gone") == [TransferCancelled(key=key), Released(key=key)]  # it was verified in the same moment
     assert bench.land("gone") == []
     assert bench.batching.lost(key, "drained") == []
     assert bench.batching.blocks.num_referenced == 0
@@ -79,7 +82,7 @@ def test_a_landing_that_nobody_fills_ends_at_its_deadline(bench: Bench) -> None:
     assert [type(one) for one in effects] == [Failed, ReceiveAborted]
     assert isinstance(effects[0], Failed)
     assert effects[0].kind is FailureKind.DEADLINE
-    assert bench.batching.lost(key, "drained") == [Released(key=key)]
+    assert bench.batching.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
     assert bench.batching.blocks.num_referenced == 0
 
 

@@ -308,9 +308,9 @@ def check_the_end(world: World) -> None:
     outcomes = Counter(said[-1] for said in world.receiver_said.values())
     assert outcomes[ReceiveOutcome.VERIFIED] == stats.verified
     assert outcomes[ReceiveOutcome.FAILED] == stats.failed
-    assert outcomes[ReceiveOutcome.DRAINED] == stats.aborted
+    assert outcomes[ReceiveOutcome.DRAINED] == stats.cancelled
     assert sum(outcomes.values()) == stats.transfers == len(world.grants)
-    assert world.out.stats.verified + world.out.stats.failed + world.out.stats.aborted == len(world.grants)
+    assert world.out.stats.verified + world.out.stats.failed + world.out.stats.cancelled == len(world.grants)
 
 
 def opened(blocks: tuple[int, ...] = (0, 1, 2, 3), deadline_at_s: float | None = None) -> tuple[Landings, Grant, Tag]:
@@ -373,7 +373,7 @@ def test_an_abort_that_does_not_drain_in_time_is_quarantined_and_then_drained() 
     assert outcomes_of(book.expire(10.9)) == []
     assert outcomes_of(book.expire(11.0)) == [(ReceiveOutcome.QUARANTINED, "aborted by the receiver")]
     assert outcomes_of(book.leave(claim, 12.0)) == [(ReceiveOutcome.DRAINED, "aborted by the receiver")]
-    assert (book.stats.quarantined, book.stats.aborted) == (1, 1)
+    assert (book.stats.quarantined, book.stats.cancelled) == (1, 1)
 
 
 def test_a_deadline_fails_the_transfer_and_says_how_far_it_came() -> None:

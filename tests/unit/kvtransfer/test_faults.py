@@ -141,7 +141,27 @@ def test_when_the_sender_gives_up_both_hear_of_it_at_once(pair: Pair) -> None:
     assert (sent.wait().outcome, sent.all[0].error) == (SendOutcome.FAILED, "aborted by the sender")
     end = received.wait()
     assert (end.outcome, end.error) == (ReceiveOutcome.FAILED, "the sender gave up: aborted by the sender")
+    assert sent.all[0].is_cancelled
+    assert end.is_cancelled
+    for stats in (pair.sender.stats, pair.receiver.stats):
+        assert (stats.failed, stats.cancelled) == (0, 1)
     pair.sender.push(grant.key, [(1, 1)], True)  # late, and harmless
+
+
+def test_a_transfer_that_the_receiver_cancels_has_not_failed(pair: Pair) -> None:
+    grant = pair.grant((1, 2))
+    received, sent = pair.begin(grant)
+    pair.sender.push(grant.key, [(0, 0)], False)
+    pair.receiver.abort(grant.key)
+    assert received.wait().is_cancelled
+    pair.sender.push(grant.key, [(1, 1)], True)
+    assert sent.wait().is_cancelled
+    late = Heard()
+    pair.sender.start(grant, late)  # comes after the receiver has forgotten all but the end
+    pair.sender.push(grant.key, [(0, 0), (1, 1)], True)
+    assert late.wait().is_cancelled
+    for stats in (pair.sender.stats, pair.receiver.stats):
+        assert stats.failed == 0
 
 
 def test_an_aborting_sender_lets_go_of_its_blocks_in_the_middle_of_a_frame(make_pair: MakePair) -> None:

@@ -288,3 +288,38 @@ def test_finished_blocks_are_named_before_the_sender_hears_of_them_the_last_half
     assert stamps.chains(blocks)[:2] == names[:2]
     assert stamps.chains(blocks)[2] not in names
     bench.sent("b")
+
+
+@pytest.mark.parametrize("facts", [{"max_tokens": 1}, {"output": (5, 6), "max_tokens": 3}])
+def test_kv_that_nobody_decodes_from_is_not_sent(bench: Any, facts: dict[str, Any]) -> None:
+    """Its first token is its last, whatever it is: no transfer is begun that could only be cancelled."""
+    bench.offer("a", PROMPT, **facts)
+    effects = bench.run()
+    assert [type(one) for one in effects] == [FirstDrawn, Released]
+    assert effects[0].finish is FinishReason.LENGTH
+    assert bench.batching.blocks.num_referenced == 0
+
+
+def test_the_last_token_of_the_context_is_not_sent_for(make_bench: Any) -> None:
+    bench = make_bench(num_blocks=3)  # 12 tokens
+    bench.offer("a", list(range(11)))
+    assert [type(one) for one in bench.run()] == [FirstDrawn, Released]
+
+
+def test_a_first_token_that_happens_to_end_the_text_ends_the_transfer(bench: Any) -> None:
+    bench.offer("free", PROMPT, max_tokens=2)
+    token = bench.firsts(bench.run())["free"]
+    bench.sent("free")
+    bench.offer("a", PROMPT, stop_token_ids=(token,))
+    effects = bench.run()
+    assert [type(one) for one in effects if not isinstance(one, BlocksDone)] == [SendStarted, FirstDrawn, SendAborted]
+    assert not any(one.is_last for one in effects if isinstance(one, BlocksDone))
+    assert bench.batching.cancel(bench.key("a")) == []  # the router need not say anything
+    assert bench.sent("a") == [Released(key=bench.key("a"))]
+
+
+def test_a_prompt_whose_kv_is_not_sent_frees_its_blocks_at_once_when_cancelled(bench: Any) -> None:
+    bench.offer("a", PROMPT, max_tokens=1)
+    bench.step()
+    assert bench.batching.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
+    assert bench.run() == []
