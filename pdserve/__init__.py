@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pdserve.core.errors import PdserveError as PdserveError
     from pdserve.core.errors import Unauthenticated as Unauthenticated
     from pdserve.core.errors import Unavailable as Unavailable
+    from pdserve.core.errors import UnknownMethod as UnknownMethod
     from pdserve.core.types import Slo as Slo
 
 __version__ = "0.1.0"
@@ -61,6 +62,7 @@ _HOMES: Final = {
         "PdserveError",
         "Unauthenticated",
         "Unavailable",
+        "UnknownMethod",
     ),
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}

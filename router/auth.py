@@ -14,8 +14,9 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from pdserve.core.errors import NotFound, PdserveError, Unauthenticated
+from pdserve.core.errors import PdserveError, Unauthenticated
 from pdserve.wire import status
+from pdserve.wire.requests import unknown_method
 
 
 class Access(Enum):
@@ -42,7 +43,7 @@ def refusal(method: str, metadata: Any, token: str) -> PdserveError | None:
     """Why a call is not let in; None when it is."""
     access = POLICY.get(method)
     if access is None:
-        return NotFound("method", method[:128])
+        return unknown_method(method)
     if access is Access.OPEN or not token:
         return None
     given = next((value for key, value in metadata or () if key == "authorization"), "")
@@ -54,13 +55,16 @@ def refusal(method: str, metadata: Any, token: str) -> PdserveError | None:
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg]
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, on_rejected: Callable[[PdserveError], None] = lambda error: None) -> None:
+        """`on_rejected` is called once for each call that is rejected, to count it."""
         self._token = token
+        self._on_rejected = on_rejected
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         error = refusal(handler_call_details.method, handler_call_details.invocation_metadata, self._token)
         if error is None:
             return await continuation(handler_call_details)
+        self._on_rejected(error)
 
         async def refuse(requests: Any, context: Any) -> None:
             await status.abort(context, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+from pdserve.core.errors import PdserveError
 from pdserve.core.types import Slo
 from pdserve.telemetry import names
 from pdserve.telemetry.metrics import Metrics
@@ -90,6 +91,13 @@ class Measure:
 
     def error(self, reason: str) -> None:
         self.metrics.add(names.REQUEST_ERRORS, reason=reason)
+
+    def rejected(self, error: PdserveError) -> None:
+        """A call that was rejected before its handler."""
+        self.error(error.reason)
+
+    def disconnected(self) -> None:
+        self.metrics.add(names.CLIENT_DISCONNECTS)
 
     def population(self, queued: int, running: int) -> None:
         self.metrics.set(names.QUEUED, queued)

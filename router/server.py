@@ -27,6 +27,8 @@ from pdserve.telemetry.tracing import make_tracing
 from pdserve.text.chat import ChatTemplate, load_chat_template
 from pdserve.text.tokenizer import TOYS, load_tokenizer
 from pdserve.v1 import cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
+from pdserve.wire import status
+from pdserve.wire.requests import RequestCheck
 from router.admission import Admission, Limits
 from router.auth import AuthInterceptor
 from router.cluster import ClusterServicer
@@ -134,7 +136,8 @@ class RouterServer:
         config = self._config
         self._server = grpc.aio.server(
             interceptors=(
-                AuthInterceptor(config.token),
+                RequestCheck(status.abort, self._measure.rejected),
+                AuthInterceptor(config.token, self._measure.rejected),
                 TracingServerInterceptor(self._tracing, {f"/{INFERENCE}/Generate": names.SPAN_REQUEST}),
             ),
             options=_server_options(config.max_message_bytes),

@@ -3,6 +3,7 @@
     PdserveError
     ├── InvalidRequest        a field of the request is wrong; retrying the same cannot succeed
     ├── NotFound              no such request, worker or model
+    │   └── UnknownMethod     the server does not implement the method that was called
     ├── ConfigError           a setting of this installation is wrong
     │   └── ModelError        the model folder cannot be served
     ├── Overloaded            no placement keeps the promise now; try again after retry_after_s
@@ -59,6 +60,17 @@ class NotFound(PdserveError):
     def __init__(self, kind: str, name: str) -> None:
         super().__init__(f"no {kind} named {name!r}")
         self.kind, self.name = kind, name
+
+
+class UnknownMethod(NotFound):
+    """`name` is the full name of the method; empty where the server does not repeat it."""
+
+    reason = "UNKNOWN_METHOD"
+
+    def __init__(self, name: str) -> None:
+        super().__init__("method", name)
+        if not name:
+            self.args = ("the server does not implement the method that was called",)
 
 
 class ConfigError(PdserveError):

@@ -163,6 +163,9 @@ REQUESTS: Final = _metric(
 REQUEST_ERRORS: Final = _metric(
     "pdserve_request_errors_total", "counter", "router", "requests that ended in an error, by its reason", ("reason",)
 )
+CLIENT_DISCONNECTS: Final = _metric(
+    "pdserve_client_disconnects_total", "counter", "router", "Generate calls whose client left before the end"
+)
 QUEUED: Final = _metric("pdserve_requests_queued", "gauge", "router", "requests that wait in the router")
 RUNNING: Final = _metric("pdserve_requests_running", "gauge", "router", "requests that are placed on workers")
 PLACEMENTS: Final = _metric("pdserve_placements_total", "counter", "router", "requests placed, by path", ("path",))
@@ -242,6 +245,13 @@ DRAFT_TOKENS: Final = _metric(
 )  # outcome: accepted, rejected
 SPECULATED_STEPS: Final = _metric("pdserve_speculated_steps_total", "counter", "worker", "steps that carried drafts")
 PREEMPTED: Final = _metric("pdserve_preemptions_total", "counter", "worker", "sequences recomputed for want of memory")
+REJECTED_CALLS: Final = _metric(
+    "pdserve_worker_rejected_calls_total",
+    "counter",
+    "worker",
+    "calls rejected before their handler, by the error's reason",
+    ("reason",),
+)
 REFUSED_BY_WORKER: Final = _metric(
     "pdserve_worker_refusals_total", "counter", "worker", "reservations and prefills refused", ("reason",)
 )

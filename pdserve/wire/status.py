@@ -33,6 +33,7 @@ from pdserve.core.errors import (
     TransferFailed,
     Unauthenticated,
     Unavailable,
+    UnknownMethod,
 )
 
 DOMAIN: Final = "pdserve"
@@ -63,6 +64,9 @@ TABLE: Final[Mapping[type[PdserveError], Mapped]] = {
     ),
     NotFound: Mapped(
         grpc.StatusCode.NOT_FOUND, ("kind", "name"), lambda _, fields, __: NotFound(fields["kind"], fields["name"])
+    ),
+    UnknownMethod: Mapped(
+        grpc.StatusCode.UNIMPLEMENTED, ("name",), lambda _, fields, __: UnknownMethod(fields["name"])
     ),
     ConfigError: Mapped(grpc.StatusCode.FAILED_PRECONDITION, ("field", "seen", "expected"), _field_error(ConfigError)),
     ModelError: Mapped(grpc.StatusCode.FAILED_PRECONDITION, ("field", "seen", "expected"), _field_error(ModelError)),
@@ -101,7 +105,7 @@ _BARE: Final[Mapping[grpc.StatusCode, Callable[[str], PdserveError]]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: Unauthenticated,
-    grpc.StatusCode.UNIMPLEMENTED: lambda text: NotFound("method", text),
+    grpc.StatusCode.UNIMPLEMENTED: lambda _: UnknownMethod(""),  # gRPC's own text does not name the method
     grpc.StatusCode.DATA_LOSS: KvLost,
     grpc.StatusCode.ABORTED: TransferFailed,
 }

@@ -22,11 +22,13 @@ import grpc
 
 from pdserve.config import WorkerConfig
 from pdserve.core.blocks import CacheChange
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, PdserveError, UnknownMethod
 from pdserve.core.types import Role
+from pdserve.telemetry import names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Tracing, make_tracing
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.wire.requests import RequestCheck
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.engine_thread import EngineThread
 from pdserve.worker.health import Health
@@ -182,7 +184,7 @@ class WorkerHost:
         return self._build(context)
 
     async def _bind(self) -> int:
-        self._server = grpc.aio.server(options=OPTIONS)
+        self._server = grpc.aio.server(interceptors=(RequestCheck(_abort, self._rejected),), options=OPTIONS)
         where = f"{self._config.host}:{self._config.port}"
         try:
             port = self._server.add_insecure_port(where)
@@ -191,6 +193,9 @@ class WorkerHost:
         if port == 0:
             raise ConfigError("port", where, "an address that is free and that this host has")
         return int(port)
+
+    def _rejected(self, error: PdserveError) -> None:
+        self._metrics.add(names.REJECTED_CALLS, reason=error.reason)
 
     async def _serve(self, program: RoleProgram) -> None:
         self._publisher = make_publisher(
@@ -260,6 +265,13 @@ class WorkerHost:
 
     def _on_loop(self, coroutine: Any, timeout_s: float | None = None) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+
+async def _abort(context: Any, error: PdserveError) -> None:
+    """Without the details of pdserve.wire.status: google.rpc is not installed on every worker's machine."""
+    is_unknown = isinstance(error, UnknownMethod)
+    code = grpc.StatusCode.UNIMPLEMENTED if is_unknown else grpc.StatusCode.INVALID_ARGUMENT
+    await context.abort(code, error.message)
 
 
 async def _within(limit_s: float, farewell: Coroutine[Any, Any, None]) -> None:

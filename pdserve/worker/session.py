@@ -174,7 +174,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     await asyncio.sleep(INBOX_PAUSE_S)
                 for one in message.batch.messages if message.HasField("batch") else (message,):
                     self._post(partial(self.program.handle, session, one))
-        except grpc.aio.UsageError:  # the stream was cancelled under the read
+        except (grpc.aio.UsageError, grpc.aio.AbortError):  # cancelled under the read, or a message did not parse
             return
         finally:
             outbox.close()
