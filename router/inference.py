@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
+import grpc.aio
+
 from pdserve.core.errors import Cancelled, InternalError, InvalidRequest, NoWorkers, PdserveError
 from pdserve.prefix.lookup import PrefixLookup
 from pdserve.telemetry import names
@@ -62,6 +64,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._measure.error(error.reason)
             span.fail(error.reason)
             status.end(context, error)
+        except (asyncio.CancelledError, grpc.aio.InternalError):
+            # The client has left. gRPC cancels the handler, or fails the write that it was at; nobody reads a status.
+            self._measure.disconnected()
+            raise asyncio.CancelledError from None
         except Exception as error:  # whatever it is, the caller gets a status and the log the trace
             log.exception("a request crashed")
             span.fail(type(error).__name__)
@@ -78,7 +84,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             has_chat_template=self._admission.chat_template is not None,
-            max_new_tokens=self._admission.limits.max_new_tokens,
+            # One token of the context at least is the prompt's.
+            max_new_tokens=min(self._admission.limits.max_new_tokens, model.max_context_tokens - 1),
         )
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
