@@ -138,6 +138,15 @@ class RouterConfig:
     max_queue: int = setting("requests that may wait in the router before it refuses", 1024, within=(0, 2**20))
     max_new_tokens: int = setting("most tokens that one request may ask for", 4096, within=(1, LARGEST_COUNT))
     max_message_bytes: int = setting("largest gRPC message that is accepted", 4 * 2**20, within=(1024, LARGEST_COUNT))
+    max_connections: int = setting(
+        "connections that may be open; needs a file descriptor each", 512, within=(1, LARGEST_COUNT)
+    )
+    connection_idle_s: float = setting(
+        "seconds after which a connection without a call is closed", 120.0, within=(0.1, DAY_S)
+    )
+    connection_age_s: float = setting(
+        "seconds after which a connection takes no more calls; those that run may finish", 3600.0, within=(0.1, DAY_S)
+    )
     request_timeout_s: float = setting("deadline of a request that brings none", 600.0, within=(0.001, DAY_S))
     prefix_lookup_s: float = setting("time that the prefix index may take", 0.01, within=(0.0, 60.0))
     worker_silence_s: float = setting(

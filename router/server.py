@@ -28,10 +28,12 @@ from pdserve.text.chat import ChatTemplate, load_chat_template
 from pdserve.text.tokenizer import TOYS, load_tokenizer
 from pdserve.v1 import cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
 from pdserve.wire import status
+from pdserve.wire.port_options import age_options, port_options
 from pdserve.wire.requests import RequestCheck
 from router.admission import Admission, Limits
 from router.auth import AuthInterceptor
 from router.cluster import ClusterServicer
+from router.connections import num_connections
 from router.events import RouterClosing
 from router.grammars import GrammarCheck
 from router.inference import InferenceServicer
@@ -51,6 +53,7 @@ log = logging.getLogger(__name__)
 INFERENCE: Final = "pdserve.v1.InferenceService"
 CLUSTER: Final = "pdserve.v1.ClusterService"
 STOP_GRACE_S: Final = 1.0
+GRACE_MARGIN_S: Final = 30.0  # for the last messages of a request that ran for as long as it may
 MEASURE_EVERY_S: Final = 1.0
 HANG_UP: Final = 4.0  # worker silences; after two of them its requests have gone elsewhere
 DROPPED: Final = ("late", "illegal")  # of RouterState.counters
@@ -122,6 +125,7 @@ class RouterServer:
         self._farewell: asyncio.Task[None] | None = None  # held, or the loop might drop it
         self._counted: Counter[str] = Counter()
         self.address = ""
+        self._port = 0
 
     @property
     def runtime(self) -> Runtime:
@@ -140,14 +144,14 @@ class RouterServer:
                 AuthInterceptor(config.token, self._measure.rejected),
                 TracingServerInterceptor(self._tracing, {f"/{INFERENCE}/Generate": names.SPAN_REQUEST}),
             ),
-            options=_server_options(config.max_message_bytes),
+            options=_server_options(config),
         )
         port = self._bind()
         self._add_services()
         await self._health.set(INFERENCE, _NOT_SERVING)
         await self._health.set(CLUSTER, _SERVING)
         await self._server.start()
-        self.address = _join(config.host, port)
+        self.address, self._port = _join(config.host, port), port
         if config.redis:
             await self._follow_redis()
         self._workers.dial(config.workers)
@@ -271,6 +275,7 @@ class RouterServer:
             for role in Role:
                 attached = sum(one is role for one in self._workers.roles.values())
                 self._metrics.set(names.WORKERS, attached, role=role.value)
+            self._metrics.set(names.CONNECTIONS, await asyncio.to_thread(num_connections, self._port))
             for kind in DROPPED:
                 self._metrics.add(names.DROPPED_MESSAGES, state.counters[kind] - self._counted[kind], kind=kind)
                 self._counted[kind] = state.counters[kind]
@@ -310,10 +315,11 @@ def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _server_options(max_message_bytes: int) -> list[tuple[str, int]]:
+def _server_options(config: RouterConfig) -> list[tuple[str, int]]:
     return [
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server that gets half of the calls
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        *port_options(max_connections=config.max_connections, idle_s=config.connection_idle_s),
+        *age_options(age_s=config.connection_age_s, grace_s=config.request_timeout_s + GRACE_MARGIN_S),
         # Clients may ping while a long prompt is read; without this they would be sent away.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),

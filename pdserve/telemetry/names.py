@@ -166,6 +166,9 @@ REQUEST_ERRORS: Final = _metric(
 CLIENT_DISCONNECTS: Final = _metric(
     "pdserve_client_disconnects_total", "counter", "router", "Generate calls whose client left before the end"
 )
+CONNECTIONS: Final = _metric(
+    "pdserve_connections", "gauge", "router", "connections to the router's port, of max_connections at most"
+)
 QUEUED: Final = _metric("pdserve_requests_queued", "gauge", "router", "requests that wait in the router")
 RUNNING: Final = _metric("pdserve_requests_running", "gauge", "router", "requests that are placed on workers")
 PLACEMENTS: Final = _metric("pdserve_placements_total", "counter", "router", "requests placed, by path", ("path",))

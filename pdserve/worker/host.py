@@ -28,6 +28,7 @@ from pdserve.telemetry import names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Tracing, make_tracing
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.wire.port_options import port_options
 from pdserve.wire.requests import RequestCheck
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.engine_thread import EngineThread
@@ -47,10 +48,13 @@ FATAL_EXIT_CODE: Final = 71
 FAREWELL_S: Final = 0.5  # for the last messages to routers
 STOP_GRACE_S: Final = 1.0
 MAX_MESSAGE_BYTES: Final = 16 * 2**20  # a prompt of a million tokens
+MAX_CONNECTIONS: Final = 512  # routers, prefill workers, and whoever asks for health
+CONNECTION_IDLE_S: Final = 120.0
 OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a port in use is an error
+    # No age: it would end the Attach streams of routers.
+    *port_options(max_connections=MAX_CONNECTIONS, idle_s=CONNECTION_IDLE_S),
     # A router whose host vanished is noticed, and its memory freed.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),

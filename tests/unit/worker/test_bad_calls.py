@@ -1,7 +1,8 @@
-"""Calls to a worker's port that no handler can answer: messages that do not parse, and unknown methods."""
+"""What a stranger does to a worker's port: messages that do not parse, unknown methods, connections without calls."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,31 @@ import pytest
 
 from pdserve.core.types import Role
 from pdserve.v1 import worker_pb2
+from pdserve.worker import host
 
 GARBAGE = b"\xff\xff\xff"
 ATTACH = "/pdserve.v1.WorkerService/Attach"
+
+
+async def test_idle_connections_are_closed_and_streams_are_not(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = dict(host.OPTIONS)
+    assert options["grpc.max_allowed_incoming_connections"] == host.MAX_CONNECTIONS
+    monkeypatch.setattr(host, "OPTIONS", tuple((options | {"grpc.max_connection_idle_ms": 200}).items()))
+    worker = start(Role.DECODE)
+    name, port = worker.address.rsplit(":", 1)
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        call = channel.stream_stream(ATTACH)()
+        await call.write(worker_pb2.AttachRequest(hello=worker_pb2.RouterHello(router_id="r0")).SerializeToString())
+        assert await call.read() is not grpc.aio.EOF
+        made = [await asyncio.open_connection(name, int(port)) for _ in range(10)]
+        for reader, writer in made:
+            await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+        assert await asyncio.wait_for(call.read(), 20) is not grpc.aio.EOF  # a report of load
+        assert not call.done()
+        call.cancel()
 
 
 async def ended_with(call: Any) -> tuple[grpc.StatusCode, str]:

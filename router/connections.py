@@ -1,0 +1,27 @@
+"""Counts the connections that a port of this process has accepted. gRPC does not tell."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+
+
+def num_connections(port: int) -> int:
+    """Open connections whose local port is `port`; 0 where the system lists no descriptors."""
+    try:
+        numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    except FileNotFoundError:
+        return 0
+    return sum(_is_connected(number, port) for number in numbers)
+
+
+def _is_connected(number: int, port: int) -> bool:
+    try:
+        if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            return False
+        with socket.socket(fileno=os.dup(number)) as one:
+            is_inet = one.family in (socket.AF_INET, socket.AF_INET6)
+            return is_inet and one.getsockname()[1] == port and bool(one.getpeername())
+    except OSError:  # closed meanwhile, or it listens and has no peer
+        return False
