@@ -6,7 +6,6 @@ acts after releasing it. A `writer` is a number that the caller gives to each co
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from kvtransfer.parts import WHOLE, Part
 from kvtransfer.session import RECEIVER_MOVES, Event, Session, State
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Grant, Received, ReceiveOutcome, TransferKey
+from pdserve.core.alarms import Alarms
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.stamps import BlockStamps
 
@@ -80,8 +80,7 @@ class Landings:
     _open: dict[Tag, Landing] = field(default_factory=dict)
     #: is_verified, error and is_cancelled of transfers that ended, for a sender that comes late.
     _ended: OrderedDict[Tag, tuple[bool, str, bool]] = field(default_factory=OrderedDict)
-    _alarms: list[tuple[float, int, Tag]] = field(default_factory=list)
-    _alarm_number: int = 0
+    _alarms: Alarms[Tag] = field(default_factory=Alarms)  # of open transfers: when time changes something next
 
     @property
     def keys(self) -> list[TransferKey]:
@@ -91,7 +90,7 @@ class Landings:
     @property
     def next_alarm_s(self) -> float | None:
         """When `expire` has something to do next."""
-        return self._alarms[0][0] if self._alarms else None
+        return self._alarms.next_at_s
 
     def expect(
         self,
@@ -124,7 +123,7 @@ class Landings:
         self.stats.transfers += 1
         if deadline_at_s is None:
             landing.lease_at_s = now_s + self.unclaimed_s
-        self._set_alarm(now_s + self.unclaimed_s if deadline_at_s is None else deadline_at_s, tag)
+        self._alarms.set(tag, now_s + self.unclaimed_s if deadline_at_s is None else deadline_at_s)
         if not grant.blocks:
             landing.session.handle(Event.COVERED)
             landing.session.writer_gone()
@@ -260,10 +259,8 @@ class Landings:
     def expire(self, now_s: float) -> list[Action]:
         """Ends transfers that are past their deadline, and quarantines aborts that do not drain."""
         actions: list[Action] = []
-        while self._alarms and self._alarms[0][0] <= now_s:
-            landing = self._open.get(heapq.heappop(self._alarms)[2])
-            if landing is None:
-                continue
+        while (tag := self._alarms.pop_due(now_s)) is not None:
+            landing = self._open[tag]
             if landing.deadline_at_s is not None and landing.deadline_at_s <= now_s:
                 landing.session.handle(Event.EXPIRED, f"the deadline passed when {landing.progress} had come")
             if landing.lease_at_s is not None and landing.lease_at_s <= now_s:
@@ -272,7 +269,7 @@ class Landings:
             actions += self._after(landing, now_s)
             actions += self._press(landing, now_s)
             if landing.lease_at_s is not None and landing.session.is_open:
-                self._set_alarm(landing.lease_at_s, landing.tag)
+                self._alarms.set(tag, landing.lease_at_s)
         return actions
 
     def _progress(self, landing: Landing, now_s: float) -> None:
@@ -288,7 +285,7 @@ class Landings:
             return []
         actions: list[Action] = []
         if landing.session.handle(Event.OVERDUE):
-            self._set_alarm(overdue_at_s + self.quarantine_s, landing.tag)
+            self._alarms.set(landing.tag, overdue_at_s + self.quarantine_s)
             actions += self._after(landing, now_s)
         is_waiting = landing.session.state is State.QUARANTINED and overdue_at_s + self.quarantine_s > now_s
         if not is_waiting and not landing.is_severed:
@@ -309,13 +306,6 @@ class Landings:
             self.stats.stale_landing += 1
         return True
 
-    def _set_alarm(self, at_s: float, tag: Tag) -> None:
-        if len(self._alarms) > 2 * len(self._open) + 64:  # most belong to transfers that ended well before
-            self._alarms = [alarm for alarm in self._alarms if alarm[2] in self._open]
-            heapq.heapify(self._alarms)
-        self._alarm_number += 1
-        heapq.heappush(self._alarms, (at_s, self._alarm_number, tag))
-
     def _after(self, landing: Landing, now_s: float) -> list[Action]:
         """What a change of state asks for, each thing once."""
         actions: list[Action] = []
@@ -335,7 +325,7 @@ class Landings:
                 actions.append(answer)
         if not session.is_open and not session.has_ended and landing.given_up_at_s is None:
             landing.given_up_at_s = now_s
-            self._set_alarm(now_s + self.grace_s, landing.tag)
+            self._alarms.set(landing.tag, now_s + self.grace_s)
         outcome = OUTCOMES.get(session.state)
         if outcome is None or landing.reported is session.state:
             return actions
@@ -343,6 +333,7 @@ class Landings:
         self._count(session)
         if session.has_ended:
             del self._open[landing.tag]
+            self._alarms.clear(landing.tag)
             # Who announces it again uses a grant that is spent; only of a grant of nothing it is no mistake.
             is_spent = session.state is State.VERIFIED and bool(landing.grant.blocks)
             error = "the transfer was verified before" if is_spent else session.error

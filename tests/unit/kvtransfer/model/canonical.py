@@ -28,7 +28,6 @@ IGNORED: Final = {
     "early_bytes",
     "last_pushed_at_s",
     "num_evicted",
-    "_alarm_number",  # breaks ties
     "moves",  # the table of the side, the same in all states
 }
 _ATOMS: Final = (int, str, bytes, float, type(None), Enum, Grant, TransferKey)
@@ -77,13 +76,13 @@ def _names(value: Any) -> tuple[str, ...]:
     return names
 
 
-def _live_alarms(book: Any, alarms: list[tuple[float, int, Any]], now_s: float) -> Hashable:
-    """Alarms of transfers that have ended do nothing when they ring."""
-    return tuple(sorted((at_s - now_s, tag) for at_s, _, tag in alarms if tag in book._open))
+def _alarms(book: Any, alarms: Any, now_s: float) -> Hashable:
+    """Without the numbers that break ties, and the stale entries."""
+    return tuple(sorted((at_s - now_s, tag) for tag, (at_s, _) in alarms._at.items()))
 
 
 def _ends(book: Any, ended: dict[Any, tuple[bool, str]], now_s: float) -> Hashable:
     return tuple((tag, is_verified) for tag, (is_verified, _) in ended.items())
 
 
-_SPECIAL: Final[dict[str, Callable[[Any, Any, float], Hashable]]] = {"_alarms": _live_alarms, "_ended": _ends}
+_SPECIAL: Final[dict[str, Callable[[Any, Any, float], Hashable]]] = {"_alarms": _alarms, "_ended": _ends}

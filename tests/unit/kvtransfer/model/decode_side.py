@@ -110,8 +110,7 @@ class DecodeSide:
 
     def next_alarm_s(self) -> float | None:
         """When time has an effect."""
-        alarms = [at_s for at_s, _, tag in self.book._alarms if tag in self.book._open]
-        return min(alarms, default=None)
+        return self.book.next_alarm_s
 
     def _deadline_at_s(self) -> float | None:
         return None if self.scenario.deadline_s is None else self.now_s + self.scenario.deadline_s
