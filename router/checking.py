@@ -51,5 +51,11 @@ def check(ledger: Ledger) -> None:
             holder = ledger.requests.get(request_id)
             assert holder is not None, f"{view.worker_id} is booked for {request_id}, which is forgotten"
             assert (view.worker_id, attempt) in holder.holds, f"{request_id}: booking without hold"
+    timers = ledger.timers
+    for alarms, of in ((timers.deadlines, ledger.requests.keys() - ledger.ended), (timers.releases, ledger.ended)):
+        alarms.check()
+        assert all(request_id in of for request_id in alarms), "an alarm outlives its request"
+    timers.backoffs.check()
+    assert set(timers.backoffs) == ledger.parked, "a backoff without its alarm, or the reverse"
     assert len(ledger.explanations) <= ledger.settings.explain_capacity, "explanations are not bounded"
     assert not ledger.out, "commands were left behind"

@@ -90,17 +90,14 @@ def forget_if_free(ledger: Ledger, request: Request) -> None:
     """An ended request is forgotten once nobody holds anything for it."""
     if request.request_id in ledger.ended and not request.holds and ledger.move(request, Move.RELEASED):
         ledger.ended.discard(request.request_id)
+        ledger.timers.releases.clear(request.request_id)
         del ledger.requests[request.request_id]
 
 
 def forget_overdue(ledger: Ledger) -> None:
     """Workers that never send Released must not fill the router's memory."""
-    releases = ledger.timers.releases
-    while releases and releases[0][0] <= ledger.now_s:
-        _, request_id = releases.popleft()
-        request = ledger.requests.get(request_id)
-        if request is None or request_id not in ledger.ended:
-            continue
+    while (request_id := ledger.timers.releases.pop_due(ledger.now_s)) is not None:
+        request = ledger.requests[request_id]
         for worker_id, attempt in sorted(request.holds):
             ledger.counters["never_released"] += 1
             ledger.drop_hold(request, worker_id, attempt)
@@ -152,5 +149,6 @@ def _end(
     ledger.counters[f"outcome_{outcome.value}"] += 1
     ledger.explanations.ended(request, outcome, ledger.now_s, why=why, retry_after_s=retry_after_s)
     ledger.ended.add(request.request_id)
-    ledger.timers.releases.append((ledger.now_s + ledger.settings.release_timeout_s, request.request_id))
+    ledger.timers.deadlines.clear(request.request_id)
+    ledger.timers.releases.set(request.request_id, ledger.now_s + ledger.settings.release_timeout_s)
     forget_if_free(ledger, request)

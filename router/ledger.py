@@ -6,11 +6,11 @@ attempts.py, recovery.py, ending.py. Commands go to `out` in the order in which 
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 
+from pdserve.core.alarms import Alarms
 from router.asking import entry_of
 from router.commands import Cancel, Command
 from router.explaining import Explanations
@@ -31,11 +31,11 @@ from router.view import Booking, WorkerView
 class Timers:
     """Times at which something is due, for the requests that are still there by then."""
 
-    deadlines: list[tuple[float, str]] = field(default_factory=list)  # heap
-    backoffs: list[tuple[float, str]] = field(default_factory=list)  # heap of requests that wait out a backoff
-    releases: deque[tuple[float, str]] = field(
-        default_factory=deque
-    )  # ended ones; no alarm: silence rings while workers hold
+    deadlines: Alarms[str] = field(default_factory=Alarms)  # of requests that have not ended
+    backoffs: Alarms[str] = field(default_factory=Alarms)  # of parked requests
+    releases: Alarms[str] = field(
+        default_factory=Alarms
+    )  # of ended ones; wakes nobody: silence does while workers hold
     retry_at_s: float | None = None  # the head of the queue is worth another look
     silence_at_s: float | None = None  # look for silent workers
     wake_at_s: float | None = None  # the WakeAt that is out
@@ -101,12 +101,16 @@ class Ledger:
         self.dequeue(request)
         request.not_before_s = until_s
         self.parked.add(request.request_id)
-        heapq.heappush(self.timers.backoffs, (until_s, request.request_id))
+        self.timers.backoffs.set(request.request_id, until_s)
 
     def unpark(self, request: Request) -> None:
-        self.parked.discard(request.request_id)
+        self._leave_backoff(request)
         self._join_queue(request)
         self.is_placing_due = True
+
+    def _leave_backoff(self, request: Request) -> None:
+        self.parked.discard(request.request_id)
+        self.timers.backoffs.clear(request.request_id)
 
     def bind(self, request: Request, worker_id: str) -> None:
         """It waits in the line of one prefill worker from now on."""
@@ -130,7 +134,7 @@ class Ledger:
             self.is_placing_due = True
 
     def dequeue(self, request: Request) -> None:
-        self.parked.discard(request.request_id)
+        self._leave_backoff(request)
         if request.bound_to:
             self.fleet.views[request.bound_to].line.leave(request.request_id)
             request.bound_to = ""

@@ -157,12 +157,8 @@ def retry_after_s(ledger: Ledger) -> float:
 
 
 def _end_backoffs(ledger: Ledger) -> None:
-    backoffs = ledger.timers.backoffs
-    while backoffs and backoffs[0][0] <= ledger.now_s:
-        _, request_id = heapq.heappop(backoffs)
-        request = ledger.requests.get(request_id)
-        if request is not None and request_id in ledger.parked and request.not_before_s <= ledger.now_s:
-            ledger.unpark(request)
+    while (request_id := ledger.timers.backoffs.pop_due(ledger.now_s)) is not None:
+        ledger.unpark(ledger.requests[request_id])
 
 
 def _nobody_decodes(ledger: Ledger) -> None:

@@ -15,7 +15,6 @@ router can be replayed (replay.py) and the simulator runs this very class. What 
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
@@ -151,15 +150,11 @@ class RouterState:
 
     def _expire_due(self) -> None:
         ledger = self._ledger
-        deadlines = ledger.timers.deadlines
-        while deadlines and deadlines[0][0] <= ledger.now_s:
-            _, request_id = heapq.heappop(deadlines)
-            request = ledger.requests.get(request_id)
-            if request is not None and request_id not in ledger.ended and request.deadline_at_s is not None:
-                ending.expire(ledger, request)
-                ledger.is_placing_due = True
+        while (request_id := ledger.timers.deadlines.pop_due(ledger.now_s)) is not None:
+            ending.expire(ledger, ledger.requests[request_id])
+            ledger.is_placing_due = True
         ending.forget_overdue(ledger)
-        if ledger.timers.backoffs and ledger.timers.backoffs[0][0] <= ledger.now_s:
+        if _is_due(ledger.timers.backoffs.next_at_s, ledger.now_s):
             ledger.is_placing_due = True
 
     def _set_alarm(self) -> None:
@@ -171,8 +166,8 @@ class RouterState:
             if ends:  # whoever is past it was given up; its attempts that come back late are looked for again
                 ahead = [at_s for at_s in ends if at_s > ledger.now_s]
                 timers.silence_at_s = min(ahead, default=ledger.now_s + max(0.25 * limit_s, SHORTEST_WAKE_S))
-        due = [at_s for at_s in (timers.retry_at_s, timers.silence_at_s) if at_s is not None]
-        due += [heap[0][0] for heap in (timers.deadlines, timers.backoffs) if heap]
+        alarms = (timers.retry_at_s, timers.silence_at_s, timers.deadlines.next_at_s, timers.backoffs.next_at_s)
+        due = [at_s for at_s in alarms if at_s is not None]
         if due:
             at_s = max(min(due), ledger.now_s + SHORTEST_WAKE_S)
             if timers.wake_at_s is None or at_s < timers.wake_at_s:
@@ -210,7 +205,7 @@ def _on_arrived(ledger: Ledger, event: RequestArrived) -> None:
     elif deadline_at_s is not None and deadline_at_s <= ledger.now_s:
         ending.expire(ledger, request)
     elif deadline_at_s is not None:
-        heapq.heappush(ledger.timers.deadlines, (deadline_at_s, event.request_id))
+        ledger.timers.deadlines.set(event.request_id, deadline_at_s)
 
 
 def _on_client_left(ledger: Ledger, event: ClientLeft) -> None:
