@@ -22,6 +22,7 @@ from typing import Final
 
 from kvtransfer.lease import Pulse
 from kvtransfer.memory import MAX_VIEWS
+from pdserve.core.durations import clamped_s
 
 MAX_OUTBOX: Final = 16_384  # small frames that a peer has not taken; more means that it does not read
 _KEEPALIVE: Final = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000))
@@ -87,7 +88,7 @@ def tune(sock: socket.socket) -> None:
 
 def _milliseconds(timeout_s: float | None) -> int | None:
     """Rounded up, so that a wait does not end just before its alarm."""
-    return None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))
+    return None if timeout_s is None else math.ceil(clamped_s(timeout_s) * 1000)
 
 
 class Channel:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, final
 
+from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
 
 
@@ -26,8 +27,8 @@ class Lease:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if not 0 < getattr(self, name) < 86_400:
-                raise ConfigError(f"lease.{name}", getattr(self, name), "more than 0 s and less than a day")
+            if not 0 < getattr(self, name) <= DAY_S:
+                raise ConfigError(f"lease.{name}", getattr(self, name), "more than 0 s and at most a day")
         if self.silence_s < 2 * self.beat_s:
             raise ConfigError("lease.silence_s", self.silence_s, f"at least {2 * self.beat_s}, two beats")
 

@@ -26,6 +26,7 @@ from kvtransfer.plan import blocks_per_chunk
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import TransferKey
 from kvtransfer.writer import Progress, Writer
+from pdserve.core.durations import clamped_s
 from pdserve.core.errors import TransferFailed
 from pdserve.core.stamps import BlockStamps
 
@@ -218,7 +219,7 @@ class Outbound(threading.Thread):
 
     def _timeout_s(self) -> float | None:
         now_s, alarm_s = self._clock(), self._book.next_alarm_s
-        left = [] if alarm_s is None else [max(0.0, alarm_s - now_s)]
+        left = [] if alarm_s is None else [clamped_s(alarm_s - now_s)]
         if self._pulse is not None:
             left.append(self._pulse.left_s(now_s))
         return min(left, default=None)

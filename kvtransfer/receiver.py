@@ -33,6 +33,7 @@ from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.service import TransferServicer
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Fingerprint, Grant, Received, ReceiveOutcome, TransferKey
+from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
@@ -291,7 +292,7 @@ class StreamReceiver:
     def _tick(self, selector: selectors.BaseSelector) -> None:
         with self._lock:
             alarm_s = self._book.next_alarm_s
-        timeout_s = None if alarm_s is None else max(0.0, alarm_s - self.clock())
+        timeout_s = None if alarm_s is None else clamped_s(alarm_s - self.clock())
         for key, _ in selector.select(timeout_s):
             if key.data is not None:
                 self._accept(self._doors[key.data], key.data)

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
+from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
-from pdserve.core.setting import DAY_S, LARGEST_COUNT, PORTS, check_fields, setting
+from pdserve.core.setting import LARGEST_COUNT, PORTS, check_fields, setting
 
 TRANSPORTS: Final = ("auto", "shm", "tcp", "nccl", "cuda_ipc", "nixl")
 DTYPES: Final = ("auto", "float32", "bfloat16", "int8", "fp8")

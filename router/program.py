@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 from pdserve.config import RouterConfig
+from pdserve.core.durations import clamped_s
 from router.server import STOP_GRACE_S, RouterServer
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class RouterHost:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """True once the router has ended."""
-        return self._has_ended.wait(timeout_s)
+        return self._has_ended.wait(None if timeout_s is None else clamped_s(timeout_s))
 
     # ------------------------------------------------------------------------------------------------------------
 

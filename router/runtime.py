@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+from pdserve.core.durations import clamped_s
 from pdserve.core.types import Path
 from pdserve.telemetry import names
 from pdserve.v1 import worker_pb2
@@ -201,11 +202,11 @@ class Runtime:
     def _wake_at(self, at_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        delay_s = max(0.0, at_s - self._clock())
+        delay_s = clamped_s(at_s - self._clock())
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._ring, at_s)
 
     def _ring(self, at_s: float) -> None:
-        # The loop may call a hair early; the state would find nothing due and not ask again.
+        # The loop may call a little early, or the wait was cut; the state would find nothing due and not ask again.
         if self._clock() < at_s:
             self._wake_at(at_s)
         else:

@@ -14,7 +14,9 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-LONGEST_S: Final = 86_400.0  # samples and predictions beyond a day are nonsense
+from pdserve.core.durations import DAY_S
+
+LONGEST_S: Final = DAY_S  # samples and predictions beyond a day are nonsense
 NO_TIME_S: Final = 1e-12  # below what any clock tells: no sample
 CLIP_SIGMAS: Final = 2.0
 CLIPPED_SHARE: Final = 0.92  # of a normal variable's variance that is left when clipped there

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from pdserve.core.errors import ConfigError
 
-DAY_S: Final = 86_400.0
 LARGEST_COUNT: Final = 2**31 - 1  # of what travels as an int32
 PORTS: Final = (0, 65_535)
 NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")  # it becomes part of a key in Redis and of a file's name

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, Protocol, final
 
 from pdserve.core.blocks import CacheChange
+from pdserve.core.durations import DAY_S, clamped_s
 from pdserve.core.errors import InternalError
 from pdserve.v1 import worker_pb2
 from pdserve.worker.program import RoleProgram
@@ -135,7 +136,7 @@ class EngineThread:
 
     def _wait(self, program: RoleProgram) -> Call | None:
         self.is_busy = False
-        patience_s = self._heartbeat_s if program.is_idle else min(IDLE_S, self._heartbeat_s)
+        patience_s = clamped_s(self._heartbeat_s, longest_s=DAY_S if program.is_idle else IDLE_S)
         try:
             return self._inbox.get(timeout=patience_s)
         except queue.Empty:

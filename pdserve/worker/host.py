@@ -22,6 +22,7 @@ import grpc
 
 from pdserve.config import WorkerConfig
 from pdserve.core.blocks import CacheChange
+from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, PdserveError, UnknownMethod
 from pdserve.core.types import Role
 from pdserve.telemetry import names
@@ -154,7 +155,7 @@ class WorkerHost:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """True once the host has ended."""
-        return self._has_ended.wait(timeout_s)
+        return self._has_ended.wait(None if timeout_s is None else clamped_s(timeout_s))
 
     # -- outlet of the engine thread ------------------------------------------------------------------------------
 

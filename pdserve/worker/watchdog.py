@@ -12,9 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol, final
 
+from pdserve.core.durations import clamped_s
+
 log = logging.getLogger(__name__)
 
 STALL_EXIT_CODE: Final = 70
+SHORTEST_LOOK_S: Final = 0.001
+LONGEST_LOOK_S: Final = 1.0
 
 
 class Progress(Protocol):
@@ -59,7 +63,7 @@ class Watchdog:
     def __init__(self, progress: Progress, stall_s: float, on_stall: Callable[[], None] = dump_and_exit) -> None:
         self._progress = progress
         self._rule = StallRule(stall_s=stall_s)
-        self._interval_s = min(1.0, stall_s / 10)
+        self._interval_s = clamped_s(stall_s / 10, SHORTEST_LOOK_S, LONGEST_LOOK_S)
         self._on_stall = on_stall
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)

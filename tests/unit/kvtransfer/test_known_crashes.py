@@ -6,6 +6,7 @@ them is in tests/unit/decode_worker/ and tests/unit/prefill_worker/, under the s
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -161,3 +162,22 @@ def test_a_peer_that_is_replaced_in_the_middle_harms_no_one_who_stays(pair: Pair
     assert_still_serves(pair)
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("deadline_s", [3e6, 1e300, math.inf])
+def test_an_endless_deadline_ends_no_thread(pair: Pair, deadline_s: float) -> None:
+    """poll() takes at most 24 days; a longer one raised OverflowError, which ended the worker."""
+    received, sent = pair.begin(grant := pair.grant((1, 2)), deadline_s)
+    wait_for(lambda: pair.receiver.open_keys == [grant.key], "the grant is open")
+    pair.sender.push(grant.key, [(0, 5), (1, 6)], True)
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    assert sent.wait().outcome is SendOutcome.SENT
+    assert_still_serves(pair)
+
+
+def test_an_ended_transfer_leaves_no_alarm(pair: Pair) -> None:
+    """Alarms of ended transfers headed the heap until they expired, or until there were more than 64."""
+    received, _ = pair.begin(grant := pair.grant((1,)), 600.0)
+    pair.sender.push(grant.key, [(0, 5)], True)
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    assert pair.receiver._book.next_alarm_s is None
