@@ -12,6 +12,7 @@ import heapq
 import math
 from typing import Final
 
+from pdserve.core.durations import clamped_s
 from pdserve.core.types import FinishReason, Path, Role
 from router.asking import ask_of, large_enough
 from router.commands import FailKind, Reserve
@@ -153,7 +154,7 @@ def _has_left(
 def retry_after_s(ledger: Ledger) -> float:
     """When the queue, at the pace of late, will have moved on."""
     wait_s = (ledger.num_queued + 1) * ledger.placement_interval_s
-    return min(max(wait_s, SHORTEST_RETRY_S), LONGEST_RETRY_S)
+    return clamped_s(wait_s, SHORTEST_RETRY_S, LONGEST_RETRY_S)
 
 
 def _end_backoffs(ledger: Ledger) -> None:

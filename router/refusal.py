@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Final
 
+from pdserve.core.durations import clamped_s
 from router.commands import FailKind
 from router.ending import turn_away
 from router.forecast import Capacity, capacity
@@ -168,4 +169,4 @@ def _capacity(ledger: Ledger) -> Capacity:
 
 
 def _clipped(wait_s: float) -> float:
-    return min(max(wait_s, SHORTEST_RETRY_S), LONGEST_RETRY_S)
+    return clamped_s(wait_s, SHORTEST_RETRY_S, LONGEST_RETRY_S)

@@ -24,7 +24,7 @@ from typing import Final, final
 
 from pdserve.core.latency import LinkModel
 from router.policy.interface import Ask, Candidate, Choice, Decision, Links, Obstacle
-from router.policy.rooms import LONGEST_WAIT_S, SHORTEST_WAIT_S, not_avoided
+from router.policy.rooms import LONGEST_WAIT_S, clamped_wait_s, not_avoided
 from router.policy.tuning import PATIENCE, WAYS_SHOWN, WORTH_WAITING
 from router.policy.ways import (
     NOTHING_CACHED,
@@ -119,7 +119,7 @@ def _wait(ways: list[Way], reason: str) -> Decision:
         choice=Choice.WAIT,
         reason=reason,
         obstacle=Obstacle.PREFILL,
-        retry_in_s=min(max(soonest_s, SHORTEST_WAIT_S), LONGEST_WAIT_S),
+        retry_in_s=clamped_wait_s(soonest_s),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pdserve.core.durations import clamped_s
 from router.policy.interface import Ask, Choice, Decision, Obstacle
 from router.view import Beliefs, WorkerView
 
@@ -30,7 +31,7 @@ def opens_in_s(view: WorkerView, now_s: float) -> float:
     """When a prefill worker is worth another look, should nothing happen before."""
     wait_s = max(view.free_at_s - view.batch_s, view.closed_until_s) - now_s
     # Well past its time, a place or memory is missing: that comes with word from the worker, not by waiting.
-    return _clipped(wait_s) if wait_s > -SHORTEST_WAIT_S else LONGEST_WAIT_S
+    return clamped_wait_s(wait_s) if wait_s > -SHORTEST_WAIT_S else LONGEST_WAIT_S
 
 
 def is_decode_open(view: WorkerView, beliefs: Beliefs, ask: Ask, now_s: float) -> bool:
@@ -71,9 +72,9 @@ def wait_for_decode(decodes: Sequence[WorkerView], now_s: float) -> Decision:
         choice=Choice.WAIT,
         reason="no decode worker has a free row and free blocks",
         obstacle=Obstacle.DECODE,
-        retry_in_s=_clipped(min(closed, default=LONGEST_WAIT_S)),
+        retry_in_s=clamped_wait_s(min(closed, default=LONGEST_WAIT_S)),
     )
 
 
-def _clipped(wait_s: float) -> float:
-    return min(max(wait_s, SHORTEST_WAIT_S), LONGEST_WAIT_S)
+def clamped_wait_s(wait_s: float) -> float:
+    return clamped_s(wait_s, SHORTEST_WAIT_S, LONGEST_WAIT_S)
