@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from pdserve.core.attempt import FailureKind, RefusalReason
+from pdserve.core.durations import backoff_s, clamped_s
 from pdserve.core.types import FinishReason, TokenOut
 from router.commands import Admit, EmitTokens, FailKind, Prefill
 from router.ending import expire, finish, forget_if_free, give_up
@@ -62,8 +63,8 @@ def on_refused(ledger: Ledger, event: Refused) -> None:
         ledger.counters[f"refused_{event.reason.value}"] += 1
     view = ledger.fleet.connected(event.worker_id)
     if view is not None and event.reason is not RefusalReason.TOO_LARGE:
-        wait_s = min(max(FIRST_REFUSAL_S, event.retry_after_s), LONGEST_CLOSED_S)
-        view.closed_until_s = max(view.closed_until_s, ledger.now_s + wait_s)
+        closed_s = clamped_s(event.retry_after_s, FIRST_REFUSAL_S, LONGEST_CLOSED_S)
+        view.closed_until_s = max(view.closed_until_s, ledger.now_s + closed_s)
     found = _present(ledger, event.worker_id, event.request_id, event.attempt)
     if request is not None:
         # Whether the attempt is the present one or not, the worker has said that it holds nothing.
@@ -75,10 +76,10 @@ def on_refused(ledger: Ledger, event: Refused) -> None:
     if event.reason is RefusalReason.TOO_LARGE:
         request.too_large_for.add(ledger.fleet.key(event.worker_id))
     if ledger.move(request, Move.DECLINED):
-        backoff_s = min(FIRST_REFUSAL_S * 2.0**request.refusals, LONGEST_REFUSAL_S)
+        wait_s = backoff_s(FIRST_REFUSAL_S, LONGEST_REFUSAL_S, request.refusals)
         request.refusals += 1
         request.num_tried -= 1
-        requeue(ledger, request, 0.0 if request.refusals == 1 else backoff_s)
+        requeue(ledger, request, 0.0 if request.refusals == 1 else wait_s)
 
 
 def on_first_token(ledger: Ledger, event: FirstToken) -> None:

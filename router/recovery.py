@@ -10,6 +10,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final
 
+from pdserve.core.durations import backoff_s
 from pdserve.core.types import Role
 from router.commands import FailKind
 from router.ending import forget_if_free, give_up
@@ -66,16 +67,16 @@ def lose(ledger: Ledger, request: Request, cause: Cause, culprit: str = "", mess
     elif ledger.move(request, Move.LOST):
         # A stream in mid-answer should not stutter; but who fails again where nobody left would only spin.
         is_fresh = request.lost_attempts <= 1 or cause in WORKER_LEFT
-        backoff_s = 0.0 if is_fresh else FIRST_BACKOFF_S * 2.0 ** (request.lost_attempts - 2)
-        requeue(ledger, request, min(backoff_s, LONGEST_BACKOFF_S))
+        wait_s = 0.0 if is_fresh else backoff_s(FIRST_BACKOFF_S, LONGEST_BACKOFF_S, request.lost_attempts - 2)
+        requeue(ledger, request, wait_s)
 
 
-def requeue(ledger: Ledger, request: Request, backoff_s: float) -> None:
+def requeue(ledger: Ledger, request: Request, wait_s: float) -> None:
     """Back into the queue (the stage is QUEUED already), leaving nothing behind on workers."""
     ledger.cancel_attempt(request)
     ledger.refund(request)
     request.placement = None
-    request.not_before_s = ledger.now_s + backoff_s
+    request.not_before_s = ledger.now_s + wait_s
     ledger.enqueue(request)
 
 

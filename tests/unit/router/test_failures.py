@@ -182,3 +182,23 @@ def test_in_production_an_illegal_message_changes_nothing() -> None:
     assert given.first(7) == []
     assert given.state.counters["illegal"] == 2
     assert given.tokens(1, [101]) == [emit(1, 101)]
+
+
+def test_a_request_may_be_refused_thousands_of_times(given: Given) -> None:
+    """The backoff was a power of two of their number, which overflowed at 1,024."""
+    given.arrives()
+    for attempt in range(1, 1_100):
+        given.refused("d0", attempt)
+        given.at(given.now_s + 1.0)
+    assert given.state.stage_of("a") is Stage.RESERVING
+
+
+def test_an_attempt_may_be_lost_thousands_of_times() -> None:
+    given = Given(RouterSettings(policy="round-robin", is_strict=True, max_attempts=2_000))
+    given.connect_decode("d0")
+    given.arrives()
+    for attempt in range(1, 1_100):
+        given.failed("d0", FailureKind.INTERNAL, attempt)
+        given.released("d0", attempt)
+        given.at(given.now_s + 3.0)
+    assert given.state.stage_of("a") is not None
