@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
+from pdserve.core.durations import DAY_S, backoff_s
 from pdserve.core.errors import ConfigError, Overloaded, PdserveError, Unavailable
+
+MOST_RETRIES: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +25,11 @@ class Retries:
     longest_wait_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.limit < 0:
-            raise ConfigError("retries.limit", self.limit, "at least 0")
+        if not 0 <= self.limit <= MOST_RETRIES:
+            raise ConfigError("retries.limit", self.limit, f"between 0 and {MOST_RETRIES}")
+        for name in ("first_backoff_s", "longest_backoff_s", "longest_wait_s"):
+            if not 0.0 <= getattr(self, name) <= DAY_S:
+                raise ConfigError(f"retries.{name}", getattr(self, name), f"between 0 and {DAY_S:g} seconds")
 
     def delay_s(self, error: PdserveError, tries: int, remaining_s: float, noise: float) -> float | None:
         """Seconds to wait before the next try; None raises `error`.
@@ -33,8 +40,8 @@ class Retries:
         if tries > self.limit or not isinstance(error, Overloaded | Unavailable):
             return None
         asked_s = error.retry_after_s
-        if not asked_s:  # absent, or zero, which is no advice either
-            ceiling_s = min(self.longest_backoff_s, self.first_backoff_s * 2 ** (tries - 1))
+        if not asked_s or asked_s < 0.0:  # absent, or no advice either
+            ceiling_s = backoff_s(self.first_backoff_s, self.longest_backoff_s, tries - 1)
             delay_s = ceiling_s * (0.5 + 0.5 * noise)
         elif asked_s > self.longest_wait_s:
             return None

@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 
 from pdserve.client.retry import Retries
-from pdserve.core.errors import DeadlineExceeded, InvalidRequest, NoWorkers, Overloaded, PdserveError, Unavailable
+from pdserve.core.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    NoWorkers,
+    Overloaded,
+    PdserveError,
+    Unavailable,
+)
 
 GONE = Unavailable("gone")
 
@@ -38,3 +46,25 @@ def test_an_error_that_would_come_again_is_not_retried(error: PdserveError) -> N
 
 def test_a_missing_role_is_retried_since_workers_come_back() -> None:
     assert Retries().delay_s(NoWorkers("decode"), 1, 600.0, 0.0) == 1.0
+
+
+@pytest.mark.parametrize("asked_s", [-1.0, -1e300])
+def test_a_time_in_the_past_is_no_advice(asked_s: float) -> None:
+    assert Retries().delay_s(Overloaded("full", asked_s), 1, 600.0, noise=1.0) == 0.5
+
+
+def test_a_thousandth_try_waits_no_longer() -> None:
+    assert Retries(limit=1000).delay_s(GONE, 1000, 600.0, noise=1.0) == 8.0
+
+
+@pytest.mark.parametrize("name", ["first_backoff_s", "longest_backoff_s", "longest_wait_s"])
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_waits_outside_their_bounds_are_named(name: str, seconds: float) -> None:
+    with pytest.raises(ConfigError, match=f"retries.{name}: got .*, expected between 0 and 86400 seconds"):
+        Retries(**{name: seconds})
+
+
+@pytest.mark.parametrize("limit", [-1, 1001])
+def test_a_number_of_retries_is_bounded(limit: int) -> None:
+    with pytest.raises(ConfigError, match=r"retries\.limit: got -?\d+, expected between 0 and 1000"):
+        Retries(limit=limit)
