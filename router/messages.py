@@ -10,6 +10,7 @@ from typing import Final
 
 from kvtransfer.grants import fingerprint_from_proto, grant_from_proto, grant_to_proto
 from pdserve.core.attempt import FailureKind, RefusalReason
+from pdserve.core.durations import check_duration
 from pdserve.core.latency import CostPrior
 from pdserve.core.types import Sampling
 from pdserve.v1 import worker_pb2
@@ -62,7 +63,7 @@ def connected(hello: worker_pb2.WorkerHello, endpoint: str) -> events.WorkerConn
 def event_of(worker_id: str, message: worker_pb2.AttachResponse) -> events.Event | None:
     """None for messages that are not the state's: hello, KV events, and kinds newer than this router.
 
-    Raises InvalidRequest on a value that the .proto does not name.
+    Raises InvalidRequest on a value that the .proto does not name, and on a duration that is none.
     """
     kind = message.WhichOneof("message")
     if kind == "tokens":
@@ -84,7 +85,7 @@ def event_of(worker_id: str, message: worker_pb2.AttachResponse) -> events.Event
             request_id=refused.request_id,
             attempt=refused.attempt,
             reason=_REFUSALS.get(refused.reason, RefusalReason.INBOX_FULL),
-            retry_after_s=refused.retry_after_s,
+            retry_after_s=_seconds("retry_after_s", refused.retry_after_s),
         )
     if kind == "first_token":
         first = message.first_token
@@ -93,8 +94,8 @@ def event_of(worker_id: str, message: worker_pb2.AttachResponse) -> events.Event
             request_id=first.request_id,
             attempt=first.attempt,
             token=convert.token_from_proto(first.token),
-            queue_s=first.queue_s,
-            prefill_s=first.prefill_s,
+            queue_s=_seconds("queue_s", first.queue_s),
+            prefill_s=_seconds("prefill_s", first.prefill_s),
             cached_tokens=first.cached_tokens,
             finish=convert.finish_from_proto(first.finish),
         )
@@ -105,10 +106,10 @@ def event_of(worker_id: str, message: worker_pb2.AttachResponse) -> events.Event
             request_id=ended.request_id,
             attempt=ended.attempt,
             is_committed=ended.is_committed,
-            transfer_s=ended.transfer_s,
+            transfer_s=_seconds("transfer_s", ended.transfer_s),
             num_bytes=ended.bytes,
-            busy_s=ended.busy_s,
-            exposed_s=ended.exposed_s,
+            busy_s=_seconds("busy_s", ended.busy_s),
+            exposed_s=_seconds("exposed_s", ended.exposed_s),
             saved_bytes=ended.saved_bytes,
             error=ended.error,
         )
@@ -135,6 +136,11 @@ def event_of(worker_id: str, message: worker_pb2.AttachResponse) -> events.Event
             step_s=timed.step_s,
         )
     return None
+
+
+def _seconds(field: str, seconds: float) -> float:
+    check_duration(field, seconds)
+    return seconds
 
 
 def _load(worker_id: str, load: worker_pb2.Load) -> events.LoadReported:
@@ -175,10 +181,10 @@ def _tokens(worker_id: str, message: worker_pb2.Tokens) -> events.TokensArrived:
                     output_index=row.output_index,
                     tokens=tuple([convert.token_from_proto(token) for token in row.tokens]),
                     finish=convert.finish_from_proto(row.finish),
-                    decode_s=row.decode_s,
+                    decode_s=_seconds("decode_s", row.decode_s),
                     preemptions=row.preemptions,
-                    queue_s=row.queue_s,
-                    prefill_s=row.prefill_s,
+                    queue_s=_seconds("queue_s", row.queue_s),
+                    prefill_s=_seconds("prefill_s", row.prefill_s),
                     cached_tokens=row.cached_tokens,
                 )
                 for row in message.rows

@@ -279,6 +279,9 @@ class RouterServer:
             for kind in DROPPED:
                 self._metrics.add(names.DROPPED_MESSAGES, state.counters[kind] - self._counted[kind], kind=kind)
                 self._counted[kind] = state.counters[kind]
+            invalid = self._workers.num_invalid
+            self._metrics.add(names.DROPPED_MESSAGES, invalid - self._counted["invalid"], kind="invalid")
+            self._counted["invalid"] = invalid
             await asyncio.sleep(MEASURE_EVERY_S)
 
     def _spawn(self, work: Any, name: str) -> None:

@@ -66,6 +66,7 @@ class Workers:
         self._is_closing = False
         self._contexts: dict[str, int] = {}  # longest sequence of each attached decode worker
         self.model: ModelFacts | None = None
+        self.num_invalid = 0  # messages with a value out of bounds
 
     @property
     def roles(self) -> Mapping[str, Role]:
@@ -141,6 +142,7 @@ class Workers:
                 return
             event = messages.event_of(session.worker_id, message)
         except InvalidRequest as error:
+            self.num_invalid += 1
             log.error("a worker sent nonsense", extra={"worker_id": session.worker_id, "why": error.message})
             session.hang_up()
             return
@@ -165,8 +167,11 @@ class Workers:
             return f"it is attached already, as {former.endpoint}"
         if hello.role not in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE):
             return f"its role {hello.role} is none that this router knows"
-        if hello.block_size < 1 or hello.max_context_tokens < 2 or hello.vocab_size < 1:
-            return "its block size, context or vocabulary is empty"
+        if hello.max_context_tokens < 2:
+            return f"its context window is {hello.max_context_tokens} tokens, expected at least 2"
+        for name in ("block_size", "vocab_size", "num_blocks", "max_batch", "max_batch_tokens", "inbox_depth"):
+            if getattr(hello, name) < 1:
+                return f"its {name} is {getattr(hello, name)}, expected at least 1"
         if hello.model != self._model_name:
             return f"it serves {hello.model!r}, this router reads text for {self._model_name!r}"
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from pdserve.core.durations import SHORTEST_SLO_S, check_duration
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.grammar import Grammar
 
@@ -125,8 +126,8 @@ class Slo:
     tpot_s: float = 0.2  # mean seconds per token after the first
 
     def __post_init__(self) -> None:
-        _require_number("slo.ttft_s", self.ttft_s, 0.0, 86_400.0, low_open=True)
-        _require_number("slo.tpot_s", self.tpot_s, 0.0, 86_400.0, low_open=True)
+        check_duration("slo.ttft_s", self.ttft_s, low=SHORTEST_SLO_S)
+        check_duration("slo.tpot_s", self.tpot_s, low=SHORTEST_SLO_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -258,6 +258,9 @@ REJECTED_CALLS: Final = _metric(
 REFUSED_BY_WORKER: Final = _metric(
     "pdserve_worker_refusals_total", "counter", "worker", "reservations and prefills refused", ("reason",)
 )
+INVALID_MESSAGES: Final = _metric(
+    "pdserve_invalid_messages_total", "counter", "worker", "messages of routers with a value out of bounds", ("field",)
+)
 TRANSFERS: Final = _metric(
     "pdserve_kv_transfers_total", "counter", "worker", "KV transfers that ended, by outcome", ("outcome",)
 )  # outcome: committed, failed, or cancelled: given up since nobody needed it any more

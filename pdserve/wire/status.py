@@ -7,7 +7,6 @@ time to retry is known, BadRequest where a field is to blame. A client builds th
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
+from pdserve.core.durations import clamped_s
 from pdserve.core.errors import (
     Cancelled,
     ConfigError,
@@ -124,7 +124,7 @@ def to_status(error: PdserveError) -> status_pb2.Status:
     retry_after_s = getattr(error, "retry_after_s", None)
     if retry_after_s is not None:
         delay = duration_pb2.Duration()
-        delay.FromNanoseconds(round(max(retry_after_s, 0.0) * 1e9) if math.isfinite(retry_after_s) else 0)
+        delay.FromNanoseconds(round(clamped_s(retry_after_s) * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     if isinstance(error, InvalidRequest):
         violation = error_details_pb2.BadRequest.FieldViolation(
@@ -149,7 +149,7 @@ def from_status(status: status_pb2.Status) -> PdserveError:
         if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
             reason, fields = info.reason, dict(info.metadata)
         elif detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry):
-            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+            retry_after_s = clamped_s(retry.retry_delay.ToNanoseconds() / 1e9)
     kind = BY_REASON.get(reason)
     if kind is not None and all(name in fields for name in TABLE[kind].fields):
         return TABLE[kind].build(status.message, fields, retry_after_s)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from pdserve.core.attempt import Attempt, AttemptKey
+from pdserve.core.durations import SHORTEST_SLO_S, check_duration
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.hashing import chain_key
 from pdserve.core.types import check_token_ids
@@ -56,11 +56,11 @@ def read_sequence(message: worker_pb2.Sequence, key: AttemptKey, limits: Limits,
     if len(message.cache_salt) > MAX_SALT_BYTES:
         raise InvalidRequest("cache_salt", f"{len(message.cache_salt)} bytes", f"at most {MAX_SALT_BYTES}")
     deadline_s = message.deadline_s if message.HasField("deadline_s") else None
-    if deadline_s is not None and math.isnan(deadline_s):
-        raise InvalidRequest("deadline_s", deadline_s, "a number")
+    if deadline_s is not None:
+        check_duration("deadline_s", deadline_s)
     tpot_s = message.tpot_s if message.HasField("tpot_s") else None
-    if tpot_s is not None and not tpot_s > 0.0:
-        raise InvalidRequest("tpot_s", tpot_s, "a number above 0")
+    if tpot_s is not None:
+        check_duration("tpot_s", tpot_s, low=SHORTEST_SLO_S)
     return Attempt(
         key=key,
         prompt_ids=prompt,

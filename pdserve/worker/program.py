@@ -181,6 +181,7 @@ class RoleProgram(ABC):
         except InvalidRequest as error:
             # No attempt can be named, so nobody can be told.
             self.counts["unusable message"] += 1
+            self.context.metrics.add(names.INVALID_MESSAGES, field=error.field)
             log.warning("a message was dropped", extra={"field": error.field, "expected": error.expected})
 
     @property
@@ -299,6 +300,7 @@ class RoleProgram(ABC):
         try:
             attempt = read_sequence(message, key, self.limits, self.context.now())
         except InvalidRequest as error:
+            self.context.metrics.add(names.INVALID_MESSAGES, field=error.field)
             self._failed(fx.Failed(key=key, kind=FailureKind.INVALID, message=error.message))
             self._released(fx.Released(key=key))
             return None

@@ -171,3 +171,10 @@ def test_wire_imports_nothing_heavy() -> None:
     heavy = "{'torch', 'redis', 'opentelemetry', 'ray', 'numpy', 'tokenizers'}"
     code = f"import sys, pdserve.wire.status, pdserve.wire.convert; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("retry_after_s", [float("inf"), 1e300, 1e12, float("nan")])
+def test_a_retry_time_that_no_message_can_carry_becomes_a_day(retry_after_s: float) -> None:
+    found = status.from_status(status.to_status(errors.Overloaded("full", retry_after_s)))
+    assert isinstance(found, errors.Overloaded)
+    assert found.retry_after_s == 86_400.0

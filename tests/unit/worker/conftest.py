@@ -287,6 +287,7 @@ def ask() -> Callable[..., worker_pb2.Sequence]:
         attempt: int = 1,
         output: tuple[int, ...] = (),
         deadline_s: float | None = None,
+        tpot_s: float | None = None,
         **sampling: Any,
     ) -> worker_pb2.Sequence:
         settings = Sampling(**{"temperature": 0.0, "max_tokens": 8, **sampling})
@@ -297,6 +298,7 @@ def ask() -> Callable[..., worker_pb2.Sequence]:
             output_token_ids=output,
             sampling=sampling_to_proto(settings),
             deadline_s=deadline_s,
+            tpot_s=tpot_s,
         )
 
     return make

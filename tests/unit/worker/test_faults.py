@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -259,7 +260,14 @@ async def test_a_decode_worker_of_another_model_is_not_written_to(start: Any, at
         ({"output": (999,)}, "output_token_ids"),
         ({"output": (1, 2), "max_tokens": 2}, "output_token_ids"),
         ({"stop_token_ids": (4000,)}, "stop_token_ids"),
-        ({"deadline_s": float("nan")}, "deadline_s"),
+        ({"deadline_s": float("nan")}, "deadline_s: got nan, expected between 0 and 86400 seconds"),
+        ({"deadline_s": float("inf")}, "deadline_s: got inf"),
+        ({"deadline_s": 86_401.0}, "deadline_s: got 86401"),
+        ({"deadline_s": -1.0}, "deadline_s: got -1"),
+        ({"tpot_s": float("nan")}, "tpot_s: got nan, expected between 1e-06 and 86400 seconds"),
+        ({"tpot_s": float("inf")}, "tpot_s: got inf"),
+        ({"tpot_s": 5e-324}, "tpot_s: got 5e-324"),
+        ({"tpot_s": 0.0}, "tpot_s: got 0"),
     ],
 )
 async def test_a_wrong_sequence_fails_with_the_field_that_is_wrong(
@@ -371,3 +379,18 @@ async def test_a_broken_engine_fails_everything_and_ends_the_worker(start: Any, 
         assert status.status == health_pb2.HealthCheckResponse.NOT_SERVING
     await d.until_fatal()
     assert not d.host.is_healthy()
+
+
+async def test_an_endless_deadline_fails_its_attempt_and_nothing_else(
+    start: Any, attach: Any, ask: Any, unused_tcp_port: int
+) -> None:
+    """A receiver that waited for it would end the worker, and its successor again."""
+    d = start(Role.DECODE, metrics_port=unused_tcp_port)
+    router = await attach(d)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("endless", PROMPT, deadline_s=math.inf)))
+    failed = await router.next("failed", "endless")
+    assert (failed.kind, "deadline_s" in failed.message) == (worker_pb2.FAILURE_KIND_INVALID, True)
+    await router.released("endless", Role.DECODE)
+    assert await router.local(ask("r", PROMPT)) == answer(PROMPT, 8)
+    assert d.host.is_healthy()
+    assert 'pdserve_invalid_messages_total{field="deadline_s"} 1.0' in d.program.context.metrics.text()

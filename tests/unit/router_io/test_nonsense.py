@@ -1,0 +1,65 @@
+"""What a worker says is bounded before the router's state hears it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.v1 import worker_pb2
+from router import messages
+from router.session import WorkerSession
+from router.workers import Workers
+
+NO_DURATIONS = [math.nan, math.inf, -1.0, 1e300]
+ROW = {"request_id": "r", "attempt": 1}
+
+
+def messages_with(field: str, seconds: float) -> dict[str, Any]:
+    return {
+        "retry_after_s": {"refused": worker_pb2.Refused(**ROW, retry_after_s=seconds)},
+        "queue_s": {"first_token": worker_pb2.FirstToken(**ROW, queue_s=seconds)},
+        "prefill_s": {"first_token": worker_pb2.FirstToken(**ROW, prefill_s=seconds)},
+        "transfer_s": {"transfer_ended": worker_pb2.TransferEnded(**ROW, transfer_s=seconds)},
+        "busy_s": {"transfer_ended": worker_pb2.TransferEnded(**ROW, busy_s=seconds)},
+        "exposed_s": {"transfer_ended": worker_pb2.TransferEnded(**ROW, exposed_s=seconds)},
+        "decode_s": {"tokens": worker_pb2.Tokens(rows=[worker_pb2.TokenRow(**ROW, decode_s=seconds)])},
+    }[field]
+
+
+@pytest.mark.parametrize("seconds", NO_DURATIONS)
+@pytest.mark.parametrize(
+    "field", ["retry_after_s", "queue_s", "prefill_s", "transfer_s", "busy_s", "exposed_s", "decode_s"]
+)
+def test_what_is_no_duration_is_refused_by_name(field: str, seconds: float) -> None:
+    message = worker_pb2.AttachResponse(**messages_with(field, seconds))
+    with pytest.raises(InvalidRequest, match=f"^{field}: got .*, expected between 0 and 86400 seconds$"):
+        messages.event_of("d0", message)
+
+
+@pytest.mark.parametrize("field", ["block_size", "vocab_size", "num_blocks", "max_batch", "max_batch_tokens"])
+async def test_a_worker_that_has_none_of_what_is_divided_by_is_not_wanted(field: str) -> None:
+    facts = {"block_size": 16, "vocab_size": 256, "num_blocks": 8, "max_batch": 4, "max_batch_tokens": 64}
+    hello = worker_pb2.WorkerHello(
+        worker_id="d0",
+        incarnation="1",
+        role=worker_pb2.ROLE_DECODE,
+        model="toy",
+        max_context_tokens=128,
+        inbox_depth=4,
+        **{**facts, field: 0},
+    )
+    workers = Workers(worker_pb2.RouterHello, lambda event: None, model_name="toy")
+    session = WorkerSession("127.0.0.1:1", worker_pb2.RouterHello, workers)
+    assert workers.attached(session, hello) == f"its {field} is 0, expected at least 1"
+
+
+def test_nonsense_is_counted() -> None:
+    workers = Workers(worker_pb2.RouterHello, lambda event: None, model_name="toy")
+    session = WorkerSession("127.0.0.1:1", worker_pb2.RouterHello, workers)
+    session.worker_id = "d0"
+    workers._attached["d0"] = session
+    workers.received(session, worker_pb2.AttachResponse(**messages_with("queue_s", math.nan)))
+    assert workers.num_invalid == 1
