@@ -1,4 +1,4 @@
-"""A decode batching with a toy engine behind it, driven by hand; the books are checked after each step and test."""
+"""A decode batching with a toy engine behind it, driven by hand; each step and test ends with the check of its blocks."""
 
 from __future__ import annotations
 
@@ -169,6 +169,19 @@ class Bench:
                 self.drawn.setdefault(one.key.request_id, []).append(one.token.token_id)
         return after
 
+    def end(self) -> None:
+        """Ends every request. Raises AssertionError unless all blocks are free or in the prefix cache then."""
+        batching, blocks = self.batching, self.batching.blocks
+        batching.check()
+        for key in batching.live():
+            batching.cancel(key)
+            batching.lost(key, "the test ends")
+        if self.flight is not None:
+            batching.dropped(self.flight[0])
+        batching.check()
+        assert batching.live() == []
+        assert blocks.num_free + blocks.num_evictable == blocks.num_blocks, "a block is used after the last request"
+
     def run(self, limit: int = 1000) -> list[DecodeEffect]:
         effects: list[DecodeEffect] = []
         while self.batching.has_work or self.flight is not None:
@@ -188,7 +201,7 @@ def make_bench() -> Iterator[Callable[..., Bench]]:
 
     yield make
     for bench in benches:
-        bench.batching.check()
+        bench.end()
 
 
 @pytest.fixture

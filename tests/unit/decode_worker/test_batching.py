@@ -306,6 +306,26 @@ def test_no_landing_place_is_given_while_a_local_prompt_waits_for_memory(make_be
     assert bench.drawn["b"] == answer(list(range(50, 62)), 8)
 
 
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_cached_prefix_is_not_held_while_memory_is_missing(make_bench: Any, is_local: bool) -> None:
+    bench = make_bench(num_blocks=4)
+    blocks = bench.batching.blocks
+    bench.offer("a", PROMPT[:8], max_tokens=1)
+    bench.run()
+    landing(bench, "b", list(range(100, 108)))  # takes the two free blocks
+    prompt = [*PROMPT[:8], 99]  # two blocks are in the cache, and there is none for the third
+    refused = [Refused(key=bench.key("c"), reason=RefusalReason.NO_BLOCKS)]
+    assert bench.offer("c", prompt, is_local=is_local, max_tokens=4) == (
+        [SeatHeld(key=bench.key("c"))] if is_local else refused
+    )
+    for _ in range(3):
+        bench.step()
+        assert (blocks.num_referenced, blocks.num_evictable) == (2, 2)
+    bench.batching.lost(bench.key("b"), "gone")
+    bench.run()
+    assert bench.drawn.get("c") == (answer(prompt, 4) if is_local else None)
+
+
 def test_a_text_ends_at_the_context_window(make_bench: Any) -> None:
     bench = make_bench(num_blocks=3)
     bench.offer("a", PROMPT, max_tokens=100)
@@ -369,6 +389,25 @@ def test_cancel_of_a_local_attempt_frees_at_once(bench: Any, num_steps: int) -> 
     assert bench.batching.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
     assert bench.batching.blocks.num_referenced == 0
     assert bench.step() == []
+
+
+def test_failing_an_unknown_attempt_does_nothing(bench: Any) -> None:
+    key = bench.key("a")
+    assert bench.batching.fail(key, FailureKind.INTERNAL, "nobody asked") == []
+    bench.offer("a", PROMPT)
+    failed, released = bench.batching.fail(key, FailureKind.INTERNAL, "the engine raised")
+    assert failed == Failed(key=key, kind=FailureKind.INTERNAL, message="the engine raised")
+    assert released == Released(key=key)
+    assert bench.batching.fail(key, FailureKind.INTERNAL, "again") == []
+
+
+def test_failing_an_attempt_whose_kv_is_on_its_way_reports_it_once(bench: Any) -> None:
+    landing(bench, "a")
+    key = bench.key("a")
+    failed, aborted = bench.batching.fail(key, FailureKind.INTERNAL, "the engine raised")
+    assert (failed.kind, aborted) == (FailureKind.INTERNAL, ReceiveAborted(key=key))
+    assert bench.batching.fail(key, FailureKind.INTERNAL, "again") == []
+    assert bench.batching.lost(key, "drained") == [Released(key=key)]
 
 
 def test_cancel_between_plan_and_apply_passes_the_row_over(bench: Any) -> None:

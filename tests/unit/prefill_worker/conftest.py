@@ -1,4 +1,4 @@
-"""A prefill batching with a toy engine behind it, driven by hand; the books are checked after each test."""
+"""A prefill batching with a toy engine behind it, driven by hand; each test ends with the check of its blocks."""
 
 from __future__ import annotations
 
@@ -101,6 +101,17 @@ class Bench:
             effects += self.step()
         return effects
 
+    def end(self) -> None:
+        """Ends every request. Raises AssertionError unless all blocks are free or in the prefix cache then."""
+        batching, blocks = self.batching, self.batching.blocks
+        batching.check()
+        for key in batching.live():
+            batching.cancel(key)
+            batching.sent(key, is_whole=False, error="the test ends")
+        batching.check()
+        assert batching.live() == []
+        assert blocks.num_free + blocks.num_evictable == blocks.num_blocks, "a block is used after the last request"
+
     def sent(self, name: str) -> list[PrefillEffect]:
         return self.batching.sent(self.key(name), is_whole=True)
 
@@ -128,7 +139,7 @@ def make_bench() -> Iterator[Callable[..., Bench]]:
 
     yield make
     for bench in benches:
-        bench.batching.check()
+        bench.end()
 
 
 @pytest.fixture

@@ -136,6 +136,26 @@ def test_a_prompt_waits_for_memory_and_nobody_overtakes_it(make_bench: Any) -> N
     assert bench.firsts(bench.run()) == {"b": answer(list(range(100, 108)), 1)[0], "c": answer([1], 1)[0]}
 
 
+def test_a_cached_prefix_is_not_held_while_its_prompt_waits_for_memory(make_bench: Any) -> None:
+    bench = make_bench(num_blocks=4)
+    blocks = bench.batching.blocks
+    bench.offer("a", PROMPT[:8])
+    bench.run()
+    bench.sent("a")
+    assert blocks.num_evictable == 2
+    bench.offer("b", list(range(100, 108)))  # takes the two free blocks
+    bench.run()
+    bench.offer("c", [*PROMPT[:8], 99])  # two blocks are in the cache, and there is none for the third
+    for _ in range(3):
+        bench.step()
+        assert bench.batching.stage(bench.key("c")) is Stage.WAITING
+        assert (blocks.num_referenced, blocks.num_evictable) == (2, 2)
+    bench.sent("b")
+    assert bench.firsts(bench.run()) == {"c": answer([*PROMPT[:8], 99], 1)[0]}
+    bench.sent("c")
+    assert blocks.num_referenced == 0
+
+
 def test_the_inbox_is_bounded_and_says_so(make_bench: Any) -> None:
     bench = make_bench(inbox_depth=2)
     assert bench.offer("a", PROMPT) == bench.offer("b", PROMPT) == []
@@ -190,6 +210,19 @@ def test_cancel_holds_blocks_until_the_sender_has_stopped_reading(bench: Any, nu
 
 def test_cancel_of_an_unknown_attempt_is_answered(bench: Any) -> None:
     assert bench.batching.cancel(bench.key("a")) == [Released(key=bench.key("a"))]
+
+
+def test_failing_an_attempt_reports_it_once_and_an_unknown_one_not_at_all(bench: Any) -> None:
+    key = bench.key("a")
+    assert bench.batching.fail(key, FailureKind.INTERNAL, "nobody asked") == []
+    bench.offer("a", PROMPT)
+    bench.step()
+    failed, aborted = bench.batching.fail(key, FailureKind.INTERNAL, "the engine raised")
+    assert failed == Failed(key=key, kind=FailureKind.INTERNAL, message="the engine raised")
+    assert aborted == SendAborted(key=key)
+    assert bench.batching.fail(key, FailureKind.INTERNAL, "again") == []
+    assert bench.batching.sent(key, is_whole=False, error="aborted") == [Released(key=key)]
+    assert bench.batching.fail(key, FailureKind.INTERNAL, "late") == []
 
 
 def test_cancel_between_plan_and_apply_passes_the_row_over(bench: Any) -> None:
