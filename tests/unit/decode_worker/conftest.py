@@ -1,4 +1,4 @@
-"""A decode batching with a toy engine behind it, driven by hand; each step and test ends with the check of its blocks."""
+"""A decode batching with a toy engine behind it, driven by hand; each step and test ends with a check of its blocks."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import grpc
@@ -91,6 +92,17 @@ class Running:
         self.host._engine.post(run)
         return await asyncio.wait_for(done, DEADLINE_S)
 
+    def until_no_block_is_used(self) -> None:
+        """Once the routers have left, every block is free or in the prefix cache."""
+        until_s = time.monotonic() + DEADLINE_S
+        while not (self.fatal or self.host.wait(0)):
+            used: Future[int] = Future()
+            self.host._engine.post(lambda used=used: used.set_result(self.program.blocks.num_referenced))
+            if used.result(DEADLINE_S) == 0:
+                return
+            assert time.monotonic() < until_s, f"{self.program.blocks.num_referenced} blocks are used for no request"
+            time.sleep(0.005)
+
     async def until_fatal(self) -> None:
         """The process would have ended."""
         until_s = time.monotonic() + DEADLINE_S
@@ -107,7 +119,7 @@ class Running:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Running]]:
-    """start(role, **config changes); at the end each worker is empty, its books balance, and it is stopped."""
+    """start(role, **config changes); at the end no worker uses a block, its books balance, and it is stopped."""
     running: list[Running] = []
 
     def begin(role: Role, load: Load = load_engine, **changes: Any) -> Running:
@@ -115,8 +127,12 @@ def start() -> Iterator[Callable[..., Running]]:
         return running[-1]
 
     yield begin
-    for each in running:
-        each.host.stop()
+    try:
+        for each in running:
+            each.until_no_block_is_used()
+    finally:
+        for each in running:
+            each.host.stop()
     for each in running:
         if each.fatal:
             continue

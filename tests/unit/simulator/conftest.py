@@ -1,0 +1,29 @@
+"""Every simulated worker of a test ends without a used block, whoever built its world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simulator.world import World
+
+
+@pytest.fixture(autouse=True)
+def no_block_is_used_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks at each world as its result is taken. A run that was stopped or cut short keeps what it was doing."""
+    taken = World.result
+
+    def result(world: World) -> Any:
+        done = taken(world)
+        world.check()
+        if world._is_over() and not world._is_stopped and not world._num_open:
+            for machine in world.machines():
+                blocks = machine.blocks
+                assert machine.is_idle, f"{machine.shape.worker_id} holds an attempt for no request"
+                assert blocks.num_free + blocks.num_evictable == blocks.num_blocks, (
+                    f"{machine.shape.worker_id} uses a block after the last request"
+                )
+        return done
+
+    monkeypatch.setattr(World, "result", result)
