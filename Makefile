@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-slow fault-storm kill-storm model protocol-coverage check format proto bench clean
+.PHONY: demo test mutants test-slow fault-storm kill-storm model protocol-coverage check format proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -28,6 +28,14 @@ kill-storm: $(STAMP)
 # Every interleaving of a transfer and a reuse of its blocks, with more faults than in every run of the tests.
 model: $(STAMP)
 	$(BIN)/python -m tests.unit.kvtransfer.model $(ARGS)
+
+# Changes one place of a pure module at a time and expects a test of its room to fail; about an hour on one core.
+mutants: .venv/.mutants
+	nice -n 19 $(BIN)/python -m tests.mutants $(ARGS)
+
+.venv/.mutants: $(STAMP)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[mutants]'
+	@touch $@
 
 # Which lines of the transfer protocol `make test` reaches without a GPU; about five minutes.
 protocol-coverage: $(STAMP)

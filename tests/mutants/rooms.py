@@ -1,0 +1,114 @@
+"""Which modules are mutated, and which tests must find the change. The tests of a module's own name run first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.unit.test_purity import PURE
+
+ROOMS = ("router", "prefill_worker", "decode_worker", "kvtransfer", "core")
+UNIT = Path("tests/unit")
+
+# Tests whose file is not named after the module that they are about; they run first.
+OWN = {
+    "pdserve.core.attempt": ("prefill_worker/test_batching.py", "decode_worker/test_batching.py"),
+    "pdserve.core.effects": ("worker/test_batches.py", "wire/test_convert.py"),
+    "pdserve.core.errors": ("wire/test_status.py", "client/test_retry.py"),
+    "pdserve.core.extents": ("core/test_blocks.py", "core/test_blocks_stateful.py"),
+    "pdserve.core.fit": ("core/test_latency.py",),
+    "pdserve.core.grammar": ("router_io/test_grammars.py", "structured/test_compile.py"),
+    "pdserve.core.types": ("wire/test_convert.py", "router_io/test_admission.py"),
+    "router.asking": ("router/test_policy.py", "router/test_goodput.py"),
+    "router.events": ("router/test_recording.py",),
+    "router.commands": ("router/test_recording.py",),
+    "router.state": ("router/test_lifecycle.py", "router/test_endings.py", "router/test_failures.py"),
+    "router.view": ("router/test_load.py", "router/test_fleet.py"),
+    "router.policy.dynamo": ("router/test_baselines.py",),
+    "router.policy.interface": ("router/test_policy.py",),
+    "router.policy.least_loaded": ("router/test_baselines.py",),
+    "router.policy.least_ttft": ("router/test_policy.py",),
+    "router.policy.lmetric": ("router/test_baselines.py",),
+    "router.policy.mooncake": ("router/test_baselines.py",),
+    "router.policy.rooms": ("router/test_goodput.py", "router/test_bound.py"),
+    "router.policy.rules": ("router/test_goodput.py",),
+    "router.policy.static": ("router/test_baselines.py",),
+    "router.policy.tuning": ("router/test_goodput.py",),
+    "router.policy.two_stage": ("router/test_baselines.py",),
+    "router.policy.ways": ("router/test_policy.py", "router/test_goodput.py"),
+    "decode_worker.drafter": ("decode_worker/test_batching_drafts.py", "decode_worker/test_drafting.py"),
+    "decode_worker.planning": ("decode_worker/test_batching.py", "decode_worker/test_runs.py"),
+    "decode_worker.resident": ("decode_worker/test_batching.py",),
+    "decode_worker.roster": ("decode_worker/test_batching.py", "decode_worker/test_known_failures.py"),
+    "decode_worker.step": ("decode_worker/test_batching.py",),
+    "prefill_worker.prompt": ("prefill_worker/test_batching.py",),
+    "kvtransfer.commands": ("kvtransfer/test_books.py",),
+    "kvtransfer.departure": ("kvtransfer/test_books.py", "kvtransfer/test_plan.py"),
+    "kvtransfer.departures": ("kvtransfer/test_books.py", "kvtransfer/test_plan.py"),
+    "kvtransfer.faults": ("kvtransfer/test_fault_plan.py",),
+    "kvtransfer.landing": ("kvtransfer/test_books.py",),
+    "kvtransfer.landings": ("kvtransfer/test_books.py", "kvtransfer/test_seats.py"),
+    "kvtransfer.lease": ("kvtransfer/test_leases.py",),
+}
+
+# Which tests of the room run after those. In kvtransfer they are the tests of decisions; those of transports start
+# processes, and are left out.
+_REST = {
+    "router": ["router/test_*.py"],
+    "prefill_worker": ["prefill_worker/test_*.py"],
+    "decode_worker": ["decode_worker/test_*.py"],
+    "core": ["core/test_*.py", "prefill_worker/test_*.py", "decode_worker/test_batching.py"],
+    "kvtransfer": [
+        f"kvtransfer/test_{name}.py"
+        for name in (
+            *("fault_plan", "shape", "overlap", "reshape", "fences", "frames", "stamping", "wire_rule", "states_page"),
+            *(
+                "session",
+                "plan",
+                "books",
+                "known_crashes",
+                "known_wrong_data",
+                "known_stuck",
+                "parts",
+                "seats",
+                "leases",
+            ),
+        )
+    ],
+}
+_LAST = ("test_replay.py", "test_random_runs.py", "test_batching_stateful.py", "test_leases.py")
+
+# More than five seconds of CPU each; what they find, faster tests of the same files find too.
+TOO_SLOW = (
+    "tests/unit/router/test_random_runs.py::test_the_random_runs_reach_every_kind_of_ending_and_loss",
+    "tests/unit/router/test_replay.py::test_ten_thousand_recorded_events_replay_to_equal_commands",
+)
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """The pure modules of the rooms, and their files."""
+    found = {}
+    for name in PURE:
+        path = Path(*name.split("."))
+        if not name.startswith("pdserve.core.") and name.split(".")[0] not in ROOMS:
+            continue
+        if (root / path).is_dir():
+            for file in sorted((root / path).glob("*.py")):
+                found[name if file.stem == "__init__" else f"{name}.{file.stem}"] = file.relative_to(root)
+        else:
+            found[name] = path.with_suffix(".py")
+    return found
+
+
+def own_tests(module: str, room: str, root: Path) -> list[str]:
+    """Test files of the module's own name, and others that are about it."""
+    stem = module.split(".")[-1]
+    found = [path.relative_to(root) for path in sorted((root / UNIT / room).glob(f"test_{stem}*.py"))]
+    return [str(path) for path in dict.fromkeys([*(UNIT / one for one in OWN.get(module, ())), *found])]
+
+
+def other_tests(module: str, room: str, root: Path) -> list[str]:
+    """The rest of the room's tests."""
+    found = [path.relative_to(root) for one in _REST[room] for path in sorted((root / UNIT).glob(one))]
+    found.sort(key=lambda path: path.name in _LAST)
+    own = own_tests(module, room, root)
+    return [str(path) for path in dict.fromkeys(found) if str(path) not in own]

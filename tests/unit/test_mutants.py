@@ -1,0 +1,28 @@
+"""The tables of `make mutants` name modules and tests that exist. The command itself is no part of the suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.rooms import OWN, ROOMS, TOO_SLOW, modules, other_tests, own_tests
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_tables_name_pure_modules() -> None:
+    assert set(OWN) <= set(modules(ROOT))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_named_test_file_exists(room: str) -> None:
+    for module in modules(ROOT):
+        for name in (*own_tests(module, room, ROOT), *other_tests(module, room, ROOT)):
+            assert (ROOT / name).is_file(), f"{module}: no file {name}"
+
+
+@pytest.mark.parametrize("test", TOO_SLOW)
+def test_left_out_tests_exist(test: str) -> None:
+    file, name = test.split("::")
+    assert f"def {name}(" in (ROOT / file).read_text()
