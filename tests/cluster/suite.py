@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from pdserve import AsyncClient, Completion
+from pdserve.client.request import generate_request
+from pdserve.core.types import Sampling
 from pdserve.engine.toy import answer
+from pdserve.text.bad_words import bad_word_ids
+from pdserve.text.tokenizer import load_tokenizer
+from pdserve.wire.convert import sampling_from_proto
 from tests.cluster.cluster import Cluster
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 128, 200, 257, 350, 511, 600, 700)
@@ -33,6 +39,19 @@ def generate_all(
             return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
 
     return asyncio.run(run())
+
+
+def tokens_of(done: Sequence[Completion], num_tokens: int) -> list[list[int]]:
+    """The answers' tokens, each with as many as were asked for."""
+    answers = [list(one.token_ids) for one in done]
+    assert [len(answer) for answer in answers] == [num_tokens] * len(answers)
+    return answers
+
+
+def sampling_of(folder: Path, **options: Any) -> Sampling:
+    """What the engine gets of a client's options: numbers rounded as messages hold them, bad words as tokens."""
+    message = generate_request([1], options).sampling
+    return sampling_from_proto(message, bad_words=bad_word_ids(message.bad_words, load_tokenizer(str(folder))))
 
 
 def toy_prompt(length: int, salt: int = 0) -> list[int]:

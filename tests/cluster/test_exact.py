@@ -1,4 +1,7 @@
-"""Token-exact with transformers through SDK, router, prefill and decode workers, for each family (greedy, fp32)."""
+"""Token-exact with transformers through SDK, router, prefill and decode workers, for each family, judged in float64.
+
+Seeded answers of two batch shapes may differ at a near-tie on some processor: the oracle judges them too.
+"""
 
 import shutil
 from pathlib import Path
@@ -6,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.cluster import Cluster, free_ports, scrape
-from tests.cluster.families import BUNDLED, FAMILIES, build, oracle, prompts
-from tests.cluster.suite import LENGTHS, generate_all
+from tests.cluster.families import BUNDLED, FAMILIES, build, prompts
+from tests.cluster.suite import LENGTHS, generate_all, sampling_of, tokens_of
+from tests.oracle import Oracle
 
 TOKENS = 64
 # One thread: two wait for each other in every layer, which takes a hundred times as long where others have the cores.
@@ -21,28 +25,28 @@ def test_a_family_answers_as_transformers_does(family: str, tmp_path: Path) -> N
     """Prompts of 1 to 700 tokens, 16 at once, moved to the decode worker or read there, in one chunk or in many."""
     folder = build(family, tmp_path / family)
     texts = prompts(LENGTHS)
-    expected = oracle(folder, texts, TOKENS)
+    oracle = Oracle(folder)
     options = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     config = tmp_path / "small-chunks.toml"
     config.write_text("[worker]\nmax_batch_tokens = 96\n")
     with Cluster("--model", str(folder), "--config", str(config)) as cluster:
         done = generate_all(cluster, texts, **options)
-        assert [list(one.token_ids) for one in done] == expected
+        oracle.assert_exact(texts, tokens_of(done, TOKENS))
         assert {one.timings.path for one in done} == {"remote", "local"}
         again = generate_all(cluster, texts, **options)  # now from the prefix caches
-        assert [list(one.token_ids) for one in again] == expected
+        oracle.assert_exact(texts, tokens_of(again, TOKENS))
         assert sum(one.usage.cached_prompt_tokens for one in again) > 0
         cluster.wait_until_idle()
     if family in COLOCATED_TOO:
         with Cluster("--model", str(folder), *COLOCATED) as colocated:
             local = generate_all(colocated, texts, **options)
             assert {one.timings.path for one in local} == {"local"}
-            assert [list(one.token_ids) for one in local] == expected
+            oracle.assert_exact(texts, tokens_of(local, TOKENS))
 
 
 @pytest.mark.timeout(400)
 def test_the_bundled_model_writes_as_transformers_does_and_seeds_hold(tmp_path: Path) -> None:
-    """Real text; and seeded sampling gives the same text whatever the batch, the path or the cache."""
+    """Real text; and seeded sampling takes the tokens of its seed whatever the batch, the path or the cache."""
     folder = shutil.copytree(BUNDLED, tmp_path / "bundled")
     texts = [
         "def fib(n):",
@@ -51,32 +55,35 @@ def test_the_bundled_model_writes_as_transformers_does_and_seeds_hold(tmp_path: 
         '"""A queue.\n\n' * 12,
     ]
     seeded = {"max_tokens": 48, "temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 1234, "ignore_eos": True}
+    oracle, sampling = Oracle(folder), sampling_of(folder, **seeded)
     with Cluster("--model", str(folder)) as cluster:
         ids = [cluster.client.tokenize(text) for text in texts]
-        expected = oracle(folder, ids, TOKENS)
         done = generate_all(cluster, texts, max_tokens=TOKENS, temperature=0, ignore_eos=True)
-        assert [list(one.token_ids) for one in done] == expected
-        alone = [cluster.client.generate(text, **seeded).token_ids for text in texts]
+        oracle.assert_exact(ids, tokens_of(done, TOKENS))
+        alone = [cluster.client.generate(text, **seeded) for text in texts]
         together = generate_all(cluster, texts * 4, **seeded)
-        assert [one.token_ids for one in together] == alone * 4
+        oracle.assert_exact(ids * 5, tokens_of([*alone, *together], 48), sampling=sampling)
     with Cluster("--model", str(folder), *COLOCATED) as colocated:
         local = generate_all(colocated, texts, **seeded)
-        assert [one.token_ids for one in local] == alone
+        oracle.assert_exact(ids, tokens_of(local, 48), sampling=sampling)
 
 
 @pytest.mark.timeout(400)
 def test_seeds_hold_through_preemption_and_a_death_in_mid_stream(tmp_path: Path) -> None:
-    """Memory for a third of the requests, and a SIGKILL: every answer is that of a request served alone.
+    """Memory for a third of the requests, and a SIGKILL: every answer is that of its seed, as for one served alone.
 
     The worker that serves it alone decodes in plain steps, the others verify guesses.
     """
     texts = ["import os\n" * 9 + f"\n\ndef work_{i}(self, value):\n" for i in range(9)]
     options = {"max_tokens": 96, "temperature": 0.3, "top_p": 0.95, "seed": 99, "ignore_eos": True}
     options |= {"bad_words": ["return", "self.value"], "logit_bias": {10: -1.5}, "repetition_penalty": 1.1}
+    oracle, sampling = Oracle(BUNDLED), sampling_of(BUNDLED, **options)
     plain = tmp_path / "plain.toml"
     plain.write_text('[decode_worker]\nspeculation = "off"\n')
     with Cluster(*COLOCATED, "--config", str(plain)) as roomy:
-        expected = [roomy.client.generate(text, **options).token_ids for text in texts]
+        ids = [roomy.client.tokenize(text) for text in texts]
+        alone = [roomy.client.generate(text, **options) for text in texts]
+        oracle.assert_exact(ids, tokens_of(alone, 96), sampling=sampling)
     config = tmp_path / "narrow.toml"
     port = free_ports(3)  # the launcher gives worker i the port after it
     config.write_text(f"[decode_worker]\nkv_blocks = 24\nmetrics_port = {port}\n[worker]\nmax_context_tokens = 256\n")
@@ -87,12 +94,12 @@ def test_seeds_hold_through_preemption_and_a_death_in_mid_stream(tmp_path: Path)
 
         for _ in range(8):  # guesses are verified where steps of this machine, as busy as it is, say that they pay
             done = generate_all(narrow, texts, **options)
-            assert [one.token_ids for one in done] == expected
+            oracle.assert_exact(ids, tokens_of(done, 96), sampling=sampling)
             if count("pdserve_draft_tokens_total") > 0:
                 break
         assert count("pdserve_draft_tokens_total") > 0
         assert count("pdserve_preemptions_total") > 0
         done = generate_all(narrow, texts, **options, meanwhile=lambda one: narrow.kill(narrow.decode_worker_of(one)))
-        assert [one.token_ids for one in done] == expected
+        oracle.assert_exact(ids, tokens_of(done, 96), sampling=sampling)
         assert max(one.timings.attempts for one in done) > 1, "nobody was on the killed worker"
         narrow.wait_until_idle(within_s=60)

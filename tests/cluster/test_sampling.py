@@ -1,18 +1,22 @@
-"""What users set, through SDK, router and workers: against transformers on the bundled model, in float32."""
+"""What users set, through SDK, router and workers: against transformers on the bundled model, in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
+from transformers import (
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 
 from pdserve.core.types import Sampling
 from router import group
 from tests.cluster.cluster import Cluster
 from tests.cluster.families import BUNDLED
+from tests.oracle import Oracle
 
 SHORT = "def read(path):\n"
 LONG = "import json\n\n\nclass Encoder:\n    def encode(self, value):\n        return json.dumps(value)\n\n" * 3
@@ -21,42 +25,33 @@ TOKENS = 40
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster("--model", str(BUNDLED)) as one:
+    """Answers are compared with those of other batches: in this mode they have the same bits on every processor."""
+    with Cluster("--model", str(BUNDLED), "--set", "worker.deterministic=true") as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32).eval()
-
-
-def by_transformers(model: Any, ids: Sequence[int], **settings: Any) -> list[int]:
-    settings = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | settings
-    with torch.inference_mode():
-        done = model.generate(
-            torch.tensor([list(ids)]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), **settings
-        )
-    tokens: list[int] = done[0, len(ids) :].tolist()
-    return tokens
+def oracle() -> Oracle:
+    return Oracle(BUNDLED)
 
 
 @pytest.mark.parametrize("text", [SHORT, LONG])
-def test_bans_bias_and_penalties_are_those_of_transformers(cluster: Cluster, model: Any, text: str) -> None:
+def test_bans_bias_and_penalties_are_those_of_transformers(cluster: Cluster, oracle: Oracle, text: str) -> None:
     client = cluster.client
     ids = client.tokenize(text)
     options: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     plain = client.generate(text, **options).token_ids
-    assert list(plain) == by_transformers(model, ids)
+    oracle.assert_exact([ids], [plain])
     first, second = plain[0], plain[1]
-    biased = client.generate(text, logit_bias={first: -3.5, second: 2.5}, repetition_penalty=1.2, **options)
-    assert list(biased.token_ids) == by_transformers(
-        model, ids, sequence_bias=[[[first], -3.5], [[second], 2.5]], repetition_penalty=1.2
-    )
+    biased = client.generate(text, logit_bias={first: -3.5, second: 2.5}, repetition_penalty=1.2, **options).token_ids
+    bias = SequenceBiasLogitsProcessor([[[first], -3.5], [[second], 2.5]])
+    oracle.assert_exact([ids], [biased], processors=[bias, RepetitionPenaltyLogitsProcessor(1.2)])
     allowed = sorted({*plain, 5, 6, 7} - {first})
     others = [token for token in range(client.model().vocab_size) if token not in allowed]
-    among = client.generate(text, allowed_token_ids=allowed, **options)
-    assert list(among.token_ids) == by_transformers(model, ids, suppress_tokens=others)
+    among = client.generate(text, allowed_token_ids=allowed, **options).token_ids
+    oracle.assert_exact([ids], [among], processors=[SuppressTokensLogitsProcessor(others)])
+    assert biased != plain
+    assert among != plain
     word = client.detokenize(plain[1:3], prompt=ids)
     without = client.generate(text, bad_words=[word], **options)
     assert word in client.generate(text, **options).text
@@ -64,11 +59,10 @@ def test_bans_bias_and_penalties_are_those_of_transformers(cluster: Cluster, mod
 
 
 @pytest.mark.parametrize("text", [SHORT, LONG])
-def test_a_prompts_logprobs_are_those_of_transformers(cluster: Cluster, model: Any, text: str) -> None:
+def test_a_prompts_logprobs_are_those_of_transformers(cluster: Cluster, oracle: Oracle, text: str) -> None:
     """Both times: nothing of it is read from a cache."""
     ids = cluster.client.tokenize(text)
-    with torch.inference_mode():
-        expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = oracle.logits(ids).log_softmax(-1)
     for _ in range(2):
         first, *others = cluster.client.generate(text, max_tokens=2, prompt_logprobs=2).prompt_logprobs
         assert first is None
@@ -93,16 +87,16 @@ def test_several_answers_are_those_of_their_seeds(cluster: Cluster, text: str) -
     cluster.wait_until_idle()
 
 
-def test_beams_are_those_of_transformers(cluster: Cluster, model: Any) -> None:
+def test_beams_are_those_of_transformers(cluster: Cluster, oracle: Oracle) -> None:
+    """The best beam is transformers' own in float64, or as good as that to four digits."""
     [eos] = cluster.client.model().eos_token_ids
     for text, length_penalty in ((SHORT, 1.0), (LONG, 0.5)):
         ids = cluster.client.tokenize(text)
         beams = cluster.client.beam_search(text, width=4, max_tokens=16, length_penalty=length_penalty)
-        expected = by_transformers(
-            model, ids, num_beams=4, max_new_tokens=16, length_penalty=length_penalty, eos_token_id=eos
-        )
-        assert list(beams[0].token_ids) == expected[: len(beams[0].token_ids)]
-        assert set(expected[len(beams[0].token_ids) :]) <= {0}
+        best = oracle.beam(ids, width=4, max_tokens=16, length_penalty=length_penalty, end_ids=[eos])
+        for tokens in (best, beams[0].token_ids):
+            score = oracle.logprob(ids, tokens) / len(tokens) ** length_penalty
+            assert beams[0].score == pytest.approx(score, abs=1e-4)
         assert [beam.score for beam in beams] == sorted((beam.score for beam in beams), reverse=True)
         again = cluster.client.beam_search(ids, width=4, max_tokens=16, length_penalty=length_penalty)
         assert [beam.token_ids for beam in again] == [beam.token_ids for beam in beams]

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.cluster import Cluster
-from tests.cluster.families import build, oracle, prompts
-from tests.cluster.suite import generate_all
+from tests.cluster.families import build, prompts
+from tests.cluster.suite import generate_all, tokens_of
+from tests.oracle import Oracle
 
 TOKENS = 64
 LENGTHS = (1, 16, 17, 64, 200, 350, 511, 700)
@@ -18,12 +19,12 @@ LENGTHS = (1, 16, 17, 64, 200, 350, 511, 700)
 def test_two_ranks_of_both_roles_answer_as_transformers_does_and_may_die(tmp_path: Path) -> None:
     folder = build("llama-3", tmp_path / "model")
     texts = prompts(LENGTHS)
-    expected = oracle(folder, texts, TOKENS)
+    oracle = Oracle(folder)
     options = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     flags = ("--model", str(folder), "--decode", "2", "--set", "worker.tensor_parallel=2")
     with Cluster(*flags, "--set", "worker.max_batch_tokens=96", "--set", "worker.kv_check=step") as cluster:
         done = generate_all(cluster, texts, **options)
-        assert [list(one.token_ids) for one in done] == expected
+        oracle.assert_exact(texts, tokens_of(done, TOKENS))
         assert {one.timings.path for one in done} == {"remote", "local"}
         cluster.wait_until_idle()
 
@@ -31,13 +32,13 @@ def test_two_ranks_of_both_roles_answer_as_transformers_does_and_may_die(tmp_pat
             kill_rank(cluster, cluster.decode_worker_of(request_id))
 
         done = generate_all(cluster, texts, meanwhile=kill_a_decode_rank, **options)
-        assert [list(one.token_ids) for one in done] == expected
+        oracle.assert_exact(texts, tokens_of(done, TOKENS))
         assert max(one.timings.attempts for one in done) > 1, "nobody was on the killed rank"
         cluster.wait_until_idle(40.0)
 
         kill_rank(cluster, "p0")
         done = generate_all(cluster, texts, **options)
-        assert [list(one.token_ids) for one in done] == expected
+        oracle.assert_exact(texts, tokens_of(done, TOKENS))
         cluster.wait_until_idle(40.0)
         for worker_id in cluster.workers():
             assert ranks_of(cluster, worker_id), f"{worker_id} came back alone"

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, their answers by transformers, and a small scheduler that serves requests."""
+"""Tiny random models of every family, the oracle of their answers, and a small scheduler that serves requests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pdserve.config import WorkerConfig
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine.interface import Engine, Row
 from pdserve.engine.load import load_engine
+from tests.oracle import Oracle
 
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
@@ -176,7 +178,7 @@ class Request:
 
 
 def build_tiny(name: str, folder: Path, **changed: Any) -> Path:
-    """Random weights, wide enough that no two tokens are nearly as likely; norms and biases are random too."""
+    """Random weights, wide enough that two tokens are rarely as likely; norms and biases are random too."""
     family, own = TINY[name]
     kind = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else family + "Config")
     config = kind(**COMMON | own | changed)
@@ -220,24 +222,9 @@ def open_engine() -> Callable[..., Engine]:
 
 
 @pytest.fixture(scope="session")
-def reference() -> Callable[..., list[int]]:
-    """The greedy continuation by transformers in float32."""
-    models: dict[Path, Any] = {}
-
-    def get(folder: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        if folder not in models:
-            models[folder] = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        [tokens] = models[folder].generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        return list(tokens[len(prompt) :].tolist())
-
-    return get
+def oracle_of() -> Callable[[Path], Oracle]:
+    """Judges the tokens of the checkpoint in that folder."""
+    return cache(Oracle)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The decoder gives the tokens of transformers, however a sequence is cut, mixed, moved and placed."""
+"""The decoder gives the tokens of transformers in float64, however a sequence is cut, mixed, moved and placed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from pdserve.core.types import Sampling
 from pdserve.engine.interface import Engine, Row
+from tests.oracle import Oracle, assert_top
 
 FAMILIES = [
     "llama",
@@ -36,7 +37,7 @@ Tiny = Callable[[str], Path]
 OpenEngine = Callable[..., Engine]
 Serve = Callable[..., list[list[int]]]
 MakePrompt = Callable[..., list[int]]
-Reference = Callable[..., list[int]]
+OracleOf = Callable[[Path], Oracle]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -45,7 +46,7 @@ def test_mixed_batches_give_the_tokens_of_transformers(
     tiny: Tiny,
     open_engine: OpenEngine,
     serve: Serve,
-    reference: Reference,
+    oracle_of: OracleOf,
     request_of: Any,
     make_prompt: MakePrompt,
 ) -> None:
@@ -54,46 +55,57 @@ def test_mixed_batches_give_the_tokens_of_transformers(
     prompts = [make_prompt(length) for length in lengths]
     requests = [request_of(prompt=prompt, arrival=3 * index) for index, prompt in enumerate(prompts)]
     got = serve(open_engine(folder), requests, chunk=48)
-    assert got == [reference(folder, prompt, 64) for prompt in prompts]
+    assert [len(tokens) for tokens in got] == [64] * len(prompts)
+    oracle_of(folder).assert_exact(prompts, got)
     assert sum(len(set(tokens)) > 16 for tokens in got) >= 4  # random models may fall into loops, most do not
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_logprob_on_the_way_equals_that_of_transformers(
-    name: str, tiny: Tiny, open_engine: OpenEngine, serve: Serve, request_of: Any, make_prompt: MakePrompt
+    name: str,
+    tiny: Tiny,
+    open_engine: OpenEngine,
+    serve: Serve,
+    oracle_of: OracleOf,
+    request_of: Any,
+    make_prompt: MakePrompt,
 ) -> None:
     """Hot sampling visits what greedy decoding never would; transformers then reads the same text at once."""
     asked = Sampling(temperature=2.0, seed=5, logprobs=3, max_tokens=40)
     lengths = (1, 30, 81, 260)
     requests = [request_of(prompt=make_prompt(length), sampling=asked, arrival=length % 7) for length in lengths]
     serve(open_engine(tiny(name)), requests, chunk=31)
-    model = AutoModelForCausalLM.from_pretrained(tiny(name), dtype=torch.float32)
     for one in requests:
         assert len({out.token_id for out in one.outs}) > 16
-        with torch.inference_mode():
-            logprob_TV = model(torch.tensor([one.history[:-1]])).logits[0, len(one.prompt) - 1 :].log_softmax(-1)
+        logprob_TV = oracle_of(tiny(name)).logits(one.history[:-1], len(one.prompt) - 1).log_softmax(-1)
         for out, logprob_V in zip(one.outs, logprob_TV, strict=True):
-            assert [token for token, _ in out.top] == logprob_V.topk(3).indices.tolist()
-            seen = [out.logprob, *(value for _, value in out.top)]
-            expected = logprob_V[[out.token_id, *(token for token, _ in out.top)]]
-            torch.testing.assert_close(torch.tensor(seen), expected, atol=2e-3, rtol=0)
+            assert len(out.top) == 3
+            assert_top(out.top, logprob_V, 1e-3)
+            assert out.logprob == pytest.approx(float(logprob_V[out.token_id]), abs=1e-3)
 
 
 def test_the_bundled_model_writes_what_transformers_writes(
-    open_engine: OpenEngine, serve: Serve, reference: Reference, request_of: Any
+    open_engine: OpenEngine, serve: Serve, oracle_of: OracleOf, request_of: Any
 ) -> None:
     tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
     texts = ["def fib(n):", "import os\n\nclass Path:", "    def __init__(self, name", "# Copyright\n\nimport sys\n"]
     prompts = [tokenizer.encode(text).ids for text in texts]
     got = serve(open_engine(BUNDLED), [request_of(prompt=prompt) for prompt in prompts], chunk=5)
-    assert got == [reference(BUNDLED, prompt, 64) for prompt in prompts]
+    assert [len(tokens) for tokens in got] == [64] * len(prompts)
+    oracle_of(BUNDLED).assert_exact(prompts, got)
 
 
 @pytest.mark.parametrize(
     "name", ["llama-llama3-rope", "qwen2-window-by-layer", "mistral-window", "qwen3-moe", "gemma3"]
 )
 def test_chunks_blocks_and_company_change_nothing(
-    name: str, tiny: Tiny, open_engine: OpenEngine, serve: Serve, request_of: Any, make_prompt: MakePrompt
+    name: str,
+    tiny: Tiny,
+    open_engine: OpenEngine,
+    serve: Serve,
+    oracle_of: OracleOf,
+    request_of: Any,
+    make_prompt: MakePrompt,
 ) -> None:
     prompt = make_prompt(200)
     seeded = Sampling(temperature=0.8, top_p=0.9, seed=7, max_tokens=32)
@@ -103,13 +115,14 @@ def test_chunks_blocks_and_company_change_nothing(
         requests = [request_of(prompt=prompt, sampling=seeded), request_of(prompt=prompt)]
         requests += [request_of(prompt=make_prompt(20 * index + 1), arrival=index) for index in range(company)]
         answers.append(serve(engine, requests, chunk=chunk, seed=chunk)[:2])
-    assert all(answer == answers[0] for answer in answers)
+    sampled, greedy = zip(*answers, strict=True)
+    oracle_of(tiny(name)).assert_exact([prompt] * 8, [*sampled, *greedy], sampling=[seeded] * 4 + [None] * 4)
     assert answers[0][0] != answers[0][1][:32]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "gemma3"])
 def test_blocks_moved_as_bytes_to_another_engine_go_on_with_the_same_tokens(
-    name: str, tiny: Tiny, open_engine: OpenEngine, reference: Reference, make_prompt: MakePrompt
+    name: str, tiny: Tiny, open_engine: OpenEngine, oracle_of: OracleOf, make_prompt: MakePrompt
 ) -> None:
     prefill, decode = open_engine(tiny(name)), open_engine(tiny(name))
     prompt = make_prompt(75)
@@ -119,12 +132,12 @@ def test_blocks_moved_as_bytes_to_another_engine_go_on_with_the_same_tokens(
     for ours, theirs in zip(source, target, strict=True):
         decode.pool.buffer[theirs * size : (theirs + 1) * size] = prefill.pool.buffer[ours * size : (ours + 1) * size]
     history = [*prompt, first.token_id]
-    while len(history) < len(prompt) + 20:
+    while len(history) < len(prompt) + 120:
         if len(history) > len(target) * 16:
             target.append(200 + len(target))
         [out] = decode.step([row_of(history, len(history) - 1, target, len(prompt))])[0].drawn
         history.append(out.token_id)
-    assert history[len(prompt) :] == reference(tiny(name), prompt, 20)
+    oracle_of(tiny(name)).assert_exact([prompt], [history[len(prompt) :]])
 
 
 def row_of(history: list[int], start: int, blocks: list[int], prompt_len: int) -> Row:
@@ -139,7 +152,7 @@ def test_what_earlier_owners_left_in_blocks_is_never_read(
     tiny: Tiny,
     open_engine: OpenEngine,
     serve: Serve,
-    reference: Reference,
+    oracle_of: OracleOf,
     request_of: Any,
     make_prompt: MakePrompt,
 ) -> None:
@@ -147,7 +160,9 @@ def test_what_earlier_owners_left_in_blocks_is_never_read(
     engine.pool.buffer[:] = b"\xff" * len(engine.pool.buffer)  # every float is NaN
     prompts = [make_prompt(length) for length in (5, 16, 40, 130)]
     requests = [request_of(prompt=prompt, arrival=index) for index, prompt in enumerate(prompts)]
-    assert serve(engine, requests, chunk=24) == [reference(tiny(name), prompt, 64) for prompt in prompts]
+    got = serve(engine, requests, chunk=24)
+    assert [len(tokens) for tokens in got] == [64] * len(prompts)
+    oracle_of(tiny(name)).assert_exact(prompts, got)
 
 
 def test_the_tail_of_a_fresh_block_holds_nothing_of_its_earlier_owner(tiny: Tiny, open_engine: OpenEngine) -> None:
@@ -164,19 +179,16 @@ def test_the_tail_of_a_fresh_block_holds_nothing_of_its_earlier_owner(tiny: Tiny
     "name", ["qwen2-window-by-layer", "qwen3-moe-renormalised", "mixtral-window", "gemma2", "gemma3"]
 )
 def test_prefill_logprobs_equal_those_of_transformers(
-    name: str, tiny: Tiny, open_engine: OpenEngine, make_prompt: MakePrompt
+    name: str, tiny: Tiny, open_engine: OpenEngine, oracle_of: OracleOf, make_prompt: MakePrompt
 ) -> None:
     prompt = make_prompt(90)
     engine = open_engine(tiny(name))
     asked = Sampling(temperature=0.0, logprobs=20, repetition_penalty=1.3, min_tokens=1)
     row = Row(tokens=prompt, start=0, blocks=list(range(6)), sample=asked, history=prompt, prompt_len=90)
     [out] = engine.step([row])[0].drawn
-    model = AutoModelForCausalLM.from_pretrained(tiny(name), dtype=torch.float32)
-    with torch.inference_mode():
-        expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
-    tokens = [token for token, _ in out.top]
-    assert tokens == expected.topk(20).indices.tolist()
-    torch.testing.assert_close(torch.tensor([value for _, value in out.top]), expected[tokens], atol=1e-4, rtol=0)
+    expected = oracle_of(tiny(name)).logits(prompt)[-1].log_softmax(-1)
+    assert len(out.top) == 20
+    assert_top(out.top, expected, 1e-4)
     assert out.logprob == pytest.approx(float(expected[out.token_id]), abs=1e-4)
 
 

@@ -14,7 +14,6 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-import transformers
 from llguidance import LLParserLimits
 
 from pdserve.core.attempt import EndRule
@@ -26,6 +25,7 @@ from pdserve.engine.interface import Engine, Row
 from pdserve.engine.toy import ToyEngine
 from pdserve.structured.compile import Compiler
 from pdserve.text.tokenizer import load_tokenizer
+from tests.oracle import Oracle
 from tests.unit.structured.schemas import schema
 
 MODEL = next((Path(__file__).parents[3] / "pdserve/models").glob("stdlib-*"))
@@ -135,35 +135,30 @@ def test_every_document_of_random_schemas_is_valid(engine: Engine, temperature: 
     ids=lambda one: one.field if isinstance(one, Grammar) else "",
 )
 def test_greedy_tokens_are_those_of_transformers_under_the_same_masks(
-    engine: Engine, grammar: Grammar, num_tokens: int
+    engine: Engine, oracle_of: Callable[[Path], Oracle], grammar: Grammar, num_tokens: int
 ) -> None:
+    [writer] = write(engine, [Sampling(temperature=0.0, max_tokens=num_tokens, grammar=grammar)])
+    assert writer.is_over
+    oracle_of(MODEL).assert_exact([PROMPT], [writer.output], processors=[masked(engine, grammar)])
+
+
+def masked(engine: Engine, grammar: Grammar) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """What the grammar forbids behind the output, by a matcher of its own."""
     compiler = Compiler(MODEL, engine.spec.vocab_size, (EOS,))
 
-    class Masked(transformers.LogitsProcessor):  # type: ignore[misc]
-        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            matcher = compiler.compile(grammar)
-            assert matcher.consume_tokens(ids[0, len(PROMPT) :].tolist())
-            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-            return scores.masked_fill(torch.from_numpy(bits[: scores.shape[1]] == 0)[None], -torch.inf)
+    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        matcher = compiler.compile(grammar)
+        assert matcher.consume_tokens(ids[0, len(PROMPT) :].tolist())
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        return scores.masked_fill(torch.from_numpy(bits[: scores.shape[1]] == 0)[None], -torch.inf)
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    [done] = model.generate(
-        torch.tensor([PROMPT]),
-        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.int64),
-        do_sample=False,
-        max_new_tokens=num_tokens,
-        eos_token_id=EOS,
-        pad_token_id=EOS,
-        logits_processor=transformers.LogitsProcessorList([Masked()]),
-    )
-    [writer] = write(engine, [Sampling(temperature=0.0, max_tokens=num_tokens, grammar=grammar)])
-    assert writer.output == done[len(PROMPT) :].tolist()
+    return process
 
 
-def test_right_wrong_and_forbidden_drafts_change_no_token(engine: Engine) -> None:
+def test_right_wrong_and_forbidden_drafts_change_no_token(engine: Engine, oracle_of: Callable[[Path], Oracle]) -> None:
+    grammar, outputs, asked = json_schema(PERSON), [], []
     samplings = [
-        Sampling(temperature=temperature, seed=5, max_tokens=200, grammar=json_schema(PERSON))
-        for temperature in (0.0, 0.8, 1.0)
+        Sampling(temperature=temperature, seed=5, max_tokens=200, grammar=grammar) for temperature in (0.0, 0.8, 1.0)
     ]
     plain = [one.output for one in write(engine, samplings)]
     rng = random.Random(4)
@@ -176,7 +171,11 @@ def test_right_wrong_and_forbidden_drafts_change_no_token(engine: Engine) -> Non
             return drafts
 
         [guessed] = write(engine, [sampling], drafts=guess)
-        assert guessed.output == expected
+        assert guessed.is_over
+        outputs += [expected, guessed.output]
+        asked += [sampling, sampling]
+    prompts, processors = [PROMPT] * len(outputs), [masked(engine, grammar)]
+    oracle_of(MODEL).assert_exact(prompts, outputs, sampling=asked, processors=processors)
 
 
 def test_a_matcher_made_again_from_the_output_gives_the_same_masks() -> None:

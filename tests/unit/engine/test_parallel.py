@@ -16,6 +16,7 @@ from pdserve.core.types import Sampling
 from pdserve.engine.interface import Engine, Row
 from pdserve.engine.parallel import ParallelEngine
 from pdserve.engine.row_words import from_words, to_words
+from tests.oracle import Oracle, assert_top
 from tests.unit.engine.conftest import GREEDY, Request
 
 BUNDLED = Path(__file__).parents[3] / "pdserve/models/stdlib-5m"
@@ -31,20 +32,28 @@ def requests(vocab_size: int) -> list[Request]:
     return made
 
 
-def answers(engine: Engine, serve: Callable[..., list[list[int]]]) -> list[list[int]]:
+def assert_exact(engine: Engine, serve: Callable[..., list[list[int]]], oracle: Oracle) -> None:
+    """Sums over ranks round in another order, so an answer is judged and not compared with that of one rank."""
+
     def guess(one: Request) -> list[int]:
         return [one.history[-1], 5] if len(one.outs) % 3 == 1 else []
 
     made = requests(engine.spec.vocab_size)
     limit = engine.spec.max_context_tokens
     assert all(len(one.prompt) + one.sampling.max_tokens < limit for one in made)
-    return serve(engine, made, chunk=16, guess=guess)
+    tokens = serve(engine, made, chunk=16, guess=guess)
+    assert [len(answer) for answer in tokens] == [one.sampling.max_tokens for one in made]
+    oracle.assert_exact([one.prompt for one in made], tokens, sampling=[one.sampling for one in made])
 
 
 # Heads that neighbours share (gemma3: one kv head), experts, tied and biased weights, an odd number of tokens' ranks.
 @pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3-moe", "gemma3"])
 def test_two_ranks_draw_the_tokens_of_one(
-    name: str, tiny: Callable[[str], Path], open_engine: Callable[..., Any], serve: Callable[..., list[list[int]]]
+    name: str,
+    tiny: Callable[[str], Path],
+    open_engine: Callable[..., Any],
+    serve: Callable[..., list[list[int]]],
+    oracle_of: Callable[[Path], Oracle],
 ) -> None:
     folder = tiny(name)
     alone = open_engine(folder)
@@ -52,28 +61,33 @@ def test_two_ranks_draw_the_tokens_of_one(
     try:
         assert isinstance(together, ParallelEngine)
         assert together.spec.num_blocks == alone.spec.num_blocks
-        assert answers(together, serve) == answers(alone, serve)
+        for engine in (together, alone):
+            assert_exact(engine, serve, oracle_of(folder))
     finally:
         together.close()
         alone.close()
 
 
 def test_three_ranks_of_the_bundled_model_score_and_draw_alike(
-    open_engine: Callable[..., Any], serve: Callable[..., list[list[int]]]
+    open_engine: Callable[..., Any], serve: Callable[..., list[list[int]]], oracle_of: Callable[[Path], Oracle]
 ) -> None:
     alone = open_engine(BUNDLED)
     size = 2 if alone.pool.shape.num_kv_heads % 3 else 3
     together = open_engine(BUNDLED, tensor_parallel=size)
     try:
         assert (together.spec.block_bytes, together.spec.tp_degree) == (alone.spec.block_bytes, 1)
-        assert answers(together, serve) == answers(alone, serve)
+        for engine in (together, alone):
+            assert_exact(engine, serve, oracle_of(BUNDLED))
         tokens = list(range(40, 60))
         row = Row(tokens=tokens, start=0, blocks=[3, 4], targets=tokens[1:], num_top=2)
         [mine], [theirs] = together.step([row]), alone.step([row])
         assert [one.token_id for one in mine.scored] == [one.token_id for one in theirs.scored]
         for one, other in zip(mine.scored, theirs.scored, strict=True):
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-            assert [token for token, _ in one.top] == [token for token, _ in other.top]
+        logprob_TV = oracle_of(BUNDLED).logits(tokens).log_softmax(-1)
+        for one, logprob_V in zip(mine.scored, logprob_TV, strict=False):
+            assert len(one.top) == 2
+            assert_top(one.top, logprob_V, 1e-4)
     finally:
         together.close()
         alone.close()

@@ -1,0 +1,192 @@
+"""The oracle of all exactness tests: transformers in float64, one forward pass along the tokens that we answered.
+
+At each position our token must be the one that float64 chooses, or be within `TIE` of it. Positions after a first
+difference are judged as well, since the oracle reads our text and not its own. Float32 rounding differs between
+processors and batch shapes: it may decide a near-tie, and nothing else. So a verdict does not depend on the processor.
+"""
+
+# Shapes: P positions of one answer, V vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+import transformers
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from pdserve.core.types import Sampling
+from pdserve.engine.sampling import Draw, sample
+
+TIE: Final = 1e-5  # of the standard deviation of the position's logits; float32 errs by up to 7e-6 of it
+MOST_TIES: Final = 0.01  # of the positions that are judged together
+
+Processor = Callable[[Tensor, Tensor], Tensor]  # of transformers: tokens [1, T], logits [1, V] -> logits
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """One token of ours that is not the choice of float64."""
+
+    answer: int
+    at: int
+    ours: int
+    best: int
+    gap: float  # of the two logits, in standard deviations; of a sampled token, how much it was short of at least
+
+
+@dataclass(slots=True)
+class Verdict:
+    num_positions: int = 0
+    ties: list[Position] = field(default_factory=list)
+    wrong: list[Position] = field(default_factory=list)
+
+    def check(self, most_ties: float = MOST_TIES) -> None:
+        assert self.num_positions > 0, "no token was judged"
+        assert not self.wrong, f"{len(self.wrong)} of {self.num_positions} tokens are wrong: {self.wrong[:5]}"
+        limit = most_ties * self.num_positions
+        assert not self.ties or len(self.ties) < limit, f"{len(self.ties)} near-ties, less than {limit:g} allowed"
+
+
+@final
+class Oracle:
+    """Judges tokens of the checkpoint in `folder`, or of a model of transformers that was made in a test."""
+
+    def __init__(self, folder: Path | str, model: Any = None) -> None:
+        torch.set_num_threads(1)
+        self._model: Any = model or transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float64,
+            attn_implementation="eager",
+            experts_implementation="eager",  # the grouped product of experts takes no float64
+        )
+        self._model = self._model.double().eval()
+
+    def logits(self, tokens: Sequence[int], first: int = 0) -> Tensor:
+        """[T - first, V] in float64: row i is what follows tokens[: first + i + 1]."""
+        with torch.inference_mode(), _Float64Only():
+            logits_TV: Tensor = self._model(torch.tensor([list(tokens)])).logits[0, first:]
+        assert logits_TV.dtype == torch.float64
+        return logits_TV
+
+    def assert_exact(
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        *,
+        sampling: Sampling | Sequence[Sampling | None] | None = None,
+        processors: Sequence[Processor] = (),
+    ) -> Verdict:
+        """`sampling`: of all answers or one each, as our sampler reads it; greedy where it is None."""
+        verdict = self.judge(prompts, answers, sampling=sampling, processors=processors)
+        verdict.check()
+        return verdict
+
+    def judge(
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        *,
+        sampling: Sampling | Sequence[Sampling | None] | None = None,
+        processors: Sequence[Processor] = (),
+    ) -> Verdict:
+        each = [sampling] * len(answers) if sampling is None or isinstance(sampling, Sampling) else sampling
+        verdict = Verdict()
+        for number, (prompt, answer, asked) in enumerate(zip(prompts, answers, each, strict=True)):
+            tokens = [*prompt, *answer]
+            logits_PV = self.logits(tokens[:-1], len(prompt) - 1)
+            for at, (ours, logits_V) in enumerate(zip(answer, logits_PV, strict=True)):
+                history = tokens[: len(prompt) + at]
+                std = float(logits_V.std())
+                for process in processors:
+                    logits_V = process(torch.tensor([history]), logits_V[None])[0]
+                best, gap = (
+                    _greedy(logits_V, ours, std)
+                    if asked is None
+                    else _sampled(logits_V, ours, std, Draw(asked, history, len(prompt)), self._end_ids())
+                )
+                if ours != best:
+                    (verdict.ties if gap < TIE else verdict.wrong).append(Position(number, at, ours, best, gap))
+            verdict.num_positions += len(answer)
+        return verdict
+
+    def logprob(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
+        """Of the whole answer."""
+        logprob_PV = self.logits([*prompt, *answer][:-1], len(prompt) - 1).log_softmax(-1)
+        return float(logprob_PV.gather(1, torch.tensor(answer)[:, None]).sum())
+
+    def beam(
+        self, prompt: Sequence[int], *, width: int, max_tokens: int, length_penalty: float, end_ids: Sequence[int]
+    ) -> list[int]:
+        """The best beam that transformers finds."""
+        with torch.inference_mode(), _Float64Only():
+            done = self._model.generate(
+                torch.tensor([list(prompt)]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                do_sample=False,
+                num_beams=width,
+                max_new_tokens=max_tokens,
+                length_penalty=length_penalty,
+                eos_token_id=list(end_ids),
+                pad_token_id=0,
+            )
+        tokens: list[int] = done[0, len(prompt) :].tolist()
+        ends = [at + 1 for at, token in enumerate(tokens) if token in end_ids]
+        return tokens[: ends[0]] if ends else tokens
+
+    def _end_ids(self) -> list[int]:
+        ids = self._model.config.eos_token_id
+        return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def assert_top(top: Sequence[tuple[int, float]], logprob_V: Tensor, tolerance: float) -> None:
+    """`top` holds the largest logprobs in their order; which of two equal ones comes first is nobody's business."""
+    tokens = [token for token, _ in top]
+    assert len(set(tokens)) == len(tokens)
+    seen = torch.tensor([value for _, value in top], dtype=torch.float64)
+    torch.testing.assert_close(seen, logprob_V[tokens].double(), atol=tolerance, rtol=0)
+    torch.testing.assert_close(seen, logprob_V.double().topk(len(tokens)).values, atol=tolerance, rtol=0)
+
+
+def _greedy(logits_V: Tensor, ours: int, std: float) -> tuple[int, float]:
+    best = int(logits_V.argmax())
+    return best, float(logits_V[best] - logits_V[ours]) / std
+
+
+def _sampled(logits_V: Tensor, ours: int, std: float, draw: Draw, end_ids: Sequence[int]) -> tuple[int, float]:
+    """What our sampler chooses by these logits. A near-tie also where an edge of top_p, top_k or min_p is as near.
+
+    Our token must be chosen as soon as it gains, the other loses, or both change by half of `TIE`.
+    """
+
+    def choose(gain: float, loss: float) -> int:
+        changed_1V = logits_V[None].clone()
+        changed_1V[0, ours] += gain * std
+        changed_1V[0, best] -= loss * std
+        return sample(changed_1V, [draw], end_ids)[0].token_id
+
+    best = ours
+    best = choose(0.0, 0.0)
+    if best == ours:
+        return best, 0.0
+    half = 0.49 * TIE
+    is_near = any(choose(gain, loss) == ours for gain, loss in ((half, half), (half, 0.0), (0.0, half)))
+    return best, 2 * half if is_near else TIE
+
+
+class _Float64Only(TorchFunctionMode):
+    """Parts that transformers computes in float32 whatever the model's dtype: norms, rotations, softmax, routers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_widened, args), **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
