@@ -45,6 +45,7 @@ protocol-coverage: $(STAMP)
 	$(BIN)/python -m coverage report
 
 check: $(STAMP)
+	$(BIN)/python scripts/check_subjects.py
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
