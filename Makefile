@@ -1,9 +1,10 @@
 # Every target sets up what it needs. `make demo` and `make test` are enough for a first look.
 PYTHON ?= python3
-BIN := .venv/bin
-STAMP := .venv/.installed
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
 
-.PHONY: demo test mutants test-slow fault-storm kill-storm model protocol-coverage check format proto bench clean
+.PHONY: demo test test-newest mutants test-slow fault-storm kill-storm model protocol-coverage check format proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -12,6 +13,12 @@ demo: $(STAMP)
 # at a time; with more than one thread to an engine, each would take all cores and wait, spinning, for the others'.
 test: $(STAMP)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+
+# The whole suite once more, in .venv-newest, with the newest Python on this host that the pins support.
+test-newest:
+	@newest=$$($(PYTHON) scripts/python.py newest); \
+	if [ -z "$$newest" ]; then echo "no Python here that the pins support" >&2; exit 1; fi; \
+	echo "testing with $$newest"; $(MAKE) test VENV=.venv-newest PYTHON="$$newest"
 
 # What is too long or too heavy for every run: Redis away for a minute.
 test-slow: $(STAMP)
@@ -73,10 +80,11 @@ bench: $(STAMP)
 
 # pip and not another installer: the constraints pin a torch that is a CPU build where there is no GPU.
 $(STAMP): pyproject.toml constraints.txt
-	@echo "setting up .venv (once; about two minutes)"
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) scripts/python.py check
+	@echo "setting up $(VENV) (once; about two minutes)"
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[server,ray,otel,dev]'
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-proto .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-newest .venv-proto .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
