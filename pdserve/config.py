@@ -1,8 +1,8 @@
 """Settings of each process: frozen, checked once, turned into flags and back by one rule.
 
 A field `kv_blocks: int` is the flag `--kv-blocks`. The launcher builds a config and starts a process with
-`to_flags(config)`; the process reads it with `parse_flags`. Nothing else reads the command line of a worker
-or a router, so what a manifest says and what a laptop runs are the same words.
+`to_flags(config)` and `to_env(config)`; the process reads it with `parse_flags`. Nothing else reads the command line
+of a worker or a router, so what a manifest says and what a laptop runs are the same words.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
-from pdserve.core.setting import LARGEST_COUNT, PORTS, check_fields, setting
+from pdserve.core.setting import LARGEST_COUNT, PORTS, check_fields, is_hidden, setting
+from pdserve.core.urls import hide_password
 
 TRANSPORTS: Final = ("auto", "shm", "tcp", "nccl", "cuda_ipc", "nixl")
 DTYPES: Final = ("auto", "float32", "bfloat16", "int8", "fp8")
@@ -33,6 +34,9 @@ SPECULATIONS: Final = ("ngram", "off")
 AHEADS: Final = ("auto", "on", "off")
 MOST_DRAFTS: Final = 15  # a row of as many and its own token is what attention computes at once
 
+TOKEN_ENV: Final = "PDSERVE_TOKEN"
+RAY_TOKEN_ENV: Final = "RAY_AUTH_TOKEN"  # Ray's own
+REDIS_ENV: Final = "PDSERVE_REDIS"
 SECRET_ENV: Final = "PDSERVE_CLUSTER_SECRET"
 SECRET_HELP: Final = "secret of the cluster: routers and workers prove to each other that they know it"
 
@@ -46,7 +50,9 @@ class WorkerConfig:
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("gRPC port; 0 picks a free one", 0, within=PORTS)
     advertise: str = setting("HOST that others reach this worker at; the listening host when empty", "")
-    redis: str = setting("Redis URL of the registry and the prefix index; none when empty", "")
+    redis: str = setting(
+        "Redis URL of the registry and the prefix index; none when empty", "", env=REDIS_ENV, is_url=True
+    )
     cluster: str = setting("name that keeps clusters on one Redis apart", "default", is_name=True)
     transport: str = setting("how KV travels: " + ", ".join(TRANSPORTS), "auto", choices=TRANSPORTS)
     device: str = setting("auto, cpu or cuda", "auto", choices=DEVICES)
@@ -126,7 +132,9 @@ class RouterConfig:
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("gRPC port; 0 picks a free one", 50051, within=PORTS)
     workers: tuple[str, ...] = setting("HOST:PORT of workers that are known without a registry", ())
-    redis: str = setting("Redis URL of the registry and the prefix index; none when empty", "")
+    redis: str = setting(
+        "Redis URL of the registry and the prefix index; none when empty", "", env=REDIS_ENV, is_url=True
+    )
     cluster: str = setting("name that keeps clusters on one Redis apart", "default", is_name=True)
     policy: str = setting("placement policy", "goodput")
     slo_ttft_s: float = setting("promised time to first token where a request names none", 2.0, within=(0.001, DAY_S))
@@ -154,7 +162,7 @@ class RouterConfig:
         "seconds without a load report after which a worker is routed around", 5.0, within=(0.01, 3600.0)
     )
     max_attempts: int = setting("placements of one request before it fails", 4, within=(1, 1000))
-    token: str = setting("bearer token that every call must bring; none when empty", "", env="PDSERVE_TOKEN")
+    token: str = setting("bearer token that every call must bring; none when empty", "", env=TOKEN_ENV)
     cluster_secret: str = setting(SECRET_HELP, "", env=SECRET_ENV)
     metrics_port: int = setting("Prometheus port; 0 serves none", 0, within=PORTS)
     otlp: str = setting("OTLP gRPC endpoint for traces; none when empty", "")
@@ -171,23 +179,32 @@ class RouterConfig:
 
 
 Config = TypeVar("Config", WorkerConfig, RouterConfig)
+SECRETS: Final = frozenset(
+    one.metadata["env"] for kind in (WorkerConfig, RouterConfig) for one in dataclasses.fields(kind)
+) - {""}
 
 
 def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Mapping[str, str] | None = None) -> Config:
     """Reads flags; unknown ones end the process with a message, wrong values raise ConfigError.
 
-    `environ` is read in place of this process's environment.
+    Secrets come from `environ`, or from this process's environment where that is None.
     """
     parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
     hints = typing.get_type_hints(kind)
+    from_environ: dict[str, str] = {}
+    told: list[str] = []
     for one in dataclasses.fields(kind):
         flag = "--" + one.name.replace("_", "-")
-        help_text = one.metadata.get("help", "").replace("%", "%%")
-        env = one.metadata.get("env", "")
+        help_text = one.metadata["help"].replace("%", "%%")
+        env = one.metadata["env"]
         if env:
-            help_text += f"; better in the environment as {env}, since others can read a command line"
+            from_environ[one.name] = from_env(env, environ) or str(one.default)
+            told.append(f"{env}: {help_text}")
+            if not one.metadata["is_url"]:
+                continue
+            help_text += f"; with a password it goes into {env}"
         required = one.default is dataclasses.MISSING
-        if not required and not env and one.default not in ("", ()):
+        if not required and one.default not in ("", ()):
             help_text += f" ({'on' if one.default is True else 'off' if one.default is False else one.default})"
         hint = hints[one.name]
         if hint is bool:
@@ -195,9 +212,24 @@ def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Map
         elif isinstance(hint, types.GenericAlias) and typing.get_origin(hint) is tuple:
             parser.add_argument(flag, type=_words, default=one.default, help=help_text + " (comma-separated)")
         else:
-            default = None if required else (from_env(env, environ) or one.default) if env else one.default
+            default = None if required or env else one.default
             parser.add_argument(flag, type=hint, required=required, default=default, help=help_text)
-    return kind(**vars(parser.parse_args(argv)))
+    parser.epilog = (
+        f"Secrets come from the environment, or from files: {'; '.join(told)}. NAME_FILE names a file of it."
+    )
+    flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    for one in dataclasses.fields(kind):
+        if one.name in flags:
+            check_shown(one, flags[one.name], one.name)
+    return kind(**(from_environ | flags))
+
+
+def check_shown(one: dataclasses.Field[Any], value: Any, name: str) -> None:
+    """Raises ConfigError where `value` stood on a command line and is a secret."""
+    if is_hidden(one, str(value)):
+        env = one.metadata["env"]
+        expected = f"no secret on a command line, which others can read: set {env}, or name its file in {env}_FILE"
+        raise ConfigError(name, hide_password(str(value)) if one.metadata["is_url"] else "a secret", expected)
 
 
 def to_flags(config: WorkerConfig | RouterConfig) -> list[str]:
@@ -205,7 +237,7 @@ def to_flags(config: WorkerConfig | RouterConfig) -> list[str]:
     flags: list[str] = []
     for one in dataclasses.fields(config):
         value = getattr(config, one.name)
-        if value == one.default or one.metadata.get("env"):
+        if value == one.default or is_hidden(one, str(value)):
             continue
         flag = "--" + one.name.replace("_", "-")
         if isinstance(value, bool):
@@ -219,8 +251,21 @@ def to_flags(config: WorkerConfig | RouterConfig) -> list[str]:
 
 def to_env(config: WorkerConfig | RouterConfig) -> dict[str, str]:
     """The environment variables that carry what must not stand on a command line."""
-    named = ((one.metadata.get("env", ""), getattr(config, one.name)) for one in dataclasses.fields(config))
-    return {env: value for env, value in named if env}
+    values = ((one, getattr(config, one.name)) for one in dataclasses.fields(config))
+    return {one.metadata["env"]: value for one, value in values if value and is_hidden(one, str(value))}
+
+
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """For a process that shall know no more than what it is given besides."""
+    hidden = SECRETS | {RAY_TOKEN_ENV}
+    return {name: value for name, value in environ.items() if name.removesuffix("_FILE") not in hidden}
+
+
+def forget_secrets() -> None:
+    """Takes secrets out of this process's environment, so that no process that it starts inherits them."""
+    for name in SECRETS:
+        os.environ.pop(name, None)
+        os.environ.pop(f"{name}_FILE", None)
 
 
 def from_env(name: str, environ: Mapping[str, str] | None = None) -> str:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from pdserve.config import Config, RouterConfig, parse_flags
+from pdserve.config import Config, RouterConfig, forget_secrets, parse_flags
 from pdserve.core.errors import PdserveError
 from pdserve.telemetry.logs import log_to_stderr
 
@@ -37,6 +37,7 @@ def run(name: str, kind: type[Config], make_host: Callable[[Config], Host], argv
     log_to_stderr(name)
     try:
         config = parse_flags(kind, argv, f"python -m {name}")
+        forget_secrets()
         host = make_host(config)
         address = host.start()
     except PdserveError as error:

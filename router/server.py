@@ -16,8 +16,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.config import RouterConfig
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import port_in_use
 from pdserve.core.types import Role, Slo
+from pdserve.listening import bind_error
 from pdserve.prefix.index import PrefixIndex
 from pdserve.prefix.lookup import MemoryLookup, PrefixLookup
 from pdserve.telemetry import names
@@ -204,7 +205,8 @@ class RouterServer:
         except RuntimeError:
             port = 0
         if port == 0:
-            raise ConfigError("port", where, "an address that is free and that this host has")
+            host = self._config.host
+            raise bind_error("port", host, self._config.port) or port_in_use("port", host, self._config.port)
         return int(port)
 
     def _add_services(self) -> None:

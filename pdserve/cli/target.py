@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pdserve.client.connect import Tls
 from pdserve.client.sync import Client
+from pdserve.config import TOKEN_ENV, from_env
 from pdserve.core.errors import ConfigError
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -21,14 +22,14 @@ def add_target_flags(parser: argparse.ArgumentParser, *, are_several: bool = Fal
         metavar="HOST:PORT[,...]" if are_several else "HOST:PORT",
         help=f"the cluster's router{'s' if are_several else ''} (or PDSERVE_TARGET; {DEFAULT_TARGET})",
     )
-    parser.epilog = "The cluster's token, where it asks for one, is taken from PDSERVE_TOKEN."
+    parser.epilog = "A token that the cluster asks for comes from PDSERVE_TOKEN, or from the file PDSERVE_TOKEN_FILE."
     parser.add_argument("--tls", action="store_true", help="encrypt, with the system's root certificates")
     parser.add_argument("--root-certs", metavar="FILE", help="encrypt, with these root certificates (PEM)")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one request (600)")
 
 
 def connect(args: argparse.Namespace) -> Client:
-    """The token comes from PDSERVE_TOKEN alone: others can read a command line."""
+    """The token comes from the environment or a file: others can read a command line."""
     roots = None
     if args.root_certs:
         try:
@@ -36,4 +37,4 @@ def connect(args: argparse.Namespace) -> Client:
         except OSError as error:
             raise ConfigError("root-certs", args.root_certs, f"a file that can be read ({error.strerror})") from None
     tls = Tls(root_certs=roots) if args.tls or roots is not None else None
-    return Client(args.target, token=os.environ.get("PDSERVE_TOKEN") or None, tls=tls, timeout_s=args.timeout)
+    return Client(args.target, token=from_env(TOKEN_ENV) or None, tls=tls, timeout_s=args.timeout)

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pdserve.core.urls import hide_password
+
 
 class PdserveError(Exception):
     """Base of the tree. `reason` is stable and fit for a metric label."""
@@ -79,8 +81,12 @@ class ConfigError(PdserveError):
     reason = "CONFIG"
 
     def __init__(self, field: str, seen: object, expected: str) -> None:
-        super().__init__(f"{field}: got {seen}, expected {expected}")
+        super().__init__(f"{field}: got {hide_password(str(seen))}, expected {expected}")
         self.field, self.seen, self.expected = field, seen, expected
+
+
+def port_in_use(field: str, host: str, port: int) -> ConfigError:
+    return ConfigError(field, f"{port} (port in use)", f"a free port of {host}; 0 picks one")
 
 
 class ModelError(ConfigError):

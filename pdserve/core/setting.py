@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.urls import has_password
 
 LARGEST_COUNT: Final = 2**31 - 1  # of what travels as an int32
 PORTS: Final = (0, 65_535)
@@ -40,11 +41,21 @@ def setting(
     within: tuple[float, float] | None = None,
     choices: Sequence[str] = (),
     is_name: bool = False,
+    is_url: bool = False,
 ) -> Any:
-    """A dataclass field. `env` names the environment variable of a secret; `is_name` allows what NAME matches."""
+    """A dataclass field.
+
+    `env` names the environment variable of a secret, which has no flag; `is_url` is a secret only while it holds a
+    password. `is_name` allows what NAME matches.
+    """
     allowed = None if within is None else Range(*within)
-    metadata = {"help": text, "env": env, "range": allowed, "choices": choices, "is_name": is_name}
-    return dataclasses.field(default=default, metadata=metadata)
+    metadata = {"help": text, "env": env, "range": allowed, "choices": choices, "is_name": is_name, "is_url": is_url}
+    return dataclasses.field(default=default, repr=not env, metadata=metadata)
+
+
+def is_hidden(one: dataclasses.Field[Any], value: str) -> bool:
+    """Whether `value` must not stand on a command line, which others can read."""
+    return bool(one.metadata["env"]) and (not one.metadata["is_url"] or has_password(value))
 
 
 def range_of(config: type, name: str) -> Range:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
+from pdserve.config import without_secrets
 from pdserve.core.errors import PdserveError
 
 TAIL_LINES: Final = 40
@@ -82,7 +83,7 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=MAX_LINE_BYTES,
-            env={**os.environ, **self._env, "PYTHONUNBUFFERED": "1"},
+            env={**without_secrets(os.environ), **self._env, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
         assert self._process.stdout is not None

@@ -69,10 +69,10 @@ class Crew:
         await self._start(one)
         self._report.phase(one.name, self._children[one.name].start_s)
 
-    async def start_redis(self, port: int) -> None:
-        """A real Redis on loopback; its URL is redis://127.0.0.1:PORT/0."""
+    async def start_redis(self, port: int, password: str) -> None:
+        """A real Redis on loopback, at `loopback_url(port, password)`."""
         began_s = time.monotonic()
-        self._redis = await asyncio.to_thread(EmbeddedRedis.start, port=port)
+        self._redis = await asyncio.to_thread(EmbeddedRedis.start, port=port, password=password)
         took_s = time.monotonic() - began_s
         self._report.say(REDIS, f"pid {self._redis.pid} listens on 127.0.0.1:{port} after {took_s:.2f} s")
         self._report.phase(REDIS, took_s)
@@ -97,7 +97,7 @@ class Crew:
         for one in self._members.values():
             self._keepers.append(asyncio.create_task(self._keep(one)))
         if self._redis is not None:
-            self._keepers.append(asyncio.create_task(self._keep_redis(self._redis.port)))
+            self._keepers.append(asyncio.create_task(self._keep_redis(self._redis.port, self._redis.password)))
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set; raises what ended a keeper, which is a fault of ours."""
@@ -149,7 +149,7 @@ class Crew:
             except PdserveError as error:
                 self._report.say(one.name, f"did not come back: {error}")
 
-    async def _keep_redis(self, port: int) -> None:
+    async def _keep_redis(self, port: int, password: str) -> None:
         backoff, began_s = _Backoff(), time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_S)
@@ -160,7 +160,7 @@ class Crew:
             await asyncio.sleep(backoff_s)
             began_s = time.monotonic()
             try:
-                self._redis = await asyncio.to_thread(EmbeddedRedis.start, port=port)
+                self._redis = await asyncio.to_thread(EmbeddedRedis.start, port=port, password=password)
                 self._report.say(REDIS, f"pid {self._redis.pid} listens on 127.0.0.1:{port}")
             except PdserveError as error:
                 self._report.say(REDIS, f"did not come back: {error}")

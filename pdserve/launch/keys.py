@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal
 
-from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.config import RouterConfig, WorkerConfig, check_shown
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting import check_value
 
@@ -73,13 +73,22 @@ def check_settings(kind: str, values: Mapping[str, Value]) -> None:
     for name, value in values.items():
         where = f"{kind}.{name}"
         if name in _COMPUTED:
-            raise ConfigError(where, repr(value), "no value here: the launcher sets it for all processes")
+            raise ConfigError(where, "a value", "none here: the launcher sets it for all processes")
         if name not in fields:
             raise ConfigError(where, repr(value), _unknown(name, kind))
         expected = _TYPES.get(str(fields[name].type))
         if expected is not None:
             _check_type(where, value, expected)
         check_value(fields[name], value, where)
+
+
+def check_command_line(found: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a key that stood on the command line holds a secret."""
+    for name, value in found.items():
+        fields = _fields(name if name in KINDS else "worker")
+        for key, held in value.items() if isinstance(value, dict) else [(name, value)]:
+            if key in fields:
+                check_shown(fields[key], held, f"{name}.{key}" if isinstance(value, dict) else name)
 
 
 def _check_type(where: str, value: Any, expected: type) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 import time
+from dataclasses import dataclass, field
 from typing import final
 
 from pdserve.launch.crew import Crew, member, side_by_side
@@ -12,7 +14,8 @@ from pdserve.launch.neighbours import check_alone
 from pdserve.launch.ports import check_free, free_ports
 from pdserve.launch.readiness import FIRST_ANSWER_S, first_answer
 from pdserve.launch.report import Report
-from pdserve.launch.spec import ClusterSpec, processes, router_config
+from pdserve.launch.spec import ClusterSpec, fixed_ports, processes, router_config
+from pdserve.prefix.embedded import loopback_url
 
 
 @final
@@ -22,12 +25,12 @@ class LocalCluster:
     def __init__(self, spec: ClusterSpec, report: Report) -> None:
         self._report = report
         self._crew = Crew(report)
-        self.spec, self._redis_port = with_ports(spec)
+        self.spec, self._redis = with_ports(spec)
 
     async def start(self) -> str:
         """Returns the router's address once a real token has come through it. Raises what stood in the way."""
-        if self._redis_port:
-            await self._crew.start_redis(self._redis_port)
+        if self._redis is not None:
+            await self._crew.start_redis(self._redis.port, self._redis.password)
         else:
             await check_alone(self.spec)
         *workers, router = processes(self.spec)
@@ -50,22 +53,31 @@ class LocalCluster:
         await self._crew.stop_redis()
 
 
-def with_ports(spec: ClusterSpec) -> tuple[ClusterSpec, int]:
-    """Every open port filled in, and the port of the Redis to start (0 where a URL was given).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnRedis:
+    """Where the Redis listens that a cluster starts for itself."""
 
-    Raises ConfigError where the port that was asked for is taken.
+    port: int
+    password: str = field(repr=False)
+
+
+def with_ports(spec: ClusterSpec, *, are_workers_here: bool = True) -> tuple[ClusterSpec, OwnRedis | None]:
+    """Every open port filled in, and the Redis to start; None where a URL was given.
+
+    Raises ConfigError where a port that was asked for is in use.
     """
-    if spec.port:
-        check_free("port", spec.host, spec.port)
-    *workers, router, redis = free_ports(spec.prefill + spec.decode + 2)
-    redis = 0 if spec.redis else redis
+    fixed = fixed_ports(spec, are_workers_here=are_workers_here)
+    for port, (name, host) in fixed.items():
+        check_free(name, host, port)
+    *workers, router, redis = free_ports(spec.prefill + spec.decode + 2, avoid=fixed)
+    own = None if spec.redis else OwnRedis(port=redis, password=secrets.token_hex(32))
     filled = dataclasses.replace(
         spec,
         worker_ports=tuple(workers),
         port=spec.port or router,
-        redis=spec.redis or f"redis://127.0.0.1:{redis}/0",
+        redis=spec.redis if own is None else loopback_url(own.port, own.password),
     )
-    return filled, redis
+    return filled, own
 
 
 async def ask_first(spec: ClusterSpec, address: str, report: Report) -> None:

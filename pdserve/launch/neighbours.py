@@ -6,23 +6,21 @@ every worker for a new incarnation of its namesake, several times a second.
 
 from __future__ import annotations
 
-import asyncio
-from typing import Final
-
 from pdserve.core.errors import ConfigError
+from pdserve.launch.degraded import endpoint_answers, redis_answers
 from pdserve.launch.spec import ClusterSpec
 from pdserve.prefix.connection import TROUBLE
 from pdserve.prefix.registry import Registry
-
-ANSWER_S: Final = 1.0
 
 
 async def check_alone(spec: ClusterSpec) -> None:
     """Raises ConfigError where a worker answers that is registered under an id of ours.
 
     Only who answers counts: of a cluster that was killed the registrations stay until their lease ends. A Redis that
-    cannot be asked is no reason not to start.
+    cannot be asked is no reason not to start; one that rejects our password is.
     """
+    if not await redis_answers(spec.redis):
+        return
     registry = Registry(spec.redis, spec.cluster)
     try:
         registered = await registry.read()
@@ -31,19 +29,8 @@ async def check_alone(spec: ClusterSpec) -> None:
     finally:
         await registry.close()
     for worker in registered:
-        if worker.worker_id in spec.worker_ids and await _answers(worker.endpoint):
+        if worker.worker_id in spec.worker_ids and await endpoint_answers(worker.endpoint):
             expected = (
                 f"a name that no other cluster has in this Redis: a {worker.worker_id} lives at {worker.endpoint}"
             )
             raise ConfigError("cluster", spec.cluster, f"{expected} (--set cluster=NAME)")
-
-
-async def _answers(endpoint: str) -> bool:
-    host, _, port = endpoint.rpartition(":")
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except (OSError, ValueError, TimeoutError):
-        return False
-    writer.close()
-    return True

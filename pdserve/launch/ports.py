@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import socket
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
 from pdserve.core.errors import ConfigError
+from pdserve.listening import bind_error
 
 _LOWEST: Final = 20_000
 _TRIES: Final = 2_000
 _claims: Final[dict[int, socket.socket]] = {}  # until this process ends
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> tuple[int, ...]:
-    """`count` different ports that nobody listens on and no other launcher has been given.
+def free_ports(count: int, host: str = "127.0.0.1", *, avoid: Collection[int] = ()) -> tuple[int, ...]:
+    """`count` different ports that nobody listens on and no other launcher has been given; none of `avoid`.
 
     From below the kernel's ephemeral range: between a worker's death and its return an outgoing connection could
     take a port in that range, and a client that redials it could even connect to itself.
@@ -26,7 +27,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> tuple[int, ...]:
     candidates = random.sample(range(_LOWEST, _ephemeral_start()), _TRIES)
     while candidates and len(found) < count:
         port = candidates.pop()
-        if is_free(host, port) and claim(port):
+        if port not in avoid and is_free(host, port) and claim(port):
             found.append(port)
     if len(found) < count:
         raise ConfigError("port", f"{len(found)} free ports on {host}", f"{count} of them")
@@ -50,19 +51,14 @@ def claim(port: int) -> bool:
 
 
 def is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free to listen on
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+    return bind_error("port", host, port) is None
 
 
 def check_free(name: str, host: str, port: int) -> None:
-    if not is_free(host, port):
-        raise ConfigError(name, port, f"a port of {host} that is free and that this user may listen on")
+    """Raises ConfigError, which calls the setting `name`, where nothing can listen on `port` of `host`."""
+    error = bind_error(name, host, port)
+    if error is not None:
+        raise error
 
 
 def _ephemeral_start() -> int:

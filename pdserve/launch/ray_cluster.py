@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import re
 import secrets
 import signal
 import sys
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from pdserve.config import SECRET_ENV, WorkerConfig, from_env, parse_flags, to_env, to_flags
+from pdserve.config import REDIS_ENV, SECRET_ENV, WorkerConfig, forget_secrets, from_env, parse_flags, to_env, to_flags
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.launch.child import StartFailed
 from pdserve.launch.spec import MODULES, ClusterSpec, worker_config
@@ -55,7 +56,7 @@ _OBJECT_STORE_BYTES: Final = 100 * 2**20  # nothing of ours goes there
 _HEALTH_S: Final = 2.0
 _WATCH_S: Final = 0.5
 _QUIET_S: Final = 10.0  # between two reports that Ray does not answer
-_LOOPBACK: Final = ("redis://127.", "redis://localhost", "unix:")
+_LOOPBACK: Final = re.compile(r"unix:|rediss?://(.*@)?(127\.|localhost|\[::1\])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +165,7 @@ class Driver:
                 object_store_memory=_OBJECT_STORE_BYTES,
             )
         self._is_on_many_hosts = sum(bool(node["Alive"]) for node in ray.nodes()) > 1
-        if self._is_on_many_hosts and self._spec.redis.startswith(_LOOPBACK):
+        if self._is_on_many_hosts and _LOOPBACK.match(self._spec.redis):
             raise ConfigError("redis", self._spec.redis, "a URL that every host of the Ray cluster reaches")
 
     def _place(self) -> None:
@@ -251,7 +252,8 @@ def last_line(error: BaseException) -> str:
 
 
 def main(address: str, spec: str) -> int:
-    driver = Driver(spec_from_json(spec, from_env(SECRET_ENV)), address)
+    driver = Driver(spec_from_json(spec, from_env(SECRET_ENV), from_env(REDIS_ENV)), address)
+    forget_secrets()  # what Ray starts here would inherit them; actors are given theirs
     stop = threading.Event()
     try:
         control = driver.start()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.urls import place
+from pdserve.launch.degraded import degradations
 from pdserve.launch.local import LocalCluster
 from pdserve.launch.report import Report
 from pdserve.launch.settings import Asked
@@ -43,7 +46,8 @@ async def serve(asked: Asked) -> int:
         report.table()
         if cluster.spec.inject_faults:
             report.say("launcher", f"FAULTS ARE INJECTED into KV transfers: {cluster.spec.inject_faults}")
-        report.ready(ready_line(cluster.spec, address))
+        missing = await degradations(cluster.spec, has_own_redis=not asked.spec.redis)
+        report.ready(ready_line(cluster.spec, address, missing))
         is_graceful = True
         await cluster.run(stop)
         report.say("launcher", "draining; a second signal ends everything at once")
@@ -53,12 +57,12 @@ async def serve(asked: Asked) -> int:
         report.close()
 
 
-def ready_line(spec: ClusterSpec, address: str) -> str:
-    """Names the Redis without its password. Pure."""
-    redis = spec.redis.rpartition("@")[2].rpartition("//")[2].partition("/")[0]
+def ready_line(spec: ClusterSpec, address: str, missing: Sequence[str]) -> str:
+    """Names the Redis without its password, and what the cluster must do without. Pure."""
+    degraded = f"; DEGRADED: {'; '.join(missing)}" if missing else ""
     return (
         f"pdserve ready: grpc {address} ({spec.prefill} prefill, {spec.decode} decode, "
-        f"redis {redis or 'none'}, model {Path(spec.model).name})"
+        f"redis {place(spec.redis) or 'none'}, model {Path(spec.model).name}){degraded}"
     )
 
 

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import pdserve
 from kvtransfer.faults import parse as parse_faults
-from pdserve.config import SECRET_ENV, RouterConfig, WorkerConfig, from_env
+from pdserve.config import REDIS_ENV, SECRET_ENV, TOKEN_ENV, RouterConfig, WorkerConfig, from_env
 from pdserve.core.errors import ConfigError
-from pdserve.launch.keys import KINDS, check_settings, check_top
+from pdserve.launch.keys import KINDS, check_command_line, check_settings, check_top
 from pdserve.launch.spec import ClusterSpec, Process, processes
 from router.policy import POLICIES
 
@@ -38,8 +38,11 @@ class Asked:
 def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> Asked:
     """`flags` holds only those that were given. Raises ConfigError, which names the key."""
     found: dict[str, Any] = {} if file is None else _from_file(file)
+    shown: dict[str, Any] = dict(flags)
     for word in words:
         _put_word(found, word)
+        _put_word(shown, word)
+    check_command_line(shown)
     if "inject_faults" in found:  # a test's, never a setting that outlives it in a file
         raise ConfigError("inject_faults", found["inject_faults"], "no value here: give `up` the flag --inject-faults")
     found.update(flags)
@@ -62,8 +65,9 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
     if "record" in found:
         # Absolute, since the router may run in another working directory.
         tables.setdefault("router", {}).setdefault("record", str(Path(found["record"]).expanduser().absolute()))
-    if os.environ.get("PDSERVE_TOKEN"):
-        tables.setdefault("router", {}).setdefault("token", os.environ["PDSERVE_TOKEN"])
+    if token := from_env(TOKEN_ENV):
+        tables.setdefault("router", {}).setdefault("token", token)
+    found.setdefault("redis", from_env(REDIS_ENV))
     spec = ClusterSpec(
         model=_model(found.get("model"), is_here=not found.get("ray")),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

@@ -27,7 +27,7 @@ class ClusterSpec:
     decode: int = 1
     host: str = "127.0.0.1"  # that the router listens on; workers always use the loopback
     port: int = 50051
-    redis: str = ""
+    redis: str = field(default="", repr=False)
     cluster: str = "default"
     cluster_secret: str = field(default="", repr=False)
     cores: int = 1
@@ -74,6 +74,23 @@ def processes(spec: ClusterSpec) -> list[Process]:
     workers = [_worker(spec, index) for index in range(spec.prefill + spec.decode)]
     addresses = tuple(f"{one.config.host}:{one.config.port}" for one in workers if one.config.port)
     return [*workers, router(spec, addresses)]
+
+
+def fixed_ports(spec: ClusterSpec, *, are_workers_here: bool) -> dict[int, tuple[str, str]]:
+    """The ports that were asked for on this host: the setting that names each, and the address to listen on.
+
+    Raises ConfigError where two processes would listen on one port.
+    """
+    found: dict[int, tuple[str, str]] = {}
+    for process in processes(spec) if are_workers_here else [router(spec, ())]:
+        config = process.config
+        own_port = ("port", config.port) if process.module == "router" else ("port", 0)
+        for name, port in (own_port, (f"{process.module}.metrics_port", config.metrics_port)):
+            if port in found:
+                raise ConfigError(name, port, f"a port of its own: {found[port][0]} asks for the same")
+            if port:
+                found[port] = (name, config.host)
+    return found
 
 
 def router(spec: ClusterSpec, workers: Sequence[str]) -> Process:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import re
 from typing import Any, Final, final
 
-from pdserve.config import SECRET_ENV
+from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV
 from pdserve.launch.crew import Crew, Member, member
 from pdserve.launch.local import ask_first, with_ports
 from pdserve.launch.neighbours import check_alone
@@ -33,12 +34,12 @@ class RayCluster:
     def __init__(self, spec: ClusterSpec, address: str, report: Report) -> None:
         self._report = report
         self._crew = Crew(report)
-        spec, self._redis_port = with_ports(spec)
+        spec, self._redis = with_ports(spec, are_workers_here=not address)
         self.spec = dataclasses.replace(spec, worker_ports=())
         self._driver = Member(
             name=DRIVER,
             program=("module", "pdserve.launch.ray_cluster", address, spec_to_json(self.spec)),
-            env=((SECRET_ENV, self.spec.cluster_secret),),
+            env=tuple(_driver_env(self.spec).items()),
             start_s=DRIVER_START_S,
             drain_s=SHUTDOWN_S + max(worker_config(spec, index)[1].drain_s for index in range(len(spec.worker_ids))),
             on_line=self._on_line,
@@ -46,8 +47,8 @@ class RayCluster:
 
     async def start(self) -> str:
         """Returns the router's address once a real token has come through it. Raises what stood in the way."""
-        if self._redis_port:
-            await self._crew.start_redis(self._redis_port)
+        if self._redis is not None:
+            await self._crew.start_redis(self._redis.port, self._redis.password)
         else:
             await check_alone(self.spec)
         await self._crew.start(self._driver)
@@ -83,16 +84,21 @@ class RayCluster:
             self._report.phase(name, float(phase.group(1)))
 
 
+def _driver_env(spec: ClusterSpec) -> dict[str, str]:
+    held = {SECRET_ENV: spec.cluster_secret, REDIS_ENV: spec.redis, RAY_TOKEN_ENV: os.environ.get(RAY_TOKEN_ENV, "")}
+    return {name: value for name, value in held.items() if value}
+
+
 def spec_to_json(spec: ClusterSpec) -> str:
     """For the driver, without secrets and what is the router's alone: others can read a command line."""
     fields: dict[str, Any] = dataclasses.asdict(spec)
-    del fields["cluster_secret"]
+    del fields["cluster_secret"], fields["redis"]
     fields["settings"] = {kind: values for kind, values in spec.settings.items() if kind != "router"}
     return json.dumps(fields)
 
 
-def spec_from_json(text: str, cluster_secret: str) -> ClusterSpec:
+def spec_from_json(text: str, cluster_secret: str, redis: str) -> ClusterSpec:
     fields = json.loads(text)
     for name in ("gpus", "worker_ports"):
         fields[name] = tuple(fields[name])
-    return ClusterSpec(cluster_secret=cluster_secret, **fields)
+    return ClusterSpec(cluster_secret=cluster_secret, redis=redis, **fields)

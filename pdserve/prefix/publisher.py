@@ -15,7 +15,8 @@ from itertools import islice
 from typing import Final, final
 
 from pdserve.core.hashing import HASH_BYTES
-from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation, hide_password
+from pdserve.core.urls import hide_password
+from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation
 from pdserve.prefix.keys import fingerprint_of, index_tag, registry_tag
 from pdserve.prefix.lease import Batch, Gap, IndexLease, LeaseLost, RegistryLease, Superseded, Sweeper
 from pdserve.prefix.registry import REDIS_TIMEOUT_S, Registration

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+from pdserve.core.urls import hide_password
 from pdserve.prefix import scripts
-from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation, hide_password
+from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation
 from pdserve.prefix.index import leading_blocks
 from pdserve.prefix.keys import bitmap, fetched, fingerprint_of, index_tag, slots_bits, worker_of
 

@@ -14,7 +14,8 @@ from typing import Any, Final, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
-from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation, hide_password
+from pdserve.core.urls import hide_password
+from pdserve.prefix.connection import TROUBLE, Backoff, connect, heed_cancellation
 from pdserve.prefix.keys import MAX_FACTS_BYTES, MAX_WORKERS, checked_name, registry_tag
 
 log = logging.getLogger(__name__)

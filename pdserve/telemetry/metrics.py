@@ -11,6 +11,8 @@ import logging
 import threading
 from typing import Any, Self, final
 
+from pdserve.core.errors import ConfigError
+from pdserve.listening import bind_error
 from pdserve.telemetry.names import METRICS, MetricSpec, Process
 
 log = logging.getLogger(__name__)
@@ -57,11 +59,17 @@ class Metrics:
             self._child(spec, labels).observe(value, exemplar)
 
     def serve(self, port: int, host: str = "127.0.0.1") -> int:
-        """Answers GET /metrics on a thread of its own; returns the port, a free one where 0 was asked."""
+        """Answers GET /metrics on a thread of its own; returns the port, a free one where 0 was asked.
+
+        Raises ConfigError where the port is in use.
+        """
         if self._by_name is None:
             return 0
         prometheus = importlib.import_module("prometheus_client")
-        self._server, self._thread = prometheus.start_http_server(port, addr=host, registry=self._registry)
+        try:
+            self._server, self._thread = prometheus.start_http_server(port, addr=host, registry=self._registry)
+        except OSError as error:
+            raise bind_error("metrics_port", host, port) or ConfigError("metrics_port", port, str(error)) from error
         bound = int(self._server.server_port)
         log.info("metrics are served", extra={"host": host, "port": bound})
         return bound

@@ -23,8 +23,9 @@ import grpc
 from pdserve.config import WorkerConfig
 from pdserve.core.blocks import CacheChange
 from pdserve.core.durations import clamped_s
-from pdserve.core.errors import ConfigError, PdserveError, UnknownMethod
+from pdserve.core.errors import PdserveError, UnknownMethod, port_in_use
 from pdserve.core.types import Role
+from pdserve.listening import bind_error
 from pdserve.telemetry import names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Tracing, make_tracing
@@ -196,7 +197,8 @@ class WorkerHost:
         except RuntimeError:
             port = 0
         if port == 0:
-            raise ConfigError("port", where, "an address that is free and that this host has")
+            host = self._config.host
+            raise bind_error("port", host, self._config.port) or port_in_use("port", host, self._config.port)
         return int(port)
 
     def _rejected(self, error: PdserveError) -> None:

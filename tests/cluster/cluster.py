@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -21,8 +22,8 @@ from pdserve.launch.running import Running
 class Cluster:
     """`pdserve up` with these flags. Use as a context manager; `client` speaks to its router."""
 
-    def __init__(self, *flags: str, start_s: float = 180.0) -> None:
-        self._running = Running.start(*flags, timeout_s=start_s, env={"OMP_NUM_THREADS": "1"})
+    def __init__(self, *flags: str, start_s: float = 180.0, env: Mapping[str, str] | None = None) -> None:
+        self._running = Running.start(*flags, timeout_s=start_s, env={"OMP_NUM_THREADS": "1", **(env or {})})
         self.process = self._running.process
         self.target = self._running.target
         self.port = int(self.target.rpartition(":")[2])

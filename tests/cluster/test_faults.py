@@ -47,16 +47,15 @@ def test_redis_may_be_away_under_load_and_the_index_refills(tmp_path: Path) -> N
     """Not one request fails while Redis is dead; an empty one that comes back holds what the workers cache."""
     away_s = float(os.environ.get("PDSERVE_REDIS_AWAY_S", "3"))  # `make test-slow` keeps it away for a minute
     redis = EmbeddedRedis.start()
-    port = int(redis.url.rpartition(":")[2].partition("/")[0])
     flags = ("--model", "toy", "--prefill", "2", "--decode", "2", "--set", "worker.toy_step_s=0.005")
     try:
-        with Cluster(*flags, "--redis", redis.url) as cluster:
+        with Cluster(*flags, env={"PDSERVE_REDIS": redis.url}) as cluster:
             asyncio.run(_ask_until_back(cluster, redis, away_s))
-            redis = EmbeddedRedis.start(port=port)
+            redis = EmbeddedRedis.start(port=redis.port, password=redis.password)
             cached = max(worker.evictable_blocks for worker in cluster.client.topology().workers)
             assert cached > 20
             deadline = time.monotonic() + 30
-            while _index_keys(port) < cached:
+            while _index_keys(redis.url) < cached:
                 assert time.monotonic() < deadline, "the index did not refill"
                 time.sleep(0.1)
             cluster.wait_until_idle()
@@ -89,8 +88,8 @@ async def _ask_until_back(cluster: Cluster, redis: EmbeddedRedis, away_s: float)
         assert done > before + 10 * away_s, "hardly anything was answered without Redis"
 
 
-def _index_keys(port: int) -> int:
-    with Redis(port=port) as client:
+def _index_keys(url: str) -> int:
+    with Redis.from_url(url) as client:
         return sum(1 for _ in client.scan_iter("*:b:*", count=1000))
 
 

@@ -70,3 +70,17 @@ def container(manifests: list[Manifest], template_name: str) -> Manifest:
 def expanded(words: list[str], values: dict[str, str]) -> list[str]:
     """`$(NAME)` replaced, as the kubelet does. An unknown name is an error here; the kubelet would leave it."""
     return [re.sub(r"\$\(([A-Z_]+)\)", lambda found: values[found.group(1)], word) for word in words]
+
+
+def environment(only: Manifest, secrets: dict[str, str], fields: dict[str, str]) -> dict[str, str]:
+    """The container's variables: those of secrets by their key, those of the pod's own fields by their name."""
+    found: dict[str, str] = {}
+    for one in only.get("env", []):
+        source = one.get("valueFrom", {})
+        if "secretKeyRef" in source:
+            found[one["name"]] = secrets[source["secretKeyRef"]["key"]]
+        elif source:
+            found[one["name"]] = fields[one["name"]]
+        else:
+            [found[one["name"]]] = expanded([one["value"]], found)  # names that stand before it, as the kubelet does
+    return found

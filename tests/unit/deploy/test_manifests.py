@@ -3,7 +3,10 @@
 import argparse
 import importlib
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,30 +15,30 @@ import jsonschema
 import pytest
 import yaml
 from ray.scripts.scripts import start as ray_start
+from redis import Redis
+from redis.exceptions import AuthenticationError
 
 from pdserve.cli import up
 from pdserve.config import RouterConfig, parse_flags
 from pdserve.launch import settings
+from pdserve.launch.ports import free_ports
 from pdserve.launch.spec import ClusterSpec, worker_config
 from pdserve.launch.spec import router_config as router_config_of
-from tests.unit.deploy.manifests import KUBERAY, ROOT, Manifest, container, expanded, load, pod_templates
+from pdserve.prefix.embedded import server_binary
+from tests.unit.deploy.manifests import KUBERAY, ROOT, Manifest, container, environment, expanded, load, pod_templates
 
 KUBERNETES = "1.33"
 SECRETS = {"pdserve": {"token", "redis-password", "ray-token"}}  # made by hand, as kustomization.yaml says
 CLAIMS = {"models"}  # likewise, for gpu/
-VALUES = {"REDIS_PASSWORD": "secret", "POD_NAME": "pdserve-router-7d9c5b8d6f-abcde"}
+VALUES = {"POD_NAME": "pdserve-router-7d9c5b8d6f-abcde"}
+HELD = {name: f"the-{name}" for name in SECRETS["pdserve"]}
+REDIS_URL = "redis://:the-redis-password@pdserve-redis:6379/0"
 FOLDERS = [KUBERAY, KUBERAY / "gpu"]
 
 
 @pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
 def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
     return load(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs refuse to listen beyond loopback without one; pods have it from a secret."""
-    monkeypatch.setenv("PDSERVE_TOKEN", "token")
 
 
 @pytest.fixture
@@ -60,7 +63,10 @@ def asked(manifests: list[Manifest]) -> settings.Asked:
     up.add_flags(parser)
     args = vars(parser.parse_args(words))
     flags = {name: value for name, value in args.items() if name not in ("config", "set")}
-    return settings.read(flags, args["config"], args["set"])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(container(manifests, "pdserve-launcher"), HELD, VALUES).items():
+            patch.setenv(name, value)
+        return settings.read(flags, args["config"], args["set"])
 
 
 def test_every_resource_is_valid_by_kubernetes_own_schemas(manifests: list[Manifest], schemas: Any) -> None:
@@ -97,7 +103,7 @@ def test_the_launcher_runs_up_with_ray_and_flags_that_it_takes(manifests: list[M
     assert found.ray == "auto"
     spec: ClusterSpec = found.spec
     router = router_config_of(spec, ())
-    assert (router.token, router.redis) == ("token", "redis://:secret@pdserve-redis:6379/0")
+    assert (router.token, router.redis) == ("the-token", REDIS_URL)
     ports = {port["name"]: port["containerPort"] for port in container(manifests, "pdserve-launcher")["ports"]}
     assert ports == {"grpc": router.port, "metrics": router.metrics_port}
     workers = [worker_config(spec, index)[1] for index in range(len(spec.worker_ids))]
@@ -109,7 +115,8 @@ def test_the_launcher_runs_up_with_ray_and_flags_that_it_takes(manifests: list[M
 def test_the_routers_run_with_flags_that_they_take(manifests: list[Manifest]) -> None:
     router = container(manifests, "pdserve-router")
     assert router["command"] == ["python", "-m", "router"]
-    config = parse_flags(RouterConfig, expanded(router["args"], VALUES), "router")
+    environ = environment(router, HELD, VALUES)
+    config = parse_flags(RouterConfig, expanded(router["args"], environ), "router", environ)
     assert config.router_id == VALUES["POD_NAME"]
     assert {port["containerPort"] for port in router["ports"]} == {config.port, config.metrics_port}
     spec = asked(manifests).spec
@@ -119,7 +126,7 @@ def test_the_routers_run_with_flags_that_they_take(manifests: list[Manifest]) ->
 def test_ray_takes_every_parameter(manifests: list[Manifest]) -> None:
     [cluster] = named(manifests, "RayCluster").values()
     script = container(manifests, "pdserve-launcher")["command"][2]
-    [line] = [line for line in script.splitlines() if line.startswith("ray start ")]
+    [line] = re.findall(r"ray start .*", script)
     groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
     said = [[f"--{name}={value}" for name, value in group["rayStartParams"].items()] for group in groups]
     for words in (line.split()[2:], *said):
@@ -139,6 +146,53 @@ def test_every_node_of_ray_brings_the_same_token(manifests: list[Manifest]) -> N
         assert variables["RAY_AUTH_MODE"]["value"] == "token", name
         assert variables["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "pdserve", "key": "ray-token"}, name
         assert variables["RAY_gcs_rpc_server_reconnect_timeout_s"]["value"] == "86400", name
+
+
+def test_no_secret_is_on_a_command_line(manifests: list[Manifest]) -> None:
+    for name, template in pod_templates(manifests):
+        [only] = template["spec"]["containers"]
+        words = json.dumps([only.get("command", []), only.get("args", [])])
+        for variable, value in environment(only, HELD, VALUES).items():
+            if any(held in value for held in HELD.values()):
+                assert f"$({variable})" not in words, name
+
+
+def test_ray_inherits_no_secret_of_ours(manifests: list[Manifest]) -> None:
+    launcher = container(manifests, "pdserve-launcher")
+    held = {
+        name
+        for name, value in environment(launcher, HELD, VALUES).items()
+        if any(secret in value for key, secret in HELD.items() if key != "ray-token")
+    }
+    assert set(re.findall(r"-u (\w+)", launcher["command"][2])) == held
+
+
+def test_redis_reads_its_password_from_standard_input(manifests: list[Manifest], tmp_path: Path) -> None:
+    only = container(manifests, "pdserve-redis")
+    (tmp_path / "redis-server").symlink_to(server_binary())
+    words = expanded(only["args"], {})
+    [port] = free_ports(1)
+    server = subprocess.Popen(
+        [*only["command"], *words, "--port", str(port), "--bind", "127.0.0.1"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **environment(only, HELD, VALUES)},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        assert any("eady to accept connections" in line for line in server.stdout)
+        with Redis(port=port, password=HELD["redis-password"]) as client:
+            assert client.ping()
+            assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "volatile-lru"}
+        with Redis(port=port) as stranger, pytest.raises(AuthenticationError):
+            stranger.ping()
+        if sys.platform == "linux":
+            assert HELD["redis-password"].encode() not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
 
 
 def test_probes_of_ray_pods_ask_ports_that_ray_opens(manifests: list[Manifest]) -> None:

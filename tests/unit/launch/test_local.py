@@ -83,7 +83,7 @@ def test_a_bad_request_names_its_field_through_the_whole_cluster(toy: Running) -
 def test_a_port_in_use_is_one_line_and_starts_nothing(toy: Running) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = str(held.getsockname()[1])
-        with pytest.raises(StartFailed, match=f"port: got {port}, expected a port .* free"):
+        with pytest.raises(StartFailed, match=rf"port: got {port} \(port in use\), expected a free port"):
             Running.start("--model", "toy", "--port", port)
 
 
@@ -145,11 +145,14 @@ def test_a_second_signal_ends_everything_at_once() -> None:
         until(lambda: not any(is_alive(pid) for pid in pids.values()))
 
 
-def test_a_killed_launcher_leaves_no_process_behind() -> None:
-    cluster = Running.start("--model", "toy")
+def test_a_killed_launcher_leaves_no_process_and_no_file_behind(tmp_path: Path) -> None:
+    shared = {path.name for path in Path("/dev/shm").glob("*")}
+    cluster = Running.start("--model", "toy", env={"TMPDIR": str(tmp_path)})
     pids = cluster.pids()
     cluster.kill()
     until(lambda: not any(is_alive(pid) for pid in pids.values()))
+    assert list(tmp_path.iterdir()) == []
+    assert not any("pdserve" in path.name for path in Path("/dev/shm").glob("*") if path.name not in shared)
 
 
 def test_a_worker_that_cannot_start_is_one_line_and_ends_the_launcher(tmp_path: Path) -> None:
@@ -182,11 +185,20 @@ def test_logs_go_to_a_folder_when_one_is_named(tmp_path: Path) -> None:
 
 
 def test_a_token_is_asked_for_when_one_is_set() -> None:
-    with Running.start("--model", "toy", env={"PDSERVE_TOKEN": "secret"}) as cluster:
-        with Client(cluster.target, token="secret") as client:
+    with Running.start("--model", "toy", env={"PDSERVE_TOKEN": "secret-of-callers"}) as cluster:
+        with Client(cluster.target, token="secret-of-callers") as client:
             assert client.model().name == "toy"
         with Client(cluster.target) as client, pytest.raises(Unauthenticated):
             client.model()
+        has_token = {
+            name: b"secret-of-callers" in Path(f"/proc/{pid}/environ").read_bytes()
+            for name, pid in cluster.pids().items()
+        }
+        assert has_token == {"p0": False, "d0": False, "redis": False, "router": True}
+        for pid in cluster.pids().values():
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            assert b"secret-of-callers" not in line
+            assert b"redis://" not in line
 
 
 def test_more_workers_of_each_role_serve_together() -> None:

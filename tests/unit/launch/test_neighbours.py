@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+
 import pytest
 
 from pdserve.core.errors import ConfigError
@@ -16,20 +19,37 @@ from pdserve.prefix.registry import Registry
 from .conftest import is_alive, until
 
 
+@pytest.fixture(scope="module")
+def redis() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis.start() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def neighbour(redis: EmbeddedRedis) -> Iterator[Running]:
+    with Running.start("--model", "toy", env={"PDSERVE_REDIS": redis.url}) as cluster:
+        yield cluster
+
+
 def asked(redis: str, **more: str) -> ClusterSpec:
-    return settings.read({"model": "toy", "redis": redis, **more}, None, ()).spec
+    return dataclasses.replace(settings.read({"model": "toy", **more}, None, ()).spec, redis=redis)
 
 
-async def test_a_second_cluster_of_one_name_is_told_who_lives_there(toy: Running) -> None:
-    spec = asked(f"redis://{toy.address('redis')}/0")
+async def test_a_second_cluster_of_one_name_is_told_who_lives_there(neighbour: Running, redis: EmbeddedRedis) -> None:
+    spec = asked(redis.url)
     with pytest.raises(ConfigError, match="cluster: got default, expected a name that no other cluster has") as caught:
         await check_alone(spec)
-    assert toy.address("d0") in str(caught.value)
+    assert neighbour.address("d0") in str(caught.value)
     assert "--set cluster=NAME" in str(caught.value)
 
 
-async def test_names_of_their_own_let_clusters_share_a_redis(toy: Running) -> None:
-    await check_alone(asked(f"redis://{toy.address('redis')}/0", cluster="blue"))
+async def test_names_of_their_own_let_clusters_share_a_redis(neighbour: Running, redis: EmbeddedRedis) -> None:
+    await check_alone(asked(redis.url, cluster="blue"))
+
+
+async def test_a_wrong_password_is_rejected(redis: EmbeddedRedis) -> None:
+    with pytest.raises(ConfigError, match=r"redis: got redis://\*\*\*@127.0.0.1:\d+/0, expected .* password"):
+        await check_alone(asked(redis.url.replace(redis.password, "wrong")))
 
 
 async def test_a_redis_that_does_not_answer_stops_no_start() -> None:
@@ -40,7 +60,7 @@ async def test_the_registrations_of_a_dead_cluster_stop_no_start() -> None:
     """What a killed launcher leaves behind, for as long as a lease lasts."""
     redis = EmbeddedRedis.start()
     try:
-        with Running.start("--model", "toy", "--redis", redis.url) as cluster:
+        with Running.start("--model", "toy", env={"PDSERVE_REDIS": redis.url}) as cluster:
             spec, pids = asked(redis.url), cluster.pids()
             ports = [int(cluster.address(name).rpartition(":")[2]) for name in ("p0", "d0")]
             with pytest.raises(ConfigError):

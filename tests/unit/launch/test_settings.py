@@ -253,3 +253,41 @@ def test_the_file_in_the_readme_is_one_that_can_be_read(tmp_path: Path) -> None:
         {"kv_dtype": "int8"},
         {"slo_ttft_s": 1.0},
     )
+
+
+URL = "redis://:pa55@127.0.0.1:6379/0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "word", "variable"),
+    [
+        ({}, "router.token=pa55", "PDSERVE_TOKEN"),
+        ({}, f"redis={URL}", "PDSERVE_REDIS"),
+        ({"redis": URL}, "prefill=1", "PDSERVE_REDIS"),
+    ],
+)
+def test_command_lines_hold_no_secret(flags: dict[str, Any], word: str, variable: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"set {variable}, or name its file in {variable}_FILE") as caught:
+        read({"model": "toy", **flags}, None, word, folder=tmp_path)
+    assert "pa55" not in str(caught.value)
+
+
+def test_secrets_come_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, held in (("PDSERVE_TOKEN", "secret"), ("PDSERVE_REDIS", URL)):
+        (tmp_path / name).write_text(held + "\n")
+        monkeypatch.setenv(f"{name}_FILE", str(tmp_path / name))
+    spec = read({"model": "toy"}, folder=tmp_path).spec
+    assert (spec.settings["router"]["token"], spec.redis) == ("secret", URL)
+
+
+def test_a_redis_in_a_file_wins_over_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_REDIS", "redis://elsewhere/0")
+    assert read({"model": "toy"}, f"redis = '{URL}'", folder=tmp_path).spec.redis == URL
+
+
+def test_configs_do_not_print_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PDSERVE_TOKEN", "PDSERVE_CLUSTER_SECRET"):
+        monkeypatch.setenv(name, "pa55")
+    monkeypatch.setenv("PDSERVE_REDIS", URL)
+    for process in processes(read({"model": "toy"}, folder=tmp_path).spec):
+        assert "pa55" not in repr(process.config)

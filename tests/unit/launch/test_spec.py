@@ -9,7 +9,7 @@ import pytest
 from pdserve.config import RouterConfig, WorkerConfig, parse_flags
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
-from pdserve.launch.spec import ClusterSpec, processes, worker_config
+from pdserve.launch.spec import ClusterSpec, fixed_ports, processes, worker_config
 
 
 def spec(**changes: Any) -> ClusterSpec:
@@ -86,6 +86,45 @@ def test_every_process_gets_the_cluster_secret_in_its_environment_alone() -> Non
         assert dict(process.env)["PDSERVE_CLUSTER_SECRET"] == "hidden"
         kind: Any = RouterConfig if process.module == "router" else WorkerConfig
         assert parse_flags(kind, process.argv[2:], prog="x", environ=dict(process.env)) == process.config
+
+
+def test_workers_get_no_client_token() -> None:
+    *workers, router = processes(spec(settings={"router": {"token": "secret"}}, cluster_secret="of the cluster"))
+    assert [dict(one.env).get("PDSERVE_TOKEN") for one in (*workers, router)] == [None, None, "secret"]
+    assert {dict(one.env)["PDSERVE_CLUSTER_SECRET"] for one in (*workers, router)} == {"of the cluster"}
+
+
+def test_a_redis_password_is_on_no_command_line() -> None:
+    for process in processes(spec(redis="redis://:pa55@127.0.0.1:7/0")):
+        assert not any("pa55" in word or "--redis" in word for word in process.argv)
+        kind: Any = RouterConfig if process.module == "router" else WorkerConfig
+        assert parse_flags(kind, process.argv[2:], prog="x", environ=dict(process.env)) == process.config
+
+
+@pytest.mark.parametrize("kind", [WorkerConfig, RouterConfig])
+def test_a_process_rejects_a_password_in_a_flag(kind: Any) -> None:
+    needed = ["--model=toy"] + (["--worker-id=w"] if kind is WorkerConfig else [])
+    with pytest.raises(ConfigError, match="set PDSERVE_REDIS") as caught:
+        parse_flags(kind, [*needed, "--redis=redis://:pa55@host:1/0"], prog="x", environ={})
+    assert "pa55" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"router": {"metrics_port": 50051}}, "router.metrics_port"),
+        ({"worker": {"metrics_port": 50051}}, "port"),
+        ({"worker": {"metrics_port": 9100}, "router": {"metrics_port": 9101}}, "router.metrics_port"),
+        (
+            {"prefill_worker": {"metrics_port": 9101}, "decode_worker": {"metrics_port": 9100}},
+            "decode_worker.metrics_port",
+        ),
+    ],
+)
+def test_no_two_processes_share_a_port(settings: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match="a port of its own") as caught:
+        fixed_ports(spec(worker_ports=(), settings=settings), are_workers_here=True)
+    assert caught.value.field == name
 
 
 @pytest.mark.parametrize(

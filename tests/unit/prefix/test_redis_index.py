@@ -216,7 +216,7 @@ async def test_a_killed_redis_costs_nothing_and_refills_when_it_returns_empty(mo
             assert await index.lookup(blocks) == {}
         assert time.perf_counter() - began_s < 10.0, "each lookup waited for a Redis that is gone"
         worker.offer(removed=blocks[50:])
-        with EmbeddedRedis.start(port=mortal.port):
+        with EmbeddedRedis.start(port=mortal.port, password=mortal.password):
             await until_found(index, blocks, {"w": 50})
             assert worker.num_snapshots == 2
 

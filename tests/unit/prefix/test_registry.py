@@ -62,7 +62,7 @@ async def test_the_last_known_workers_stay_while_redis_is_away_and_when_it_retur
         mortal.kill()
         await until(lambda: not registry._is_available)
         assert ids(registry.workers) == ["w"]
-        with EmbeddedRedis.start(port=mortal.port):
+        with EmbeddedRedis.start(port=mortal.port, password=mortal.password):
             await until(lambda: registry._is_available and worker.is_connected)
             assert ids(registry.workers) == ["w"]
     assert len(seen) == 1

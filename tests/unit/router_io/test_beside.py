@@ -36,9 +36,10 @@ def sink() -> Iterator[OtlpSink]:
 
 
 async def test_workers_are_found_in_the_registry_and_stay_when_redis_dies(
-    connect: Connect, start: Start, redis: EmbeddedRedis
+    connect: Connect, start: Start, redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ("--model=toy", f"--redis={redis.url}", "--heartbeat-s=0.05")
+    monkeypatch.setenv("PDSERVE_REDIS", redis.url)
+    flags = ("--model=toy", "--heartbeat-s=0.05")
     start("decode_worker", "--worker-id=d0", *flags)
     start("prefill_worker", "--worker-id=p0", *flags)
     front = await connect(redis=redis.url, prefix_lookup_s=1.0)

@@ -1,0 +1,26 @@
+"""What may be shown of a URL. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+# Up to the last @, since a password may hold a / or an @ that its owner forgot to escape.
+_USERINFO: Final = re.compile(r"(?<=//).*(?=@)", re.DOTALL)
+_QUERY: Final = re.compile(r"(?<=[?&]password=)[^&]*", re.IGNORECASE)
+
+
+def hide_password(url: str) -> str:
+    """`url` with *** in place of its user and password."""
+    return _QUERY.sub("***", _USERINFO.sub("***", url))
+
+
+def has_password(url: str) -> bool:
+    return hide_password(url) != url
+
+
+def place(url: str) -> str:
+    """HOST:PORT of `url`, or the path of a unix socket; empty where there is none."""
+    scheme, _, rest = url.partition("://")
+    rest = rest.rpartition("@")[2].partition("?")[0]
+    return rest if scheme == "unix" else rest.partition("/")[0]

@@ -1,0 +1,56 @@
+"""Asks what a cluster that is ready must do without: a Redis or a collector that was named and does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Final
+
+from redis.exceptions import AuthenticationError
+
+from pdserve.core.errors import ConfigError
+from pdserve.launch.spec import ClusterSpec, router_config
+from pdserve.prefix.connection import TROUBLE, connect
+
+ANSWER_S: Final = 2.0
+_ENDPOINT: Final = re.compile(r"(?:\w+://)?\[?(?P<host>[^/\]]+?)\]?:(?P<port>\d+)(?:/.*)?")
+
+
+async def degradations(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:
+    """One phrase for each thing. Raises ConfigError where Redis rejects the password."""
+    found = []
+    if not has_own_redis and not await redis_answers(spec.redis):
+        found.append("redis does not answer, so prompts are placed without the prefix index")
+    otlp = router_config(spec, ()).otlp
+    if otlp and not await endpoint_answers(otlp):
+        found.append(f"no collector answers at {otlp}, so traces are lost")
+    return found
+
+
+async def redis_answers(url: str) -> bool:
+    """Raises ConfigError where Redis rejects the password."""
+    client = connect(url, timeout_s=ANSWER_S, max_connections=1)
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            await client.ping()
+    except AuthenticationError as error:
+        raise ConfigError("redis", url, f"a URL with the password of that Redis ({error})") from None
+    except TROUBLE:
+        return False
+    finally:
+        await client.aclose()
+    return True
+
+
+async def endpoint_answers(endpoint: str) -> bool:
+    """Whether something listens at HOST:PORT, which may stand in a URL."""
+    found = _ENDPOINT.fullmatch(endpoint)
+    if found is None:
+        return False
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            _, writer = await asyncio.open_connection(found["host"], int(found["port"]))
+    except (OSError, ValueError, OverflowError, TimeoutError):
+        return False
+    writer.close()
+    return True
