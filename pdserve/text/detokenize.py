@@ -202,7 +202,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-_ALPHABET: Final = _byte_alphabet()
+BYTE_ALPHABET: Final = _byte_alphabet()  # character -> byte
 
 
 def byte_level_bytes(token: str | None) -> bytes:
@@ -210,7 +210,7 @@ def byte_level_bytes(token: str | None) -> bytes:
     if token is None:
         return b""
     try:
-        return bytes([_ALPHABET[char] for char in token])
+        return bytes([BYTE_ALPHABET[char] for char in token])
     except KeyError:
         return token.encode()
 

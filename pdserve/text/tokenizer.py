@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol, final
 
 from pdserve.core.errors import ModelError
 from pdserve.text.detokenize import ByteDetokenizer, Detokenizer, Join, byte_level_bytes, make_detokenizer, read_rule
+from pdserve.text.text_bounds import TextBounds, text_bounds
 
 TOYS: Final = ("toy", "toy-marked")  # models of pdserve.engine.toy
 TOY_EOS: Final = 256
@@ -24,6 +25,13 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with those that the tokenizer puts around a text (BOS) when asked."""
+        ...
+
+    @property
+    def bounds(self) -> TextBounds: ...
+
+    def encode_tail(self, text: str, num_tokens: int, *, has_special_tokens: bool = True) -> list[int]:
+        """The last `num_tokens` of encode(text). Reads no more of the text than they need, where that is known."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:
@@ -80,6 +88,7 @@ class HuggingFaceTokenizer:
         _mark_special(backend, read_tokenizer_config(folder))
         self._backend = backend
         serialized = json.loads(backend.to_str())
+        self.bounds = text_bounds(serialized)
         self._rule = read_rule(serialized.get("decoder"))
         self._special = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
@@ -96,6 +105,10 @@ class HuggingFaceTokenizer:
         # The batch call lets other threads run meanwhile; encode() would hold them, and with them every stream.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=has_special_tokens)[0].ids
         return ids
+
+    def encode_tail(self, text: str, num_tokens: int, *, has_special_tokens: bool = True) -> list[int]:
+        tail = text[self.bounds.tail_start(text, num_tokens) :]
+        return self.encode(tail, has_special_tokens=has_special_tokens)[-num_tokens:]
 
     def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=not has_special_tokens)
@@ -137,9 +150,13 @@ class ToyTokenizer:
     """Token id = byte value; TOY_EOS ends the text and has no spelling."""
 
     vocab_size = 257
+    bounds = TextBounds(max_token_chars=1, separators="")
 
     def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
+
+    def encode_tail(self, text: str, num_tokens: int, *, has_special_tokens: bool = True) -> list[int]:
+        return list(text[-num_tokens:].encode())[-num_tokens:]
 
     def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:
         return b"".join(map(_toy_piece, token_ids)).decode("utf-8", "replace")

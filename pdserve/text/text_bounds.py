@@ -1,0 +1,222 @@
+"""What a tokenizer.json says of sizes: how much text one token can stand for, and where a text can be cut. Pure.
+
+Both serve to reject or shorten a text before it is tokenized. Where a tokenizer has a part that is not known here, no
+bound is claimed.
+
+**Cutting.** A text can be cut between a letter and a separator if neither depends on what follows:
+1. no token holds a letter directly before the separator, so no merge of BPE crosses the cut;
+2. no match of a pre-tokenizer's pattern crosses it, so the pattern finds the same pieces behind it;
+3. the normalizers change no character because of its neighbours across the cut.
+Then the tokens behind the cut are those of the whole text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from pdserve.text.detokenize import BYTE_ALPHABET
+
+SEPARATORS: Final = " \n,.;:!?"
+# Letters and digits of every Unicode version that a pattern's engine may know.
+LETTERS: Final = "A-Za-z0-9À-ÖØ-öø-ɏЀ-џぁ-ゖァ-ヺ一-龥가-힣"
+WINDOW_CHARS: Final = 65_536  # searched for a cut at a time
+# Characters that become one: the longest canonical decomposition has four.
+COMPOSED_CHARS: Final = 4
+
+_COMPOSING: Final = ("NFC", "NFKC")
+_KEEPING: Final = ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel")
+_PRE_TOKENIZERS: Final = (
+    "ByteLevel", "Split", "Digits", "Punctuation", "Metaspace", "UnicodeScripts", "FixedLength",
+)  # fmt: skip
+# Patterns of pre-tokenizers of which no match holds a letter or digit directly before one of SEPARATORS.
+_PATTERNS: Final = (
+    # GPT-2
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    # Llama 3
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+",
+    # Qwen 2 and 3
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_BYTE_TOKENS: Final = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+_STAND_INS: Final = {byte: char for char, byte in BYTE_ALPHABET.items()}
+# UTF-8 has no others.
+_TEXT_BYTES: Final = frozenset(
+    char for char, byte in BYTE_ALPHABET.items() if byte not in (0xC0, 0xC1, *range(0xF5, 256))
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TextBounds:
+    max_token_chars: int | None  # of the text, in one token; None where a token may stand for any number
+    separators: str  # a text can be cut before each of them, where a letter or digit stands before it
+
+    def max_chars(self, num_tokens: int) -> int | None:
+        """Of a text that has at most `num_tokens` tokens; None where there is no bound."""
+        return None if self.max_token_chars is None else num_tokens * self.max_token_chars
+
+    def tail_start(self, text: str, num_tokens: int) -> int:
+        """From where on `text` has to be tokenized for its last `num_tokens` tokens to be those of the whole."""
+        needed = self.max_chars(num_tokens)
+        if needed is None or not self.separators:
+            return 0
+        cut = re.compile(f"[{LETTERS}](?=[{re.escape(self.separators)}])")
+        ends = len(text) - needed
+        while ends > 0:
+            begins = max(0, ends - WINDOW_CHARS)
+            found = [match.start() for match in cut.finditer(text, begins, ends)]
+            if found:
+                # The letter goes with the tail: there, too, the cut is behind a letter.
+                return found[-1]
+            ends = begins
+        return 0
+
+
+def text_bounds(tokenizer: Mapping[str, Any]) -> TextBounds:
+    """Of a tokenizer.json."""
+    return TextBounds(max_token_chars=_max_token_chars(tokenizer), separators=_separators(tokenizer))
+
+
+def _max_token_chars(tokenizer: Mapping[str, Any]) -> int | None:
+    if any(one.get("lstrip") or one.get("rstrip") for one in _added(tokenizer)):
+        return None  # such a token takes all spaces beside it
+    composed = 1
+    for one in _parts(tokenizer.get("normalizer"), "normalizers"):
+        kind = one.get("type")
+        if kind in _COMPOSING:
+            composed *= COMPOSED_CHARS
+        elif kind == "Replace":
+            pattern, content = one.get("pattern", {}).get("String", ""), one.get("content", "")
+            if not pattern or not content:
+                return None
+            composed *= -(-len(pattern) // len(content))
+        elif kind not in _KEEPING:
+            return None
+    for one in _parts(tokenizer.get("pre_tokenizer"), "pretokenizers"):
+        if one.get("type") not in _PRE_TOKENIZERS or one.get("behavior") == "Removed":
+            return None
+    if not _knows_all_text(tokenizer):
+        return None
+    return composed * max(map(len, _tokens(tokenizer)), default=1)
+
+
+def _knows_all_text(tokenizer: Mapping[str, Any]) -> bool:
+    """Whether no text is dropped, or made one token with other unknown text."""
+    model = tokenizer["model"]
+    vocab = _vocab(tokenizer)
+    if model.get("byte_fallback") and vocab >= _BYTE_TOKENS:
+        return True
+    if model.get("type") != "BPE":
+        return False
+    if _is_byte_level(tokenizer):
+        return vocab >= _TEXT_BYTES
+    return model.get("unk_token") is not None and not model.get("fuse_unk")
+
+
+def _separators(tokenizer: Mapping[str, Any]) -> str:
+    model = tokenizer["model"]
+    added = _added(tokenizer)
+    if (
+        model.get("type") != "BPE"
+        or model.get("dropout")
+        or any(one.get("lstrip") or one.get("rstrip") for one in added)
+    ):
+        return ""
+    normalizers = _parts(tokenizer.get("normalizer"), "normalizers")
+    pre_tokenizers = _parts(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    if not all(map(_is_local, normalizers)) or not all(map(_is_synchronous, pre_tokenizers)):
+        return ""
+    contents = [str(one.get("content", "")) for one in added]
+    if any(re.search(f"[{LETTERS}]$", one) for one in contents):
+        return ""  # behind an added token a text begins anew, with a space of its own
+    is_byte_level = _is_byte_level(tokenizer)
+    letters = r"[\w>]"  # > ends a byte in hexadecimal
+    if is_byte_level:
+        high = (char for char, byte in BYTE_ALPHABET.items() if byte >= 0x80 or chr(byte).isalnum())
+        letters = f"[{re.escape(''.join(high))}]"
+    vocab = _vocab(tokenizer)
+    crossed = _followers(letters, vocab) | _followers(r"\w", contents)
+    allowed = ""
+    for separator in SEPARATORS:
+        spelt = _spelling(separator, normalizers, pre_tokenizers, is_byte_level)
+        if spelt in vocab and spelt not in crossed and separator not in crossed:
+            allowed += separator
+    return allowed
+
+
+def _followers(letters: str, tokens: Iterable[str]) -> set[str]:
+    """Characters that stand directly behind a letter in some token."""
+    pair = re.compile(f"(?={letters}(.))", re.DOTALL)
+    return {match[1] for token in tokens for match in pair.finditer(token)}
+
+
+def _is_local(normalizer: Mapping[str, Any]) -> bool:
+    """Whether what it makes of a separator, or of a letter before one, does not depend on the other."""
+    kind = normalizer.get("type")
+    return kind in (*_COMPOSING, "Lowercase", "Prepend") or (
+        kind == "Replace" and normalizer.get("pattern") == {"String": " "} and len(normalizer.get("content", "")) == 1
+    )
+
+
+def _is_synchronous(pre_tokenizer: Mapping[str, Any]) -> bool:
+    """Whether no match of its pattern crosses a cut."""
+    kind = pre_tokenizer.get("type")
+    if kind == "Split":
+        pattern = pre_tokenizer.get("pattern", {})
+        is_plain = pre_tokenizer.get("behavior") == "Isolated" and not pre_tokenizer.get("invert")
+        is_known = is_plain and pattern.get("Regex") in _PATTERNS
+        is_character = len(pattern.get("String", "")) == 1 and pre_tokenizer.get("behavior") != "Removed"
+        return is_known or is_character
+    return kind in ("ByteLevel", "Metaspace", "Digits")
+
+
+def _spelling(
+    separator: str,
+    normalizers: Iterable[Mapping[str, Any]],
+    pre_tokenizers: Iterable[Mapping[str, Any]],
+    is_byte_level: bool,
+) -> str:
+    """As it stands in the vocabulary."""
+    for one in normalizers:
+        if one.get("type") == "Replace" and separator == " ":
+            separator = one["content"]
+    for one in pre_tokenizers:
+        if one.get("type") == "Metaspace" and separator == " ":
+            separator = one.get("replacement", "▁")
+    if is_byte_level and len(encoded := separator.encode()) == 1:
+        return _STAND_INS[encoded[0]]
+    return separator
+
+
+def _is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
+    parts = (
+        *_parts(tokenizer.get("normalizer"), "normalizers"),
+        *_parts(tokenizer.get("pre_tokenizer"), "pretokenizers"),
+    )
+    return any(one.get("type") == "ByteLevel" for one in parts)
+
+
+def _parts(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
+    """A normalizer or pre-tokenizer, or those of a sequence, in order."""
+    if part is None:
+        return []
+    if part.get("type") == "Sequence":
+        return [inner for one in part.get(name, ()) for inner in _parts(one, name)]
+    return [part]
+
+
+def _added(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list(tokenizer.get("added_tokens") or ())
+
+
+def _vocab(tokenizer: Mapping[str, Any]) -> frozenset[str]:
+    vocab = tokenizer["model"].get("vocab", {})
+    return frozenset(vocab if isinstance(vocab, Mapping) else (one[0] for one in vocab))
+
+
+def _tokens(tokenizer: Mapping[str, Any]) -> Iterable[str]:
+    return (*_vocab(tokenizer), *(str(one.get("content", "")) for one in _added(tokenizer)))
