@@ -147,6 +147,11 @@ class RouterConfig:
     max_queue: int = setting("requests that may wait in the router before it refuses", 1024, within=(0, 2**20))
     max_new_tokens: int = setting("most tokens that one request may ask for", 4096, within=(1, LARGEST_COUNT))
     max_message_bytes: int = setting("largest gRPC message that is accepted", 4 * 2**20, within=(1024, LARGEST_COUNT))
+    max_held_bytes: int = setting(
+        "bytes of all requests that are being served; one that comes beside them is rejected",
+        256 * 2**20,
+        within=(1024, 2**40),
+    )
     max_connections: int = setting(
         "connections that may be open; needs a file descriptor each", 512, within=(1, LARGEST_COUNT)
     )

@@ -1,40 +1,34 @@
-"""From a Generate call to a request that can be placed: checked, tokenised, hashed.
+"""From a Generate call to a request that can be placed: checked, tokenized, hashed.
 
-Long work runs in a few threads beside the event loop. How many requests may wait for them is bounded; more are
-turned away. Every limit is checked here with the field's name, before anything is spent on a worker.
+Long work runs in threads beside the event loop (router/tokenizing.py). Every limit is checked here, or in
+router/prompts.py, with the field's name, before anything is spent on a worker.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, TypeVar, final
+from typing import Final, final
 
-from pdserve.core.errors import InvalidRequest, Overloaded
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.hashing import block_hashes, chain_key
 from pdserve.core.types import Sampling, Slo, check_bad_words, check_token_ids
 from pdserve.text.bad_words import bad_word_ids
-from pdserve.text.chat import ChatTemplate, Message
+from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
 from router import group
 from router.grammars import GrammarCheck
 from router.model import ModelFacts
+from router.prompts import PromptReader
+from router.tokenizing import TokenizerThreads
 
 MAX_REQUEST_ID_CHARS: Final = 128
 DEFAULT_MAX_TOKENS: Final = 256
-TOKENIZER_THREADS: Final = 2
-MAX_WAITING: Final = 512
-QUICK_CHARS: Final = 256  # tokenised at once: a thread's hand-over takes longer
 QUICK_TOKENS: Final = 4096  # hashed at once
 MAX_SCORES: Final = 2**19  # logprobs of a prompt, all its positions together: 6 MB on the wire
 QUICK_WORDS: Final = 16  # tokenised at once
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +68,8 @@ class Admission:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.limits = limits
-        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
-        self._num_waiting = 0
+        self._threads = TokenizerThreads()
+        self._prompts = PromptReader(tokenizer, chat_template, self._threads)
 
     async def prepare(
         self, request: inference_pb2.GenerateRequest, model: ModelFacts, time_remaining_s: float | None
@@ -86,16 +80,7 @@ class Admission:
         sampling = await self._sampling(request.sampling, model)
         n, best_of = group.counts(request, sampling)
         slo = convert.slo_from_proto(request.slo, limits.default_slo)
-        truncate_to = _truncation(request, model)
-        kind = request.WhichOneof("prompt")
-        if kind == "token_ids":
-            prompt = self._fit("token_ids", list(request.token_ids.ids), model, truncate_to)
-        elif kind == "text":
-            prompt = self._fit("text", await self._tokenize_text(request.text), model, truncate_to)
-        elif kind == "chat":
-            prompt = self._fit("chat", await self._tokenize_chat(request.chat), model, truncate_to)
-        else:
-            raise InvalidRequest("prompt", "nothing", "text, token_ids or chat")
+        prompt = await self._prompts.read(request, model)
         _check_scores(sampling, len(prompt))
         if sampling.grammar is not None:
             await self._grammars.check(sampling.grammar, model)
@@ -110,36 +95,44 @@ class Admission:
             deadline_s=timeout_s if time_remaining_s is None else min(timeout_s, max(time_remaining_s, 0.0)),
             priority=request.priority,
             block_hashes=await self._hashes(prompt, model),
-            is_chat=kind == "chat",
+            is_chat=request.HasField("chat"),
         )
 
-    async def tokenize(self, request: inference_pb2.TokenizeRequest) -> list[int]:
-        kind = request.WhichOneof("prompt")
-        if kind == "text":
-            return await self._tokenize_text(request.text)
-        if kind == "chat":
-            return await self._tokenize_chat(request.chat)
-        raise InvalidRequest("prompt", "nothing", "text or chat")
+    async def tokenize(self, request: inference_pb2.TokenizeRequest, model: ModelFacts | None) -> list[int]:
+        return await self._prompts.tokenize(request, model)
 
     async def detokenize(self, request: inference_pb2.DetokenizeRequest, model: ModelFacts) -> str:
-        prompt, ids = list(request.prompt_token_ids), list(request.token_ids)
-        for field, given in (("token_ids", ids), ("prompt_token_ids", prompt)):
+        most = model.max_context_tokens
+        for field, given in (
+            ("token_ids", request.token_ids),
+            ("prompt_token_ids", request.prompt_token_ids),
+        ):
+            if len(given) > most:
+                raise InvalidRequest(field, f"{len(given)} tokens", f"at most {most} tokens, the context window")
             if given and max(given) >= model.vocab_size:
                 raise InvalidRequest(field, max(given), f"ids below {model.vocab_size}")
+        prompt, ids = list(request.prompt_token_ids), list(request.token_ids)
 
         def text() -> str:
             detokenizer = self.tokenizer.detokenizer(prompt)
             return detokenizer.push(ids) + detokenizer.finish()
 
-        return await self._run(len(prompt) + len(ids) <= QUICK_TOKENS, text)
+        num_tokens = len(prompt) + len(ids)
+        if num_tokens <= QUICK_TOKENS:
+            return text()
+        return await self._threads.run(num_tokens, request.ByteSize(), text)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     async def _sampling(self, message: inference_pb2.SamplingParams, model: ModelFacts) -> Sampling:
-        most, words = self.limits.max_new_tokens, list(message.bad_words)
-        check_bad_words(words)
-        bad = await self._run(len(words) <= QUICK_WORDS, lambda: bad_word_ids(words, self.tokenizer)) if words else []
+        most = self.limits.max_new_tokens
+        check_bad_words(message.bad_words)
+        words = list(message.bad_words)
+        if len(words) <= QUICK_WORDS:
+            bad = bad_word_ids(words, self.tokenizer)
+        else:
+            bad = await self._threads.run(0, 0, lambda: bad_word_ids(words, self.tokenizer))
         sampling = convert.sampling_from_proto(
             message,
             draw_seed=lambda: secrets.randbits(64),
@@ -151,53 +144,11 @@ class Admission:
         check_token_ids(sampling, model.vocab_size)
         return sampling
 
-    def _fit(self, field: str, ids: list[int], model: ModelFacts, truncate_to: int | None) -> tuple[int, ...]:
-        if not ids:
-            raise InvalidRequest("prompt", "an empty prompt", "at least one token")
-        if truncate_to is not None:
-            ids = ids[-truncate_to:]
-        # Also of a text: a tokenizer may have grown tokens that the model has no row for.
-        if max(ids) >= model.vocab_size:
-            raise InvalidRequest(field, f"token id {max(ids)}", f"ids below {model.vocab_size}")
-        if len(ids) > model.max_prompt_tokens:
-            raise InvalidRequest(
-                "prompt",
-                f"{len(ids)} tokens",
-                f"at most {model.max_prompt_tokens} tokens (the context window is {model.max_context_tokens}); "
-                "truncate_prompt_tokens keeps the last ones",
-            )
-        return tuple(ids)
-
-    async def _tokenize_text(self, text: str) -> list[int]:
-        if not text:
-            raise InvalidRequest("prompt", "an empty text", "at least one character")
-        return await self._run(len(text) <= QUICK_CHARS, lambda: self.tokenizer.encode(text))
-
-    async def _tokenize_chat(self, chat: inference_pb2.ChatPrompt) -> list[int]:
-        template = self.chat_template
-        if template is None:
-            raise InvalidRequest("chat", "messages", "text or token_ids: this model has no chat template")
-        messages = [Message(one.role, one.content) for one in chat.messages]
-        # The template writes the special tokens itself.
-        return await self._run(
-            False, lambda: self.tokenizer.encode(template.render(messages), has_special_tokens=False)
-        )
-
     async def _hashes(self, prompt: tuple[int, ...], model: ModelFacts) -> tuple[bytes, ...]:
         key = chain_key(b"", model.hash_seed)
-        hashes = await self._run(len(prompt) <= QUICK_TOKENS, lambda: block_hashes(prompt, model.block_size, key))
-        return tuple(hashes)
-
-    async def _run(self, is_quick: bool, work: Callable[[], Result]) -> Result:
-        if is_quick:
-            return work()
-        if self._num_waiting >= MAX_WAITING:
-            raise Overloaded(f"{self._num_waiting} prompts wait to be tokenised", 0.5)
-        self._num_waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        finally:
-            self._num_waiting -= 1
+        if len(prompt) <= QUICK_TOKENS:
+            return tuple(block_hashes(prompt, model.block_size, key))
+        return tuple(await self._threads.run(0, 0, lambda: block_hashes(prompt, model.block_size, key)))
 
 
 def _check_scores(sampling: Sampling, num_tokens: int) -> None:
@@ -220,12 +171,3 @@ def _request_id(request: inference_pb2.GenerateRequest) -> str:
             "request_id", f"{len(name)} characters", f"1 to {MAX_REQUEST_ID_CHARS} printable characters"
         )
     return name
-
-
-def _truncation(request: inference_pb2.GenerateRequest, model: ModelFacts) -> int | None:
-    if not request.HasField("truncate_prompt_tokens"):
-        return None
-    count = request.truncate_prompt_tokens
-    if not 1 <= count <= model.max_prompt_tokens:
-        raise InvalidRequest("truncate_prompt_tokens", count, f"between 1 and {model.max_prompt_tokens}")
-    return int(count)

@@ -25,6 +25,7 @@ from router.admission import Admission, Prepared
 from router.answer import MAX_PENDING_TOKENS, Answer
 from router.events import RequestArrived
 from router.group import Group
+from router.held_bytes import HeldBytes
 from router.measure import Measure, Told
 from router.model import ModelFacts
 from router.runtime import Runtime
@@ -32,6 +33,7 @@ from router.runtime import Runtime
 log = logging.getLogger(__name__)
 
 WRITE_S: Final = 30.0  # a reader that takes nothing for so long is taken for gone
+MAX_HELD_BYTES: Final = 256 * 2**20
 MAX_TWINS: Final = 16  # requests of one id at a time
 
 
@@ -46,6 +48,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         measure: Measure,
         *,
         prefix_lookup_s: float,
+        max_held_bytes: int = MAX_HELD_BYTES,
         write_s: float = WRITE_S,
     ) -> None:
         self._runtime = runtime
@@ -54,12 +57,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._lookup = lookup
         self._measure = measure
         self._prefix_lookup_s = prefix_lookup_s
+        self._held = HeldBytes(max_held_bytes)
         self._write_s = write_s
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         span = current_span()
         try:
-            await self._generate(request, context, span)
+            with self._held.hold(request.ByteSize()):
+                await self._generate(request, context, span)
         except PdserveError as error:
             self._measure.error(error.reason)
             span.fail(error.reason)
@@ -90,8 +95,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
         try:
-            ids = await self._admission.tokenize(request)
+            with self._held.hold(request.ByteSize()):
+                ids = await self._admission.tokenize(request, self._model())
         except PdserveError as error:
+            self._measure.rejected(error)
             return await status.abort(context, error)
         return inference_pb2.TokenizeResponse(token_ids=ids)
 
@@ -102,8 +109,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             model = self._model()
             if model is None:
                 raise NoWorkers("decode")
-            text = await self._admission.detokenize(request, model)
+            with self._held.hold(request.ByteSize()):
+                text = await self._admission.detokenize(request, model)
         except PdserveError as error:
+            self._measure.rejected(error)
             return await status.abort(context, error)
         return inference_pb2.DetokenizeResponse(text=text)
 

@@ -217,6 +217,7 @@ class RouterServer:
             self._lookup(),
             self._measure,
             prefix_lookup_s=self._config.prefix_lookup_s,
+            max_held_bytes=self._config.max_held_bytes,
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._server)
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(

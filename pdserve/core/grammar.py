@@ -63,4 +63,6 @@ class Grammar:
 
 
 def choice(strings: Sequence[str]) -> Grammar:
+    if len(strings) > MAX_CHOICES:
+        raise InvalidRequest(GrammarKind.CHOICE.value, f"{len(strings)} strings", f"1 to {MAX_CHOICES} strings")
     return Grammar(GrammarKind.CHOICE, json.dumps(list(strings), ensure_ascii=False))

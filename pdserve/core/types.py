@@ -24,6 +24,13 @@ MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_CHARS: Final = 256
 MAX_BAD_SEQUENCES: Final = 2 * MAX_BAD_WORDS  # of tokens: a word has one as it begins a text and one after a space
 MAX_BAD_SEQUENCE_TOKENS: Final = 1024
+_COUNTS: Final = (
+    ("stop", "stop", "strings", MAX_STOP_STRINGS),
+    ("stop_token_ids", "stop_token_ids", "ids", MAX_STOP_TOKEN_IDS),
+    ("logit_bias", "logit_bias", "tokens", MAX_LOGIT_BIASES),
+    ("allowed_token_ids", "allowed_token_ids", "ids", MAX_ALLOWED_TOKEN_IDS),
+    ("bad_token_ids", "bad_words", "token sequences", MAX_BAD_SEQUENCES),
+)
 MAX_SEED: Final = 2**64 - 1
 
 
@@ -72,6 +79,7 @@ class Sampling:
     grammar: Grammar | None = None  # what the output must look like; its end is drawn whatever ignore_eos says
 
     def __post_init__(self) -> None:
+        check_counts(self)
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
         _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
         _require_number("temperature", self.temperature, 0.0, 100.0)
@@ -83,7 +91,6 @@ class Sampling:
         _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _require("seed", self.seed, 0 <= self.seed <= MAX_SEED, "an unsigned 64-bit integer")
-        _require_at_most("stop", "strings", self.stop, MAX_STOP_STRINGS)
         for text in self.stop:
             _require(
                 "stop",
@@ -91,14 +98,10 @@ class Sampling:
                 1 <= len(text) <= MAX_STOP_STRING_CHARS,
                 f"strings of 1 to {MAX_STOP_STRING_CHARS} characters",
             )
-        _require_at_most("stop_token_ids", "ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _require_between("logprobs", self.logprobs, MAX_LOGPROBS)
         _require_between("prompt_logprobs", self.prompt_logprobs, MAX_PROMPT_LOGPROBS)
-        _require_at_most("logit_bias", "tokens", self.logit_bias, MAX_LOGIT_BIASES)
         for _, bias in self.logit_bias:
             _require_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-        _require_at_most("allowed_token_ids", "ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
-        _require_at_most("bad_words", "token sequences", self.bad_token_ids, MAX_BAD_SEQUENCES)
         for word in self.bad_token_ids:
             _require("bad_words", "a word without tokens", len(word) > 0, "words of at least one token")
             _require_at_most("bad_words", "tokens in a word", word, MAX_BAD_SEQUENCE_TOKENS)
@@ -137,6 +140,15 @@ class TokenOut:
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+def check_counts(sampling: object) -> None:
+    """Of a Sampling, or of the message that one is made from, before anything is copied out of that.
+
+    Raises InvalidRequest.
+    """
+    for attribute, field, noun, most in _COUNTS:
+        _require_at_most(field, noun, getattr(sampling, attribute), most)
 
 
 def check_bad_words(words: Sequence[str]) -> None:

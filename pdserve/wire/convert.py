@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.grammar import Grammar, GrammarKind, choice
-from pdserve.core.types import FinishReason, Path, Role, Sampling, Slo, TokenOut
+from pdserve.core.types import FinishReason, Path, Role, Sampling, Slo, TokenOut, check_counts
 from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
 
 _SCALARS: Final = (
@@ -60,6 +60,7 @@ def sampling_from_proto(
     `bad_words` are those of the message, tokenised. A worker needs none of the arguments: the router has filled
     every field.
     """
+    check_counts(message)
     values: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     if "seed" not in values and draw_seed is not None:
         values["seed"] = draw_seed()

@@ -16,7 +16,7 @@ from pdserve.core.types import Slo
 from pdserve.text.detokenize import Detokenizer
 from pdserve.text.tokenizer import ToyTokenizer
 from pdserve.v1 import inference_pb2
-from router import admission
+from router import admission, prompts, tokenizing
 from router.admission import Admission, Limits
 from router.model import ModelFacts, difference
 
@@ -36,13 +36,14 @@ MODEL = ModelFacts(
     fingerprint=FINGERPRINT,
 )
 LIMITS = Limits(max_new_tokens=100, default_slo=Slo(), request_timeout_s=60.0)
-LONG = "x" * (admission.QUICK_CHARS + 1)
+LONG = "x" * (prompts.QUICK_CHARS + 1)
 
 
 class GatedTokenizer:
     """The toy's, but a text waits until the gate is open."""
 
     vocab_size = 257
+    bounds = ToyTokenizer.bounds
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -50,10 +51,13 @@ class GatedTokenizer:
         self._toy = ToyTokenizer()
 
     def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
-        if len(text) > admission.QUICK_CHARS:
+        if len(text) > prompts.QUICK_CHARS:
             self.has_begun.set()
             assert self.gate.wait(30)
         return self._toy.encode(text)
+
+    def encode_tail(self, text: str, num_tokens: int, *, has_special_tokens: bool = True) -> list[int]:
+        return self.encode(text)[-num_tokens:]
 
     def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:
         return self._toy.decode(token_ids)
@@ -90,7 +94,7 @@ async def test_more_long_texts_than_may_wait_are_turned_away(
     gated: tuple[Admission, GatedTokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, tokenizer = gated
-    monkeypatch.setattr(admission, "MAX_WAITING", 1)
+    monkeypatch.setattr(tokenizing, "MAX_WAITING", 1)
     slow = asyncio.create_task(one.prepare(request(LONG), MODEL, None))
     assert await asyncio.to_thread(tokenizer.has_begun.wait, 10)
     with pytest.raises(Overloaded) as caught:

@@ -1,0 +1,127 @@
+"""Reads a prompt: from text, chat messages or token ids to the token ids of a request.
+
+A prompt that cannot fit is rejected by its size, before it is tokenized. Where it is to be truncated, only its tail is
+tokenized: see pdserve/text/text_bounds.py for the bound and for why the tail has the same tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Final, final
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.text.chat import MAX_MESSAGES, ChatTemplate, Message
+from pdserve.text.tokenizer import Tokenizer
+from pdserve.v1 import inference_pb2
+from router.model import ModelFacts
+from router.tokenizing import TokenizerThreads
+
+QUICK_CHARS: Final = 256  # tokenized at once: the hand-over to a thread takes longer
+MAX_CHARS_WITHOUT_MODEL: Final = 65_536  # that Tokenize takes before the first worker has told its context
+
+
+@final
+class PromptReader:
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, threads: TokenizerThreads) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._threads = threads
+
+    async def read(self, request: inference_pb2.GenerateRequest, model: ModelFacts) -> tuple[int, ...]:
+        """Raises InvalidRequest, naming the field and its limit; Overloaded where too much waits for a thread."""
+        keep = _truncation(request, model)
+        kind = request.WhichOneof("prompt")
+        num_bytes = request.ByteSize()
+        if kind == "token_ids":
+            given = request.token_ids.ids
+            if keep is None:
+                _check_tokens(len(given), model)
+            ids = list(given[-keep:] if keep else given)
+        elif kind == "text":
+            ids = await self._text(request.text, keep, _max_chars(self._tokenizer, model), num_bytes)
+        elif kind == "chat":
+            ids = await self._chat(request.chat, keep, _max_chars(self._tokenizer, model), num_bytes)
+        else:
+            raise InvalidRequest("prompt", "nothing", "text, token_ids or chat")
+        if not ids:
+            raise InvalidRequest("prompt", "an empty prompt", "at least one token")
+        # Also of a text: a tokenizer may have grown tokens that the model has no row for.
+        if max(ids) >= model.vocab_size:
+            raise InvalidRequest(kind, f"token id {max(ids)}", f"ids below {model.vocab_size}")
+        _check_tokens(len(ids), model)
+        return tuple(ids)
+
+    async def tokenize(self, request: inference_pb2.TokenizeRequest, model: ModelFacts | None) -> list[int]:
+        """Any number of tokens, of a text that might be a prompt by its size."""
+        max_chars = MAX_CHARS_WITHOUT_MODEL if model is None else _max_chars(self._tokenizer, model)
+        kind = request.WhichOneof("prompt")
+        if kind == "text":
+            return await self._text(request.text, None, max_chars, request.ByteSize())
+        if kind == "chat":
+            return await self._chat(request.chat, None, max_chars, request.ByteSize())
+        raise InvalidRequest("prompt", "nothing", "text or chat")
+
+    async def _text(self, text: str, keep: int | None, max_chars: int | None, num_bytes: int) -> list[int]:
+        if not text:
+            raise InvalidRequest("prompt", "an empty text", "at least one character")
+        if keep is None:
+            _check_chars(len(text), max_chars)
+
+        def work() -> list[int]:
+            return self._tokenizer.encode(text) if keep is None else self._tokenizer.encode_tail(text, keep)
+
+        if len(text) <= QUICK_CHARS:
+            return work()
+        return await self._threads.run(len(text), num_bytes, work)
+
+    async def _chat(
+        self, chat: inference_pb2.ChatPrompt, keep: int | None, max_chars: int | None, num_bytes: int
+    ) -> list[int]:
+        template = self._chat_template
+        if template is None:
+            raise InvalidRequest("chat", "messages", "text or token_ids: this model has no chat template")
+        if len(chat.messages) > MAX_MESSAGES:
+            raise InvalidRequest("chat.messages", f"{len(chat.messages)} messages", f"at most {MAX_MESSAGES} messages")
+        messages = [Message(one.role, one.content) for one in chat.messages]
+
+        def work() -> list[int]:
+            text = template.render(messages)
+            # The template writes the special tokens itself.
+            if keep is not None:
+                return self._tokenizer.encode_tail(text, keep, has_special_tokens=False)
+            _check_chars(len(text), max_chars)  # here, since a template may leave content out
+            return self._tokenizer.encode(text, has_special_tokens=False)
+
+        return await self._threads.run(sum(len(one.content) for one in messages), num_bytes, work)
+
+
+def _max_chars(tokenizer: Tokenizer, model: ModelFacts) -> int | None:
+    return tokenizer.bounds.max_chars(model.max_prompt_tokens)
+
+
+def _check_chars(num_chars: int, max_chars: int | None) -> None:
+    if max_chars is not None and num_chars > max_chars:
+        raise InvalidRequest(
+            "prompt",
+            f"{num_chars} characters",
+            f"at most {max_chars} characters, since more cannot fit the context window; "
+            "truncate_prompt_tokens keeps the last tokens",
+        )
+
+
+def _check_tokens(num_tokens: int, model: ModelFacts) -> None:
+    if num_tokens > model.max_prompt_tokens:
+        raise InvalidRequest(
+            "prompt",
+            f"{num_tokens} tokens",
+            f"at most {model.max_prompt_tokens} tokens (the context window is {model.max_context_tokens}); "
+            "truncate_prompt_tokens keeps the last ones",
+        )
+
+
+def _truncation(request: inference_pb2.GenerateRequest, model: ModelFacts) -> int | None:
+    if not request.HasField("truncate_prompt_tokens"):
+        return None
+    count = request.truncate_prompt_tokens
+    if not 1 <= count <= model.max_prompt_tokens:
+        raise InvalidRequest("truncate_prompt_tokens", count, f"between 1 and {model.max_prompt_tokens}")
+    return int(count)
