@@ -23,9 +23,9 @@ class Cluster:
     """`pdserve up` with these flags. Use as a context manager; `client` speaks to its router."""
 
     def __init__(self, *flags: str, start_s: float = 180.0, env: Mapping[str, str] | None = None) -> None:
-        self._running = Running.start(*flags, timeout_s=start_s, env={"OMP_NUM_THREADS": "1", **(env or {})})
-        self.process = self._running.process
-        self.target = self._running.target
+        self.running = Running.start(*flags, timeout_s=start_s, env={"OMP_NUM_THREADS": "1", **(env or {})})
+        self.process = self.running.process
+        self.target = self.running.target
         self.port = int(self.target.rpartition(":")[2])
         self.client = Client(self.target)
 
@@ -60,12 +60,12 @@ class Cluster:
     def stop(self) -> None:
         self.client.close()
         try:
-            self._running.stop(45.0)
+            self.running.stop(45.0)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"up did not drain:\n{self._last_lines(30)}") from None
 
     def _last_lines(self, count: int) -> str:
-        return "\n".join(self._running.lines[-count:])
+        return "\n".join(self.running.lines[-count:])
 
     def __enter__(self) -> Cluster:
         return self

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from benchmarks.memory import measure
+from benchmarks.memory_samples import COUNTS, rise_per_request
 from pdserve import InvalidRequest
 from pdserve.engine.toy import answer
 from tests.cluster import suite
@@ -33,3 +35,15 @@ def test_workers_of_different_memory_serve_together() -> None:
         with pytest.raises(InvalidRequest, match="1024"):
             uneven.client.generate(suite.toy_prompt(1024), max_tokens=4)
         uneven.wait_until_idle()
+
+
+def test_short_requests_leave_nothing_open(cluster: Cluster) -> None:
+    """Descriptors, threads and segments; the slope of memory needs the 20,000 requests of benchmarks.memory.
+
+    Connections to Redis are opened as many requests come at once, so a count may rise a little, but not with requests.
+    """
+    taken = measure(cluster.running, requests=400, warm_up=100, every=200, at_once=8, is_shown=False)
+    assert {"router", "p0", "p1", "d0", "d1"} <= taken.keys()
+    rising = {(name, count): rise_per_request(ones, count) for name, ones in taken.items() for count in COUNTS}
+    assert max(rising.values()) < 0.1, rising
+    cluster.wait_until_idle()
