@@ -47,7 +47,7 @@ def main() -> int:
         copy = Copy(ROOT, Path(place) / "tree")
         if not (args.again or args.unchecked):
             _check_tests(copy, chosen)
-        results = _run(copy, chosen, REPORT if not args.again else WORK / "again.json")
+        results = _run(copy, chosen, WORK / "again.json" if args.again or args.match else REPORT)
     return _judge(results)
 
 

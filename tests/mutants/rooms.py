@@ -34,7 +34,7 @@ OWN = {
     "router.policy.static": ("router/test_baselines.py",),
     "router.policy.tuning": ("router/test_goodput.py",),
     "router.policy.two_stage": ("router/test_baselines.py",),
-    "router.policy.ways": ("router/test_policy.py", "router/test_goodput.py"),
+    "router.policy.ways": ("router/test_ways.py", "router/test_goodput.py"),
     "decode_worker.drafter": ("decode_worker/test_batching_drafts.py", "decode_worker/test_drafting.py"),
     "decode_worker.planning": ("decode_worker/test_batching.py", "decode_worker/test_runs.py"),
     "decode_worker.resident": ("decode_worker/test_batching.py",),

@@ -1,0 +1,249 @@
+"""Prices of candidates, against the formulas of docs/scheduling.md written out for one pair of workers at a time."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from pdserve.core.latency import LinkModel
+from pdserve.core.overlap import exposed_s
+from pdserve.core.types import Slo
+from router.load import CHUNK_SHARE, DecodeLoad
+from router.policy.interface import Ask
+from router.policy.rooms import can_start, opens_in_s
+from router.policy.tuning import (
+    DECODES_PAIRED,
+    LOCALS_PRICED,
+    PACK_SLACK,
+    PREFILLS_PAIRED,
+    WIDEST_BAND,
+    WORK_WEIGHT,
+    WORTH_WAITING,
+)
+from router.policy.ways import Way, find_landings, local_ways, remote_ways, reported_step_s, tandem_step_s
+from router.view import WorkerView
+from tests.unit.router.test_goodput import FAST, SLOW, ask, view, with_queue, with_rows
+
+SIZE, CHUNK, BLOCK_BYTES = 16, 2048, 2**21  # of every worker here
+NOW_S = 0.25
+
+
+def scene(rng: random.Random, num_prefills: int = 2, num_decodes: int = 2) -> tuple[Ask, list[Any], list[Any]]:
+    prefills = [view(f"p{i}") for i in range(num_prefills)]
+    decodes = [view(f"d{i}") for i in range(num_decodes)]
+    for one in (*prefills, *decodes):
+        if rng.random() < 0.5:
+            with_queue(one, rng.uniform(0.3, 0.6))
+        if rng.random() < 0.5:  # errors of the cost model are known
+            for _ in range(20):
+                step_s = one.cost.step_s(0, 0, 512, 512 * 256) * rng.choice((0.9, 1.15))
+                one.cost.observe(
+                    rows=0, prefill_tokens=512, prefill_token_context=512 * 256, context_tokens=0, step_s=step_s
+                )
+                step_s = one.cost.decode_s(8, 60_000) * rng.choice((0.95, 1.1))
+                one.cost.observe(
+                    rows=8, prefill_tokens=0, prefill_token_context=0, context_tokens=60_000, step_s=step_s
+                )
+    for one in prefills:
+        for _ in range(3):
+            one.replies.took(rng.uniform(0.0, 0.01))
+    for one in decodes:
+        with_rows(
+            one, rng.randint(0, 12), 16 * rng.randint(1, 500), rng.choice([0.012, 0.02, 0.05]), rng.random() < 0.7
+        )
+        one.grants.took(rng.uniform(0.0, 0.004))
+        one.first_tokens.took(rng.uniform(0.0, 0.004))
+    tokens = 16 * rng.randint(1, 700)
+    names = [one.worker_id for one in (*prefills, *decodes)]
+    return (
+        ask(
+            tokens,
+            slo=Slo(ttft_s=rng.choice([0.5, 2.0]), tpot_s=rng.choice([0.013, 0.05])),
+            waited_s=rng.choice([0.0, 0.3]),
+            expected_tokens=rng.choice([1.0, 2.0, 2.5, 40.0, 300.0]),
+            cached_tokens={name: 16 * rng.randint(0, tokens // 16 + 2) for name in names if rng.random() < 0.6},
+        ),
+        prefills,
+        decodes,
+    )
+
+
+def steps(request: Ask) -> float:
+    return max(request.expected_tokens - 1.0, 1.0)
+
+
+def link_of(prefill: str, decode: str) -> LinkModel:
+    return SLOW if prefill[1:] == decode[1:] else FAST
+
+
+def tightest(request: Ask, load: DecodeLoad) -> float:
+    """The strictest of the time per token targets that this worker can keep, this request's included."""
+    return min(load.tightest_s, request.slo.tpot_s if request.slo.tpot_s > load.alone_s else math.inf)
+
+
+def step_of(request: Ask, load: DecodeLoad) -> float:
+    """step(d) of the docs."""
+    growth = request.expected_tokens / 2 * (1 + load.arriving)
+    return load.step_s + load.row_s + load.token_s * (request.num_tokens + growth)
+
+
+def slacks(request: Ask, way: Way, residents_s: float, error: float) -> tuple[float, float]:
+    """(of its TTFT, of the strictest TPOT), as shares of the targets."""
+    load, slo = way.decode.load, request.slo
+    sure = 1.0 + load.band
+    ttft_slack = (slo.ttft_s - request.waited_s - way.ttft_s * (1.0 + min(error, WIDEST_BAND))) / slo.ttft_s
+    own = (slo.tpot_s - way.tpot_s * sure) / slo.tpot_s
+    theirs = (load.tightest_s - residents_s * sure) / load.tightest_s if load.tightest_s < math.inf else 1.0
+    return ttft_slack, min(own, theirs)
+
+
+def check_slack(request: Ask, way: Way, residents_s: float, error: float) -> None:
+    ttft_slack, tpot_slack = slacks(request, way, residents_s, error)
+    assert (way.ttft_slack, way.tpot_slack) == (pytest.approx(ttft_slack), pytest.approx(tpot_slack))
+    assert way.slack == min(way.ttft_slack, way.tpot_slack)
+    load = way.decode.load
+    assert way.harms == (load.tightest_s < math.inf and residents_s * (1.0 + load.band) > load.tightest_s)
+
+
+def late_of(request: Ask, prefill: WorkerView, decode: WorkerView, work_s: float, held: float) -> float:
+    """Part by part: when each chunk is computed, and the blocks of it that the decode worker lacks."""
+    tokens = request.num_tokens
+    lacked_from = tokens - max(1, tokens - request.cached_tokens.get(decode.worker_id, 0))
+    ends = [held, *range(held + CHUNK, tokens, CHUNK), tokens]  # what the prefill worker has cached is ready at once
+    parts, at = [], lacked_from
+    for end in ends:
+        if end > at:
+            num_blocks = math.ceil((tokens - at) / SIZE) - math.ceil((tokens - end) / SIZE)
+            parts.append((prefill.cost.prefill_s(end - held, held, CHUNK), num_blocks * BLOCK_BYTES))
+            at = end
+    return exposed_s(parts, link_of(prefill.worker_id, decode.worker_id))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_remote_prices_are_those_of_the_docs(seed: int) -> None:
+    rng = random.Random(seed)
+    request, prefills, decodes = scene(rng)
+    cached = request.cached_tokens
+    landings, _ = find_landings(request, cached, decodes, NOW_S, tandem_step_s, 1.0)
+    ways = remote_ways(request, cached, prefills, landings, NOW_S, link_of)
+    assert {(way.prefill.worker_id, way.decode.worker_id) for way in ways if way.prefill} == {
+        (prefill.worker_id, landing[4].worker_id) for prefill in prefills for landing in landings
+    }
+    for way in ways:
+        prefill, decode, slo = way.prefill, way.decode, request.slo
+        assert prefill is not None
+        held = min(cached.get(prefill.worker_id, 0), request.num_tokens - 1)
+        work_s = prefill.cost.prefill_s(request.num_tokens - held, held, CHUNK)
+        delay_s = prefill.queue_s(NOW_S) + work_s
+        rest_s = decode.rest_of_step_s(NOW_S)
+        ttft_s = delay_s + rest_s + decode.grants.typical_s + prefill.replies.typical_s
+        assert way.ttft_s == pytest.approx(ttft_s)
+        step_s = step_of(request, decode.load)
+        latency_s, per_byte_s = link_of(prefill.worker_id, decode.worker_id).coefficients
+        lacking = max(1, request.num_tokens - cached.get(decode.worker_id, 0))
+        before_bytes = max(prefill.totals.blocks * BLOCK_BYTES, decode.totals.landing_tokens // SIZE * BLOCK_BYTES)
+        queued_s = latency_s + per_byte_s * (before_bytes + math.ceil(lacking / SIZE) * BLOCK_BYTES) - delay_s
+        late_s = max(late_of(request, prefill, decode, work_s, held), queued_s)
+        assert way.tpot_s == pytest.approx(step_s + (late_s + 0.5 * step_s) / steps(request), rel=1e-4)
+        cost = (ttft_s - rest_s + WORK_WEIGHT * work_s) / slo.ttft_s + late_s / (steps(request) * slo.tpot_s)
+        assert way.cost == pytest.approx(cost, rel=1e-4)
+        check_slack(request, way, step_s, prefill.cost.prefill_error)
+        is_open = can_start(prefill, request.num_tokens, NOW_S)
+        assert way.opens_in_s == (0.0 if is_open else opens_in_s(prefill, NOW_S))
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("is_only", [True, False])
+@pytest.mark.parametrize("short", [16.0, math.inf])
+def test_local_prices_are_those_of_the_docs(seed: int, is_only: bool, short: float) -> None:
+    request, _, decodes = scene(random.Random(seed), num_decodes=3)
+    cached, slo = request.cached_tokens, request.slo
+    _, readers = find_landings(request, cached, decodes, NOW_S, tandem_step_s, 1.0)
+    for way in local_ways(request, cached, readers, NOW_S, short, is_only=is_only):
+        decode, load = way.decode, way.decode.load
+        held = min(cached.get(decode.worker_id, 0), request.num_tokens - 1)
+        uncached = request.num_tokens - held
+        read_s, queue_s = decode.reading_s(uncached, held), decode.queue_s(NOW_S)
+        ttft_s = max(queue_s, decode.rest_of_step_s(NOW_S)) + read_s + decode.first_tokens.typical_s
+        assert way.ttft_s == pytest.approx(ttft_s)
+        step_s = step_of(request, load)
+        assert way.tpot_s == pytest.approx(step_s)
+        residents_s = max(step_s, min(load.step_s + (queue_s + read_s) * load.hold / steps(request), load.reads_s))
+        if not is_only:
+            left = 1.0 - decode.prefill_s(uncached, held) / max(1e-9, slo.ttft_s - request.waited_s - queue_s)
+            residents_s = max(residents_s, step_s / (CHUNK_SHARE * left) if left > 0.0 else math.inf)
+        cost = (ttft_s + WORK_WEIGHT * read_s) / slo.ttft_s + read_s * load.hold / (steps(request) * slo.tpot_s)
+        if short < math.inf:
+            cost += WORTH_WAITING if uncached > short else -WORTH_WAITING
+        assert way.cost == pytest.approx(cost)
+        check_slack(request, way, residents_s, decode.cost.step_error)
+        may_wait = queue_s <= load.batch_s or decode.totals.prefills <= 1
+        assert way.opens_in_s == pytest.approx(0.0 if may_wait else queue_s - load.batch_s)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("fullest", [1.0, -1.0])
+@pytest.mark.parametrize("is_tandem", [True, False])
+def test_the_best_decode_workers_are_kept_in_order(seed: int, fullest: float, is_tandem: bool) -> None:
+    rng = random.Random(seed)
+    request, _, decodes = scene(rng, num_decodes=9)
+    for one in decodes:
+        if rng.random() < 0.2:
+            one.closed_until_s = rng.choice([NOW_S - 0.1, NOW_S + 0.1])
+    cached, slo, tokens = request.cached_tokens, request.slo, request.num_tokens
+    landings, readers = [], []
+    for order, decode in enumerate(decodes):
+        load, report = decode.load, decode.report
+        needed = tokens + request.expected_tokens + request.expected_tokens / 2 * load.rows
+        if decode.closed_until_s > NOW_S or load.free_tokens < needed:
+            continue
+        step_s = step_of(request, load)
+        if not is_tandem:
+            step_s = decode.cost.decode_s(report.running + 1, report.context_tokens + tokens)
+        spare = 1.0 - step_s * (1.0 + load.band) / tightest(request, load)
+        if tightest(request, load) == math.inf:
+            spare = 1.0 - step_s * (1.0 + load.band) / load.tightest_s
+        kind = 0 if spare >= PACK_SLACK else 1 if spare >= 0.0 else 2
+        landings.append((kind, fullest * spare if kind == 0 else -spare, order))
+        uncached = max(1.0, tokens - cached.get(decode.worker_id, 0))
+        per_token_s = load.per_token_s + load.per_token_context_s * (tokens - uncached / 2)
+        read_s = uncached * per_token_s * load.stretch
+        cost = read_s * ((1.0 + WORK_WEIGHT) / slo.ttft_s + load.hold / (steps(request) * slo.tpot_s))
+        readers.append((kind // 2, cost + decode.queue_s(NOW_S) / slo.ttft_s, order))
+    rule = tandem_step_s if is_tandem else reported_step_s
+    found = find_landings(request, cached, decodes, NOW_S, rule, fullest)
+    expected = sorted(landings)[:DECODES_PAIRED]
+    assert [one[2] for one in found.landings] == [one[2] for one in expected]
+    assert [one[:2] for one in found.landings] == [(kind, pytest.approx(value)) for kind, value, _ in expected]
+    nearest = sorted(readers)[:LOCALS_PRICED]
+    assert [one[4] for one in found.readers] == [order for _, _, order in nearest]
+    assert [one[1] for one in found.readers] == [pytest.approx(cost) for _, cost, _ in nearest]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_cheapest_prefill_workers_are_paired(seed: int) -> None:
+    request, prefills, decodes = scene(random.Random(seed), num_prefills=8, num_decodes=1)
+    cached = request.cached_tokens
+    costs = {}
+    for one in prefills:
+        held = min(cached.get(one.worker_id, 0), request.num_tokens - 1)
+        work_s = one.cost.prefill_s(request.num_tokens - held, held, CHUNK)
+        costs[one.worker_id] = one.queue_s(NOW_S) + (1.0 + WORK_WEIGHT) * work_s
+    landings, _ = find_landings(request, cached, decodes, NOW_S, tandem_step_s, 1.0)
+    ways = remote_ways(request, cached, prefills, landings, NOW_S, lambda p, d: FAST)
+    cheapest = sorted(costs, key=lambda name: (costs[name], name))[:PREFILLS_PAIRED]
+    assert {way.prefill.worker_id for way in ways if way.prefill} == (set(cheapest) if landings else set())
+
+
+def test_a_pair_that_can_start_now_is_kept_behind_busy_ones() -> None:
+    request = ask(8_000, cached_tokens={"p0": 7_984})
+    busy, free = with_queue(view("p0"), 0.2), with_queue(view("p1"), 0.0)
+    decodes = [view(f"d{i}") for i in range(DECODES_PAIRED)]
+    landings, _ = find_landings(request, request.cached_tokens, decodes, 0.0, tandem_step_s, 1.0)
+    ways = remote_ways(request, request.cached_tokens, [busy, free], landings, 0.0, lambda p, d: FAST)
+    names = [way.prefill.worker_id for way in ways if way.prefill]
+    assert names == ["p0"] * DECODES_PAIRED + ["p1"]
+    assert [way.opens_in_s == 0.0 for way in ways] == [False] * DECODES_PAIRED + [True]
