@@ -17,6 +17,7 @@ OWN = {
     "pdserve.core.extents": ("core/test_blocks.py", "core/test_blocks_stateful.py"),
     "pdserve.core.fit": ("core/test_latency.py",),
     "pdserve.core.grammar": ("router_io/test_grammars.py", "structured/test_compile.py"),
+    "pdserve.core.setting": ("launch/test_settings.py",),
     "pdserve.core.types": ("wire/test_convert.py", "router_io/test_admission.py"),
     "router.asking": ("router/test_policy.py", "router/test_goodput.py"),
     "router.events": ("router/test_recording.py",),

@@ -127,6 +127,12 @@ def test_a_chunked_prefill_pays_the_base_once_per_chunk_and_nothing_else() -> No
     assert model.prefill_s(1024, 0, chunk_tokens=512) == pytest.approx(sum(chunks))
 
 
+def test_a_step_without_prompt_tokens_pays_no_base_of_the_prefill() -> None:
+    model = CostModel(CostPrior(prefill_base_s=0.05, decode_base_s=0.01, decode_per_row_s=1e-3))
+    assert model.step_s(4, 0) == model.decode_s(4, 0) < 0.05
+    assert model.step_s(0, 0) == 0.0
+
+
 def test_nothing_to_do_takes_no_time() -> None:
     model, link = CostModel(), LinkModel()
     assert (model.prefill_s(0), model.decode_s(0, 0), link.transfer_s(0)) == (0.0, 0.0, 0.0)

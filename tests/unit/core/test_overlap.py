@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.latency import LinkModel
-from pdserve.core.overlap import chunked_exposed_s, exposed_s, grouped_s
+from pdserve.core.overlap import chunked_exposed_s, exposed_s, grouped_s, hidden_share
 
 LINK = LinkModel(latency_s=0.01, bandwidth_bytes_s=100.0)
 
@@ -60,3 +60,11 @@ def test_groups_of_layers_are_parts_of_equal_size_and_time(num_bytes: float, com
     parts = [(computing_s * (one + 1) / groups, num_bytes / groups) for one in range(groups)]
     expected = exposed_s(parts, LINK) - LINK.latency_s
     assert grouped_s(num_bytes, computing_s, groups, LINK.bandwidth_bytes_s) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "exposed_s", "expected"),
+    [(2.0, 0.5, 0.75), (2.0, 0.0, 1.0), (2.0, 2.0, 0.0), (2.0, 3.0, 0.0), (0.0, 1.0, 0.0)],
+)
+def test_the_hidden_share_is_of_the_time_on_the_way(busy_s: float, exposed_s: float, expected: float) -> None:
+    assert hidden_share(busy_s, exposed_s) == expected

@@ -6,6 +6,7 @@ transfer is an error. A transfer that is reported VERIFIED must equal its source
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from kvtransfer import departures, landings
 from kvtransfer.departures import Departures, Job
 from kvtransfer.frames import Tag
 from kvtransfer.landings import Claim, Landings
+from kvtransfer.parts import Part
 from kvtransfer.stamping import pack
 from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome, TransferKey
 from pdserve.core.stamps import BlockStamps
@@ -416,3 +418,93 @@ def test_chunks_of_two_transfers_take_turns() -> None:
         order.append((job.departure.grant.key.transfer_id, job.chunk.first, job.is_last))
         out.written(job, 0.0)
     assert order == [("long", 0, False), ("short", 0, False), ("long", 2, True), ("short", 2, True)]
+
+
+def test_a_connection_that_ends_closes_the_writes_that_it_had_open() -> None:
+    book, grant, tag = opened()
+    first, second = (book.claim(tag, 1, at, stamps(tag, 1), 0.0) for at in (0, 1))
+    assert first is not None
+    assert second is not None
+    assert book.enter(first)
+    assert book.enter(second)
+    book.leave(first, 0.0)
+    assert outcomes_of(book.abort(grant.key, 1.0)) == [], "a write is open"
+    assert outcomes_of(book.cut(1, "the connection broke", 2.0)) == [
+        (ReceiveOutcome.DRAINED, "aborted by the receiver")
+    ]
+
+
+def test_the_end_of_one_lane_does_not_close_the_writes_of_another() -> None:
+    book = Landings(STAMPS, grace_s=1.0)
+    grant = dataclasses.replace(grant_of("t", 1, 1, (0, 1)), lanes=2)
+    book.expect(grant, 0.0, None)
+    tag = landings.tag_of(grant.key)
+    claims = []
+    for lane, writer in enumerate((1, 2)):
+        assert book.announce(tag, writer, lane) == []
+        claims.append(book.claim(tag, writer, 0, lane_stamps(tag, lane), 0.0, Part(lane, 0, 1)))
+    for claim in claims:
+        assert claim is not None
+        assert book.enter(claim)
+    assert outcomes_of(book.cut(1, "the connection broke", 2.0)) == [], "the other lane still writes"
+    assert outcomes_of(book.cut(2, "the connection broke", 2.0)) == [(ReceiveOutcome.FAILED, "the connection broke")]
+
+
+def lane_stamps(tag: Tag, lane: int) -> bytes:
+    return pack([0], tag.generation, Part(lane, 0, 1).mask)
+
+
+def test_a_deadline_before_the_sender_came_says_that_no_block_did() -> None:
+    book, grant = Landings(STAMPS), grant_of("t", 1, 1, (0, 1, 2, 3))
+    book.expect(grant, 0.0, 5.0)
+    error = "the deadline passed when 0 of 4 blocks had come"
+    assert outcomes_of(book.expire(5.0)) == [(ReceiveOutcome.FAILED, error)]
+
+
+@pytest.mark.parametrize(("groups", "pieces"), [(1, "1 of 2 blocks"), (2, "1 of 4 parts of blocks")])
+def test_a_sender_says_at_its_deadline_how_far_it_came(groups: int, pieces: str) -> None:
+    out, grant = Departures(1, STAMPS), grant_of("t", 1, 1, (0, 1))
+    out.linked()
+    out.start(grant, 0.0, 5.0, groups=groups)
+    out.push(grant.key, [(0, 0)], False, 1.0, groups=range(1))
+    job = out.take(1, 1.0)
+    assert job is not None
+    out.written(job, 1.0)
+    assert out.expire(4.9) == []
+    [sent] = [one.sent for one in out.expire(5.0) if isinstance(one, departures.Report)]
+    assert sent.error == f"the deadline passed when {pieces} were sent"
+
+
+def test_a_block_that_is_pushed_twice_is_named() -> None:
+    out, grant = Departures(1, STAMPS), grant_of("t", 1, 1, (0, 1, 2, 3))
+    out.linked()
+    out.start(grant, 0.0, None)
+    out.push(grant.key, [(0, 0), (1, 1)], False, 0.0)
+    [sent] = [
+        one.sent for one in out.push(grant.key, [(1, 1), (2, 2)], False, 0.0) if isinstance(one, departures.Report)
+    ]
+    assert (sent.outcome, sent.error) == (SendOutcome.FAILED, "blocks 1..2 of 4 were pushed twice")
+
+
+def test_a_transfer_that_was_given_up_before_the_connection_is_retracted_over_it() -> None:
+    """The receiver learns of it, so that it does not wait for its own deadline."""
+    out, grant, empty = Departures(1, STAMPS), grant_of("t", 1, 1, (0, 1)), grant_of("empty", 1, 1, ())
+    for each in (grant, empty):
+        out.start(each, 0.0, None)
+        out.abort(each.key, 1.0)
+    assert out.needs_link
+    retract = departures.Retract(landings.tag_of(grant.key), "aborted by the sender", True)
+    assert out.linked() == [retract], "the grant of nothing needs no word"
+    assert not out.needs_link
+    assert out.linked() == []
+
+
+def test_a_cut_closes_the_reads_of_its_transfers() -> None:
+    out, grant = Departures(1, STAMPS), grant_of("t", 1, 1, (0, 1))
+    out.linked()
+    out.start(grant, 0.0, None)
+    out.push(grant.key, [(0, 0), (1, 1)], True, 0.0)
+    assert out.take(1, 0.0) is not None
+    [sent] = [one.sent for one in out.cut("the connection broke", 1.0) if isinstance(one, departures.Report)]
+    assert (sent.outcome, sent.error) == (SendOutcome.FAILED, "the connection broke")
+    assert out.keys == []

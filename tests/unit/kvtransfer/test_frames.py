@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,3 +66,8 @@ def test_text_is_cut_to_the_limit_and_made_printable() -> None:
 def test_tags_tell_transfers_attempts_and_generations_apart() -> None:
     keys = [TransferKey(transfer_id=t, attempt=a, generation=g) for t in "ab" for a in (1, 2) for g in (1, 2)]
     assert len({tag_of(key) for key in keys}) == 8
+
+
+def test_a_tag_is_sixteen_bytes_of_the_transfers_id() -> None:
+    tag = tag_of(TransferKey(transfer_id="t", attempt=2, generation=3))
+    assert tag == (hashlib.blake2b(b"t", digest_size=16).digest(), 2, 3)

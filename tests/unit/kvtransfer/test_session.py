@@ -138,3 +138,12 @@ def test_no_schedule_verifies_without_coverage_or_ends_with_an_open_access(moves
             assert not session.enter()
             assert ended in (None, session.state), "an end is final"
             ended = session.state
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 0), (-1, 1), (0, 3), (2, 1), (1, -1)])
+def test_a_chunk_of_nothing_or_outside_the_transfer_gets_no_claim(first: int, count: int) -> None:
+    session = Session(RECEIVER_MOVES, 2)
+    session.handle(Event.ANNOUNCED)
+    assert not session.claim(first, count)
+    assert session.claimed.count == 0
+    assert session.claim(0, 2)

@@ -176,3 +176,14 @@ def test_a_placement_is_explained_and_its_outcome_added() -> None:
     given.arrives("b")
     given.arrives("c")
     assert given.state.explain("a") is None, "only the last ones are kept"
+
+
+@pytest.mark.parametrize(("num_candidates", "reason"), [(MOST_CANDIDATES + 1, "short"), (1, "x" * 300)])
+def test_each_part_of_an_explanation_is_bounded_alone(num_candidates: int, reason: str) -> None:
+    crowd = tuple(candidate(f"p{number}") for number in range(num_candidates))
+    kept = Explanations(1)
+    kept.note(request(), Decision(choice=Choice.REMOTE, reason=reason, candidates=crowd), 2.0)
+    one = kept.last("a")
+    assert one is not None
+    assert len(one.decision.candidates) == min(num_candidates, MOST_CANDIDATES)
+    assert one.decision.reason == (reason if len(reason) <= LONGEST_REASON else "x" * (LONGEST_REASON - 3) + "...")

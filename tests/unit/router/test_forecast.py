@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.forecast import Capacity, Demand, Pace
+from router.forecast import MEMORY, PRIOR_REQUESTS, REMEMBERED, SLOWEST, Capacity, Demand, Pace
 
 
 def test_work_starts_when_the_fluid_has_done_what_is_before_it() -> None:
@@ -67,3 +67,41 @@ def test_a_single_request_is_no_demand() -> None:
     demand = Demand()
     demand.arrived(5.0, 0.0)
     assert demand.rate(0.0) == demand.rate(1.0) == 0.0
+
+
+def test_the_pace_is_the_work_that_was_placed_of_the_work_that_was_offered() -> None:
+    pace = Pace()
+    pace.contended(True, 0.0)  # nothing is offered yet
+    pace.offers(4.0, 5.0)
+    pace.placed(2.0, 10.0)
+    offered_s = 4.0 * 5.0 * MEMORY
+    prior_s = PRIOR_REQUESTS * 2.0
+    assert pace.share == pytest.approx((2.0 + prior_s) / (offered_s + prior_s))
+    pace.placed(1.0, 11.0)
+    used_s, offered_s = MEMORY * 2.0 + 1.0, (offered_s + 4.0) * MEMORY
+    prior_s = PRIOR_REQUESTS * (2.0 + 0.05 * (1.0 - 2.0))
+    assert pace.share == pytest.approx((used_s + prior_s) / (offered_s + prior_s))
+
+
+def test_a_pace_near_nothing_is_no_pace() -> None:
+    pace = Pace()
+    pace.contended(True, 0.0)
+    pace.offers(1000.0, 0.0)
+    pace.placed(1.0, 100.0)
+    assert pace.share == SLOWEST
+
+
+def test_demand_is_that_of_the_last_requests() -> None:
+    demand = Demand()
+    demand.arrived(100.0, 0.0)
+    for second in range(1, REMEMBERED + 1):
+        demand.arrived(2.0, float(second))
+    # The first is forgotten, and the one after it opens the span.
+    assert demand.rate(float(REMEMBERED)) == pytest.approx(2.0)
+    assert demand.span_s(float(REMEMBERED)) == REMEMBERED - 1
+
+
+def test_work_is_done_only_by_workers_that_are_free() -> None:
+    fluid = Capacity([(1.0, 1.0), (3.0, 0.5)])
+    assert (fluid.rate, fluid.done_by(1.0), fluid.done_by(1.5), fluid.done_by(3.0)) == (1.5, 0.0, 0.5, 2.0)
+    assert Capacity([(0.0, 0.0), (1.0, -1.0), (2.0, 1.0)]).start_in_s(1.0) == 3.0

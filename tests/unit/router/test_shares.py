@@ -80,3 +80,12 @@ def test_tenants_that_always_wait_get_equal_shares(works: list[float], tenants: 
         shares.check()
     served = [shares.served_s(name) for name in names]
     assert max(served) - min(served) <= 2.0 * 3.0 + 3.0
+
+
+def test_corrections_of_idle_tenants_are_remembered_in_bounded_memory() -> None:
+    shares = Shares()
+    shares.joins("steady")
+    for number in range(3 * MAX_IDLE):
+        shares.correct(f"t{number}", 1.0)
+        shares.check()
+    assert len(shares) <= MAX_IDLE + 1
