@@ -145,3 +145,9 @@ def test_an_empty_worker_is_open_whatever_its_report_says() -> None:
     view.reported(LoadReported(worker_id="d0", steps=1, free_blocks=0, running=300), 0.0)
     assert view.load.is_open
     assert view.load.free_tokens == math.inf
+
+
+@pytest.mark.parametrize("uncached", [0.0, -3.0])
+def test_nothing_to_read_takes_no_time(uncached: float) -> None:
+    load_ = decode(rows=3).load
+    assert (load_.reading_s(uncached, 100.0), load_.share_s(uncached, 100.0)) == (0.0, 0.0)

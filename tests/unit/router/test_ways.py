@@ -238,6 +238,31 @@ def test_the_cheapest_prefill_workers_are_paired(seed: int) -> None:
     assert {way.prefill.worker_id for way in ways if way.prefill} == (set(cheapest) if landings else set())
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_the_step_rules_are_those_of_the_docs(seed: int) -> None:
+    request, _, decodes = scene(random.Random(seed))
+    for one in decodes:
+        load, growth = one.load, request.expected_tokens / 2
+        assert tandem_step_s(one, load, request.num_tokens, growth) == pytest.approx(step_of(request, load))
+
+
+def test_a_pair_that_breaks_a_target_comes_last_however_cheap_its_transfer() -> None:
+    full, roomy = with_rows(view("d0"), 12, tokens=30_000, tpot_s=0.012), with_rows(view("d1"), 1)
+    request = ask(8_000)
+    landings, _ = find_landings(request, {}, [full, roomy], 0.0, tandem_step_s, 1.0)
+    assert {one[4].worker_id: one[0] for one in landings} == {"d0": 2, "d1": 0}
+    ways = remote_ways(request, {}, [view("p0")], landings, 0.0, lambda p, d: FAST if d == "d0" else SLOW)
+    assert [way.decode.worker_id for way in ways] == ["d1", "d0"]
+    assert [way.harms for way in ways] == [False, True]
+
+
+def test_no_more_pairs_are_priced_if_the_best_can_start() -> None:
+    decodes = [view(f"d{i}") for i in range(DECODES_PAIRED)]
+    landings, _ = find_landings(ask(8_000), {}, decodes, 0.0, tandem_step_s, 1.0)
+    ways = remote_ways(ask(8_000), {}, [view("p0"), view("p1")], landings, 0.0, lambda p, d: FAST)
+    assert len(ways) == DECODES_PAIRED
+
+
 def test_a_pair_that_can_start_now_is_kept_behind_busy_ones() -> None:
     request = ask(8_000, cached_tokens={"p0": 7_984})
     busy, free = with_queue(view("p0"), 0.2), with_queue(view("p1"), 0.0)
