@@ -11,14 +11,11 @@ UNIT = Path("tests/unit")
 
 # Tests whose file is not named after the module that they are about; they run first.
 OWN = {
-    "pdserve.core.attempt": ("prefill_worker/test_batching.py", "decode_worker/test_batching.py"),
+    "pdserve.core.attempt": ("core/test_attempt.py", "decode_worker/test_batching.py"),
     "pdserve.core.effects": ("worker/test_batches.py", "wire/test_convert.py"),
     "pdserve.core.errors": ("wire/test_status.py", "client/test_retry.py"),
     "pdserve.core.extents": ("core/test_blocks.py", "core/test_blocks_stateful.py"),
     "pdserve.core.fit": ("core/test_latency.py",),
-    "pdserve.core.grammar": ("router_io/test_grammars.py", "structured/test_compile.py"),
-    "pdserve.core.setting": ("launch/test_settings.py",),
-    "pdserve.core.types": ("wire/test_convert.py", "router_io/test_admission.py"),
     "router.asking": ("router/test_policy.py", "router/test_goodput.py"),
     "router.events": ("router/test_recording.py",),
     "router.commands": ("router/test_recording.py",),

@@ -151,3 +151,14 @@ def test_an_empty_worker_is_open_whatever_its_report_says() -> None:
 def test_nothing_to_read_takes_no_time(uncached: float) -> None:
     load_ = decode(rows=3).load
     assert (load_.reading_s(uncached, 100.0), load_.share_s(uncached, 100.0)) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("rows", [0, 6])
+def test_the_share_of_a_prompt_is_the_sum_of_its_chunks(rows: int) -> None:
+    load_ = decode(rows).load
+    chunk = load_._chunk(100.0 + 0.5 * 4 * 2048)
+    prompt = 3 * chunk
+    cached = 100.0 + 0.5 * (4 * 2048 - prompt)  # so that its middle is where the chunk was asked for
+    one_s = [load_._cost.prefill_s(chunk, cached + index * chunk) for index in range(3)]
+    rows_s = load_.row_s * rows + load_.token_s * load_.context
+    assert load_.share_s(prompt, cached) == pytest.approx(sum(one_s) + 3 * rows_s)
