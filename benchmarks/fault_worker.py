@@ -23,6 +23,7 @@ from benchmarks.fault_report import kind_of
 from benchmarks.fault_storage import OTHER_TEXT, REUSED, SHAPES, Memory, Storage, block_hash, chain_of
 from benchmarks.gpu_ends import nccl_environment
 from benchmarks.netns import enter
+from benchmarks.secret import SECRET
 from benchmarks.transfer_ends import GrpcHost, fingerprint
 from kvtransfer.channel import Waker
 from kvtransfer.disturbance import Disturbance
@@ -156,6 +157,7 @@ class Decode(Worker):
         self.end = make_receiver(
             self.storage.pool,
             self.fingerprint,
+            secret=SECRET,
             worker_id=setup.name,
             incarnation=self.incarnation,
             host=setup.host,
@@ -240,6 +242,7 @@ class Prefill(Worker):
         return make_sender(
             self.storage.pool,
             self.fingerprint,
+            secret=SECRET,
             worker_id=self.setup.name,
             incarnation=self.incarnation,
             transport=self.setup.transport,

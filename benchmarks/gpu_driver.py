@@ -18,9 +18,10 @@ from typing import Any, Final, final
 
 import grpc
 
+from benchmarks.secret import ENVIRONMENT, attach
 from pdserve.config import WorkerConfig, to_flags
 from pdserve.core.types import Role, Sampling
-from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.v1 import worker_pb2
 from pdserve.wire.convert import sampling_to_proto
 
 START_S: Final = 180.0  # graphs are captured and kernels compiled
@@ -34,7 +35,11 @@ class WorkerProcess:
         self.role = role
         command = [sys.executable, "-m", _MODULES[role], *to_flags(config)]
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}, stdin=subprocess.DEVNULL
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **ENVIRONMENT, **environment},
+            stdin=subprocess.DEVNULL,
         )
 
     async def address(self) -> str:
@@ -87,7 +92,7 @@ class Driver:
 
     async def attach(self, role: Role, address: str) -> None:
         channel = grpc.aio.insecure_channel(address)
-        stream: Any = worker_pb2_grpc.WorkerServiceStub(channel).Attach()  # type: ignore[no-untyped-call]
+        stream = await attach(channel, address)
         hello = worker_pb2.RouterHello(router_id="bench", router_incarnation="1")
         await stream.write(worker_pb2.AttachRequest(hello=hello))
         await asyncio.wait_for(stream.read(), REQUEST_S)

@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.fake_device import DevicePool, FakeDevice
 from benchmarks.fake_ends import install, stand_in
+from benchmarks.secret import SECRET
 from benchmarks.transfer_ends import GrpcHost, HostPool
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.paths.cuda_ipc import CUDA_IPC
@@ -121,6 +122,7 @@ def run_sender(setup: SenderSetup, orders: Connection) -> None:
     sender = make_sender(
         pool,
         setup.fingerprint,
+        secret=SECRET,
         worker_id=SENDER_ID,
         incarnation=f"{SENDER_ID}-{os.getpid()}",
         transport=setup.transport,
@@ -212,7 +214,13 @@ class Landing:
     def __init__(self, pool: Any, fingerprint: Fingerprint, transport: str) -> None:
         self.pool, self._fingerprint, self._number = pool, fingerprint, 0
         self._receiver = make_receiver(
-            pool, fingerprint, worker_id=RECEIVER_ID, incarnation="d0-1", host="127.0.0.1", transport=transport
+            pool,
+            fingerprint,
+            secret=SECRET,
+            worker_id=RECEIVER_ID,
+            incarnation="d0-1",
+            host="127.0.0.1",
+            transport=transport,
         )
         self._host = GrpcHost(self._receiver.servicer)
 

@@ -6,6 +6,7 @@ import statistics
 import threading
 import time
 
+from benchmarks.secret import SECRET
 from benchmarks.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.transport import Grant, TransferKey
@@ -23,6 +24,7 @@ def message_s(transport: str) -> float:
     receiver = make_receiver(
         landing,
         facts,
+        secret=SECRET,
         worker_id="d0",
         incarnation="d0-1",
         host="127.0.0.1",
@@ -30,7 +32,13 @@ def message_s(transport: str) -> float:
         transport=transport,
     )
     sender = make_sender(
-        source, facts, worker_id="p0", incarnation="p0-1", stamps=BlockStamps(NUM_BLOCKS), transport=transport
+        source,
+        facts,
+        secret=SECRET,
+        worker_id="p0",
+        incarnation="p0-1",
+        stamps=BlockStamps(NUM_BLOCKS),
+        transport=transport,
     )
     host = GrpcHost(receiver.servicer)
 

@@ -19,8 +19,10 @@ from typing import Any
 
 import grpc
 
+from benchmarks.secret import ENVIRONMENT, ROUTER
 from pdserve.core.types import Sampling
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.wire import peers
 from pdserve.wire.convert import sampling_to_proto
 
 ROOT = Path(__file__).parents[1]
@@ -80,7 +82,7 @@ class Worker:
         command = [sys.executable, "-m", "benchmarks.overlap_worker", role, str(int(bytes_per_s))]
         self._metrics_port = free_port()
         command += ["--worker-id", name, "--heartbeat-s", "0.01", "--metrics-port", str(self._metrics_port), *flags]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -90,10 +92,12 @@ class Worker:
             raise RuntimeError(f"{name} did not start: {' '.join(command)}")
         self.name, self._seen = name, seen
         options = (("grpc.max_receive_message_length", 2**26), ("grpc.max_send_message_length", 2**26))
-        self._channel = grpc.insecure_channel(line.split()[-1], options=options)
+        address = line.split()[-1]
+        self._channel = grpc.insecure_channel(address, options=options)
         self._outbox: queue.SimpleQueue[worker_pb2.AttachRequest | None] = queue.SimpleQueue()
         self.send(hello=worker_pb2.RouterHello(router_id="driver", router_incarnation="1"))
-        self._stream = worker_pb2_grpc.WorkerServiceStub(self._channel).Attach(self._requests())
+        proof = peers.prove_blocking(self._channel, peers.introduce(ROUTER, peers.ATTACH, address), WAIT_S)
+        self._stream = worker_pb2_grpc.WorkerServiceStub(self._channel).Attach(self._requests(), metadata=proof)
         self.hello = next(self._stream).hello
         threading.Thread(target=self._read, daemon=True).start()
 

@@ -11,13 +11,16 @@ from typing import Any
 
 import grpc
 
+from benchmarks.secret import proofs, protect
 from kvtransfer.dial import open_request
 from kvtransfer.grants import PROTOCOL
 from kvtransfer.sender import StreamSender
 from kvtransfer.shape import KvShape
 from kvtransfer.transport import Fingerprint
+from pdserve.core.errors import PdserveError
 from pdserve.engine.host_memory import HostMemory
 from pdserve.v1 import transfer_pb2_grpc
+from pdserve.wire import peers
 
 WAIT_S = 20.0
 BLOCK_BYTES = 4096
@@ -72,9 +75,12 @@ class GrpcHost:
         self.endpoint = f"{host}:{self.port}"
 
     async def _start(self, servicer: Any, port: int) -> int:
-        self._server = grpc.aio.server()
+        self.rejected: list[PdserveError] = []
+        interceptor = proofs(self.rejected.append)
+        self._server = grpc.aio.server(interceptors=(interceptor,))
         transfer_pb2_grpc.add_TransferServiceServicer_to_server(servicer, self._server)
         bound: int = self._server.add_insecure_port(f"{self._host}:{port}")
+        protect(self._server, interceptor, f"{self._host}:{bound}")
         await self._server.start()
         return bound
 
@@ -83,7 +89,8 @@ class GrpcHost:
         caller = replace(sender.caller, **changes)
         request = open_request(caller, caller.transports)
         with grpc.insecure_channel(self.endpoint) as channel:
-            return transfer_pb2_grpc.TransferServiceStub(channel).Open(request, timeout=WAIT_S)
+            proof = peers.prove_blocking(channel, peers.introduce(caller.identity, peers.OPEN, self.endpoint), WAIT_S)
+            return transfer_pb2_grpc.TransferServiceStub(channel).Open(request, timeout=WAIT_S, metadata=proof)
 
     def stop(self) -> None:
         asyncio.run_coroutine_threadsafe(self._server.stop(None), self._loop).result(WAIT_S)

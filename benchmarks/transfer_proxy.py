@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.transfer_ends import HostPool
-from kvtransfer.frames import GREETING_BYTES, HEADER_BYTES, Frame, Kind, decode
+from kvtransfer.frames import ANSWER_BYTES, GREETING_BYTES, HEADER_BYTES, Frame, Kind, decode
 from kvtransfer.paths.shm import CHUNK_BYTES, SHM, WINDOW
 from kvtransfer.shared import HELLO_BYTES, SharedPool, offer
 
@@ -96,6 +96,7 @@ class Proxy:
                 _, down, up = ends
                 up.connect(upstream)
                 up.sendall(read_exactly(down, GREETING_BYTES))
+                down.sendall(read_exactly(up, ANSWER_BYTES))
                 if is_shm:
                     pools = Pools(down, self._block_bytes)
                     offer(up, pools.mine)

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.secret import SECRET
 from benchmarks.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
 from benchmarks.transfer_off import OFF, allow
 from kvtransfer.checksum import Checksum
@@ -71,6 +72,7 @@ def serve(max_bytes: int, block_bytes: int, source_fd: int) -> None:
         end: StreamReceiver(
             pool,
             fingerprint(block_bytes),
+            secret=SECRET,
             worker_id=f"d-{end}",
             incarnation="1",
             host="127.0.0.1",
@@ -196,6 +198,7 @@ class Ways:
             end: StreamSender(
                 self._pool,
                 fingerprint(block_bytes),
+                secret=SECRET,
                 worker_id=f"p-{end}",
                 incarnation="1",
                 transports=kinds(transport),

@@ -335,6 +335,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
     receiver = make_receiver(
         engine.pool,
         fingerprint_of(engine.spec),
+        secret=context.secret,
         worker_id=config.worker_id,
         incarnation=context.incarnation,
         host=config.host,

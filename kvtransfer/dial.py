@@ -1,8 +1,13 @@
-"""How a prefill worker reaches a decode worker: Open over gRPC, then the data connection with the ticket. Blocking."""
+"""How a prefill worker reaches a decode worker: Open over gRPC, then the data connection with the ticket. Blocking.
+
+On both, each side proves that it knows the cluster's secret before the other says more.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hmac
+import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -12,8 +17,9 @@ from typing import Final
 import grpc
 
 from kvtransfer import checksum
+from kvtransfer.credentials import Ends, receiver_answer, sender_greeting
 from kvtransfer.disturbance import Disturbance
-from kvtransfer.frames import MAX_TEXT_BYTES, TICKET_BYTES, decode_text, greeting
+from kvtransfer.frames import ANSWER_BYTES, MAX_TEXT_BYTES, TICKET_BYTES, decode_text
 from kvtransfer.gate import CHECKSUM_OF, CHECKSUMS
 from kvtransfer.grants import fingerprint_to_proto
 from kvtransfer.host import host_id
@@ -21,9 +27,11 @@ from kvtransfer.paths.path import SendPath
 from kvtransfer.paths.registry import TRANSPORTS, name_of
 from kvtransfer.plan import MAX_CHUNK_BYTES
 from kvtransfer.transport import Fingerprint
-from pdserve.core.errors import TransferFailed
+from pdserve.core.errors import TransferFailed, Unauthenticated
+from pdserve.core.proof import NONCE_BYTES, ClusterSecret, Identity
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
+from pdserve.wire import peers
 
 DIAL_S: Final = 5.0
 
@@ -34,12 +42,17 @@ class Caller:
 
     worker_id: str
     incarnation: str
+    secret: ClusterSecret
     fingerprint: Fingerprint
     transports: tuple[int, ...]  # in order of preference
     checksums: tuple[checksum.Checksum, ...]
     pool: KvPool
     disturbance: Disturbance | None = None  # in tests of faults
     wire_dtype: str = ""  # of the blocks that it sends; empty: as they are stored
+
+    @property
+    def identity(self) -> Identity:
+        return Identity.of(self.secret, "worker", self.worker_id, self.incarnation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +107,17 @@ def open_request(caller: Caller, transports: Sequence[int]) -> transfer_pb2.Open
 
 
 def _open(caller: Caller, transports: Sequence[int], endpoint: str, ends_s: float) -> transfer_pb2.OpenResponse:
-    with grpc.insecure_channel(endpoint) as channel:
+    introduction = peers.introduce(caller.identity, peers.OPEN, endpoint)
+    with grpc.insecure_channel(introduction.target) as channel:
         try:
-            stub = transfer_pb2_grpc.TransferServiceStub(channel)
-            answer: transfer_pb2.OpenResponse = stub.Open(
-                open_request(caller, transports), timeout=max(0.1, ends_s - time.monotonic())
+            metadata = peers.prove_blocking(channel, introduction, max(0.1, ends_s - time.monotonic()))
+            answer: transfer_pb2.OpenResponse
+            answer, call = transfer_pb2_grpc.TransferServiceStub(channel).Open.with_call(
+                open_request(caller, transports), timeout=max(0.1, ends_s - time.monotonic()), metadata=metadata
             )
+            peers.check_answer(introduction, call.initial_metadata())
+        except Unauthenticated as error:
+            raise TransferFailed(error.message) from error
         except grpc.RpcError as error:
             raise TransferFailed(f"{endpoint} refused: {error.code().name}: {error.details()}") from error
     return answer
@@ -116,9 +134,26 @@ def _connect(caller: Caller, answer: transfer_pb2.OpenResponse, endpoint: str, e
     transport = TRANSPORTS[answer.transport]
     sock = transport.dial(answer.address, endpoint, max(0.1, ends_s - time.monotonic()))
     try:
-        sock.sendall(greeting(answer.ticket))
+        ends = Ends(caller.identity.name, answer.receiver_incarnation, answer.transport)
+        _greet(caller.secret, ends, sock, answer.ticket, ends_s)
         reason = decode_text(answer.transport_reason.encode()[:MAX_TEXT_BYTES])
         return Line(sock, transport.sender(sock, caller.pool), transport.name, reason, kind, answer.chunk_bytes)
     except BaseException:
         sock.close()
         raise
+
+
+def _greet(secret: ClusterSecret, ends: Ends, sock: socket.socket, ticket: bytes, ends_s: float) -> None:
+    """Nothing of the pool is offered before the receiver has answered. Raises OSError."""
+    greeting = sender_greeting(secret, ends, ticket, secrets.token_bytes(NONCE_BYTES))
+    sock.sendall(greeting.encode())
+    answer, patience_s = bytearray(), sock.gettimeout()
+    while len(answer) < ANSWER_BYTES:
+        sock.settimeout(max(0.1, ends_s - time.monotonic()))
+        received = sock.recv(ANSWER_BYTES - len(answer))
+        if not received:
+            raise OSError("the receiver did not accept the ticket")
+        answer += received
+    sock.settimeout(patience_s)
+    if not hmac.compare_digest(answer, receiver_answer(secret, ends, greeting)):
+        raise OSError("the receiver did not prove that it knows the cluster's secret")

@@ -15,6 +15,7 @@ from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
 from kvtransfer.shaped import ShapedSender
 from kvtransfer.transport import Fingerprint
+from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
 
@@ -23,6 +24,7 @@ def make_receiver(
     pool: KvPool,
     fingerprint: Fingerprint,
     *,
+    secret: ClusterSecret,
     worker_id: str,
     incarnation: str,
     host: str,
@@ -40,6 +42,7 @@ def make_receiver(
     return StreamReceiver(
         pool,
         fingerprint,
+        secret=secret,
         worker_id=worker_id,
         incarnation=incarnation,
         host=host,
@@ -56,6 +59,7 @@ def make_sender(
     pool: KvPool,
     fingerprint: Fingerprint,
     *,
+    secret: ClusterSecret,
     worker_id: str,
     incarnation: str,
     transport: str,
@@ -76,6 +80,7 @@ def make_sender(
         return StreamSender(
             pool,
             fingerprint,
+            secret=secret,
             worker_id=worker_id,
             incarnation=incarnation,
             transports=numbers,

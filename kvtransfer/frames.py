@@ -7,7 +7,8 @@ A transfer's id travels as a 16-byte digest, so that headers have one size. Behi
 its blocks, then `length` bytes, which are the path's own: the blocks themselves (tcp), or the numbers of those where
 the receiver finds them (shm). Nothing is ever allocated from a number that was received.
 
-A connection begins with a greeting: magic, version, ticket.
+A connection begins with a greeting: magic, version, ticket, nonce, and a proof that the sender knows the cluster's
+secret. The receiver answers with its own proof, ANSWER_BYTES of it, before anything else is said.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from typing import Final, NamedTuple
 from kvtransfer.parts import MAX_GROUPS, WHOLE, Part
 from kvtransfer.stamping import STAMP_BYTES
 from kvtransfer.transport import TransferKey
+from pdserve.core.proof import MAC_BYTES, NONCE_BYTES
 
 MAGIC: Final = b"PDKV"
-VERSION: Final = 2
+VERSION: Final = 3
 MAX_TEXT_BYTES: Final = 512
 TICKET_BYTES: Final = 16
+ANSWER_BYTES: Final = MAC_BYTES
 _BODY: Final = struct.Struct("<4sBBHIQ16sIIII8sHBB")
 _CRC: Final = struct.Struct("<I")
 HEADER_BYTES: Final = _BODY.size + _CRC.size
@@ -34,7 +37,7 @@ FLAG_LAST: Final = 1
 FLAG_CANCELLED: Final = 2
 NO_CHECKSUM: Final = bytes(8)
 _GREETING: Final = MAGIC + bytes([VERSION])
-GREETING_BYTES: Final = len(_GREETING) + TICKET_BYTES
+GREETING_BYTES: Final = len(_GREETING) + TICKET_BYTES + NONCE_BYTES + MAC_BYTES
 
 
 class Kind(IntEnum):
@@ -142,18 +145,30 @@ def decode(header: bytes | bytearray | memoryview, max_chunk_bytes: int) -> Fram
     return Frame(known, tag, first, count, slot, length, checksum, is_last, part, is_cancelled)
 
 
-def greeting(ticket: bytes) -> bytes:
-    """The first bytes of a connection, GREETING_BYTES of them."""
-    return _GREETING + ticket
+class Greeting(NamedTuple):
+    """The first words of a connection, from the sender."""
+
+    ticket: bytes
+    nonce: bytes
+    mac: bytes  # over both and the names of the two workers: kvtransfer/credentials.py
+
+    def encode(self) -> bytes:
+        """GREETING_BYTES bytes."""
+        return _GREETING + self.ticket + self.nonce + self.mac
 
 
-def ticket_in(greeting: bytes) -> bytes:
-    """The ticket of a greeting. Raises BadFrame where another version or none of ours speaks, as soon as it shows."""
-    if greeting[:4] != MAGIC[: len(greeting)]:
+def decode_greeting(data: bytes) -> Greeting | None:
+    """None while bytes are missing. Raises BadFrame where another version or none of ours speaks, as soon as it
+    shows."""
+    if data[:4] != MAGIC[: len(data)]:
         raise BadFrame("a connection that does not begin with the magic bytes")
-    if len(greeting) > len(MAGIC):
-        _require_version(MAGIC, greeting[len(MAGIC)])
-    return greeting[len(_GREETING) :]
+    if len(data) > len(MAGIC):
+        _require_version(MAGIC, data[len(MAGIC)])
+    if len(data) < GREETING_BYTES:
+        return None
+    nonce_at = len(_GREETING) + TICKET_BYTES
+    mac_at = nonce_at + NONCE_BYTES
+    return Greeting(data[len(_GREETING) : nonce_at], data[nonce_at:mac_at], data[mac_at:])
 
 
 def _require_version(magic: bytes, version: int) -> None:

@@ -1,6 +1,7 @@
 """Who may connect: decides an Open call, hands out tickets, and takes each ticket once.
 
-A ticket is 16 random bytes, valid for a few seconds, and the first bytes on the data socket.
+A ticket is 16 random bytes, valid for a few seconds. It admits only the worker that called Open, which proves on the
+data socket that it knows the cluster's secret.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtransfer.checksum import Checksum
-from kvtransfer.frames import TICKET_BYTES
+from kvtransfer.credentials import Ends, is_proven, receiver_answer
+from kvtransfer.frames import TICKET_BYTES, Greeting
 from kvtransfer.grants import compare, fingerprint_from_proto
 from kvtransfer.parts import Lanes
 from kvtransfer.paths.registry import TRANSPORTS, name_of, names_of
@@ -21,7 +23,8 @@ from kvtransfer.reshape import arrival_of
 from kvtransfer.shape import KvShape
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Fingerprint
-from pdserve.core.errors import ConfigError, Overloaded
+from pdserve.core.errors import ConfigError, Overloaded, Unauthenticated
+from pdserve.core.proof import ClusterSecret, caller_name
 from pdserve.v1 import transfer_pb2
 
 TICKET_LIFE_S: Final = 10.0
@@ -58,6 +61,7 @@ class Gate:
     def __init__(
         self,
         fingerprint: Fingerprint,
+        secret: ClusterSecret,
         incarnation: str,
         host_id: str,
         addresses: Mapping[int, str],
@@ -67,17 +71,23 @@ class Gate:
         clock: Callable[[], float],
     ) -> None:
         self._fingerprint, self._incarnation, self._host_id = fingerprint, incarnation, host_id
+        self._secret = secret
         self._addresses, self._checksums, self._chunk_bytes = addresses, tuple(checksums), chunk_bytes
         self._stats, self._clock = stats, clock
         self._lock = threading.Lock()
         self._tickets: dict[bytes, tuple[Peer, float]] = {}
 
-    def open(self, request: transfer_pb2.OpenRequest) -> transfer_pb2.OpenResponse:
-        """Raises ConfigError naming what differs, or Overloaded where too many tickets are out."""
+    def open(self, request: transfer_pb2.OpenRequest, caller: str) -> transfer_pb2.OpenResponse:
+        """`caller` is the name that the call's proof holds. Raises ConfigError naming what differs, Unauthenticated
+        where the request holds another name, or Overloaded where too many tickets are out."""
         try:
+            if caller_name(request.sender_id, request.sender_incarnation) != caller:
+                raise Unauthenticated(
+                    f"sender_id: got {request.sender_id[:64]!r}, expected the worker that makes the call, {caller!r}"
+                )
             peer = self._judge(request)
             ticket = self._issue(peer)
-        except (ConfigError, Overloaded):
+        except (ConfigError, Overloaded, Unauthenticated):
             self._stats.refused_opens += 1
             raise
         return transfer_pb2.OpenResponse(
@@ -90,16 +100,24 @@ class Gate:
             transport_reason=peer.transport_reason,
         )
 
-    def admit(self, ticket: bytes, transport: int) -> Peer | None:
-        """The peer that the ticket was given to, once and in time; None for anybody else."""
+    def admit(self, greeting: Greeting, transport: int) -> tuple[Peer, bytes] | None:
+        """The peer that the ticket was given to, and the answer that it waits for; once and in time.
+
+        None for anybody else; the ticket then stays valid, or a stranger could spend it.
+        """
         now_s = self._clock()
         with self._lock:
             self._forget_old(now_s)
-            found = [one for one in self._tickets if hmac.compare_digest(one, ticket)]
+            found = [one for one in self._tickets if hmac.compare_digest(one, greeting.ticket)]
             if not found:
                 return None
-            peer, _ = self._tickets.pop(found[0])
-        return peer if peer.transport == transport else None
+            peer, _ = self._tickets[found[0]]
+            ends = Ends(caller_name(peer.sender_id, peer.incarnation), self._incarnation, transport)
+            if peer.transport != transport or not is_proven(self._secret, ends, greeting):
+                self._stats.unproven += 1
+                return None
+            del self._tickets[found[0]]
+        return peer, receiver_answer(self._secret, ends, greeting)
 
     def _judge(self, request: transfer_pb2.OpenRequest) -> Peer:
         theirs = fingerprint_from_proto(request.fingerprint)

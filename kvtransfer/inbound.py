@@ -20,12 +20,13 @@ from kvtransfer.frames import (
     HEADER_BYTES,
     BadFrame,
     Frame,
+    Greeting,
     Kind,
     Tag,
     beat,
     decode,
+    decode_greeting,
     decode_text,
-    ticket_in,
 )
 from kvtransfer.gate import Peer
 from kvtransfer.landing import Claim
@@ -41,7 +42,7 @@ from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)
 
-AUTHENTICATION_S: Final = 5.0
+AUTHENTICATION_S: Final = 3.0  # a sender greets as soon as it is connected
 
 
 class Hub(Protocol):
@@ -55,7 +56,7 @@ class Hub(Protocol):
     lease: Lease
     clock: Callable[[], float]
 
-    def admit(self, ticket: bytes, transport: int, inbound: Inbound) -> Peer | None: ...
+    def admit(self, greeting: Greeting, transport: int) -> tuple[Peer, bytes] | None: ...
     def announce(self, tag: Tag, writer: int, part: Part) -> None: ...
     def claim(self, frame: Frame, writer: int, stamps: bytes) -> Claim | None: ...
     def enter(self, claim: Claim) -> bool: ...
@@ -103,7 +104,7 @@ class Inbound(threading.Thread):
             if self._authenticate():
                 self._serve()
             else:
-                error = "no valid ticket"
+                error = "no valid ticket, or no proof of the cluster's secret"
         except Gone as gone:
             error, is_silent = str(gone), isinstance(gone, Silent)
         except BadFrame as bad:
@@ -140,18 +141,20 @@ class Inbound(threading.Thread):
     def _authenticate(self) -> bool:
         if not self._transport.admits(self.channel.socket):
             return False
-        greeting = bytearray(GREETING_BYTES)
+        data, greeting = bytearray(GREETING_BYTES), None
         at = 0
-        while at < GREETING_BYTES:
-            received = self.channel.receive([memoryview(greeting)[at:]])
-            ticket_in(bytes(greeting[: at + received]))  # garbage and other versions are not waited for
+        while greeting is None:
+            received = self.channel.receive([memoryview(data)[at:]])
+            greeting = decode_greeting(bytes(data[: at + received]))  # garbage and other versions are not waited for
             left_s = self._began_s + AUTHENTICATION_S - self._hub.clock()
             if received == 0 and (left_s <= 0 or not self.channel.wait(left_s)):
                 return False
             at += received
-        self.peer = self._hub.admit(ticket_in(bytes(greeting)), self._transport.kind, self)
-        if self.peer is None:
+        admitted = self._hub.admit(greeting, self._transport.kind)
+        if admitted is None:
             return False
+        self.peer, answer = admitted
+        self.channel.post(answer)
         self.checksum = self.peer.checksum
         self._digest = hasher(self.checksum)
         peer, mine = self.peer, self._hub.shape

@@ -19,7 +19,7 @@ from typing import Final
 from kvtransfer import checksum
 from kvtransfer.channel import Waker
 from kvtransfer.disturbance import Disturbance
-from kvtransfer.frames import Frame, Kind, Tag, encode_text
+from kvtransfer.frames import Frame, Greeting, Kind, Tag, encode_text
 from kvtransfer.gate import Gate, Peer
 from kvtransfer.host import host_id
 from kvtransfer.inbound import Inbound
@@ -35,12 +35,14 @@ from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Fingerprint, Grant, Received, ReceiveOutcome, TransferKey
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS: Final = 256
+MAX_CONNECTIONS: Final = 256  # of proven senders
+MAX_PENDING: Final = 32  # that have not proven themselves yet; the oldest makes room
 _JOIN_S: Final = 5.0
 _ACCEPT_PAUSE_S: Final = 0.05
 
@@ -55,6 +57,7 @@ class StreamReceiver:
         pool: KvPool,
         fingerprint: Fingerprint,
         *,
+        secret: ClusterSecret,
         worker_id: str,
         incarnation: str,
         host: str,
@@ -93,6 +96,7 @@ class StreamReceiver:
         self._doors = {kind: _listen(kind, host) for kind in transports}
         self._gate = Gate(
             fingerprint,
+            secret,
             incarnation,
             host_id(),
             {kind: TRANSPORTS[kind].address(door) for kind, door in self._doors.items()},
@@ -177,18 +181,19 @@ class StreamReceiver:
 
     # What connections call.
 
-    def admit(self, ticket: bytes, transport: int, inbound: Inbound) -> Peer | None:
+    def admit(self, greeting: Greeting, transport: int) -> tuple[Peer, bytes] | None:
         """A sender's new connection replaces its old ones of that kind: it would not have come while they worked."""
-        peer = self._gate.admit(ticket, transport)
-        if peer is None:
+        admitted = self._gate.admit(greeting, transport)
+        if admitted is None:
             return None
+        peer, _ = admitted
         with self._lock:
             others = [(c, c.peer) for c in self._connections.values() if c.peer is not None]
             old = [c for c, one in others if one.kind == peer.kind]
         for one in old:
             one.stop("replaced by its newer connection")
         log.info("kv sender connected", extra={"sender_id": peer.sender_id, "transport": transport})
-        return peer
+        return admitted
 
     def announce(self, tag: Tag, writer: int, part: Part) -> None:
         with self._lock:
@@ -231,7 +236,7 @@ class StreamReceiver:
         who = inbound.peer.sender_id if inbound.peer else "unknown"
         with self._lock:
             self._connections.pop(inbound.number, None)
-            self._ending = [inbound, *(one for one in self._ending if one.is_alive())]
+            self._ending = [inbound, *(one for one in self._ending if one.is_alive() and one is not inbound)]
             self._book.stats.refused_connections += inbound.peer is None
             self._book.stats.protocol_errors += is_peers_fault
             self._book.stats.silent += is_silent
@@ -306,8 +311,10 @@ class StreamReceiver:
         try:
             sock, _ = door.accept()
             with self._lock:
-                if self._is_closed or len(self._connections) >= MAX_CONNECTIONS:
+                pending = [one for one in self._connections.values() if one.peer is None]
+                if self._is_closed or len(self._connections) - len(pending) >= MAX_CONNECTIONS:
                     raise OSError(f"{MAX_CONNECTIONS} connections are open already")
+                self._make_room(pending)
                 self._number += 1
                 inbound = Inbound(self, sock, self._number, TRANSPORTS[kind])
                 self._connections[inbound.number] = inbound.begun()
@@ -319,6 +326,12 @@ class StreamReceiver:
                 sock.close()
             else:
                 time.sleep(_ACCEPT_PAUSE_S)  # the door stays ready, and the clock must not spin on it
+
+    def _make_room(self, pending: Sequence[Inbound]) -> None:
+        """With the lock held. Connections that prove nothing must not keep senders out. The oldest is the first."""
+        for oldest in pending[: len(pending) - MAX_PENDING + 1]:
+            oldest.stop("its place was needed by another connection before it had proven itself")
+            self._ending.append(self._connections.pop(oldest.number))
 
 
 def _encode(answer: Answer) -> bytes:

@@ -20,6 +20,7 @@ from kvtransfer.paths.registry import fence_of
 from kvtransfer.stats import TransferStats, total
 from kvtransfer.transport import Fingerprint, Grant, Sent, Text, TransferKey
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
 
@@ -39,6 +40,7 @@ class StreamSender:
         pool: KvPool,
         fingerprint: Fingerprint,
         *,
+        secret: ClusterSecret,
         worker_id: str,
         incarnation: str,
         transports: Sequence[int],
@@ -54,6 +56,7 @@ class StreamSender:
         self.caller = Caller(
             worker_id,
             incarnation,
+            secret,
             fingerprint,
             tuple(transports),
             tuple(checksums or checksum.available()),

@@ -29,6 +29,7 @@ class TransferStats:
     stale_landing: int = 0  # the same of a granted block
     refused_opens: int = 0  # handshakes that were turned away
     refused_connections: int = 0  # no greeting of this version, no valid ticket, or too many
+    unproven: int = 0  # a peer had a ticket, or asked for one, and did not prove that it knows the cluster's secret
     protocol_errors: int = 0  # connections that were closed because of what they sent
 
 
@@ -47,6 +48,7 @@ EVENTS: Final = (  # what an operator should see; the rest is throughput, and me
     "stale_landing",
     "refused_opens",
     "refused_connections",
+    "unproven",
     "protocol_errors",
 )
 

@@ -240,6 +240,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
     sender = make_sender(
         engine.pool,
         fingerprint_of(engine.spec),
+        secret=context.secret,
         worker_id=config.worker_id,
         incarnation=context.incarnation,
         transport=config.transport,

@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -17,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve.config import RouterConfig
 from pdserve.core.errors import port_in_use
+from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.core.types import Role, Slo
 from pdserve.listening import bind_error
 from pdserve.prefix.index import PrefixIndex
@@ -74,9 +76,11 @@ class RouterServer:
     ) -> None:
         """`metrics` in place of those that config.metrics_port serves.
 
-        Raises ModelError where the model's tokenizer cannot be read and ConfigError on an unknown policy.
+        Raises ModelError where the model's tokenizer cannot be read and ConfigError on an unknown policy, or without
+        a cluster secret.
         """
         self._config = config
+        secret = ClusterSecret(config.cluster_secret)
         self._on_crash = on_crash
         self._settings = RouterSettings(
             policy=config.policy,
@@ -109,11 +113,13 @@ class RouterServer:
         self._workers = Workers(
             self._hello,
             self._runtime.hand,
+            identity=Identity.of(secret, "router", config.router_id, self._incarnation),
             model_name=_model_name(config.model),
             index=self._index,
             silence_s=max(HANG_UP * config.worker_silence_s, 1.0),
             on_change=self._workers_changed,
             on_scored=self._runtime.scored,
+            on_unproven=partial(self._metrics.add, names.UNPROVEN_WORKERS),
             on_crash=self._crashed,
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]

@@ -15,7 +15,10 @@ from typing import Any, Final, Protocol, final
 import grpc
 import grpc.aio
 
+from pdserve.core.errors import Unauthenticated
+from pdserve.core.proof import Identity, Introduction
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.wire import peers
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,8 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.min_reconnect_backoff_ms", 1_000),
 )
+# How a worker of this cluster rejects a proof, and how a stranger answers that has no proofs.
+_UNPROVEN: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
 
 
 class Listener(Protocol):
@@ -62,13 +67,21 @@ class WorkerSession:
         endpoint: str,
         hello: Callable[[], worker_pb2.RouterHello],
         listener: Listener,
+        identity: Identity,
         silence_s: float = SILENCE_S,
+        on_unproven: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Who says nothing for `silence_s`, not even how loaded it is, is hung up on and dialled again."""
+        """Who says nothing for `silence_s`, not even how loaded it is, is hung up on and dialled again.
+
+        No message is sent before the worker has proven that it knows the secret of `identity`; `on_unproven` is told
+        why where it has not, or does not accept the router's own proof.
+        """
         self.endpoint = endpoint
         self.worker_id = ""  # known once it was attached
         self.incarnation = ""
         self.is_attached = False
+        self._identity = identity
+        self._on_unproven = on_unproven
         self._hello = hello
         self._listener = listener
         self._silence_s = silence_s
@@ -106,11 +119,11 @@ class WorkerSession:
     async def _stream(self) -> tuple[bool, str]:
         """One stream from dialling to its end: whether the worker was wanted, and why it ended."""
         reason = "the router ended the stream"
-        async with grpc.aio.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS) as channel:
-            self._call = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
+        introduction = peers.introduce(self._identity, peers.ATTACH, self.endpoint)
+        async with grpc.aio.insecure_channel(introduction.target, options=CHANNEL_OPTIONS) as channel:
             writer: asyncio.Task[None] | None = None
             try:
-                hello, reason = await self._greet()
+                hello, reason = await self._greet(channel, introduction)
                 if hello is None:
                     return False, reason
                 self.worker_id, self.incarnation = hello.worker_id, hello.incarnation
@@ -128,12 +141,20 @@ class WorkerSession:
                 await self._end(writer, reason)
         return True, reason
 
-    async def _greet(self) -> tuple[worker_pb2.WorkerHello | None, str]:
+    async def _greet(self, channel: Any, introduction: Introduction) -> tuple[worker_pb2.WorkerHello | None, str]:
         try:
             async with asyncio.timeout(HELLO_S):
+                metadata = await peers.prove(channel, introduction)
+                self._call = worker_pb2_grpc.WorkerServiceStub(channel).Attach(metadata=metadata)
+                await peers.check_call(introduction, self._call)
                 await self._call.write(worker_pb2.AttachRequest(hello=self._hello()))
                 first = await self._call.read()
+        except Unauthenticated as error:
+            self._on_unproven(error.message)
+            return None, error.message
         except (grpc.RpcError, asyncio.InvalidStateError, TimeoutError) as error:
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() in _UNPROVEN:
+                self._on_unproven(_reason(error))
             return None, _reason(error)
         except asyncio.CancelledError:
             if _is_being_cancelled():
@@ -198,7 +219,7 @@ class WorkerSession:
             self._watching.cancel()
         if writer is not None:
             writer.cancel()
-        self._call.cancel()
+        self.hang_up()
         self._call = None
         self._unsent = asyncio.Queue(MAX_UNSENT)
         if was_attached:

@@ -16,6 +16,7 @@ from typing import Final, final
 from pdserve.core.blocks import CacheChange
 from pdserve.core.errors import ConfigError, InvalidRequest
 from pdserve.core.hashing import HASH_BYTES
+from pdserve.core.proof import Identity
 from pdserve.core.types import Role
 from pdserve.prefix.index import PrefixIndex
 from pdserve.v1 import worker_pb2
@@ -38,16 +39,20 @@ class Workers:
         hello: Callable[[], worker_pb2.RouterHello],
         on_event: Callable[[Event], None],
         *,
+        identity: Identity,
         model_name: str,
         index: PrefixIndex | None = None,
         silence_s: float = SILENCE_S,
         on_scored: Callable[[worker_pb2.PromptScored], None] = lambda message: None,
         on_change: Callable[[], None] = lambda: None,
+        on_unproven: Callable[[], None] = lambda: None,
         on_crash: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         """`model_name` is that of the router's own folder, whose tokenizer it uses. `index` is fed with KV events
         where routers share none. A stream that is silent for `silence_s` is ended. `on_scored` gets prompts'
-        logprobs, before the first token's event. `on_change`: a worker came or went."""
+        logprobs, before the first token's event. `on_change`: a worker came or went. `on_unproven`: a worker has not
+        proven that it knows the secret of `identity`, and was told nothing."""
+        self._identity = identity
         self._model_name = model_name
         self._hello = hello
         self._on_event = on_event
@@ -55,6 +60,7 @@ class Workers:
         self._silence_s = silence_s
         self._on_scored = on_scored
         self._on_change = on_change
+        self._on_unproven = on_unproven
         self._on_crash = on_crash
         self._tasks: dict[str, tuple[WorkerSession, asyncio.Task[None]]] = {}  # by endpoint
         self._attached: dict[str, WorkerSession] = {}  # by worker id
@@ -106,10 +112,7 @@ class Workers:
     def attached(self, session: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
         complaint = self._complaint(session, hello)
         if complaint is not None:
-            if self._complaints.get(session.endpoint) != complaint:
-                self._complaints[session.endpoint] = complaint
-                extra = {"worker_id": hello.worker_id, "endpoint": session.endpoint, "why": complaint}
-                log.warning("a worker is refused", extra=extra)
+            self._complain(session.endpoint, complaint, hello.worker_id)
             return complaint
         self._complaints.pop(session.endpoint, None)
         event = messages.connected(hello, session.endpoint)
@@ -158,6 +161,16 @@ class Workers:
             self._on_change()
 
     # ------------------------------------------------------------------------------------------------------------
+
+    def _unproven(self, endpoint: str, why: str) -> None:
+        self._on_unproven()
+        self._complain(endpoint, why)
+
+    def _complain(self, endpoint: str, why: str, worker_id: str = "") -> None:
+        """Once for each cause, however often the endpoint is dialled."""
+        if self._complaints.get(endpoint) != why:
+            self._complaints[endpoint] = why
+            log.warning("a worker is refused", extra={"worker_id": worker_id, "endpoint": endpoint, "why": why})
 
     def _complaint(self, session: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
         if not hello.worker_id or not hello.incarnation:
@@ -224,7 +237,14 @@ class Workers:
             self._complaints.pop(endpoint, None)
         for endpoint in wanted:
             if endpoint not in self._tasks:
-                session = WorkerSession(endpoint, partial(self._greeting, endpoint), self, self._silence_s)
+                session = WorkerSession(
+                    endpoint,
+                    partial(self._greeting, endpoint),
+                    self,
+                    self._identity,
+                    self._silence_s,
+                    partial(self._unproven, endpoint),
+                )
                 task = asyncio.create_task(session.run(), name=f"worker-{endpoint}")
                 task.add_done_callback(self._session_ended)
                 self._tasks[endpoint] = (session, task)

@@ -224,6 +224,13 @@ PREFIX_LOOKUP_TIME: Final = _metric(
     "pdserve_prefix_lookup_seconds", "histogram", "router", "one index lookup", (), SHORT_BUCKETS
 )
 WORKERS: Final = _metric("pdserve_workers", "gauge", "router", "workers attached to this router", ("role",))
+UNPROVEN_WORKERS: Final = _metric(
+    "pdserve_unproven_workers_total",
+    "counter",
+    "router",
+    "streams to workers that ended before a message was sent: the worker did not prove the cluster's secret, or "
+    "rejected the router's proof",
+)
 DROPPED_MESSAGES: Final = _metric(
     "pdserve_dropped_messages_total", "counter", "router", "late or unknown messages of workers", ("kind",)
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.config import WorkerConfig
+from pdserve.core.proof import ClusterSecret
 from pdserve.core.types import Role
 from pdserve.telemetry.metrics import Metrics
 from pdserve.telemetry.tracing import Tracing
@@ -18,6 +19,7 @@ class ProgramContext:
     role: Role
     incarnation: str  # new for each start of the process
     endpoint: str  # HOST:PORT that others reach this worker's gRPC server at
+    secret: ClusterSecret
     post: Callable[[Callable[[], None]], None]  # runs the call on the engine thread; from any thread, never blocks
     now: Callable[[], float] = time.monotonic
     tracing: Tracing = field(default_factory=Tracing.off)

@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import grpc
@@ -23,13 +24,15 @@ import grpc
 from pdserve.config import WorkerConfig
 from pdserve.core.blocks import CacheChange
 from pdserve.core.durations import clamped_s
-from pdserve.core.errors import PdserveError, UnknownMethod, port_in_use
+from pdserve.core.errors import PdserveError, Unauthenticated, UnknownMethod, port_in_use
+from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret
 from pdserve.core.types import Role
 from pdserve.listening import bind_error
 from pdserve.telemetry import names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Tracing, make_tracing
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.wire.peers import ProofInterceptor
 from pdserve.wire.port_options import port_options
 from pdserve.wire.requests import RequestCheck
 from pdserve.worker.context import ProgramContext
@@ -83,7 +86,10 @@ class WorkerHost:
         on_fatal: Callable[[], None] = end_process,
         on_stall: Callable[[], None] = dump_and_exit,
     ) -> None:
+        """Raises ConfigError where the config has no cluster secret."""
         self._config, self._role, self._build = config, role, build
+        self._secret = ClusterSecret(config.cluster_secret)
+        self._proofs = ProofInterceptor(_abort, self._rejected)
         self._on_fatal, self._on_stall = on_fatal, on_stall
         self._incarnation = secrets.token_hex(8)
         self._loop = asyncio.new_event_loop()
@@ -183,6 +189,7 @@ class WorkerHost:
             role=self._role,
             incarnation=self._incarnation,
             endpoint=self.address,
+            secret=self._secret,
             post=self._engine.post,
             tracing=self._tracing,
             metrics=self._metrics,
@@ -190,7 +197,8 @@ class WorkerHost:
         return self._build(context)
 
     async def _bind(self) -> int:
-        self._server = grpc.aio.server(interceptors=(RequestCheck(_abort, self._rejected),), options=OPTIONS)
+        checks = (RequestCheck(_abort, self._rejected), self._proofs)
+        self._server = grpc.aio.server(interceptors=checks, options=OPTIONS)
         where = f"{self._config.host}:{self._config.port}"
         try:
             port = self._server.add_insecure_port(where)
@@ -209,6 +217,8 @@ class WorkerHost:
             self._config, self._role, self._incarnation, self.address, program.limits.hash_seed
         )
         self._servicer = WorkerServicer(program, self._engine.post, lambda: self._engine.num_waiting_calls)
+        checker = CallChecker(self._secret, self.address, partial(secrets.token_bytes, NONCE_BYTES))
+        self._proofs.serve(checker, self._server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server)
         self._health.add_to(self._server)
         program.add_servicers(self._server)
@@ -274,11 +284,15 @@ class WorkerHost:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
 
+_CODES: Final[dict[type[PdserveError], grpc.StatusCode]] = {
+    UnknownMethod: grpc.StatusCode.UNIMPLEMENTED,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+}
+
+
 async def _abort(context: Any, error: PdserveError) -> None:
     """Without the details of pdserve.wire.status: google.rpc is not installed on every worker's machine."""
-    is_unknown = isinstance(error, UnknownMethod)
-    code = grpc.StatusCode.UNIMPLEMENTED if is_unknown else grpc.StatusCode.INVALID_ARGUMENT
-    await context.abort(code, error.message)
+    await context.abort(_CODES.get(type(error), grpc.StatusCode.INVALID_ARGUMENT), error.message)
 
 
 async def _within(limit_s: float, farewell: Coroutine[Any, Any, None]) -> None:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Final
 
 from benchmarks.netns import Network
+from benchmarks.secret import ENVIRONMENT
 from pdserve import Client, PdserveError
 from tests.cluster.cluster import free_ports, rest
 
@@ -66,4 +67,4 @@ class NetCluster:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}

@@ -28,7 +28,9 @@ from pdserve.prefix.embedded import server_binary
 from tests.unit.deploy.manifests import KUBERAY, ROOT, Manifest, container, environment, expanded, load, pod_templates
 
 KUBERNETES = "1.33"
-SECRETS = {"pdserve": {"token", "redis-password", "ray-token"}}  # made by hand, as kustomization.yaml says
+SECRETS = {
+    "pdserve": {"token", "cluster-secret", "redis-password", "ray-token"}
+}  # made by hand, as kustomization.yaml says
 CLAIMS = {"models"}  # likewise, for gpu/
 VALUES = {"POD_NAME": "pdserve-router-7d9c5b8d6f-abcde"}
 HELD = {name: f"the-{name}" for name in SECRETS["pdserve"]}

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.fake_device import DevicePool, FakeDevice
 from benchmarks.fake_lane import FakeLanes
+from benchmarks.secret import SECRET
 from benchmarks.transfer_proxy import Hook, Proxy
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
@@ -83,9 +84,18 @@ def make_pair(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) -
         stamps = BlockStamps(num_blocks), BlockStamps(num_blocks)
         facts = fingerprint(block_bytes)
         receiver = make_receiver(
-            landing, facts, worker_id="d0", incarnation="d0-1", host="127.0.0.1", stamps=stamps[1], **common
+            landing,
+            facts,
+            secret=SECRET,
+            worker_id="d0",
+            incarnation="d0-1",
+            host="127.0.0.1",
+            stamps=stamps[1],
+            **common,
         )
-        sender = make_sender(source, facts, worker_id="p0", incarnation="p0-1", stamps=stamps[0], **common)
+        sender = make_sender(
+            source, facts, secret=SECRET, worker_id="p0", incarnation="p0-1", stamps=stamps[0], **common
+        )
         servicer: Any = receiver.servicer
         if hook is not None:
             servicer = Proxy(receiver, hook, block_bytes)

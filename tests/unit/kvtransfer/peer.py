@@ -13,6 +13,7 @@ import sys
 import threading
 from typing import Any
 
+from benchmarks.secret import SECRET
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.transport import Grant, TransferKey
 from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, HostPool, fingerprint
@@ -41,6 +42,7 @@ def main(argv: list[str]) -> None:
         sender = make_sender(
             HostPool(num_blocks, seed=7),
             fingerprint(),
+            secret=SECRET,
             worker_id="p9",
             incarnation="p9-1",
             transport=transport,
@@ -54,6 +56,7 @@ def main(argv: list[str]) -> None:
         receiver = make_receiver(
             HostPool(num_blocks),
             fingerprint(),
+            secret=SECRET,
             worker_id="d0",
             incarnation="d0-1",
             host="127.0.0.1",

@@ -6,14 +6,19 @@ import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from benchmarks.secret import SECRET
 from benchmarks.transfer_proxy import read_exactly
 from kvtransfer.checksum import hasher
+from kvtransfer.credentials import Ends, sender_greeting
 from kvtransfer.dial import Line, dial
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, decode, tag_of
 from kvtransfer.paths.shm import ShmSend
 from kvtransfer.stamping import pack
 from kvtransfer.transport import Grant, ReceiveOutcome
+from pdserve.core.proof import NONCE_BYTES, ClusterSecret
+from pdserve.v1 import transfer_pb2
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Heard, Pair
 
 FIRST_BLOCK = 32
@@ -23,6 +28,12 @@ GARBAGE = random.Random(1).randbytes(4096)
 def numbers(blocks: range) -> bytes:
     """How an shm frame names its source blocks."""
     return array("I", blocks).tobytes()
+
+
+def greet(pair: Pair, answer: transfer_pb2.OpenResponse, secret: ClusterSecret = SECRET, **changes: Any) -> bytes:
+    """The first words of the pair's sender on a data connection."""
+    ends = Ends(pair.sender.caller.identity.name, answer.receiver_incarnation, answer.transport)
+    return sender_greeting(secret, replace(ends, **changes), answer.ticket, b"n" * NONCE_BYTES).encode()
 
 
 class RawSender:

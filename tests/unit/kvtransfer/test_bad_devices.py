@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.fake_device import DevicePool, FakeBlocks, FakeDevice
 from benchmarks.fake_lane import FakeLane, FakeLanes
+from benchmarks.secret import SECRET
 from kvtransfer.dial import dial
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.frames import Frame, Kind, tag_of
@@ -47,10 +48,18 @@ def test_blocks_that_come_in_parts_are_refused(make_pair: MakePair, transport: s
     facts = replace(fingerprint(), shape=shape)
     size = shape.block_bytes
     receiver = make_receiver(
-        DevicePool(4, size), facts, worker_id="d0", incarnation="d0-1", host="127.0.0.1", transport=transport
+        DevicePool(4, size),
+        facts,
+        secret=SECRET,
+        worker_id="d0",
+        incarnation="d0-1",
+        host="127.0.0.1",
+        transport=transport,
     )
     host = GrpcHost(receiver.servicer)
-    sender = make_sender(DevicePool(4, size, seed=1), facts, worker_id="p0", incarnation="1", transport=transport)
+    sender = make_sender(
+        DevicePool(4, size, seed=1), facts, secret=SECRET, worker_id="p0", incarnation="1", transport=transport
+    )
     pair = make_pair(transport)
     grant, received, sent = pair.grant((1, 2), endpoint=host.endpoint, fingerprint=facts), Heard(), Heard()
     receiver.expect(grant, received)
@@ -94,10 +103,18 @@ def test_a_sender_that_would_have_a_device_convert_is_turned_away(
     shape = replace(fingerprint().shape, layout="block-major.v1", dtype="float32", head_dim=4)
     facts, size = replace(fingerprint(), shape=shape), shape.block_bytes
     receiver = make_receiver(
-        DevicePool(4, size), facts, worker_id="d0", incarnation="d0-1", host="127.0.0.1", transport="cuda_ipc"
+        DevicePool(4, size),
+        facts,
+        secret=SECRET,
+        worker_id="d0",
+        incarnation="d0-1",
+        host="127.0.0.1",
+        transport="cuda_ipc",
     )
     host = GrpcHost(receiver.servicer)
-    sender = make_sender(DevicePool(4, size), facts, worker_id="p0", incarnation="1", transport="cuda_ipc")
+    sender = make_sender(
+        DevicePool(4, size), facts, secret=SECRET, worker_id="p0", incarnation="1", transport="cuda_ipc"
+    )
     caplog.set_level(logging.INFO)
     with pytest.raises(TransferFailed):
         dial(replace(sender.caller, wire_dtype="int8"), host.endpoint, "d0-1")

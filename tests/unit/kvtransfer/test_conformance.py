@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.secret import SECRET
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind
 from kvtransfer.paths import shm, tcp
@@ -129,7 +130,15 @@ def test_several_senders_share_a_receiver(make_pair: MakePair, transport: str) -
     pair = make_pair(transport)
     pools = [type(pair.source)(64, seed=i) for i in range(3)]
     senders = [
-        make_sender(pool, fingerprint(), worker_id=f"p{i + 1}", incarnation="1", transport=transport, lease=PATIENT)
+        make_sender(
+            pool,
+            fingerprint(),
+            secret=SECRET,
+            worker_id=f"p{i + 1}",
+            incarnation="1",
+            transport=transport,
+            lease=PATIENT,
+        )
         for i, pool in enumerate(pools)
     ]
     heard = []
@@ -243,16 +252,18 @@ def test_a_grant_with_another_fingerprint_fails_naming_the_field_and_both_values
 def test_a_pool_that_does_not_match_the_fingerprint_is_a_config_error(transport: str) -> None:
     facts = fingerprint(block_bytes=8)
     with pytest.raises(ConfigError, match=r"kv_shape.block_bytes: got 8, expected 4096"):
-        make_sender(HostPool(1), facts, worker_id="p", incarnation="i", transport=transport)
+        make_sender(HostPool(1), facts, secret=SECRET, worker_id="p", incarnation="i", transport=transport)
     with pytest.raises(ConfigError, match=r"kv_shape.block_bytes: got 8, expected 4096"):
-        make_receiver(HostPool(1), facts, worker_id="d", incarnation="i", host="127.0.0.1", transport=transport)
+        make_receiver(
+            HostPool(1), facts, secret=SECRET, worker_id="d", incarnation="i", host="127.0.0.1", transport=transport
+        )
 
 
 def test_a_transport_that_does_not_exist_yet_is_a_config_error_that_names_those_that_do() -> None:
     with pytest.raises(ConfigError, match="transport: got rdma, expected one of auto, cuda_ipc, nccl, shm, tcp, nixl"):
-        make_sender(HostPool(1), fingerprint(), worker_id="p", incarnation="i", transport="rdma")
+        make_sender(HostPool(1), fingerprint(), secret=SECRET, worker_id="p", incarnation="i", transport="rdma")
     with pytest.raises(ConfigError, match="shm, tcp, nixl: the KV pool lies in host memory"):
-        make_sender(HostPool(1), fingerprint(), worker_id="p", incarnation="i", transport="nccl")
+        make_sender(HostPool(1), fingerprint(), secret=SECRET, worker_id="p", incarnation="i", transport="nccl")
 
 
 def test_indices_and_blocks_that_do_not_exist_are_refused(pair: Pair) -> None:

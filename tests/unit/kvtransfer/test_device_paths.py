@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.fake_device import DevicePool, FakeCopying, FakeDevice, Trouble
 from benchmarks.fake_lane import FakeLane, FakeLanes
+from benchmarks.secret import SECRET
 from kvtransfer.cuda import why_no_cuda
 from kvtransfer.endpoint import make_sender
 from kvtransfer.frames import Frame, Kind
@@ -264,6 +265,7 @@ def test_a_pool_of_another_shape_is_refused_at_once_naming_both_and_harms_nothin
     sender = make_sender(
         DevicePool(4, mine.block_bytes),
         replace(facts, shape=mine),
+        secret=SECRET,
         worker_id="p1",
         incarnation="p1-1",
         transport=transport,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.secret import SECRET
 from kvtransfer.frames import Frame, Kind
 from kvtransfer.lease import Lease
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
@@ -316,7 +317,9 @@ def test_a_sender_that_comes_back_replaces_its_old_connection(make_pair: MakePai
     pair = make_pair(transport)
     received, _ = pair.begin(pair.grant((1, 2)))
     wait_for(lambda: pair.sender.stats.chunks == 0 and len(pair.receiver.peers) == 1, "the connection")
-    again = make_sender(HostPool(64, seed=7), fingerprint(), worker_id="p0", incarnation="p0-2", transport=transport)
+    again = make_sender(
+        HostPool(64, seed=7), fingerprint(), secret=SECRET, worker_id="p0", incarnation="p0-2", transport=transport
+    )
     grant, ok = pair.grant((5,)), Heard()
     pair.receiver.expect(grant, ok)
     again.start(grant, Heard())

@@ -8,23 +8,29 @@ import os
 import resource
 import socket
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
 
+from benchmarks.transfer_proxy import read_exactly
 from kvtransfer.checksum import Checksum
-from kvtransfer.dial import Line
-from kvtransfer.frames import greeting
+from kvtransfer.dial import Line, dial, open_request
+from kvtransfer.frames import ANSWER_BYTES, GREETING_BYTES
 from kvtransfer.gate import MAX_TICKETS, TICKET_LIFE_S
 from kvtransfer.host import host_id
 from kvtransfer.inbound import AUTHENTICATION_S
 from kvtransfer.paths.shm import SHM
 from kvtransfer.paths.tcp import TcpSend, host_and_port
+from kvtransfer.receiver import MAX_PENDING
 from kvtransfer.transport import ReceiveOutcome
-from pdserve.core.errors import Unavailable
-from pdserve.v1 import transfer_pb2
-from tests.unit.kvtransfer.harness import WAIT_S, Clock, Heard, Pair, fingerprint, wait_for
-from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves
+from pdserve.core.errors import TransferFailed, Unavailable
+from pdserve.core.proof import ClusterSecret
+from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
+from pdserve.wire import peers
+from tests.unit.kvtransfer.harness import WAIT_S, Clock, GrpcHost, Heard, Pair, fingerprint, wait_for
+from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves, greet
 
 
 def connect(pair: Pair, answer: transfer_pb2.OpenResponse) -> socket.socket:
@@ -54,9 +60,9 @@ def test_without_its_ticket_a_connection_is_closed(pair: Pair, first_bytes: byte
 def test_a_ticket_admits_once(pair: Pair) -> None:
     answer = pair.host.open(pair.sender)
     with connect(pair, answer) as first, connect(pair, answer) as second:
-        first.sendall(greeting(answer.ticket))
+        first.sendall(greet(pair, answer))
         wait_for(lambda: len(pair.receiver.peers) == 1, "the first")
-        second.sendall(greeting(answer.ticket))
+        second.sendall(greet(pair, answer))
         wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
 
 
@@ -65,7 +71,7 @@ def test_a_ticket_for_one_transport_does_not_admit_to_another(make_pair: Callabl
     shm = pair.host.open(pair.sender)
     tcp = pair.host.open(pair.sender, transports=(2,))
     with connect(pair, tcp) as sock:
-        sock.sendall(greeting(shm.ticket))
+        sock.sendall(greet(pair, shm, transport=2))
         wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
 
 
@@ -77,14 +83,14 @@ def test_a_pool_that_is_never_offered_is_given_up(
     answer = pair.host.open(pair.sender)
     with connect(pair, answer) as sock, monkeypatch.context() as patch:
         patch.setattr("kvtransfer.paths.shm.HANDSHAKE_S", 0.05)
-        sock.sendall(greeting(answer.ticket))
+        sock.sendall(greet(pair, answer))
         wait_for(lambda: pair.receiver.stats.protocol_errors == 1, "the end of its patience")
     assert_still_serves(pair)
 
 
 def test_a_silent_connection_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.inbound.AUTHENTICATION_S", 0.05)
-    assert AUTHENTICATION_S == 5.0
+    assert AUTHENTICATION_S == 3.0
     with connect(pair, pair.host.open(pair.sender)):
         wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal")
 
@@ -215,7 +221,7 @@ def test_tickets_are_bounded_and_leave_with_time(
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     clock.added_s += TICKET_LIFE_S
     with connect(pair, answer) as sock:
-        sock.sendall(greeting(answer.ticket))
+        sock.sendall(greet(pair, answer))
         wait_for(lambda: pair.receiver.stats.refused_connections == 1, "the refusal of a ticket that is too old")
     assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
     assert MAX_TICKETS == 256
@@ -244,3 +250,104 @@ def test_a_receiver_on_every_address_is_reached_where_its_grpc_server_is(
     address: str, endpoint: str, target: tuple[str, int]
 ) -> None:
     assert host_and_port(address, endpoint) == target
+
+
+# -- the cluster's secret --------------------------------------------------------------------------------------
+
+
+def test_a_ticket_that_a_third_party_has_read_is_of_no_use_to_it(pair: Pair) -> None:
+    answer = pair.host.open(pair.sender)
+    stranger = ClusterSecret("a guess of the secret")
+    for words in (
+        greet(pair, answer, stranger),
+        greet(pair, answer, sender="thief/1"),
+        greet(pair, answer)[:-1] + b"?",
+    ):
+        with connect(pair, answer) as sock:
+            sock.sendall(words)
+            assert sock.recv(1) == b""
+    assert pair.receiver.stats.unproven == 3
+    assert pair.receiver.peers == []
+    with connect(pair, answer) as sock:  # and the worker that it was made for can still use it
+        sock.sendall(greet(pair, answer))
+        assert len(read_exactly(sock, ANSWER_BYTES)) == ANSWER_BYTES
+        wait_for(lambda: pair.receiver.peers == ["p0"], "the sender")
+
+
+def test_a_greeting_is_of_no_use_a_second_time(pair: Pair) -> None:
+    answer = pair.host.open(pair.sender)
+    words = greet(pair, answer)
+    with connect(pair, answer) as first, connect(pair, answer) as second:
+        first.sendall(words)
+        read_exactly(first, ANSWER_BYTES)
+        second.sendall(words)
+        assert second.recv(1) == b""
+
+
+def test_a_sender_with_another_secret_gets_no_ticket(pair: Pair) -> None:
+    stranger = replace(pair.sender.caller, secret=ClusterSecret("a guess of the secret"))
+    with pytest.raises(TransferFailed, match="did not prove that it knows the cluster's secret"):
+        dial(stranger, pair.host.endpoint, "d0-1")
+    request = open_request(stranger, stranger.transports)
+    with grpc.insecure_channel(pair.host.endpoint) as channel, pytest.raises(grpc.RpcError) as refused:
+        transfer_pb2_grpc.TransferServiceStub(channel).Open(request, timeout=WAIT_S)
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert pair.receiver._gate._tickets == {}
+    assert_still_serves(pair)
+
+
+def test_a_ticket_is_for_the_worker_that_makes_the_call(pair: Pair) -> None:
+    """A request that names another sender than the proof does."""
+    me = pair.sender.caller
+    request = open_request(replace(me, worker_id="p1"), me.transports)
+    with grpc.insecure_channel(pair.host.endpoint) as channel:
+        proof = peers.prove_blocking(channel, peers.introduce(me.identity, peers.OPEN, pair.host.endpoint), WAIT_S)
+        with pytest.raises(grpc.RpcError) as refused:
+            transfer_pb2_grpc.TransferServiceStub(channel).Open(request, timeout=WAIT_S, metadata=proof)
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert pair.receiver.stats.refused_opens == 1
+
+
+def test_nothing_is_offered_to_a_data_port_that_proves_nothing(pair: Pair) -> None:
+    """Whoever listens where a decode worker listened hears the greeting, and then no byte of KV and no pool."""
+
+    class Elsewhere:
+        async def Open(self, request: transfer_pb2.OpenRequest, context: Any) -> transfer_pb2.OpenResponse:
+            answer = await pair.receiver.servicer.Open(request, context)
+            answer.address = address
+            return answer
+
+    is_shm = pair.transport == "shm"
+    door = socket.socket(socket.AF_UNIX if is_shm else socket.AF_INET)
+    door.bind(f"\0kv-false-{os.getpid()}" if is_shm else ("127.0.0.1", 0))
+    address = f"kv-false-{os.getpid()}" if is_shm else f"127.0.0.1:{door.getsockname()[1]}"
+    door.listen()
+    host, sent, heard = GrpcHost(Elsewhere()), Heard(), []
+    pair.sender.start(pair.grant((1,), endpoint=host.endpoint), sent)
+    sock, _ = door.accept()
+    with sock:
+        sock.settimeout(WAIT_S)
+        heard.append(read_exactly(sock, GREETING_BYTES))
+        sock.sendall(b"\0" * ANSWER_BYTES)
+        heard.append(sock.recv(1))
+    door.close()
+    assert sent.wait().error.endswith("the receiver did not prove that it knows the cluster's secret")
+    assert heard[1] == b""
+    host.stop()
+    assert_still_serves(pair)
+
+
+def test_connections_that_prove_nothing_do_not_keep_senders_out(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtransfer.receiver.MAX_PENDING", 4)
+    assert MAX_PENDING == 32
+    pair = make_pair("tcp")
+    answer = pair.host.open(pair.sender)
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connect(pair, answer)) for _ in range(40)]
+        for oldest in idle[:36]:
+            assert oldest.recv(1) == b""
+        assert sum(one.peer is None for one in pair.receiver._connections.values()) <= 4
+        assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
+    wait_for(lambda: pair.receiver.stats.refused_connections == 40, "their ends")

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.secret import SECRET
 from kvtransfer import nixl_agent
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.frames import Frame, Kind, tag_of
@@ -211,7 +212,10 @@ def test_a_handshake_that_no_sender_makes_is_refused_and_counted(
         raise OSError("taken" if sock.recv(4) else "refused")
 
     monkeypatch.setattr(Nixl, "sender", lie)
-    liar, sent = make_sender(HostPool(64), fingerprint(), worker_id="p1", incarnation="1", transport="nixl"), Heard()
+    liar, sent = (
+        make_sender(HostPool(64), fingerprint(), secret=SECRET, worker_id="p1", incarnation="1", transport="nixl"),
+        Heard(),
+    )
     liar.start(pair.grant((5,)), sent)
     assert sent.wait().error.endswith(("refused", "Connection reset by peer"))
     liar.close()
@@ -388,7 +392,7 @@ def test_a_killed_sender_costs_its_transfer_and_the_next_one_reads_as_before(
     transport = prepared("nixl")
     landing = HostPool(num_blocks)
     receiver = make_receiver(
-        landing, fingerprint(), worker_id="d0", incarnation="d0-1", host="127.0.0.1", transport=transport
+        landing, fingerprint(), secret=SECRET, worker_id="d0", incarnation="d0-1", host="127.0.0.1", transport=transport
     )
     host, received = GrpcHost(receiver.servicer), Heard()
     receiver.expect(grant_of_peer(host.endpoint, num_blocks), received)

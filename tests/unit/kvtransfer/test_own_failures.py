@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.secret import SECRET
 from kvtransfer import fused, host, outbound
 from kvtransfer.channel import MAX_OUTBOX, Channel, Gone
 from kvtransfer.checksum import Checksum, available
@@ -281,7 +282,9 @@ def test_another_users_process_is_not_listened_to(make_pair: MakePair, monkeypat
 
 
 def test_a_plain_sender_whose_pool_is_not_what_its_fingerprint_says_sends_nothing(pair: Pair) -> None:
-    sender = StreamSender(HostPool(64, 8), fingerprint(), worker_id="p1", incarnation="1", transports=(2,))
+    sender = StreamSender(
+        HostPool(64, 8), fingerprint(), secret=SECRET, worker_id="p1", incarnation="1", transports=(2,)
+    )
     sent = Heard()
     sender.start(pair.grant((1,)), sent)
     assert sent.wait().error == "kv_shape.block_bytes: got 8, expected 4096"

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.secret import SECRET
 from kvtransfer import landings
 from kvtransfer.departures import Departures
 from kvtransfer.endpoint import make_receiver
@@ -276,7 +277,14 @@ class Rig:
         facts = replace(fingerprint(), shape=shape)
         self.landing = HostPool(16, shape.block_bytes)
         self.receiver = make_receiver(
-            self.landing, facts, worker_id="d", incarnation="1", host="127.0.0.1", transport=transport, lease=PATIENT
+            self.landing,
+            facts,
+            secret=SECRET,
+            worker_id="d",
+            incarnation="1",
+            host="127.0.0.1",
+            transport=transport,
+            lease=PATIENT,
         )
         self.host = GrpcHost(self.receiver.servicer)
         shapes = [replace(shape, tp_degree=ranks, tp_rank=rank) for rank in range(ranks)]
@@ -285,6 +293,7 @@ class Rig:
             StreamSender(
                 pool,
                 replace(facts, shape=one),
+                secret=SECRET,
                 worker_id=f"p{rank}",
                 incarnation="1",
                 transports=kinds(transport),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.secret import SECRET
 from benchmarks.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
 from kvtransfer import reshaper, wire_rule
 from kvtransfer.convert import Blocks, pack, unpack
@@ -137,6 +138,7 @@ def make_shapes(transport: str) -> Iterator[MakeShapes]:
         receiver = make_receiver(
             pools[1],
             facts(target),
+            secret=SECRET,
             worker_id="d0",
             incarnation="d0-1",
             host="127.0.0.1",
@@ -147,6 +149,7 @@ def make_shapes(transport: str) -> Iterator[MakeShapes]:
         sender = make_sender(
             pools[0],
             facts(source),
+            secret=SECRET,
             worker_id="p0",
             incarnation="p0-1",
             transport=transport,
@@ -641,6 +644,7 @@ def test_ranks_fill_their_lanes_of_one_receiver(
     second = make_sender(
         pool,
         facts(other),
+        secret=SECRET,
         worker_id="p0",
         incarnation="p0-1",
         transport=transport,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.departures import Departures, StaleSource
 from kvtransfer.dial import Line, dial
-from kvtransfer.frames import GREETING_BYTES, BadFrame, Frame, Kind, greeting, tag_of, ticket_in
+from kvtransfer.frames import GREETING_BYTES, BadFrame, Frame, Greeting, Kind, decode_greeting, tag_of
 from kvtransfer.landings import Landings
 from kvtransfer.paths.tcp import TcpReceive
 from kvtransfer.stamping import STAMP_BYTES, chains_in, difference, pack
@@ -302,15 +302,17 @@ def test_a_landing_block_that_is_reused_is_not_written(make_pair: MakePair, tran
 
 
 def test_another_versions_frame_and_greeting_are_named(pair: Pair) -> None:
-    with pytest.raises(BadFrame, match="frame version 3, expected 2"):
-        ticket_in(b"PDKV\x03")
+    with pytest.raises(BadFrame, match="frame version 99, expected 3"):
+        decode_greeting(b"PDKV\x63")
     with pytest.raises(BadFrame, match="does not begin with the magic bytes"):
-        ticket_in(b"GET /")
-    assert ticket_in(greeting(b"t" * 16)) == b"t" * 16
-    assert len(greeting(b"t" * 16)) == GREETING_BYTES
+        decode_greeting(b"GET /")
+    words = Greeting(b"t" * 16, b"n" * 16, b"m" * 32)
+    assert decode_greeting(words.encode()) == words
+    assert len(words.encode()) == GREETING_BYTES
+    assert decode_greeting(words.encode()[:-1]) is None
     raw = RawSender(pair)
     good = Frame(Kind.ANNOUNCE, TAG).encode()
-    raw.send(good[:4] + b"\x03" + good[5:])
+    raw.send(good[:4] + b"\x63" + good[5:])
     assert raw.is_cut()
     wait_for(lambda: pair.receiver.stats.protocol_errors == 1, "the count")
     raw.close()

@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.secret import TEXT
 from pdserve import AsyncClient
 from pdserve.client.retry import Retries
 from pdserve.config import RouterConfig
@@ -92,7 +93,8 @@ async def connect() -> AsyncIterator[Connect]:
     fronts: list[Front] = []
 
     async def start_router(*workers: Program, metrics: Metrics | None = None, **settings: Any) -> Front:
-        settings = {"model": "toy", "port": 0, "workers": tuple(one.address for one in workers), **settings}
+        addresses = tuple(one.address for one in workers)
+        settings = {"model": "toy", "port": 0, "cluster_secret": TEXT, "workers": addresses, **settings}
         server = RouterServer(RouterConfig(**settings), metrics=metrics)
         address = await server.start()
         channel = grpc.aio.insecure_channel(address)

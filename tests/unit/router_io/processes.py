@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from benchmarks.secret import ENVIRONMENT
+
 ROOT = Path(__file__).parents[3]
 START_S = 60.0
 
@@ -53,7 +55,7 @@ def spawn(module: str, *flags: str, stderr: IO[bytes] | int = subprocess.DEVNULL
         stderr=stderr,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"},
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from benchmarks.secret import ROUTER, proofs, protect
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from router import session
 from router.session import WorkerSession
@@ -45,11 +46,13 @@ class Ears:
 
 async def exchange(worker: Worker, *, say: int, hear: int) -> Ears:
     """One session that says `say` cancels at once and hears `hear` messages."""
-    server, ears = grpc.aio.server(), Ears()
+    interceptor = proofs()
+    server, ears = grpc.aio.server(interceptors=(interceptor,)), Ears()
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
     port = server.add_insecure_port("127.0.0.1:0")
+    protect(server, interceptor, f"127.0.0.1:{port}")
     await server.start()
-    one = WorkerSession(f"127.0.0.1:{port}", lambda: worker_pb2.RouterHello(router_id="r"), ears)
+    one = WorkerSession(f"127.0.0.1:{port}", lambda: worker_pb2.RouterHello(router_id="r"), ears, ROUTER)
     task = asyncio.create_task(one.run())
     try:
         await until(lambda: one.is_attached)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from google.protobuf.descriptor_pool import Default
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from benchmarks.secret import ENVIRONMENT, TEXT
 from pdserve import AsyncClient, Client
 from pdserve.client.retry import Retries
 from pdserve.core.errors import ConfigError, NotFound, Unauthenticated, Unavailable
@@ -136,9 +138,9 @@ async def test_a_port_in_use_is_a_config_error(connect: Connect) -> None:
     ],
 )
 def test_a_wrong_flag_ends_the_process_with_its_name(flags: list[str], word: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "router", "--port=0", *flags], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-m", "router", "--port=0", *flags]
+    env = {**os.environ, **ENVIRONMENT}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
     assert done.returncode == 2
     assert done.stderr.startswith(f"router: {word}: got")
     assert done.stdout == ""
@@ -187,7 +189,7 @@ def test_a_router_process_serves_records_and_drains_on_sigterm(
 def test_a_host_runs_a_router_on_its_own_thread(decode: Program) -> None:
     from pdserve.config import RouterConfig
 
-    host: RouterHost = make_router(RouterConfig(model="toy", port=0, workers=(decode.address,)))
+    host: RouterHost = make_router(RouterConfig(model="toy", port=0, workers=(decode.address,), cluster_secret=TEXT))
     try:
         address = host.start()
         assert host.is_healthy()
@@ -207,7 +209,7 @@ def test_a_router_process_never_loads_torch() -> None:
     code = (
         "import sys, router.__main__, router.program\n"
         "from pdserve.config import RouterConfig\n"
-        "router.program.make_router(RouterConfig(model='toy', port=0))\n"
+        "router.program.make_router(RouterConfig(model='toy', port=0, cluster_secret='only for this test'))\n"
         "assert not {'torch', 'ray', 'numpy', 'redis', 'opentelemetry'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from benchmarks.secret import ROUTER
 from pdserve.engine.toy import answer
 from pdserve.v1 import inference_pb2, worker_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
@@ -183,7 +184,7 @@ def hello() -> worker_pb2.RouterHello:
 
 async def test_a_session_reports_and_dials_again_after_hanging_up(decode: Program) -> None:
     ears = Ears()
-    session = WorkerSession(decode.address, hello, ears)
+    session = WorkerSession(decode.address, hello, ears, ROUTER)
     task = asyncio.create_task(session.run())
     await until(lambda: "load" in ears.heard)
     session.hang_up()
@@ -197,7 +198,7 @@ async def test_a_session_reports_and_dials_again_after_hanging_up(decode: Progra
 
 async def test_a_session_with_an_unwanted_worker_reports_nothing_more(decode: Program) -> None:
     ears = Ears(complaint="not ours")
-    task = asyncio.create_task(WorkerSession(decode.address, hello, ears).run())
+    task = asyncio.create_task(WorkerSession(decode.address, hello, ears, ROUTER).run())
     await until(lambda: ears.heard.count("attached d0") == 2)
     task.cancel()
     await asyncio.wait([task])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.secret import ROUTER
 from pdserve.core.errors import InvalidRequest
 from pdserve.v1 import worker_pb2
 from router import messages
@@ -51,14 +52,14 @@ async def test_a_worker_that_has_none_of_what_is_divided_by_is_not_wanted(field:
         inbox_depth=4,
         **{**facts, field: 0},
     )
-    workers = Workers(worker_pb2.RouterHello, lambda event: None, model_name="toy")
-    session = WorkerSession("127.0.0.1:1", worker_pb2.RouterHello, workers)
+    workers = Workers(worker_pb2.RouterHello, lambda event: None, identity=ROUTER, model_name="toy")
+    session = WorkerSession("127.0.0.1:1", worker_pb2.RouterHello, workers, ROUTER)
     assert workers.attached(session, hello) == f"its {field} is 0, expected at least 1"
 
 
 def test_nonsense_is_counted() -> None:
-    workers = Workers(worker_pb2.RouterHello, lambda event: None, model_name="toy")
-    session = WorkerSession("127.0.0.1:1", worker_pb2.RouterHello, workers)
+    workers = Workers(worker_pb2.RouterHello, lambda event: None, identity=ROUTER, model_name="toy")
+    session = WorkerSession("127.0.0.1:1", worker_pb2.RouterHello, workers, ROUTER)
     session.worker_id = "d0"
     workers._attached["d0"] = session
     workers.received(session, worker_pb2.AttachResponse(**messages_with("queue_s", math.nan)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc.aio
 
+from benchmarks.secret import ROUTER, proofs, protect
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from router.session import WorkerSession
 from tests.unit.router_io.conftest import until
@@ -45,12 +46,14 @@ class Ears:
 
 
 async def listen(worker: Worker, silence_s: float, is_enough: Any) -> Ears:
-    server, ears = grpc.aio.server(), Ears()
+    interceptor = proofs()
+    server, ears = grpc.aio.server(interceptors=(interceptor,)), Ears()
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
     port = server.add_insecure_port("127.0.0.1:0")
+    protect(server, interceptor, f"127.0.0.1:{port}")
     await server.start()
     hello = worker_pb2.RouterHello(router_id="r")
-    task = asyncio.create_task(WorkerSession(f"127.0.0.1:{port}", lambda: hello, ears, silence_s).run())
+    task = asyncio.create_task(WorkerSession(f"127.0.0.1:{port}", lambda: hello, ears, ROUTER, silence_s).run())
     try:
         await until(lambda: is_enough(ears))
     finally:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from benchmarks.secret import ROUTER, TEXT
 from pdserve import Client
 from pdserve.config import RouterConfig
 from pdserve.core.types import Role
@@ -35,7 +36,8 @@ async def make() -> AsyncIterator[Callable[..., tuple[Workers, Log]]]:
     def make_workers(**settings: object) -> tuple[Workers, Log]:
         log = Log()
         hello = worker_pb2.RouterHello(router_id=f"test-{len(made)}", router_incarnation="1", wants_kv_events=True)
-        workers = Workers(lambda: hello, log.take, model_name="toy", **settings)  # type: ignore[arg-type]
+        settings = {"identity": ROUTER, "model_name": "toy", **settings}
+        workers = Workers(lambda: hello, log.take, **settings)  # type: ignore[arg-type]
         made.append(workers)
         return workers, log
 
@@ -92,7 +94,7 @@ async def test_an_index_that_nobody_shares_is_fed_from_the_streams(
     workers, _ = make(index=index)
     workers.dial([decode.address])
     await until(lambda: "cached" in workers.roles)
-    router = make_router(RouterConfig(model="toy", port=0, workers=(decode.address,)))
+    router = make_router(RouterConfig(model="toy", port=0, workers=(decode.address,), cluster_secret=TEXT))
 
     def ask() -> None:
         with Client(router.start()) as client:  # its retries outlast a router that knows no worker yet

@@ -12,12 +12,14 @@ from typing import Any
 import grpc
 import pytest
 
+from benchmarks.secret import TEXT
+from benchmarks.secret import attach as proven_attach
 from decode_worker import program as decode_program
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
-from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.v1 import worker_pb2
 from pdserve.wire.convert import sampling_to_proto
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.program import RoleProgram
@@ -44,6 +46,7 @@ def config(role: Role, **changes: Any) -> WorkerConfig:
         heartbeat_s=0.05,
         transport="tcp",
         kv_check="step",
+        cluster_secret=TEXT,
     )
     return dataclasses.replace(base, **changes)
 
@@ -158,7 +161,7 @@ class Router:
     async def attach(self, role: Role, address: str, *, wants_kv_events: bool = False) -> None:
         channel = grpc.aio.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),))
         self._channels.append(channel)
-        stream = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
+        stream = await proven_attach(channel, address)
         hello = worker_pb2.RouterHello(
             router_id=self.name, router_incarnation=self.incarnation, wants_kv_events=wants_kv_events
         )

@@ -11,12 +11,20 @@ import grpc
 import grpc.aio
 import pytest
 
+from benchmarks.secret import ROUTER, SECRET
+from pdserve.core.proof import Identity
 from pdserve.core.types import Role
 from pdserve.v1 import worker_pb2
+from pdserve.wire import peers
 from pdserve.worker import host
 
 GARBAGE = b"\xff\xff\xff"
-ATTACH = "/pdserve.v1.WorkerService/Attach"
+ATTACH = peers.ATTACH
+
+
+async def proof(channel: Any, method: str, address: str) -> Any:
+    caller = ROUTER if method == peers.ATTACH else Identity.of(SECRET, "worker", "p0", "1")
+    return await peers.prove(channel, peers.introduce(caller, method, address))
 
 
 async def test_idle_connections_are_closed_and_streams_are_not(
@@ -28,7 +36,7 @@ async def test_idle_connections_are_closed_and_streams_are_not(
     worker = start(Role.DECODE)
     name, port = worker.address.rsplit(":", 1)
     async with grpc.aio.insecure_channel(worker.address) as channel:
-        call = channel.stream_stream(ATTACH)()
+        call = channel.stream_stream(ATTACH)(metadata=await proof(channel, peers.ATTACH, worker.address))
         await call.write(worker_pb2.AttachRequest(hello=worker_pb2.RouterHello(router_id="r0")).SerializeToString())
         assert await call.read() is not grpc.aio.EOF
         made = [await asyncio.open_connection(name, int(port)) for _ in range(10)]
@@ -53,7 +61,7 @@ async def test_a_message_that_does_not_parse_is_a_bad_request(
     hello = worker_pb2.AttachRequest(hello=worker_pb2.RouterHello(router_id="r0")).SerializeToString()
     async with grpc.aio.insecure_channel(worker.address) as channel:
         for first in ((), (hello,)):
-            call = channel.stream_stream(ATTACH)()
+            call = channel.stream_stream(ATTACH)(metadata=await proof(channel, peers.ATTACH, worker.address))
             for message in first:
                 await call.write(message)
                 assert await call.read() is not grpc.aio.EOF
@@ -61,7 +69,8 @@ async def test_a_message_that_does_not_parse_is_a_bad_request(
             code, details = await ended_with(call)
             assert code is grpc.StatusCode.INVALID_ARGUMENT
             assert f"a message of {len(GARBAGE)} bytes that does not parse" in details
-        call = channel.unary_stream("/pdserve.v1.TransferService/Open")(GARBAGE)
+        sender = await proof(channel, peers.OPEN, worker.address)
+        call = channel.unary_stream(peers.OPEN)(GARBAGE, metadata=sender)
         assert (await ended_with(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
         call = channel.unary_stream("/pdserve.v1.WorkerService/Explode")(b"")
         code, details = await ended_with(call)

@@ -11,12 +11,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.secret import attach as proven_attach
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
 from pdserve.engine.interface import Row, RowOut
 from pdserve.engine.load import load_engine
 from pdserve.engine.toy import answer
-from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.v1 import worker_pb2
 
 PROMPT = list(range(10, 70))
 POISON = 200  # a token that the toy never draws
@@ -91,7 +92,7 @@ async def test_two_routers_of_one_name_do_not_end_each_others_streams(start: Any
 async def test_a_router_that_does_not_read_does_not_slow_the_others(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE, heartbeat_s=0.005)
     async with grpc.aio.insecure_channel(d.address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
-        deaf = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
+        deaf = await proven_attach(channel, d.address)
         hello = worker_pb2.RouterHello(router_id="deaf", wants_kv_events=True)
         await deaf.write(worker_pb2.AttachRequest(hello=hello))
         router = await attach(d)
@@ -111,7 +112,7 @@ async def test_a_router_that_does_not_read_does_not_slow_the_others(start: Any, 
 async def test_a_stream_that_does_not_begin_with_hello_is_refused(start: Any, first: Any) -> None:
     d = start(Role.DECODE)
     async with grpc.aio.insecure_channel(d.address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
-        stream = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
+        stream = await proven_attach(channel, d.address)
         await stream.write(first)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await asyncio.wait_for(stream.read(), 10)

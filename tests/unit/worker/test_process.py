@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.secret import ENVIRONMENT
 from pdserve.config import to_flags
 from pdserve.core.types import Role
 from pdserve.engine.toy import answer
 
 PROMPT = list(range(10, 31))
+ENV = {**os.environ, **ENVIRONMENT}
 MODULE = {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"}
 Spawn = Callable[..., subprocess.Popen[str]]
 
@@ -26,7 +29,7 @@ def spawn(worker_config: Any) -> Iterator[Spawn]:
 
     def begin(role: Role, **changes: Any) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", MODULE[role], *to_flags(worker_config(role, **changes))]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
         processes.append(process)
         return process
 
@@ -61,7 +64,8 @@ async def test_two_processes_serve_a_request_and_end_on_sigterm(spawn: Spawn, at
 def test_a_toy_worker_imports_no_torch() -> None:
     code = (
         "import sys; from pdserve.config import WorkerConfig; from decode_worker.program import make_host\n"
-        "host = make_host(WorkerConfig(model='toy', worker_id='d')); host.start(); host.stop()\n"
+        "host = make_host(WorkerConfig(model='toy', worker_id='d', cluster_secret='only for this test'))\n"
+        "host.start(); host.stop()\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
@@ -79,7 +83,7 @@ WRONG: list[dict[str, Any]] = [
 def test_wrong_settings_end_the_process_with_one_sentence(changes: dict[str, Any]) -> None:
     flags = {"model": "toy", "worker_id": "d", **changes}
     command = [sys.executable, "-m", "decode_worker", *(f"--{k.replace('_', '-')}={v}" for k, v in flags.items())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=ENV)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith("decode_worker: ")
     assert "Traceback" not in done.stderr
@@ -89,7 +93,8 @@ def test_a_hung_engine_ends_the_process() -> None:
     code = (
         "import time\n"
         "from pdserve.config import WorkerConfig; from decode_worker.program import make_host\n"
-        "host = make_host(WorkerConfig(model='toy', worker_id='d', stall_s=0.3)); host.start()\n"
+        "host = make_host(WorkerConfig(model='toy', worker_id='d', stall_s=0.3, cluster_secret='only for this test'))\n"
+        "host.start()\n"
         "host._engine.post(lambda: time.sleep(60)); host.wait()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

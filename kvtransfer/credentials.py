@@ -1,0 +1,38 @@
+"""Proofs on a data connection: both ends know the ticket and the cluster's secret. Pure.
+
+A ticket that a third party has read admits nobody: the greeting proves the secret as well. A ticket is new for each
+connection, so a proof cannot be replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtransfer.frames import Greeting
+from pdserve.core.proof import ClusterSecret
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The two workers of a connection, and how it was agreed on."""
+
+    sender: str  # proof.caller_name
+    receiver_incarnation: str
+    transport: int
+
+
+def sender_greeting(secret: ClusterSecret, ends: Ends, ticket: bytes, nonce: bytes) -> Greeting:
+    return Greeting(ticket, nonce, secret.mac("kv sender", *_parts(ends, ticket, nonce)))
+
+
+def is_proven(secret: ClusterSecret, ends: Ends, greeting: Greeting) -> bool:
+    return secret.matches(greeting.mac, "kv sender", *_parts(ends, greeting.ticket, greeting.nonce))
+
+
+def receiver_answer(secret: ClusterSecret, ends: Ends, greeting: Greeting) -> bytes:
+    """ANSWER_BYTES bytes, which only the receiver of this connection can make."""
+    return secret.mac("kv receiver", *_parts(ends, greeting.ticket, greeting.nonce))
+
+
+def _parts(ends: Ends, ticket: bytes, nonce: bytes) -> tuple[str | bytes, ...]:
+    return ends.sender, ends.receiver_incarnation, str(int(ends.transport)), ticket, nonce
