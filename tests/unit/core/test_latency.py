@@ -340,9 +340,9 @@ def test_a_prior_that_cannot_be_is_replaced_by_the_default() -> None:
 
 
 def test_a_link_is_first_what_it_is_declared_to_be() -> None:
-    link = LinkModel(latency_s=0.01, bandwidth_bytes_s=100.0)
-    assert (link.latency_s, link.bandwidth_bytes_s) == (pytest.approx(0.01), pytest.approx(100.0))
-    assert link.transfer_s(50.0) == pytest.approx(0.51)
+    link = LinkModel(latency_s=0.02, bandwidth_bytes_s=100.0)
+    assert (link.latency_s, link.bandwidth_bytes_s) == (pytest.approx(0.02), pytest.approx(100.0))
+    assert link.transfer_s(50.0) == pytest.approx(0.52)
 
 
 def test_transfers_tell_latency_and_bandwidth() -> None:

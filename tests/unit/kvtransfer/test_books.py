@@ -508,3 +508,16 @@ def test_a_cut_closes_the_reads_of_its_transfers() -> None:
     [sent] = [one.sent for one in out.cut("the connection broke", 1.0) if isinstance(one, departures.Report)]
     assert (sent.outcome, sent.error) == (SendOutcome.FAILED, "the connection broke")
     assert out.keys == []
+
+
+def test_an_announcement_that_is_not_expected_is_answered_and_counted() -> None:
+    book, _, tag = opened()
+    unknown = tag._replace(generation=9)
+    refused = "the receiver does not expect this transfer"
+    assert book.announce(unknown, 1) == [landings.Answer(1, unknown, False, refused)]
+    assert book.announce(tag, 2) == [landings.Answer(2, tag, False, f"{refused}: lane 0 has its writer")]
+    assert book.announce(tag, 1, lane=1) == [landings.Answer(1, tag, False, f"{refused}: lane 1 is not of 1")]
+    assert book.announce(tag, 1, lane=-1) == [landings.Answer(1, tag, False, f"{refused}: lane -1 is not of 1")]
+    assert book.stats.late_messages == 4
+    assert book.announce(tag, 1) == [], "the writer repeats itself"
+    assert book.stats.late_messages == 4

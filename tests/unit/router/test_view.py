@@ -1,0 +1,153 @@
+"""What the router believes of a worker: its own bookings, and what other routers have there by the worker's report."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from pdserve.core.types import Role
+from router.commands import WakeAt
+from router.events import LoadReported, TimePassed
+from router.settings import RouterSettings
+from router.state import RouterState
+from router.view import Booking, WorkerView
+from tests.unit.router.test_load import FACTS
+from tests.unit.router.world import hello
+
+
+def view(role: Role = Role.DECODE) -> WorkerView:
+    return WorkerView(hello("w", role, max_context_tokens=131_072, **FACTS), 0.0)
+
+
+def row(name: str, tokens: int = 100, **facts: Any) -> Booking:
+    return Booking(**{"request_id": name, "attempt": 1, "tokens": tokens, "blocks": 7, "tpot_s": 0.05, **facts})
+
+
+def prompt(name: str, tokens: int, seconds: float) -> Booking:
+    return Booking(request_id=name, attempt=1, tokens=tokens, blocks=7, prefill_tokens=tokens, prefill_s=seconds)
+
+
+def report(**facts: Any) -> LoadReported:
+    return LoadReported(**{"worker_id": "w", "steps": 1, "free_blocks": 1000, **facts})
+
+
+def test_other_routers_share_is_what_the_report_has_beyond_ones_own() -> None:
+    one = view()
+    mine = row("mine")
+    one.book(mine, 0.0)
+    one.arrived(mine)
+    one.reported(report(running=3, waiting=2, context_tokens=700, evictable_blocks=50), 0.0)
+    # Four rows of others, two of which wait; 600 tokens of theirs.
+    assert one.beliefs() == (5, 2, 700, 1050)
+    one.book(row("later"), 0.0)
+    assert one.beliefs() == (6, 3, 800, 1043)
+
+
+def test_a_report_that_knows_less_than_the_router_takes_nothing_away() -> None:
+    one = view()
+    for name in "abc":
+        one.book(row(name), 0.0)
+    one.reported(report(running=1, waiting=0, context_tokens=50), 0.0)
+    assert one.beliefs() == (3, 3, 300, 1000)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "pending", "ahead"), [(0, 0, (2, 300)), (2, 300, (2, 300)), (5, 1000, (5, 1000)), (3, 301, (3, 301))]
+)
+def test_prompts_ahead_are_those_booked_here_and_by_others(waiting: int, pending: int, ahead: tuple[int, int]) -> None:
+    one = view(Role.PREFILL)
+    one.book(prompt("a", 100, 0.1), 0.0)
+    one.book(prompt("b", 200, 0.2), 0.0)
+    one.reported(report(waiting=waiting, pending_prefill_tokens=pending), 0.0)
+    assert (one.prefills_ahead, one.prefill_tokens_ahead) == ahead
+
+
+def test_a_prefill_worker_is_free_when_what_is_booked_is_done() -> None:
+    one = view(Role.PREFILL)
+    first, second = prompt("a", 100, 0.1), prompt("b", 200, 0.2)
+    one.book(first, 1.0)
+    one.book(second, 1.0)
+    assert one.queue_s(1.0) == pytest.approx(0.3)
+    one.computed(first, 1.5)
+    assert one.queue_s(1.5) == pytest.approx(0.2)
+    one.computed(second, 1.6)
+    assert (one.queue_s(1.6), one.totals.prefill_s, one.totals.prefills, one.computed_s) == (0.0, 0.0, 0, 1.6)
+    one.check()
+
+
+def test_pending_tokens_of_others_are_priced_as_those_that_are_booked() -> None:
+    one = view(Role.PREFILL)
+    one.book(prompt("a", 100, 0.4), 0.0)
+    one.reported(report(pending_prefill_tokens=300), 0.0)
+    assert one.queue_s(0.0) == pytest.approx(300 * 0.4 / 100)
+    idle = view(Role.PREFILL)
+    idle.reported(report(pending_prefill_tokens=300), 0.0)
+    assert idle.queue_s(0.0) == pytest.approx(idle.prefill_s(300, 0))
+
+
+def test_a_wait_for_a_grant_is_learnt_without_the_step_that_it_fell_into() -> None:
+    one = view()
+    one.granted_after(0.050, 0.010, 0.020)
+    assert one.grants.typical_s == pytest.approx(0.040)
+    assert one.grant_wait_s == pytest.approx(0.1 * 0.030)
+    one.granted_after(0.050, 0.010, 0.020)
+    assert one.grant_wait_s == pytest.approx(0.1 * 0.030 + 0.1 * (0.030 - 0.003))
+
+
+def test_a_row_that_ends_frees_its_target_and_then_its_blocks() -> None:
+    one = view()
+    strict, loose = row("strict", tpot_s=0.01), row("loose", tpot_s=0.05)
+    one.book(strict, 0.0)
+    one.book(loose, 0.0)
+    assert (one.tightest_tpot_s, one.totals.rows, one.totals.tokens) == (0.01, 2, 200)
+    one.left_batch(strict)
+    assert (one.tightest_tpot_s, one.totals.rows, one.totals.tokens, one.totals.blocks) == (0.05, 1, 100, 14)
+    one.unbook(strict, 2.0)
+    one.unbook(loose, 3.0)
+    assert (one.tightest_tpot_s, one.totals.blocks, one.totals.arriving, one.freed_s) == (math.inf, 0, 0, 3.0)
+    one.check()
+
+
+def test_a_lost_worker_holds_nothing_and_is_not_connected() -> None:
+    one = view()
+    one.book(row("a"), 0.0)
+    one.book(row("b"), 0.0)
+    assert [booking.request_id for booking in one.lost()] == ["a", "b"]
+    assert not one.is_connected
+    assert (one.totals.rows, one.totals.blocks, one.tightest_tpot_s) == (0, 0, math.inf)
+    one.check()
+
+
+def test_tokens_of_a_row_are_counted_where_it_is() -> None:
+    one = view()
+    landing = row("a", tokens=30)
+    one.book(landing, 0.0)
+    one.grew(landing, 5)
+    assert (one.totals.tokens, one.totals.landing_tokens, landing.tokens) == (35, 35, 35)
+    one.arrived(landing)
+    assert (one.totals.landing_tokens, one.totals.arriving) == (0, 0)
+    one.left_batch(landing)
+    one.grew(landing, 5)
+    assert (one.totals.tokens, landing.tokens, landing.blocks) == (0, 40, one.blocks_for(40))
+    one.check()
+
+
+@pytest.mark.parametrize("silence_s", [1.0, 5.0])
+def test_silent_workers_are_looked_for_again_after_half_of_the_limit(silence_s: float) -> None:
+    state = RouterState(RouterSettings(worker_silence_s=silence_s))
+    assert state.handle(hello("d0", Role.DECODE), 0.0) == [WakeAt(at_s=2.0 * silence_s)]
+    for share in (0.9, 1.8):  # a router that was away for longer would excuse them
+        assert state.handle(TimePassed(), share * silence_s) == [WakeAt(at_s=2.0 * silence_s)]
+    assert state.handle(TimePassed(), 2.0 * silence_s) == [WakeAt(at_s=2.5 * silence_s)]
+    assert state.handle(TimePassed(), 2.5 * silence_s) == [WakeAt(at_s=3.0 * silence_s)]
+
+
+@pytest.mark.parametrize(("gap_s", "is_usable"), [(5.0, False), (5.5, True)])
+def test_a_router_that_was_away_excuses_the_silence(gap_s: float, is_usable: bool) -> None:
+    state = RouterState(RouterSettings(worker_silence_s=5.0))
+    state.handle(hello("d0", Role.DECODE), 0.0)
+    state.handle(TimePassed(), 0.25)
+    state.handle(TimePassed(), 0.25 + gap_s)
+    assert bool(state._ledger.fleet.usable(0.25 + gap_s)[1]) is is_usable
