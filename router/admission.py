@@ -19,6 +19,7 @@ from pdserve.text.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
 from router import group
+from router.fair_queue import ANONYMOUS, Client
 from router.grammars import GrammarCheck
 from router.model import ModelFacts
 from router.prompts import PromptReader
@@ -72,7 +73,11 @@ class Admission:
         self._prompts = PromptReader(tokenizer, chat_template, self._threads)
 
     async def prepare(
-        self, request: inference_pb2.GenerateRequest, model: ModelFacts, time_remaining_s: float | None
+        self,
+        request: inference_pb2.GenerateRequest,
+        model: ModelFacts,
+        time_remaining_s: float | None,
+        client: Client = ANONYMOUS,
     ) -> Prepared:
         """Raises InvalidRequest, naming the field and its limit; Overloaded when too many wait for a thread."""
         limits = self.limits
@@ -83,7 +88,7 @@ class Admission:
         prompt = await self._prompts.read(request, model)
         _check_scores(sampling, len(prompt))
         if sampling.grammar is not None:
-            await self._grammars.check(sampling.grammar, model)
+            await self._grammars.check(sampling.grammar, model, client)
         timeout_s = limits.request_timeout_s
         return Prepared(
             request_id=request_id,

@@ -11,6 +11,7 @@ from typing import Final
 
 from pdserve.core.attempt import FailureKind, RefusalReason
 from pdserve.core.durations import backoff_s, clamped_s
+from pdserve.core.grammar import GrammarKind
 from pdserve.core.types import FinishReason, TokenOut
 from router.commands import Admit, EmitTokens, FailKind, Prefill
 from router.ending import expire, finish, forget_if_free, give_up
@@ -22,6 +23,7 @@ from router.request import Placement, Request
 
 FIRST_REFUSAL_S: Final = 0.01  # after which a refused request is placed again, doubling
 LONGEST_REFUSAL_S: Final = 0.5
+GRAMMAR_FIELDS: Final = frozenset(kind.value for kind in GrammarKind)
 LONGEST_CLOSED_S: Final = 5.0  # that a worker is not asked, whatever it says
 
 
@@ -170,11 +172,18 @@ def on_attempt_failed(ledger: Ledger, event: AttemptFailed) -> None:
         case FailureKind.DEADLINE:
             expire(ledger, request)
         case FailureKind.INVALID:
-            give_up(ledger, request, FailKind.INVALID, event.message, field="request")
+            field, message = _invalid_field(event.message)
+            give_up(ledger, request, FailKind.INVALID, message, field=field)
         case FailureKind.TRANSFER:
             lose(ledger, request, Cause.TRANSFER, message=event.message)
         case FailureKind.INTERNAL:
             lose(ledger, request, Cause.INTERNAL, culprit=event.worker_id, message=event.message)
+
+
+def _invalid_field(message: str) -> tuple[str, str]:
+    """Workers begin what is wrong with a grammar with the name of its field."""
+    field, separator, rest = message.partition(": ")
+    return (field, rest) if separator and field in GRAMMAR_FIELDS else ("request", message)
 
 
 def on_released(ledger: Ledger, event: Released) -> None:

@@ -24,6 +24,7 @@ from router import messages
 from router.admission import Admission, Prepared
 from router.answer import MAX_PENDING_TOKENS, Answer
 from router.events import RequestArrived
+from router.fair_queue import client_of
 from router.group import Group
 from router.held_bytes import HeldBytes
 from router.measure import Measure, Told
@@ -123,7 +124,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         model = self._model()
         if model is None:
             raise NoWorkers("decode")
-        prepared = await self._admission.prepare(request, model, context.time_remaining())
+        prepared = await self._admission.prepare(request, model, context.time_remaining(), client_of(context.peer()))
         tokenized_s = time.monotonic()
         self._measure.tokenized(span, tokenized_s - arrived_s)
         # A prompt that is scored is computed whole, whoever holds it.

@@ -1,20 +1,23 @@
 """A process that says whether a grammar may be admitted: `python -m pdserve.structured.checker MODEL VOCAB EOS...`.
 
-It reads one JSON object {"kind", "text"} a line and answers each with {"refused": reason or null}; the first line
-that it writes is {"failed": reason or null}. A process of its own, since a few schemas ("multipleOf": 999983) make the
-compiler run for seconds and take hundreds of MiB, and only a process can be bounded in both and ended in the middle.
-It ends with its stdin, by SIGPROF where a grammar takes over LONGEST_S of CPU, and as it can where memory is refused.
+It reads one JSON object {"kind", "text", "cpu_s"} a line and answers each with {"refused": reason or null, "ended":
+how or null}; the first line that it writes is {"failed": reason or null}. Each grammar is compiled in a child of its
+own, since a few schemas ("multipleOf": 999983) make the compiler run for seconds and take hundreds of MiB, and only a
+process can be bounded in both and ended in the middle. A child ends by SIGPROF where a grammar takes over `cpu_s` of
+CPU, and as it can where memory is refused; `ended` is then minus the signal's number, or the exit status. The
+vocabulary stays loaded. The process ends with its stdin.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from llguidance import LLMatcher
 
@@ -25,7 +28,7 @@ from pdserve.structured.endless import is_endless
 
 MAX_COMPILE_S: Final = 0.25  # of CPU: what a worker may have to spend between two steps
 LONGEST_S: Final = 2 * MAX_COMPILE_S  # of CPU: beyond it there is nothing to wait for
-MEMORY_BYTES: Final = 256 * 2**20  # over what the process holds when it begins
+MEMORY_BYTES: Final = 256 * 2**20  # over what a child holds when it begins
 PROBED_STEPS: Final = 16  # along the only possible way, or the token of the highest number
 
 
@@ -36,15 +39,46 @@ def main(arguments: list[str]) -> int:
     except ModelError as error:
         _say({"failed": str(error)})
         return 0
-    _bound_memory()
+    _warm_up(compiler)
     _say({"failed": None})
     for line in sys.stdin:
         asked = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, LONGEST_S)  # not a handler's to catch: the compiler is in native code
-        reason = reason_against(compiler, Grammar(GrammarKind(asked["kind"]), asked["text"]))
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        _say({"refused": reason})
+        _say(check_in_child(compiler, Grammar(GrammarKind(asked["kind"]), asked["text"]), asked["cpu_s"]))
     return 0
+
+
+def check_in_child(compiler: Compiler, grammar: Grammar, cpu_s: float) -> dict[str, str | int | None]:
+    """The answer to a question. This process has one thread, so that it may fork."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _answer_and_exit(compiler, grammar, cpu_s, writer)
+    os.close(writer)
+    with open(reader, encoding="utf-8") as answers:
+        answer = answers.read()
+    _, status = os.waitpid(child, 0)
+    ended = os.waitstatus_to_exitcode(status)
+    if ended != 0:
+        return {"refused": None, "ended": ended}
+    found = json.loads(answer)
+    return {"refused": None if found is None else str(found), "ended": None}
+
+
+def _answer_and_exit(compiler: Compiler, grammar: Grammar, cpu_s: float, writer: int) -> NoReturn:
+    try:
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # not a handler's to catch: the compiler is in native code
+        _bound_memory()
+        reason = reason_against(compiler, grammar)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        os.write(writer, json.dumps(reason).encode())
+    except BaseException:  # what is left of a parent's work must not go on here
+        os._exit(1)
+    os._exit(0)
+
+
+def _warm_up(compiler: Compiler) -> None:
+    """What the first grammar of a process has to make; children then share it."""
+    compiler.compile(Grammar(GrammarKind.JSON_OBJECT)).compute_bitmask()
 
 
 def reason_against(compiler: Compiler, grammar: Grammar) -> str | None:
@@ -83,7 +117,7 @@ def _bound_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY_BYTES, held + MEMORY_BYTES))
 
 
-def _say(message: dict[str, str | None]) -> None:
+def _say(message: dict[str, str | int | None]) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 

@@ -23,6 +23,7 @@ from pdserve.text.tokenizer import load_tokenizer
 from pdserve.v1 import inference_pb2
 from router import grammars
 from router.admission import Admission, Limits
+from router.fair_queue import MAX_OF_CLIENT, Client
 from router.grammars import GrammarCheck
 from router.model import ModelFacts
 
@@ -59,26 +60,27 @@ async def refusal(check: GrammarCheck, grammar: Grammar, model: ModelFacts = MOD
     return str(caught.value)
 
 
+def pids(check: GrammarCheck) -> list[int]:
+    return [one.pid for pool in check.pools for one in pool.checkers if one.pid is not None]
+
+
 async def test_a_refused_grammar_has_its_reason_and_an_admitted_one_is_asked_for_once(check: GrammarCheck) -> None:
     await check.check(GOOD, MODEL)
-    process = check._process
-    assert process is not None
+    assert len(pids(check)) == 1
     for _ in range(2):
         assert "Unimplemented keys" in await refusal(check, Grammar(GrammarKind.JSON_SCHEMA, '{"not": {}}'))
     assert "unclosed group" in await refusal(check, Grammar(GrammarKind.REGEX, "(a"))
     await check.close()
     await check.check(GOOD, MODEL)  # remembered: no process is needed
     assert "Unimplemented keys" in await refusal(check, Grammar(GrammarKind.JSON_SCHEMA, '{"not": {}}'))
-    assert check._process is None
-    assert await asyncio.wait_for(process.wait(), 10) != 0
+    assert pids(check) == []
 
 
 async def test_a_machine_too_busy_to_compile_is_said_to_be_and_the_grammar_may_come_again() -> None:
     check = GrammarCheck(FOLDER, check_s=2.0)
     try:
         await check.check(GOOD, MODEL)
-        assert check._process is not None
-        os.kill(check._process.pid, signal.SIGSTOP)  # it gets no CPU
+        os.kill(pids(check)[0], signal.SIGSTOP)  # it gets no CPU
         longest_s = 0.0
         fine = Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["a"]}')
         waiting = asyncio.create_task(check.check(fine, MODEL))
@@ -101,19 +103,50 @@ async def test_a_grammar_that_takes_too_long_is_ended_and_remembered() -> None:
     try:
         refused = await refusal(check, SLOW)
         assert refused == f"json_schema: got {grammars.TOO_LONG}, expected {grammars.EXPECTED}"
-        assert check._process is None
+        alive = pids(check)
+        assert len(alive) == 2, "a slow grammar ends a child, and no process with a vocabulary"
+        await check.check(GOOD, MODEL)
+        assert pids(check) == alive
+        await check.close()
         assert await refusal(check, SLOW) == refused
-        assert check._process is None, "it was asked about again"
+        assert pids(check) == [], "it was asked about again"
     finally:
         await check.close()
+
+
+async def test_a_quick_grammar_does_not_wait_for_slow_ones() -> None:
+    """The slow ones' processes get no CPU: only the order decides."""
+    check = GrammarCheck(FOLDER, check_s=60.0)
+    try:
+        with pytest.raises(InvalidRequest):
+            await check.check(SLOW, MODEL)  # starts a process of each kind
+        slow_pid = check.pools[1].checkers[-1].pid or check.pools[1].checkers[0].pid
+        assert slow_pid is not None
+        os.kill(slow_pid, signal.SIGSTOP)
+        number = iter(range(100))
+        others = [
+            asyncio.create_task(check.check(slow(next(number)), MODEL, Client("other", f"other:{port}")))
+            for port in range(8)
+        ]
+        fine = choice(["a", "b"])
+        await asyncio.wait_for(check.check(fine, MODEL, Client("mine", "mine:1")), 30)
+        assert not all(one.done() for one in others)
+        for one in others:
+            one.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+    finally:
+        await check.close()
+
+
+def slow(number: int) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 999983 + 2 * number}))
 
 
 async def test_a_checker_that_is_killed_is_no_fault_of_the_grammar() -> None:
     check = GrammarCheck(FOLDER, check_s=30.0)
     try:
         await check.check(GOOD, MODEL)
-        assert check._process is not None
-        os.kill(check._process.pid, signal.SIGKILL)
+        os.kill(pids(check)[0], signal.SIGKILL)
         fine = choice(["a", "b"])
         with pytest.raises(Overloaded, match="was killed"):
             await check.check(fine, MODEL)
@@ -122,16 +155,35 @@ async def test_a_checker_that_is_killed_is_no_fault_of_the_grammar() -> None:
         await check.close()
 
 
-async def test_a_grammar_for_which_there_is_no_memory_is_refused_and_the_next_is_not() -> None:
-    check = GrammarCheck(FOLDER, check_s=30.0)
-    try:
-        await check.check(GOOD, MODEL)
-        assert check._process is not None
-        os.kill(check._process.pid, signal.SIGABRT)  # as the compiler ends where the allocator fails
-        assert grammars.TOO_LARGE in await refusal(check, choice(["a", "b"]))
-        await check.check(choice(["c", "d"]), MODEL)
-    finally:
-        await check.close()
+IN_CHILD = """
+import sys
+from pathlib import Path
+from pdserve.core.grammar import Grammar, GrammarKind
+from pdserve.structured import checker
+from pdserve.structured.compile import Compiler
+
+compiler = Compiler(Path(sys.argv[1]), 4096, [0])
+checker._warm_up(compiler)
+def answers(grammar, cpu_s=30.0):
+    print(checker.check_in_child(compiler, grammar, cpu_s))
+large = Grammar(GrammarKind.REGEX, "(a{500}){100}")
+fine = Grammar(GrammarKind.REGEX, "a+")
+answers(fine)
+checker.MEMORY_BYTES = 2**16
+answers(large)
+checker.MEMORY_BYTES = 2**30
+answers(Grammar(GrammarKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 999983}'), 0.05)
+answers(fine)
+"""
+
+
+def test_a_child_that_ends_says_how_and_the_next_one_answers() -> None:
+    command = [sys.executable, "-c", IN_CHILD, str(FOLDER)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    fine, large, slow_one, again = map(eval, done.stdout.splitlines())
+    assert fine == again == {"refused": None, "ended": None}
+    assert large["ended"] not in (None, 0, -signal.SIGKILL, -signal.SIGPROF), "no memory was to be had"
+    assert slow_one == {"refused": None, "ended": -signal.SIGPROF}
 
 
 def test_the_process_that_checks_gets_no_more_memory_than_it_may() -> None:
@@ -161,8 +213,9 @@ async def test_a_caller_that_leaves_costs_the_next_one_nothing(check: GrammarChe
 
 async def test_a_crowd_with_one_grammar_asks_once_and_one_with_many_is_turned_away(check: GrammarCheck) -> None:
     await asyncio.gather(*(check.check(GOOD, MODEL) for _ in range(200)))
-    many = [check.check(choice([str(number)]), MODEL) for number in range(grammars.MAX_WAITING + 5)]
+    many = [check.check(choice([str(number)]), MODEL) for number in range(MAX_OF_CLIENT + 6)]
     results = await asyncio.gather(*many, return_exceptions=True)
+    # One of them is being checked, and does not wait.
     assert [type(one) for one in results if one is not None] == [Overloaded] * 5
 
 

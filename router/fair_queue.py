@@ -1,0 +1,119 @@
+"""Which grammar is checked next: fair to hosts, then to the clients of a host. Pure: no clock.
+
+An account of a host and of each client holds the checkers' seconds that it has used, which halve every HALF_LIFE_S.
+The host with the least goes first, in it the client with the least, and of that client's grammars the shortest. So
+who sends slow grammars waits behind everybody else, and a crowd of connections from one host is one host.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar, final
+
+from pdserve.core.errors import Overloaded
+
+HALF_LIFE_S: Final = 10.0
+MAX_WAITING: Final = 256  # grammars
+MAX_OF_HOST: Final = 128
+MAX_OF_CLIENT: Final = 16
+MAX_ACCOUNTS: Final = 4096
+
+Item = TypeVar("Item")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Client:
+    host: str
+    name: str  # unique among all hosts
+
+
+ANONYMOUS: Final = Client("", "")
+
+
+def client_of(peer: str) -> Client:
+    """Of gRPC's name for a peer, such as `ipv4:127.0.0.1:4321`. Addresses of one IPv6 network (/64) are one host."""
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return Client(peer, peer)
+    host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
+    try:
+        address = ipaddress.ip_address(host.partition("%25")[0])
+    except ValueError:
+        return Client(host, peer)
+    if isinstance(address, ipaddress.IPv6Address) and not address.is_loopback:
+        host = str(ipaddress.ip_network((address, 64), strict=False))
+    return Client(host, peer)
+
+
+@final
+class _Account:
+    __slots__ = ("at_s", "spent_s")
+
+    def __init__(self) -> None:
+        self.spent_s, self.at_s = 0.0, 0.0
+
+    def at(self, now_s: float) -> float:
+        return float(self.spent_s * 0.5 ** (max(0.0, now_s - self.at_s) / HALF_LIFE_S))
+
+    def add(self, seconds: float, now_s: float) -> None:
+        self.spent_s, self.at_s = self.at(now_s) + seconds, now_s
+
+
+@final
+class FairQueue(Generic[Item]):
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Client, int, int, Item]] = []  # with the grammar's size and a number
+        self._num_put = 0
+        self._accounts: dict[str, _Account] = {}  # of hosts and clients
+        self._of: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, item: Item, client: Client, size: int, retry_after_s: float) -> None:
+        """Raises Overloaded where too many wait, of this client, of its host or at all."""
+        for name, count, most in (
+            ("this client", self._of["client " + client.name], MAX_OF_CLIENT),
+            ("this client's host", self._of["host " + client.host], MAX_OF_HOST),
+            ("all clients", len(self._waiting), MAX_WAITING),
+        ):
+            if count >= most:
+                raise Overloaded(f"{count} grammars of {name} wait to be checked, of {most} at most", retry_after_s)
+        self._num_put += 1
+        self._waiting.append((client, size, self._num_put, item))
+        self._of.update(("client " + client.name, "host " + client.host))
+
+    def take(self, now_s: float) -> tuple[Item, Client] | None:
+        """The next one; None where none waits."""
+        if not self._waiting:
+            return None
+
+        def key(entry: tuple[Client, int, int, Item]) -> tuple[float, float, int, int]:
+            client, size, number, _ = entry
+            return (
+                self._spent("host " + client.host, now_s), self._spent("client " + client.name, now_s), size, number,
+            )  # fmt: skip
+
+        entry = min(self._waiting, key=key)
+        self._waiting.remove(entry)
+        client = entry[0]
+        for name in ("client " + client.name, "host " + client.host):
+            self._of[name] -= 1
+            if not self._of[name]:
+                del self._of[name]
+        return entry[3], client
+
+    def charge(self, client: Client, seconds: float, now_s: float) -> None:
+        """A check of this client's grammar has taken so long."""
+        for name in ("client " + client.name, "host " + client.host):
+            self._accounts.setdefault(name, _Account()).add(seconds, now_s)
+        if len(self._accounts) > MAX_ACCOUNTS:  # the smallest say least
+            kept = sorted(self._accounts.items(), key=lambda one: -one[1].at(now_s))[: MAX_ACCOUNTS // 2]
+            self._accounts = dict(kept)
+
+    def _spent(self, name: str, now_s: float) -> float:
+        account = self._accounts.get(name)
+        return 0.0 if account is None else account.at(now_s)

@@ -1,0 +1,124 @@
+"""The order in which grammars are checked."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.core.errors import Overloaded
+from router import fair_queue
+from router.fair_queue import HALF_LIFE_S, MAX_OF_CLIENT, MAX_OF_HOST, MAX_WAITING, Client, FairQueue, client_of
+
+
+def put(queue: FairQueue[str], *items: str, host: str = "h", port: int = 1, size: int = 10) -> None:
+    for item in items:
+        queue.put(item, Client(host, f"{host}:{port}"), size, 1.0)
+
+
+def order(queue: FairQueue[str], now_s: float = 0.0) -> list[str]:
+    taken = []
+    while (one := queue.take(now_s)) is not None:
+        taken.append(one[0])
+    return taken
+
+
+def test_without_a_past_the_shortest_goes_first() -> None:
+    queue: FairQueue[str] = FairQueue()
+    put(queue, "long", size=100)
+    put(queue, "b", "c", size=10)
+    put(queue, "short", size=1)
+    assert order(queue) == ["short", "b", "c", "long"]
+    assert queue.take(0.0) is None
+
+
+def test_the_host_that_has_used_least_goes_first_then_its_client() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.charge(Client("busy", "busy:1"), 5.0, 0.0)
+    queue.charge(Client("h", "h:1"), 1.0, 0.0)
+    put(queue, "from a new connection of a busy host", host="busy", port=2)
+    put(queue, "from a client that used some")
+    put(queue, "from its neighbour", port=2, size=50)
+    put(queue, "from a newcomer", host="new", size=99)
+    assert order(queue) == [
+        "from a newcomer",
+        "from its neighbour",
+        "from a client that used some",
+        "from a new connection of a busy host",
+    ]
+
+
+def test_a_crowd_of_slow_clients_does_not_delay_another() -> None:
+    queue: FairQueue[str] = FairQueue()
+    slow = [Client("crowd", f"crowd:{port}") for port in range(24)]
+    for number, client in enumerate(slow):
+        queue.put(f"slow {number}", client, 10, 1.0)
+    served = []
+    for step in range(30):
+        taken = queue.take(float(step))
+        assert taken is not None
+        item, client = taken
+        served.append(item)
+        queue.charge(client, 0.5, float(step))
+        queue.put(item, client, 10, 1.0)  # each asks again at once
+        if step == 10:
+            queue.put("quick", Client("crowd", "crowd:99"), 500, 1.0)
+    # Within the crowd's own host, too: its connection has used nothing yet, as those that were not served once.
+    assert "quick" in served[11 : 11 + len(slow)]
+    put(queue, "other", host="other", size=1000)
+    assert order(queue, 30.0)[0] == "other"
+
+
+def test_use_is_forgotten() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.charge(Client("a", "a:1"), 4.0, 0.0)
+    queue.charge(Client("b", "b:1"), 1.5, HALF_LIFE_S)
+    put(queue, "a", host="a")
+    put(queue, "b", host="b")
+    assert order(queue, HALF_LIFE_S) == ["b", "a"]
+    put(queue, "a", host="a")
+    put(queue, "b", host="b")
+    queue.charge(Client("b", "b:1"), 2.0, HALF_LIFE_S)
+    assert order(queue, HALF_LIFE_S) == ["a", "b"]
+
+
+def test_a_client_a_host_and_all_have_limits() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(MAX_OF_CLIENT):
+        put(queue, "x")
+    with pytest.raises(Overloaded, match=f"{MAX_OF_CLIENT} grammars of this client wait"):
+        put(queue, "x")
+    for port in range(2, 2 + MAX_OF_HOST - MAX_OF_CLIENT):
+        put(queue, "x", port=port)
+    with pytest.raises(Overloaded, match=f"{MAX_OF_HOST} grammars of this client's host"):
+        put(queue, "x", port=5000)
+    for number in range(MAX_WAITING - MAX_OF_HOST):
+        put(queue, "x", host=f"h{number}")
+    with pytest.raises(Overloaded, match=f"{MAX_WAITING} grammars of all clients"):
+        put(queue, "x", host="late")
+    assert len(order(queue)) == MAX_WAITING
+    put(queue, "x")
+    assert len(queue) == 1
+
+
+def test_accounts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_queue, "MAX_ACCOUNTS", 8)
+    queue: FairQueue[str] = FairQueue()
+    for number in range(100):
+        queue.charge(Client(f"h{number}", f"h{number}:1"), 0.1 if number else 9.0, 0.0)
+    assert len(queue._accounts) <= 8
+    put(queue, "large", host="h0")
+    put(queue, "new", host="n")
+    assert order(queue) == ["new", "large"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("ipv4:10.0.0.1:4321", "10.0.0.1"),
+        ("ipv6:%5B::1%5D:4321", "::1"),
+        ("ipv6:[2001:db8:1:2:3:4:5:6]:4321", "2001:db8:1:2::/64"),
+        ("unix:/tmp/socket", "unix:/tmp/socket"),
+        ("odd", "odd"),
+    ],
+)
+def test_a_host_is_read_from_a_peer(peer: str, host: str) -> None:
+    assert client_of(peer) == Client(host, peer)
