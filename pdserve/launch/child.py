@@ -11,11 +11,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, final
 
 from pdserve.config import without_secrets
 from pdserve.core.errors import PdserveError
+from pdserve.launch.open_ports import session_of
 
 TAIL_LINES: Final = 40
 MAX_LINE_BYTES: Final = 1 << 16
@@ -148,12 +148,9 @@ class Child:
 
 def end_session(leader_pid: int) -> None:
     """Kills what still runs in the session that an ended child has led. Linux only; no-op elsewhere."""
-    for entry in Path("/proc").glob("[0-9]*"):
+    for pid in session_of(leader_pid):
         with contextlib.suppress(OSError):
-            # pid (name) state ppid pgrp session; the name may hold anything.
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == leader_pid and fields[0] != "Z":
-                os.kill(int(entry.name), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
 def outcome(code: int) -> str:

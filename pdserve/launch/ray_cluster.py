@@ -12,35 +12,29 @@ import dataclasses
 import importlib
 import os
 import re
-import secrets
 import signal
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, final
 
 from pdserve.config import REDIS_ENV, SECRET_ENV, WorkerConfig, forget_secrets, from_env, parse_flags, to_env, to_flags
 from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.launch import own_ray
 from pdserve.launch.child import StartFailed
+from pdserve.launch.open_ports import listeners, session_of
 from pdserve.launch.spec import MODULES, ClusterSpec, worker_config
 from pdserve.launch.with_ray import spec_from_json
+from pdserve.owned_folder import OwnedFolder
 
-if __name__ == "__main__":
-    # Ray reads these while it is imported, for itself and for what it starts here.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+if __name__ == "__main__":  # before the import of ray, which reads its environment then
+    FOLDER: OwnedFolder | None = None
     if sys.argv[1]:
-        # Ray asks for a token where one has been made, but does not send it unless it is told to.
-        if (Path.home() / ".ray" / "auth_token").exists() or os.environ.get("RAY_AUTH_TOKEN"):
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
+        own_ray.join(os.environ)
     else:
-        # Its ports are open to other hosts and run what they are told: only who holds this token may ask.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        # By default a raylet ends, and its actors with it, a minute after the control plane went away.
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
+        FOLDER = own_ray.confine(os.environ)
 
 import ray
 from ray.util.placement_group import placement_group
@@ -99,11 +93,13 @@ class WorkerActor:
 
 @final
 class Driver:
-    """Owns the actors. `address` is of a Ray cluster; empty starts one on this host."""
+    """Owns the actors. `address` is of a Ray cluster; empty starts one on this host, which keeps its files in
+    `folder`."""
 
-    def __init__(self, spec: ClusterSpec, address: str) -> None:
+    def __init__(self, spec: ClusterSpec, address: str, folder: OwnedFolder | None) -> None:
         self._spec = spec
         self._address = address
+        self._folder = folder
         self._configs = {spec.worker_ids[index]: worker_config(spec, index) for index in range(len(spec.worker_ids))}
         self._actors: dict[str, Any] = {}
         self._last: dict[str, Health] = {}
@@ -117,6 +113,8 @@ class Driver:
             began_s = time.monotonic()
             work()
             tell(name.replace(" ", "_"), f"took {time.monotonic() - began_s:.2f} s")
+        for warning in own_ray.warnings(os.environ, self._open_ports(), is_own=not self._address):
+            tell("ray", warning)
         return str(ray.get_runtime_context().gcs_address)
 
     def reconcile(self, stop: threading.Event) -> None:
@@ -142,6 +140,8 @@ class Driver:
         ending = threading.Thread(target=self._give_back, daemon=True)
         ending.start()
         ending.join(GIVE_BACK_S)
+        if self._folder is not None:
+            self._folder.remove()
         if ending.is_alive():
             os._exit(0)
 
@@ -163,10 +163,19 @@ class Driver:
                 log_to_driver=False,
                 logging_level="ERROR",
                 object_store_memory=_OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=None if self._folder is None else own_ray.temp_dir(self._folder),
             )
         self._is_on_many_hosts = sum(bool(node["Alive"]) for node in ray.nodes()) > 1
         if self._is_on_many_hosts and _LOOPBACK.match(self._spec.redis):
             raise ConfigError("redis", self._spec.redis, "a URL that every host of the Ray cluster reaches")
+
+    def _open_ports(self) -> list[str]:
+        """Of our own Ray what the kernel tells; of another one where its nodes say that they listen."""
+        if not self._address:
+            return [str(one) for one in listeners(session_of(os.getpid())) if not one.is_on_loopback]
+        nodes = [node for node in ray.nodes() if node["Alive"] and not node["NodeManagerAddress"].startswith("127.")]
+        return [f"raylet on {node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in nodes]
 
     def _place(self) -> None:
         bundle = {"CPU": WORKER_CPUS, **({"GPU": 1.0} if self._needs_gpu() else {})}
@@ -251,8 +260,8 @@ def last_line(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def main(address: str, spec: str) -> int:
-    driver = Driver(spec_from_json(spec, from_env(SECRET_ENV), from_env(REDIS_ENV)), address)
+def main(address: str, spec: str, folder: OwnedFolder | None) -> int:
+    driver = Driver(spec_from_json(spec, from_env(SECRET_ENV), from_env(REDIS_ENV)), address, folder)
     forget_secrets()  # what Ray starts here would inherit them; actors are given theirs
     stop = threading.Event()
     try:
@@ -260,6 +269,8 @@ def main(address: str, spec: str) -> int:
     except Exception as error:  # Ray raises RuntimeError, ConnectionError, RayError and its own ValueErrors
         mode = os.environ.get("RAY_AUTH_MODE", "unset")
         hint = f" (RAY_AUTH_MODE is {mode} here; it must be as on the cluster)" if address else ""
+        if folder is not None:
+            hint = f" (until the next start, Ray's logs are in {folder.path})"
         sys.stderr.write(f"error: {last_line(error)}{hint}\n")
         return 1
     # Only now: Ray has set handlers of its own, which end the process.
@@ -273,4 +284,4 @@ def main(address: str, spec: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.argv[2], FOLDER))

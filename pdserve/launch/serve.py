@@ -17,6 +17,7 @@ from pdserve.launch.report import Report
 from pdserve.launch.settings import Asked
 from pdserve.launch.spec import ClusterSpec
 from pdserve.launch.with_ray import RayCluster
+from pdserve.owned_folder import sweep
 
 INTERRUPTED: Final = 130
 
@@ -37,6 +38,8 @@ async def serve(asked: Asked) -> int:
     stop, hurry = asyncio.Event(), asyncio.Event()
     _on_signals(stop, hurry)
     report = Report(asked.log_dir)
+    if swept := sweep():  # of launchers that were killed
+        report.say("launcher", f"removed {len(swept)} temporary folders that have no owner")
     cluster = _cluster(asked, report)
     is_graceful = False
     try:

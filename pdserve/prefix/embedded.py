@@ -19,13 +19,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import deque
 from pathlib import Path
 from typing import Final, Self, final
 
 from pdserve.core.errors import ConfigError, Unavailable, port_in_use
+from pdserve.owned_folder import OwnedFolder
 
 START_S: Final = 10.0
 STOP_S: Final = 5.0
@@ -50,7 +50,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 class EmbeddedRedis:
     """Started by start(); `url` is what PDSERVE_REDIS takes."""
 
-    def __init__(self, server: _Server, url: str, port: int, password: str, folder: Path | None) -> None:
+    def __init__(self, server: _Server, url: str, port: int, password: str, folder: OwnedFolder | None) -> None:
         self._process, self._folder = server.process, folder
         self.url = url
         self.port = port  # 0 on a unix socket
@@ -84,10 +84,10 @@ class EmbeddedRedis:
 
     @classmethod
     def _start_on_socket(cls, binary: str) -> Self:
-        folder = Path(tempfile.mkdtemp(prefix="pdserve-redis-"))  # mode 0700: the socket is ours alone
-        path = folder / "redis.sock"
+        folder = OwnedFolder.make("redis")  # mode 0700: the socket is ours alone
+        path = folder.path / "redis.sock"
         try:
-            server = _Server(binary, ["port 0", f'unixsocket "{path}"', "unixsocketperm 700", f'dir "{folder}"'])
+            server = _Server(binary, ["port 0", f'unixsocket "{path}"', "unixsocketperm 700", f'dir "{folder.path}"'])
             return cls(server, f"unix://{path}", 0, "", folder)._once_ready(server)
         except _Ended as error:
             raise error.as_config_error("redis socket", path) from error
@@ -124,7 +124,7 @@ class EmbeddedRedis:
             except subprocess.TimeoutExpired:
                 self.kill()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     def __enter__(self) -> Self:
         return self

@@ -11,36 +11,36 @@ import pytest
 
 from pdserve import Client
 from pdserve.client.results import Completion
+from pdserve.launch.open_ports import listeners, session_of
 from pdserve.launch.running import Running
 from pdserve.launch.spec import ClusterSpec, Kind, Value
 from pdserve.launch.with_ray import spec_from_json, spec_to_json
 
 from .conftest import WAIT_S, is_alive, until
 
+SECRET = "a secret of this cluster alone"
 PROMPT = "a prompt that is longer than what a decode worker reads itself"
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Running]:
-    with Running.start("--model", "toy", "--ray", "--prefill", "2", "--decode", "2") as running:
+    flags = ("--model", "toy", "--ray", "--prefill", "2", "--decode", "2")
+    with Running.start(*flags, env={"PDSERVE_TOKEN": "", "PDSERVE_CLUSTER_SECRET": SECRET}) as running:
         yield running
+
+
+def ray_folder(cluster: Running) -> Path:
+    """Of the token that its control plane reads."""
+    for pid in session_of(cluster.pid("ray")):
+        for one in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if one.startswith(b"RAY_AUTH_TOKEN_PATH="):
+                return Path(one.partition(b"=")[2].decode()).parent
+    raise AssertionError("no process of Ray reads a token from a file")
 
 
 def ask(cluster: Running, max_tokens: int = 8) -> Completion:
     with Client(cluster.target) as client:
         return client.generate(PROMPT, max_tokens=max_tokens, temperature=0)
-
-
-def in_session(leader_pid: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == leader_pid and fields[0] != "Z":
-            found.append(int(entry.name))
-    return found
 
 
 def test_two_of_each_role_are_placed_and_answer(cluster: Running) -> None:
@@ -50,6 +50,26 @@ def test_two_of_each_role_are_placed_and_answer(cluster: Running) -> None:
         assert len(topology.of_role("decode")) == 2
     assert len(ask(cluster).token_ids) == 8
     assert "(2 prefill, 2 decode, " in cluster.ready_line
+
+
+def test_ray_listens_on_loopback_alone(cluster: Running) -> None:
+    found = listeners(session_of(cluster.pid("ray")))
+    assert {"gcs_server", "raylet"} <= {one.process for one in found}
+    assert [str(one) for one in found if not one.is_on_loopback] == []
+    assert not any("WARNING" in line for line in cluster.lines)
+
+
+def test_ray_asks_for_a_token_that_only_this_user_can_read(cluster: Running) -> None:
+    folder = ray_folder(cluster)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "auth_token").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_ray_starts_inherits_no_secret(cluster: Running) -> None:
+    """Actors are given theirs as arguments."""
+    for pid in set(session_of(cluster.pid("ray"))) - {cluster.pid("ray")}:
+        assert SECRET.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+        assert b"redis://" not in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @pytest.mark.parametrize("name", ["p1", "d1"])
@@ -72,16 +92,17 @@ def test_a_killed_actor_comes_back_under_its_id_as_a_new_incarnation(cluster: Ru
 
 def test_losing_the_control_plane_stops_no_request_and_no_process_is_left(cluster: Running) -> None:
     """The last test of the file: it ends the cluster."""
-    pids = cluster.pids()
-    members = in_session(pids["ray"])
+    pids, folder = cluster.pids(), ray_folder(cluster)
+    members = session_of(pids["ray"])
     [control] = [pid for pid in members if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]]
     os.kill(control, signal.SIGKILL)
     until(lambda: not is_alive(control))
     for _ in range(10):
         assert len(ask(cluster).token_ids) == 8
-    members += in_session(pids["ray"])
+    members += session_of(pids["ray"])
     assert cluster.stop() == 0
     until(lambda: not any(is_alive(pid) for pid in {*pids.values(), *members}), WAIT_S)
+    assert not folder.exists()
 
 
 def test_the_router_s_secret_is_not_on_the_driver_s_command_line() -> None:

@@ -1,0 +1,69 @@
+"""How a Ray that `up --ray` starts for itself is confined to this host and this user. Imports no ray.
+
+Its processes listen on loopback, ask for a token, and keep their sockets, logs and token in a folder of mode 0700.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Final
+
+from pdserve.config import RAY_TOKEN_ENV
+from pdserve.owned_folder import SHORT, OwnedFolder, sweep
+
+TOKEN_PATH_ENV: Final = "RAY_AUTH_TOKEN_PATH"
+MODE_ENV: Final = "RAY_AUTH_MODE"
+# Ray names sockets PARENT/pdserve-run-ray-XXXXXXXX/r/session_DATE_TIME_PID/sockets/plasma_store, of at most 107 bytes.
+_LONGEST_PARENT: Final = 12
+
+
+def confine(environ: MutableMapping[str, str]) -> OwnedFolder:
+    """Sets what Ray reads while it is imported, for itself and for what it starts; returns its temporary folder."""
+    parent = Path(tempfile.gettempdir())
+    sweep()
+    folder = OwnedFolder.make("ray", parent if len(str(parent)) <= _LONGEST_PARENT else SHORT)
+    environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Without clusters Ray takes 127.0.0.1 as the address of its node, and every server of it listens there alone.
+    # With them it looks for another address, also where _node_ip_address names this one.
+    environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    # By default a raylet ends, and its actors with it, a minute after the control plane went away.
+    environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
+    environ.setdefault(MODE_ENV, "token")
+    token = folder.path / "auth_token"
+    descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+    environ.pop(RAY_TOKEN_ENV, None)
+    environ[TOKEN_PATH_ENV] = str(token)
+    return folder
+
+
+def temp_dir(folder: OwnedFolder) -> str:
+    """A folder inside, since Ray opens its own to all users."""
+    return str(folder.path / "r")
+
+
+def join(environ: MutableMapping[str, str]) -> None:
+    """The same for a Ray that others have started, without a folder: Ray sends a token only where it is told to."""
+    environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    held = environ.get(RAY_TOKEN_ENV) or environ.get(TOKEN_PATH_ENV)
+    if held or (Path.home() / ".ray" / "auth_token").exists():
+        environ.setdefault(MODE_ENV, "token")
+
+
+def warnings(environ: MutableMapping[str, str], open_ports: list[str], *, is_own: bool) -> list[str]:
+    """What others can reach, in words for the operator. Pure but for its arguments."""
+    found = []
+    if open_ports:
+        reach = "others can reach these ports of Ray: "
+        found.append(f"WARNING: {reach}{', '.join(open_ports)}; protect them with a firewall")
+    if environ.get(MODE_ENV) != "token" and (is_own or open_ports):
+        found.append(
+            f"WARNING: Ray asks for no token ({MODE_ENV} is {environ.get(MODE_ENV) or 'unset'}): who reaches its ports "
+            f"can run any program as this user; set {MODE_ENV}=token on every host"
+        )
+    return found

@@ -1,0 +1,100 @@
+"""Temporary folders whose owner may be killed, in a folder that others may write to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve import owned_folder
+from pdserve.owned_folder import OwnedFolder, sweep
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="locks files")
+
+
+@pytest.fixture
+def orphan(tmp_path: Path) -> Path:
+    """The folder of a process that was killed."""
+    code = (
+        "import sys, pathlib; from pdserve.owned_folder import OwnedFolder as F; "
+        "f = F.make('ray', pathlib.Path(sys.argv[1])); (f.path / 'file').write_text('x'); "
+        "print(f.path, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        folder = Path(owner.stdout.readline().strip())
+        assert sweep(tmp_path) == [], "its owner lives"
+        owner.kill()
+    assert (folder / "file").exists()
+    return folder
+
+
+def test_the_folder_of_a_killed_owner_is_removed(orphan: Path) -> None:
+    assert sweep(orphan.parent) == [orphan]
+    assert not orphan.exists()
+
+
+def test_a_living_owner_keeps_its_folder_and_removes_it(tmp_path: Path) -> None:
+    folder = OwnedFolder.make("ray", tmp_path)
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    assert sweep(tmp_path) == []
+    folder.remove()
+    folder.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_links_are_not_followed(orphan: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    precious = tmp_path_factory.mktemp("precious")
+    (precious / "owner.lock").touch()
+    (precious / "kept").touch()
+    precious.chmod(0o700)
+    (orphan / "link").symlink_to(precious)
+    trap = orphan.parent / "pdserve-run-ray-trap"
+    trap.symlink_to(precious)
+    inner = orphan.parent / "pdserve-run-ray-inner"
+    inner.mkdir(mode=0o700)
+    (inner / "owner.lock").symlink_to(precious / "owner.lock")
+    assert sweep(orphan.parent) == [orphan]
+    assert trap.is_symlink()
+    assert inner.exists()
+    assert (precious / "kept").exists()
+
+
+def test_folders_that_others_may_write_to_are_left(orphan: Path) -> None:
+    orphan.chmod(0o770)
+    assert sweep(orphan.parent) == []
+
+
+def test_folders_of_others_are_left(orphan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: orphan.stat().st_uid + 1)
+    assert sweep(orphan.parent) == []
+
+
+def test_other_folders_are_left(tmp_path: Path) -> None:
+    (tmp_path / "else").mkdir()
+    (tmp_path / "pdserve-bench-x").mkdir(mode=0o700)
+    (tmp_path / "pdserve-run-file-x").touch()
+    assert sweep(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_folder_that_was_never_locked_is_removed_once_it_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "pdserve-run-ray-x"
+    folder.mkdir(mode=0o700)
+    assert sweep(tmp_path) == []
+    os.utime(folder, (0, 0))
+    assert sweep(tmp_path) == [folder]
+
+
+def test_a_folder_that_a_sweep_removes_at_once_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    takes = iter([False, True])
+    monkeypatch.setattr(owned_folder, "_take", lambda lock: next(takes))
+    folder = OwnedFolder.make("ray", tmp_path)
+    assert folder.path.is_dir()
