@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BASE = "f1731c4195571a21d483943afbd5e63c25b50aed"
+BASE = "de85789515d04fb5077bd5ce6d312d02f26b39c4"
 MAX_CHARS = 72
 SUBJECT = re.compile(r"[a-z][a-z0-9_./ -]*: (?P<what>\S.*)")
 PLACEHOLDERS = {"wip", "x", "tmp", "temp", "todo", "fixup", "squash"}
