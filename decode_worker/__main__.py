@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from decode_worker.program import make_host
 from pdserve.config import WorkerConfig
-from pdserve.program import run
+from pdserve.program import Host, run
+
+
+def make(config: WorkerConfig) -> Host:
+    from decode_worker.program import make_host  # here: flags are read without the packages of the extra `server`
+
+    return make_host(config)
+
 
 if __name__ == "__main__":
-    sys.exit(run("decode_worker", WorkerConfig, make_host, sys.argv[1:]))
+    sys.exit(run("decode_worker", WorkerConfig, make, sys.argv[1:]))

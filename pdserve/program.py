@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 from pdserve.config import Config, RouterConfig, forget_secrets, parse_flags
 from pdserve.core.errors import PdserveError
+from pdserve.core.extras import missing
 from pdserve.telemetry.logs import log_to_stderr
 
 USAGE_EXIT_CODE: Final = 2
@@ -42,6 +43,11 @@ def run(name: str, kind: type[Config], make_host: Callable[[Config], Host], argv
         address = host.start()
     except PdserveError as error:
         sys.stderr.write(f"{name}: {error.message}\n")
+        return USAGE_EXIT_CODE
+    except ModuleNotFoundError as error:  # an extra that is not installed
+        if (absent := missing(error)) is None:
+            raise
+        sys.stderr.write(f"{name}: {absent.message}\n")
         return USAGE_EXIT_CODE
     # What there is by now (modules, tokenizer, weights) stays: the collector need not look through it again and again.
     gc.collect()

@@ -5,8 +5,14 @@ from __future__ import annotations
 import sys
 
 from pdserve.config import WorkerConfig
-from pdserve.program import run
-from prefill_worker.program import make_host
+from pdserve.program import Host, run
+
+
+def make(config: WorkerConfig) -> Host:
+    from prefill_worker.program import make_host  # here: flags are read without the packages of the extra `server`
+
+    return make_host(config)
+
 
 if __name__ == "__main__":
-    sys.exit(run("prefill_worker", WorkerConfig, make_host, sys.argv[1:]))
+    sys.exit(run("prefill_worker", WorkerConfig, make, sys.argv[1:]))

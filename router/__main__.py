@@ -5,8 +5,14 @@ from __future__ import annotations
 import sys
 
 from pdserve.config import RouterConfig
-from pdserve.program import run
-from router.program import make_router
+from pdserve.program import Host, run
+
+
+def make(config: RouterConfig) -> Host:
+    from router.program import make_router  # here: flags are read without the packages of the extra `server`
+
+    return make_router(config)
+
 
 if __name__ == "__main__":
-    sys.exit(run("router", RouterConfig, make_router, sys.argv[1:]))
+    sys.exit(run("router", RouterConfig, make, sys.argv[1:]))

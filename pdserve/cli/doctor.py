@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 from pdserve.core.errors import PdserveError
+from pdserve.core.extras import EXTRAS, advice, missing
+from pdserve.text.tokenizer import TOYS
 
 HELP = "check whether this host can run a cluster"
 Level = Literal["ok", "warn", "fail"]
@@ -32,30 +34,42 @@ class Finding:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="DIR", help="look at this folder (the bundled model)")
+    parser.add_argument("--model", metavar="DIR", help="look at this folder, or toy; the bundled model when absent")
     parser.add_argument("--port", type=int, default=50051, help="look whether this port is free (50051)")
 
 
 def run(args: argparse.Namespace) -> int:
     checks: list[Callable[[], Iterator[Finding]]] = [
         _python,
-        _packages,
+        lambda: _packages(args.model),
         _memory,
         _limits,
         lambda: _port(args.port),
         _shm,
         _redis,
-        _torch,
+        lambda: _torch(args.model),
         lambda: _model(args.model),
     ]
     findings = []
     for check in checks:
-        for finding in check():
+        for finding in _found(check):
+            if any(known.level == "fail" and known.name == finding.name for known in findings):
+                continue  # one thing to repair
             findings.append(finding)
             print(line(finding), flush=True)
     worst = [finding for finding in findings if finding.level == "fail"]
     print(f"{len(worst)} to repair" if worst else "this host can run a cluster")
     return 1 if worst else 0
+
+
+def _found(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What a check finds; that a package is missing which the check itself needs is a finding too."""
+    try:
+        yield from check()
+    except ModuleNotFoundError as error:
+        if (absent := missing(error)) is None:
+            raise
+        yield Finding("fail", absent.field, "needed, and not installed", advice(EXTRAS[absent.field]))
 
 
 def line(finding: Finding) -> str:
@@ -67,23 +81,26 @@ def _python() -> Iterator[Finding]:
     yield Finding("ok", "python", f"{platform.python_version()} on {platform.machine()}")
 
 
-_PACKAGES: Final[tuple[tuple[str, Level, str], ...]] = (
-    ("grpcio", "fail", "pip install pdserve"),
-    ("protobuf", "fail", "pip install pdserve"),
-    ("tokenizers", "fail", "pip install 'pdserve[server]'"),
-    ("redis", "fail", "pip install 'pdserve[server]'"),
-    ("xxhash", "warn", "pip install 'pdserve[server]'"),
-    ("ray", "warn", "needed by up --ray alone: pip install 'pdserve[ray]'"),
-    ("opentelemetry-sdk", "warn", "needed by --otlp alone: pip install 'pdserve[otel]'"),
+_PACKAGES: Final[tuple[tuple[str, Level, str], ...]] = (  # distribution, level where it is absent, advice
+    ("grpcio", "fail", advice("")),
+    ("protobuf", "fail", advice("")),
+    ("tokenizers", "fail", advice("server")),
+    ("redis", "fail", advice("server")),
+    ("grpcio-health-checking", "fail", advice("server")),
+    ("xxhash", "warn", advice("server")),
+    ("ray", "warn", f"needed by up --ray alone: {advice('ray')}"),
+    ("opentelemetry-sdk", "warn", f"needed by --otlp alone: {advice('otel')}"),
 )
+_NOT_FOR_TOYS: Final = ("tokenizers",)
 
 
-def _packages() -> Iterator[Finding]:
-    for name, level, advice in _PACKAGES:
+def _packages(model: str | None) -> Iterator[Finding]:
+    for name, level, text in _PACKAGES:
         try:
             yield Finding("ok", name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(level, name, "not installed", advice)
+            is_needed = model not in TOYS or name not in _NOT_FOR_TOYS
+            yield Finding(level if is_needed else "warn", name, "not installed", text)
 
 
 def _memory() -> Iterator[Finding]:
@@ -132,17 +149,16 @@ def _redis() -> Iterator[Finding]:
         binary = server_binary()
         done = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True)
     except (PdserveError, OSError, subprocess.SubprocessError) as error:
-        yield Finding("warn", "redis", f"no server binary ({error})", "give up --redis URL")
+        yield Finding("warn", "redis-server", f"no server binary ({error})", "give up --redis URL")
     else:
         version = next((word[2:] for word in done.stdout.split() if word.startswith("v=")), "?")
-        yield Finding("ok", "redis", f"server {version}, {binary}")
+        yield Finding("ok", "redis-server", f"{version}, {binary}")
 
 
-def _torch() -> Iterator[Finding]:
+def _torch(model: str | None) -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
-        yield Finding(
-            "fail", "torch", "not installed", "pip install 'pdserve[server]'; without it only --model toy runs"
-        )
+        level: Level = "warn" if model in TOYS else "fail"
+        yield Finding(level, "torch", "not installed", f"{advice('server')}; without it only --model toy runs")
         return
     try:
         import torch
@@ -164,10 +180,13 @@ def _model(asked: str | None) -> Iterator[Finding]:
     from pdserve.launch.settings import bundled_model
     from pdserve.text.tokenizer import load_tokenizer
 
+    if asked in TOYS:
+        yield Finding("ok", "model", f"{asked}: made up, without weights or tokenizer")
+        return
     try:
         folder = Path(asked) if asked else bundled_model()
         if not folder.is_dir():
-            yield Finding("fail", "model", f"{folder} is no folder", "give a Hugging Face checkpoint with --model")
+            yield Finding("fail", "model", f"{folder} is no folder", "give a checkpoint's folder or toy with --model")
             return
         read_config(folder)
         checkpoint = open_checkpoint(folder)

@@ -15,6 +15,7 @@ from typing import Final, NoReturn
 import pdserve
 from pdserve.cli import chat, doctor, explain, generate, plan, replay, simulate, topology, up
 from pdserve.core.errors import PdserveError, Unauthenticated
+from pdserve.core.extras import missing
 
 COMMANDS: Final = {
     "up": up,
@@ -51,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except PdserveError as error:
         print(f"pdserve {args.command}: error: {one_line(error)}{hint(error)}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:  # an extra that is not installed
+        if (absent := missing(error)) is None:
+            raise
+        print(f"pdserve {args.command}: error: {one_line(absent)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.extras import advice
 from pdserve.core.urls import place
 from pdserve.launch.degraded import degradations
 from pdserve.launch.local import LocalCluster
@@ -73,7 +74,7 @@ def _cluster(asked: Asked, report: Report) -> Cluster:
     if asked.ray is None:
         return LocalCluster(asked.spec, report)
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("ray", "no module ray", "pip install 'pdserve[ray]'")
+        raise ConfigError("ray", "no such package", f"the extra ray: {advice('ray')}")
     return RayCluster(asked.spec, asked.ray, report)
 
 

