@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-newest mutants test-slow fault-storm kill-storm model protocol-coverage check format proto bench clean
+.PHONY: demo test test-newest test-isa mutants test-slow fault-storm kill-storm model protocol-coverage check format proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -19,6 +19,11 @@ test-newest:
 	@newest=$$($(PYTHON) scripts/python.py newest); \
 	if [ -z "$$newest" ]; then echo "no Python here that the pins support" >&2; exit 1; fi; \
 	echo "testing with $$newest"; $(MAKE) test VENV=.venv-newest PYTHON="$$newest"
+
+# Exactness, engine and transfer with instruction sets turned down: to AVX2, and to the oldest x86-64 that torch supports.
+# Two or three times as long as these tests take alone; the machine's own sets are what `make test` uses.
+test-isa: $(STAMP)
+	$(BIN)/python -m tests.isa $(ARGS)
 
 # What is too long or too heavy for every run: Redis away for a minute.
 test-slow: $(STAMP)

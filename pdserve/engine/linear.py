@@ -18,6 +18,7 @@ A token's scale comes from itself alone, so company never moves another row's re
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Final, Literal, Protocol, final
 
 import torch
@@ -118,28 +119,44 @@ class Int8Linear:
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         quantised_TK, scale_T1 = quantise(x_TK)
-        out_TN: Tensor = torch.ops.onednn.qlinear_pointwise(
-            quantised_TK,
-            1.0,
-            rows.ZERO_POINT,
-            self._packed,
-            self._scale_N,
-            self._zero_N,
-            None,  # the bias comes after the tokens' scales
-            1.0,
-            0,
-            torch.float32,
-            "none",
-            [],
-            "",
-        )
+        out_TN = _int8_product(quantised_TK, rows.ZERO_POINT, self._packed, self._scale_N, self._zero_N)
         out_TN.mul_(scale_T1)
         return out_TN if self._bias_N is None else out_TN.add_(self._bias_N)
 
 
+def _int8_product(x_TK: Tensor, zero_point: int, packed: Tensor, scale_N: Tensor, zero_N: Tensor) -> Tensor:
+    """[T, N] in float32; a bias comes after the tokens' scales."""
+    out_TN: Tensor = torch.ops.onednn.qlinear_pointwise(
+        x_TK, 1.0, zero_point, packed, scale_N, zero_N, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return out_TN
+
+
+@cache
 def weight_levels() -> int:
-    """The largest integer of a weight: without VNNI two products are summed in 16 bits, which 63 cannot overflow."""
-    return rows.LEVELS if torch.cpu._is_vnni_supported() else rows.LEVELS // 2
+    """The largest integer of a weight: without VNNI two products are summed in 16 bits, which 63 cannot overflow.
+
+    A CPU may have VNNI and oneDNN be kept from it (ONEDNN_MAX_CPU_ISA), so it is tried out as well.
+    """
+    is_wide = torch.cpu._is_vnni_supported() and is_exact(rows.LEVELS)
+    return rows.LEVELS if is_wide else rows.LEVELS // 2
+
+
+def is_exact(level: int) -> bool:
+    """Whether the largest activations times weights of this level add up, for few rows and for many."""
+    num_inputs, num_outputs, most = 256, 64, 255
+    weight_NK = torch.full((num_outputs, num_inputs), level, dtype=torch.int8)
+    packed = torch.ops.onednn.qlinear_prepack(weight_NK, None)
+    scale_N, zero_N = torch.ones(num_outputs), torch.zeros(num_outputs, dtype=torch.int64)
+    return all(
+        bool(
+            (
+                _int8_product(torch.full((num_rows, num_inputs), most, dtype=torch.uint8), 0, packed, scale_N, zero_N)
+                == most * level * num_inputs
+            ).all()
+        )
+        for num_rows in _TRIED_ROWS
+    )
 
 
 def round_weights(weight_NK: Tensor) -> tuple[Tensor, Tensor]:

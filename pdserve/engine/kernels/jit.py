@@ -28,6 +28,17 @@ def is_available() -> bool:
     return numba is not None
 
 
+def target() -> tuple[str, str]:
+    """The CPU that kernels are compiled for, and its features as "+avx2,-amx-tile"; numba's files are kept by both.
+
+    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES may name less than this machine has.
+    """
+    from numba.core.registry import cpu_target
+
+    _, name, features = cpu_target.target_context.codegen().magic_tuple()
+    return name, features
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as machine code, kept on disk between runs where a folder can be written; itself without numba."""
     if numba is None:

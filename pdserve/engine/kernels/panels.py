@@ -205,10 +205,15 @@ class Panels:
         return out_MN
 
 
+def is_supported() -> bool:
+    """Whether the registers are wide enough, on this CPU and in what numba compiles for."""
+    return torch.cpu._is_avx512_supported() and "+avx512f" in jit.target()[1].split(",")
+
+
 def make_panels(packed: Tensor, num_outputs: int, num_inputs: int) -> Panels | None:
     """None where oneDNN on this machine packs or sums in another way, or the registers are too few for the kernel."""
     is_whole = num_outputs % PANEL == 0 and torch.ops.mkldnn._nbytes(packed) == 4 * num_outputs * num_inputs
-    if not is_whole or not torch.cpu._is_avx512_supported():
+    if not is_whole or not is_supported():
         return None
     shape = (num_outputs, num_inputs)
     if shape not in _chunk_of:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.engine.kernels import jit
+from pdserve.engine.kernels import panels
 from pdserve.engine.linear import (
     FixedRowsLinear,
     Int8Linear,
@@ -17,7 +17,9 @@ from pdserve.engine.linear import (
     make_invariant,
     make_linear,
     round_weights,
+    weight_levels,
 )
+from tests import isa
 
 SHAPES = [(64, 64), (768, 1280), (70, 129), (2048, 96), (33, 1)]
 
@@ -39,7 +41,7 @@ def test_packed_equals_plain_for_any_number_of_rows(num_inputs: int, num_outputs
 
 
 @pytest.mark.skipif(
-    not (jit.is_available() and torch.cpu._is_avx512_supported()), reason="few rows go through oneDNN on this machine"
+    bool(isa.level_of_this_process()) or not panels.is_supported(), reason="few rows go through oneDNN on this machine"
 )
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(768, 1280), (2048, 128), (320, 64), (96, 192)])
@@ -65,7 +67,7 @@ def test_few_rows_get_the_bits_of_onednn(num_inputs: int, num_outputs: int, num_
 def test_int8_is_the_product_of_the_rounded_numbers(num_inputs: int, num_outputs: int, has_bias: bool) -> None:
     weight, bias = tensors(num_inputs, num_outputs, has_bias=has_bias)
     linear = Int8Linear(*round_weights(weight), bias)
-    levels = 127 if torch.cpu._is_vnni_supported() else 63
+    levels = weight_levels()
     scale_N = weight.abs().amax(1) / levels
     weight_NK = (weight / scale_N[:, None]).round().double() * scale_N[:, None].double()
     for rows in (1, 4, 33):

@@ -1,0 +1,90 @@
+"""Instruction sets that are turned down stay down in every library, and what we choose follows them."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.engine import linear
+from pdserve.engine.kernels import jit, panels
+from tests import isa
+
+pytestmark = [
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are those of x86-64"),
+    pytest.mark.timeout(600),  # processes that import torch, on a machine that may be busy
+]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Each level in a process of its own, all with one folder of compiled kernels."""
+    folder = str(tmp_path_factory.mktemp("kernels"))
+    found = {level: isa.measure(level, NUMBA_CACHE_DIR=folder) for level in isa.LEVELS}
+    found["again"] = isa.measure("oldest", NUMBA_CACHE_DIR=folder)
+    return found
+
+
+@pytest.mark.parametrize("level", isa.LEVELS)
+def test_every_library_obeys_the_level(measured: dict[str, Any], level: str) -> None:
+    if level == "avx2" and not torch.cpu._is_avx2_supported():
+        pytest.skip("this CPU has no AVX2")
+    found = measured[level]
+    assert {name: found[name] for name in isa.EXPECTED[level]} == isa.EXPECTED[level]
+
+
+def test_kernels_on_disk_belong_to_the_cpu_that_they_were_compiled_for(measured: dict[str, Any]) -> None:
+    assert [measured[level]["is_cached"] for level in (*isa.LEVELS, "again")] == [False, False, True]
+
+
+@pytest.mark.skipif(not isa.level_of_this_process(), reason="not under `make test-isa`")
+def test_this_process_runs_at_the_level_that_was_asked_for() -> None:
+    expected = isa.EXPECTED[isa.level_of_this_process()]
+    assert torch.backends.cpu.get_cpu_capability() == expected["torch"]
+    assert jit.target()[0] == expected["numba"]
+
+
+OVERFLOW = """
+import torch
+torch.cpu._is_vnni_supported = lambda: True
+from pdserve.engine.linear import weight_levels
+print(weight_levels())
+"""
+
+
+def test_int8_weights_stay_small_where_onednn_is_kept_from_vnni() -> None:
+    """A CPU with VNNI says so whatever oneDNN may use; products of 127 would overflow 16 bits, silently."""
+    done = subprocess.run(
+        [sys.executable, "-c", OVERFLOW],
+        env=isa.environment("avx2", OMP_NUM_THREADS="1"),
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert (done.returncode, done.stdout) == (0, "63\n"), done.stderr
+
+
+def test_weights_use_all_levels_that_products_can_hold() -> None:
+    """What was chosen is exact here; a product one level above half would not be, where half was chosen."""
+    levels = linear.weight_levels()
+    assert levels in (63, 127)
+    assert linear.is_exact(levels)
+    if levels == 63 and not isa.level_of_this_process():
+        assert not (torch.cpu._is_vnni_supported() and linear.is_exact(127))
+
+
+def test_the_kernel_of_wide_registers_needs_them_in_numba_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+    monkeypatch.setattr(jit, "target", lambda: ("haswell", ""))
+    assert not panels.is_supported()
+    monkeypatch.setattr(jit, "target", lambda: ("skylake-avx512", "+avx2,+avx512f,-amx-tile"))
+    assert panels.is_supported()
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
+    assert not panels.is_supported()
