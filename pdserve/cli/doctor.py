@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         lambda: _torch(args.model),
         lambda: _model(args.model),
     ]
-    findings = []
+    findings: list[Finding] = []
     for check in checks:
         for finding in _found(check):
             if any(known.level == "fail" and known.name == finding.name for known in findings):
