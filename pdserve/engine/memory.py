@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from pdserve.core.errors import ConfigError
 from pdserve.engine.config import ModelConfig
+from pdserve.engine.host_limits import free_bytes
 from pdserve.engine.linear import Rounding
 from pdserve.engine.needs import Needs
 from pdserve.engine.parameters import build_weights
 from pdserve.engine.sharding import WHOLE, Shard
 
 _GB: Final = 1e9
-_PROC: Final = Path("/proc/meminfo")
-_CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, rounding: Rounding, shard: Shard = WHOLE) -> int:
@@ -42,30 +40,4 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    limits = (host_bytes(_PROC), cgroup_bytes(_CGROUP))
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def host_bytes(meminfo: Path) -> int | None:
-    """MemAvailable: what can be had without swapping, page cache included."""
-    for line in _lines(meminfo):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def cgroup_bytes(folder: Path) -> int | None:
-    """What a container may still take; pages of files that are cached there can be given back."""
-    limit = "".join(_lines(folder / "memory.max"))
-    used = "".join(_lines(folder / "memory.current"))
-    if not limit.isdigit() or not used.isdigit():
-        return None  # "max", or no such container
-    cached = sum(int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.startswith("inactive_file "))
-    return max(0, int(limit) - int(used) + cached)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
+    return free_bytes()

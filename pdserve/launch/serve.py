@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from pdserve.core.errors import ConfigError
 from pdserve.core.extras import advice
 from pdserve.core.urls import place
+from pdserve.launch.capacity import capacity_warnings
 from pdserve.launch.degraded import degradations
 from pdserve.launch.local import LocalCluster
 from pdserve.launch.report import Report
@@ -41,6 +42,9 @@ async def serve(asked: Asked) -> int:
     report = Report(asked.log_dir)
     if swept := sweep():  # of launchers that were killed
         report.say("launcher", f"removed {len(swept)} temporary folders that have no owner")
+    if not asked.ray:  # another Ray cluster has other hosts
+        for warning in await asyncio.to_thread(capacity_warnings, asked.spec):
+            report.say("launcher", warning)
     cluster = _cluster(asked, report)
     is_graceful = False
     try:

@@ -18,8 +18,12 @@ import pdserve
 from kvtransfer.faults import parse as parse_faults
 from pdserve.config import REDIS_ENV, SECRET_ENV, TOKEN_ENV, RouterConfig, WorkerConfig, from_env
 from pdserve.core.errors import ConfigError
+from pdserve.engine.config import read_config
+from pdserve.engine.host_limits import usable_cores
 from pdserve.launch.keys import KINDS, check_command_line, check_settings, check_top
 from pdserve.launch.spec import ClusterSpec, Process, processes
+from pdserve.text.chat import load_chat_template
+from pdserve.text.tokenizer import load_tokenizer
 from router.policy import POLICIES
 
 _OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load", "otlp")
@@ -63,6 +67,7 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
     if "otlp" in found:
         tables.setdefault("router", {}).setdefault("otlp", found["otlp"])
     if "record" in found:
+        _check_writable("record", Path(found["record"]).expanduser().absolute())
         # Absolute, since the router may run in another working directory.
         tables.setdefault("router", {}).setdefault("record", str(Path(found["record"]).expanduser().absolute()))
     if token := from_env(TOKEN_ENV):
@@ -70,7 +75,7 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
     found.setdefault("redis", from_env(REDIS_ENV))
     spec = ClusterSpec(
         model=_model(found.get("model"), is_here=not found.get("ray")),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=usable_cores(),
         gpus=_gpus(),
         inject_faults=faults,
         cluster_secret=from_env(SECRET_ENV) or secrets.token_hex(32),
@@ -102,8 +107,18 @@ def bundled_model() -> Path:
     return found[0]
 
 
+def _check_writable(name: str, file: Path) -> None:
+    """The router would say so only after the workers have loaded."""
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(name, file, "a file that can be written, in a folder that exists")
+
+
 def _model(asked: str | None, *, is_here: bool) -> str:
-    """Absolute, since actors do not share our working directory. A worker says what is wrong inside the folder."""
+    """Absolute, since actors do not share our working directory.
+
+    Raises ModelError where the folder has no config or no tokenizer that can be read: the router would need them only
+    after the workers have loaded their weights.
+    """
     if asked is None:
         return str(bundled_model())
     if asked in _TOY_MODELS:
@@ -111,6 +126,10 @@ def _model(asked: str | None, *, is_here: bool) -> str:
     folder = Path(asked).expanduser().absolute()
     if is_here and not folder.is_dir():
         raise ConfigError("model", asked, "a folder of a Hugging Face checkpoint, or toy")
+    if is_here:
+        read_config(folder)
+        load_tokenizer(str(folder))
+        load_chat_template(folder)
     return str(folder)
 
 

@@ -11,8 +11,9 @@ import torch
 from pdserve.core.errors import ConfigError
 from pdserve.engine import opening
 from pdserve.engine.config import read_config
+from pdserve.engine.host_limits import cgroup_bytes, free_bytes, host_bytes, usable_cores
 from pdserve.engine.interface import Engine
-from pdserve.engine.memory import available_bytes, cgroup_bytes, check_fits, host_bytes, weight_bytes
+from pdserve.engine.memory import available_bytes, check_fits, weight_bytes
 
 
 def test_the_estimate_counts_every_matrix(tiny: Callable[[str], Path]) -> None:
@@ -52,3 +53,26 @@ def test_memory_is_read_from_the_host_and_from_the_container(tmp_path: Path) -> 
     assert cgroup_bytes(tmp_path) is None
     seen = available_bytes(torch.device("cpu"))
     assert seen is None or seen > 0
+
+
+def test_the_tightest_group_counts(tmp_path: Path) -> None:
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (root / "user.slice/session").mkdir(parents=True)
+    (proc / "self/cgroup").write_text("0::/user.slice/session\n")
+    (proc / "meminfo").write_text("MemAvailable: 8 kB\n")
+    assert free_bytes(proc, root) == 8192
+    cores = usable_cores(proc, root)
+    (root / "user.slice/memory.max").write_text("5000\n")
+    (root / "user.slice/memory.current").write_text("1000\n")
+    (root / "user.slice/session/memory.max").write_text("max\n")
+    assert free_bytes(proc, root) == 4000
+    (root / "user.slice/session/cpu.max").write_text("max 100000\n")
+    assert usable_cores(proc, root) == cores
+    (root / "user.slice/cpu.max").write_text("50000 100000\n")
+    assert usable_cores(proc, root) == 1
+
+
+def test_a_system_that_says_nothing(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path, tmp_path) is None
+    assert usable_cores(tmp_path, tmp_path) >= 1

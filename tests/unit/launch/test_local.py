@@ -155,13 +155,13 @@ def test_a_killed_launcher_leaves_no_process_and_no_file_behind(tmp_path: Path) 
     assert not any("pdserve" in path.name for path in Path("/dev/shm").glob("*") if path.name not in shared)
 
 
-def test_a_worker_that_cannot_start_is_one_line_and_ends_the_launcher(tmp_path: Path) -> None:
-    done = up("--model", str(tmp_path))
+def test_a_worker_that_cannot_start_is_one_line_and_ends_the_launcher() -> None:
+    done = up("--set", "worker.kv_memory_bytes=1")
     assert done.returncode == 1
     assert done.stdout == ""
     last = done.stderr.splitlines()[-1]
     assert last.startswith("pdserve up: error: ")
-    assert "config.json" in last or "model" in last
+    assert "kv_memory_bytes: got 1, expected at least" in last
     assert "Traceback" not in done.stderr
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,10 @@ def test_without_a_model_the_bundled_one_is_served(tmp_path: Path) -> None:
     assert Path(read(folder=tmp_path).spec.model).name.startswith("stdlib-")
 
 
-def test_a_model_folder_is_made_absolute_since_actors_work_elsewhere(tmp_path: Path) -> None:
+def test_a_model_folder_is_made_absolute_since_actors_work_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(settings.bundled_model())
     assert read({"model": "."}, folder=tmp_path).spec.model == str(Path.cwd())
 
 
@@ -246,7 +250,7 @@ def test_an_unknown_policy_is_refused_before_anything_starts(tmp_path: Path) -> 
 def test_the_file_in_the_readme_is_one_that_can_be_read(tmp_path: Path) -> None:
     readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     [text] = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
-    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama").symlink_to(settings.bundled_model())
     spec = read(None, text.replace("/models/llama", str(tmp_path / "llama")), folder=tmp_path).spec
     assert (spec.prefill, spec.settings["worker"], spec.settings["router"]) == (
         2,
@@ -291,3 +295,30 @@ def test_configs_do_not_print_secrets(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PDSERVE_REDIS", URL)
     for process in processes(read({"model": "toy"}, folder=tmp_path).spec):
         assert "pa55" not in repr(process.config)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])
+def test_a_model_folder_lacks_nothing_that_a_start_needs(missing: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(settings.bundled_model(), folder)
+    (folder / missing).unlink()
+    with pytest.raises(ConfigError, match=missing):
+        read({"model": str(folder)}, folder=tmp_path)
+
+
+def test_a_broken_tokenizer_is_rejected_before_workers_load(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(settings.bundled_model(), folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="tokenizer"):
+        read({"model": str(folder)}, folder=tmp_path)
+
+
+def test_a_recording_needs_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"record: got .*nowhere.*, expected a file that can be written"):
+        read({"model": "toy", "record": str(tmp_path / "nowhere/r.jsonl")}, folder=tmp_path)
+
+
+def test_a_config_that_is_a_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config: got .*, expected a file that can be read"):
+        settings.read({}, tmp_path, ())

@@ -1,0 +1,119 @@
+"""Says before the start whether so many workers have cores and memory on this host, and how many would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pdserve.config import WorkerConfig
+from pdserve.engine.config import ModelConfig, read_config
+from pdserve.engine.host_limits import free_bytes, usable_cores
+from pdserve.engine.load import TOY_MAX_BLOCKS, TOY_MODELS
+from pdserve.engine.safetensors_file import Checkpoint, open_checkpoint
+from pdserve.engine.toy import CELL_BYTES
+from pdserve.launch.spec import ClusterSpec, worker_config
+
+_TOY_PROCESS_BYTES: Final = 60 * 2**20  # interpreter and libraries, as resident after a start
+_PROCESS_BYTES: Final = 300 * 2**20
+_ITEM_BYTES: Final = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # of stored weights; others take one byte
+_SCALE_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Of one worker, in bytes of this host's memory, at most."""
+
+    weights: int
+    pool: int
+    process: int
+    threads: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.pool + self.process
+
+
+def capacity_warnings(spec: ClusterSpec) -> list[str]:
+    """Reads the model's headers. Raises ModelError where the folder cannot be served."""
+    model = None if spec.model in TOY_MODELS else read_config(Path(spec.model))
+    configs = [worker_config(spec, index)[1] for index in range(spec.prefill + spec.decode)]
+    stored = None if model is None or configs[0].load != "auto" else open_checkpoint(Path(spec.model))
+    has_gpus = bool(spec.gpus)
+    footprints = [footprint(one, model, stored, is_on_cpu=one.device == "cpu" or not has_gpus) for one in configs]
+    return warnings(footprints, cores=usable_cores(), free=free_bytes())
+
+
+def warnings(footprints: Sequence[Footprint], *, cores: int, free: int | None) -> list[str]:
+    """Pure."""
+    found = []
+    count, threads = len(footprints), sum(one.threads for one in footprints)
+    workers = _counted(count, "worker")
+    if threads > cores:
+        fit = min(count, cores)
+        on = f"{_counted(threads, 'thread')} on {_counted(cores, 'core')}"
+        each = _counted(max(1, cores // fit), "thread")
+        found.append(
+            f"WARNING: {workers} compute with {on}, so steps wait for each other: "
+            f"{_counted(fit, 'worker')} with {each} each would fit"
+        )
+    needed = sum(one.total for one in footprints)
+    if free is not None and needed > free:
+        fixed = sum(one.total - one.pool for one in footprints)
+        advice = f"{_counted(_num_fitting(footprints, free), 'worker')} would fit"
+        if free > fixed:
+            advice += f", or all with pools of {(free - fixed) // count} bytes (worker.kv_memory_bytes)"
+        found.append(
+            f"WARNING: {workers} may take {_gib(needed)} for weights, KV pools and themselves, and {_gib(free)} are "
+            f"free: {advice}"
+        )
+    return found
+
+
+def footprint(
+    config: WorkerConfig, model: ModelConfig | None, stored: Checkpoint | None, *, is_on_cpu: bool
+) -> Footprint:
+    """An estimate from above: pools and weights are taken as full, though a pool is touched only as it fills."""
+    threads = max(1, config.threads) * config.tensor_parallel if is_on_cpu else 1
+    if model is None:
+        affordable = min(TOY_MAX_BLOCKS, config.kv_memory_bytes // (CELL_BYTES * config.block_size))
+        pool = (config.kv_blocks or affordable) * CELL_BYTES * config.block_size
+        return Footprint(weights=0, pool=pool, process=_TOY_PROCESS_BYTES, threads=threads)
+    process = _PROCESS_BYTES * config.tensor_parallel
+    if not is_on_cpu:
+        return Footprint(weights=0, pool=0, process=process, threads=threads)
+    pool = config.kv_blocks * block_bytes(config, model) or config.kv_memory_bytes
+    weights = 0 if stored is None else weight_bytes(config, stored)
+    return Footprint(weights=weights, pool=pool, process=process, threads=threads)
+
+
+def block_bytes(config: WorkerConfig, model: ModelConfig) -> int:
+    """Of one KV block on a CPU, but for its alignment."""
+    rows = model.num_layers * 2 * config.block_size * model.num_kv_heads
+    if config.kv_dtype != "auto":
+        return rows * (model.head_dim + _SCALE_BYTES)
+    return rows * model.head_dim * (2 if config.dtype == "bfloat16" else 4)
+
+
+def weight_bytes(config: WorkerConfig, stored: Checkpoint) -> int:
+    """Of a CPU's copy: int8 keeps a byte of each weight, float32 and auto widen what is stored to four."""
+    kept = {"int8": 1, "bfloat16": 2}.get(config.dtype, 4)
+    sizes = ((one.num_bytes, _ITEM_BYTES.get(one.dtype, 1)) for one in stored.tensors.values())
+    return sum(num_bytes // item_bytes * kept for num_bytes, item_bytes in sizes)
+
+
+def _num_fitting(footprints: Sequence[Footprint], free: int) -> int:
+    left, count = free, 0
+    for one in footprints:
+        left -= one.total
+        count += left >= 0
+    return count
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count or 'no'} {noun}{'s' if count > 1 else ''}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
