@@ -31,7 +31,7 @@ ENOUGH = 0.95
 def main() -> int:
     args = _arguments()
     every = [one for name, path in modules(ROOT).items() for one in mutants_of(name, path, ROOT)]
-    chosen = [one for one in sample(every, args.count, args.seed) if args.room in (None, one.room)]
+    chosen = [one for one in sample(every, args.count, args.seed, ROOT) if args.room in (None, one.room)]
     if args.again:
         survived = {one["name"] for one in json.loads(REPORT.read_text()) if one["survived"]}
         chosen = [one for one in every if one.name in survived]

@@ -10,9 +10,9 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import parso
 from cosmic_ray.operators.operator import Example, Operator
 from cosmic_ray.plugins import get_operator
+from parso.python.tree import Keyword
 
 _COMPARISONS = {
     "Eq": ("NotEq",),
@@ -62,7 +62,7 @@ class DropCall(Operator):  # type: ignore[misc]
             yield node.start_pos, node.end_pos
 
     def mutate(self, node: Any, index: int) -> Any:
-        return parso.parse(node.get_first_leaf().prefix + "pass").children[0]
+        return Keyword("pass", node.start_pos, node.get_first_leaf().prefix)
 
     @classmethod
     def examples(cls) -> Iterable[Any]:

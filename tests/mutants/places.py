@@ -1,7 +1,7 @@
 """Which mutants exist, and which of them a sample takes.
 
-Left out: typing (annotations, decorators, `if TYPE_CHECKING`), which `make check` judges; and the values of constants
-and defaults, which are choices and not decisions.
+Left out: typing (annotations, decorators, `if TYPE_CHECKING`), which `make check` judges; the values of constants and
+defaults, which are choices and not decisions; and what does not compile.
 
 A mutant's name does not contain a line number, and a sample takes the mutants whose names hash lowest. Therefore a
 change of one function changes the sample in that function alone, and the list of survivors stays valid.
@@ -43,6 +43,14 @@ class Mutant:
         assert changed is not None, f"nothing to change: {self.name}"
         return str(changed)
 
+    def compiles(self, root: Path) -> bool:
+        """What does not is found without a test, and proves nothing."""
+        try:
+            compile(self.code((root / self.path).read_text()), self.path, "exec")
+        except SyntaxError:
+            return False
+        return True
+
 
 def mutants_of(module: str, path: Path, root: Path) -> Iterator[Mutant]:
     source = (root / path).read_text()
@@ -57,7 +65,7 @@ def mutants_of(module: str, path: Path, root: Path) -> Iterator[Mutant]:
             name = f"{module} | {definition} | {operator_name} | {line}"
             seen[name] += 1
             is_value = operator_name.startswith(("NumberReplacer", "ReplaceBinaryOperator"))
-            if _is_typing(node) or _is_pattern(node) or (is_value and _is_default(node)):
+            if _is_typing(node) or (is_value and _is_default(node)):
                 continue
             yield Mutant(
                 module=module,
@@ -71,13 +79,14 @@ def mutants_of(module: str, path: Path, root: Path) -> Iterator[Mutant]:
             )
 
 
-def sample(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
+def sample(mutants: list[Mutant], count: int, seed: int, root: Path) -> list[Mutant]:
     """`count` mutants at random, at most one for each position in the source."""
     taken: dict[tuple[str, tuple[int, int]], Mutant] = {}
     for mutant in sorted(mutants, key=lambda one: hashlib.sha256(f"{seed} {one.name}".encode()).digest()):
         if len(taken) == count:
             break
-        taken.setdefault((mutant.module, mutant.position), mutant)
+        if (mutant.module, mutant.position) not in taken and mutant.compiles(root):
+            taken[mutant.module, mutant.position] = mutant
     return list(taken.values())
 
 
@@ -94,12 +103,6 @@ def _is_typing(node: Any) -> bool:
             return True
         below = above
     return node.type == "if_stmt" and node.children[1].get_code().strip() == "TYPE_CHECKING"
-
-
-def _is_pattern(node: Any) -> bool:
-    """`case A | B`: no operator can stand there but this one."""
-    statement = node.search_ancestor("case_block", "error_node", "simple_stmt", "suite")
-    return node.type == "operator" and node.value == "|" and statement is not None and statement.type != "simple_stmt"
 
 
 def _is_default(node: Any) -> bool:
