@@ -343,6 +343,8 @@ def test_a_link_is_first_what_it_is_declared_to_be() -> None:
     link = LinkModel(latency_s=0.02, bandwidth_bytes_s=100.0)
     assert (link.latency_s, link.bandwidth_bytes_s) == (pytest.approx(0.02), pytest.approx(100.0))
     assert link.transfer_s(50.0) == pytest.approx(0.52)
+    assert not link.observe(0.0, 1.0), "nothing travelled: it is no sample"
+    assert link.transfer_s(50.0) == pytest.approx(0.52)
 
 
 def test_transfers_tell_latency_and_bandwidth() -> None:

@@ -499,15 +499,33 @@ def test_a_transfer_that_was_given_up_before_the_connection_is_retracted_over_it
     assert out.linked() == []
 
 
-def test_a_cut_closes_the_reads_of_its_transfers() -> None:
+def test_a_cut_closes_the_reads_of_its_transfers_and_says_nothing_over_the_connection() -> None:
     out, grant = Departures(1, STAMPS), grant_of("t", 1, 1, (0, 1))
     out.linked()
     out.start(grant, 0.0, None)
     out.push(grant.key, [(0, 0), (1, 1)], True, 0.0)
     assert out.take(1, 0.0) is not None
-    [sent] = [one.sent for one in out.cut("the connection broke", 1.0) if isinstance(one, departures.Report)]
-    assert (sent.outcome, sent.error) == (SendOutcome.FAILED, "the connection broke")
+    [report] = out.cut("the connection broke", 1.0)
+    assert isinstance(report, departures.Report)
+    assert (report.sent.outcome, report.sent.error) == (SendOutcome.FAILED, "the connection broke")
     assert out.keys == []
+    assert not out.needs_link
+    assert out.linked() == [], "the receiver saw the end of the connection"
+
+
+def test_a_transfer_that_was_verified_is_not_retracted_over_a_later_connection() -> None:
+    out, grant = Departures(1, STAMPS), grant_of("t", 1, 1, (0,))
+    out.linked()
+    out.start(grant, 0.0, None)
+    out.push(grant.key, [(0, 0)], True, 0.0)
+    job = out.take(1, 0.0)
+    assert job is not None
+    out.written(job, 0.0)
+    [report] = out.done(landings.tag_of(grant.key), 1.0)
+    assert isinstance(report, departures.Report)
+    assert report.sent.outcome is SendOutcome.SENT
+    assert not out.needs_link
+    assert out.linked() == []
 
 
 def test_an_announcement_that_is_not_expected_is_answered_and_counted() -> None:
