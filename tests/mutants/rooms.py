@@ -19,6 +19,7 @@ OWN = {
     "router.asking": ("router/test_policy.py", "router/test_goodput.py"),
     "router.events": ("router/test_recording.py",),
     "router.commands": ("router/test_recording.py",),
+    "router.queue": ("router/test_order.py", "router/test_queue.py"),
     "router.state": ("router/test_lifecycle.py", "router/test_endings.py", "router/test_failures.py"),
     "router.view": ("router/test_load.py", "router/test_fleet.py"),
     "router.policy.dynamo": ("router/test_baselines.py",),
@@ -58,7 +59,18 @@ _REST = {
     "kvtransfer": [
         f"kvtransfer/test_{name}.py"
         for name in (
-            *("fault_plan", "shape", "overlap", "reshape", "fences", "frames", "stamping", "wire_rule", "states_page"),
+            *(
+                "memory",
+                "fault_plan",
+                "shape",
+                "overlap",
+                "reshape",
+                "fences",
+                "frames",
+                "stamping",
+                "wire_rule",
+                "states_page",
+            ),
             *(
                 "session",
                 "plan",

@@ -539,3 +539,25 @@ def test_an_announcement_that_is_not_expected_is_answered_and_counted() -> None:
     assert book.stats.late_messages == 4
     assert book.announce(tag, 1) == [], "the writer repeats itself"
     assert book.stats.late_messages == 4
+
+
+@pytest.mark.parametrize(("is_cancelled", "count"), [(False, "failed"), (True, "cancelled")])
+def test_a_sender_that_gives_up_ends_the_transfer_at_once(is_cancelled: bool, count: str) -> None:
+    book, _, tag = opened()
+    assert book.retract(tag, 2, "not mine", 0.0) == [], "only the writer speaks for it"
+    actions = book.retract(tag, 1, "the client left", 1.0, is_cancelled=is_cancelled)
+    assert outcomes_of(actions) == [(ReceiveOutcome.FAILED, "the sender gave up: the client left")]
+    assert not [one for one in actions if isinstance(one, landings.Answer)], "it knows"
+    assert getattr(book.stats, count) == 1
+    assert book.retract(tag, 1, "again", 2.0) == []
+    assert book.stats.late_messages == 2
+
+
+@pytest.mark.parametrize(("groups", "pieces"), [(1, "2 of 4 blocks"), (2, "6 of 8 parts of blocks")])
+def test_a_last_push_that_leaves_a_gap_fails_the_transfer(groups: int, pieces: str) -> None:
+    out, grant = Departures(1, STAMPS), grant_of("t", 1, 1, (0, 1, 2, 3))
+    out.linked()
+    out.start(grant, 0.0, None, groups=groups)
+    actions = out.push(grant.key, [(0, 0), (3, 3)], True, 0.0, groups=range(1))
+    [sent] = [one.sent for one in actions if isinstance(one, departures.Report)]
+    assert (sent.outcome, sent.error) == (SendOutcome.FAILED, f"the last push leaves {pieces} out")

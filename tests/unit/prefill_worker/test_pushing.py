@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostPrior
-from prefill_worker.pushing import AT_END, BY_CHUNK, MESSAGE_S, Push, PushRule
+from pdserve.core.overlap import exposed_s
+from prefill_worker.pushing import AT_END, BY_CHUNK, MAX_LINKS, MESSAGE_S, STEP_SHARE, Push, PushRule
 
 COST = CostPrior(prefill_base_s=0.01, prefill_per_token_s=1e-3, prefill_per_token_context_s=1e-7)
 CHUNK = 512
@@ -142,3 +144,90 @@ def test_groups_divide_the_layers_evenly() -> None:
     assert rule(num_layers=12).groups == [2, 3, 4, 6]
     assert rule(num_layers=31).groups == []
     assert rule(num_layers=80).groups == [2, 4, 5, 8]
+
+
+def parts_of(cached: int, num_tokens: int, held_blocks: int) -> list[tuple[float, float]]:
+    """(when it is computed, bytes that the receiver lacks) of what is cached and of each chunk, at the prior costs."""
+    parts, at_s, sent = (
+        [(0.0, max(0, cached // SIZE - held_blocks) * BLOCK_BYTES)],
+        0.0,
+        max(held_blocks, cached // SIZE),
+    )
+    for start in range(cached, num_tokens, CHUNK):
+        end = min(start + CHUNK, num_tokens)
+        middle = start + (end - start) / 2
+        at_s += COST.prefill_base_s
+        at_s += (end - start) * (COST.prefill_per_token_s + COST.prefill_per_token_context_s * middle)
+        done = max(sent, math.ceil(end / SIZE) if end == num_tokens else end // SIZE)
+        parts.append((at_s, (done - sent) * BLOCK_BYTES))
+        sent = done
+    return parts
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_prices_are_those_of_a_link_that_moves_one_part_after_the_other(seed: int) -> None:
+    rng = random.Random(seed)
+    made = rule(bandwidth=rng.choice([5e7, 4e8, 1e10]), latency_s=rng.choice([1e-4, 5e-3]))
+    num_tokens = rng.randint(1, 3000)
+    cached = rng.randint(0, (num_tokens - 1) // SIZE) * SIZE * rng.randint(0, 1)
+    held_blocks = rng.randint(0, (num_tokens - 1) // SIZE) * rng.randint(0, 1)
+    parts, link = parts_of(cached, num_tokens, held_blocks), made.link("d")
+    exposed = made.exposed("d", cached=cached, num_tokens=num_tokens, held_blocks=held_blocks)
+    prices = made.prices("d", cached=cached, num_tokens=num_tokens, held_blocks=held_blocks)
+    total = sum(num_bytes for _, num_bytes in parts)
+    *before, (last_s, last_bytes) = parts
+    computing_s = last_s - before[-1][0]
+    assert set(prices) == {AT_END, *(Push(is_early=True, groups=groups) for groups in (1, *made.groups))}
+    assert exposed[AT_END] == pytest.approx(link.transfer_s(total), rel=1e-6)
+    for push in prices.keys() - {AT_END}:
+        pieces = [
+            (last_s - computing_s * (1 - (index + 1) / push.groups), last_bytes / push.groups)
+            for index in range(push.groups)
+        ]
+        assert exposed[push] == pytest.approx(exposed_s([*before, *pieces], link), rel=1e-6, abs=1e-9)
+        num_messages = sum(num_bytes > 0 for _, num_bytes in before[:1]) + len(before) - 1 + push.groups
+        assert prices[push] == pytest.approx(exposed[push] + MESSAGE_S * num_messages, rel=1e-6)
+
+
+def test_bytes_that_are_hidden_cost_what_they_steal_from_the_steps() -> None:
+    made = rule(bandwidth=4e8)
+    for index in range(200):
+        context, moved = CHUNK * (CHUNK * (index % 8) + CHUNK / 2), 0 if index % 8 == 0 else 12_000_000
+        step_s = 0.01 + CHUNK * 1e-3 + 1e-7 * context + 2e-9 * moved
+        made.stepped(StepAccount(prefill_tokens=CHUNK, prefill_token_context=context), step_s, moved)
+    link = made.link("d")
+    exposed = made.exposed("d", cached=0, num_tokens=4096, held_blocks=0)
+    prices = made.prices("d", cached=0, num_tokens=4096, held_blocks=0)
+    hidden = 4096 // SIZE * BLOCK_BYTES - (exposed[BY_CHUNK] - link.latency_s) * link.bandwidth_bytes_s
+    assert hidden > 0.0
+    assert made.stolen_s > 1e-9
+    assert prices[BY_CHUNK] == pytest.approx(exposed[BY_CHUNK] + made.stolen_s * hidden + 8 * MESSAGE_S)
+
+
+@pytest.mark.parametrize(("share", "is_taken"), [(0.95, False), (1.05, True)])
+def test_an_early_plan_must_save_a_share_of_the_transfer_and_of_the_computing(share: float, is_taken: bool) -> None:
+    """The bandwidth is such that the gain is this share of what is asked for."""
+    num_tokens = 4 * CHUNK
+    computing_s = parts_of(0, num_tokens, 0)[-1][0]
+    num_bytes = num_tokens // SIZE * BLOCK_BYTES
+    # At the end it takes bytes / bandwidth, by chunk a fourth of that and three messages more.
+    gain_s = share * STEP_SHARE * computing_s + 3 * MESSAGE_S
+    made = rule(num_layers=1, bandwidth=0.75 * num_bytes / gain_s, latency_s=1e-5)
+    assert choose(made, num_tokens).is_early is is_taken
+
+
+def test_a_sent_transfer_teaches_its_own_link_and_what_an_unknown_one_is_taken_for() -> None:
+    made = rule()
+    for _ in range(20):
+        made.sent("slow", 10**7, 1.0)
+    assert made.link("slow").transfer_s(10**7) == pytest.approx(1.0, rel=0.05)
+    assert made.link("unknown").transfer_s(10**7) == pytest.approx(1.0, rel=0.05)
+    for number in range(MAX_LINKS):
+        made.sent(f"other{number}", 10**7, 0.01)
+    assert made.link("slow") is made.link("unknown"), "the one that was used longest ago is forgotten"
+    assert made.link(f"other{MAX_LINKS - 1}") is not made.link("unknown")
+
+
+def test_one_chunk_is_never_sent_early_to_try_again() -> None:
+    made = rule(bandwidth=1e10)
+    assert {choose(made, 1000, cached=608) for _ in range(200)} == {AT_END}
