@@ -1,8 +1,16 @@
-"""`python -m pdserve` is the command `pdserve`."""
+"""`python -m pdserve` and the script `pdserve`. Imports late, so that Ctrl-C during the imports prints no traceback."""
 
 import sys
 
-from pdserve.cli.main import main
+
+def main() -> int:
+    try:
+        from pdserve.cli.main import main as run_command
+
+        return run_command()
+    except KeyboardInterrupt:
+        return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -244,3 +244,19 @@ def test_a_shape_of_the_answer_reaches_the_router_as_text_or_from_a_file(
     for flags in (["--regex", "a", "--json-object"], ["--grammar", f"@{tmp_path / 'absent'}"]):
         with pytest.raises(SystemExit):
             main(["generate", PROMPT, "--target", target, *flags])
+
+
+@pytest.mark.parametrize("module", ["pdserve.cli.main", "pdserve.client.sync", "pdserve.launch.settings"])
+def test_ctrl_c_during_imports_is_silent(module: str) -> None:
+    code = f"""
+import runpy, sys
+class Interrupts:
+    def find_spec(name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts)
+sys.argv = ["pdserve", "up", "--model", "toy"]
+runpy.run_module("pdserve", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
