@@ -46,7 +46,7 @@ OWN = {
     "kvtransfer.faults": ("kvtransfer/test_fault_plan.py",),
     "kvtransfer.landing": ("kvtransfer/test_books.py",),
     "kvtransfer.landings": ("kvtransfer/test_books.py", "kvtransfer/test_seats.py"),
-    "kvtransfer.lease": ("kvtransfer/test_leases.py",),
+    "kvtransfer.lease": ("kvtransfer/test_pulse.py",),
 }
 
 # Which tests of the room run after those. In kvtransfer they are the tests of decisions; those of transports start
@@ -61,6 +61,7 @@ _REST = {
         for name in (
             *(
                 "memory",
+                "pulse",
                 "fault_plan",
                 "shape",
                 "overlap",
