@@ -35,6 +35,7 @@ POLICY: Final[Mapping[str, Access]] = {
     "/pdserve.v1.ClusterService/GetTopology": Access.TOKEN,
     "/pdserve.v1.ClusterService/Explain": Access.TOKEN,
     "/pdserve.v1.ClusterService/Drain": Access.TOKEN,
+    "/pdserve.v1.ClusterService/Undrain": Access.TOKEN,
 }
 _SCHEME: Final = "bearer "
 

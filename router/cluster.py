@@ -10,7 +10,7 @@ from pdserve.core.errors import NotFound
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
 from pdserve.wire import convert, status
 from router import messages
-from router.events import DrainRequested
+from router.events import DrainRequested, UndrainRequested
 from router.explaining import is_chosen
 from router.policy.interface import Candidate, Decision
 from router.runtime import Runtime
@@ -64,11 +64,19 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         )
 
     async def Drain(self, request: cluster_pb2.DrainRequest, context: Any) -> cluster_pb2.DrainResponse:
-        workers = self._runtime.state.snapshot().workers
-        if not any(one.worker_id == request.worker_id and one.is_connected for one in workers):
-            await status.abort(context, NotFound("worker", request.worker_id[:128]))
+        await self._require(request.worker_id, context)
         self._runtime.hand(DrainRequested(worker_id=request.worker_id))
         return cluster_pb2.DrainResponse()
+
+    async def Undrain(self, request: cluster_pb2.UndrainRequest, context: Any) -> cluster_pb2.UndrainResponse:
+        await self._require(request.worker_id, context)
+        self._runtime.hand(UndrainRequested(worker_id=request.worker_id))
+        return cluster_pb2.UndrainResponse()
+
+    async def _require(self, worker_id: str, context: Any) -> None:
+        workers = self._runtime.state.snapshot().workers
+        if not any(one.worker_id == worker_id and one.is_connected for one in workers):
+            await status.abort(context, NotFound("worker", worker_id[:128]))
 
 
 def _worker(facts: WorkerFacts) -> cluster_pb2.WorkerView:
@@ -79,6 +87,7 @@ def _worker(facts: WorkerFacts) -> cluster_pb2.WorkerView:
         endpoint=facts.endpoint,
         is_connected=facts.is_connected,
         is_draining=facts.is_draining,
+        is_drained=facts.is_drained,
         load=messages.load_to_proto(facts.report),
         num_blocks=facts.num_blocks,
     )

@@ -125,6 +125,11 @@ class DrainWorker:
     worker_id: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UndrainWorker:
+    worker_id: str
+
+
 # -- to clients --------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +206,6 @@ class WakeAt:
     at_s: float
 
 
-WorkerCommand = Reserve | Prefill | Admit | Cancel | DrainWorker
+WorkerCommand = Reserve | Prefill | Admit | Cancel | DrainWorker | UndrainWorker
 ClientCommand = EmitTokens | FinishRequest | FailRequest | EndCancelled
 Command = WorkerCommand | ClientCommand | WakeAt

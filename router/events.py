@@ -106,6 +106,7 @@ class LoadReported:
     context_tokens: int = 0
     pending_prefill_tokens: int = 0
     is_draining: bool = False
+    is_drained: bool = False  # by an operator, who may take it back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +230,13 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UndrainRequested:
+    """An operator takes DrainRequested back, whichever router it came to."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterClosing:
     """The router takes no new requests; known ones go on."""
 
@@ -241,4 +249,4 @@ class TimePassed:
 ClientEvent = RequestArrived | ClientLeft | StopMatched
 AttemptEvent = Granted | Refused | FirstToken | TransferEnded | AttemptFailed | Released
 WorkerEvent = WorkerConnected | WorkerLost | WorkerForgotten | LoadReported | BatchTimed | TokensArrived | AttemptEvent
-Event = ClientEvent | WorkerEvent | DrainRequested | RouterClosing | TimePassed
+Event = ClientEvent | WorkerEvent | DrainRequested | UndrainRequested | RouterClosing | TimePassed

@@ -154,6 +154,7 @@ def _load(worker_id: str, load: worker_pb2.Load) -> events.LoadReported:
         context_tokens=load.context_tokens,
         pending_prefill_tokens=load.pending_prefill_tokens,
         is_draining=load.is_draining,
+        is_drained=load.is_drained,
     )
 
 
@@ -167,6 +168,7 @@ def load_to_proto(report: events.LoadReported) -> worker_pb2.Load:
         context_tokens=report.context_tokens,
         pending_prefill_tokens=report.pending_prefill_tokens,
         is_draining=report.is_draining,
+        is_drained=report.is_drained,
     )
 
 
@@ -233,6 +235,8 @@ def request_of(command: commands.WorkerCommand, sequence: worker_pb2.Sequence | 
             return worker_pb2.AttachRequest(cancel=cancel)
         case commands.DrainWorker():
             return worker_pb2.AttachRequest(drain=worker_pb2.DrainWorker())
+        case commands.UndrainWorker():
+            return worker_pb2.AttachRequest(undrain=worker_pb2.UndrainWorker())
 
 
 def _at(sequence: worker_pb2.Sequence, command: commands.Reserve | commands.Prefill) -> worker_pb2.Sequence:

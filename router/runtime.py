@@ -31,6 +31,7 @@ from router.commands import (
     FinishRequest,
     Prefill,
     Reserve,
+    UndrainWorker,
     WakeAt,
 )
 from router.events import ClientLeft, Event, Granted, RequestArrived, StopMatched, TimePassed
@@ -158,7 +159,7 @@ class Runtime:
                 if isinstance(command, Reserve):
                     path = Path.LOCAL if command.is_local else Path.REMOTE
                     self._measure.placed(path.value, command.attempt)
-            case Admit() | Cancel() | DrainWorker():
+            case Admit() | Cancel() | DrainWorker() | UndrainWorker():
                 self._send_to(command.worker_id, messages.request_of(command, None))
             case FinishRequest():
                 call = self._end(command.request_id)

@@ -19,6 +19,7 @@ class WorkerFacts:
     num_blocks: int
     is_connected: bool
     is_draining: bool
+    is_drained: bool  # by an operator
     is_usable: bool  # gets new work: connected, not draining, not silent
     silent_s: float
     report: LoadReported
@@ -47,6 +48,7 @@ def take_snapshot(ledger: Ledger) -> Topology:
             num_blocks=view.hello.num_blocks,
             is_connected=view.is_connected,
             is_draining=view.is_draining,
+            is_drained=view.is_drained,
             is_usable=ledger.fleet.is_usable(view, ledger.now_s),
             silent_s=ledger.now_s - view.heard_s,
             report=view.report,

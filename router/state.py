@@ -22,7 +22,7 @@ from typing import Any, Final, final
 from pdserve.core.types import FinishReason
 from router import attempts, ending, placing, recovery
 from router.checking import check
-from router.commands import Command, DrainWorker, FailKind, WakeAt
+from router.commands import Command, DrainWorker, FailKind, UndrainWorker, WakeAt
 from router.events import (
     AttemptFailed,
     BatchTimed,
@@ -40,6 +40,7 @@ from router.events import (
     TimePassed,
     TokensArrived,
     TransferEnded,
+    UndrainRequested,
     WorkerConnected,
     WorkerForgotten,
     WorkerLost,
@@ -252,6 +253,15 @@ def _on_drain(ledger: Ledger, event: DrainRequested) -> None:
         ledger.out.append(DrainWorker(worker_id=event.worker_id))
 
 
+def _on_undrain(ledger: Ledger, event: UndrainRequested) -> None:
+    view = ledger.fleet.connected(event.worker_id)
+    if view is not None:
+        view.is_drain_requested = False
+        ledger.fleet.changed()
+        ledger.is_placing_due = True
+        ledger.out.append(UndrainWorker(worker_id=event.worker_id))
+
+
 def _on_closing(ledger: Ledger, event: RouterClosing) -> None:
     ledger.is_closing = True
 
@@ -290,6 +300,7 @@ _HANDLERS: Final[Mapping[type, Callable[[Ledger, Any], None]]] = {
     AttemptFailed: _heard(attempts.on_attempt_failed),
     Released: _heard(attempts.on_released),
     DrainRequested: _on_drain,
+    UndrainRequested: _on_undrain,
     RouterClosing: _on_closing,
     TimePassed: _on_time,
 }

@@ -144,6 +144,11 @@ class WorkerView:
     def is_draining(self) -> bool:
         return self.is_drain_requested or self.report.is_draining
 
+    @property
+    def is_drained(self) -> bool:
+        """By an operator."""
+        return self.is_drain_requested or self.report.is_drained
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.hello.block_size)
 
@@ -331,6 +336,8 @@ class WorkerView:
 
     def reported(self, report: LoadReported, now_s: float) -> None:
         self.report = report
+        if report.is_drained:  # from here on the worker says itself how long, as another router may take it back
+            self.is_drain_requested = False
         self.freed_s = now_s
         self.kept_load = None
         self._at_report = self.totals.copy()

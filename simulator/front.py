@@ -93,6 +93,8 @@ class Front:
                 self._send(command.worker_id, "cancel", self._key(command))
             case commands.DrainWorker():
                 self._send(command.worker_id, "drain")
+            case commands.UndrainWorker():
+                self._send(command.worker_id, "undrain")
             case commands.FinishRequest():
                 self._row(command.request_id).cached_tokens = command.usage.cached_prompt_tokens
                 self._end(command.request_id, command.outcome, command.timings)

@@ -183,6 +183,9 @@ class Machine(ABC):
     def drain(self) -> None:
         self.batching.is_draining = True
 
+    def undrain(self) -> None:
+        self.batching.is_draining = False
+
     def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float = 0.0) -> None:
         raise AssertionError("only prefill workers send")
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 import pdserve
-from pdserve.cli import chat, doctor, explain, generate, plan, replay, simulate, topology, up
+from pdserve.cli import chat, doctor, drain, explain, generate, plan, replay, simulate, topology, undrain, up
 from pdserve.core.errors import PdserveError, Unauthenticated
 from pdserve.core.extras import missing
 
@@ -22,6 +22,8 @@ COMMANDS: Final = {
     "generate": generate,
     "chat": chat,
     "topology": topology,
+    "drain": drain,
+    "undrain": undrain,
     "explain": explain,
     "replay": replay,
     "simulate": simulate,

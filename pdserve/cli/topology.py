@@ -37,14 +37,20 @@ def render(topology: Topology) -> str:
 
 
 def _row(worker: Worker) -> tuple[str, ...]:
-    state = "draining" if worker.is_draining else "connected" if worker.is_connected else "away"
     return (
         worker.worker_id,
         worker.role or "?",
-        state,
+        _state(worker),
         str(worker.running),
         str(worker.waiting),
         str(worker.free_blocks),
         str(worker.evictable_blocks),
         worker.endpoint,
     )
+
+
+def _state(worker: Worker) -> str:
+    """drained: by an operator, until `pdserve undrain`. draining: before its end."""
+    if not worker.is_connected:
+        return "away"
+    return "drained" if worker.is_drained else "draining" if worker.is_draining else "connected"

@@ -129,6 +129,16 @@ class AsyncClient:
         stub = cluster_pb2_grpc.ClusterServiceStub(self._connection())
         return results.topology(await self._call(stub.GetTopology, cluster_pb2.GetTopologyRequest()))
 
+    async def drain(self, worker_id: str) -> None:
+        """Stops new work on a worker, and lets its requests finish, until undrain(). Raises NotFound."""
+        stub = cluster_pb2_grpc.ClusterServiceStub(self._connection())
+        await self._call(stub.Drain, cluster_pb2.DrainRequest(worker_id=worker_id))
+
+    async def undrain(self, worker_id: str) -> None:
+        """Gives new work to a drained worker again. Raises NotFound."""
+        stub = cluster_pb2_grpc.ClusterServiceStub(self._connection())
+        await self._call(stub.Undrain, cluster_pb2.UndrainRequest(worker_id=worker_id))
+
     async def explain(self, request_id: str) -> Explanation:
         """Why a recent request was placed where it was. Raises NotFound once the router has forgotten it."""
         if not isinstance(request_id, str):

@@ -122,7 +122,8 @@ class Worker:
     role: Role | None
     endpoint: str
     is_connected: bool
-    is_draining: bool
+    is_draining: bool  # takes no new work, for any reason
+    is_drained: bool  # since an operator has said so; undrain() ends that
     running: int
     waiting: int
     num_blocks: int
@@ -302,6 +303,7 @@ def _worker(seen: cluster_pb2.WorkerView) -> Worker:
         endpoint=seen.endpoint,
         is_connected=seen.is_connected,
         is_draining=seen.is_draining,
+        is_drained=seen.is_drained,
         running=seen.load.running,
         waiting=seen.load.waiting,
         num_blocks=seen.num_blocks,

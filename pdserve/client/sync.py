@@ -135,6 +135,14 @@ class Client:
     def topology(self) -> Topology:
         return results.topology(self._call(self._cluster.GetTopology, cluster_pb2.GetTopologyRequest()))
 
+    def drain(self, worker_id: str) -> None:
+        """Stops new work on a worker, and lets its requests finish, until undrain(). Raises NotFound."""
+        self._call(self._cluster.Drain, cluster_pb2.DrainRequest(worker_id=worker_id))
+
+    def undrain(self, worker_id: str) -> None:
+        """Gives new work to a drained worker again. Raises NotFound."""
+        self._call(self._cluster.Undrain, cluster_pb2.UndrainRequest(worker_id=worker_id))
+
     def explain(self, request_id: str) -> Explanation:
         """Why a recent request was placed where it was. Raises NotFound once the router has forgotten it."""
         if not isinstance(request_id, str):

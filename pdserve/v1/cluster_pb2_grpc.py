@@ -49,6 +49,11 @@ class ClusterServiceStub:
                 request_serializer=pdserve_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/pdserve.v1.ClusterService/Undrain',
+                request_serializer=pdserve_dot_v1_dot_cluster__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_cluster__pb2.UndrainResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
@@ -74,6 +79,13 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Undrain(self, request, context):
+        """Gives new work to a drained worker again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +103,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=pdserve_dot_v1_dot_cluster__pb2.DrainRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_cluster__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=pdserve_dot_v1_dot_cluster__pb2.UndrainRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_cluster__pb2.UndrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +191,33 @@ class ClusterService:
             '/pdserve.v1.ClusterService/Drain',
             pdserve_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
             pdserve_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.ClusterService/Undrain',
+            pdserve_dot_v1_dot_cluster__pb2.UndrainRequest.SerializeToString,
+            pdserve_dot_v1_dot_cluster__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,7 +47,7 @@ FAILURE_KIND_INVALID: FailureKind
 FAILURE_KIND_TRANSFER: FailureKind
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "reserve", "prefill", "admit", "cancel", "drain", "batch")
+    __slots__ = ("hello", "reserve", "prefill", "admit", "cancel", "drain", "batch", "undrain")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class AttachRequest(_message.Message):
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    UNDRAIN_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     reserve: Reserve
     prefill: Prefill
@@ -62,7 +63,8 @@ class AttachRequest(_message.Message):
     cancel: Cancel
     drain: DrainWorker
     batch: AttachRequests
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[DrainWorker, _Mapping]] = ..., batch: _Optional[_Union[AttachRequests, _Mapping]] = ...) -> None: ...
+    undrain: UndrainWorker
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[DrainWorker, _Mapping]] = ..., batch: _Optional[_Union[AttachRequests, _Mapping]] = ..., undrain: _Optional[_Union[UndrainWorker, _Mapping]] = ...) -> None: ...
 
 class AttachRequests(_message.Message):
     __slots__ = ("messages",)
@@ -139,6 +141,10 @@ class Cancel(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class DrainWorker(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UndrainWorker(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -231,7 +237,7 @@ class CostPrior(_message.Message):
     def __init__(self, prefill_base_s: _Optional[float] = ..., prefill_per_token_s: _Optional[float] = ..., prefill_per_token_context_s: _Optional[float] = ..., decode_base_s: _Optional[float] = ..., decode_per_row_s: _Optional[float] = ..., decode_per_context_token_s: _Optional[float] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("steps", "free_blocks", "evictable_blocks", "running", "waiting", "context_tokens", "pending_prefill_tokens", "is_draining")
+    __slots__ = ("steps", "free_blocks", "evictable_blocks", "running", "waiting", "context_tokens", "pending_prefill_tokens", "is_draining", "is_drained")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EVICTABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +246,7 @@ class Load(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PENDING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINED_FIELD_NUMBER: _ClassVar[int]
     steps: int
     free_blocks: int
     evictable_blocks: int
@@ -248,7 +255,8 @@ class Load(_message.Message):
     context_tokens: int
     pending_prefill_tokens: int
     is_draining: bool
-    def __init__(self, steps: _Optional[int] = ..., free_blocks: _Optional[int] = ..., evictable_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., is_draining: _Optional[bool] = ...) -> None: ...
+    is_drained: bool
+    def __init__(self, steps: _Optional[int] = ..., free_blocks: _Optional[int] = ..., evictable_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., is_draining: _Optional[bool] = ..., is_drained: _Optional[bool] = ...) -> None: ...
 
 class Granted(_message.Message):
     __slots__ = ("request_id", "attempt", "grant")

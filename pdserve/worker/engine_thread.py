@@ -133,6 +133,8 @@ class EngineThread:
             self.is_draining = program.is_draining
             if program.is_draining and program.is_idle:
                 self.is_idle.set()
+            elif self.is_idle.is_set():  # an operator has taken a drain back
+                self.is_idle.clear()
 
     def _wait(self, program: RoleProgram) -> Call | None:
         self.is_busy = False

@@ -229,10 +229,13 @@ class WorkerHost:
         self._follower = asyncio.create_task(self._follow())
 
     async def _follow(self) -> None:
-        """A drain may come by any router's stream; health says so within a heartbeat."""
-        while not self._engine.is_draining:
+        """A drain, or its end, may come by any router's stream; health says so within a heartbeat."""
+        is_draining = False
+        while True:
             await asyncio.sleep(self._config.heartbeat_s)
-        await self._health.say(is_serving=False)
+            if self._engine.is_draining is not is_draining:
+                is_draining = not is_draining
+                await self._health.say(is_serving=not is_draining)
 
     async def _close(self) -> None:
         await self._health.leave()

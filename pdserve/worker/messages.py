@@ -69,7 +69,7 @@ def prompt_scored(effect: fx.PromptScored) -> Iterator[worker_pb2.PromptScored]:
         yield worker_pb2.PromptScored(request_id=effect.key.request_id, attempt=effect.key.attempt, scores=scores)
 
 
-def load(account: fx.Load, *, steps: int, is_draining: bool) -> worker_pb2.Load:
+def load(account: fx.Load, *, steps: int, is_draining: bool, is_drained: bool) -> worker_pb2.Load:
     return worker_pb2.Load(
         steps=steps,
         free_blocks=account.free_blocks,
@@ -79,6 +79,7 @@ def load(account: fx.Load, *, steps: int, is_draining: bool) -> worker_pb2.Load:
         context_tokens=account.context_tokens,
         pending_prefill_tokens=account.pending_prefill_tokens,
         is_draining=is_draining,
+        is_drained=is_drained,
     )
 
 

@@ -69,6 +69,8 @@ class RoleProgram(ABC):
         self._ledger = AttemptLedger()
         self._pending: list[tuple[int, worker_pb2.AttachResponse]] = []
         self._routers: dict[int, bool] = {}  # session -> whether it wants KV events
+        self.is_drained = False  # by an operator, who may take it back
+        self._is_leaving = False  # drained by its own process, which then ends
         self.is_between_steps = False  # a step follows the last one at once
         self._step_ended_s = 0.0
         self._beat_at_s = float("-inf")
@@ -175,7 +177,9 @@ class RoleProgram(ABC):
                     cancel = message.cancel
                     self.act(self.batching.cancel(key_of(session, cancel.request_id, cancel.attempt)))
                 case "drain":
-                    self.drain()
+                    self._set_drained(True)
+                case "undrain":
+                    self._set_drained(False)
                 case _:
                     self.take(session, message)
         except InvalidRequest as error:
@@ -203,8 +207,18 @@ class RoleProgram(ABC):
         return not self.batching.live()
 
     def drain(self) -> None:
-        """Refuses what is new; residents go on. Idempotent."""
+        """Refuses what is new, for good; residents go on. Idempotent."""
+        self._is_leaving = True
         self.batching.is_draining = True
+
+    def _set_drained(self, is_drained: bool) -> None:
+        """An operator's word, through any router. Residents go on in either case."""
+        if is_drained is not self.is_drained:
+            self.is_drained = is_drained
+            self.batching.is_draining = is_drained or self._is_leaving
+            self._told = None  # routers hear of it with the next report
+            extra = {"worker_id": self.context.config.worker_id, "is_drained": is_drained}
+            log.info("an operator drains the worker, or takes that back", extra=extra)
 
     def step(self) -> bool:
         """Plans and computes one step; False where there was nothing to compute."""
@@ -403,7 +417,9 @@ class RoleProgram(ABC):
             self._measure.transferred(self.transfer_events())
 
     def _load(self, load: fx.Load) -> worker_pb2.Load:
-        return messages.load(load, steps=self.num_steps, is_draining=self.batching.is_draining)
+        return messages.load(
+            load, steps=self.num_steps, is_draining=self.batching.is_draining, is_drained=self.is_drained
+        )
 
     def _tell_cache(self, change: CacheChange, sessions: Sequence[int]) -> None:
         for session in sessions:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,32 @@ def test_topology_lists_the_workers(target: str, capsys: pytest.CaptureFixture[s
     assert main(["topology", "--target", target]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:3]] == [["d0", "decode", "connected"], ["p0", "prefill", "connected"]]
+
+
+def test_a_drained_worker_is_shown_and_comes_back(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def state_of_p0() -> str:
+        capsys.readouterr()
+        assert main(["topology", "--target", target]) == 0
+        [line] = [one for one in capsys.readouterr().out.splitlines() if one.startswith("p0 ")]
+        return line.split()[2]
+
+    assert main(["drain", "p0", "--target", target]) == 0
+    assert capsys.readouterr().out == "p0 gets no new requests; `pdserve undrain p0` undoes this\n"
+    try:
+        assert state_of_p0() == "drained"
+    finally:
+        assert main(["undrain", "p0", "--target", target]) == 0
+    assert capsys.readouterr().out == "p0 gets new requests again\n"
+    ends_s = time.monotonic() + 20.0
+    while state_of_p0() != "connected":
+        assert time.monotonic() < ends_s
+        time.sleep(0.05)
+
+
+def test_draining_an_unknown_worker_names_it(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("drain", "undrain"):
+        assert main([command, "p7", "--target", target]) == 1
+        assert capsys.readouterr().err == f"pdserve {command}: error: no worker named 'p7'\n"
 
 
 def test_topology_json_is_one_object(target: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from pdserve.core.errors import (
 from pdserve.core.types import FinishReason
 from router.commands import (
     Cancel,
+    Command,
     DrainWorker,
     EndCancelled,
     FailRequest,
@@ -20,8 +21,17 @@ from router.commands import (
     Outcome,
     Prefill,
     Reserve,
+    UndrainWorker,
 )
-from router.events import DrainRequested, RouterClosing, StopMatched, TimePassed, WorkerForgotten
+from router.events import (
+    DrainRequested,
+    LoadReported,
+    RouterClosing,
+    StopMatched,
+    TimePassed,
+    UndrainRequested,
+    WorkerForgotten,
+)
 from router.lifecycle import Stage
 from router.settings import RouterSettings
 from tests.unit.router.expected import cancel, emit, failure, only, reserve
@@ -151,6 +161,38 @@ def test_a_drained_worker_gets_nothing_new_and_keeps_its_residents(given: Given)
         assert isinstance(one, Reserve)
         assert one.worker_id == "d1"
     assert given.tokens(1, [101]) == [emit(1, 101)]
+
+
+def test_an_undrained_worker_gets_new_work_again(given: Given) -> None:
+    given.hand(DrainRequested(worker_id="d0"))
+    given.hand(drained_report("d0"))
+    [d0] = [one for one in given.state.snapshot().workers if one.worker_id == "d0"]
+    assert (d0.is_drained, d0.is_draining, d0.is_usable) == (True, True, False)
+    assert reserved(given.arrives("waits")) == []
+    assert UndrainWorker(worker_id="d0") in given.hand(UndrainRequested(worker_id="d0"))
+    assert reserved(given.heard("d0")) == ["d0"]
+
+
+def test_a_drain_is_the_workers_so_another_router_may_end_it(given: Given) -> None:
+    given.hand(DrainRequested(worker_id="d0"))
+    given.heard("d0")  # said before the worker heard of the drain
+    assert reserved(given.arrives("waits")) == []
+    given.hand(drained_report("d0"))
+    assert reserved(given.heard("d0")) == ["d0"]  # another router has undrained it
+
+
+def test_a_leaving_worker_is_not_called_drained(given: Given) -> None:
+    given.hand(LoadReported(worker_id="d0", steps=1, free_blocks=64, is_draining=True))
+    [d0] = [one for one in given.state.snapshot().workers if one.worker_id == "d0"]
+    assert (d0.is_drained, d0.is_draining) == (False, True)
+
+
+def reserved(commands: list[Command]) -> list[str]:
+    return [one.worker_id for one in commands if isinstance(one, Reserve)]
+
+
+def drained_report(worker_id: str) -> LoadReported:
+    return LoadReported(worker_id=worker_id, steps=1, free_blocks=64, is_draining=True, is_drained=True)
 
 
 def test_a_forgotten_worker_leaves_no_trace(given: Given) -> None:

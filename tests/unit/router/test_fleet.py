@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from pdserve.core.types import Role
-from router.events import DrainRequested, LoadReported, WorkerForgotten, WorkerLost
+from router.events import DrainRequested, LoadReported, UndrainRequested, WorkerForgotten, WorkerLost
 from router.settings import RouterSettings
 from router.state import RouterState
 from tests.unit.router.world import hello
@@ -32,8 +32,12 @@ def test_who_is_usable_follows_every_word_and_every_silence() -> None:
             state.handle(WorkerForgotten(worker_id=name), now_s)
         elif kind < 0.34:
             state.handle(DrainRequested(worker_id=name), now_s)
+        elif kind < 0.36:
+            state.handle(UndrainRequested(worker_id=name), now_s)
         else:
-            word = LoadReported(worker_id=name, steps=1, free_blocks=64, is_draining=dice.random() < 0.05)
+            is_drained = dice.random() < 0.02
+            is_draining = is_drained or dice.random() < 0.05
+            word = LoadReported(worker_id=name, steps=1, free_blocks=64, is_draining=is_draining, is_drained=is_drained)
             state.handle(word, now_s)
         fleet = state._ledger.fleet
         prefills, decodes = fleet.usable(now_s)

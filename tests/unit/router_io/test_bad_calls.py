@@ -29,6 +29,7 @@ UNARY = (
     "/pdserve.v1.ClusterService/GetTopology",
     "/pdserve.v1.ClusterService/Explain",
     "/pdserve.v1.ClusterService/Drain",
+    "/pdserve.v1.ClusterService/Undrain",
     "/grpc.health.v1.Health/Check",
 )
 STREAMED = ("/pdserve.v1.InferenceService/Generate", "/grpc.health.v1.Health/Watch")

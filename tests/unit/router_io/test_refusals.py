@@ -9,11 +9,12 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from pdserve.core.errors import DeadlineExceeded, InvalidRequest, NotFound, NoWorkers, PdserveError
+from pdserve.core.errors import DeadlineExceeded, InvalidRequest, NotFound, NoWorkers, PdserveError, Unauthenticated
+from pdserve.engine.toy import answer
 from pdserve.v1 import cluster_pb2, inference_pb2
 from pdserve.wire import status
 from tests.unit.router_io.conftest import Connect, Front, until
-from tests.unit.router_io.processes import Program
+from tests.unit.router_io.processes import Program, Start
 
 CONTEXT = 8192
 CHAT = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
@@ -138,6 +139,43 @@ async def test_the_callers_own_deadline_counts_when_it_is_shorter(connect: Conne
             pass
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await until(front.all_free)
+
+
+async def test_an_operator_without_the_token_drains_nothing(connect: Connect, decode: Program) -> None:
+    front = await connect(decode, token="the operators' own")
+    for call, request in (
+        (front.cluster.Drain, cluster_pb2.DrainRequest(worker_id="d0")),
+        (front.cluster.Undrain, cluster_pb2.UndrainRequest(worker_id="d0")),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            await call(request)
+        assert isinstance(status.from_rpc_error(caught.value), Unauthenticated)
+    assert not any(one.is_draining for one in (await front.client.topology()).workers)
+
+
+async def test_an_operator_drains_a_worker_by_one_router_and_undrains_it_by_another(
+    connect: Connect, start: Start
+) -> None:
+    worker = start("decode_worker", "--model=toy", "--worker-id=d7", "--heartbeat-s=0.05")
+    one, other = await connect(worker, router_id="r1"), await connect(worker, router_id="r2")
+
+    async def state(front: Front) -> tuple[bool, bool]:
+        [seen] = (await front.client.topology()).workers
+        return seen.is_drained, seen.is_draining
+
+    async def is_drained_everywhere() -> bool:
+        return {await state(one), await state(other)} == {(True, True)}
+
+    async def is_back_everywhere() -> bool:
+        return {await state(one), await state(other)} == {(False, False)}
+
+    await one.client.drain("d7")
+    await until(is_drained_everywhere)
+    await other.client.undrain("d7")
+    await until(is_back_everywhere)
+    for front in (one, other):
+        done = await front.client.generate("hello", max_tokens=4, temperature=0)
+        assert done.text.encode() == bytes(answer(list(b"hello"), 4))
 
 
 async def test_unknown_requests_and_workers_are_not_found(connect: Connect, decode: Program) -> None:

@@ -97,6 +97,44 @@ async def test_health_has_a_real_watch_and_readiness_ends_with_a_drain(start: An
         watch.cancel()
 
 
+async def test_an_operator_drains_a_worker_and_takes_it_back(start: Any, attach: Any, ask: Any) -> None:
+    d = start(Role.DECODE)
+    router, other = await attach(d), await attach(d, name="other")
+    async with grpc.aio.insecure_channel(d.address, options=LOCAL) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert (await watch.read()).status == SERVING
+        await router.send(Role.DECODE, drain=worker_pb2.DrainWorker())
+        for each in (router, other):
+            drained = await each.wait_for(lambda each=each: [one for one in each.all("load") if one.is_drained])
+            assert drained[0].is_draining
+        assert (await asyncio.wait_for(watch.read(), 20)).status == NOT_SERVING
+        await asyncio.to_thread(d.host._engine.is_idle.wait, 20)
+        await other.send(Role.DECODE, undrain=worker_pb2.UndrainWorker())
+        assert (await asyncio.wait_for(watch.read(), 20)).status == SERVING
+        watch.cancel()
+    last = await router.wait_for(lambda: [one for one in router.all("load")[-1:] if not one.is_draining])
+    assert not last[0].is_drained
+    assert not d.host._engine.is_idle.is_set()  # a later SIGTERM waits for what is there then
+    assert await router.local(ask("r", PROMPT)) == answer(PROMPT, 8)
+
+
+async def test_a_worker_that_is_about_to_end_is_not_taken_back(start: Any, attach: Any, ask: Any) -> None:
+    d = start(Role.DECODE, toy_step_s=0.005)
+    router = await attach(d)
+    reserve = worker_pb2.Reserve(sequence=ask("resident", PROMPT, max_tokens=40), is_local=True)
+    await router.send(Role.DECODE, reserve=reserve)
+    await router.next("granted", "resident")
+    d.host.drain()
+    await router.wait_for(lambda: [one for one in router.all("load") if one.is_draining])
+    assert not router.all("load")[-1].is_drained
+    await router.send(Role.DECODE, drain=worker_pb2.DrainWorker())
+    await router.send(Role.DECODE, undrain=worker_pb2.UndrainWorker())
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=ask("new", PROMPT), is_local=True))
+    assert (await router.next("refused", "new")).reason == worker_pb2.REFUSAL_REASON_DRAINING
+    assert await router.finished("resident") == answer(PROMPT, 40)
+    assert await asyncio.to_thread(d.host.wait, 20)
+
+
 async def test_a_drained_host_stops_after_its_residents(start: Any, attach: Any, ask: Any) -> None:
     d = start(Role.DECODE, toy_step_s=0.005)
     router = await attach(d)

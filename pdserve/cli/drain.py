@@ -1,0 +1,21 @@
+"""`pdserve drain`: no new work for a worker, until `pdserve undrain`."""
+
+from __future__ import annotations
+
+import argparse
+
+from pdserve.cli.target import add_target_flags, connect
+
+HELP = "stop new work on a worker and let its requests finish, until undrain or its next start"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("worker", metavar="WORKER", help="as `pdserve topology` names it")
+    add_target_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with connect(args) as client:
+        client.drain(args.worker)
+    print(f"{args.worker} gets no new requests; `pdserve undrain {args.worker}` undoes this")
+    return 0

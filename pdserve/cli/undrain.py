@@ -1,0 +1,21 @@
+"""`pdserve undrain`: gives new work to a drained worker again."""
+
+from __future__ import annotations
+
+import argparse
+
+from pdserve.cli.target import add_target_flags, connect
+
+HELP = "give new work to a drained worker again"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("worker", metavar="WORKER", help="as `pdserve topology` names it")
+    add_target_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with connect(args) as client:
+        client.undrain(args.worker)
+    print(f"{args.worker} gets new requests again")
+    return 0
