@@ -28,7 +28,7 @@ OWN = {
     "router.policy.least_ttft": ("router/test_policy.py",),
     "router.policy.lmetric": ("router/test_baselines.py",),
     "router.policy.mooncake": ("router/test_baselines.py",),
-    "router.policy.rooms": ("router/test_goodput.py", "router/test_bound.py"),
+    "router.policy.rooms": ("router/test_rooms.py", "router/test_bound.py"),
     "router.policy.rules": ("router/test_goodput.py",),
     "router.policy.static": ("router/test_baselines.py",),
     "router.policy.tuning": ("router/test_goodput.py",),

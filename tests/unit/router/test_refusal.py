@@ -273,3 +273,15 @@ def test_four_routers_over_the_same_workers_never_admit_more_than_there_is(seed:
         assert told.tokens == world.asked[name].sampling.max_tokens
     for router in world.routers:
         router.check()
+
+
+def test_harm_to_an_admitted_request_is_a_reason_by_itself() -> None:
+    world = cluster("shortest")
+    before = [(0.0, short("runs", 500)), (0.01, short("waits", 300, Slo(ttft_s=1.0, tpot_s=0.1)))]
+    tight = (0.02, short("tight", 350, Slo(ttft_s=0.9, tpot_s=0.1)))
+    world.run([*before, tight], 60.0)
+    assert outcomes(world) == {"runs": "served", "waits": "served", "tight": "refused"}
+    told = world.told["tight"]
+    assert told.ended_s == told.arrived_s, "at once, not when its time has passed"
+    assert isinstance(told.word, FailRequest)
+    assert told.word.message == "waits was admitted before and would miss its promised first token"
