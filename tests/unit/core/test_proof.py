@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import itertools
 from dataclasses import replace
 
@@ -216,3 +218,12 @@ def test_a_text_that_is_no_secret_is_a_config_error(text: str) -> None:
 )
 def test_an_address_has_one_spelling(address: str, canonical: str) -> None:
     assert canonical_address(address) == canonical
+
+
+def test_a_mac_is_over_each_part_with_its_length() -> None:
+    """What peers of this version compute: a change of it is a change of the wire."""
+    text = "a secret of some length"
+    parts = (b"pdserve.v1", b"purpose", b"text", b"\x00\x01")
+    data = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    expected = hmac.new(text.encode(), data, hashlib.sha256).digest()
+    assert ClusterSecret(text).mac("purpose", "text", b"\x00\x01") == expected

@@ -66,3 +66,16 @@ def test_a_line_that_is_no_plan_is_refused(text: str, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert caught.value.field == field
+
+
+def test_faults_meet_early_and_late_frames() -> None:
+    plan = FaultPlan(seed=4, share=1.0, weights=dict.fromkeys(FaultKind, 1.0))
+    frames: dict[Where, Counter[int]] = {where: Counter() for where in Where}
+    for tag in TAGS:
+        fault = plan.fault_of(tag)
+        assert fault is not None
+        frames[fault.where][fault.nth] += 1
+    sent = frames.pop(Where.SENT)
+    assert set(sent) == {0, 1, 2, 3}, "a sender announces, and then sends its chunks"
+    assert sent[1] == max(sent.values()), "its first chunk meets most"
+    assert all(set(one) == {0, 1} for one in frames.values())

@@ -17,7 +17,7 @@ from kvtransfer.departures import Departures
 from kvtransfer.endpoint import make_receiver
 from kvtransfer.frames import Tag, tag_of
 from kvtransfer.landings import Landings
-from kvtransfer.parts import WHOLE, Lanes, Part
+from kvtransfer.parts import MAX_GROUPS, WHOLE, Lanes, Part
 from kvtransfer.paths.registry import kinds
 from kvtransfer.sender import StreamSender
 from kvtransfer.shape import KvShape
@@ -89,6 +89,14 @@ def test_one_part_is_one_run_of_bytes() -> None:
 def test_groups_that_the_layers_do_not_make_are_refused(part: Part) -> None:
     with pytest.raises(ConfigError, match="a divisor of the 4 layers, at most 32"):
         Lanes.to_receive(SHAPE, SHAPE).runs(part)
+
+
+def test_as_many_groups_as_a_stamp_can_name_are_allowed() -> None:
+    deep = replace(SHAPE, num_layers=2 * MAX_GROUPS)
+    lanes = Lanes.to_receive(deep, deep)
+    assert sum(lanes.bytes_of(Part(0, group, MAX_GROUPS)) for group in range(MAX_GROUPS)) == deep.block_bytes
+    with pytest.raises(ConfigError):
+        lanes.runs(Part(0, 0, 2 * MAX_GROUPS))
 
 
 def test_a_rank_that_has_nothing_for_the_target_is_refused() -> None:

@@ -14,7 +14,7 @@ from router.settings import RouterSettings
 from router.state import RouterState
 from router.view import Booking, WorkerView
 from tests.unit.router.test_load import FACTS
-from tests.unit.router.world import hello
+from tests.unit.router.world import arrival, hello
 
 
 def view(role: Role = Role.DECODE) -> WorkerView:
@@ -151,3 +151,14 @@ def test_a_router_that_was_away_excuses_the_silence(gap_s: float, is_usable: boo
     state.handle(TimePassed(), 0.25)
     state.handle(TimePassed(), 0.25 + gap_s)
     assert bool(state._ledger.fleet.usable(0.25 + gap_s)[1]) is is_usable
+
+
+def test_words_about_unknown_workers_and_repeated_requests_are_counted() -> None:
+    state = RouterState(RouterSettings())
+    state.handle(hello("d0", Role.DECODE), 0.0)
+    state.handle(report(worker_id="nobody"), 0.0)
+    assert state.counters["late"] == 1
+    for _ in range(3):
+        state.handle(arrival("a"), 0.0)
+    assert state.counters["illegal"] == 2
+    assert state.num_running == 1
