@@ -227,3 +227,11 @@ def test_a_mac_is_over_each_part_with_its_length() -> None:
     data = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     expected = hmac.new(text.encode(), data, hashlib.sha256).digest()
     assert ClusterSecret(text).mac("purpose", "text", b"\x00\x01") == expected
+
+
+def test_a_long_target_is_cut_in_the_message() -> None:
+    target = "x" * 1000
+    worker = checker()
+    with pytest.raises(Unauthenticated) as raised:
+        worker._check_target(target)
+    assert f"{'x' * 128!r}," in str(raised.value)

@@ -561,3 +561,35 @@ def test_a_last_push_that_leaves_a_gap_fails_the_transfer(groups: int, pieces: s
     actions = out.push(grant.key, [(0, 0), (3, 3)], True, 0.0, groups=range(1))
     [sent] = [one.sent for one in actions if isinstance(one, departures.Report)]
     assert (sent.outcome, sent.error) == (SendOutcome.FAILED, f"the last push leaves {pieces} out")
+
+
+@pytest.mark.parametrize(("is_cancelled", "count"), [(False, "failed"), (True, "cancelled")])
+def test_a_receiver_that_gives_up_ends_the_transfer_of_the_sender(is_cancelled: bool, count: str) -> None:
+    out, grant = Departures(1, STAMPS), grant_of("t", 1, 1, (0, 1))
+    tag = landings.tag_of(grant.key)
+    out.linked()
+    out.start(grant, 0.0, None)
+    [report] = out.refused(tag, "no memory", 1.0, is_cancelled=is_cancelled)
+    assert isinstance(report, departures.Report), "the receiver knows, so that nothing is said to it"
+    assert (report.sent.outcome, report.sent.error) == (SendOutcome.FAILED, "the receiver refused: no memory")
+    assert getattr(out.stats, count) == 1
+    assert out.refused(tag, "again", 2.0) == []
+    assert out.done(tag, 2.0) == []
+    assert out.stats.late_messages == 2
+
+
+def test_a_refusal_while_a_block_is_read_waits_for_the_read() -> None:
+    out, grant = Departures(1, STAMPS), grant_of("t", 1, 1, (0, 1))
+    tag = landings.tag_of(grant.key)
+    out.linked()
+    out.start(grant, 0.0, None)
+    out.push(grant.key, [(0, 0), (1, 1)], True, 0.0)
+    job = out.take(1, 0.0)
+    assert job is not None
+    assert out.refused(tag, "no memory", 1.0) == []
+    assert out.refused(tag, "again", 1.0) == []
+    assert out.stats.late_messages == 1
+    assert out.take(1, 1.0) is None, "no further block is read"
+    [report] = out.written(job, 2.0)
+    assert isinstance(report, departures.Report)
+    assert report.sent.error == "the receiver refused: no memory"

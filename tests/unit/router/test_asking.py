@@ -1,0 +1,96 @@
+"""What a policy and the queue are told of a waiting request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.core.types import Role, Slo
+from router.asking import ask_of, entry_of, large_enough
+from router.fleet import Fleet
+from router.lengths import OutputLengths
+from router.request import Request
+from router.settings import RouterSettings
+from router.state import RouterState
+from tests.unit.router.world import BLOCK, arrival, hello
+
+NOW_S = 5.0
+RULES = frozenset({"priority", "fairness", "least-slack"})
+
+
+def request(serial: int = 7, **facts: Any) -> Request:
+    facts = {"slo": Slo(ttft_s=2.0, tpot_s=0.1), "priority": 3, "tenant": "blue", **facts}
+    return Request(facts=arrival("a", **facts), arrived_s=4.0, deadline_at_s=9.0, serial=serial)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    """p0, p1, d0 and d1; d1 and p1 are in their second life."""
+    state = RouterState(RouterSettings())
+    for name in ("p0", "p1", "d0", "d1"):
+        role = Role.PREFILL if name[0] == "p" else Role.DECODE
+        state.handle(hello(name, role, life=1 if name[1] == "0" else 2), NOW_S)
+    return state._ledger.fleet
+
+
+def test_a_policy_is_told_what_is_left_of_the_request(fleet: Fleet) -> None:
+    one = request(prompt=100, max_tokens=8)
+    fresh = ask_of(one, fleet, OutputLengths(), NOW_S)
+    assert (fresh.num_tokens, fresh.max_new_tokens, fresh.expected_tokens, fresh.is_resumed) == (100, 8, 8.0, False)
+    assert (fresh.waited_s, fresh.deadline_left_s, fresh.priority, fresh.tenant) == (1.0, 4.0, 3, "blue")
+    one.output = [10, 11, 12]
+    begun = ask_of(one, fleet, OutputLengths(), NOW_S)
+    assert (begun.num_tokens, begun.max_new_tokens, begun.expected_tokens, begun.is_resumed) == (103, 5, 5.0, True)
+
+
+def test_cached_blocks_count_in_tokens_of_workers_that_are_known(fleet: Fleet) -> None:
+    one = request()
+    one.cached_blocks = {"p0": 3, "d1": 2, "gone": 9}
+    assert ask_of(one, fleet, OutputLengths(), NOW_S).cached_tokens == {"p0": 3 * BLOCK, "d1": 2 * BLOCK}
+
+
+def test_only_lives_that_have_failed_the_request_are_avoided(fleet: Fleet) -> None:
+    one = request()
+    one.avoid_workers = {("d0", "d0.1"), ("d1", "d1.1"), ("gone", "gone.1")}
+    one.avoid_pairs = {
+        (("p0", "p0.1"), ("d0", "d0.1")),
+        (("p1", "p1.2"), ("d0", "d0.1")),
+        (("p1", "p1.1"), ("d0", "d0.1")),  # p1 was restarted since
+        (("p0", "p0.1"), ("d1", "d1.1")),  # d1 was restarted since
+    }
+    told = ask_of(one, fleet, OutputLengths(), NOW_S)
+    assert told.avoid_workers == {"d0"}
+    assert told.avoid_pairs == {("p0", "d0"), ("p1", "d0")}
+
+
+def test_a_worker_that_is_too_small_or_said_so_is_left_out(fleet: Fleet) -> None:
+    one, views = request(), [fleet.views["d0"], fleet.views["d1"]]
+    most = views[0].most_tokens
+    assert large_enough(one, views, most) == views
+    assert large_enough(one, views, most + 1) == []
+    one.too_large_for = {("d0", "d0.1"), ("d1", "d1.1")}
+    assert large_enough(one, views, 1) == views[1:], "d1 was restarted since, and may have more memory"
+
+
+def test_the_queue_goes_by_begun_then_priority_then_the_last_moment_to_start(fleet: Fleet) -> None:
+    plain, urgent, begun = request(), request(priority=9), request(priority=0)
+    begun.output = [1]
+    entries = {
+        name: entry_of(one, fleet, OutputLengths(), RULES, NOW_S)
+        for name, one in (("plain", plain), ("urgent", urgent), ("begun", begun))
+    }
+    assert sorted(entries, key=lambda name: entries[name].level) == ["begun", "urgent", "plain"]
+    assert plain.outlook is not None
+    one = entries["plain"]
+    assert one.key == one.late_at_s == pytest.approx(4.0 + 2.0 - plain.outlook.ttft_s)
+    assert (one.prefill_s, one.tenant, one.serial) == (plain.outlook.ttft_s, "blue", 7)
+    assert entries["begun"].key == 7
+
+
+def test_rules_that_are_off_leave_the_order_of_arrival(fleet: Fleet) -> None:
+    none: frozenset[str] = frozenset()
+    first, second = (entry_of(request(serial=n, priority=n), fleet, OutputLengths(), none, NOW_S) for n in (1, 2))
+    assert first < second
+    assert first.level == second.level
+    assert (first.tenant, first.prefill_s, first.key) == ("", 0.0, 1)
