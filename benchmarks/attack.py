@@ -39,6 +39,7 @@ REST_S: Final = 30.0
 FLAGS: Final = (
     *("--set", "worker.deterministic=true"),
     *("--set", "router.slo_ttft_s=120", "--set", "router.slo_tpot_s=20"),
+    *("--set", "router.connection_idle_s=5"),  # so that a row sees idle connections end
 )
 
 

@@ -17,6 +17,7 @@ from pdserve.core.errors import InternalError, InvalidRequest, Overloaded
 from pdserve.core.grammar import Grammar
 from router.model import ModelFacts
 
+HANGING: Final = 2.0  # times what a child may take; then the process itself does not run
 START_S: Final = 60.0  # to load a vocabulary, on a busy machine
 
 log = logging.getLogger(__name__)
@@ -47,9 +48,9 @@ class CheckerProcess:
         """Raises Overloaded where the machine gave no answer in time, or somebody has ended the process."""
         if self._process is None:
             self._process = await self._start(model)
-        question = {"kind": grammar.kind.value, "text": grammar.text, "cpu_s": cpu_s}
+        question = {"kind": grammar.kind.value, "text": grammar.text, "cpu_s": cpu_s, "wall_s": self._check_s}
         try:
-            async with asyncio.timeout(self._check_s):
+            async with asyncio.timeout(HANGING * self._check_s):
                 answer = await _exchange(self._process, question)
         except TimeoutError:
             self.end()

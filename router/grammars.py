@@ -30,6 +30,7 @@ QUICK_CPU_S: Final = 0.05
 SLOW_CPU_S: Final = 0.5  # twice what a grammar may take to be admitted (pdserve/structured/checker.py)
 MAX_CHECKERS: Final = 4  # each holds a vocabulary
 MAX_REMEMBERED: Final = 4096
+LATE: Final = -signal.SIGALRM  # as pdserve/structured/checker.py has it, which a router does not load
 TOO_LONG: Final = "it takes too long to compile"
 TOO_LARGE: Final = "it takes too much memory to compile"
 EXPECTED: Final = "a grammar that compiles and can be met"
@@ -90,6 +91,8 @@ class GrammarCheck:
             answer = await pool.ask(grammar, model, client)
             if answer.ended is None:
                 return answer.refused
+            if answer.ended == LATE:
+                raise Overloaded("this machine is too busy to compile a grammar", self._check_s)
             if answer.ended == -signal.SIGKILL:
                 raise Overloaded("the process that checks grammars was killed", self._check_s)
             if answer.ended != -signal.SIGPROF:

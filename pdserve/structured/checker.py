@@ -1,11 +1,12 @@
 """A process that says whether a grammar may be admitted: `python -m pdserve.structured.checker MODEL VOCAB EOS...`.
 
-It reads one JSON object {"kind", "text", "cpu_s"} a line and answers each with {"refused": reason or null, "ended":
-how or null}; the first line that it writes is {"failed": reason or null}. Each grammar is compiled in a child of its
-own, since a few schemas ("multipleOf": 999983) make the compiler run for seconds and take hundreds of MiB, and only a
-process can be bounded in both and ended in the middle. A child ends by SIGPROF where a grammar takes over `cpu_s` of
-CPU, and as it can where memory is refused; `ended` is then minus the signal's number, or the exit status. The
-vocabulary stays loaded. The process ends with its stdin.
+It reads one JSON object {"kind", "text", "cpu_s", "wall_s"} a line and answers each with {"refused": reason or null,
+"ended": how or null}; the first line that it writes is {"failed": reason or null}. Each grammar is compiled in a
+child of its own, since a few schemas ("multipleOf": 999983) make the compiler run for seconds and take hundreds of
+MiB, and only a process can be bounded in both and ended in the middle. A child ends by SIGPROF where a grammar takes
+over `cpu_s` of CPU, and as it can where memory is refused; `ended` is then minus the signal's number, or the exit
+status; LATE where it got too little CPU within `wall_s`. The vocabulary stays loaded. The process ends with its
+stdin.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
 import signal
 import sys
 import time
@@ -29,6 +31,7 @@ from pdserve.structured.endless import is_endless
 MAX_COMPILE_S: Final = 0.25  # of CPU: what a worker may have to spend between two steps
 LONGEST_S: Final = 2 * MAX_COMPILE_S  # of CPU: beyond it there is nothing to wait for
 MEMORY_BYTES: Final = 256 * 2**20  # over what a child holds when it begins
+LATE: Final = -signal.SIGALRM  # as if it had been set an alarm
 PROBED_STEPS: Final = 16  # along the only possible way, or the token of the highest number
 
 
@@ -43,11 +46,15 @@ def main(arguments: list[str]) -> int:
     _say({"failed": None})
     for line in sys.stdin:
         asked = json.loads(line)
-        _say(check_in_child(compiler, Grammar(GrammarKind(asked["kind"]), asked["text"]), asked["cpu_s"]))
+        _say(
+            check_in_child(
+                compiler, Grammar(GrammarKind(asked["kind"]), asked["text"]), asked["cpu_s"], asked["wall_s"]
+            )
+        )
     return 0
 
 
-def check_in_child(compiler: Compiler, grammar: Grammar, cpu_s: float) -> dict[str, str | int | None]:
+def check_in_child(compiler: Compiler, grammar: Grammar, cpu_s: float, wall_s: float) -> dict[str, str | int | None]:
     """The answer to a question. This process has one thread, so that it may fork."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -55,9 +62,12 @@ def check_in_child(compiler: Compiler, grammar: Grammar, cpu_s: float) -> dict[s
         _answer_and_exit(compiler, grammar, cpu_s, writer)
     os.close(writer)
     with open(reader, encoding="utf-8") as answers:
+        is_late = not select.select([reader], [], [], wall_s)[0]
+        if is_late:
+            os.kill(child, signal.SIGKILL)
         answer = answers.read()
     _, status = os.waitpid(child, 0)
-    ended = os.waitstatus_to_exitcode(status)
+    ended = LATE if is_late else os.waitstatus_to_exitcode(status)
     if ended != 0:
         return {"refused": None, "ended": ended}
     found = json.loads(answer)

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
-from pdserve.core.errors import ModelError
+from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.text.detokenize import ByteDetokenizer, Detokenizer, Join, byte_level_bytes, make_detokenizer, read_rule
 from pdserve.text.text_bounds import TextBounds, text_bounds
 
 TOYS: Final = ("toy", "toy-marked")  # models of pdserve.engine.toy
+MAX_WHOLE_CHARS: Final = 1_000_000  # of a text of which the tail is wanted and cannot be told apart: 0.2 GB at work
 TOY_EOS: Final = 256
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -31,7 +32,10 @@ class Tokenizer(Protocol):
     def bounds(self) -> TextBounds: ...
 
     def encode_tail(self, text: str, num_tokens: int, *, has_special_tokens: bool = True) -> list[int]:
-        """The last `num_tokens` of encode(text). Reads no more of the text than they need, where that is known."""
+        """The last `num_tokens` of encode(text). Reads no more of the text than they need, where that is known.
+
+        Raises InvalidRequest where it would have to read more than MAX_WHOLE_CHARS.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:
@@ -107,7 +111,14 @@ class HuggingFaceTokenizer:
         return ids
 
     def encode_tail(self, text: str, num_tokens: int, *, has_special_tokens: bool = True) -> list[int]:
-        tail = text[self.bounds.tail_start(text, num_tokens) :]
+        start = self.bounds.tail_start(text, num_tokens)
+        if start == 0 and len(text) > max(MAX_WHOLE_CHARS, self.bounds.max_chars(num_tokens) or 0):
+            raise InvalidRequest(
+                "prompt",
+                f"{len(text)} characters, without a place where they could be cut",
+                f"at most {MAX_WHOLE_CHARS} characters, or words with spaces between them",
+            )
+        tail = text[start:]
         return self.encode(tail, has_special_tokens=has_special_tokens)[-num_tokens:]
 
     def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:

@@ -164,8 +164,8 @@ from pdserve.structured.compile import Compiler
 
 compiler = Compiler(Path(sys.argv[1]), 4096, [0])
 checker._warm_up(compiler)
-def answers(grammar, cpu_s=30.0):
-    print(checker.check_in_child(compiler, grammar, cpu_s))
+def answers(grammar, cpu_s=30.0, wall_s=60.0):
+    print(checker.check_in_child(compiler, grammar, cpu_s, wall_s))
 large = Grammar(GrammarKind.REGEX, "(a{500}){100}")
 fine = Grammar(GrammarKind.REGEX, "a+")
 answers(fine)
@@ -173,6 +173,7 @@ checker.MEMORY_BYTES = 2**16
 answers(large)
 checker.MEMORY_BYTES = 2**30
 answers(Grammar(GrammarKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 999983}'), 0.05)
+answers(Grammar(GrammarKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 999983}'), 30.0, 0.05)
 answers(fine)
 """
 
@@ -180,9 +181,10 @@ answers(fine)
 def test_a_child_that_ends_says_how_and_the_next_one_answers() -> None:
     command = [sys.executable, "-c", IN_CHILD, str(FOLDER)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    fine, large, slow_one, again = map(eval, done.stdout.splitlines())
+    fine, large, slow_one, late, again = map(eval, done.stdout.splitlines())
     assert fine == again == {"refused": None, "ended": None}
     assert large["ended"] not in (None, 0, -signal.SIGKILL, -signal.SIGPROF), "no memory was to be had"
+    assert late == {"refused": None, "ended": grammars.LATE}
     assert slow_one == {"refused": None, "ended": -signal.SIGPROF}
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
+from pdserve.core.errors import InvalidRequest
 from pdserve.text import text_bounds
 from pdserve.text.text_bounds import COMPOSED_CHARS, TextBounds
 from pdserve.text.tokenizer import HuggingFaceTokenizer, ToyTokenizer
@@ -153,3 +154,11 @@ def test_encode_tail_is_the_end_of_encode() -> None:
         for count in (1, 7, 100, len(whole), len(whole) + 5):
             assert tokenizer.encode_tail(text, count) == whole[-count:]
     assert ToyTokenizer().encode_tail("né", 2) == list("né".encode())[-2:]
+
+
+def test_a_long_text_that_cannot_be_cut_is_rejected() -> None:
+    tokenizer = HuggingFaceTokenizer(BUNDLED)
+    assert tokenizer.encode_tail("a" * 5_000, 3) == tokenizer.encode("a" * 5_000)[-3:]
+    with pytest.raises(InvalidRequest, match="1000001 characters, without a place where they could be cut"):
+        tokenizer.encode_tail("a" * 1_000_001, 3)
+    assert tokenizer.encode_tail("a " * 1_000_000, 3) == tokenizer.encode("a " * 1_000)[-3:]
