@@ -1,8 +1,9 @@
 """Which grammar is checked next: fair to hosts, then to the clients of a host. Pure: no clock.
 
-An account of a host and of each client holds the checkers' seconds that it has used, which halve every HALF_LIFE_S.
-The host with the least goes first, in it the client with the least, and of that client's grammars the shortest. So
-who sends slow grammars waits behind everybody else, and a crowd of connections from one host is one host.
+An account of a host and of each client holds the checkers' seconds that it has used, which halve every HALF_LIFE_S. A
+client's next check is expected to take what its last ones took; of an unknown client, what those of all clients took.
+The host that will then have used the least goes first, in it the client, and of that client's grammars the shortest. So
+a client with slow grammars waits behind all others, and a crowd of connections from one host is one host.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Final, Generic, TypeVar, final
 from pdserve.core.errors import Overloaded
 
 HALF_LIFE_S: Final = 10.0
+WEIGHT: Final = 0.3  # of the last check in what the next is expected to take
 MAX_WAITING: Final = 256  # grammars
 MAX_OF_HOST: Final = 128
 MAX_OF_CLIENT: Final = 16
@@ -50,16 +52,18 @@ def client_of(peer: str) -> Client:
 
 @final
 class _Account:
-    __slots__ = ("at_s", "spent_s")
+    __slots__ = ("at_s", "check_s", "spent_s")
 
     def __init__(self) -> None:
         self.spent_s, self.at_s = 0.0, 0.0
+        self.check_s: float | None = None  # expected of the next check
 
     def at(self, now_s: float) -> float:
         return float(self.spent_s * 0.5 ** (max(0.0, now_s - self.at_s) / HALF_LIFE_S))
 
     def add(self, seconds: float, now_s: float) -> None:
         self.spent_s, self.at_s = self.at(now_s) + seconds, now_s
+        self.check_s = seconds if self.check_s is None else self.check_s + WEIGHT * (seconds - self.check_s)
 
 
 @final
@@ -68,6 +72,7 @@ class FairQueue(Generic[Item]):
         self._waiting: list[tuple[Client, int, int, Item]] = []  # with the grammar's size and a number
         self._num_put = 0
         self._accounts: dict[str, _Account] = {}  # of hosts and clients
+        self._all = _Account()
         self._of: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -93,9 +98,14 @@ class FairQueue(Generic[Item]):
 
         def key(entry: tuple[Client, int, int, Item]) -> tuple[float, float, int, int]:
             client, size, number, _ = entry
+            account = self._accounts.get("client " + client.name)
+            expected_s = (account.check_s if account is not None else self._all.check_s) or 0.0
             return (
-                self._spent("host " + client.host, now_s), self._spent("client " + client.name, now_s), size, number,
-            )  # fmt: skip
+                self._spent("host " + client.host, now_s) + expected_s,
+                self._spent("client " + client.name, now_s) + expected_s,
+                size,
+                number,
+            )
 
         entry = min(self._waiting, key=key)
         self._waiting.remove(entry)
@@ -108,6 +118,7 @@ class FairQueue(Generic[Item]):
 
     def charge(self, client: Client, seconds: float, now_s: float) -> None:
         """A check of this client's grammar has taken so long."""
+        self._all.add(seconds, now_s)
         for name in ("client " + client.name, "host " + client.host):
             self._accounts.setdefault(name, _Account()).add(seconds, now_s)
         if len(self._accounts) > MAX_ACCOUNTS:  # the smallest say least

@@ -42,6 +42,8 @@ def attack(target: Target) -> Finding:
                 with lock:
                     errors[said] += 1
 
+    with Client(target.router, token=target.token) as client:
+        client.generate("x", max_tokens=1, regex="[a-z]{1,2}")  # starts the first process that checks
     callers = [threading.Thread(target=slow, daemon=True) for _ in range(NUM_CALLERS)]
     for caller in callers:
         caller.start()

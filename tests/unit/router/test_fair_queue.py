@@ -32,7 +32,8 @@ def test_without_a_past_the_shortest_goes_first() -> None:
 
 def test_the_host_that_has_used_least_goes_first_then_its_client() -> None:
     queue: FairQueue[str] = FairQueue()
-    queue.charge(Client("busy", "busy:1"), 5.0, 0.0)
+    for _ in range(5):
+        queue.charge(Client("busy", "busy:1"), 1.0, 0.0)
     queue.charge(Client("h", "h:1"), 1.0, 0.0)
     put(queue, "from a new connection of a busy host", host="busy", port=2)
     put(queue, "from a client that used some")
@@ -47,24 +48,25 @@ def test_the_host_that_has_used_least_goes_first_then_its_client() -> None:
 
 
 def test_a_crowd_of_slow_clients_does_not_delay_another() -> None:
+    """On one host with it, and before most of the crowd was served once."""
     queue: FairQueue[str] = FairQueue()
-    slow = [Client("crowd", f"crowd:{port}") for port in range(24)]
-    for number, client in enumerate(slow):
-        queue.put(f"slow {number}", client, 10, 1.0)
-    served = []
-    for step in range(30):
+    quick = Client("h", "h:99")
+    for port in range(24):
+        put(queue, f"slow {port}", port=port)
+    served: list[str] = []
+    for step in range(60):
+        if step in (3, 20, 40, 41):
+            queue.put("quick", quick, 500, 1.0)
         taken = queue.take(float(step))
         assert taken is not None
         item, client = taken
         served.append(item)
-        queue.charge(client, 0.5, float(step))
-        queue.put(item, client, 10, 1.0)  # each asks again at once
-        if step == 10:
-            queue.put("quick", Client("crowd", "crowd:99"), 500, 1.0)
-    # Within the crowd's own host, too: its connection has used nothing yet, as those that were not served once.
-    assert "quick" in served[11 : 11 + len(slow)]
-    put(queue, "other", host="other", size=1000)
-    assert order(queue, 30.0)[0] == "other"
+        is_slow = client != quick
+        queue.charge(client, 0.5 if is_slow else 0.01, float(step))
+        if is_slow:
+            queue.put(item, client, 10, 1.0)  # each asks again at once
+    # At first nothing is known of it, nor of those before it. Then it goes before all that are slow.
+    assert [at for at, item in enumerate(served) if item == "quick"] == [24, 25, 40, 41]
 
 
 def test_use_is_forgotten() -> None:
@@ -76,7 +78,7 @@ def test_use_is_forgotten() -> None:
     assert order(queue, HALF_LIFE_S) == ["b", "a"]
     put(queue, "a", host="a")
     put(queue, "b", host="b")
-    queue.charge(Client("b", "b:1"), 2.0, HALF_LIFE_S)
+    queue.charge(Client("b", "b:1"), 3.0, HALF_LIFE_S)
     assert order(queue, HALF_LIFE_S) == ["a", "b"]
 
 
