@@ -9,6 +9,8 @@ from typing import Final, final
 from pdserve.core.errors import Overloaded
 
 RETRY_S: Final = 1.0
+SMALL_BYTES: Final = 65_536
+LARGE_SHARE: Final = 0.75  # of the limit, for requests over SMALL_BYTES: they leave room for small ones
 
 
 @final
@@ -20,8 +22,9 @@ class HeldBytes:
     @contextmanager
     def hold(self, num_bytes: int) -> Iterator[None]:
         """Raises Overloaded where that is too much beside what is held. One request alone always fits."""
-        if self.num_bytes and self.num_bytes + num_bytes > self._limit:
-            raise Overloaded(f"requests of {self.num_bytes} bytes are being served, of {self._limit} at most", RETRY_S)
+        limit = self._limit if num_bytes <= SMALL_BYTES else int(LARGE_SHARE * self._limit)
+        if self.num_bytes and self.num_bytes + num_bytes > limit:
+            raise Overloaded(f"requests of {self.num_bytes} bytes are being served, of {limit} at most", RETRY_S)
         self.num_bytes += num_bytes
         try:
             yield

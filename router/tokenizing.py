@@ -1,7 +1,7 @@
-"""Runs tokenizers beside the event loop. Long texts have a thread of their own, so that short ones never wait for them.
+"""Runs tokenizers beside the event loop, in two lanes: long texts neither delay short ones nor take their places.
 
-Each lane runs its texts in the order in which they came. The bytes of the requests that wait are bounded, for all
-together: a request is held in memory several times over while it waits.
+Each lane runs its texts in the order in which they came, and bounds how many wait. The long one also bounds the bytes
+of the requests that wait: each is held in memory several times over meanwhile.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Final, Generic, TypeVar, final
 from pdserve.core.errors import Overloaded
 
 LONG_CHARS: Final = 16_384  # some milliseconds
-MAX_WAITING: Final = 512  # texts
-MAX_WAITING_BYTES: Final = 16 * 2**20
+LONG_BYTES: Final = 2**17  # of a whole request, whatever its text
+MAX_WAITING: Final = 512  # texts in a lane
+MAX_WAITING_BYTES: Final = 16 * 2**20  # in the lane of long texts
 RETRY_S: Final = 0.5
 
 Result = TypeVar("Result")
@@ -24,34 +25,50 @@ Result = TypeVar("Result")
 @final
 class TokenizerThreads:
     def __init__(self) -> None:
-        self._short = ThreadPoolExecutor(1, thread_name_prefix="tokenize-short")
-        self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
-        self._num_waiting = 0
-        self._num_bytes = 0
+        self._short = _Lane("short", 2)
+        self._long = _Lane("long", 1)
 
     async def run(self, num_chars: int, num_bytes: int, work: Callable[[], Result]) -> Result:
         """`work` on `num_chars` of text, of a request of `num_bytes`. Raises Overloaded where too much waits."""
-        if self._num_waiting >= MAX_WAITING:
-            raise Overloaded(f"{self._num_waiting} texts wait to be tokenized, of {MAX_WAITING} at most", RETRY_S)
-        if self._num_bytes and self._num_bytes + num_bytes > MAX_WAITING_BYTES:
+        is_long = num_chars > LONG_CHARS or num_bytes > LONG_BYTES
+        lane = self._long if is_long else self._short
+        if is_long and lane.num_bytes and lane.num_bytes + num_bytes > MAX_WAITING_BYTES:
             raise Overloaded(
-                f"requests of {self._num_bytes} bytes wait to be tokenized, of {MAX_WAITING_BYTES} at most", RETRY_S
+                f"requests of {lane.num_bytes} bytes wait to be tokenized, of {MAX_WAITING_BYTES} at most", RETRY_S
             )
-        self._num_waiting += 1
-        self._num_bytes += num_bytes
-        lane = self._long if num_chars > LONG_CHARS else self._short
-        task = _Task(work)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(lane, task)
-        finally:
-            # Of a caller that has left, the lane holds the task until its turn; it must not hold the text.
-            task.work = None
-            self._num_waiting -= 1
-            self._num_bytes -= num_bytes
+        if lane.num_waiting >= MAX_WAITING:
+            raise Overloaded(
+                f"{lane.num_waiting} {lane.name} texts wait to be tokenized, of {MAX_WAITING} at most", RETRY_S
+            )
+        return await lane.run(num_bytes, work)
 
     def close(self) -> None:
         for lane in (self._short, self._long):
-            lane.shutdown(wait=False, cancel_futures=True)
+            lane.close()
+
+
+@final
+class _Lane:
+    def __init__(self, name: str, num_threads: int) -> None:
+        self.name = name
+        self.num_waiting = 0
+        self.num_bytes = 0
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"tokenize-{name}")
+
+    async def run(self, num_bytes: int, work: Callable[[], Result]) -> Result:
+        self.num_waiting += 1
+        self.num_bytes += num_bytes
+        task = _Task(work)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, task)
+        finally:
+            # Of a caller that has left, the lane holds the task until its turn; it must not hold the text.
+            task.work = None
+            self.num_waiting -= 1
+            self.num_bytes -= num_bytes
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 @final

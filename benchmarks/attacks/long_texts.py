@@ -16,7 +16,7 @@ import grpc
 
 from benchmarks.attacks.row import Finding, Row, Target
 from benchmarks.attacks.watching import MemoryPeak
-from pdserve import Client, Retries
+from pdserve import Client, PdserveError, Retries
 from pdserve.telemetry import names
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 
@@ -64,12 +64,16 @@ def attack(target: Target) -> Finding:
             errors[f"truncated: {said}" if is_taken[kind] else said] += 1
 
     took_s: list[float] = []
+    failures: list[str] = []
 
     def beside() -> None:
         with Client(target.router, token=target.token, retries=Retries(limit=0)) as client:
             while not is_over.wait(0.05):
                 began_s = time.monotonic()
-                client.tokenize(BESIDE)
+                try:
+                    client.tokenize(BESIDE)
+                except PdserveError as error:
+                    failures.append(error.reason)
                 took_s.append(time.monotonic() - began_s)
 
     thread = threading.Thread(target=beside, daemon=True)
@@ -86,6 +90,8 @@ def attack(target: Target) -> Finding:
     rejected = errors["INVALID_ARGUMENT"] + errors["RESOURCE_EXHAUSTED"] + errors["truncated: RESOURCE_EXHAUSTED"]
     taken = errors["truncated: OK"]
     complaints = []
+    if failures:
+        complaints.append(f"{len(failures)} short texts failed beside them, the first with {failures[0]}")
     if rejected + taken != num_sent:
         complaints.append(f"{num_sent - rejected - taken} of {num_sent} long texts had another end")
     if counted < rejected:

@@ -21,9 +21,9 @@ from pdserve.v1 import inference_pb2
 from pdserve.wire import status
 from router import tokenizing
 from router.admission import Admission, Limits
-from router.held_bytes import HeldBytes
+from router.held_bytes import SMALL_BYTES, HeldBytes
 from router.prompts import MAX_CHARS_WITHOUT_MODEL
-from router.tokenizing import LONG_CHARS, TokenizerThreads
+from router.tokenizing import LONG_BYTES, LONG_CHARS, TokenizerThreads
 from tests.unit.router_io.conftest import Connect
 from tests.unit.router_io.processes import Program
 from tests.unit.router_io.test_grammars import MODEL
@@ -132,7 +132,7 @@ async def test_short_texts_do_not_wait_for_long_ones(tokenizer: RecordingTokeniz
         threads.close()
 
 
-async def test_the_bytes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_bytes_of_long_texts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizing, "MAX_WAITING_BYTES", 100)
     threads = TokenizerThreads()
     gate = threading.Event()
@@ -140,12 +140,31 @@ async def test_the_bytes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         first = asyncio.create_task(threads.run(LONG_CHARS + 1, 90, gate.wait))
         await asyncio.sleep(0)
         with pytest.raises(Overloaded, match="90 bytes wait to be tokenized, of 100 at most") as caught:
-            await threads.run(1, 11, lambda: None)
+            await threads.run(LONG_CHARS + 1, 11, lambda: None)
         assert caught.value.retry_after_s > 0
-        await threads.run(1, 10, lambda: None)
+        await threads.run(1, 1000, lambda: None)  # a short one is not concerned
         gate.set()
         await first
-        await threads.run(1, 1000, lambda: None)  # alone, anything is taken that a message can hold
+        await threads.run(LONG_CHARS + 1, 1000, lambda: None)  # alone, anything is taken that a message can hold
+    finally:
+        gate.set()
+        threads.close()
+
+
+async def test_many_long_texts_leave_places_for_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizing, "MAX_WAITING", 3)
+    threads = TokenizerThreads()
+    gate = threading.Event()
+    try:
+        # The second kind is long by its bytes: fields beside the text count.
+        sizes = [(LONG_CHARS + 1, 1), (1, LONG_BYTES + 1), (LONG_CHARS + 1, 1)]
+        long = [asyncio.create_task(threads.run(chars, size, gate.wait)) for chars, size in sizes]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="3 long texts wait to be tokenized, of 3 at most"):
+            await threads.run(LONG_CHARS + 1, 1, gate.wait)
+        assert await asyncio.wait_for(threads.run(1, 1, lambda: "done"), 20) == "done"
+        gate.set()
+        await asyncio.gather(*long)
     finally:
         gate.set()
         threads.close()
@@ -183,6 +202,15 @@ def test_held_bytes_are_bounded_and_given_back() -> None:
     with held.hold(60), held.hold(40):
         assert held.num_bytes == 100
     assert held.num_bytes == 0
+
+
+def test_large_requests_leave_room_for_small_ones() -> None:
+    held = HeldBytes(4 * SMALL_BYTES)
+    with held.hold(2 * SMALL_BYTES):
+        with pytest.raises(Overloaded, match=f"of {3 * SMALL_BYTES} at most"), held.hold(SMALL_BYTES + 1):
+            pass
+        with held.hold(SMALL_BYTES), held.hold(SMALL_BYTES):
+            assert held.num_bytes == 4 * SMALL_BYTES
 
 
 async def test_requests_over_the_held_bytes_are_overload(connect: Connect, slow_decode: Program) -> None:
