@@ -593,3 +593,25 @@ def test_a_refusal_while_a_block_is_read_waits_for_the_read() -> None:
     [report] = out.written(job, 2.0)
     assert isinstance(report, departures.Report)
     assert report.sent.error == "the receiver refused: no memory"
+
+
+@pytest.mark.parametrize(
+    ("is_sent", "ends_at_s", "error"),
+    [
+        (False, 8.0, "nothing was pushed or taken for 7 s"),
+        (True, 4.0, "the receiver did not confirm it within 3 s of its last block"),
+    ],
+)
+def test_a_transfer_without_a_deadline_ends_by_its_lease(is_sent: bool, ends_at_s: float, error: str) -> None:
+    out, grant = Departures(1, STAMPS, stall_s=7.0, unconfirmed_s=3.0), grant_of("t", 1, 1, (0, 1))
+    out.linked()
+    out.start(grant, 0.0, None)
+    out.push(grant.key, [(0, 0), (1, 1)] if is_sent else [(0, 0)], is_sent, 1.0)
+    job = out.take(2, 1.0)
+    assert job is not None
+    out.written(job, 1.0)
+    assert out.next_alarm_s == ends_at_s
+    assert out.expire(ends_at_s - 0.1) == []
+    [sent] = [one.sent for one in out.expire(ends_at_s) if isinstance(one, departures.Report)]
+    assert (sent.outcome, sent.error) == (SendOutcome.FAILED, error)
+    assert (out.stats.failed, out.next_alarm_s) == (1, None)

@@ -162,3 +162,11 @@ def test_words_about_unknown_workers_and_repeated_requests_are_counted() -> None
         state.handle(arrival("a"), 0.0)
     assert state.counters["illegal"] == 2
     assert state.num_running == 1
+
+
+def test_the_first_row_of_an_idle_worker_begins_a_step() -> None:
+    one = view()
+    one.book(row("a"), 1.0)
+    assert one.phase.rest_s(1.002, 0.010) == pytest.approx(0.008)
+    one.book(row("b"), 1.004)  # the step that runs goes on
+    assert one.phase.rest_s(1.006, 0.010) == pytest.approx(0.004)
