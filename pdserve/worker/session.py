@@ -153,6 +153,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             reader = asyncio.create_task(self._read(session, context, outbox))
             async for message in outbox:
                 await context.write(message)
+        except grpc.aio.InternalError:  # the router has gone in the middle of a write: as if the call were cancelled
+            raise asyncio.CancelledError from None
         finally:
             if reader is not None:
                 reader.cancel()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from pdserve.core.types import Role
 from pdserve.v1 import worker_pb2
 from pdserve.wire import peers
 from pdserve.worker import host
+from pdserve.worker.session import Outbox
 
 GARBAGE = b"\xff\xff\xff"
 ATTACH = peers.ATTACH
@@ -80,6 +82,31 @@ async def test_a_message_that_does_not_parse_is_a_bad_request(
         )
     assert [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR or one.exc_info] == []
     assert [one.getMessage() for one in caplog.records].count("messages do not parse") == 1
+
+
+async def test_a_router_that_goes_in_mid_write_is_no_fault(
+    start: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC fails the write that was pending. Here it fails the first report of load."""
+    worker = start(Role.DECODE)
+
+    async def failing(self: Outbox) -> AsyncIterator[worker_pb2.AttachResponse]:
+        raise grpc.aio.InternalError("Failed execute_batch")
+        yield worker_pb2.AttachResponse()
+
+    monkeypatch.setattr(Outbox, "__aiter__", failing)
+    hello = worker_pb2.AttachRequest(hello=worker_pb2.RouterHello(router_id="r0")).SerializeToString()
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        call = channel.stream_stream(ATTACH)(metadata=await proof(channel, peers.ATTACH, worker.address))
+        await call.write(hello)
+        assert await call.read() is not grpc.aio.EOF
+        until_s = time.monotonic() + 20
+        while worker.host._servicer._outboxes:
+            assert time.monotonic() < until_s, "the stream's outbox is still there"
+            await asyncio.sleep(0.005)
+        call.cancel()
+    await asyncio.to_thread(worker.host.stop)  # the call has ended then
+    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR or one.exc_info] == []
 
 
 async def read_all(call: Any) -> None:
