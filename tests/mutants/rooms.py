@@ -19,7 +19,12 @@ OWN = {
     "router.events": ("router/test_recording.py",),
     "router.commands": ("router/test_recording.py",),
     "router.queue": ("router/test_order.py", "router/test_queue.py"),
-    "router.state": ("router/test_lifecycle.py", "router/test_endings.py", "router/test_failures.py"),
+    "router.state": (
+        "router/test_view.py",
+        "router/test_lifecycle.py",
+        "router/test_endings.py",
+        "router/test_failures.py",
+    ),
     "router.view": ("router/test_load.py", "router/test_fleet.py"),
     "router.policy.dynamo": ("router/test_baselines.py",),
     "router.policy.interface": ("router/test_policy.py",),
