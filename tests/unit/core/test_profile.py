@@ -106,3 +106,25 @@ def test_a_wrong_row_of_a_degree_is_named(row: dict[str, Any]) -> None:
     data = {"name": "x", "kv_bytes_per_token": 1, "tensor_parallel": {"2": row | {"kv_capacity_tokens": 5}}}
     with pytest.raises(ConfigError, match=r"tensor_parallel\.2\.prefill_ms"):
         parse_profile(data, 2)
+
+
+@pytest.mark.parametrize("value", [1, 2])
+def test_the_least_counts_are_allowed(value: int) -> None:
+    profile = parse_profile({**h100(), "kv_bytes_per_token": value, "kv_capacity_tokens": value})
+    assert (profile.kv_bytes_per_token, profile.kv_capacity_tokens) == (value, value)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None])
+def test_what_is_no_count_is_named(value: object) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_profile({**h100(), "kv_capacity_tokens": value})
+    assert raised.value.field == "kv_capacity_tokens"
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("inf")])
+def test_a_link_has_a_rate(rate: float) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_profile({**h100(), "link": {"slow": {"latency_s": 0.0, "bytes_per_s": rate}}})
+    assert raised.value.field == "link.slow.bytes_per_s"
+    links = parse_profile({**h100(), "link": {"slow": {"latency_s": 0.0, "bytes_per_s": 0.5}}}).links
+    assert links == {"slow": (0.0, 0.5)}
