@@ -26,6 +26,7 @@ from kvtransfer.inbound import Inbound
 from kvtransfer.landing import Claim
 from kvtransfer.landings import Action, Answer, Landings, Sever
 from kvtransfer.lease import DEFAULT_LEASE, Lease
+from kvtransfer.log_limit import LogLimit
 from kvtransfer.memory import host_view
 from kvtransfer.parts import Part
 from kvtransfer.paths.registry import TRANSPORTS, fence_of
@@ -91,6 +92,7 @@ class StreamReceiver:
         self._reports: deque[Received] = deque()
         self._delivery = threading.Lock()  # held while reports are handed out, so that they stay in order
         self._is_closed = False
+        self._refusals = LogLimit()
         self._number = 0
         self._kinds = tuple(transports)
         self._doors = {kind: _listen(kind, host) for kind in transports}
@@ -241,11 +243,11 @@ class StreamReceiver:
             self._book.stats.protocol_errors += is_peers_fault
             self._book.stats.silent += is_silent
             self._do(self._book.cut(inbound.number, f"sender {who}: {error}", self.clock()))
-        log.log(
-            logging.WARNING if is_peers_fault or inbound.peer is None else logging.INFO,
-            "kv sender disconnected",
-            extra={"sender_id": who, "error": error},
-        )
+            if inbound.peer is None:
+                self._log_refusal(error)
+        if inbound.peer is not None:
+            level = logging.WARNING if is_peers_fault else logging.INFO
+            log.log(level, "kv sender disconnected", extra={"sender_id": who, "error": error})
         self._deliver()
 
     # Inside.
@@ -319,13 +321,18 @@ class StreamReceiver:
                 inbound = Inbound(self, sock, self._number, TRANSPORTS[kind])
                 self._connections[inbound.number] = inbound.begun()
         except (OSError, RuntimeError) as error:  # the peer has left again, or descriptors or threads are used up
-            log.warning("kv connection not taken", extra={"error": str(error)})
             with self._lock:
                 self._book.stats.refused_connections += 1
+                self._log_refusal(str(error))
             if sock is not None:
                 sock.close()
             else:
                 time.sleep(_ACCEPT_PAUSE_S)  # the door stays ready, and the clock must not spin on it
+
+    def _log_refusal(self, error: str) -> None:
+        """With the lock held. Anyone who reaches the port can cause it."""
+        if count := self._refusals.due(self.clock()):
+            log.warning("kv connections were refused", extra={"connections": count, "error": error})
 
     def _make_room(self, pending: Sequence[Inbound]) -> None:
         """With the lock held. Connections that prove nothing must not keep senders out. The oldest is the first."""

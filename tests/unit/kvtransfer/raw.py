@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from kvtransfer.checksum import hasher
 from kvtransfer.credentials import Ends, sender_greeting
 from kvtransfer.dial import Line, dial
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, decode, tag_of
-from kvtransfer.paths.shm import ShmSend
+from kvtransfer.paths.shm import SHM, ShmSend
 from kvtransfer.stamping import pack
 from kvtransfer.transport import Grant, ReceiveOutcome
 from pdserve.core.proof import NONCE_BYTES, ClusterSecret
@@ -28,6 +29,17 @@ GARBAGE = random.Random(1).randbytes(4096)
 def numbers(blocks: range) -> bytes:
     """How an shm frame names its source blocks."""
     return array("I", blocks).tobytes()
+
+
+def connect(pair: Pair, answer: transfer_pb2.OpenResponse) -> socket.socket:
+    if answer.transport == SHM:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect("\0" + answer.address)
+    else:
+        host, port = answer.address.split(":")
+        sock = socket.create_connection((host, int(port)))
+    sock.settimeout(WAIT_S)
+    return sock
 
 
 def greet(pair: Pair, answer: transfer_pb2.OpenResponse, secret: ClusterSecret = SECRET, **changes: Any) -> bytes:

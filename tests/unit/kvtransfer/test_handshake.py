@@ -30,18 +30,7 @@ from pdserve.core.proof import ClusterSecret
 from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.wire import peers
 from tests.unit.kvtransfer.harness import WAIT_S, Clock, GrpcHost, Heard, Pair, fingerprint, wait_for
-from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves, greet
-
-
-def connect(pair: Pair, answer: transfer_pb2.OpenResponse) -> socket.socket:
-    if answer.transport == SHM:
-        sock = socket.socket(socket.AF_UNIX)
-        sock.connect("\0" + answer.address)
-    else:
-        host, port = answer.address.split(":")
-        sock = socket.create_connection((host, int(port)))
-    sock.settimeout(WAIT_S)
-    return sock
+from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves, connect, greet
 
 
 @pytest.mark.parametrize(

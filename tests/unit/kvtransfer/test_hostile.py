@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import random
 import struct
 import zlib
@@ -12,11 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, encode_text
+from kvtransfer.log_limit import LogLimit
 from kvtransfer.parts import Part
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for
-from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves, expected, numbers
+from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves, connect, expected, numbers
 
 
 def test_a_duplicate_chunk_changes_nothing_and_is_counted(pair: Pair, raw: RawSender) -> None:
@@ -186,3 +189,21 @@ def raw_word(rng: random.Random, tag: Tag) -> bytes:
     return rng.choice(
         [Frame(Kind.ANNOUNCE, tag).encode(), encode_text(Kind.RETRACT, tag, "why"), Frame(Kind.DONE, tag).encode()]
     )
+
+
+def test_refused_connections_are_counted_and_logged_once(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    answer = pair.host.open(pair.sender)
+    for _ in range(10):
+        with connect(pair, answer) as sock:
+            sock.sendall(GARBAGE)
+            with contextlib.suppress(ConnectionError):
+                assert sock.recv(1) == b""
+    wait_for(lambda: pair.receiver.stats.refused_connections == 10, "the refusals")
+    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == [
+        "kv connections were refused"
+    ]
+
+
+def test_a_line_is_due_once_in_a_while_and_says_how_many_it_stands_for() -> None:
+    limit = LogLimit(every_s=10.0)
+    assert [limit.due(now_s) for now_s in (0.0, 1.0, 9.9, 10.0, 10.1, 30.0)] == [1, 0, 0, 3, 0, 2]
