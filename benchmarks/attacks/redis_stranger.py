@@ -1,33 +1,75 @@
 """Row 3: a stranger in the embedded Redis, who would register a worker of its own and attract the router.
 
-Reads the server's port from the launcher's lines, and asks without a password and with wrong ones.
+Listens as a decode worker. Reads the server's port from the launcher's lines, and asks without a password and with
+wrong ones. That a registered worker is told nothing before it has proven the secret, whatever Redis says, is tested in
+tests/unit/router_io/test_forged_workers.py: no stranger gets that far any more.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from typing import Final
+from concurrent import futures
+from typing import Any, Final
 
+import grpc
 from redis import Redis
 from redis.exceptions import AuthenticationError, RedisError
 
 from benchmarks.attacks.row import Finding, Row, Target
+from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
+WATCH_S: Final = 3.0  # several times as long as a router takes to read the registry and to dial
 PASSWORDS: Final = (None, "", "redis", "pdserve", "secret", "0" * 64)
-FORGED: Final = (
-    ("SADD", "{pd:default}:workers", "d9"),
-    ("HSET", "{pd:default}:worker:d9", "incarnation", "1", "facts", '{"role":"decode","endpoint":"127.0.0.1:1"}'),
-    ("KEYS", "*"),
-    ("CONFIG", "GET", "requirepass"),
-)
+
+
+class _Forged(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self) -> None:
+        self.num_streams = 0
+
+    def Attach(self, request_iterator: Any, context: Any) -> Any:
+        self.num_streams += 1
+        for _ in request_iterator:
+            yield worker_pb2.AttachResponse(hello=worker_pb2.WorkerHello(worker_id="d9", role=worker_pb2.ROLE_DECODE))
+
+
+def commands(endpoint: str) -> tuple[tuple[str, ...], ...]:
+    facts = f'{{"role":"decode","endpoint":"{endpoint}"}}'
+    return (
+        ("SADD", "{pd:default}:workers", "d9"),
+        ("HSET", "{pd:default}:worker:d9", "incarnation", "1", "facts", facts),
+        ("KEYS", "*"),
+        ("CONFIG", "GET", "requirepass"),
+    )
 
 
 def attack(target: Target) -> Finding:
+    forged, server = _Forged(), grpc.server(futures.ThreadPoolExecutor(4))
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(forged, server)
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        errors, complaints = _write(target, endpoint)
+        time.sleep(min(WATCH_S, target.seconds))
+    finally:
+        server.stop(None).wait()
+    if forged.num_streams:
+        complaints.append(f"the router opened {forged.num_streams} streams to the forged worker")
+    return Finding(
+        attempts=errors.total(),
+        rejected=errors["AuthenticationError"],
+        errors=errors,
+        note=f"{forged.num_streams} streams to the forged worker",
+        complaints=tuple(complaints),
+    )
+
+
+def _write(target: Target, endpoint: str) -> tuple[Counter[str], list[str]]:
     host, _, port = target.address("redis").rpartition(":")
     errors: Counter[str] = Counter()
-    complaints = []
+    complaints: list[str] = []
     for password in PASSWORDS:
-        for command in FORGED:
+        for command in commands(endpoint):
             with Redis(host=host, port=int(port), password=password, socket_timeout=5.0) as stranger:
                 try:
                     stranger.execute_command(*command)
@@ -38,12 +80,7 @@ def attack(target: Target) -> Finding:
                 except RedisError as error:
                     errors[type(error).__name__] += 1
                     complaints.append(f"{command[0]} ended in {error}")
-    return Finding(
-        attempts=errors.total(),
-        rejected=errors["AuthenticationError"],
-        errors=errors,
-        complaints=tuple(complaints),
-    )
+    return errors, complaints
 
 
 ROW = Row(number=3, name="a stranger in the embedded Redis", attack=attack)
