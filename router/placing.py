@@ -79,9 +79,11 @@ def _is_worth_asking(ledger: Ledger, request: Request, prefills: list[WorkerView
     if request.waits_for is not Obstacle.PREFILL:
         return any(view.freed_s >= asked_s for view in decodes)
     tokens = request.num_tokens
-    return any(view.freed_s >= asked_s and can_start(view, tokens, now_s) for view in prefills) or any(
-        view.computed_s >= asked_s and view.queue_s(now_s) <= view.load.batch_s for view in decodes
-    )
+    # A worker opens by an event, or as the time comes at which its batch is nearly done.
+    return any(
+        max(view.freed_s, view.free_at_s - view.batch_s) >= asked_s and can_start(view, tokens, now_s)
+        for view in prefills
+    ) or any(view.computed_s >= asked_s and view.queue_s(now_s) <= view.load.batch_s for view in decodes)
 
 
 def _serve_lines(ledger: Ledger, prefills: list[WorkerView], decodes: list[WorkerView]) -> bool:
