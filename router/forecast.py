@@ -11,14 +11,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from router.view import WorkerView
 
 PRIOR_REQUESTS: Final = 8.0  # mean requests' worth of full pace that a fresh measure starts with
-MEMORY: Final = 0.98  # of what was measured, per request
-REMEMBERED: Final = 256  # requests whose work tells what is asked for
+MEMORY: Final = 0.99  # of what was measured, per request
 SLOWEST: Final = 0.05  # pace below this is no pace
+FASTEST: Final = 4.0  # short prompts share batches, and the reading of the weights
+HORIZON: Final = 2.0  # promised TTFTs over which demand is measured: what is asked for less long can wait
+FEWEST: Final = 256  # requests that demand is measured over at least
+BINS: Final = 128  # of the horizon: requests that come within one of them are remembered together
+GAIN: Final = 0.05  # of each new promise in the mean
 
 
 @final
@@ -71,21 +75,52 @@ def capacity(
 
 @final
 class Pace:
-    """The share of the fluid that the router has come to use while requests waited; at most 1."""
+    """The share of the predicted capacity that the router has used of late while requests waited: the observed drain
+    rate of the queue over the predicted one. Above 1 where batches of several prompts take less than their sum.
 
-    __slots__ = ("_is_contended", "_mean_s", "_offered_s", "_rate", "_since_s", "_used_s")
+    The error of single steps says little about this ratio: it is a mean over many requests, and its standard error is
+    told by how much they differed.
+    """
+
+    __slots__ = (
+        "_is_contended",
+        "_mean_s",
+        "_offered_s",
+        "_open_s",
+        "_prior",
+        "_products",
+        "_rate",
+        "_since_s",
+        "_used_s",
+    )
 
     def __init__(self) -> None:
         self._offered_s = self._used_s = self._mean_s = 0.0
+        self._open_s = 0.0  # offered since the last request that was placed
+        self._products = (0.0, 0.0, 0.0)  # sums of used^2, used * offered and offered^2, per request
+        self._prior = PRIOR_REQUESTS  # mean requests' worth of full pace, forgotten as requests are measured
         self._rate = 0.0
         self._since_s = 0.0
         self._is_contended = False
 
     @property
     def share(self) -> float:
-        prior_s = PRIOR_REQUESTS * self._mean_s
-        offered_s = self._offered_s + prior_s
-        return min(max((self._used_s + prior_s) / offered_s, SLOWEST), 1.0) if offered_s > 0.0 else 1.0
+        prior_s = self._prior * self._mean_s
+        offered_s = self._offered_s + self._open_s + prior_s
+        return min(max((self._used_s + prior_s) / offered_s, SLOWEST), FASTEST) if offered_s > 0.0 else 1.0
+
+    @property
+    def error(self) -> float:
+        """Relative standard error of `share`; 1 before anything was measured."""
+        prior_s = self._prior * self._mean_s
+        used_s = self._used_s + prior_s
+        if used_s <= 0.0:
+            return 1.0
+        share = self.share
+        squared_used, mixed, squared_offered = self._products
+        offered_s = self._open_s
+        squares = squared_used - 2.0 * share * mixed + share * share * (squared_offered + offered_s * offered_s)
+        return min(math.sqrt(max(squares, 0.0) + prior_s * prior_s) / used_s, 1.0)
 
     def offers(self, rate: float, now_s: float) -> None:
         """So much work per second could be done at the full pace, from now on."""
@@ -96,8 +131,12 @@ class Pace:
         self._pass(now_s)
         self._mean_s += 0.05 * (prefill_s - self._mean_s) if self._mean_s else prefill_s
         if self._is_contended:
+            offered_s, self._open_s = self._open_s, 0.0
             self._used_s = MEMORY * self._used_s + prefill_s
-            self._offered_s *= MEMORY
+            self._offered_s = MEMORY * self._offered_s + offered_s
+            self._prior *= MEMORY
+            own = (prefill_s * prefill_s, prefill_s * offered_s, offered_s * offered_s)
+            self._products = tuple(MEMORY * MEMORY * held + one for held, one in zip(self._products, own, strict=True))  # type: ignore[assignment]
 
     def contended(self, is_contended: bool, now_s: float) -> None:
         """Whether somebody waits, from now on."""
@@ -106,34 +145,60 @@ class Pace:
 
     def _pass(self, now_s: float) -> None:
         if self._is_contended:
-            self._offered_s += self._rate * (now_s - self._since_s)
+            self._open_s += self._rate * (now_s - self._since_s)
         self._since_s = now_s
+
+
+class Came(NamedTuple):
+    """Requests that came within one bin of time."""
+
+    at_s: float
+    count: int
+    work_s: float
+    squares: float  # of their works
 
 
 @final
 class Demand:
-    """Work that comes and could be on time, of the last REMEMBERED requests."""
+    """Work that comes and could be on time: of the last HORIZON promised TTFTs, and at least of FEWEST requests."""
 
-    __slots__ = ("_came", "_work_s")
+    __slots__ = ("_bins", "_count", "_horizon_s", "_squares", "_work_s")
 
     def __init__(self) -> None:
-        self._came: deque[tuple[float, float]] = deque()  # (when, prefill seconds), in order
-        self._work_s = 0.0  # sum of all but the first, which opens the span
+        self._bins: deque[Came] = deque()
+        self._count, self._work_s, self._squares = 0, 0.0, 0.0
+        self._horizon_s = 0.0  # HORIZON mean promised TTFTs
 
-    def arrived(self, prefill_s: float, now_s: float) -> None:
-        came = self._came
-        if came:
-            self._work_s += prefill_s
-        came.append((now_s, prefill_s))
-        if len(came) > REMEMBERED:
-            came.popleft()
-            self._work_s = max(self._work_s - came[0][1], 0.0)
-
-    def span_s(self, now_s: float) -> float:
-        """What has not come since the last one counts."""
-        return now_s - self._came[0][0] if self._came else 0.0
+    def arrived(self, prefill_s: float, promised_s: float, now_s: float) -> None:
+        horizon_s = HORIZON * promised_s
+        self._horizon_s += GAIN * (horizon_s - self._horizon_s) if self._bins else horizon_s
+        self._add(1, prefill_s, prefill_s * prefill_s)
+        bins = self._bins
+        if bins and now_s - bins[-1].at_s < self._horizon_s / BINS:
+            last = bins[-1]
+            bins[-1] = Came(last.at_s, last.count + 1, last.work_s + prefill_s, last.squares + prefill_s * prefill_s)
+        else:
+            bins.append(Came(now_s, 1, prefill_s, prefill_s * prefill_s))
+        while self._count - bins[0].count >= FEWEST and now_s - bins[0].at_s > self._horizon_s:
+            gone = bins.popleft()
+            self._add(-gone.count, -gone.work_s, -gone.squares)
 
     def rate(self, now_s: float) -> float:
-        """Prefill seconds per second."""
-        span_s = self.span_s(now_s)
-        return self._work_s / span_s if span_s > 0.0 else 0.0
+        """Prefill seconds per second. The first bin opens the span and is none of its work."""
+        if not self._bins:
+            return 0.0
+        first = self._bins[0]
+        span_s = now_s - first.at_s
+        if span_s < self._horizon_s:  # what comes at once is no demand that lasts
+            return self._work_s / self._horizon_s if self._horizon_s > 0.0 else 0.0
+        return max(self._work_s - first.work_s, 0.0) / span_s
+
+    @property
+    def error(self) -> float:
+        """Relative standard error of the rate, where requests come independently; 1 of a single request."""
+        return min(math.sqrt(max(self._squares, 0.0)) / self._work_s, 1.0) if self._work_s > 0.0 else 1.0
+
+    def _add(self, count: int, work_s: float, squares: float) -> None:
+        self._count += count
+        self._work_s = max(self._work_s + work_s, 0.0)
+        self._squares = max(self._squares + squares, 0.0)

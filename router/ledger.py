@@ -150,7 +150,7 @@ class Ledger:
         """A newcomer: what it asks for counts as demand if it could be on time were it alone."""
         outlook, slo = request.outlook, request.facts.slo
         if outlook is not None and outlook.ttft_s <= slo.ttft_s and outlook.tpot_s <= slo.tpot_s:
-            self.demand.arrived(outlook.ttft_s, self.now_s)
+            self.demand.arrived(outlook.ttft_s, slo.ttft_s, self.now_s)
 
     # -- what tenants are charged --------------------------------------------------------------------------------
 

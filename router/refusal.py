@@ -1,29 +1,38 @@
-"""Admission: whether a request that waits may go on waiting. Pure.
+"""Admission control: whether a request that waits may go on waiting. Pure.
 
-Refused is only who surely misses its promise, or surely makes somebody miss his who was there before, or is too long
-where more is asked for than can be done; and only where serving it would cost others: where someone waits who can keep
-his promise, or so many come who can that it would stand in their way. On an idle cluster a hopeless request is served
-late.
+A request is rejected only if serving it would cost others: if demand is over BUSY_SHARE of the capacity, and over what
+the other workers can do while one serves it. Otherwise a hopeless request is served late, behind those that can meet
+their target. What it leaves in the prefix caches serves the next turn of its session.
 
-Predicted with the fluid of forecast.py, in the order of queue.py:
+forecast.py predicts when a request starts, from what is ahead of it in the order of queue.py:
 
-    start(r)  = when the fluid has done what goes before r
-    ttft(r)   = waited + start(r) + its prefill where that is fastest
-    r is too long if waited + start(r) + ROOM times its prefill is more than its promise
-    r harms q, which is behind it in its level, if q starts in time without r and not with it
+    start(r) = when the capacity has done what is ahead of r, at the observed drain rate
+    ttft(r)  = waited + start(r) + its prefill where that is fastest
 
-A kept promise counts the same whatever its prompt, so of more than can be done the longest are given up: who takes p
-seconds takes the place of several who take less. The longest that is admitted shrinks as more waits, so the queue comes
-to rest short of the promise, where an error of prediction makes nobody late, and who is refused hears it at once. Only
-those of its own level are a reason: a higher class is not turned away for what a lower one asks.
+How sure that is: the errors of single prefills are independent, so their sum is relatively more certain the more wait.
+The error of the drain rate is common to all. It is the standard error of the observed drain rate, or, where no queue
+was seen yet, the relative error of the model, if that has seen enough batches.
 
-That is one pass over those who wait. What goes before a newcomer of a tenant that was served less is only as much as
-others may have before they yield to it (shares.py); who must yield to it is not harmed by it.
+    error(start) = start * hypot(error of the drain rate, error of one prefill / sqrt(requests ahead + 1))
+    error(ttft)  = hypot(error(start), error of one prefill * own prefill)
+
+Two cases. If more comes than can be done, for certain, then some must be rejected, the sooner the better. A request is
+rejected if its predicted TTFT misses the target with ROOM times its prefill and one standard error: a met target counts
+the same whatever the prompt, so the longest are given up. The longest that is admitted shrinks as more waits, so the
+queue comes to rest short of the target, where an error of prediction makes no request late. Otherwise the queue will
+shrink again, and a request is rejected only if it misses its target even where the prediction errs by SIGMAS.
+
+A request that makes an earlier one miss its target is rejected too: r harms q, which is behind it in its level, if q
+starts in time without r and not with it. Only its own level is a reason: a higher class is not rejected for what a
+lower one asks. That is one pass over those who wait. What goes before a newcomer of a tenant that was served less is
+only as much as others may have before they yield to it (shares.py); a request that must yield to it is not harmed.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Final
 
 from pdserve.core.durations import clamped_s
@@ -32,17 +41,24 @@ from router.ending import turn_away
 from router.forecast import Capacity, capacity
 from router.ledger import Ledger
 from router.policy.interface import Decision, Outlook
+from router.policy.outlook import SIGMAS
 from router.queue import Entry, Queue
 from router.request import Request
 
 BUSY_SHARE: Final = 0.5  # of the capacity: with less demand, a late request stands in nobody's way for long
 ROOM: Final = 2.5  # prefills of its own that must fit; between 2.5 and 3 all traffic of docs/benchmarks.md is alike
-WIDEST_BAND: Final = 0.5  # relative; with a model that errs more, requests are served and may turn out late
-# Promises that a request has waited for: no model is needed to see that more is asked for than can be done. With fewer,
-# a cluster that is not known yet, or not as steady as its model, is given the time to show what it can do.
-EVIDENT: Final = 4.0
+UNSEEN_ERROR: Final = 0.1  # of the drain rate that the model predicts, beyond its own error: paths, memory, routers
 SHORTEST_RETRY_S: Final = 0.05
 LONGEST_RETRY_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """What goes before a request that waits."""
+
+    work_s: float  # prefill seconds
+    count: int  # requests
+    harmed: str = ""  # one behind it that would start too late since it is there
 
 
 def admit(ledger: Ledger, request: Request) -> None:
@@ -51,73 +67,77 @@ def admit(ledger: Ledger, request: Request) -> None:
     if "refusal" not in ledger.rules or outlook is None or request.request_id not in ledger.queue:
         return
     queue, slo, waited_s = ledger.queue, request.facts.slo, ledger.now_s - request.arrived_s
-    entry, fluid = queue.entry(request.request_id), _capacity(ledger)
-    before_s, harmed = around(entry, queue, fluid, ledger.now_s)
-    start_s, own_s = fluid.start_in_s(before_s), surely_s(outlook.ttft_s, outlook)
-    room = ROOM if _is_too_much(ledger, entry, fluid) else 1.0
-    retry_s = _clipped(waited_s + start_s + room * outlook.ttft_s - slo.ttft_s)
-    if waited_s + start_s + own_s > slo.ttft_s or surely_s(outlook.tpot_s, outlook) > slo.tpot_s:
-        message = f"first token predicted after {waited_s + start_s + outlook.ttft_s:.3f} s"
-        if not _refuse_late(ledger, request, message, retry_s):
+    entry, free = queue.entry(request.request_id), _capacity(ledger)
+    is_too_much = _is_too_much(ledger, outlook, free)
+    ahead = around(entry, queue, free, ledger.now_s)
+    start_s, own_s = free.start_in_s(ahead.work_s), outlook.ttft_s
+    predicted_s = waited_s + start_s + own_s
+    error_s = _error_s(ledger, outlook, start_s, ahead.count)
+    longest_s = max(slo.ttft_s - waited_s - start_s - error_s, 0.0) / ROOM
+    surely_late_s = predicted_s if is_too_much else predicted_s - SIGMAS * error_s
+    if surely_late_s > slo.ttft_s or _misses_tpot(outlook, slo.tpot_s):
+        message = f"first token predicted after {predicted_s:.3f} s"
+        if not _refuse_late(ledger, request, message, _clipped(predicted_s - slo.ttft_s)):
             queue.turn_late(request.request_id)
-    elif waited_s + start_s + room * own_s > slo.ttft_s:
-        longest_s = max(slo.ttft_s - waited_s - start_s, 0.0) / room
+    elif is_too_much and "shortest" in ledger.rules and _others_wait(queue, entry) and own_s > longest_s:
         message = f"more is asked for than can be done: prompts of up to {longest_s:.3f} s have a place"
-        _refuse_late(ledger, request, message, retry_s)
-    elif harmed and is_trusted(outlook):
-        message = f"{harmed} was admitted before and would miss its promised first token"
-        turn_away(ledger, request, FailKind.OVERLOADED, message, _clipped(outlook.ttft_s))
+        _refuse_late(ledger, request, message, _clipped(predicted_s + (ROOM - 1.0) * own_s - slo.ttft_s))
+    elif ahead.harmed and _drain_error(ledger, outlook) < 1.0:
+        message = f"{ahead.harmed} was admitted before and would miss its TTFT target"
+        turn_away(ledger, request, FailKind.OVERLOADED, message, _clipped(own_s))
 
 
 def drop_late(ledger: Ledger) -> None:
-    """Those whose last moment to start has passed: refused, or served when those have gone who can be on time."""
+    """Those whose last moment to start has passed: rejected, or served when those have gone who can be on time."""
     for request_id in ledger.queue.late_since(ledger.now_s):
         request = ledger.requests[request_id]
-        waited_s = ledger.now_s - request.arrived_s
-        if "refusal" in ledger.rules:
+        outlook, waited_s = request.outlook, ledger.now_s - request.arrived_s
+        if "refusal" not in ledger.rules or outlook is None:
+            continue
+        free, least_s = _capacity(ledger), surely_s(outlook.ttft_s, outlook)
+        if _is_too_much(ledger, outlook, free) or waited_s + least_s > request.facts.slo.ttft_s:
             # There is room for it, if at all, when those who wait have been served.
             work_s = sum(ledger.queue.entry(one).prefill_s for one in ledger.queue)
-            retry_s = _clipped(_capacity(ledger).start_in_s(work_s))
+            retry_s = _clipped(free.start_in_s(work_s))
             _refuse_late(ledger, request, f"has waited {waited_s:.3f} s, which leaves too little", retry_s)
 
 
 def is_in_vain(ledger: Ledger, request: Request, decision: Decision) -> bool:
-    """About to be placed, it is predicted to miss its promise: refused, or behind those who can still keep theirs."""
+    """About to be placed, it is predicted to miss its target: rejected, or behind those who can still meet theirs."""
     outlook, slo, queue = request.outlook, request.facts.slo, ledger.queue
     if "least-slack" not in ledger.rules or outlook is None or not decision.candidates or request.output:
         return False
     if request.request_id not in queue:
         return False
-    ttft_s = ledger.now_s - request.arrived_s + decision.candidates[0].ttft_s
+    waited_s, own_s = ledger.now_s - request.arrived_s, decision.candidates[0].ttft_s
+    ttft_s = waited_s + own_s
     if ttft_s <= slo.ttft_s:
         return False
-    if _refuse_late(ledger, request, f"first token predicted after {ttft_s:.3f} s", _clipped(ttft_s - slo.ttft_s)):
+    is_sure = waited_s + surely_s(own_s, outlook) > slo.ttft_s or _is_too_much(ledger, outlook, _capacity(ledger))
+    message, retry_s = f"first token predicted after {ttft_s:.3f} s", _clipped(ttft_s - slo.ttft_s)
+    if is_sure and _refuse_late(ledger, request, message, retry_s):
         return True
     was_late = queue.is_late(request.request_id)
     queue.turn_late(request.request_id)
     return not was_late and queue.num_on_time > 0
 
 
-def is_trusted(outlook: Outlook) -> bool:
-    """The model knows the worker well enough to turn anybody away for what it says."""
-    return outlook.is_sure and outlook.band_s <= WIDEST_BAND * outlook.ttft_s
-
-
 def surely_s(predicted_s: float, outlook: Outlook) -> float:
-    """What it takes at least, by the error band of the model that the outlook is from."""
+    """What one prefill takes at least, by the error band of the model that the outlook is from."""
     if outlook.ttft_s <= 0.0:
         return predicted_s
     return predicted_s * max(1.0 - outlook.band_s / outlook.ttft_s, 0.0)
 
 
-def around(entry: Entry, queue: Queue, fluid: Capacity, now_s: float) -> tuple[float, str]:
-    """Prefill seconds that go before the entry, and somebody behind it who would start too late since it is there."""
+def around(entry: Entry, queue: Queue, fluid: Capacity, now_s: float) -> Ahead:
+    """What goes before the entry, and whom behind it that would make late."""
     shares = queue.shares
     before: defaultdict[str, float] = defaultdict(float)  # tenant -> prefill seconds that go before the entry
-    behind = []
+    behind, count = [], 0
     for one in queue.on_time(entry.level):
         if one < entry:
             before[one.tenant] += one.prefill_s
+            count += 1
         elif one is not entry:
             behind.append(one)
     room_s = shares.served_s(entry.tenant) + before[entry.tenant] + shares.quantum_s
@@ -128,36 +148,62 @@ def around(entry: Entry, queue: Queue, fluid: Capacity, now_s: float) -> tuple[f
     for level in queue.levels:
         if level >= entry.level:
             break
-        work_s += sum(one.prefill_s for one in queue.at_level(level))
+        higher = queue.at_level(level)
+        work_s += sum(one.prefill_s for one in higher)
+        count += len(higher)
     before_s, own_s = work_s, entry.prefill_s
     for one in behind:
         spare_s = fluid.done_by(one.late_at_s - now_s) - work_s
         if 0.0 <= spare_s < own_s and not shares.is_ahead(one.tenant, entry.tenant):
-            return before_s, one.request_id
+            return Ahead(work_s=before_s, count=count, harmed=one.request_id)
         work_s += one.prefill_s
-    return before_s, ""
+    return Ahead(work_s=before_s, count=count)
 
 
-def _is_too_much(ledger: Ledger, entry: Entry, fluid: Capacity) -> bool:
-    """More comes than the fluid does, and others of the entry's level wait as well."""
-    if "shortest" not in ledger.rules or ledger.demand.rate(ledger.now_s) <= fluid.rate:
-        return False
-    return any(one is not entry for one in ledger.queue.on_time(entry.level))
+def _others_wait(queue: Queue, entry: Entry) -> bool:
+    """Of the entry's own level, on time."""
+    return any(one is not entry for one in queue.on_time(entry.level))
+
+
+def _is_too_much(ledger: Ledger, outlook: Outlook, free: Capacity) -> bool:
+    """More comes than can be done, and that is sure."""
+    demand = ledger.demand
+    error = math.hypot(demand.error, _drain_error(ledger, outlook))
+    return demand.rate(ledger.now_s) * max(1.0 - SIGMAS * error, 0.0) > free.rate
+
+
+def _drain_error(ledger: Ledger, outlook: Outlook) -> float:
+    """Relative, of the rate at which the queue drains: as observed, or as the model's own error tells."""
+    observed = ledger.pace.error
+    if not outlook.is_sure or outlook.ttft_s <= 0.0:
+        return observed
+    return min(observed, UNSEEN_ERROR + outlook.band_s / outlook.ttft_s / SIGMAS)
+
+
+def _error_s(ledger: Ledger, outlook: Outlook, start_s: float, num_ahead: int) -> float:
+    """Of the predicted TTFT of a request that waits behind so many; infinite where nothing is known."""
+    drain = _drain_error(ledger, outlook)
+    if drain >= 1.0:
+        return math.inf
+    single = outlook.band_s / outlook.ttft_s / SIGMAS if outlook.ttft_s > 0.0 else 0.0
+    own_s = single * outlook.ttft_s
+    return math.hypot(start_s * drain, start_s * single / math.sqrt(num_ahead + 1), own_s)
+
+
+def _misses_tpot(outlook: Outlook, tpot_s: float) -> bool:
+    return outlook.is_sure and surely_s(outlook.tpot_s, outlook) > tpot_s
 
 
 def _refuse_late(ledger: Ledger, request: Request, message: str, retry_after_s: float) -> bool:
-    """False: it may stay, since that costs nobody who can be on time, or since nothing about it is sure."""
-    outlook, queue = request.outlook, ledger.queue
-    if "refusal" not in ledger.rules or outlook is None or request.attempt:
+    """False: it may stay, since that costs nobody who can be on time."""
+    if "refusal" not in ledger.rules or request.attempt:
         return False
-    is_evident = ledger.now_s - request.arrived_s >= EVIDENT * request.facts.slo.ttft_s
-    if not is_evident and not is_trusted(outlook):
-        return False
-    others = queue.num_on_time - (request.request_id in queue and not queue.is_late(request.request_id))
-    if others <= 0 and ledger.demand.rate(ledger.now_s) <= BUSY_SHARE * _capacity(ledger).rate:
+    rate, demand = _capacity(ledger).rate, ledger.demand
+    # Its worker is lost to the others while it computes this; they come first, but cannot interrupt it.
+    if demand.rate(ledger.now_s) * (1.0 - demand.error) <= max(BUSY_SHARE * rate, rate - 1.0):
         return False
     promised_s = request.facts.slo.ttft_s
-    turn_away(ledger, request, FailKind.OVERLOADED, f"{message}, promised within {promised_s:.3f} s", retry_after_s)
+    turn_away(ledger, request, FailKind.OVERLOADED, f"{message}, the target is {promised_s:.3f} s", retry_after_s)
     return True
 
 

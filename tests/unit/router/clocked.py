@@ -92,7 +92,10 @@ class Clocked:
         routers: int = 1,
         num_blocks: int = 100_000,
         trust: bool = True,
+        spread: float = 0.0,
     ) -> None:
+        """`spread`: relative; single batches are reported so much longer and shorter in turn than they are on average,
+        so that the cost model's error is large though its mean is right."""
         self.now_s = 0.0
         self.routers = [RouterState(settings) for _ in range(routers)]
         self.agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -105,14 +108,15 @@ class Clocked:
         self.machines: dict[str, Machine] = {}
         for role, count in ((Role.PREFILL, prefills), (Role.DECODE, decodes)):
             for index in range(count):
-                self._start(f"{role.value[0]}{index}", role, num_blocks, trust=trust)
+                self._start(f"{role.value[0]}{index}", role, num_blocks, trust=trust, spread=spread)
 
-    def _start(self, worker_id: str, role: Role, num_blocks: int, *, trust: bool) -> None:
+    def _start(self, worker_id: str, role: Role, num_blocks: int, *, trust: bool, spread: float) -> None:
         self.machines[worker_id] = Machine(worker_id, role, num_blocks)
         facts = {"num_blocks": num_blocks, "max_context_tokens": 1_000_000, "max_batch_tokens": 100, "max_batch": 512}
         for router in range(len(self.routers)):
             self.hand(router, hello(worker_id, role, cost=COST, inbox_depth=64, **facts))
-            for _ in range(SAMPLES if trust else 0):
+            for sample in range(SAMPLES if trust else 0):
+                factor = 1.0 + spread if sample % 2 else 1.0 - spread
                 for rows, tokens in ((0, 100), (8, 0)):
                     self.hand(
                         router,
@@ -122,7 +126,7 @@ class Clocked:
                             prefill_tokens=tokens,
                             prefill_token_context=tokens * tokens / 2,
                             context_tokens=rows * 100,
-                            step_s=self.cost.step_s(rows, rows * 100, tokens, tokens * tokens / 2),
+                            step_s=factor * self.cost.step_s(rows, rows * 100, tokens, tokens * tokens / 2),
                         ),
                     )
         self._beat(worker_id)

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.forecast import MEMORY, PRIOR_REQUESTS, REMEMBERED, SLOWEST, Capacity, Demand, Pace
+from router.forecast import (
+    BINS,
+    FASTEST,
+    FEWEST,
+    HORIZON,
+    MEMORY,
+    PRIOR_REQUESTS,
+    SLOWEST,
+    Capacity,
+    Demand,
+    Pace,
+)
 
 
 def test_work_starts_when_the_fluid_has_done_what_is_before_it() -> None:
@@ -55,18 +67,64 @@ def test_idle_time_says_nothing_about_the_pace() -> None:
     assert pace.share == 1.0
 
 
+def test_the_drain_rate_is_certain_after_many_requests_however_much_they_differ() -> None:
+    rng, pace, now_s = random.Random(1), Pace(), 0.0
+    pace.offers(1.0, now_s)
+    pace.contended(True, now_s)
+    assert pace.error == 1.0
+    errors = []
+    for _ in range(200):
+        predicted_s = rng.uniform(0.1, 0.3)
+        now_s += predicted_s * rng.choice([0.5, 1.0, 1.5])  # each single prediction is off by half
+        pace.placed(predicted_s, now_s)
+        errors.append(pace.error)
+    assert errors[1] > 0.5
+    assert errors[-1] < 0.15
+    assert pace.share == pytest.approx(1.0, rel=0.2)
+
+
+def test_short_prompts_that_share_batches_drain_faster_than_predicted() -> None:
+    pace = Pace()
+    pace.offers(1.0, 0.0)
+    pace.contended(True, 0.0)
+    for tenth in range(1, 400):
+        pace.placed(0.2, tenth / 10)
+    assert pace.share == pytest.approx(2.0, rel=0.05)
+
+
 def test_demand_is_work_per_second_and_fades_when_nobody_comes() -> None:
     demand = Demand()
     for tenth in range(500):
-        demand.arrived(0.2, tenth / 10)
-    assert demand.rate(49.9) == pytest.approx(2.0)
+        demand.arrived(0.2, 1.0, tenth / 10)
+    assert demand.rate(49.9) == pytest.approx(2.0, rel=0.05)
     assert demand.rate(500.0) < 0.2
 
 
-def test_a_single_request_is_no_demand() -> None:
+def test_a_burst_is_no_demand_that_lasts() -> None:
     demand = Demand()
-    demand.arrived(5.0, 0.0)
-    assert demand.rate(0.0) == demand.rate(1.0) == 0.0
+    for index in range(8):
+        demand.arrived(0.2, 1.0, 0.001 * index)
+    assert demand.rate(0.01) == pytest.approx(8 * 0.2 / (HORIZON * 1.0)), "over the horizon, not over 8 ms"
+
+
+def test_demand_is_uncertain_where_few_requests_are_most_of_it() -> None:
+    even, uneven = Demand(), Demand()
+    for index in range(500):
+        even.arrived(0.2, 1.0, index / 10)
+        uneven.arrived(10.0 if index % 50 == 49 else 0.01, 1.0, index / 10)
+    assert even.error < 0.1
+    assert uneven.error > 0.3
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.0, 1.0)), min_size=1, max_size=400))
+def test_demand_is_remembered_in_bounded_memory(arrivals: list[tuple[float, float]]) -> None:
+    demand, now_s = Demand(), 0.0
+    for gap_s, work_s in arrivals:
+        now_s += gap_s / 100
+        demand.arrived(work_s, 1.0, now_s)
+        assert len(demand._bins) <= BINS + FEWEST + 2
+        assert 0.0 <= demand.error <= 1.0
+        assert demand.rate(now_s) >= 0.0
 
 
 def test_the_pace_is_the_work_that_was_placed_of_the_work_that_was_offered() -> None:
@@ -74,31 +132,52 @@ def test_the_pace_is_the_work_that_was_placed_of_the_work_that_was_offered() -> 
     pace.contended(True, 0.0)  # nothing is offered yet
     pace.offers(4.0, 5.0)
     pace.placed(2.0, 10.0)
-    offered_s = 4.0 * 5.0 * MEMORY
-    prior_s = PRIOR_REQUESTS * 2.0
-    assert pace.share == pytest.approx((2.0 + prior_s) / (offered_s + prior_s))
+    prior_s = PRIOR_REQUESTS * MEMORY * 2.0
+    assert pace.share == pytest.approx((2.0 + prior_s) / (20.0 + prior_s))
     pace.placed(1.0, 11.0)
-    used_s, offered_s = MEMORY * 2.0 + 1.0, (offered_s + 4.0) * MEMORY
-    prior_s = PRIOR_REQUESTS * (2.0 + 0.05 * (1.0 - 2.0))
+    used_s, offered_s = MEMORY * 2.0 + 1.0, MEMORY * 20.0 + 4.0
+    prior_s = PRIOR_REQUESTS * MEMORY**2 * (2.0 + 0.05 * (1.0 - 2.0))
     assert pace.share == pytest.approx((used_s + prior_s) / (offered_s + prior_s))
 
 
-def test_a_pace_near_nothing_is_no_pace() -> None:
+def test_a_pace_near_nothing_is_no_pace_and_a_pace_has_a_limit() -> None:
+    slow, fast = Pace(), Pace()
+    for pace, rate in ((slow, 1000.0), (fast, 1e-6)):
+        pace.contended(True, 0.0)
+        pace.offers(rate, 0.0)
+        for second in range(1, 500):
+            pace.placed(1.0, float(second))
+    assert (slow.share, fast.share) == (SLOWEST, FASTEST)
+
+
+def test_the_error_is_of_the_sum_of_what_single_requests_were_off() -> None:
     pace = Pace()
+    pace.offers(1.0, 0.0)
     pace.contended(True, 0.0)
-    pace.offers(1000.0, 0.0)
-    pace.placed(1.0, 100.0)
-    assert pace.share == SLOWEST
+    pace.placed(1.0, 2.0)
+    pace.placed(1.0, 2.5)
+    prior_s = PRIOR_REQUESTS * MEMORY**2
+    used_s, offered_s = MEMORY + 1.0, MEMORY * 2.0 + 0.5
+    share = (used_s + prior_s) / (offered_s + prior_s)
+    squares = (MEMORY * (1.0 - share * 2.0)) ** 2 + (1.0 - share * 0.5) ** 2
+    assert pace.error == pytest.approx((squares + prior_s**2) ** 0.5 / (used_s + prior_s))
 
 
 def test_demand_is_that_of_the_last_requests() -> None:
     demand = Demand()
-    demand.arrived(100.0, 0.0)
-    for second in range(1, REMEMBERED + 1):
-        demand.arrived(2.0, float(second))
+    demand.arrived(100.0, 1.0, 0.0)
+    for second in range(1, FEWEST + 1):
+        demand.arrived(2.0, 1.0, float(second))
     # The first is forgotten, and the one after it opens the span.
-    assert demand.rate(float(REMEMBERED)) == pytest.approx(2.0)
-    assert demand.span_s(float(REMEMBERED)) == REMEMBERED - 1
+    assert demand.rate(float(FEWEST)) == pytest.approx(2.0)
+
+
+def test_requests_of_one_moment_are_remembered_together() -> None:
+    demand = Demand()
+    for index in range(3000):
+        demand.arrived(0.01, 1.0, index / 1000)
+    assert demand.rate(3.0) == pytest.approx(10.0, rel=0.02)
+    assert len(demand._bins) < 200
 
 
 def test_work_is_done_only_by_workers_that_are_free() -> None:

@@ -9,7 +9,6 @@ import pytest
 from pdserve.core.types import Slo
 from router.commands import FailKind, FailRequest, FinishRequest, Outcome
 from router.events import RequestArrived
-from router.refusal import EVIDENT
 from router.settings import RouterSettings
 from tests.unit.router.clocked import Clocked
 from tests.unit.router.world import arrival
@@ -20,7 +19,7 @@ SECOND = Slo(ttft_s=1.0, tpot_s=0.1)
 TWO_SECONDS = Slo(ttft_s=2.0, tpot_s=0.1)
 
 
-def cluster(*off: str, **facts: int | bool) -> Clocked:
+def cluster(*off: str, **facts: float) -> Clocked:
     settings = RouterSettings(policy="goodput", rules_off=(*REMOTE, *off), is_strict=True)
     return Clocked(settings, **facts)  # type: ignore[arg-type]
 
@@ -55,8 +54,10 @@ def test_a_newcomer_that_would_surely_be_late_behind_the_queue_is_refused_at_onc
     gone = refused(world)
     assert gone
     assert "a0" not in gone
-    # Behind the queue, the first to be late is so by less than the model's band: it may hope, till its time has passed.
-    assert all(world.told[name].ended_s == world.told[name].arrived_s for name in gone[1:])
+    # A request that is late by less than the prediction may err waits, until its last moment to start has passed.
+    at_once = [name for name in gone if world.told[name].ended_s == world.told[name].arrived_s]
+    assert len(at_once) >= len(gone) - 3, (gone, at_once)
+    assert max(waits_s(world)) <= SECOND.ttft_s
     assert set(outcomes(world).values()) == {"served", "refused"}
 
 
@@ -90,29 +91,69 @@ def test_a_newcomer_with_time_to_spare_goes_behind_and_is_admitted() -> None:
     assert set(outcomes(world).values()) == {"served"}
 
 
-def test_nobody_is_refused_by_a_model_that_has_seen_nothing() -> None:
-    world = cluster(trust=False)
-    world.run([(0.001 * index, short(f"a{index}", 200)) for index in range(12)], 60.0)
-    assert refused(world) == []
+def waits_s(world: Clocked, since_s: float = 0.0) -> list[float]:
+    """Of the rejected requests that came after `since_s`, from arrival to rejection; sorted."""
+    gone = [world.told[name] for name in refused(world)]
+    return sorted(one.ended_s - one.arrived_s for one in gone if one.ended_s is not None and one.arrived_s >= since_s)
 
 
-def test_who_has_waited_for_several_promises_is_refused_whatever_the_model_knows() -> None:
-    """Twelve seconds of work arrive at once; without a model nobody would be refused before the deadline."""
+def test_an_unknown_model_rejects_no_request_before_its_target_is_missed_or_the_drain_rate_is_seen() -> None:
+    """Twelve seconds of work arrive at once, at a worker that has reported no batch."""
     world = cluster(trust=False)
     world.run([(0.001 * index, short(f"a{index}", 200)) for index in range(60)], 60.0)
-    gone = [world.told[name] for name in refused(world)]
-    assert len(gone) > 30
-    waits_s = [one.ended_s - one.arrived_s for one in gone if one.ended_s is not None]
-    assert min(waits_s) >= EVIDENT * SECOND.ttft_s
-    assert max(one.ended_s - one.arrived_s for one in world.told.values() if one.ended_s is not None) < 6.0
-    assert set(outcomes(world).values()) == {"served", "late", "refused"}
+    waited_s = waits_s(world)
+    assert len(waited_s) > 40
+    assert waited_s[0] >= SECOND.ttft_s - 0.2, "until then each could still start in time"
+    assert waited_s[-1] <= 2.0 * SECOND.ttft_s
+    assert "served" in outcomes(world).values()
+
+
+def test_a_queue_of_uncertain_steps_is_judged_by_its_drain_rate() -> None:
+    """Single steps differ by half of their mean, so that no single prediction is worth much; the queue's is."""
+    world = cluster(spread=0.5)
+    prefill = world.routers[0]._ledger.fleet.views["p0"].cost
+    assert prefill.prefill_error > 0.25, "the model must be uncertain"
+    world.run([(0.02 * index, short(f"a{index}", 100)) for index in range(1000)], 60.0)  # five times too much
+    waited_s = waits_s(world, since_s=5.0)
+    assert len(waited_s) > 500
+    assert waited_s[len(waited_s) // 2] == 0.0
+    assert waited_s[int(0.95 * len(waited_s))] <= 0.2 * SECOND.ttft_s
+    kept = [name for name, outcome in outcomes(world).items() if outcome == "served"]
+    assert len(kept) >= 0.9 * 20.0 / 0.1, "20 s of 0.1 s each"
+
+
+def test_every_rejection_says_when_to_retry() -> None:
+    world = cluster(spread=0.5)
+    world.run([(0.02 * index, short(f"a{index}", 100)) for index in range(300)], 60.0)
+    words = [world.told[name].word for name in refused(world)]
+    assert words
+    assert all(isinstance(one, FailRequest) and one.retry_after_s is not None for one in words)
+
+
+def long_tail(seed: int, seconds: float = 60.0) -> list[tuple[float, RequestArrived]]:
+    """Three of a hundred prompts take most of their target; 70 % of two workers' time is asked for."""
+    rng, at_s, arrivals = random.Random(seed), 0.0, []
+    while (at_s := at_s + rng.expovariate(18.0)) < seconds:
+        prompt = rng.randint(500, 950) if rng.random() < 0.03 else rng.randint(20, 100)
+        arrivals.append((at_s, short(f"r{len(arrivals)}", prompt)))
+    return arrivals
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_at_a_load_that_can_be_served_the_rule_costs_nothing(seed: int) -> None:
+    arrivals = long_tail(seed)
+    worlds = cluster(prefills=2), cluster("refusal", prefills=2)
+    for world in worlds:
+        world.run(arrivals, 200.0)
+    kept, kept_without = (list(outcomes(world).values()).count("served") for world in worlds)
+    assert kept >= kept_without - 0.003 * len(arrivals), (kept, kept_without)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_of_far_too_much_the_longest_are_refused_and_more_promises_are_kept(seed: int) -> None:
     rng = random.Random(seed)
-    prompts = [rng.randint(50, 500) for _ in range(400)]  # 2.75 times what one worker can do
-    arrivals = [(0.1 * index, short(f"{index}", prompt)) for index, prompt in enumerate(prompts)]
+    prompts = [rng.randint(50, 500) for _ in range(600)]  # 2.75 times what one worker can do
+    arrivals = [(0.1 * index, short(f"{index}", prompt, TWO_SECONDS)) for index, prompt in enumerate(prompts)]
     worlds = cluster(), cluster("shortest")
     for world in worlds:
         world.run(arrivals, 120.0)
@@ -130,17 +171,23 @@ def behind_a_long_step(begin_s: float = 0.0) -> list[tuple[float, RequestArrived
 
 
 def test_of_more_than_can_be_done_a_long_prompt_is_refused_at_once_and_a_short_one_served() -> None:
-    """After 1.2 s another 0.5 s would be in time, but not 2.5 times as much."""
+    """Ten seconds of three times too much: then the queue leaves no room for 2.5 times half a second."""
+    crowd = [(0.03 * index, short(f"a{index}", 100, TWO_SECONDS)) for index in range(400)]
     told = {}
-    for rule_off in ((), ("shortest",)):
-        for name, prompt in {"long": 500, "brief": 50}.items():
-            world = cluster(*rule_off)
-            world.run([*behind_a_long_step(), (0.02, short(name, prompt, TWO_SECONDS))], 60.0)
-            told[rule_off, name] = outcomes(world)[name]
-            if told[rule_off, name] == "refused":
-                assert world.told[name].ended_s == world.told[name].arrived_s
-    assert told.pop(((), "long")) == "refused"
-    assert set(told.values()) == {"served"}
+    for name, prompt in {"long": 500, "brief": 20}.items():
+        world = cluster()
+        world.run([*crowd, (10.001, short(name, prompt, TWO_SECONDS))], 60.0)
+        told[name] = outcomes(world)[name]
+        if told[name] == "refused":
+            assert world.told[name].ended_s == world.told[name].arrived_s
+    assert told == {"long": "refused", "brief": "served"}
+
+
+def test_a_long_prompt_that_can_be_served_in_time_is_not_refused_for_a_moment_of_much_work() -> None:
+    """1.2 s run and another 0.5 s come: that is more than the worker can do in that moment, and yet all is in time."""
+    world = cluster()
+    world.run([*behind_a_long_step(), (0.02, short("long", 500, TWO_SECONDS))], 60.0)
+    assert set(outcomes(world).values()) == {"served"}
 
 
 def test_where_less_is_asked_than_can_be_done_a_long_prompt_waits_its_turn() -> None:
@@ -166,12 +213,14 @@ def test_nobody_is_refused_when_the_rule_is_off() -> None:
 def test_a_light_tenant_is_admitted_beside_a_heavy_one() -> None:
     heavy = [(0.02 * index, short(f"h{index}", 200, tenant="heavy")) for index in range(200)]
     light = [(1.0 + 0.5 * index, short(f"l{index}", 100, tenant="light")) for index in range(6)]
-    fair, unfair = cluster(), cluster("fairness")
+    # Without the rule that favours short prompts, which the light tenant has.
+    fair, unfair = cluster("shortest"), cluster("shortest", "fairness")
     fair.run([*heavy, *light], 60.0)
     unfair.run([*heavy, *light], 60.0)
     names = [request.request_id for _, request in light]
-    assert [outcomes(fair)[name] for name in names].count("served") >= 5
-    assert [outcomes(unfair)[name] for name in names].count("served") <= 3
+    kept, kept_without = ([outcomes(one)[name] for name in names].count("served") for one in (fair, unfair))
+    assert kept >= 5
+    assert kept > kept_without
 
 
 def test_a_higher_class_is_served_under_overload() -> None:
@@ -180,6 +229,14 @@ def test_a_higher_class_is_served_under_overload() -> None:
     world = cluster()
     world.run([*low, *high], 60.0)
     assert [outcomes(world)[request.request_id] for _, request in high] == ["served"] * 6
+
+
+def test_a_newcomer_does_not_overtake_at_the_moment_when_a_worker_opens() -> None:
+    """Requests of a higher class wait; those of a lower one arrive just when the worker's batch is nearly done."""
+    low = [(0.02 * index, short(f"h{index}", 200)) for index in range(100)]
+    world = cluster("refusal")
+    world.run([*low, (1.0, short("high", 100, priority=1))], 60.0)
+    assert world.told["high"].ttft_s <= 0.2 + 0.2 + 0.1 + 1e-6, "what is booked, one batch, its own"
 
 
 def order_of(world: Clocked, *arrivals: RequestArrived) -> list[str]:
@@ -284,4 +341,4 @@ def test_harm_to_an_admitted_request_is_a_reason_by_itself() -> None:
     told = world.told["tight"]
     assert told.ended_s == told.arrived_s, "at once, not when its time has passed"
     assert isinstance(told.word, FailRequest)
-    assert told.word.message == "waits was admitted before and would miss its promised first token"
+    assert told.word.message == "waits was admitted before and would miss its TTFT target"
