@@ -22,8 +22,8 @@ from router.settings import RouterSettings
 from simulator.cluster import make_workers
 from simulator.model import SimConfig, Trace
 from simulator.reshape import Reshaped, Step, first, jittered
-from simulator.synthetic import chat
 from simulator.traces import FileTrace
+from simulator.workloads import make_workload
 
 _COMPARED: Final = "goodput,round-robin,colocated"
 _COMPARED_AT: Final = (1.0, 1.5, 2.0, 2.5)  # times the rate of the built-in workload: from all well to overload
@@ -63,7 +63,13 @@ def make_scene(args: argparse.Namespace) -> Scene:
         ttft_s=slo.ttft_s if args.slo_ttft is None else args.slo_ttft,
         tpot_s=slo.tpot_s if args.slo_tpot is None else args.slo_tpot,
     )
-    is_alone = file is None and args.policy is None and args.rates is None and args.rate_scale is None
+    is_alone = (
+        file is None
+        and args.workload is None
+        and args.policy is None
+        and args.rates is None
+        and args.rate_scale is None
+    )
     policy = args.policy or (_COMPARED if is_alone else recorded.router.policy if recorded else "goodput")
     one_rate = (1.0 if args.rate_scale is None else args.rate_scale,)
     rate_scales = tuple(args.rates) if args.rates else _COMPARED_AT if is_alone else one_rate
@@ -72,7 +78,12 @@ def make_scene(args: argparse.Namespace) -> Scene:
         if name not in POLICIES:
             raise ConfigError("policy", name, "one of " + ", ".join(sorted(POLICIES)))
     common = {"slo": slo, "num_routers": args.routers, "seed": args.seed, "noise": args.noise}
-    trace = Reshaped(file or chat(seed=args.seed), *_steps(args, file))
+    if file is not None:
+        for flag, value in (("workload", args.workload), ("duration", args.duration)):
+            if value is not None:
+                raise ConfigError(flag, value, "no --trace beside it: that is a workload of its own")
+    built_in = make_workload(args.workload or "chat", duration_s=args.duration, seed=args.seed)
+    trace = Reshaped(file or built_in, *_steps(args, file))
     asked = (args.profile, args.prefill, args.decode, args.link)
     if recorded is not None and all(flag is None for flag in asked):
         broken = recorded.disturbances + disturbances(args, [one.worker_id for one in recorded.workers])

@@ -22,12 +22,15 @@ RULE_NAMES: Final = (
     "path-choice, most-loaded, tandem, least-slack, ageing, fairness, priority, refusal, "
     "shortest, deadline-drop, transfer-price, prefix-value"
 )
+WORKLOAD_NAMES: Final = "chat, long-tail, bursts, agents"
 FORMAT_NAMES: Final = "Mooncake JSONL, Azure CSV, pdserve recording"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what arrives")
     what.add_argument("--trace", metavar="FILE", help=f"{FORMAT_NAMES} (a built-in workload)")
+    what.add_argument("--workload", metavar="NAME", help=f"a built-in one: {WORKLOAD_NAMES} (chat)")
+    what.add_argument("--duration", type=float, metavar="S", help="of the built-in workload (20)")
     what.add_argument("--limit", type=int, metavar="N", help="only its first N requests")
     what.add_argument(
         "--jitter", type=int, metavar="SEED", help="spread arrivals that a trace rounded (Mooncake's 3 s)"

@@ -69,6 +69,7 @@ PURE = [
     "simulator.world",
     "simulator.reshape",
     "simulator.synthetic",
+    "simulator.workloads",
     "simulator.tables",
     "simulator.trace_rows",
     "kvtransfer.busy",

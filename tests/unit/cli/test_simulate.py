@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli.main import main
-from pdserve.cli.simulate import FORMAT_NAMES, POLICY_NAMES, RULE_NAMES
+from pdserve.cli.simulate import FORMAT_NAMES, POLICY_NAMES, RULE_NAMES, WORKLOAD_NAMES
 from router.policy import POLICIES
 from router.policy.rules import RULES
 from simulator.traces import FORMATS
+from simulator.workloads import WORKLOADS
 from tests.unit.router.test_random_runs import run
 from tests.unit.router.test_replay import recording
 
@@ -183,3 +184,21 @@ def test_the_command_line_does_not_load_the_simulator_before_it_is_asked_for() -
     probe = "import sys, pdserve.cli.main; print('simulator.world' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_every_built_in_workload_runs_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tuple(WORKLOADS) == tuple(WORKLOAD_NAMES.split(", "))
+    for name in WORKLOADS:
+        found = answer(capsys, "--policy", "goodput", "--workload", name, "--duration", "15")
+        assert found["trace"] == f"built-in {name}"
+        assert found["requests"] == 40
+
+
+def test_a_workload_beside_a_trace_or_of_an_unknown_name_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = mooncake(tmp_path / "trace.jsonl")
+    assert main([*SMALL, "--trace", trace, "--workload", "chat"]) != 0
+    assert "workload" in capsys.readouterr().err
+    assert main([*SMALL, "--workload", "nothing"]) != 0
+    assert "long-tail" in capsys.readouterr().err

@@ -1,0 +1,189 @@
+"""Workloads by name, without a file: what `pdserve simulate --workload NAME` runs. Pure.
+
+chat       conversations under eight system prompts (synthetic.py)
+long-tail  short prompts, and now and then a prompt of up to 100,000 tokens
+bursts     chat lengths; requests come in bursts, with silence between them
+agents     sessions that return with their whole history and a tool's output, so that prompts grow
+
+Each is an open loop at a mean rate: no arrival depends on an answer. Equal seeds give equal requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.core.errors import ConfigError
+from simulator.model import Trace, TraceRequest
+from simulator.synthetic import BLOCK_TOKENS, Draw, Poisson, chat, log_normal
+
+DEFAULT_RATE_RPS: Final = 16.0
+DEFAULT_DURATION_S: Final = 20.0
+LONGEST_PROMPT: Final = 100_000
+
+
+def either(share: float, rare: Draw, common: Draw) -> Draw:
+    """`rare` for that share of the draws, else `common`."""
+    if not 0.0 <= share <= 1.0:
+        raise ConfigError("share", share, "a number from 0 to 1")
+    return lambda rng: rare(rng) if rng.random() < share else common(rng)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bursts:
+    """Bursts at random times, of a geometric number of requests within `width_s`."""
+
+    rate_rps: float
+    duration_s: float
+    prompts: Draw
+    outputs: Draw
+    mean_size: float = 24.0  # requests of a burst
+    width_s: float = 0.5
+    seed: int = 0
+    name: str = "built-in bursts"
+    block_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the field."""
+        _check(self, "rate_rps", "duration_s", "width_s")
+        if not 1.0 <= self.mean_size < math.inf:
+            raise ConfigError("mean_size", self.mean_size, "a finite number, at least 1")
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        rng = random.Random(self.seed)
+        coming: list[float] = []  # heap of arrivals of bursts that have begun
+        burst_s = rng.expovariate(self.rate_rps / self.mean_size)
+        while True:
+            while burst_s < self.duration_s and (not coming or burst_s <= coming[0]):
+                for _ in range(_geometric(rng, self.mean_size)):
+                    heapq.heappush(coming, burst_s + rng.random() * self.width_s)
+                burst_s += rng.expovariate(self.rate_rps / self.mean_size)
+            if not coming:
+                return
+            yield TraceRequest(
+                arrival_s=heapq.heappop(coming), prompt_tokens=self.prompts(rng), output_tokens=self.outputs(rng)
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agents:
+    """Sessions of a geometric number of turns. A turn's prompt is the session's whole history and what is new."""
+
+    rate_rps: float  # of turns
+    duration_s: float  # in which sessions begin; their last turns come later
+    first_prompts: Draw
+    additions: Draw  # tokens that a turn adds: the tool's output or the user's words
+    outputs: Draw
+    mean_turns: float = 8.0
+    mean_pause_s: float = 4.0  # from one turn's arrival to the next one's
+    longest_prompt: int = LONGEST_PROMPT  # a session that would exceed it ends
+    seed: int = 0
+    name: str = "built-in agents"
+    block_tokens: int = BLOCK_TOKENS
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the field."""
+        _check(self, "rate_rps", "duration_s", "mean_pause_s")
+        if not 1.0 <= self.mean_turns < math.inf:
+            raise ConfigError("mean_turns", self.mean_turns, "a finite number, at least 1")
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        rng = random.Random(self.seed)
+        coming: list[tuple[float, int, int, int]] = []  # heap: (arrival, session, prompt tokens, turns that are left)
+        session, session_s = 0, rng.expovariate(self.rate_rps / self.mean_turns)
+        longest_blocks = -(-self.longest_prompt // self.block_tokens)
+        while True:
+            while session_s < self.duration_s and (not coming or session_s <= coming[0][0]):
+                prompt = min(self.first_prompts(rng), self.longest_prompt)
+                heapq.heappush(coming, (session_s, session, prompt, _geometric(rng, self.mean_turns) - 1))
+                session, session_s = session + 1, session_s + rng.expovariate(self.rate_rps / self.mean_turns)
+            if not coming:
+                return
+            at_s, owner, prompt, turns_left = heapq.heappop(coming)
+            output = self.outputs(rng)
+            begin = owner * longest_blocks
+            yield TraceRequest(
+                arrival_s=at_s,
+                prompt_tokens=prompt,
+                output_tokens=output,
+                block_ids=tuple(range(begin, begin + -(-prompt // self.block_tokens))),
+            )
+            grown = prompt + output + self.additions(rng)
+            pause_s = rng.expovariate(1.0 / self.mean_pause_s)
+            if turns_left and grown <= self.longest_prompt:
+                heapq.heappush(coming, (at_s + pause_s, owner, grown, turns_left - 1))
+
+
+def long_tail(*, rate_rps: float, duration_s: float, seed: int = 0) -> Trace:
+    """Two of a hundred prompts have 8,000 to 100,000 tokens, and half of all tokens."""
+    return Poisson(
+        rate_rps=rate_rps,
+        duration_s=duration_s,
+        seed=seed,
+        prompts=either(
+            0.02,
+            log_normal(median=40_000.0, spread=0.6, most=LONGEST_PROMPT),
+            log_normal(median=700.0, spread=0.8, most=8_000),
+        ),
+        outputs=log_normal(median=150.0, spread=0.8, most=2_000),
+        name="built-in long-tail",
+    )
+
+
+def bursts(*, rate_rps: float, duration_s: float, seed: int = 0) -> Trace:
+    return Bursts(
+        rate_rps=rate_rps,
+        duration_s=duration_s,
+        seed=seed,
+        prompts=log_normal(median=1000.0, spread=1.0, most=32_000),
+        outputs=log_normal(median=150.0, spread=0.8, most=2_000),
+    )
+
+
+def agents(*, rate_rps: float, duration_s: float, seed: int = 0) -> Trace:
+    return Agents(
+        rate_rps=rate_rps,
+        duration_s=duration_s,
+        seed=seed,
+        first_prompts=log_normal(median=4_000.0, spread=0.7, most=32_000),
+        additions=log_normal(median=1_000.0, spread=1.2, most=30_000),
+        outputs=log_normal(median=120.0, spread=0.8, most=2_000),
+    )
+
+
+Workload = Callable[..., Trace]  # (rate_rps, duration_s, seed)
+WORKLOADS: Final[Mapping[str, Workload]] = {
+    "chat": chat,
+    "long-tail": long_tail,
+    "bursts": bursts,
+    "agents": agents,
+}
+
+
+def make_workload(name: str, *, rate_rps: float | None = None, duration_s: float | None = None, seed: int = 0) -> Trace:
+    """Raises ConfigError on an unknown name, and on a rate or a duration that is not above 0."""
+    if name not in WORKLOADS:
+        raise ConfigError("workload", name, "one of " + ", ".join(WORKLOADS))
+    return WORKLOADS[name](
+        rate_rps=DEFAULT_RATE_RPS if rate_rps is None else rate_rps,
+        duration_s=DEFAULT_DURATION_S if duration_s is None else duration_s,
+        seed=seed,
+    )
+
+
+def _geometric(rng: random.Random, mean: float) -> int:
+    """At least 1."""
+    if mean <= 1.0:
+        return 1
+    return 1 + int(math.log(1.0 - rng.random()) / math.log(1.0 - 1.0 / mean))
+
+
+def _check(workload: object, *fields: str) -> None:
+    for field in fields:
+        value = getattr(workload, field)
+        if not 0.0 < value < math.inf:
+            raise ConfigError(field, value, "a finite number above 0")

@@ -1,0 +1,68 @@
+"""The built-in workloads: rates, lengths, prefixes, and equal seeds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from pdserve.core.errors import ConfigError
+from simulator.workloads import LONGEST_PROMPT, WORKLOADS, Agents, Bursts, either, make_workload
+
+
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_a_workload_has_its_rate_and_is_in_order(name: str) -> None:
+    requests = list(make_workload(name, rate_rps=20.0, duration_s=300.0, seed=1))
+    arrivals_s = [one.arrival_s for one in requests]
+    assert arrivals_s == sorted(arrivals_s)
+    assert len(requests) / 300.0 == pytest.approx(20.0, rel=0.2)
+    assert min(one.prompt_tokens for one in requests) >= 1
+    assert max(one.prompt_tokens for one in requests) <= LONGEST_PROMPT
+    assert requests == list(make_workload(name, rate_rps=20.0, duration_s=300.0, seed=1))
+    assert requests != list(make_workload(name, rate_rps=20.0, duration_s=300.0, seed=2))
+
+
+def test_few_long_prompts_hold_half_of_the_tokens() -> None:
+    prompts = [one.prompt_tokens for one in make_workload("long-tail", rate_rps=50.0, duration_s=200.0)]
+    long = [one for one in prompts if one > 8_000]
+    assert 0.01 < len(long) / len(prompts) < 0.03
+    assert 0.35 < sum(long) / sum(prompts) < 0.65
+
+
+def test_bursts_are_burstier_than_independent_arrivals() -> None:
+    arrivals_s = [one.arrival_s for one in make_workload("bursts", rate_rps=20.0, duration_s=500.0)]
+    gaps_s = [after - before for before, after in pairwise(arrivals_s)]
+    mean_s = sum(gaps_s) / len(gaps_s)
+    assert sum((one - mean_s) ** 2 for one in gaps_s) / len(gaps_s) > 4.0 * mean_s**2
+
+
+def test_a_returning_agent_sends_its_whole_history() -> None:
+    trace = make_workload("agents", rate_rps=20.0, duration_s=100.0)
+    sessions: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    for one in trace:
+        assert len(one.block_ids) == -(-one.prompt_tokens // trace.block_tokens)
+        sessions.setdefault(one.block_ids[0], []).append((one.prompt_tokens, one.block_ids))
+    turns = [pair for turns in sessions.values() for pair in pairwise(turns)]
+    assert len(turns) > 500
+    for (before, ids), (after, longer_ids) in turns:
+        assert after > before
+        assert longer_ids[: len(ids)] == ids
+    owners = [one for turns in sessions.values() for one in turns[-1][1]]
+    assert len(owners) == len(set(owners)), "two sessions share a block"
+
+
+def test_a_wrong_workload_is_named_with_what_is_allowed() -> None:
+    with pytest.raises(ConfigError, match="chat, long-tail, bursts, agents"):
+        make_workload("nothing")
+    for name in WORKLOADS:
+        with pytest.raises(ConfigError, match="rate_rps"):
+            make_workload(name, rate_rps=0.0)
+        with pytest.raises(ConfigError, match="duration_s"):
+            make_workload(name, duration_s=float("nan"))
+    one = either(0.0, lambda rng: 1, lambda rng: 1)
+    with pytest.raises(ConfigError, match="mean_size"):
+        Bursts(rate_rps=1.0, duration_s=1.0, prompts=one, outputs=one, mean_size=0.5)
+    with pytest.raises(ConfigError, match="mean_turns"):
+        Agents(rate_rps=1.0, duration_s=1.0, first_prompts=one, additions=one, outputs=one, mean_turns=0.0)
+    with pytest.raises(ConfigError, match="share"):
+        either(1.5, one, one)
