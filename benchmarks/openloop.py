@@ -1,6 +1,6 @@
 """An open loop of requests against a router: arrivals come when they come, whatever the answers do.
 
-Used by the router and tracing benchmarks. Speaks the wire directly, so that little of the client is measured.
+Used by the router, tracing and overload benchmarks. Speaks the wire directly, so that little of the client is measured.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from pdserve.core.types import Slo
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 
 
@@ -28,19 +29,35 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """The router rejected the request as overloaded."""
+
+    after_s: float  # from send to the status, at the client
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     rate_rps: float
     sent: int
-    failed: int
+    failed: int  # rejections included
     late_start_s: float  # worst delay of a send against its arrival time: the client's own saturation
     wall_s: float
     answers: list[Answer]
+    rejections: list[Rejection]
 
 
 async def open_loop(
-    target: str, rate_rps: float, duration_s: float, prompt_tokens: int, max_tokens: int, seed: int, channels: int = 4
+    target: str,
+    rate_rps: float,
+    duration_s: float,
+    prompt_tokens: int | Sequence[int],
+    max_tokens: int,
+    seed: int,
+    channels: int = 4,
+    slo: Slo | None = None,
 ) -> Load:
-    """Poisson arrivals at `rate_rps` for `duration_s`, every prompt different."""
+    """Poisson arrivals at `rate_rps` for `duration_s`. Prompts differ; the length of each is one of `prompt_tokens`.
+    Without `slo` the router's default targets hold."""
     draw = random.Random(seed)
     conns = [
         grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) for _ in range(channels)
@@ -53,13 +70,8 @@ async def open_loop(
         if at >= duration_s:
             break
         arrivals.append(at)
-    requests = [
-        inference_pb2.GenerateRequest(
-            token_ids=inference_pb2.TokenIds(ids=[draw.randrange(32, 127) for _ in range(prompt_tokens)]),
-            sampling=inference_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0),
-        )
-        for _ in arrivals
-    ]
+    lengths = (prompt_tokens,) if isinstance(prompt_tokens, int) else tuple(prompt_tokens)
+    requests = [make_request(draw, draw.choice(lengths), max_tokens, slo) for _ in arrivals]
     begin = time.perf_counter()
     late_start_s = 0.0
     tasks = []
@@ -69,12 +81,12 @@ async def open_loop(
             await asyncio.sleep(wait_s)
         else:
             late_start_s = max(late_start_s, -wait_s)
-        tasks.append(asyncio.create_task(_one(stubs[i % channels], request)))
+        tasks.append(asyncio.create_task(ask(stubs[i % channels], request)))
     answers = await asyncio.gather(*tasks)
     wall_s = time.perf_counter() - begin
     for conn in conns:
         await conn.close(None)
-    good = [answer for answer in answers if answer is not None]
+    good = [one for one in answers if isinstance(one, Answer)]
     return Load(
         rate_rps=rate_rps,
         sent=len(answers),
@@ -82,10 +94,54 @@ async def open_loop(
         late_start_s=late_start_s,
         wall_s=wall_s,
         answers=good,
+        rejections=[one for one in answers if isinstance(one, Rejection)],
     )
 
 
-async def _one(stub: inference_pb2_grpc.InferenceServiceStub, request: inference_pb2.GenerateRequest) -> Answer | None:
+async def closed_loop(
+    target: str, callers: int, duration_s: float, prompt_tokens: Sequence[int], max_tokens: int, seed: int, slo: Slo
+) -> Load:
+    """`callers` that each send the next request when the last one has ended: what the cluster can do."""
+    ends_s = time.perf_counter() + duration_s
+    draw = random.Random(seed)
+
+    async with grpc.aio.insecure_channel(target) as conn:
+        stub = inference_pb2_grpc.InferenceServiceStub(conn)
+
+        async def call() -> list[Answer | Rejection | None]:
+            found = []
+            while time.perf_counter() < ends_s:
+                found.append(await ask(stub, make_request(draw, draw.choice(prompt_tokens), max_tokens, slo)))
+            return found
+
+        begin = time.perf_counter()
+        found = [one for each in await asyncio.gather(*(call() for _ in range(callers))) for one in each]
+        wall_s = time.perf_counter() - begin
+    good = [one for one in found if isinstance(one, Answer)]
+    return Load(
+        rate_rps=len(found) / wall_s,
+        sent=len(found),
+        failed=len(found) - len(good),
+        late_start_s=0.0,
+        wall_s=wall_s,
+        answers=good,
+        rejections=[one for one in found if isinstance(one, Rejection)],
+    )
+
+
+def make_request(
+    draw: random.Random, prompt_tokens: int, max_tokens: int, slo: Slo | None
+) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=[draw.randrange(32, 127) for _ in range(prompt_tokens)]),
+        sampling=inference_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        slo=None if slo is None else inference_pb2.Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s),
+    )
+
+
+async def ask(
+    stub: inference_pb2_grpc.InferenceServiceStub, request: inference_pb2.GenerateRequest
+) -> Answer | Rejection | None:
     begin = time.perf_counter()
     first = 0.0
     tokens = 0
@@ -97,8 +153,9 @@ async def _one(stub: inference_pb2_grpc.InferenceServiceStub, request: inference
                 tokens += len(message.delta.token_ids)
             elif message.WhichOneof("event") == "finished":
                 finished = message.finished
-    except grpc.aio.AioRpcError:
-        return None
+    except grpc.aio.AioRpcError as error:
+        is_rejected = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        return Rejection(after_s=time.perf_counter() - begin) if is_rejected else None
     if finished is None:
         return None
     ttft_s = first - begin

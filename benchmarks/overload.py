@@ -1,0 +1,169 @@
+"""Admission control of a live cluster under overload: `python -m benchmarks.overload [--loads 0.7,1,1.5,3,5,10]`.
+
+Starts a cluster of the bundled model, warms it up and measures its capacity with callers in a closed loop, and then
+sends open-loop traffic at each multiple of that capacity, every load for `--seconds` after as long a warm-up of
+`--warm` at the same load. A request is kept if its whole answer came and met both targets on the client's clock.
+
+Bars: a load of at most 0.7 rejects nothing; a load of at least 1.5 keeps 95 % of the capacity, and half of its
+rejections arrive within 20 ms, 95 % within 200 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from benchmarks.openloop import Answer, Load, closed_loop, open_loop, percentile
+from pdserve.core.types import Slo
+from pdserve.launch.running import Running
+
+CALLERS: Final = 48  # of the closed loop: enough to fill the batches, few enough to meet the targets
+PROMPTS: Final = (40, 60, 90, 120, 160, 400, 700, 1000)  # tokens, equally likely
+ANSWER: Final = 40  # tokens
+UNLIMITED: Final = Slo(ttft_s=60.0, tpot_s=60.0)  # capacity is measured without admission control
+LIGHT: Final = 0.7  # times the capacity: nothing may be rejected up to this
+HEAVY: Final = 1.5  # and rejections must be fast from this on
+KEPT_SHARE: Final = 0.95
+MEDIAN_S: Final = 0.020
+P95_S: Final = 0.200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One load."""
+
+    load: float  # times the capacity
+    seconds: float
+    sent: int
+    kept: int
+    late: int
+    rejected: int
+    failed: int  # otherwise
+    rejections_s: tuple[float, ...]  # sorted
+    late_start_s: float  # worst delay of a send: the client's own saturation
+
+    def verdict(self, capacity_rps: float) -> str:
+        """ "met", or the bars that were missed; "" for a load without bars."""
+        missed = []
+        if self.load <= LIGHT and self.rejected:
+            missed.append(f"{self.rejected} rejected")
+        if self.load >= HEAVY:
+            if self.kept < KEPT_SHARE * capacity_rps * self.seconds:
+                missed.append("kept")
+            if self.rejections_s and percentile(self.rejections_s, 0.5) > MEDIAN_S:
+                missed.append("median")
+            if self.rejections_s and percentile(self.rejections_s, 0.95) > P95_S:
+                missed.append("p95")
+        if not missed and LIGHT < self.load < HEAVY:
+            return ""
+        return "missed: " + ", ".join(missed) if missed else "met"
+
+
+def row_of(load: float, seconds: float, seen: Load, slo: Slo) -> Row:
+    kept = sum(is_kept(one, slo) for one in seen.answers)
+    return Row(
+        load=load,
+        seconds=seconds,
+        sent=seen.sent,
+        kept=kept,
+        late=len(seen.answers) - kept,
+        rejected=len(seen.rejections),
+        failed=seen.failed - len(seen.rejections),
+        rejections_s=tuple(sorted(one.after_s for one in seen.rejections)),
+        late_start_s=seen.late_start_s,
+    )
+
+
+def is_kept(answer: Answer, slo: Slo) -> bool:
+    tpot_s = (answer.total_s - answer.ttft_s) / (answer.tokens - 1) if answer.tokens > 1 else 0.0
+    return answer.ttft_s <= slo.ttft_s and tpot_s <= slo.tpot_s
+
+
+def render(capacity_rps: float, slo: Slo, rows: Sequence[Row]) -> str:
+    lines = [
+        f"capacity {capacity_rps:.1f} requests/s; targets {slo.ttft_s:g} s / {slo.tpot_s:g} s",
+        "",
+        "| load | sent | kept/s | of capacity | late | rejected | failed | after min / median / p95 / max | bars |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in rows:
+        rate_rps = one.kept / one.seconds
+        waits = one.rejections_s
+        shown = (waits[0], percentile(waits, 0.5), percentile(waits, 0.95), waits[-1]) if waits else ()
+        spread = " / ".join(f"{1e3 * seconds:.0f}" for seconds in shown) + " ms" if shown else ""
+        share = f"{rate_rps / capacity_rps:.0%}" if capacity_rps > 0.0 else ""
+        cells = [f"{one.load:g}", one.sent, f"{rate_rps:.1f}", share, one.late, one.rejected, one.failed, spread]
+        lines.append("| " + " | ".join(map(str, cells)) + f" | {one.verdict(capacity_rps)} |")
+    worst_s = max((one.late_start_s for one in rows), default=0.0)
+    lines += ["", f"worst delay of a send: {1e3 * worst_s:.0f} ms"]
+    return "\n".join(lines)
+
+
+async def measure(target: str, args: argparse.Namespace, slo: Slo) -> tuple[float, list[Row]]:
+    await closed_loop(target, CALLERS, args.warm, PROMPTS, ANSWER, args.seed, UNLIMITED)
+    seen = await closed_loop(target, CALLERS, args.seconds, PROMPTS, ANSWER, args.seed + 1, UNLIMITED)
+    capacity_rps = len(seen.answers) / seen.wall_s
+    print(f"overload: capacity {capacity_rps:.1f} requests/s", file=sys.stderr, flush=True)
+    rows = []
+    for number, load in enumerate(args.loads):
+        rate_rps, seed = load * capacity_rps, args.seed + 10 * number
+        await open_loop(target, rate_rps, args.warm, PROMPTS, ANSWER, seed + 2, slo=slo)
+        seen = await open_loop(target, rate_rps, args.seconds, PROMPTS, ANSWER, seed + 3, slo=slo)
+        rows.append(row_of(load, args.seconds, seen, slo))
+        print(f"overload: load {load:g} done", file=sys.stderr, flush=True)
+    return capacity_rps, rows
+
+
+def loads_of(text: str) -> list[float]:
+    try:
+        found = [float(one) for one in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0.0 < one < 1000.0 for one in found):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers above 0, separated by commas")
+    return found
+
+
+def seconds_of(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value < 86_400.0:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds above 0")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--loads", type=loads_of, default=loads_of("0.7,1,1.5,3,5,10"), help="times the capacity")
+    parser.add_argument("--seconds", type=seconds_of, default=20.0, help="of each load, and of the capacity (20)")
+    parser.add_argument("--warm", type=seconds_of, default=20.0, help="of traffic before each measurement (20)")
+    parser.add_argument("--slo-ttft", type=seconds_of, default=1.0, metavar="S", help="target TTFT (1)")
+    parser.add_argument("--slo-tpot", type=seconds_of, default=0.15, metavar="S", help="target TPOT (0.15)")
+    parser.add_argument("--model", default="bundled", help="as of pdserve up; bundled: its default")
+    parser.add_argument("--prefill", type=int, default=1)
+    parser.add_argument("--decode", type=int, default=1)
+    parser.add_argument("--target", default="", help="a running cluster HOST:PORT, instead of one of its own")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print one object")
+    args = parser.parse_args(argv)
+    slo = Slo(ttft_s=args.slo_ttft, tpot_s=args.slo_tpot)
+    if args.target:
+        capacity_rps, rows = asyncio.run(measure(args.target, args, slo))
+    else:
+        flags = ["--prefill", str(args.prefill), "--decode", str(args.decode)]
+        if args.model != "bundled":
+            flags += ["--model", args.model]
+        with Running.start(*flags, env={"OMP_NUM_THREADS": "1"}) as cluster:
+            capacity_rps, rows = asyncio.run(measure(cluster.target, args, slo))
+    if args.json:
+        print(json.dumps({"capacity_rps": capacity_rps, "rows": [asdict(one) for one in rows]}))
+    else:
+        print(render(capacity_rps, slo, rows))
+
+
+if __name__ == "__main__":
+    main()
