@@ -153,7 +153,7 @@ class Came(NamedTuple):
     """Requests that came within one bin of time."""
 
     at_s: float
-    count: int
+    requests: int
     work_s: float
     squares: float  # of their works
 
@@ -176,12 +176,12 @@ class Demand:
         bins = self._bins
         if bins and now_s - bins[-1].at_s < self._horizon_s / BINS:
             last = bins[-1]
-            bins[-1] = Came(last.at_s, last.count + 1, last.work_s + prefill_s, last.squares + prefill_s * prefill_s)
+            bins[-1] = Came(last.at_s, last.requests + 1, last.work_s + prefill_s, last.squares + prefill_s * prefill_s)
         else:
             bins.append(Came(now_s, 1, prefill_s, prefill_s * prefill_s))
-        while self._count - bins[0].count >= FEWEST and now_s - bins[0].at_s > self._horizon_s:
+        while self._count - bins[0].requests >= FEWEST and now_s - bins[0].at_s > self._horizon_s:
             gone = bins.popleft()
-            self._add(-gone.count, -gone.work_s, -gone.squares)
+            self._add(-gone.requests, -gone.work_s, -gone.squares)
 
     def rate(self, now_s: float) -> float:
         """Prefill seconds per second. The first bin opens the span and is none of its work."""
