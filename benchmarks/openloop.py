@@ -160,7 +160,7 @@ async def ask(
         return None
     ttft_s = first - begin
     # The worker's own share of queue_s is not told apart from the router's, so only computing is taken off.
-    added_s = ttft_s - finished.timings.prefill_s
+    added_s = ttft_s - finished.timings.phases.prefill_s
     return Answer(ttft_s=ttft_s, total_s=time.perf_counter() - begin, added_s=added_s, tokens=tokens)
 
 

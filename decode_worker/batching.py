@@ -67,6 +67,8 @@ class DecodeBatching:
         self._inbox_depth = inbox_depth
         self._end_rule = end_rule
         self._check = check
+        self._ended_s = 0.0  # when the last step ended, as `apply` has heard
+        self._begun_s = 0.0  # when the one before it ended: since then the last step had the worker for itself
         self.is_draining = False
 
     def __contains__(self, key: AttemptKey) -> bool:
@@ -148,23 +150,24 @@ class DecodeBatching:
         return [effect]
 
     def admit(self, key: AttemptKey, first_token: int, now_s: float) -> list[DecodeEffect] | None:
-        """The prefill worker's token. None: nothing here waits for it."""
+        """The prefill worker's token, which came at `now_s`. None: nothing here waits for it."""
         resident = self._residents.get(key)
         if resident is None or resident.stage is not Stage.LANDING or resident.first_token is not None:
             return None
-        resident.first_token = first_token
-        return self._join(resident, now_s)
+        resident.first_token, resident.ready_s = first_token, max(resident.ready_s, now_s)
+        return self._join(resident)
 
     def landed(
         self, key: AttemptKey, *, transfer_s: float, busy_s: float, num_bytes: int, now_s: float
     ) -> list[DecodeEffect]:
-        """All granted blocks hold verified KV, and nobody writes any more."""
+        """All granted blocks hold verified KV since `now_s`, and nobody writes any more."""
         resident = self._residents.get(key)
         if resident is None or resident.has_landed:
             return []
         if resident.stage is Stage.ENDING:
             return [TransferCancelled(key=key), *self._release(resident)]
         self.roster.land(resident)
+        resident.ready_s = max(resident.ready_s, now_s)
         committed = KvCommitted(
             key=key,
             transfer_s=transfer_s,
@@ -172,7 +175,7 @@ class DecodeBatching:
             num_bytes=num_bytes,
             held_blocks=resident.cached // self._block_size,
         )
-        return [committed, *self._join(resident, now_s)]
+        return [committed, *self._join(resident)]
 
     def lost(self, key: AttemptKey, error: str, *, is_cancelled: bool = False) -> list[DecodeEffect]:
         """The KV is not to be had, and nobody writes any more: after a failure, or drained after an abort.
@@ -222,13 +225,14 @@ class DecodeBatching:
     def apply(self, step: Step, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
         """What the computed step means; sequences that left meanwhile are passed over."""
         self.roster.lending.ended(step)
+        self._ended_at(now_s)
         effects: list[DecodeEffect] = []
         for (resident, count), out in zip(step.shares(), outs, strict=True):
             key = resident.key
             if self._residents.get(key) is not resident or resident.stage is not Stage.RUNNING:
                 continue
             if self._check is not None and (wrong := self._check.find(resident, self._block_size)) is not None:
-                effects.append(self._distrust(resident, wrong))
+                effects.append(self._distrust(resident, wrong, now_s))
                 continue
             start = resident.computed
             self.roster.advance(resident, count)
@@ -266,11 +270,13 @@ class DecodeBatching:
         """Of the decode rows what `count` times `plan` and `apply` would do, where each draws `token` each time; of
         the effects only those that say more than one more token. `count` is 1 or at most `run_length`."""
         effects: list[DecodeEffect] = []
+        self._ended_at(now_s)
         size = self._block_size
         drawn = [token.token_id] * count
         for resident in step.decoding:
             tokens, computed = resident.tokens, resident.computed
-            if len(tokens) + count < resident.ends_at and resident.num_drawn and computed % size + count < size:
+            is_plain = resident.num_drawn > 0 and resident.preempted_at_s is None
+            if is_plain and len(tokens) + count < resident.ends_at and computed % size + count < size:
                 tokens += drawn  # nearly every row of a run
                 resident.num_drawn += count
                 resident.computed = computed + count
@@ -299,13 +305,13 @@ class DecodeBatching:
             return RefusalReason.INBOX_FULL
         return None
 
-    def _distrust(self, resident: Resident, wrong: Mistake) -> DecodeEffect:
+    def _distrust(self, resident: Resident, wrong: Mistake, now_s: float) -> DecodeEffect:
         """What the step drew for it is worth nothing; its text is read anew, into other blocks."""
         self.blocks.distrust(resident.blocks[wrong.index])
-        self.roster.preempt(resident)
+        self.roster.preempt(resident, now_s)
         return KvMistaken(key=resident.key, error=wrong.error)
 
-    def _join(self, resident: Resident, now_s: float) -> list[DecodeEffect]:
+    def _join(self, resident: Resident) -> list[DecodeEffect]:
         """Begins to decode once KV and the first token are both there."""
         if not resident.has_landed or resident.first_token is None:
             return []
@@ -315,30 +321,46 @@ class DecodeBatching:
         )
         if ended is not None:
             return self.fail(resident.key, FailureKind.INVALID, "first_token_id: it ends the text; nothing may follow")
-        self.roster.join(resident, now_s)
+        self.roster.join(resident)
         return []
 
     def _draw(self, resident: Resident, token: TokenOut, now_s: float) -> list[DecodeEffect]:
         attempt = resident.attempt
         resident.tokens.append(token.token_id)
         resident.num_drawn += 1
-        if resident.decoding_since_s is None:
-            resident.decoding_since_s = now_s
         num_output = resident.num_output
         finish = self._end_rule.finish(attempt.sampling, token.token_id, num_output, len(resident.tokens))
         drawn = Drawn(key=attempt.key, output_index=num_output - 1, token=token, finish=finish)
-        if resident.is_local and resident.num_drawn == 1:
-            assert resident.started_s is not None
-            drawn = replace(
-                drawn,
-                queue_s=resident.started_s - attempt.arrived_s,
-                prefill_s=now_s - resident.started_s,
-                cached_tokens=min(resident.cached, len(attempt.prompt_ids)),
-            )
+        if resident.decoding_since_s is None:
+            drawn = self._begun(resident, drawn, now_s)
+        elif resident.preempted_at_s is not None:
+            decode_s = resident.preempted_at_s - resident.decoding_since_s
+            drawn = replace(drawn, decode_s=decode_s, preempted_s=now_s - resident.preempted_at_s)
+            resident.decoding_since_s, resident.preempted_at_s = now_s, None
         if finish is None:
             return [drawn]
-        drawn = replace(drawn, decode_s=now_s - resident.decoding_since_s, preemptions=resident.preemptions)
-        return [drawn, *self._release(resident)]
+        assert resident.decoding_since_s is not None
+        decode_s = drawn.decode_s + now_s - resident.decoding_since_s
+        return [replace(drawn, decode_s=decode_s, preemptions=resident.preemptions), *self._release(resident)]
+
+    def _ended_at(self, now_s: float) -> None:
+        """A step ended; of one step it may be said twice."""
+        if now_s > self._ended_s:
+            self._begun_s, self._ended_s = self._ended_s, now_s
+
+    def _begun(self, resident: Resident, drawn: Drawn, now_s: float) -> Drawn:
+        """The attempt's first token here: how long it waited, and how long its prompt took."""
+        if not resident.is_local:  # it took part in the step that has ended now, and in none before
+            resident.decoding_since_s = max(resident.ready_s, self._begun_s)
+            return replace(drawn, decode_queue_s=resident.decoding_since_s - resident.ready_s)
+        assert resident.started_s is not None
+        resident.decoding_since_s = now_s
+        return replace(
+            drawn,
+            queue_s=resident.started_s - resident.attempt.arrived_s,
+            prefill_s=now_s - resident.started_s,
+            cached_tokens=min(resident.cached, len(resident.attempt.prompt_ids)),
+        )
 
     def _release(self, resident: Resident) -> list[DecodeEffect]:
         self.roster.remove(resident)

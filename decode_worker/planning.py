@@ -32,7 +32,7 @@ class Planner:
     def plan(self, now_s: float) -> Step:
         """The next step. No rows: nothing can be computed now."""
         roster = self._roster
-        decoding, self._is_short = self._grow()
+        decoding, self._is_short = self._grow(now_s)
         context_tokens = sum(resident.computed for resident in decoding)
         tpot_s = min((each.attempt.tpot_s for each in decoding if each.attempt.tpot_s is not None), default=None)
         everyone_decodes = len(decoding) == len(roster.running)
@@ -88,14 +88,14 @@ class Planner:
             return 0
         longest = size
         for each in decoding:
-            if each.num_drawn == 0 and each.is_local:
-                return 0  # its first token has things to tell
+            if each.num_drawn == 0 or each.preempted_at_s is not None:
+                return 0  # its next token has things to tell
             left = min(size - each.computed % size, each.ends_at - len(each.tokens))
             if left < longest:
                 longest = left
         return longest if decoding else 0
 
-    def _grow(self) -> tuple[list[Resident], bool]:
+    def _grow(self, now_s: float) -> tuple[list[Resident], bool]:
         """The sequences that decode in this step, each with a block for its next position; whether memory ended."""
         decoding: list[Resident] = []
         is_short = False
@@ -108,7 +108,7 @@ class Planner:
                 if len(roster.running) == 1:
                     break  # landing ones hold the rest; they join or leave soon, so it waits and keeps its KV
                 youngest = roster.running[-1]
-                roster.preempt(youngest)
+                roster.preempt(youngest, now_s)
                 if youngest is resident:
                     break
             if resident.computed < len(resident.blocks) * size:

@@ -23,6 +23,7 @@ from pdserve.core import effects as fx
 from pdserve.core.attempt import AttemptKey, FailureKind
 from pdserve.core.errors import PdserveError
 from pdserve.core.latency import CostModel
+from pdserve.core.phases import Phase
 from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine
@@ -45,14 +46,6 @@ class Landing:
     deadline_at_s: float | None
 
 
-@dataclass(slots=True)
-class Answer:
-    """What the decode span tells of an attempt."""
-
-    since_s: float
-    num_tokens: int = 0
-
-
 @final
 class DecodeProgram(RoleProgram):
     def __init__(
@@ -69,7 +62,6 @@ class DecodeProgram(RoleProgram):
         self._add_servicers = add_servicers
         self._fingerprint = fingerprint_of(engine.spec)
         self._landings: dict[AttemptKey, Landing] = {}
-        self._answers: dict[AttemptKey, Answer] = {}
         self._num_grants = 0
         self._chunks = ChunkRule(CostModel(self.cost), least=engine.spec.block_size, most=config.max_batch_tokens)
         self._drafting = (
@@ -147,7 +139,6 @@ class DecodeProgram(RoleProgram):
         super().check()
         live = set(self._batching.live())
         assert set(self._landings) <= live, "landings are kept of attempts that are gone"
-        assert set(self._answers) <= live, "answers are kept of attempts that are gone"
 
     def observe(self, account: fx.StepAccount, step_s: float) -> None:
         if account.draft_tokens == 0:
@@ -175,20 +166,19 @@ class DecodeProgram(RoleProgram):
             message = f"first_token_id: got {admit.first_token_id}, expected below {self.limits.vocab_size}"
             self.act(self._batching.fail(key, FailureKind.INVALID, message))
             return
-        effects = self._batching.admit(key, admit.first_token_id, self.context.now())
+        effects = self._batching.admit(key, admit.first_token_id, self.received_s)
         if effects is None:
             self.counts["late or duplicate admit"] += 1
             return
         self.act(effects)
 
-    def _received(self, key: AttemptKey, received: Received) -> None:
+    def _received(self, key: AttemptKey, received: Received, now_s: float) -> None:
         landing = self._landings.get(key)
         if landing is None or landing.key != received.key:
             self.counts["late end of a transfer"] += 1
             return
         match received.outcome:
             case ReceiveOutcome.VERIFIED:
-                now_s = self.context.now()
                 self.act(
                     self._batching.landed(
                         key,
@@ -220,12 +210,12 @@ class DecodeProgram(RoleProgram):
             hash_seed=self.limits.hash_seed,
         )
         remaining_s = None if landing.deadline_at_s is None else max(0.0, landing.deadline_at_s - context.now())
-        post = context.post
+        post, now = context.post, context.now
         try:  # open before anybody hears of it
             check_movable(self.engine.spec)
             self._receiver.expect(
                 grant,
-                lambda received: post(partial(self._received, key, received)),
+                lambda received: post(partial(self._received, key, received, now())),
                 remaining_s,
                 self._batching.chains(key),
             )
@@ -260,7 +250,6 @@ class DecodeProgram(RoleProgram):
         metrics.add(names.TRANSFER_SAVED_BYTES, saved_bytes)
         metrics.observe(names.TRANSFER_TIME, effect.transfer_s)
         metrics.observe(names.TRANSFER_BUSY_TIME, effect.busy_s)
-        self.record_span(names.SPAN_TRANSFER, key, effect.transfer_s, {names.TRANSFER_BYTES: effect.num_bytes})
 
     def _transfer_cancelled(self, effect: fx.TransferCancelled) -> None:
         self.context.metrics.add(names.TRANSFERS, outcome="cancelled")
@@ -271,7 +260,6 @@ class DecodeProgram(RoleProgram):
 
     def _tell(self, drawn: Iterable[fx.Drawn]) -> None:
         by_router: defaultdict[int, list[worker_pb2.TokenRow]] = defaultdict(list)
-        now_s = self.context.now()
         last: AttemptKey | None = None
         for one in drawn:
             key = one.key
@@ -287,6 +275,8 @@ class DecodeProgram(RoleProgram):
                     tokens=[token_to_proto(one.token)],
                     finish=finish_to_proto(one.finish),
                     decode_s=one.decode_s,
+                    decode_queue_s=one.decode_queue_s,
+                    preempted_s=one.preempted_s,
                     preemptions=one.preemptions,
                     queue_s=one.queue_s,
                     prefill_s=one.prefill_s,
@@ -294,31 +284,35 @@ class DecodeProgram(RoleProgram):
                 )
             )
             self._count(one)
-            answer = self._answers.setdefault(key, Answer(since_s=now_s))
-            answer.num_tokens += 1
             if one.prefill_s > 0.0:
                 self.context.metrics.add(names.REUSED_TOKENS, one.cached_tokens)
-                attributes = {names.QUEUE_S: one.queue_s, names.CACHED_TOKENS: one.cached_tokens}
-                self.record_span(names.SPAN_PREFILL, key, one.prefill_s, attributes)
+            self._trace(one)
         for session, rows in by_router.items():
             self.emit(session, tokens=worker_pb2.Tokens(rows=rows))
 
     def _lengthen(self, row: worker_pb2.TokenRow, one: fx.Drawn) -> None:
         row.tokens.append(token_to_proto(one.token))
         row.finish = finish_to_proto(one.finish)
-        row.decode_s, row.preemptions = one.decode_s, one.preemptions
-        self._answers[one.key].num_tokens += 1
+        row.decode_s += one.decode_s
+        row.preemptions = one.preemptions
         self._count(one)
+        self._trace(one)
+
+    def _trace(self, one: fx.Drawn) -> None:
+        """A span of each duration that is reported with the row; the last of them ends now."""
+        key, since_s = one.key, one.preempted_s if one.finish is None else 0.0
+        cached = {names.CACHED_TOKENS: one.cached_tokens}
+        self.record_span(Phase.PREFILL_QUEUE, key, one.queue_s, ended_ago_s=one.prefill_s)
+        self.record_span(Phase.PREFILL, key, one.prefill_s, cached)
+        self.record_span(Phase.DECODE_QUEUE, key, one.decode_queue_s, ended_ago_s=one.decode_s)
+        self.record_span(Phase.DECODE, key, one.decode_s, ended_ago_s=since_s)
+        self.record_span(Phase.PREEMPTED, key, one.preempted_s)
 
     def _count(self, one: fx.Drawn) -> None:
         if one.preemptions:
             self.context.metrics.add(names.PREEMPTED, one.preemptions)
 
     def _gone(self, effect: fx.Released) -> None:
-        answer = self._answers.pop(effect.key, None)
-        if answer is not None:
-            duration_s = self.context.now() - answer.since_s
-            self.record_span(names.SPAN_DECODE, effect.key, duration_s, {names.OUTPUT_TOKENS: answer.num_tokens})
         self._landings.pop(effect.key, None)
         self._released(effect)
 

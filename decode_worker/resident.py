@@ -36,7 +36,9 @@ class Resident:
     num_drawn: int = 0  # tokens that this attempt drew here
     preemptions: int = 0
     started_s: float | None = None  # when computing first began
-    decoding_since_s: float | None = None  # when its first token was there
+    ready_s: float = 0.0  # remote: when KV and first token were both there
+    decoding_since_s: float | None = None  # since when it decodes, as far as that is not told; None: not yet
+    preempted_at_s: float | None = None  # while no token was drawn since
     lives: tuple[int, ...] = ()  # of `blocks` when they were taken, where kv_check is on
     guesser: Guesser | None = None  # where the worker speculates
 

@@ -48,9 +48,8 @@ class Roster:
             resident.started_s = now_s
         self._run(resident)
 
-    def join(self, resident: Resident, now_s: float) -> None:
-        """A landed one decodes from now on."""
-        resident.decoding_since_s = now_s
+    def join(self, resident: Resident) -> None:
+        """A landed one decodes from the next step on."""
         self._run(resident)
 
     def _run(self, resident: Resident) -> None:
@@ -58,8 +57,10 @@ class Roster:
         insort(self.running, resident, key=_age)
         self.num_changes += 1
 
-    def preempt(self, resident: Resident) -> None:
+    def preempt(self, resident: Resident, now_s: float) -> None:
         """It gives its memory back and waits to be computed anew."""
+        if resident.preempted_at_s is None and resident.decoding_since_s is not None:
+            resident.preempted_at_s = now_s
         self.lending.release(resident)
         resident.lives = ()
         resident.computed = resident.cached = 0

@@ -131,18 +131,14 @@ class Bar:
 
 
 def timeline(done: Completion) -> str:
-    """Bars of queue, prefill, transfer and decode. Each length was measured by the process that did the work."""
+    """A bar for each phase, end to end: together they are the whole time of the request."""
     times = done.timings
-    decode_begin_s = max(0.0, times.total_s - times.decode_s)
-    bars = [
-        Bar("queue", 0.0, times.queue_s, dim),
-        Bar("prefill", max(0.0, times.ttft_s - times.prefill_s), times.prefill_s, cyan),
-        Bar("transfer", max(0.0, decode_begin_s - times.transfer_s), times.transfer_s, yellow),
-        Bar("decode", decode_begin_s, times.decode_s, green),
-    ]
-    if times.path == "local":
-        bars = [bar for bar in bars if bar.name != "transfer"]
-    lines = [f"  {bar.name:<9}{milliseconds(bar.took_s)}  {draw(bar, times.total_s)}" for bar in bars]
+    bars: list[Bar] = []
+    begin_s = 0.0
+    for name, took_s in times.phases.shown():
+        bars.append(Bar(name, begin_s, took_s, COLORS.get(name, dim)))
+        begin_s += took_s
+    lines = [f"  {bar.name:<14}{milliseconds(bar.took_s)}  {draw(bar, times.total_s)}" for bar in bars]
     where = f"{times.prefill_worker} → {times.decode_worker}" if times.path == "remote" else times.decode_worker
     moved = f", {times.transfer_bytes / 1024:.0f} KiB of KV moved" if times.transfer_bytes else ""
     if times.transfer_saved_bytes:
@@ -215,6 +211,7 @@ def paint(code: str) -> Callable[[str], str]:
 
 
 bold, dim, cyan, yellow, green = (paint(code) for code in ("1", "2", "36", "33", "32"))
+COLORS: Final = {"prefill": cyan, "transfer wait": yellow, "decode": green}
 
 if __name__ == "__main__":
     try:

@@ -20,6 +20,7 @@ from pdserve.core.attempt import Attempt, AttemptKey, FailureKind
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.hashing import chain_key
 from pdserve.core.overlap import hidden_share
+from pdserve.core.phases import Phase
 from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine, OnLayer
@@ -206,8 +207,8 @@ class PrefillProgram(RoleProgram):
         )
         self.emit(key.router, first_token=first)
         self.context.metrics.add(names.REUSED_TOKENS, effect.cached_tokens)
-        attributes = {names.QUEUE_S: effect.queue_s, names.CACHED_TOKENS: effect.cached_tokens}
-        self.record_span(names.SPAN_PREFILL, key, effect.prefill_s, attributes)
+        self.record_span(Phase.PREFILL_QUEUE, key, effect.queue_s, ended_ago_s=effect.prefill_s)
+        self.record_span(Phase.PREFILL, key, effect.prefill_s, {names.CACHED_TOKENS: effect.cached_tokens})
 
     def _gone(self, effect: fx.Released) -> None:
         self._grants.pop(effect.key, None)

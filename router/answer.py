@@ -5,10 +5,12 @@ larger pieces. No I/O; whoever writes to the client waits on `changed` and takes
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterable
 from typing import Final, final
 
 from pdserve.core.errors import Cancelled, InternalError, PdserveError
+from pdserve.core.phases import Phases
 from pdserve.core.types import FinishReason, Sampling, TokenOut
 from pdserve.text.detokenize import Detokenizer
 from pdserve.text.stops import StopMatcher
@@ -42,6 +44,7 @@ class Answer:
         self.is_over = False  # its last message is pending or taken, or `error` is set
         self.usage = inference_pb2.Usage()  # with its last message
         self.num_tokens = 0
+        self.ended_s: float | None = None  # when the state ended it, by the runtime's clock
         self._started: inference_pb2.Started | None = inference_pb2.Started(
             request_id=request_id, prompt_tokens=num_prompt_tokens
         )
@@ -180,20 +183,20 @@ class Answer:
 
 def _timings(end: FinishRequest) -> inference_pb2.Timings:
     timings = end.timings
+    phases = {field.name: getattr(timings.phases, field.name) for field in dataclasses.fields(Phases)}
     return inference_pb2.Timings(
         ttft_s=timings.ttft_s,
         tpot_s=timings.tpot_s,
         total_s=timings.total_s,
-        queue_s=timings.queue_s,
-        prefill_s=timings.prefill_s,
+        phases=inference_pb2.Phases(**phases),
         transfer_s=timings.transfer_s,
         transfer_busy_s=timings.transfer_busy_s,
         transfer_exposed_s=timings.transfer_exposed_s,
-        decode_s=timings.decode_s,
         path=convert.path_to_proto(timings.path),
         prefill_worker=timings.prefill_worker,
         decode_worker=timings.decode_worker,
         attempts=timings.attempts,
+        preemptions=timings.preemptions,
         transfer_bytes=timings.transfer_bytes,
         transfer_saved_bytes=timings.transfer_saved_bytes,
     )

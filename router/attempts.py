@@ -12,6 +12,7 @@ from typing import Final
 from pdserve.core.attempt import FailureKind, RefusalReason
 from pdserve.core.durations import backoff_s, clamped_s
 from pdserve.core.grammar import GrammarKind
+from pdserve.core.phases import Phase
 from pdserve.core.types import FinishReason, TokenOut
 from router.commands import Admit, EmitTokens, FailKind, Prefill
 from router.ending import expire, finish, forget_if_free, give_up
@@ -92,6 +93,7 @@ def on_first_token(ledger: Ledger, event: FirstToken) -> None:
     if event.worker_id != placement.prefill_worker:
         _odd(ledger, request, Move.FIRST_TOKEN)
         return
+    _account_prefill(request, event)
     if not ledger.move(request, Move.FIRST_TOKEN):
         return
     view = ledger.fleet.views[placement.prefill_worker]
@@ -231,13 +233,16 @@ def _on_row(ledger: Ledger, worker_id: str, row: TokenRow) -> None:
         view.computed(booking, ledger.now_s)
         view.arrived(booking)
         ledger.is_placing_due = True
+        _account_prefill(request, row)
+        request.timeline.close(Phase.MESSAGES, ledger.now_s, request.attempt)
         _prefilled(request, worker_id, view.hello.block_size, row)
+    _account_decode(request, row)
     if tokens:
         view.grew(booking, len(tokens))
         _emit(ledger, request, tokens)
     if row.finish is not None or _is_full(request):
-        request.decode_s += row.decode_s
         request.preemptions += row.preemptions
+        request.timeline.is_accounted = row.finish is not None
         view.left_batch(booking)
         view.freed_s = ledger.now_s
         ledger.is_placing_due = True
@@ -275,9 +280,19 @@ def _odd(ledger: Ledger, request: Request, move: Move) -> None:
     request.remember(f"{move.value} from the wrong side")
 
 
+def _account_prefill(request: Request, durations: FirstToken | TokenRow) -> None:
+    request.timeline.report(Phase.PREFILL_QUEUE, durations.queue_s)
+    request.timeline.report(Phase.PREFILL, durations.prefill_s)
+    request.timeline.is_accounted = True
+
+
+def _account_decode(request: Request, row: TokenRow) -> None:
+    request.timeline.report(Phase.DECODE_QUEUE, row.decode_queue_s)
+    request.timeline.report(Phase.DECODE, row.decode_s)
+    request.timeline.report(Phase.PREEMPTED, row.preempted_s)
+
+
 def _prefilled(request: Request, worker_id: str, block_size: int, durations: FirstToken | TokenRow) -> None:
-    request.queue_s += durations.queue_s
-    request.prefill_s += durations.prefill_s
     if request.cached_tokens is None:
         request.cached_tokens = durations.cached_tokens
     attempt_tokens = request.facts.num_prompt_tokens + request.attempt_output

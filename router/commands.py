@@ -12,6 +12,7 @@ from enum import Enum
 
 from kvtransfer.transport import Grant
 from pdserve.core import errors
+from pdserve.core.phases import NO_PHASES, Phases, Slice
 from pdserve.core.types import FinishReason, Path, TokenOut
 
 
@@ -48,20 +49,19 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """ttft_s, tpot_s and total_s by the router's clock; the rest by the process that did the work.
+    """ttft_s, tpot_s and total_s by the router's clock. `phases` add up to total_s; `slices` are the same, in order.
 
-    After a recovery, queue_s, prefill_s and what is said of transfers add up over the attempts that got that far.
+    What is said of transfers is by the workers and overlaps the phases; it adds up over the attempts that got so far.
     """
 
     ttft_s: float
     tpot_s: float  # (last token - first token) / (tokens - 1); 0 for a single token
     total_s: float
-    queue_s: float = 0.0  # in the router before the last placement, and on the prefilling worker
-    prefill_s: float = 0.0
+    phases: Phases = NO_PHASES
+    slices: tuple[Slice, ...] = ()
     transfer_s: float = 0.0  # first byte to commit; overlaps the prefill
     transfer_busy_s: float = 0.0  # of it, with bytes on their way
     transfer_exposed_s: float = 0.0  # after the prefill: what it did not hide
-    decode_s: float = 0.0
     path: Path | None = None  # of the last attempt
     prefill_worker: str = ""  # empty on the local path
     decode_worker: str = ""

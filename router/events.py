@@ -31,6 +31,7 @@ class RequestArrived:
     sampling: Sampling
     slo: Slo
     spent_s: float = 0.0  # since the call came in: tokenising, asking the index; part of the TTFT
+    lookup_s: float = 0.0  # of it, asking the index
     deadline_s: float | None = None  # time that remains at arrival; None: none
     priority: int = 0  # larger goes first
     tenant: str = ""
@@ -184,7 +185,9 @@ class TokenRow:
     output_index: int  # of the first of these tokens among the request's output tokens
     tokens: tuple[TokenOut, ...]
     finish: FinishReason | None = None
-    decode_s: float = 0.0  # with the last row
+    decode_s: float = 0.0  # decoding since what was reported before; with the last row, and after a preemption
+    decode_queue_s: float = 0.0  # with a remote attempt's first row: KV and first token were there, no step was free
+    preempted_s: float = 0.0  # with the first row after a preemption; its decode_s is what was before
     preemptions: int = 0
     queue_s: float = 0.0  # with a local attempt's first row, as the next two
     prefill_s: float = 0.0

@@ -124,22 +124,28 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         model = self._model()
         if model is None:
             raise NoWorkers("decode")
-        prepared = await self._admission.prepare(request, model, context.time_remaining(), client_of(context.peer()))
-        tokenized_s = time.monotonic()
-        self._measure.tokenized(span, tokenized_s - arrived_s)
+        try:
+            prepared = await self._admission.prepare(
+                request, model, context.time_remaining(), client_of(context.peer())
+            )
+        finally:
+            prepared_s = time.monotonic()
+            self._measure.prepared(span, prepared_s - arrived_s)
         # A prompt that is scored is computed whole, whoever holds it.
         is_scored = prepared.sampling.prompt_logprobs is not None
         cached = await self._cached_blocks(() if is_scored else prepared.block_hashes, span)
-        spent_s = time.monotonic() - arrived_s
+        lookup_s = time.monotonic() - prepared_s
         if len(prepared.samplings) == 1:
             answer = self._answer(prepared, 0, model)
-            request_id = self._begin(prepared, 0, cached, answer, span, spent_s=spent_s)
+            spent_s = prepared_s - arrived_s + lookup_s
+            request_id = self._begin(prepared, 0, cached, answer, span, spent_s=spent_s, lookup_s=lookup_s)
             try:
                 await self._stream(answer, context)
             finally:
                 self._runtime.leave(request_id, answer)
+                self._delivered(span, [answer])
         else:
-            await self._generate_many(prepared, model, cached, context, span, arrived_s)
+            await self._generate_many(prepared, model, cached, context, span, arrived_s, lookup_s)
 
     async def _generate_many(
         self,
@@ -149,6 +155,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         context: Any,
         span: OpenSpan,
         arrived_s: float,
+        lookup_s: float,
     ) -> None:
         """All answers or none: nothing goes out before each is admitted, and the first error ends all."""
         changed = asyncio.Event()
@@ -158,7 +165,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             for index, answer in enumerate(answers):
                 spent_s = time.monotonic() - arrived_s
-                begun.append(self._begin(prepared, index, cached, answer, span, spent_s=spent_s))
+                begun.append(self._begin(prepared, index, cached, answer, span, spent_s=spent_s, lookup_s=lookup_s))
                 if index == 0 and prepared.block_hashes:
                     await _is_shared(answer)
                     cached = self._shared_blocks(begun[0], len(prepared.block_hashes)) or cached
@@ -169,6 +176,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             for request_id, answer in zip(begun, answers, strict=False):  # fewer have begun where one was refused
                 self._runtime.leave(request_id, answer)
+            self._delivered(span, answers)
+
+    def _delivered(self, span: OpenSpan, answers: Sequence[Answer]) -> None:
+        ended = [answer.ended_s for answer in answers if answer.ended_s is not None]
+        if ended:
+            self._measure.delivered(span, time.monotonic() - max(ended))
 
     def _answer(
         self, prepared: Prepared, index: int, model: ModelFacts, changed: asyncio.Event | None = None
@@ -203,6 +216,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         span: OpenSpan,
         *,
         spent_s: float,
+        lookup_s: float,
     ) -> str:
         """Hands answer number `index` to the state and says under which id."""
         name = prepared.request_id if index == 0 else f"{prepared.request_id}#{index}"
@@ -221,6 +235,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             slo=prepared.slo,
             # A sibling is late only by its own fault: it was made to wait for the prompt's KV.
             spent_s=0.0 if index else spent_s,
+            lookup_s=0.0 if index else lookup_s,
             deadline_s=max(prepared.deadline_s - spent_s, 0.0),
             priority=prepared.priority,
             block_hashes=prepared.block_hashes,

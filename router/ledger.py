@@ -79,6 +79,7 @@ class Ledger:
                 raise IllegalMove(request.request_id, request.stage, move, tuple(request.story))
             self.counters["illegal"] += 1
             return False
+        request.timeline.moved(request.stage, move, self.now_s, request.attempt, request.attempt_token_s)
         request.remember(f"{move.value} -> {after.value}")
         request.stage = after
         return True

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import final
 
 from pdserve.core.errors import PdserveError
+from pdserve.core.phases import Phase
 from pdserve.core.types import Slo
 from pdserve.telemetry import names
 from pdserve.telemetry.metrics import Metrics
@@ -36,22 +38,20 @@ class Measure:
         told.span.set(names.SLO_TTFT_S, told.slo.ttft_s)
         told.span.set(names.SLO_TPOT_S, told.slo.tpot_s)
 
-    def tokenized(self, span: OpenSpan, seconds: float) -> None:
-        self.tracing.record(names.SPAN_TOKENIZE, span.traceparent, seconds)
+    def prepared(self, span: OpenSpan, seconds: float) -> None:
+        self.tracing.record(names.PHASE_SPANS[Phase.PREPARE], span.traceparent, seconds)
+
+    def delivered(self, span: OpenSpan, seconds: float) -> None:
+        """From when the state ended the answer to when its last message was written."""
+        self.tracing.record(names.SPAN_DELIVER, span.traceparent, seconds)
 
     def looked_up(self, span: OpenSpan, seconds: float, most_blocks: int | None) -> None:
         """`most_blocks` is the longest prefix found; None when the index gave no answer."""
         blocks = {} if most_blocks is None else {names.PREFIX_BLOCKS: most_blocks}
-        self.tracing.record(names.SPAN_PREFIX_LOOKUP, span.traceparent, seconds, blocks)
+        self.tracing.record(names.PHASE_SPANS[Phase.PREFIX_LOOKUP], span.traceparent, seconds, blocks)
         outcome = "unavailable" if most_blocks is None else "hit" if most_blocks else "miss"
         self.metrics.add(names.PREFIX_LOOKUPS, outcome=outcome)
         self.metrics.observe(names.PREFIX_LOOKUP_TIME, seconds)
-
-    def granted(self, told: Told, queue_s: float, attempt: int) -> None:
-        """A worker took the attempt."""
-        if attempt == 1:
-            self.tracing.record(names.SPAN_QUEUE, told.span.traceparent, queue_s, {names.ATTEMPT: attempt})
-            self.metrics.observe(names.QUEUE_TIME, queue_s)
 
     def placed(self, path: str, attempt: int) -> None:
         self.metrics.add(names.PLACEMENTS, path=path)
@@ -107,16 +107,34 @@ class Measure:
         self.metrics.add(names.REQUESTS, outcome=outcome.value)
         if timings is None:
             return
+        self._trace(told, timings)
+        if timings.attempts:
+            self.metrics.observe(names.QUEUE_TIME, timings.phases.queue_s)
         span = told.span
         span.set(names.TTFT_S, timings.ttft_s)
         span.set(names.TPOT_S, timings.tpot_s)
-        span.set(names.QUEUE_S, timings.queue_s)
+        span.set(names.QUEUE_S, timings.phases.queue_s)
         span.set(names.ATTEMPT, timings.attempts)
         span.set(names.TRANSFER_BYTES, timings.transfer_bytes)
         span.set(names.PREFILL_WORKER, timings.prefill_worker)
         span.set(names.DECODE_WORKER, timings.decode_worker)
         if timings.path is not None:
             span.set(names.PATH, timings.path.value)
+
+    def _trace(self, told: Told, timings: Timings) -> None:
+        """A span of each slice that no worker and no earlier part of the router has recorded."""
+        if not self.tracing.is_on:
+            return
+        now_ns = time.time_ns()
+        for one in timings.slices:
+            if one.is_reported:
+                continue
+            attributes: dict[str, int | float] = {names.ATTEMPT: one.attempt} if one.attempt else {}
+            if one.phase is Phase.TRANSFER_WAIT:
+                attributes |= {names.TRANSFER_S: timings.transfer_s, names.TRANSFER_BUSY_S: timings.transfer_busy_s}
+            end_ns = now_ns - int((timings.total_s - one.begin_s - one.seconds) * 1e9)
+            name = names.PHASE_SPANS[one.phase]
+            self.tracing.record(name, told.span.traceparent, one.seconds, attributes, end_ns)
 
 
 def _kept(timings: Timings, slo: Slo) -> str:

@@ -184,6 +184,8 @@ def _tokens(worker_id: str, message: worker_pb2.Tokens) -> events.TokensArrived:
                     tokens=tuple([convert.token_from_proto(token) for token in row.tokens]),
                     finish=convert.finish_from_proto(row.finish),
                     decode_s=_seconds("decode_s", row.decode_s),
+                    decode_queue_s=_seconds("decode_queue_s", row.decode_queue_s),
+                    preempted_s=_seconds("preempted_s", row.preempted_s),
                     preemptions=row.preemptions,
                     queue_s=_seconds("queue_s", row.queue_s),
                     prefill_s=_seconds("prefill_s", row.prefill_s),

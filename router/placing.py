@@ -232,7 +232,6 @@ def _place(ledger: Ledger, request: Request, decision: Decision) -> None:
     request.attempt += 1
     request.num_tried += 1
     request.attempt_output = len(request.output)
-    request.queue_s += now_s - request.queued_s
     request.placed_s = now_s
     request.placement = request.last_path = Placement(
         path=Path.LOCAL if is_local else Path.REMOTE,

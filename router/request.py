@@ -11,6 +11,7 @@ from router.commands import Timings, Usage
 from router.events import RequestArrived
 from router.lifecycle import Stage
 from router.policy.interface import Obstacle, Outlook
+from router.timeline import Timeline
 from router.view import WorkerView
 
 WorkerKey = tuple[str, str]  # worker id and incarnation
@@ -77,16 +78,17 @@ class Request:
     last_path: Placement | None = None
     first_token_s: float | None = None
     last_token_s: float = 0.0
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
+    timeline: Timeline = field(init=False)
     transfer_s: float = 0.0
     transfer_busy_s: float = 0.0
     transfer_exposed_s: float = 0.0
-    decode_s: float = 0.0
     transfer_bytes: int = 0
     transfer_saved_bytes: int = 0
     preemptions: int = 0
     cached_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.timeline = Timeline(self.arrived_s)
 
     @property
     def request_id(self) -> str:
@@ -124,18 +126,23 @@ class Request:
             return 0.0
         return (self.last_token_s - self.first_token_s) / (len(self.output) - 1)
 
+    @property
+    def attempt_token_s(self) -> float | None:
+        """When the last token of the present attempt came; None: none has."""
+        return self.last_token_s if len(self.output) > self.attempt_output else None
+
     def timings(self, now_s: float) -> Timings:
+        """Of a request that has ended, so that no stretch of its timeline is open."""
         where = self.last_path
         return Timings(
             ttft_s=self.ttft_s() or 0.0,
             tpot_s=self.tpot_s(),
             total_s=now_s - self.arrived_s,
-            queue_s=self.queue_s,
-            prefill_s=self.prefill_s,
+            phases=self.timeline.phases,
+            slices=self.timeline.slices,
             transfer_s=self.transfer_s,
             transfer_busy_s=self.transfer_busy_s,
             transfer_exposed_s=self.transfer_exposed_s,
-            decode_s=self.decode_s,
             path=where.path if where is not None else None,
             prefill_worker=where.prefill_worker if where is not None else "",
             decode_worker=where.decode_worker if where is not None else "",

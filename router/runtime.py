@@ -34,7 +34,7 @@ from router.commands import (
     UndrainWorker,
     WakeAt,
 )
-from router.events import ClientLeft, Event, Granted, RequestArrived, StopMatched, TimePassed
+from router.events import ClientLeft, Event, RequestArrived, StopMatched, TimePassed
 from router.measure import Measure, Told
 from router.state import RouterState
 
@@ -48,7 +48,6 @@ class Call:
     answer: Answer
     sequence: worker_pb2.Sequence
     told: Told
-    arrived_s: float
 
 
 @final
@@ -89,7 +88,7 @@ class Runtime:
     def begin(self, arrival: RequestArrived, answer: Answer, sequence: worker_pb2.Sequence, told: Told) -> None:
         """From here on the answer hears of the request until its last word, or until `leave`."""
         assert not self.knows(arrival.request_id), arrival.request_id
-        call = Call(answer=answer, sequence=sequence, told=told, arrived_s=self._clock() - arrival.spent_s)
+        call = Call(answer=answer, sequence=sequence, told=told)
         self._calls[arrival.request_id] = call
         self._no_calls.clear()
         self.hand(arrival)
@@ -141,10 +140,6 @@ class Runtime:
             metrics.observe(names.DECISION_TIME, self._clock() - now_s)
         if self._on_step is not None:
             self._on_step(now_s, event, commands)
-        if isinstance(event, Granted):
-            call = self._calls.get(event.request_id)
-            if call is not None:
-                self._measure.granted(call.told, now_s - call.arrived_s, event.attempt)
         for command in commands:
             self._execute(command)
 
@@ -196,6 +191,8 @@ class Runtime:
 
     def _end(self, request_id: str) -> Call | None:
         call = self._calls.pop(request_id, None)
+        if call is not None:
+            call.answer.ended_s = self._clock()
         if not self._calls:
             self._no_calls.set()
         return call

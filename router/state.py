@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
+from pdserve.core.phases import Phase
 from pdserve.core.types import FinishReason
 from router import attempts, ending, placing, recovery
 from router.checking import check
@@ -198,6 +199,9 @@ def _on_arrived(ledger: Ledger, event: RequestArrived) -> None:
         serial=ledger.serial,
         cached_blocks=dict(event.cached_blocks),
     )
+    looked_up_s = min(max(event.lookup_s, 0.0), event.spent_s)
+    request.timeline.close(Phase.PREPARE, ledger.now_s - looked_up_s, 0, is_rest_reported=True)
+    request.timeline.close(Phase.PREFIX_LOOKUP, ledger.now_s, 0, is_rest_reported=True)
     ledger.requests[event.request_id] = request
     ledger.enqueue(request)
     ledger.note_demand(request)

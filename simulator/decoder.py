@@ -58,6 +58,9 @@ class Untold:
 
     output_index: int  # of the first
     count: int
+    decode_s: float = 0.0
+    decode_queue_s: float = 0.0
+    preempted_s: float = 0.0
 
 
 @final
@@ -301,7 +304,9 @@ class Decoder(Machine):
                 output_index=untold.output_index,
                 tokens=_tokens(untold.count),
                 finish=one.finish,
-                decode_s=one.decode_s,
+                decode_s=untold.decode_s,
+                decode_queue_s=untold.decode_queue_s,
+                preempted_s=untold.preempted_s,
                 preemptions=one.preemptions,
                 queue_s=one.queue_s,
                 prefill_s=one.prefill_s,
@@ -315,6 +320,9 @@ class Decoder(Machine):
                 attempt=key.attempt,
                 output_index=untold.output_index,
                 tokens=_tokens(untold.count),
+                decode_s=untold.decode_s,
+                decode_queue_s=untold.decode_queue_s,
+                preempted_s=untold.preempted_s,
             )
             by_router.setdefault(key.router, []).append(row)
         for router, rows in by_router.items():
@@ -325,6 +333,12 @@ class Decoder(Machine):
     def act(self, effects: list[Any]) -> None:
         """Tokens go first, as in the live worker: a request's Released must not overtake them."""
         drawn = [effect for effect in effects if isinstance(effect, fx.Drawn)]
+        for one in drawn:
+            if one.decode_s or one.decode_queue_s or one.preempted_s:
+                untold = self._untold[one.key]
+                untold.decode_s += one.decode_s
+                untold.decode_queue_s += one.decode_queue_s
+                untold.preempted_s += one.preempted_s
         first_or_last = [one for one in drawn if one.finish is not None or one.prefill_s > 0.0]
         if first_or_last:
             self._tell(first_or_last)

@@ -171,7 +171,8 @@ class Front:
                 row.tpot_s = timings.tpot_s
             row.path = timings.path
             row.prefill_worker, row.decode_worker = timings.prefill_worker, timings.decode_worker
-            row.queue_s, row.transfer_s = timings.queue_s, timings.transfer_s
+            row.queue_s = timings.phases.queue_s + timings.phases.prefill_queue_s
+            row.transfer_s = timings.transfer_s
             row.transfer_exposed_s = timings.transfer_exposed_s
             row.transfer_bytes, row.attempts = timings.transfer_bytes, timings.attempts
             row.preemptions = timings.preemptions

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from pdserve.cli.sampling import add_sampling_flags, options
-from pdserve.cli.stats import cut_short, stats_line
+from pdserve.cli.stats import cut_short, phases_line, stats_line
 from pdserve.cli.target import add_target_flags, connect
 from pdserve.client.beam import EarlyStopping
 from pdserve.client.results import Completion
@@ -33,7 +33,7 @@ _STOPPING: Final[dict[str, EarlyStopping]] = {"no": False, "yes": True, "never":
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="the text, or - to read it from stdin")
     parser.add_argument("--json", action="store_true", help="print one object with text, token ids, usage and timings")
-    parser.add_argument("--stats", action="store_true", help="print a line of times on stderr after the answer")
+    parser.add_argument("--stats", action="store_true", help="print lines of times on stderr after the answer")
     parser.add_argument("--truncate-prompt-tokens", type=int, metavar="N", help="keep only the last N prompt tokens")
     add_sampling_flags(parser)
     many = parser.add_argument_group("several answers, and logprobs (with --json)")
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     elif not is_streamed:
         _print([(str(choice.index), choice.text) for choice in done.choices])
     if args.stats:
-        print(stats_line(done), file=sys.stderr)
+        print(stats_line(done), phases_line(done.timings.phases), sep="\n", file=sys.stderr)
     for note in cut_short([choice.finish_reason for choice in done.choices], chosen):
         print(f"pdserve generate: note: {note}", file=sys.stderr)
     return 0

@@ -6,6 +6,7 @@ from collections.abc import Container
 
 from pdserve.cli.sampling import SHAPES
 from pdserve.client.results import Completion
+from pdserve.core.phases import Phases
 
 
 def stats_line(done: Completion) -> str:
@@ -24,6 +25,12 @@ def stats_line(done: Completion) -> str:
     if times.attempts > 1:
         parts.append(f"{times.attempts} attempts")
     return " · ".join(parts)
+
+
+def phases_line(phases: Phases) -> str:
+    """Where the time went, phase by phase; they add up to the whole."""
+    spent = [f"{name} {milliseconds(took_s)}" for name, took_s in phases.shown()]
+    return f"{milliseconds(phases.total_s)} = {' + '.join(spent) or 'nothing'}"
 
 
 def cut_short(endings: Container[str], asked: Container[str]) -> list[str]:

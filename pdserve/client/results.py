@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final, Literal
 
+from pdserve.core.phases import Phases
 from pdserve.v1 import cluster_pb2, inference_pb2, worker_pb2
 
 FinishReason = Literal["stop", "length"]
@@ -54,23 +55,22 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Where the time went; each duration is measured by the process that did the work."""
+    """Where the time went: `phases` add up to total_s. What is said of transfers overlaps them."""
 
     ttft_s: float  # arrival at the router to the first token
     tpot_s: float  # mean per token after the first
     total_s: float
-    queue_s: float
-    prefill_s: float
+    phases: Phases
     transfer_s: float  # first byte to commit; overlaps prefill
     transfer_busy_s: float  # of it, with bytes on their way
     transfer_exposed_s: float  # after the prefill: what it did not hide
-    decode_s: float
     path: Path | None
     prefill_worker: str
     decode_worker: str
     attempts: int  # placements tried; 1 when nothing went wrong
     transfer_bytes: int
     transfer_saved_bytes: int  # that the decode worker had already
+    preemptions: int  # times that memory ended and the sequence was recomputed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,18 +259,17 @@ def _timings(seen: inference_pb2.Timings) -> Timings:
         ttft_s=seen.ttft_s,
         tpot_s=seen.tpot_s,
         total_s=seen.total_s,
-        queue_s=seen.queue_s,
-        prefill_s=seen.prefill_s,
+        phases=Phases(**{field.name: getattr(seen.phases, field.name) for field in fields(Phases)}),
         transfer_s=seen.transfer_s,
         transfer_busy_s=seen.transfer_busy_s,
         transfer_exposed_s=seen.transfer_exposed_s,
-        decode_s=seen.decode_s,
         path=_PATHS.get(seen.path),
         prefill_worker=seen.prefill_worker,
         decode_worker=seen.decode_worker,
         attempts=seen.attempts,
         transfer_bytes=seen.transfer_bytes,
         transfer_saved_bytes=seen.transfer_saved_bytes,
+        preemptions=seen.preemptions,
     )
 
 

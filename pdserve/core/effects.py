@@ -164,7 +164,9 @@ class Drawn:
     output_index: int
     token: TokenOut
     finish: FinishReason | None = None
-    decode_s: float = 0.0  # with the last row
+    decode_s: float = 0.0  # decoding since what was told before: with the last row, and after a preemption
+    decode_queue_s: float = 0.0  # with a remote attempt's first row: KV and first token were there, no step was free
+    preempted_s: float = 0.0  # with the first row after a preemption; its decode_s is what was before
     preemptions: int = 0
     queue_s: float = 0.0  # with a local attempt's first row, as the next two
     prefill_s: float = 0.0

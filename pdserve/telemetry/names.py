@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from pdserve.core.phases import MEANING, MEASURED_BY, Phase
+
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.41.1"
 SCOPE: Final = "pdserve"
 
@@ -49,6 +51,8 @@ QUEUE_S: Final = "pdserve.queue_s"
 SLO_TTFT_S: Final = "pdserve.slo.ttft_s"
 SLO_TPOT_S: Final = "pdserve.slo.tpot_s"
 TRANSFER_BYTES: Final = "pdserve.transfer.bytes"
+TRANSFER_S: Final = "pdserve.transfer.duration_s"  # first byte to commit, by the receiver; overlaps the prefill
+TRANSFER_BUSY_S: Final = "pdserve.transfer.busy_s"  # of it, with bytes on their way
 TRANSFER_KIND: Final = "pdserve.transfer.transport"
 PREEMPTIONS: Final = "pdserve.preemptions"
 PREFIX_BLOCKS: Final = "pdserve.prefix.blocks"  # leading blocks that some worker holds
@@ -75,12 +79,8 @@ class SpanSpec:
 
 SPAN_CLIENT: Final = "pdserve.client"
 SPAN_REQUEST: Final = "pdserve.request"
-SPAN_TOKENIZE: Final = "pdserve.tokenize"
-SPAN_PREFIX_LOOKUP: Final = "pdserve.prefix_lookup"
-SPAN_QUEUE: Final = "pdserve.queue"
-SPAN_PREFILL: Final = "pdserve.prefill"
-SPAN_TRANSFER: Final = "pdserve.transfer"
-SPAN_DECODE: Final = "pdserve.decode"
+SPAN_DELIVER: Final = "pdserve.deliver"
+PHASE_SPANS: Final[dict[Phase, str]] = {phase: f"pdserve.{phase.value}" for phase in Phase}
 
 
 def _span(name: str, by: Process, kind: SpanKind, parent: str | None, help_text: str) -> tuple[str, SpanSpec]:
@@ -91,14 +91,11 @@ SPANS: Final[dict[str, SpanSpec]] = dict(
     (
         _span(SPAN_CLIENT, "client", "client", None, "one call of the SDK, retries included"),
         _span(SPAN_REQUEST, "router", "server", SPAN_CLIENT, "one Generate call, from arrival to its last message"),
-        _span(SPAN_TOKENIZE, "router", "internal", SPAN_REQUEST, "text to token ids and block hashes"),
-        _span(SPAN_PREFIX_LOOKUP, "router", "internal", SPAN_REQUEST, "which workers hold the prompt's leading blocks"),
-        _span(SPAN_QUEUE, "router", "internal", SPAN_REQUEST, "waiting in the router until a worker granted a place"),
-        _span(SPAN_PREFILL, "worker", "internal", SPAN_REQUEST, "reading the prompt, first chunk to first token"),
-        _span(
-            SPAN_TRANSFER, "worker", "internal", SPAN_REQUEST, "KV from its first byte to the commit, by the receiver"
+        *(
+            _span(name, MEASURED_BY[phase], "internal", SPAN_REQUEST, MEANING[phase])
+            for phase, name in PHASE_SPANS.items()
         ),
-        _span(SPAN_DECODE, "worker", "internal", SPAN_REQUEST, "first decode step to the last token"),
+        _span(SPAN_DELIVER, "router", "internal", SPAN_REQUEST, "the answer's end to the last message written"),
     )
 )
 
@@ -205,7 +202,9 @@ TTFT: Final = _metric(
 TPOT: Final = _metric(
     "pdserve_tpot_seconds", "histogram", "router", "mean seconds per token after the first", ("path",), TPOT_BUCKETS
 )
-QUEUE_TIME: Final = _metric("pdserve_queue_seconds", "histogram", "router", "arrival to placement", (), TTFT_BUCKETS)
+QUEUE_TIME: Final = _metric(
+    "pdserve_queue_seconds", "histogram", "router", "time of a request that waits for a placement", (), TTFT_BUCKETS
+)
 SLO_KEPT: Final = _metric(
     "pdserve_slo_total", "counter", "router", "requests by which of their promised times they kept", ("kept",)
 )  # kept: both, ttft, tpot, none

@@ -241,38 +241,64 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("ttft_s", "tpot_s", "total_s", "queue_s", "prefill_s", "transfer_s", "decode_s", "path", "prefill_worker", "decode_worker", "attempts", "transfer_bytes", "transfer_busy_s", "transfer_exposed_s", "transfer_saved_bytes")
+    __slots__ = ("ttft_s", "tpot_s", "total_s", "phases", "path", "prefill_worker", "decode_worker", "attempts", "preemptions", "transfer_s", "transfer_busy_s", "transfer_exposed_s", "transfer_bytes", "transfer_saved_bytes")
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
-    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BUSY_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     ttft_s: float
     tpot_s: float
     total_s: float
-    queue_s: float
-    prefill_s: float
-    transfer_s: float
-    decode_s: float
+    phases: Phases
     path: Path
     prefill_worker: str
     decode_worker: str
     attempts: int
-    transfer_bytes: int
+    preemptions: int
+    transfer_s: float
     transfer_busy_s: float
     transfer_exposed_s: float
+    transfer_bytes: int
     transfer_saved_bytes: int
-    def __init__(self, ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., path: _Optional[_Union[Path, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_busy_s: _Optional[float] = ..., transfer_exposed_s: _Optional[float] = ..., transfer_saved_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., phases: _Optional[_Union[Phases, _Mapping]] = ..., path: _Optional[_Union[Path, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transfer_busy_s: _Optional[float] = ..., transfer_exposed_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_saved_bytes: _Optional[int] = ...) -> None: ...
+
+class Phases(_message.Message):
+    __slots__ = ("prepare_s", "prefix_lookup_s", "queue_s", "reserve_s", "prefill_queue_s", "prefill_s", "transfer_wait_s", "decode_queue_s", "decode_s", "preempted_s", "messages_s", "lost_s")
+    PREPARE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_LOOKUP_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_S_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_S_FIELD_NUMBER: _ClassVar[int]
+    LOST_S_FIELD_NUMBER: _ClassVar[int]
+    prepare_s: float
+    prefix_lookup_s: float
+    queue_s: float
+    reserve_s: float
+    prefill_queue_s: float
+    prefill_s: float
+    transfer_wait_s: float
+    decode_queue_s: float
+    decode_s: float
+    preempted_s: float
+    messages_s: float
+    lost_s: float
+    def __init__(self, prepare_s: _Optional[float] = ..., prefix_lookup_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., reserve_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_wait_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., preempted_s: _Optional[float] = ..., messages_s: _Optional[float] = ..., lost_s: _Optional[float] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ()

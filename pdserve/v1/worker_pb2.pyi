@@ -347,7 +347,7 @@ class Tokens(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[TokenRow, _Mapping]]] = ...) -> None: ...
 
 class TokenRow(_message.Message):
-    __slots__ = ("request_id", "attempt", "output_index", "tokens", "finish", "decode_s", "preemptions", "queue_s", "prefill_s", "cached_tokens")
+    __slots__ = ("request_id", "attempt", "output_index", "tokens", "finish", "decode_s", "preemptions", "queue_s", "prefill_s", "cached_tokens", "decode_queue_s", "preempted_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -358,6 +358,8 @@ class TokenRow(_message.Message):
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     output_index: int
@@ -368,7 +370,9 @@ class TokenRow(_message.Message):
     queue_s: float
     prefill_s: float
     cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., output_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., finish: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., decode_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    decode_queue_s: float
+    preempted_s: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., output_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., finish: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., decode_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., decode_queue_s: _Optional[float] = ..., preempted_s: _Optional[float] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("request_id", "attempt", "kind", "message")

@@ -7,6 +7,7 @@ It owns no thread and no socket: tests and the host drive it the same way.
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from pdserve.core.blocks import BlockAllocator, CacheChange
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.hashing import hash_seed
 from pdserve.core.latency import CostPrior
+from pdserve.core.phases import Phase
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.ahead import LazyAhead
 from pdserve.engine.interface import AheadEngine, Engine, OnLayer, Row, RowOut
@@ -38,6 +40,7 @@ from pdserve.worker.timed import TimedSteps
 log = logging.getLogger(__name__)
 
 TIMED_BATCHES_PER_HEARTBEAT: Final = 10
+NO_ATTRIBUTES: Final[Mapping[str, str | int | float | bool]] = {}
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ class RoleProgram(ABC):
         self.engine = engine
         self.counts: Counter[str] = Counter()  # of messages that were dropped, by why
         self.num_steps = 0
+        self.received_s = 0.0  # when the message that is being handled came
         self.blocks = BlockAllocator(spec.num_blocks, is_cache_on=config.is_prefix_cache_on, stamps=stamps)
         # A sequence that has the whole pool to itself must fit.
         max_context_tokens = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
@@ -167,7 +171,9 @@ class RoleProgram(ABC):
                 self.act(self.batching.cancel(key))
         self._ledger.forget_router(session)
 
-    def handle(self, session: int, message: worker_pb2.AttachRequest) -> None:
+    def handle(self, session: int, message: worker_pb2.AttachRequest, received_s: float | None = None) -> None:
+        """`received_s`: when it came, by the clock of the context; None: now."""
+        self.received_s = self.context.now() if received_s is None else received_s
         if session not in self._routers:
             self.counts["message of a lost router"] += 1
             return
@@ -312,7 +318,7 @@ class RoleProgram(ABC):
             self.counts["superseded attempt"] += 1
             self.act(self.batching.cancel(before))
         try:
-            attempt = read_sequence(message, key, self.limits, self.context.now())
+            attempt = read_sequence(message, key, self.limits, self.received_s)
         except InvalidRequest as error:
             self.context.metrics.add(names.INVALID_MESSAGES, field=error.field)
             self._failed(fx.Failed(key=key, kind=FailureKind.INVALID, message=error.message))
@@ -322,10 +328,17 @@ class RoleProgram(ABC):
         return attempt
 
     def record_span(
-        self, name: str, key: AttemptKey, duration_s: float, attributes: Mapping[str, str | int | float | bool]
+        self,
+        phase: Phase,
+        key: AttemptKey,
+        duration_s: float,
+        attributes: Mapping[str, str | int | float | bool] = NO_ATTRIBUTES,
+        *,
+        ended_ago_s: float = 0.0,
     ) -> None:
+        """Exactly where the duration is reported to the router, which then records no span of its own for it."""
         track = self.tracks.get(key)
-        if track is None or not self.context.tracing.is_on:
+        if track is None or not self.context.tracing.is_on or duration_s <= 0.0:
             return
         common: dict[str, str | int | float | bool] = {
             names.REQUEST_ID: key.request_id,
@@ -333,7 +346,9 @@ class RoleProgram(ABC):
             names.WORKER_ID: self.context.config.worker_id,
             names.WORKER_ROLE: self.context.role.value,
         }
-        self.context.tracing.record(name, track.traceparent, duration_s, {**common, **attributes})
+        end_ns = time.time_ns() - int(ended_ago_s * 1e9)
+        name = names.PHASE_SPANS[phase]
+        self.context.tracing.record(name, track.traceparent, duration_s, {**common, **attributes}, end_ns)
 
     # -- effects of both roles ----------------------------------------------------------------------------------
 

@@ -174,8 +174,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     return
                 while self._num_waiting_calls() > MAX_INBOX:
                     await asyncio.sleep(INBOX_PAUSE_S)
+                received_s = self.program.context.now()  # it may wait for the step that runs now
                 for one in message.batch.messages if message.HasField("batch") else (message,):
-                    self._post(partial(self.program.handle, session, one))
+                    self._post(partial(self.program.handle, session, one, received_s))
         except (grpc.aio.UsageError, grpc.aio.AbortError):  # cancelled under the read, or a message did not parse
             return
         finally:

@@ -1,5 +1,6 @@
-"""One request, one trace: the SDK's span over the router's, and under that queue, prefill, transfer and decode."""
+"""One request, one trace: the SDK's span over the router's, and under that one span for each phase."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
+from pdserve import Completion
+from pdserve.core.phases import MEASURED_BY, Phase
 from tests.cluster.cluster import Cluster
 from tests.cluster.suite import toy_prompt
 from tests.unit.telemetry.otlp_sink import OtlpSink, running_sink
@@ -37,11 +40,12 @@ def test_a_remote_and_a_local_request_leave_one_whole_tree_each(sink: OtlpSink) 
     requests = [_only(tree["children"]) for tree in roots]
     assert [request["name"] for request in requests] == ["pdserve.request", "pdserve.request"]
     of_remote, of_local = ({child["name"]: child["service"] for child in request["children"]} for request in requests)
-    computing = {"pdserve.queue", "pdserve.prefill", "pdserve.decode"}
-    # The local prompt is shorter than a block: there is nothing to look up.
-    assert set(of_remote) - {"pdserve.tokenize"} == computing | {"pdserve.transfer", "pdserve.prefix_lookup"}
-    assert set(of_local) - {"pdserve.tokenize"} == computing
-    assert len({of_remote["pdserve.queue"], of_remote["pdserve.prefill"], of_remote["pdserve.decode"]}) == 3
+    computing = {"pdserve.reserve", "pdserve.prefill", "pdserve.decode"}
+    assert computing | {"pdserve.prepare", "pdserve.prefix_lookup"} <= set(of_remote)
+    assert computing | {"pdserve.prepare"} <= set(of_local)
+    assert len({of_remote["pdserve.reserve"], of_remote["pdserve.prefill"], of_remote["pdserve.decode"]}) == 3
+    for done in (remote, local):
+        _check_phases(sink, done)
     request = next(s for s in sink.named("pdserve.request") if s.attributes["pdserve.request.id"] == remote.request_id)
     assert request.attributes["gen_ai.usage.input_tokens"] == 100
     assert request.attributes["gen_ai.usage.output_tokens"] == 8
@@ -49,6 +53,23 @@ def test_a_remote_and_a_local_request_leave_one_whole_tree_each(sink: OtlpSink) 
         assert span.duration_s >= 0.0
         if span.trace_id == request.trace_id and span.name.rpartition(".")[2] in ("queue", "prefill", "decode"):
             assert span.duration_s <= request.duration_s
+
+
+def _check_phases(sink: OtlpSink, done: Completion) -> None:
+    """Every moment of the request is in one phase, and every phase has spans of that length."""
+    phases, total_s = done.timings.phases, done.timings.total_s
+    assert phases.total_s == pytest.approx(total_s, abs=1e-6)
+    [request] = [s for s in sink.named("pdserve.request") if s.attributes["pdserve.request.id"] == done.request_id]
+    spent: Counter[str] = Counter()
+    for span in sink.spans:
+        if span.parent_id == request.span_id:
+            spent[span.name.removeprefix("pdserve.")] += span.duration_s
+    for phase in Phase:
+        told_s = getattr(phases, f"{phase.value}_s")
+        # What a worker measured may exceed the router's stretch by less than a message, and is cut there.
+        assert spent[phase.value] >= told_s - 1e-3 if MEASURED_BY[phase] == "worker" else True, phase
+        assert spent[phase.value] == pytest.approx(told_s, abs=1e-3) if MEASURED_BY[phase] == "router" else True, phase
+    assert spent.total() <= request.duration_s + phases.prefill_s + phases.decode_s + 1e-3
 
 
 def _only(children: list[Any]) -> Any:

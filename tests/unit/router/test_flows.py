@@ -33,7 +33,8 @@ def test_a_request_goes_through_prefill_transfer_and_decode(given: Given) -> Non
     assert finished.usage.cached_prompt_tokens == 16
     timings = finished.timings
     assert (timings.ttft_s, timings.tpot_s, timings.total_s) == (0.5, pytest.approx(1.0 / 3), 1.5)
-    assert (timings.queue_s, timings.prefill_s, timings.transfer_s, timings.decode_s) == (0.01, 0.2, 0.05, 0.7)
+    assert timings.transfer_s == 0.05
+    assert timings.phases.total_s == pytest.approx(timings.total_s)
     assert (timings.path, timings.prefill_worker, timings.decode_worker) == (Path.REMOTE, "p0", "d0")
     assert (timings.attempts, timings.transfer_bytes) == (1, 4096)
     assert not given.state.is_empty, "memory is still held"

@@ -61,6 +61,9 @@ def run(seed: int, faults: float, policy: str, requests: int = 25, stirs: int = 
 def test_whatever_fails_each_client_hears_the_right_tokens_and_one_last_word(seed: int, policy: str) -> None:
     world = run(seed, faults=0.02, policy=policy)
     for client in world.clients.values():
+        word = client.last_word
+        if isinstance(word, FinishRequest | FailRequest | EndCancelled) and word.timings is not None:
+            assert word.timings.phases.total_s == pytest.approx(word.timings.total_s, abs=1e-9)
         match client.last_word:
             case FinishRequest():
                 _check_finish(client, client.last_word)

@@ -10,6 +10,7 @@ import pytest
 
 import pdserve
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.phases import Phase
 from pdserve.engine.toy import answer
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.telemetry import names
@@ -66,7 +67,8 @@ async def test_a_request_is_one_span_with_its_parts_below(
 ) -> None:
     front = await connect(decode, prefill, otlp=sink.endpoint)
     done = await front.client.generate(PROMPT + "traced", max_tokens=4, temperature=0)
-    parts = (names.SPAN_TOKENIZE, names.SPAN_PREFIX_LOOKUP, names.SPAN_QUEUE)
+    phases = (Phase.PREPARE, Phase.PREFIX_LOOKUP, Phase.RESERVE, Phase.TRANSFER_WAIT)
+    parts = (*(names.PHASE_SPANS[one] for one in phases), names.SPAN_DELIVER)
     await asyncio.to_thread(sink.wait_for, names.SPAN_REQUEST, *parts)
     [request] = sink.named(names.SPAN_REQUEST)
     assert request.kind == "server"

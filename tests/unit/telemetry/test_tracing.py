@@ -6,6 +6,7 @@ import time
 import pytest
 
 from pdserve.core.errors import ConfigError, NoWorkers
+from pdserve.core.phases import Phase
 from pdserve.telemetry import names
 from pdserve.telemetry.propagate import parse
 from pdserve.telemetry.tracing import Tracing, make_tracing
@@ -21,12 +22,14 @@ def test_spans_of_one_request_make_one_tree(sink: OtlpSink) -> None:
     with router.span(names.SPAN_REQUEST, PARENT, {names.REQUEST_ID: "r1"}) as span:
         span.set(names.OUTPUT_TOKENS, 7)
         span.set(names.RESPONSE_FINISH_REASONS, "stop")
-        router.record(names.SPAN_QUEUE, span.traceparent, 0.001)
-        worker.record(names.SPAN_PREFILL, span.traceparent, 0.25, {names.WORKER_ID: "p0"}, end_unix_ns=2_000_000_000)
+        router.record(names.PHASE_SPANS[Phase.QUEUE], span.traceparent, 0.001)
+        worker.record(
+            names.PHASE_SPANS[Phase.PREFILL], span.traceparent, 0.25, {names.WORKER_ID: "p0"}, end_unix_ns=2_000_000_000
+        )
     worker.close()
     router.close()
-    queue, request = sink.named(names.SPAN_QUEUE)[0], sink.named(names.SPAN_REQUEST)[0]
-    prefill = sink.named(names.SPAN_PREFILL)[0]
+    queue, request = sink.named(names.PHASE_SPANS[Phase.QUEUE])[0], sink.named(names.SPAN_REQUEST)[0]
+    prefill = sink.named(names.PHASE_SPANS[Phase.PREFILL])[0]
     assert {span.trace_id for span in sink.spans} == {"0af7651916cd43dd8448eb211c80319c"}
     assert request.parent_id == "b7ad6b7169203331"
     assert prefill.parent_id == queue.parent_id == request.span_id
@@ -43,8 +46,8 @@ def test_spans_of_one_request_make_one_tree(sink: OtlpSink) -> None:
             "name": names.SPAN_REQUEST,
             "service": "router",
             "children": [
-                {"name": names.SPAN_PREFILL, "service": "worker", "children": []},
-                {"name": names.SPAN_QUEUE, "service": "router", "children": []},
+                {"name": names.PHASE_SPANS[Phase.PREFILL], "service": "worker", "children": []},
+                {"name": names.PHASE_SPANS[Phase.QUEUE], "service": "router", "children": []},
             ],
         }
     ]
@@ -156,7 +159,7 @@ def test_a_record_costs_little_and_nothing_when_off() -> None:
         for each_s, one in ((5e-6, Tracing.off()), (5e-4, tracing)):
             began_s = time.thread_time()  # of the caller alone, whatever else runs
             for _ in range(count):
-                one.record(names.SPAN_DECODE, PARENT, 0.1, {names.OUTPUT_TOKENS: 3})
+                one.record(names.PHASE_SPANS[Phase.DECODE], PARENT, 0.1, {names.OUTPUT_TOKENS: 3})
             assert (time.thread_time() - began_s) / count < each_s
     finally:
         tracing.close(timeout_s=0.1)

@@ -1,0 +1,103 @@
+"""The phases of a request: every moment between its arrival and its end belongs to exactly one. Pure.
+
+The router cuts the time of a request into stretches, by its own clock. A worker reports how long its own work took,
+by its own clock, and that much of the stretch in which it worked is its phase. What no report explains of such a
+stretch is MESSAGES. Clocks of two processes are never compared. router/timeline.py does the cutting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Final, Literal
+
+
+class Phase(Enum):
+    PREPARE = "prepare"
+    PREFIX_LOOKUP = "prefix_lookup"
+    QUEUE = "queue"
+    RESERVE = "reserve"
+    PREFILL_QUEUE = "prefill_queue"
+    PREFILL = "prefill"
+    TRANSFER_WAIT = "transfer_wait"
+    DECODE_QUEUE = "decode_queue"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+    MESSAGES = "messages"
+    LOST = "lost"
+
+
+MEASURED_BY: Final[Mapping[Phase, Literal["router", "worker"]]] = {
+    Phase.PREPARE: "router",
+    Phase.PREFIX_LOOKUP: "router",
+    Phase.QUEUE: "router",
+    Phase.RESERVE: "router",
+    Phase.PREFILL_QUEUE: "worker",
+    Phase.PREFILL: "worker",
+    Phase.TRANSFER_WAIT: "router",
+    Phase.DECODE_QUEUE: "worker",
+    Phase.DECODE: "worker",
+    Phase.PREEMPTED: "worker",
+    Phase.MESSAGES: "router",
+    Phase.LOST: "router",
+}
+MEANING: Final[Mapping[Phase, str]] = {
+    Phase.PREPARE: "validate, tokenize, compile a grammar, hash blocks",
+    Phase.PREFIX_LOOKUP: "ask which workers hold the prompt's leading blocks",
+    Phase.QUEUE: "wait in the router for a placement, backoff included",
+    Phase.RESERVE: "wait for the decode worker's grant",
+    Phase.PREFILL_QUEUE: "wait on the worker that computes the prompt",
+    Phase.PREFILL: "compute the prompt, first chunk to first token",
+    Phase.TRANSFER_WAIT: "first token to committed KV: the part of the transfer that prefill did not hide",
+    Phase.DECODE_QUEUE: "wait on the decode worker, with KV and first token there, for the first step",
+    Phase.DECODE: "decode steps, to the last token",
+    Phase.PREEMPTED: "evicted for want of memory, until the next token",
+    Phase.MESSAGES: "between router and workers: no worker accounts for it",
+    Phase.LOST: "in attempts that failed, after their last token",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """Seconds of each phase, over all attempts. They add up to the time from arrival to the end."""
+
+    prepare_s: float = 0.0
+    prefix_lookup_s: float = 0.0
+    queue_s: float = 0.0
+    reserve_s: float = 0.0
+    prefill_queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_wait_s: float = 0.0
+    decode_queue_s: float = 0.0
+    decode_s: float = 0.0
+    preempted_s: float = 0.0
+    messages_s: float = 0.0
+    lost_s: float = 0.0
+
+    @classmethod
+    def of(cls, seconds: Mapping[Phase, float]) -> Phases:
+        return cls(**{f"{phase.value}_s": took_s for phase, took_s in seconds.items()})
+
+    def shown(self) -> list[tuple[str, float]]:
+        """Name and seconds of every phase that took any time, in the order in which a request goes through them."""
+        seconds = [(phase.value.replace("_", " "), float(getattr(self, f"{phase.value}_s"))) for phase in Phase]
+        return [(name, took_s) for name, took_s in seconds if took_s > 0.0]
+
+    @property
+    def total_s(self) -> float:
+        return sum(float(getattr(self, field.name)) for field in fields(self))
+
+
+NO_PHASES: Final = Phases()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """One stretch of one phase, in the order of the request's life. `begin_s` counts from arrival."""
+
+    phase: Phase
+    attempt: int  # 0: before the first
+    begin_s: float
+    seconds: float
+    is_reported: bool  # by who did the work, which records its own span

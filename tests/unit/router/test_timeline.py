@@ -1,0 +1,250 @@
+"""Every moment of a request belongs to exactly one phase, whatever becomes of the request."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from pdserve.core.phases import MEANING, MEASURED_BY, Phase, Phases
+from pdserve.core.types import FinishReason, TokenOut
+from router.commands import EndCancelled, FailRequest, FinishRequest, Timings
+from router.events import ClientLeft, FirstToken, StopMatched, TokenRow, TokensArrived
+from router.lifecycle import LIVE, Move, Stage
+from router.settings import RouterSettings
+from router.timeline import MOST_SLICES, STANDS_FOR, Timeline
+from tests.unit.router.given import Given
+
+Make = Callable[[], Given]
+
+
+def ended(commands: list[object]) -> Timings:
+    [timings] = [one.timings for one in commands if isinstance(one, FinishRequest | FailRequest | EndCancelled)]
+    assert timings is not None
+    return timings
+
+
+def adds_up(timings: Timings) -> Phases:
+    """Checks what every request must have: the phases add up, and their slices cover its life without a gap."""
+    assert timings.phases.total_s == pytest.approx(timings.total_s, abs=1e-9)
+    at_s = 0.0
+    for one in timings.slices:
+        assert one.begin_s == pytest.approx(at_s, abs=1e-9)
+        assert one.seconds > 0.0
+        at_s += one.seconds
+    assert at_s == pytest.approx(timings.total_s, abs=1e-9)
+    return timings.phases
+
+
+@pytest.fixture
+def given() -> Given:
+    return Given(RouterSettings(policy="round-robin", is_strict=True))
+
+
+def later(given: Given, seconds: float) -> None:
+    given.now_s += seconds
+
+
+def first_token(given: Given, *, queue_s: float, prefill_s: float, finish: FinishReason | None = None) -> list[object]:
+    event = FirstToken(
+        worker_id="p0",
+        request_id="a",
+        attempt=1,
+        token=TokenOut(token_id=100),
+        queue_s=queue_s,
+        prefill_s=prefill_s,
+        finish=finish,
+    )
+    return list(given.hand(event))
+
+
+def row(given: Given, index: int, *, attempt: int = 1, worker_id: str = "d0", **facts: object) -> list[object]:
+    one = TokenRow(
+        request_id="a",
+        attempt=attempt,
+        output_index=index,
+        tokens=(TokenOut(token_id=100 + index),),
+        **facts,  # type: ignore[arg-type]
+    )
+    return list(given.hand(TokensArrived(worker_id=worker_id, rows=(one,))))
+
+
+@pytest.fixture
+def remote(given: Given) -> Given:
+    """A request that spent 0.25 s before it came, is placed at once, and granted after 0.5 s."""
+    given.connect_prefill("p0")
+    given.connect_decode("d0")
+    given.arrives("a", spent_s=0.25, lookup_s=0.05)
+    later(given, 0.5)
+    given.granted()
+    return given
+
+
+def test_every_phase_has_a_meaning_an_owner_and_a_field() -> None:
+    assert set(MEANING) == set(MEASURED_BY) == set(Phase)
+    assert Phases.of(dict.fromkeys(Phase, 1.0)).total_s == len(Phase)
+    assert set(STANDS_FOR) == set(LIVE)
+
+
+def test_a_remote_request_is_divided_by_what_its_workers_report(remote: Given) -> None:
+    later(remote, 1.0)
+    first_token(remote, queue_s=0.25, prefill_s=0.5)
+    later(remote, 0.125)
+    remote.committed()
+    later(remote, 0.25)
+    row(remote, 1, decode_queue_s=0.0625)
+    later(remote, 0.5)
+    timings = ended(row(remote, 2, decode_s=0.5, finish=FinishReason.STOP))
+    assert adds_up(timings) == Phases(
+        prepare_s=pytest.approx(0.2),  # type: ignore[arg-type]
+        prefix_lookup_s=pytest.approx(0.05),  # type: ignore[arg-type]
+        reserve_s=0.5,
+        prefill_queue_s=0.25,
+        prefill_s=0.5,
+        transfer_wait_s=0.125,
+        decode_queue_s=0.0625,
+        decode_s=0.5,
+        messages_s=0.25 + 0.1875,
+    )
+    assert timings.ttft_s == 1.75
+
+
+def test_kv_that_lands_before_the_first_token_exposes_no_transfer(remote: Given) -> None:
+    later(remote, 0.5)
+    remote.committed()
+    later(remote, 0.25)
+    first_token(remote, queue_s=0.0, prefill_s=0.5)
+    later(remote, 0.25)
+    phases = adds_up(ended(row(remote, 1, decode_s=0.25, finish=FinishReason.STOP)))
+    assert (phases.prefill_s, phases.messages_s, phases.transfer_wait_s, phases.decode_s) == (0.5, 0.25, 0.0, 0.25)
+
+
+def test_a_request_of_one_token_has_no_decode(remote: Given) -> None:
+    later(remote, 1.0)
+    phases = adds_up(ended(first_token(remote, queue_s=0.25, prefill_s=0.5, finish=FinishReason.LENGTH)))
+    assert (phases.prefill_queue_s, phases.prefill_s, phases.messages_s) == (0.25, 0.5, 0.25)
+    assert phases.decode_s == phases.transfer_wait_s == 0.0
+
+
+def test_a_local_request_is_divided_by_its_one_worker(given: Given) -> None:
+    given.connect_decode("d0")
+    given.arrives("a")
+    later(given, 0.5)
+    given.seated()
+    later(given, 1.0)
+    row(given, 0, queue_s=0.125, prefill_s=0.5)
+    later(given, 1.0)
+    phases = adds_up(ended(row(given, 1, decode_s=0.75, finish=FinishReason.STOP)))
+    assert phases == Phases(reserve_s=0.5, prefill_queue_s=0.125, prefill_s=0.5, decode_s=0.75, messages_s=0.375 + 0.25)
+
+
+def test_a_preempted_request_tells_decoding_from_recomputing(remote: Given) -> None:
+    first_token(remote, queue_s=0.0, prefill_s=0.0)
+    remote.committed()
+    later(remote, 0.5)
+    row(remote, 1)
+    later(remote, 2.0)
+    row(remote, 2, decode_s=0.75, preempted_s=1.5)
+    later(remote, 0.5)
+    phases = adds_up(ended(row(remote, 3, decode_s=0.5, preemptions=1, finish=FinishReason.STOP)))
+    assert (phases.decode_s, phases.preempted_s, phases.messages_s) == (1.25, 1.5, 0.25)
+
+
+def test_a_retried_request_counts_what_was_lost(remote: Given) -> None:
+    remote.connect_decode("d1")
+    first_token(remote, queue_s=0.0, prefill_s=0.0)
+    remote.committed()
+    later(remote, 0.5)
+    row(remote, 1)
+    later(remote, 2.0)
+    remote.lost("d0")  # it died long after its last token
+    later(remote, 0.25)
+    remote.granted(2, "d1")
+    later(remote, 1.0)
+    [finished] = [
+        one
+        for one in [
+            *remote.first(102, attempt=2),
+            *remote.committed(attempt=2, worker_id="d1"),
+            *row(remote, 3, attempt=2, worker_id="d1", decode_s=0.0, finish=FinishReason.STOP),
+        ]
+        if isinstance(one, FinishRequest)
+    ]
+    phases = adds_up(finished.timings)
+    assert (phases.decode_s, phases.lost_s, phases.reserve_s) == (0.5, 2.0, 0.75)
+    assert [one.attempt for one in finished.timings.slices] == sorted(one.attempt for one in finished.timings.slices)
+
+
+def test_an_attempt_that_is_lost_while_it_prefills_is_lost_whole(remote: Given) -> None:
+    remote.connect_prefill("p1")
+    later(remote, 1.5)
+    remote.lost("p0")
+    later(remote, 0.5)
+    phases = adds_up(ended(list(remote.hand(ClientLeft(request_id="a")))))
+    assert (phases.lost_s, phases.prefill_s, phases.reserve_s) == (1.5, 0.0, 1.0)
+
+
+def test_a_prefill_worker_that_declines_has_cost_its_time(remote: Given) -> None:
+    later(remote, 0.5)
+    remote.refused("p0")
+    assert adds_up(ended(list(remote.hand(ClientLeft(request_id="a"))))).lost_s == 0.5
+
+
+def test_a_rejected_request_has_only_waited(given: Given) -> None:
+    given.connect_decode("d0")
+    given.lost("d0")
+    given.arrives("a", spent_s=0.25)
+    [failed] = [one for one in given.at(given.now_s + 60.0) if isinstance(one, FailRequest)]
+    assert failed.timings is not None
+    phases = adds_up(failed.timings)
+    assert phases == Phases(prepare_s=0.25, queue_s=phases.queue_s)
+    assert phases.queue_s > 0.0
+
+
+def test_a_request_that_nobody_can_take_has_only_waited(given: Given) -> None:
+    [failed] = [one for one in given.arrives("a", spent_s=0.25) if isinstance(one, FailRequest)]
+    assert failed.timings is not None
+    assert adds_up(failed.timings) == Phases(prepare_s=0.25)
+
+
+def test_a_stop_string_leaves_the_rest_to_the_phase_it_was_in(remote: Given) -> None:
+    first_token(remote, queue_s=0.0, prefill_s=0.0)
+    later(remote, 0.25)
+    remote.committed()
+    later(remote, 0.5)
+    row(remote, 1, decode_queue_s=0.125)
+    finished = ended(list(remote.hand(StopMatched(request_id="a", num_output_tokens=2))))
+    phases = adds_up(finished)
+    assert (phases.transfer_wait_s, phases.decode_queue_s, phases.decode_s) == (0.25, 0.125, 0.375)
+    # Its worker was not asked, so the span of its decoding is the router's to record.
+    assert [one.phase for one in finished.slices if one.is_reported] == [
+        Phase.PREPARE,
+        Phase.PREFIX_LOOKUP,
+        Phase.DECODE_QUEUE,
+    ]
+
+
+def test_reports_longer_than_the_stretch_are_cut(remote: Given) -> None:
+    """Two processes measure, and the router may be faster by a message."""
+    later(remote, 0.25)
+    phases = adds_up(ended(first_token(remote, queue_s=0.125, prefill_s=9.0, finish=FinishReason.LENGTH)))
+    assert (phases.prefill_queue_s, phases.prefill_s, phases.messages_s) == (0.125, 0.125, 0.0)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_a_report_that_is_no_duration_is_not_counted(remote: Given, seconds: float) -> None:
+    later(remote, 0.25)
+    phases = adds_up(ended(first_token(remote, queue_s=seconds, prefill_s=seconds, finish=FinishReason.LENGTH)))
+    assert phases.messages_s == 0.25
+
+
+def test_slices_are_bounded_and_still_add_up() -> None:
+    rng, timeline, now_s = random.Random(3), Timeline(5.0), 5.0
+    for attempt in range(3 * MOST_SLICES):
+        now_s += rng.random()
+        timeline.report(Phase.PREFILL, 0.25)
+        timeline.moved(Stage.PREFILLING, Move.LOST, now_s, attempt, None)
+    assert len(timeline.slices) <= MOST_SLICES + len(Phase)
+    assert sum(one.seconds for one in timeline.slices) == pytest.approx(now_s - 5.0)
+    assert timeline.phases.total_s == pytest.approx(now_s - 5.0)
