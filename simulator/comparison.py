@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from pdserve.core.types import Role
 from simulator.metrics import Summary
 from simulator.misses import why
 from simulator.model import RequestRow, SimResult
-
-TARGET: Final = 0.9  # the attainment that a rate must have to hold
+from simulator.sufficiency import TARGET as TARGET
+from simulator.sufficiency import Shortage, shortage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,17 @@ class Run:
         """Prefill workers : decode workers."""
         roles = [shape.role for shape in self.result.config.workers]
         return f"{roles.count(Role.PREFILL)}:{roles.count(Role.DECODE)}"
+
+    @property
+    def shortage(self) -> Shortage | None:
+        """What it lacks to say that its rate can be held; None: nothing."""
+        ended = [row.ended_s - row.arrival_s for row in self.result.requests if row.ended_s is not None]
+        return shortage(
+            requests=self.summary.requests,
+            rate_rps=self.summary.rate_rps,
+            stay_s=sum(ended) / len(ended) if ended else 0.0,
+            slo_ttft_s=self.result.config.slo.ttft_s,
+        )
 
 
 def as_json(run: Run) -> dict[str, Any]:
@@ -43,6 +54,7 @@ def as_json(run: Run) -> dict[str, Any]:
         "decode": int(decode),
         "routers": config.num_routers,
         "slo": {"ttft_s": config.slo.ttft_s, "tpot_s": config.slo.tpot_s},
+        "is_long_enough": run.shortage is None,
         "refused": summary.outcomes.get("refused", 0),
     }
     body = dataclasses.asdict(summary)
@@ -62,14 +74,17 @@ def rows_of(runs: Iterable[Run]) -> Iterator[dict[str, Any]]:
     return (as_row(run, row) for run in runs for row in run.result.requests)
 
 
-def highest_held(runs: Iterable[Run]) -> dict[str, float]:
-    """Of each policy: the highest of the tried rates that held, with every lower one that was tried; 0 if none did."""
-    held: dict[str, float] = {}
+def highest_held(runs: Iterable[Run]) -> dict[str, float | None]:
+    """Of each policy: the highest of the tried rates that held, with every lower one that was tried; 0 if none did.
+
+    None: that run is too short to say so.
+    """
+    held: dict[str, float | None] = {}
     broken: set[str] = set()
     for run in sorted(runs, key=lambda one: one.rate_scale):
         held.setdefault(run.policy, 0.0)
         if run.summary.attainment < TARGET:
             broken.add(run.policy)
         elif run.policy not in broken:
-            held[run.policy] = run.summary.rate_rps
+            held[run.policy] = run.summary.rate_rps if run.shortage is None else None
     return held

@@ -23,8 +23,9 @@ from pdserve.core.errors import ConfigError
 from simulator.metrics import LATE_TOKENS, miss, nearest_rank
 from simulator.model import RequestRow, SimConfig, Simulate, Trace, TraceRequest
 from simulator.reshape import Reshaped, Step, rate_scaled
+from simulator.sufficiency import TARGET as TARGET
+from simulator.sufficiency import Shortage, shortage, surely_misses
 
-TARGET: Final = 0.9  # share of all requests that must keep both promises
 TOLERANCE: Final = 0.03  # relative, between the rate that holds and the one that does not
 TRICKLE: Final = 64.0  # a rate so many times below the first guess that fails as well: not attainable; above: no edge
 STEP: Final = 1.3  # between two rates while the edge is not yet bracketed; grows with each
@@ -45,10 +46,15 @@ class Probe:
     prompt_tokens_met: int = 0  # of those that met both promises
     ttfts_s: list[float] = field(default_factory=list)  # of those that had a first token
     tpots_s: list[float] = field(default_factory=list)  # of those that had a second
+    stayed_s: float = 0.0  # from arrival to end, over all that ended
+    num_ended: int = 0
 
     def count(self, row: RequestRow) -> bool:
         """False once the target cannot be reached, whatever the rest does."""
         self.prompt_tokens += row.prompt_tokens
+        if row.ended_s is not None:
+            self.stayed_s += row.ended_s - row.arrival_s
+            self.num_ended += 1
         if row.ttft_s is not None:
             self.ttfts_s.append(row.ttft_s)
         if row.tpot_s is not None and row.tokens > 1:
@@ -82,6 +88,11 @@ class Probe:
     def token_attainment(self) -> float:
         """Share of prompt tokens whose requests met both promises: the target leaves room to give up the longest."""
         return self.prompt_tokens_met / max(1, self.prompt_tokens)
+
+    @property
+    def stay_s(self) -> float:
+        """Mean time of a request in the cluster."""
+        return self.stayed_s / self.num_ended if self.num_ended else 0.0
 
     @property
     def limit(self) -> str:
@@ -145,6 +156,20 @@ class Goodput:
     @property
     def limit(self) -> str:
         return self.missed.limit if self.missed is not None else ""
+
+    def shortage(self, slo_ttft_s: float, num_runs: int = 1) -> Shortage | None:
+        """What the runs lack to support this answer; None: nothing."""
+        one = self.held or self.missed
+        assert one is not None
+        if self.held is None and (self.is_bound or surely_misses(one.num_rows - one.num_missed, one.num_rows)):
+            return None
+        return shortage(
+            requests=one.num_rows,
+            rate_rps=one.rate_rps,
+            stay_s=one.stay_s,
+            slo_ttft_s=slo_ttft_s,
+            num_runs=num_runs,
+        )
 
     @property
     def verdict(self) -> str:

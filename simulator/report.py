@@ -13,7 +13,7 @@ from simulator.charts import COLOURS
 from simulator.comparison import TARGET, Run, highest_held
 from simulator.curves import TIMELINE_COLOURS, TIMELINES, attainment_chart, colours, share_chart, timeline
 from simulator.misses import why, worst
-from simulator.tables import count, details, line, seconds
+from simulator.tables import count, details, held_text, line, seconds, short_note
 
 _WORST: Final = 20
 _LIGHT: Final = ("#2a78d6", "#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#008300", "#4a3aa7", "#e34948")
@@ -121,8 +121,10 @@ def _runs(runs: Sequence[Run]) -> str:
     rows = [[_key(colour_of[run.policy]) + _safe(run.policy), *map(_safe, line(run)[1:])] for run in runs]
     held = ""
     if len({run.rate_scale for run in runs}) > 1:
-        best = ", ".join(f"{policy} {rate:.3g}/s" for policy, rate in highest_held(runs).items())
-        held = f"<p>Highest of these rates that held with {TARGET:.0%} of the requests: {_safe(best)}.</p>"
+        best = ", ".join(f"{policy} {held_text(rate)}" for policy, rate in highest_held(runs).items())
+        note = short_note(runs)
+        said = f"Highest of these rates that held with {TARGET:.0%} of the requests: {best}. {note}"
+        held = f"<p>{_safe(said.strip())}</p>"
     about = "" if len(runs) > 1 else f"<pre>{_safe(chr(10).join(details(runs[0].summary)))}</pre>"
     return f"<section><h2>Runs</h2>{held}{_table(head, rows)}{about}</section>"
 

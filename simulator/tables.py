@@ -24,8 +24,23 @@ def render(runs: Sequence[Run], cluster: str) -> str:
         lines += ["", *details(first.summary)]
     elif len({run.rate_scale for run in runs}) > 1:
         lines += ["", f"highest of these rates at which {TARGET:.0%} of the requests kept both promises:"]
-        lines += [f"  {policy}: {held:.3g} requests/s" for policy, held in highest_held(runs).items()]
+        lines += [f"  {policy}: {held_text(held)}" for policy, held in highest_held(runs).items()]
+        if note := short_note(runs):
+            lines.append(note)
     return "\n".join(lines)
+
+
+def held_text(rate_rps: float | None) -> str:
+    return "no verdict" if rate_rps is None else f"{rate_rps:.3g} requests/s"
+
+
+def short_note(runs: Sequence[Run]) -> str:
+    """What the longest of the needed runs would be, where any run is too short for a verdict; else empty."""
+    short = [lack for run in runs if (lack := run.shortage) is not None]
+    if not short:
+        return ""
+    worst = max(short, key=lambda one: one.needed_requests)
+    return f"no verdict on {count(len(short), 'run')}, which are too short; for example {worst.text}"
 
 
 def details(summary: Summary) -> list[str]:

@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Status 1 where no split keeps the promises at any rate."""
+    """Status 1: no split meets the targets at any rate. Status 3: the requests are too few for a verdict."""
     from pdserve.cli.planning import carry_out
 
-    return 0 if carry_out(args) else 1
+    return carry_out(args)

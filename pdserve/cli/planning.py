@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,31 +21,34 @@ from router.settings import RouterSettings
 from simulator.goodput import Goodput, cut
 from simulator.plan import MARGIN, Plan, Question, measure, sweep, workers_for
 from simulator.reshape import Step, first, jittered
+from simulator.sufficiency import Shortage
 from simulator.traces import FileTrace
 from simulator.world import simulate
 
 _BLOCK_TOKENS: Final = 64  # of traces that name no blocks
 _MOST_SEEDS: Final = 16
 _BAR: Final = 30
-_SPANS: Final = 10.0  # of the promised TTFT that a window should last, or queues have no time to build up
+UNATTAINABLE: Final = 1  # exit status: no split meets the targets at any rate
+TOO_SHORT: Final = 3  # exit status: the requests are too few, or arrive within too short a time, to say anything
 
 
-def carry_out(args: argparse.Namespace) -> bool:
-    """False where nobody can keep the promises."""
+def carry_out(args: argparse.Namespace) -> int:
+    """The exit status: 0, UNATTAINABLE or TOO_SHORT."""
     question = ask(args)
     with pool(args.jobs) as processes:
         bar = Bar()
         plan = sweep(question.num_workers, question.splits, lambda *asked: _measured(question, processes, bar, *asked))
         needed = None
-        if args.rate is not None:
+        shortage = lacking(question, plan)
+        if args.rate is not None and shortage is None:
             hold = Holds(question, args.rate, bar)
             needed = workers_for(args.rate, plan, hold)
         bar.close()
-    shown = as_object(question, plan)
+    shown = as_object(question, plan, shortage)
     if args.rate is not None:
         shown |= {"rate_rps": args.rate, "needed": needed and {"prefill": needed[0], "decode": needed[1]}}
-    print(to_json(shown) if args.json else render(question, plan, args.rate, needed))
-    return plan.is_attainable
+    print(to_json(shown) if args.json else render(question, plan, args.rate, needed, shortage))
+    return TOO_SHORT if shortage is not None else UNATTAINABLE if not plan.is_attainable else 0
 
 
 def ask(args: argparse.Namespace) -> Question:
@@ -124,7 +128,13 @@ class Holds:
 # -- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def render(question: Question, plan: Plan, rate_rps: float | None, needed: tuple[int, int] | None) -> str:
+def render(
+    question: Question,
+    plan: Plan,
+    rate_rps: float | None,
+    needed: tuple[int, int] | None,
+    shortage: Shortage | None = None,
+) -> str:
     lines = [
         f"{question.profile.name}, policy {question.router.policy}, {plan.num_workers} workers, "
         f"{len(question.windows[0])} requests of {question.windows[0].name}",
@@ -143,10 +153,10 @@ def render(question: Question, plan: Plan, rate_rps: float | None, needed: tuple
         lines.append(
             f"{plan.split(split):>14}   {shown:>10}   {each:>10}   {found.limit.upper():<10}  {'#' * full}".rstrip()
         )
-    lines += ["", advice(plan)]
-    if plan.is_attainable and (note := short_window(question, plan)):
-        lines.append(note)
-    if rate_rps is not None:
+    lines += ["", advice(plan) if shortage is None else f"no verdict: {shortage.text}"]
+    if shortage is not None:
+        lines.append("record for longer, or ask with more --requests; --seeds pools runs of the same requests")
+    elif rate_rps is not None:
         lines.append(
             f"{rate_rps:g} requests/s: {sum(needed)} workers, {needed[0]}:{needed[1]}"
             if needed
@@ -172,15 +182,13 @@ def advice(plan: Plan) -> str:
     return f"do not disaggregate: {plan.split(0)} holds {plan.curve[0].verdict}; {why}"
 
 
-def short_window(question: Question, plan: Plan) -> str:
-    """A warning where the requests come so fast that an overload has no time to show."""
-    spans = len(question.windows[0]) / plan.curve[plan.best].rate_rps / question.slo.ttft_s
-    if spans >= _SPANS:
-        return ""
-    return f"note: at this rate they arrive within {spans:.1f} times the promised TTFT; ask with more --requests"
+def lacking(question: Question, plan: Plan) -> Shortage | None:
+    """What the requests lack to say which split is best: the best ran at the highest rate, so it needs the most."""
+    return plan.curve[plan.best].shortage(question.slo.ttft_s, len(question.windows))
 
 
-def as_object(question: Question, plan: Plan) -> dict[str, Any]:
+def as_object(question: Question, plan: Plan, shortage: Shortage | None = None) -> dict[str, Any]:
+    """Without a verdict, what would be part of one is null."""
     curve = [
         {
             "prefill": split,
@@ -194,6 +202,13 @@ def as_object(question: Question, plan: Plan) -> dict[str, Any]:
         }
         for split, found in sorted(plan.curve.items())
     ]
+    verdict = {
+        "is_attainable": plan.is_attainable,
+        "disaggregate": plan.advice > 0,
+        "best": {"prefill": plan.best, "decode": plan.num_workers - plan.best},
+        "advice": {"prefill": plan.advice, "decode": plan.num_workers - plan.advice},
+        "verdict": advice(plan),
+    }
     return {
         "trace": question.windows[0].name,
         "requests": len(question.windows[0]),
@@ -201,11 +216,9 @@ def as_object(question: Question, plan: Plan) -> dict[str, Any]:
         "policy": question.router.policy,
         "workers": plan.num_workers,
         "slo": {"ttft_s": question.slo.ttft_s, "tpot_s": question.slo.tpot_s},
-        "is_attainable": plan.is_attainable,
-        "disaggregate": plan.advice > 0,
-        "best": {"prefill": plan.best, "decode": plan.num_workers - plan.best},
-        "advice": {"prefill": plan.advice, "decode": plan.num_workers - plan.advice},
-        "verdict": advice(plan),
+        "is_long_enough": shortage is None,
+        "shortage": None if shortage is None else dataclasses.asdict(shortage),
+        **(verdict if shortage is None else dict.fromkeys(verdict)),
         "curve": curve,
     }
 

@@ -14,40 +14,65 @@ from pdserve.core.errors import ConfigError
 SLO = ["--slo-ttft", "1", "--slo-tpot", "0.05"]
 
 
-@pytest.fixture
-def trace(tmp_path: Path) -> str:
-    path = tmp_path / "small.csv"
-    rows = [f"2023-11-16 18:00:{number % 60:02d}.{number:03d},400,4" for number in range(40)]
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(sorted(rows)), encoding="utf-8")
+def written(folder: Path, count: int) -> str:
+    """`count` requests a second apart, with some jitter: prompts of which a worker reads a few each second."""
+    path = folder / "small.csv"
+    rows = [f"2023-11-16 18:{n // 60:02d}:{n % 60:02d}.{n * 37 % 1000:03d},4000,4" for n in range(count)]
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows), encoding="utf-8")
     return str(path)
 
 
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    return written(tmp_path, 40)
+
+
+@pytest.fixture
+def long_trace(tmp_path: Path) -> str:
+    return written(tmp_path, 500)
+
+
 def test_json_is_one_object_and_does_not_depend_on_the_processes(
-    trace: str, capsys: pytest.CaptureFixture[str]
+    long_trace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = []
     for jobs in ("1", "2"):
-        flags = ["--trace", trace, "--workers", "2", *SLO, "--jobs", jobs, "--json"]
+        flags = ["--trace", long_trace, "--workers", "2", *SLO, "--jobs", jobs, "--json"]
         assert main(["plan", *flags]) == 0
         answers.append(json.loads(capsys.readouterr().out))
     assert answers[0] == answers[1]
     assert [one["prefill"] for one in answers[0]["curve"]] == [0, 1]
+    assert answers[0]["is_long_enough"]
     assert answers[0]["is_attainable"]
     assert answers[0]["curve"][0]["goodput_rps"] > 0.0
 
 
 def test_a_table_says_what_limits_each_split_and_how_many_workers_a_rate_needs(
-    trace: str, capsys: pytest.CaptureFixture[str]
+    long_trace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--trace", trace, "--workers", "1", *SLO, "--jobs", "1", "--rate", "2"]
+    flags = ["--trace", long_trace, "--workers", "1", *SLO, "--jobs", "1", "--rate", "2"]
     assert main(["plan", *flags]) == 0
     seen = capsys.readouterr()
     lines = seen.out.splitlines()
-    assert lines[0].endswith("policy goodput, 1 workers, 40 requests of small.csv")
+    assert lines[0].endswith("policy goodput, 1 workers, 500 requests of small.csv")
     assert lines[4].split()[0] == "0:1"
     assert "do not disaggregate: 0:1 holds" in seen.out
     assert lines[-1] == "2 requests/s: 1 workers, 0:1"
     assert seen.err == ""
+
+
+def test_a_trace_that_is_too_short_gets_no_verdict(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--trace", trace, "--workers", "2", *SLO, "--jobs", "1", "--rate", "2"]
+    assert main(["plan", *flags]) == 3
+    text = capsys.readouterr().out
+    assert "no verdict: 40 requests last" in text
+    assert "disaggregate:" not in text
+    assert "2 requests/s:" not in text
+    assert main(["plan", *flags, "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert not found["is_long_enough"]
+    assert found["shortage"]["needed_requests"] > 385
+    assert [found[name] for name in ("verdict", "disaggregate", "best", "advice", "is_attainable")] == [None] * 5
 
 
 def test_promises_that_nobody_can_keep_are_reported_as_that_with_status_1(

@@ -113,6 +113,17 @@ def test_each_rate_and_policy_is_a_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert "rate of arrival" in text
 
 
+def test_a_rate_that_so_few_requests_cannot_show_is_not_called_held(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--rates", "0.5,1", "--policy", "goodput")
+    found = answer(capsys, *flags)
+    assert not found["is_long_enough"]
+    assert found["highest_held_rps"] == {"goodput": None}
+    assert main([*SMALL, *flags]) == 0
+    text = capsys.readouterr().out
+    assert "  goodput: no verdict" in text
+    assert "no verdict on 2 runs, which are too short; for example 40 requests last" in text
+
+
 def test_rows_are_json_lines_unless_the_file_is_named_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.jsonl"
     found = answer(capsys, "--policy", "goodput", "--rows", str(path))
