@@ -114,6 +114,20 @@ def test_the_dashboard_asks_only_variables_that_it_has() -> None:
     assert said <= variables
 
 
+def test_the_dashboard_shows_series_without_a_namespace() -> None:
+    """The label comes from relabelling on Kubernetes; elsewhere All must be chosen, and must match its absence."""
+    [namespace] = [one for one in dashboard()["templating"]["list"] if one["name"] == "namespace"]
+    assert namespace["current"]["value"] == "$__all"
+    assert re.fullmatch(namespace["allValue"], "")
+
+
+def test_a_share_is_not_negative() -> None:
+    """What the receiver says comes after the last byte, so exposed seconds may exceed the busy ones."""
+    for expression in expressions():
+        if re.search(r"(?:^|\()\s*1 - ", expression):
+            assert expression.startswith(("clamp_min(", "clamp(")), expression
+
+
 def test_prometheus_scrapes_the_ports_that_the_manifests_open() -> None:
     config = yaml.safe_load((OBSERVE / "prometheus.yml").read_text())
     assert [(OBSERVE / name).is_file() for name in config["rule_files"]] == [True]
