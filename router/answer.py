@@ -37,6 +37,7 @@ class Answer:
         max_pending_tokens: int = MAX_PENDING_TOKENS,
         changed: asyncio.Event | None = None,
         shows_logprobs: bool = True,
+        model: str = "",
     ) -> None:
         """`changed` is shared among the answers of one call; without `shows_logprobs` they only rank the answer."""
         self.changed = asyncio.Event() if changed is None else changed
@@ -44,9 +45,10 @@ class Answer:
         self.is_over = False  # its last message is pending or taken, or `error` is set
         self.usage = inference_pb2.Usage()  # with its last message
         self.num_tokens = 0
+        self.model = model
         self.ended_s: float | None = None  # when the state ended it, by the runtime's clock
         self._started: inference_pb2.Started | None = inference_pb2.Started(
-            request_id=request_id, prompt_tokens=num_prompt_tokens
+            request_id=request_id, prompt_tokens=num_prompt_tokens, model=model
         )
         self._sampling = sampling
         self._detokenizer = detokenizer

@@ -200,6 +200,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_pending_tokens=sampling.max_tokens if is_ranked else MAX_PENDING_TOKENS,
             changed=changed,
             shows_logprobs=prepared.sampling.logprobs is not None,
+            model=model.name,
         )
 
     def _shared_blocks(self, request_id: str, num_blocks: int) -> Mapping[str, int]:
@@ -225,6 +226,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             span=span.without_attributes() if index else span,
             slo=prepared.slo,
             operation=names.CHAT if prepared.is_chat else names.TEXT_COMPLETION,
+            model=answer.model,
             is_sibling=index > 0,
         )
         self._measure.arrived(told, request_id, len(prepared.prompt_ids), sampling.max_tokens)

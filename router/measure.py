@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import final
 
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import Cancelled, PdserveError
 from pdserve.core.phases import Phase
 from pdserve.core.types import Slo
 from pdserve.telemetry import names
@@ -22,6 +22,7 @@ class Told:
     span: OpenSpan
     slo: Slo
     operation: str  # names.CHAT or names.TEXT_COMPLETION
+    model: str
     is_sibling: bool = False  # one more answer to a prompt that is counted already
 
 
@@ -33,6 +34,9 @@ class Measure:
     def arrived(self, told: Told, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
         told.span.set(names.REQUEST_ID, request_id)
         told.span.set(names.OPERATION, told.operation)
+        told.span.set(names.PROVIDER, names.PROVIDER_NAME)
+        told.span.set(names.REQUEST_MODEL, told.model)
+        told.span.set(names.RESPONSE_MODEL, told.model)
         told.span.set(names.INPUT_TOKENS, num_prompt_tokens)
         told.span.set(names.REQUEST_MAX_TOKENS, max_tokens)
         told.span.set(names.SLO_TTFT_S, told.slo.ttft_s)
@@ -71,11 +75,12 @@ class Measure:
             return
         path = timings.path.value if timings.path is not None else ""
         metrics.observe(names.TTFT, timings.ttft_s, path=path)
-        metrics.observe(names.GEN_AI_TTFT, timings.ttft_s, gen_ai_operation_name=told.operation)
-        metrics.observe(names.GEN_AI_DURATION, timings.total_s, gen_ai_operation_name=told.operation)
+        labels = _labels(told)
+        metrics.observe(names.GEN_AI_TTFT, timings.ttft_s, **labels)
+        metrics.observe(names.GEN_AI_DURATION, timings.total_s, error_type="", **labels)
         if end.usage.completion_tokens > 1:
             metrics.observe(names.TPOT, timings.tpot_s, path=path)
-            metrics.observe(names.GEN_AI_TPOT, timings.tpot_s, gen_ai_operation_name=told.operation)
+            metrics.observe(names.GEN_AI_TPOT, timings.tpot_s, **labels)
         metrics.add(names.SLO_KEPT, kept=_kept(timings, told.slo))
         if told.is_sibling:
             return
@@ -84,9 +89,11 @@ class Measure:
 
     def failed(self, told: Told, end: FailRequest) -> None:
         self._ended(told, end.outcome, end.timings)
+        self._failed_after(told, end.timings, end.to_error().reason)
 
     def cancelled(self, told: Told, end: EndCancelled) -> None:
         self._ended(told, Outcome.CANCELLED, end.timings)
+        self._failed_after(told, end.timings, Cancelled.reason)
         told.span.set(names.OUTPUT_TOKENS, end.num_output_tokens)
 
     def error(self, reason: str) -> None:
@@ -121,6 +128,10 @@ class Measure:
         if timings.path is not None:
             span.set(names.PATH, timings.path.value)
 
+    def _failed_after(self, told: Told, timings: Timings | None, reason: str) -> None:
+        if timings is not None and self.metrics.is_on:
+            self.metrics.observe(names.GEN_AI_DURATION, timings.total_s, error_type=reason, **_labels(told))
+
     def _trace(self, told: Told, timings: Timings) -> None:
         """A span of each slice that no worker and no earlier part of the router has recorded."""
         if not self.tracing.is_on:
@@ -135,6 +146,16 @@ class Measure:
             end_ns = now_ns - int((timings.total_s - one.begin_s - one.seconds) * 1e9)
             name = names.PHASE_SPANS[one.phase]
             self.tracing.record(name, told.span.traceparent, one.seconds, attributes, end_ns)
+
+
+def _labels(told: Told) -> dict[str, str]:
+    """names.GEN_AI_LABELS."""
+    return {
+        "gen_ai_operation_name": told.operation,
+        "gen_ai_provider_name": names.PROVIDER_NAME,
+        "gen_ai_request_model": told.model,
+        "gen_ai_response_model": told.model,
+    }
 
 
 def _kept(timings: Timings, slo: Slo) -> str:

@@ -43,6 +43,8 @@ class Answer:
         if event == "started":
             self.request_id = message.started.request_id
             self.prompt_tokens = message.started.prompt_tokens
+            for name in (names.REQUEST_MODEL, names.RESPONSE_MODEL):
+                self._span.set(name, message.started.model)
         elif event == "delta" and (message.delta.text or message.delta.token_ids):
             piece = results.piece(message.delta)
             self._pieces.append(piece)
@@ -100,7 +102,10 @@ class Answer:
 
 def _attributes(request: inference_pb2.GenerateRequest) -> dict[str, AttributeValue]:
     is_chat = request.WhichOneof("prompt") == "chat"
-    found: dict[str, AttributeValue] = {names.OPERATION: names.CHAT if is_chat else names.TEXT_COMPLETION}
+    found: dict[str, AttributeValue] = {
+        names.OPERATION: names.CHAT if is_chat else names.TEXT_COMPLETION,
+        names.PROVIDER: names.PROVIDER_NAME,
+    }
     if request.sampling.HasField("max_tokens"):
         found[names.REQUEST_MAX_TOKENS] = request.sampling.max_tokens
     if request.HasField("request_id"):

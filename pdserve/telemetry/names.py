@@ -22,6 +22,7 @@ Process = Literal["client", "router", "worker"]
 OPERATION: Final = "gen_ai.operation.name"  # CHAT or TEXT_COMPLETION
 PROVIDER: Final = "gen_ai.provider.name"
 REQUEST_MODEL: Final = "gen_ai.request.model"
+RESPONSE_MODEL: Final = "gen_ai.response.model"  # a cluster serves one model: the same as of the request
 REQUEST_STREAM: Final = "gen_ai.request.stream"
 REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
 REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
@@ -60,6 +61,7 @@ PREFIX_BLOCKS: Final = "pdserve.prefix.blocks"  # leading blocks that some worke
 # Lists by the conventions; one answer per request makes them lists of one.
 LISTS: Final = frozenset({RESPONSE_FINISH_REASONS})
 
+PROVIDER_NAME: Final = "pdserve"  # value of PROVIDER
 CHAT: Final = "chat"
 TEXT_COMPLETION: Final = "text_completion"
 
@@ -172,12 +174,18 @@ PLACEMENTS: Final = _metric("pdserve_placements_total", "counter", "router", "re
 REPLACEMENTS: Final = _metric(
     "pdserve_replacements_total", "counter", "router", "placements after the first of a request"
 )
+GEN_AI_LABELS: Final = (
+    "gen_ai_operation_name",
+    "gen_ai_provider_name",
+    "gen_ai_request_model",
+    "gen_ai_response_model",
+)
 GEN_AI_DURATION: Final = _metric(
     "gen_ai_server_request_duration_seconds",
     "histogram",
     "router",
-    "arrival to the last message",
-    ("gen_ai_operation_name",),
+    "arrival to the end, of requests that failed too",
+    (*GEN_AI_LABELS, "error_type"),
     GEN_AI_DURATION_BUCKETS,
 )
 GEN_AI_TTFT: Final = _metric(
@@ -185,7 +193,7 @@ GEN_AI_TTFT: Final = _metric(
     "histogram",
     "router",
     "arrival to the first token, in the conventions' buckets",
-    ("gen_ai_operation_name",),
+    GEN_AI_LABELS,
     GEN_AI_TTFT_BUCKETS,
 )
 GEN_AI_TPOT: Final = _metric(
@@ -193,7 +201,7 @@ GEN_AI_TPOT: Final = _metric(
     "histogram",
     "router",
     "mean seconds per token after the first, in the conventions' buckets",
-    ("gen_ai_operation_name",),
+    GEN_AI_LABELS,
     GEN_AI_TPOT_BUCKETS,
 )
 TTFT: Final = _metric(

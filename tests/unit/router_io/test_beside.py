@@ -82,6 +82,9 @@ async def test_a_request_is_one_span_with_its_parts_below(
         names.OUTPUT_TOKENS: 4,
         names.RESPONSE_FINISH_REASONS: ["length"],
         names.RPC_STATUS: "OK",
+        names.PROVIDER: "pdserve",
+        names.REQUEST_MODEL: (await front.client.model()).name,
+        names.RESPONSE_MODEL: (await front.client.model()).name,
     }
     assert {key: request.attributes.get(key) for key in expected} == expected
     for part in parts:
