@@ -407,7 +407,7 @@ def test_failing_an_attempt_whose_kv_is_on_its_way_reports_it_once(bench: Any) -
     failed, aborted = bench.batching.fail(key, FailureKind.INTERNAL, "the engine raised")
     assert (failed.kind, aborted) == (FailureKind.INTERNAL, ReceiveAborted(key=key))
     assert bench.batching.fail(key, FailureKind.INTERNAL, "again") == []
-    assert bench.batching.lost(key, "drained") == [Released(key=key)]
+    assert bench.batching.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
 
 
 def test_cancel_between_plan_and_apply_passes_the_row_over(bench: Any) -> None:
