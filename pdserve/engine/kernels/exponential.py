@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from pdserve.engine.kernels import jit
 from pdserve.engine.kernels.jit import inlined
 
 _HALF, _ONE = np.float32(0.5), np.float32(1)
 _LOW = np.float32(-126)  # below it 2^x is no normal float32
-_LOG2_E = np.float32(1 / math.log(2))
-# ln 2 in two parts: n times the first is exact, so that x - n ln 2 keeps all its bits.
+_LOG2_E, _LOG2_E_WIDE = np.float32(1 / math.log(2)), np.float64(1 / math.log(2))
+# ln 2 in two parts: n times the first is exact, so that x - n ln 2 keeps all its bits. Fast math may merge the two
+# products again: fused multiply-add makes up for that, and CPUs without it reduce in float64.
 _LN2_HIGH, _LN2_LOW = np.float32(0.693145751953125), np.float32(1.42860682030941723e-6)
 # Taylor series of 2^f for |f| <= 1/2, where six terms are exact to a unit in the last place.
 _C1, _C2, _C3, _C4, _C5, _C6 = (np.float32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
@@ -22,6 +24,19 @@ _C1, _C2, _C3, _C4, _C5, _C6 = (np.float32(math.log(2) ** k / math.factorial(k))
 def _power(n: Any, f: Any) -> Any:
     series = (((((_C6 * f + _C5) * f + _C4) * f + _C3) * f + _C2) * f + _C1) * f + _ONE
     return series * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@inlined
+def _rest_fused(x: Any, n: Any) -> Any:
+    return (x - n * _LN2_HIGH - n * _LN2_LOW) * _LOG2_E
+
+
+@inlined
+def _rest_wide(x: Any, n: Any) -> Any:
+    return np.float32(np.float64(x) * _LOG2_E_WIDE - np.float64(n))
+
+
+_rest = _rest_fused if jit.is_available() and "+fma" in jit.target()[1].split(",") else _rest_wide
 
 
 @inlined
@@ -37,4 +52,4 @@ def exp(x: Any) -> Any:
     """e^x to a relative 4e-7 for |x| < 80."""
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
     n = np.floor(x * _LOG2_E + _HALF)
-    return _power(n, (x - n * _LN2_HIGH - n * _LN2_LOW) * _LOG2_E)
+    return _power(n, _rest(x, n))
