@@ -9,6 +9,7 @@ processors and batch shapes: it may decide a near-tie, and nothing else. So a ve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,7 @@ class Position:
     at: int
     ours: int
     best: int
-    gap: float  # of the two logits, in standard deviations; of a sampled token, how much it was short of at least
+    gap: float  # of the two logits, in standard deviations; of a sampled token 0 or infinity
 
 
 @dataclass(slots=True)
@@ -80,10 +81,15 @@ class Oracle:
         *,
         sampling: Sampling | Sequence[Sampling | None] | None = None,
         processors: Sequence[Processor] = (),
+        tie: float = TIE,
+        most_ties: float = MOST_TIES,
     ) -> Verdict:
-        """`sampling`: of all answers or one each, as our sampler reads it; greedy where it is None."""
-        verdict = self.judge(prompts, answers, sampling=sampling, processors=processors)
-        verdict.check()
+        """`sampling`: of all answers or one each, as our sampler reads it; greedy where it is None.
+
+        `tie` and `most_ties` are larger for engines that round on purpose, such as those with int8 KV.
+        """
+        verdict = self.judge(prompts, answers, sampling=sampling, processors=processors, tie=tie)
+        verdict.check(most_ties)
         return verdict
 
     def judge(
@@ -93,6 +99,7 @@ class Oracle:
         *,
         sampling: Sampling | Sequence[Sampling | None] | None = None,
         processors: Sequence[Processor] = (),
+        tie: float = TIE,
     ) -> Verdict:
         each = [sampling] * len(answers) if sampling is None or isinstance(sampling, Sampling) else sampling
         verdict = Verdict()
@@ -107,10 +114,10 @@ class Oracle:
                 best, gap = (
                     _greedy(logits_V, ours, std)
                     if asked is None
-                    else _sampled(logits_V, ours, std, Draw(asked, history, len(prompt)), self._end_ids())
+                    else _sampled(logits_V, ours, tie * std, Draw(asked, history, len(prompt)), self._end_ids())
                 )
                 if ours != best:
-                    (verdict.ties if gap < TIE else verdict.wrong).append(Position(number, at, ours, best, gap))
+                    (verdict.ties if gap < tie else verdict.wrong).append(Position(number, at, ours, best, gap))
             verdict.num_positions += len(answer)
         return verdict
 
@@ -157,25 +164,24 @@ def _greedy(logits_V: Tensor, ours: int, std: float) -> tuple[int, float]:
     return best, float(logits_V[best] - logits_V[ours]) / std
 
 
-def _sampled(logits_V: Tensor, ours: int, std: float, draw: Draw, end_ids: Sequence[int]) -> tuple[int, float]:
-    """What our sampler chooses by these logits. A near-tie also where an edge of top_p, top_k or min_p is as near.
+def _sampled(logits_V: Tensor, ours: int, tie: float, draw: Draw, end_ids: Sequence[int]) -> tuple[int, float]:
+    """What our sampler chooses by these logits; 0 for a near-tie or no difference, infinity for a wrong token.
 
-    Our token must be chosen as soon as it gains, the other loses, or both change by half of `TIE`.
+    A near-tie may also be one with an edge of top_p, top_k or min_p. Our token must be chosen as soon as it gains, the
+    other loses, or both change by less than half of `tie`, which is in logits here.
     """
 
     def choose(gain: float, loss: float) -> int:
         changed_1V = logits_V[None].clone()
-        changed_1V[0, ours] += gain * std
-        changed_1V[0, best] -= loss * std
+        changed_1V[0, ours] += gain
+        changed_1V[0, best] -= loss
         return sample(changed_1V, [draw], end_ids)[0].token_id
 
     best = ours
     best = choose(0.0, 0.0)
-    if best == ours:
-        return best, 0.0
-    half = 0.49 * TIE
-    is_near = any(choose(gain, loss) == ours for gain, loss in ((half, half), (half, 0.0), (0.0, half)))
-    return best, 2 * half if is_near else TIE
+    half = 0.49 * tie
+    is_near = best == ours or any(choose(*each) == ours for each in ((half, half), (half, 0.0), (0.0, half)))
+    return best, 0.0 if is_near else math.inf
 
 
 class _Float64Only(TorchFunctionMode):
