@@ -1,6 +1,9 @@
 """Row-wise kernels between the products: norm, gated activation, rounding to int8. float32, one pass over memory each.
 
 Each row is computed alone and in the same order, whatever stands beside it.
+
+numba keeps machine code by the time stamp of this file, and exponential.py is inlined here: a change there must change
+this file too, or old kernels stay in use. Revision of the inlined parts: 2.
 """
 
 # Shapes: T tokens, E hidden size, F mlp size, K inputs of a product. Tensors are contiguous float32 on the CPU.
