@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BASE = "de85789515d04fb5077bd5ce6d312d02f26b39c4"
+BASE = "e1e1c0ad4290072381dbfa5f23b3b508c7ab63bd"
 MAX_CHARS = 72
 SUBJECT = re.compile(r"[a-z][a-z0-9_./ -]*: (?P<what>\S.*)")
 PLACEHOLDERS = {"wip", "x", "tmp", "temp", "todo", "fixup", "squash"}

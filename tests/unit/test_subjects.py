@@ -105,12 +105,3 @@ def test_a_source_archive_and_a_host_without_git_pass_with_a_word(repository: Pa
     assert (done.returncode, "not the root" in done.stdout) == (0, True)
     done = check(repository, env={"PATH": str(archive)})
     assert (done.returncode, done.stdout) == (0, "commit subjects are not checked: git is not installed\n")
-
-
-def test_this_repository_names_its_base(repository: Path) -> None:
-    """The default base is a commit of this history, so that the rule applies; an archive has none to look at."""
-    root = SCRIPT.parents[1]
-    if not (root / ".git").exists():
-        assert "not checked" in check(root).stdout
-        return
-    assert check(root).returncode == 0
