@@ -22,8 +22,6 @@ from pdserve.engine.config import read_config
 from pdserve.engine.host_limits import usable_cores
 from pdserve.launch.keys import KINDS, check_command_line, check_settings, check_top
 from pdserve.launch.spec import ClusterSpec, Process, processes
-from pdserve.text.chat import load_chat_template
-from pdserve.text.tokenizer import load_tokenizer
 from router.policy import POLICIES
 
 _OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load", "otlp")
@@ -128,9 +126,17 @@ def _model(asked: str | None, *, is_here: bool) -> str:
         raise ConfigError("model", asked, "a folder of a Hugging Face checkpoint, or toy")
     if is_here:
         read_config(folder)
-        load_tokenizer(str(folder))
-        load_chat_template(folder)
+        _check_texts(folder)
     return str(folder)
+
+
+def _check_texts(folder: Path) -> None:
+    # They need the server extra, and `doctor` asks this module for the bundled model without it.
+    from pdserve.text.chat import load_chat_template
+    from pdserve.text.tokenizer import load_tokenizer
+
+    load_tokenizer(str(folder))
+    load_chat_template(folder)
 
 
 def _from_file(file: Path) -> dict[str, Any]:
