@@ -178,7 +178,10 @@ class FailRequest:
             case FailKind.DEADLINE:
                 return errors.DeadlineExceeded(self.stage)
             case FailKind.INVALID:
-                return errors.InvalidRequest(self.field, "the request", self.message)
+                expected = (
+                    "one that a worker can run" if self.field == "request" else "one that compiles and can be met"
+                )
+                return errors.InvalidRequest(self.field, self.message, expected)
             case FailKind.TRANSFER:
                 return errors.TransferFailed(self.message)
             case FailKind.KV_LOST:

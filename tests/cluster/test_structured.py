@@ -62,7 +62,7 @@ def test_each_kind_of_structured_output_reaches_the_answer(cluster: Cluster) -> 
         client.generate(PROMPT, json_schema={"type": "string", "minLength": 5, "maxLength": 2})
     with pytest.raises(InvalidRequest, match=r'Unimplemented keys: ."not"'):
         client.generate(PROMPT, json_schema={"not": {}})
-    with pytest.raises(InvalidRequest, match="grammar: stuck after 1 tokens"):
+    with pytest.raises(InvalidRequest, match="grammar: got stuck after 1 tokens"):
         client.generate(PROMPT, grammar='start: ("a" | "b") X\nX: /a/ & /b/')
     answers = generate_all(cluster, [PROMPT] * 6, json_schema=ITEM, max_tokens=100, temperature=1.0, seed=3)
     assert len({one.text for one in answers}) == 1

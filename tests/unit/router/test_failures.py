@@ -111,18 +111,18 @@ def test_an_invalid_sequence_is_tried_nowhere_else(given: Given) -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "field", "expected"),
+    ("message", "field", "seen"),
     [
         ("json_schema: stuck after 3 tokens", "json_schema", "stuck after 3 tokens"),
         ("grammar: 0.7 s for a mask", "grammar", "0.7 s for a mask"),
         ("prompt_token_ids: none", "request", "prompt_token_ids: none"),
     ],
 )
-def test_a_failed_grammar_names_its_field(given: Given, message: str, field: str, expected: str) -> None:
+def test_a_failed_grammar_names_its_field(given: Given, message: str, field: str, seen: str) -> None:
     given.prefilling()
     error = failure(given.failed("p0", FailureKind.INVALID, message=message)).to_error()
     assert isinstance(error, InvalidRequest)
-    assert (error.field, error.expected) == (field, expected)
+    assert (error.field, error.seen) == (field, seen)
 
 
 def test_a_deadline_that_a_worker_noticed_first_ends_the_request(given: Given) -> None:
