@@ -95,7 +95,7 @@ def test_doctor_looks_at_everything_and_names_the_extra(packages: Path, words: t
     assert ("FAIL", "redis") in found
     assert (("warn" if words else "FAIL"), "torch") in found
     assert (("warn" if words else "FAIL"), "tokenizers") in found
-    assert found.count(("ok  ", "model")) == 1
+    assert found.count(("ok  ", "model")) == 1, done.stdout
     assert all(found.count(one) == 1 for one in found if one[0] == "FAIL"), "one line for each thing to repair"
     assert all(HINT in line for line in lines if line.startswith("FAIL") and "redis" in line)
     assert last == f"{[mark for mark, _ in found].count('FAIL')} to repair"

@@ -55,11 +55,12 @@ def test_a_prompt_may_come_from_a_pipe(
     assert json.loads(capsys.readouterr().out)["usage"]["prompt_tokens"] == len("piped prompt")
 
 
-def test_stats_are_a_line_on_stderr(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_are_lines_on_stderr(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["generate", PROMPT, "--target", target, "--max-tokens", "4", "--stats"])
-    [line] = capsys.readouterr().err.splitlines()
+    line, phases = capsys.readouterr().err.splitlines()
     assert "prompt tokens" in line
     assert "ended by length" in line
+    assert "decode" in phases
 
 
 def test_a_refused_value_is_one_line_that_names_the_field(target: str, capsys: pytest.CaptureFixture[str]) -> None:

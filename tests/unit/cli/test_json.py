@@ -63,7 +63,7 @@ def test_json_output_is_json(command: str, target: str, tmp_path: Path, capsys: 
     if command == "explain":
         with Client(target) as client:  # tight enough for the local path to have no time left at all
             client.generate(
-                "a prompt of some length", max_tokens=4, request_id=HOPELESS, slo=Slo(ttft_s=1e-9, tpot_s=1e-9)
+                "a prompt of some length", max_tokens=4, request_id=HOPELESS, slo=Slo(ttft_s=1e-6, tpot_s=1e-6)
             )
     main([command, *ASKED[command](target, tmp_path), "--json"])
     strict(capsys.readouterr().out)

@@ -52,8 +52,8 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
     ("best_of", "between n (1) and 16", {"best_of": 17}),
     ("n", "1 where temperature is 0", {"n": 2, "sampling": inference_pb2.SamplingParams(temperature=0.0)}),
     ("best_of", "1 where temperature is 0", {"best_of": 2, "sampling": inference_pb2.SamplingParams(temperature=0.0)}),
-    ("slo.ttft_s", "number", {"slo": inference_pb2.Slo(ttft_s=math.nan)}),
-    ("slo.tpot_s", "number", {"slo": inference_pb2.Slo(tpot_s=-1.0)}),
+    ("slo.ttft_s", "86400 seconds", {"slo": inference_pb2.Slo(ttft_s=math.nan)}),
+    ("slo.tpot_s", "86400 seconds", {"slo": inference_pb2.Slo(tpot_s=-1.0)}),
     *(
         (name, expected, {"sampling": inference_pb2.SamplingParams(**{name: value})})
         for name, expected, value in [

@@ -7,6 +7,7 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdserve.core.errors import ConfigError
 from pdserve.telemetry import names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 
@@ -96,7 +97,7 @@ def test_a_taken_port_is_an_error() -> None:
     with_server = Metrics("worker")
     port = with_server.serve(0)
     try:
-        with pytest.raises(OSError):
+        with pytest.raises(ConfigError, match="port in use"):
             make_metrics("worker", port)
     finally:
         with_server.close()

@@ -81,8 +81,8 @@ def _alarms(book: Any, alarms: Any, now_s: float) -> Hashable:
     return tuple(sorted((at_s - now_s, tag) for tag, (at_s, _) in alarms._at.items()))
 
 
-def _ends(book: Any, ended: dict[Any, tuple[bool, str]], now_s: float) -> Hashable:
-    return tuple((tag, is_verified) for tag, (is_verified, _) in ended.items())
+def _ends(book: Any, ended: dict[Any, tuple[bool, str, bool]], now_s: float) -> Hashable:
+    return tuple((tag, is_verified) for tag, (is_verified, _, _) in ended.items())
 
 
 _SPECIAL: Final[dict[str, Callable[[Any, Any, float], Hashable]]] = {"_alarms": _alarms, "_ended": _ends}
