@@ -39,11 +39,14 @@ class LegitimateTraffic:
         self._client = Client(target, token=token, retries=Retries(limit=0))
         self._expected = expected
         self._stop = threading.Event()
+        self._has_ended_one = threading.Event()
         self._thread = threading.Thread(target=self._run, name="legitimate", daemon=True)
         self.tally = Tally()
 
     def __enter__(self) -> Self:
         self._thread.start()
+        # The caller has its connection before the attack begins.
+        self._has_ended_one.wait(JOIN_S)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -62,6 +65,8 @@ class LegitimateTraffic:
                 self.tally.failed += 1
                 self.tally.first_failure = self.tally.first_failure or f"{type(error).__name__}: {error}"
                 continue
+            finally:
+                self._has_ended_one.set()
             self.tally.took_s.append(time.monotonic() - began_s)
             if tokens == self._expected[number]:
                 self.tally.exact += 1
