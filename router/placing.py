@@ -12,7 +12,6 @@ import heapq
 import math
 from typing import Final
 
-from pdserve.core.durations import clamped_s
 from pdserve.core.types import FinishReason, Path, Role
 from router.asking import ask_of, large_enough
 from router.commands import FailKind, Reserve
@@ -21,14 +20,12 @@ from router.ledger import Ledger
 from router.lifecycle import Move, Stage
 from router.policy.interface import Choice, Decision, Obstacle
 from router.policy.rooms import can_start, opens_in_s
-from router.refusal import admit, drop_late, is_in_vain
+from router.refusal import admit, bounded_retry_s, drop_late, is_in_vain
 from router.request import Placement, Request
 from router.view import Booking, WorkerView
 
 LOOKAHEAD: Final = 4  # requests that wait for a prefill worker which later ones may overtake on the local path
 AWAY_S: Final = 0.25  # between two looks for workers that are away
-SHORTEST_RETRY_S: Final = 0.05
-LONGEST_RETRY_S: Final = 30.0
 
 
 def place_waiting(ledger: Ledger) -> None:
@@ -156,7 +153,7 @@ def _has_left(
 def retry_after_s(ledger: Ledger) -> float:
     """When the queue, at the pace of late, will have moved on."""
     wait_s = (ledger.num_queued + 1) * ledger.placement_interval_s
-    return clamped_s(wait_s, SHORTEST_RETRY_S, LONGEST_RETRY_S)
+    return bounded_retry_s(wait_s)
 
 
 def _end_backoffs(ledger: Ledger) -> None:

@@ -77,14 +77,14 @@ def admit(ledger: Ledger, request: Request) -> None:
     surely_late_s = predicted_s if is_too_much else predicted_s - SIGMAS * error_s
     if surely_late_s > slo.ttft_s or _misses_tpot(outlook, slo.tpot_s):
         message = f"first token predicted after {predicted_s:.3f} s"
-        if not _refuse_late(ledger, request, message, _clipped(predicted_s - slo.ttft_s)):
+        if not _refuse_late(ledger, request, message, bounded_retry_s(predicted_s - slo.ttft_s)):
             queue.turn_late(request.request_id)
     elif is_too_much and "shortest" in ledger.rules and _others_wait(queue, entry) and own_s > longest_s:
         message = f"more is asked for than can be done: prompts of up to {longest_s:.3f} s have a place"
-        _refuse_late(ledger, request, message, _clipped(predicted_s + (ROOM - 1.0) * own_s - slo.ttft_s))
+        _refuse_late(ledger, request, message, bounded_retry_s(predicted_s + (ROOM - 1.0) * own_s - slo.ttft_s))
     elif ahead.harmed and _drain_error(ledger, outlook) < 1.0:
         message = f"{ahead.harmed} was admitted before and would miss its TTFT target"
-        turn_away(ledger, request, FailKind.OVERLOADED, message, _clipped(own_s))
+        turn_away(ledger, request, FailKind.OVERLOADED, message, bounded_retry_s(own_s))
 
 
 def drop_late(ledger: Ledger) -> None:
@@ -98,7 +98,7 @@ def drop_late(ledger: Ledger) -> None:
         if _is_too_much(ledger, outlook, free) or waited_s + least_s > request.facts.slo.ttft_s:
             # There is room for it, if at all, when those who wait have been served.
             work_s = sum(ledger.queue.entry(one).prefill_s for one in ledger.queue)
-            retry_s = _clipped(free.start_in_s(work_s))
+            retry_s = bounded_retry_s(free.start_in_s(work_s))
             _refuse_late(ledger, request, f"has waited {waited_s:.3f} s, which leaves too little", retry_s)
 
 
@@ -114,7 +114,7 @@ def is_in_vain(ledger: Ledger, request: Request, decision: Decision) -> bool:
     if ttft_s <= slo.ttft_s:
         return False
     is_sure = waited_s + surely_s(own_s, outlook) > slo.ttft_s or _is_too_much(ledger, outlook, _capacity(ledger))
-    message, retry_s = f"first token predicted after {ttft_s:.3f} s", _clipped(ttft_s - slo.ttft_s)
+    message, retry_s = f"first token predicted after {ttft_s:.3f} s", bounded_retry_s(ttft_s - slo.ttft_s)
     if is_sure and _refuse_late(ledger, request, message, retry_s):
         return True
     was_late = queue.is_late(request.request_id)
@@ -214,5 +214,5 @@ def _capacity(ledger: Ledger) -> Capacity:
     return fluid
 
 
-def _clipped(wait_s: float) -> float:
+def bounded_retry_s(wait_s: float) -> float:
     return clamped_s(wait_s, SHORTEST_RETRY_S, LONGEST_RETRY_S)
