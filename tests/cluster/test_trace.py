@@ -69,7 +69,10 @@ def _check_phases(sink: OtlpSink, done: Completion) -> None:
         # What a worker measured may exceed the router's stretch by less than a message, and is cut there.
         assert spent[phase.value] >= told_s - 1e-3 if MEASURED_BY[phase] == "worker" else True, phase
         assert spent[phase.value] == pytest.approx(told_s, abs=1e-3) if MEASURED_BY[phase] == "router" else True, phase
-    assert spent.total() <= request.duration_s + phases.prefill_s + phases.decode_s + 1e-3
+    # The spans of one clock follow each other. Those of the worker lie inside the router's, which may be shorter than
+    # they are: the router's phases begin and end when messages arrive, and several can arrive at once.
+    for clock in ("router", "worker"):
+        assert sum(spent[phase.value] for phase in Phase if MEASURED_BY[phase] == clock) <= request.duration_s + 1e-3
 
 
 def _only(children: list[Any]) -> Any:
