@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-newest test-isa mutants test-slow fault-storm kill-storm model protocol-coverage check format proto bench clean
+.PHONY: demo test gpu-checks test-newest test-isa mutants test-slow fault-storm kill-storm model protocol-coverage check format proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -24,6 +24,10 @@ test-newest:
 # Two or three times as long as these tests take alone; the machine's own sets are what `make test` uses.
 test-isa: $(STAMP)
 	$(BIN)/python -m tests.isa $(ARGS)
+
+# Checks of the GPU path over stand-ins, without a GPU: the tests with the marker gpu_checks. Part of `make test`.
+gpu-checks: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m gpu_checks tests/unit $(ARGS)
 
 # What is too long or too heavy for every run: Redis away for a minute.
 test-slow: $(STAMP)

@@ -9,6 +9,7 @@ from typing import final
 from kvtransfer.commands import OnRead, OnSent
 from kvtransfer.dial import Caller
 from kvtransfer.outbound import Link
+from kvtransfer.paths.registry import divides_blocks
 from kvtransfer.reshaper import Reshaper
 from kvtransfer.sender import StreamSender
 from kvtransfer.shape import KvShape, check_convertible, is_same_bytes, wire_dtype
@@ -54,6 +55,10 @@ class ShapedSender:
     def links(self) -> list[Link]:
         """The decode workers that are connected, and how KV travels to each."""
         return [*self.plain.links, *(link for one in self.reshapers for link in one.links)]
+
+    @property
+    def divides_blocks(self) -> bool:
+        return divides_blocks(self.caller.transports)
 
     @property
     def moved_bytes(self) -> int:

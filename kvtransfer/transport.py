@@ -157,6 +157,11 @@ class Sender(Protocol):
     def stats(self) -> TransferStats: ...
 
     @property
+    def divides_blocks(self) -> bool:
+        """Whether `start` may ask for more than one group of layers."""
+        ...
+
+    @property
     def moved_bytes(self) -> int:
         """Payload that has left since the beginning; only grows. For who asks what it costs a step beside it."""
         ...

@@ -238,6 +238,8 @@ class PrefillBatching:
         prompt = self._prompts.get(key)
         if prompt is None or prompt.stage is Stage.WAITING:
             return []
+        if not is_cancelled and prompt.stage is not Stage.ENDING:
+            self.pushing.ended(prompt.receiver, prompt.push, is_whole=is_whole)
         if prompt.stage is Stage.ENDING or (is_whole and prompt.stage is Stage.SENDING):
             return self._release(key)
         lost = TransferLost(key=key, error=error or "the sender ended early", is_cancelled=is_cancelled)

@@ -17,7 +17,7 @@ from kvtransfer.transport import Grant, Sender, SendOutcome, Sent, Text
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core.attempt import Attempt, AttemptKey, FailureKind
-from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
 from pdserve.core.hashing import chain_key
 from pdserve.core.overlap import hidden_share
 from pdserve.core.phases import Phase
@@ -60,7 +60,7 @@ class PrefillProgram(RoleProgram):
                 self.cost,
                 block_size=engine.spec.block_size,
                 block_bytes=engine.spec.block_bytes,
-                num_layers=engine.spec.num_layers,
+                num_layers=engine.spec.num_layers if sender.divides_blocks else 1,
                 max_batch_tokens=config.max_batch_tokens,
                 choice=config.push,
             ),
@@ -233,7 +233,8 @@ def text_of(attempt: Attempt, block_size: int, grant: Grant, their_key: bytes) -
 
 
 def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] = load_engine) -> PrefillProgram:
-    """Runs on the engine thread. Raises ConfigError, also where ranks have pools of their own, and ModelError."""
+    """Runs on the engine thread. Raises ModelError, and ConfigError, also where ranks have pools of their own or where
+    blocks cannot leave by layers as configured."""
     config = context.config
     engine = load(config, context.role)
     check_movable(engine.spec)
@@ -249,7 +250,12 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         stamps=stamps,
         kv_wire=config.kv_wire,
     )
-    return PrefillProgram(context, engine, sender, stamps)
+    program = PrefillProgram(context, engine, sender, stamps)
+    if config.push == "layers" and not program.batching.pushing.groups:
+        program.close()
+        why = "these KV blocks have no equal runs of layers" if sender.divides_blocks else "they leave whole from a GPU"
+        raise ConfigError("push", config.push, f"auto, end or chunk: {why}")
+    return program
 
 
 def make_host(config: WorkerConfig) -> WorkerHost:

@@ -27,6 +27,9 @@ MARGIN: Final = 0.1  # of what sending at the end exposes: less than that is no 
 STEP_SHARE: Final = 0.02  # of the computing: steps vary by as much, and a thread beside the engine can cost it
 MOST_GROUPS: Final = 8
 REVISIT: Final = 32  # of so many prompts that would leave at the end, one leaves early: what it steals may have changed
+MOST_FAILED: Final = 2  # transfers in layer groups that fail in a row on a link, before its blocks leave whole
+WHOLE_PROMPTS: Final = 32  # that leave whole then, until groups are tried again; doubled by each further failure
+MOST_WHOLE_PROMPTS: Final = 1024
 MAX_LINKS: Final = 256
 
 
@@ -46,9 +49,21 @@ AT_END: Final = Push(is_early=False)
 BY_CHUNK: Final = Push(is_early=True)
 
 
+@dataclass(slots=True)
+class _Failures:
+    """Of one link's transfers in layer groups."""
+
+    in_a_row: int = 0
+    num_whole: int = 0  # prompts that leave whole before groups are tried again
+
+
 @final
 class PushRule:
-    """Of one prefill worker; learns from each step and each finished transfer."""
+    """Of one prefill worker; learns from each step and each finished transfer.
+
+    Transfers in layer groups that fail repeatedly on a link are not chosen there for a while, since a transfer that
+    fails shows no speed from which the prices could learn.
+    """
 
     def __init__(
         self,
@@ -73,6 +88,7 @@ class PushRule:
         )
         self._links: OrderedDict[str, LinkModel] = OrderedDict()
         self._any_link = LinkModel()  # what an unmeasured one is taken for
+        self._failures: OrderedDict[str, _Failures] = OrderedDict()  # of links whose last transfer in groups failed
         self._num_late = 0
 
     @property
@@ -91,7 +107,7 @@ class PushRule:
         if self._choice == "end":
             return AT_END
         priced = self.prices(receiver, cached=cached, num_tokens=num_tokens, held_blocks=held_blocks)
-        if not may_divide:
+        if not may_divide or self._must_leave_whole(receiver):
             priced = {push: price for push, price in priced.items() if push.groups == 1}
         at_end_s = priced.pop(AT_END)
         if self._choice == "chunk":
@@ -151,6 +167,30 @@ class PushRule:
         self._links.move_to_end(receiver)
         link.observe(exposed_bytes, exposed_s)
         self._any_link.observe(exposed_bytes, exposed_s)
+
+    def ended(self, receiver: str, push: Push, *, is_whole: bool) -> None:
+        """A transfer was sent (`is_whole`) or failed; not one that its owner cancelled."""
+        if push.groups == 1:
+            return
+        if is_whole:
+            self._failures.pop(receiver, None)
+            return
+        failures = self._failures.setdefault(receiver, _Failures())
+        self._failures.move_to_end(receiver)
+        if len(self._failures) > MAX_LINKS:
+            self._failures.popitem(last=False)
+        failures.in_a_row += 1
+        if failures.in_a_row >= MOST_FAILED:
+            doublings = min(failures.in_a_row - MOST_FAILED, 10)
+            failures.num_whole = min(WHOLE_PROMPTS << doublings, MOST_WHOLE_PROMPTS)
+
+    def _must_leave_whole(self, receiver: str) -> bool:
+        """Counts a prompt that layer groups are withheld from."""
+        failures = self._failures.get(receiver)
+        if failures is None or not failures.num_whole:
+            return False
+        failures.num_whole -= 1
+        return True
 
     def _parts(self, cached: int, num_tokens: int, held_blocks: int) -> list[tuple[float, float]]:
         """(when, from the start of the computing; bytes) of what becomes ready with each step of the prompt alone."""

@@ -146,6 +146,7 @@ class Nixl(TcpDoor):
     kind: int = NIXL
     name = "nixl"
     is_for_devices = False
+    divides_blocks = True
     proves_quiescence = True  # of live pages: the library writes into staging alone
 
     def __init__(self, make: MakeLibrary | None = None) -> None:

@@ -16,6 +16,7 @@ def _nobody() -> None:
 
 class OnDevice:
     is_for_devices = True
+    divides_blocks = False
 
     def __init__(self, device_of: DeviceOf | None = None) -> None:
         """`device_of` stands in for CUDA."""

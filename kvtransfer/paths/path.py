@@ -166,6 +166,7 @@ class Transport(Protocol):
     name: str
     is_same_host: bool  # both ends must be able to share memory
     is_for_devices: bool  # between pools on GPUs; else between pools in host memory
+    divides_blocks: bool  # it sends blocks in groups of layers, too
     # Whether nobody writes any more, wherever a write may be under way, once `enter` has been refused. Where it is
     # not so, an aborted transfer is quarantined until the connection is closed.
     proves_quiescence: bool

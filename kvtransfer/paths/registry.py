@@ -51,6 +51,11 @@ def prepare(pool: KvPool, numbers: Sequence[int]) -> None:
             transport.prepare(pool)
 
 
+def divides_blocks(numbers: Sequence[int]) -> bool:
+    """Whether a block can travel in groups of layers, whichever of these transports a pair takes."""
+    return all(TRANSPORTS[kind].divides_blocks for kind in numbers)
+
+
 def fence_of(pool: KvPool, numbers: Sequence[int]) -> Fence | None:
     """What the pool's device has queued until now and nobody has waited for; None of a pool in host memory."""
     for transport in (TRANSPORTS[kind] for kind in numbers):

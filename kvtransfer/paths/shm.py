@@ -123,6 +123,7 @@ class Shm(UnixDoor):
     kind: int = SHM
     name = "shm"
     is_for_devices = False
+    divides_blocks = True
     proves_quiescence = True  # the receiver's own thread is the only writer
 
     def why_not(self) -> str:

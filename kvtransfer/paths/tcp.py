@@ -139,6 +139,7 @@ class Tcp(TcpDoor):
     kind: int = TCP
     name = "tcp"
     is_for_devices = False
+    divides_blocks = True
     proves_quiescence = True  # the receiver's own thread is the only writer
 
     def why_not(self) -> str:

@@ -88,3 +88,13 @@ def test_blocks_of_the_cache_wait_for_the_end_where_all_do(make_bench: Callable[
         bench.offer(name, PROMPT)
         assert pushed(bench.run()) == [([0, 1, 2, 3, 4], 0, 1, 1, True)]
         bench.sent(name)
+
+
+def test_transfers_in_groups_that_fail_are_told_to_the_rule_and_cancelled_ones_are_not(bench: Any) -> None:
+    rule = bench.batching.pushing
+    for number, (is_cancelled, groups) in enumerate([(True, 4), (True, 4), (False, 4), (False, 4), (False, 1)]):
+        bench.offer(f"r{number}", PROMPT[:8])
+        after = bench.run()
+        assert pushed(after)[-1][3] == groups
+        bench.batching.sent(bench.key(f"r{number}"), is_whole=False, error="lost", is_cancelled=is_cancelled)
+    assert rule._failures["d"].in_a_row == 2

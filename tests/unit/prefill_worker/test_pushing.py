@@ -71,6 +71,35 @@ def test_a_receiver_of_another_shape_takes_blocks_whole(choice: str) -> None:
     assert chosen == BY_CHUNK
 
 
+def test_layer_groups_that_only_fail_on_a_link_are_withheld_there_and_tried_again_ever_more_rarely() -> None:
+    made = rule(bandwidth=5e7)
+    tried = []
+    for number in range(200):
+        chosen = choose(made, 4096)
+        if chosen.groups > 1:
+            tried.append(number)
+        made.ended("d", chosen, is_whole=chosen.groups == 1)
+    assert tried == [0, 1, 34, 99]
+    assert made.choose("e", cached=0, num_tokens=4096, held_blocks=0).groups > 1, "another link"
+
+
+def test_layer_groups_are_free_again_once_one_was_sent() -> None:
+    made = rule(bandwidth=5e7)
+    for number in range(40):
+        chosen = choose(made, 4096)
+        made.ended("d", chosen, is_whole=chosen.groups == 1 or number > 1)
+    assert choose(made, 4096).groups > 1
+    made.ended("d", choose(made, 4096), is_whole=False)
+    assert choose(made, 4096).groups > 1, "one failure"
+
+
+def test_what_is_known_of_failures_is_bounded() -> None:
+    made = rule(bandwidth=5e7)
+    for number in range(2 * MAX_LINKS):
+        made.ended(f"d{number}", Push(is_early=True, groups=2), is_whole=False)
+    assert len(made._failures) == MAX_LINKS
+
+
 def test_what_the_receiver_holds_is_neither_sent_nor_priced() -> None:
     made = rule(bandwidth=5e7)
     prices = made.prices("d", cached=0, num_tokens=4096, held_blocks=4096 // SIZE - 1)

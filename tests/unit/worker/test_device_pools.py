@@ -1,0 +1,123 @@
+"""Both role programs over pools on devices: stand-ins for CUDA and NCCL, real engines, real gRPC."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from benchmarks.fake_device import FakeDevice, HiddenPool
+from benchmarks.fake_lane import FakeLanes
+from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
+from kvtransfer.paths.nccl import NCCL, Nccl
+from kvtransfer.paths.registry import TRANSPORTS
+from pdserve.core.errors import ConfigError
+from pdserve.core.types import Role
+from pdserve.engine.interface import Engine, OnLayer, Row, RowOut
+from pdserve.engine.load import load_engine
+
+pytestmark = pytest.mark.gpu_checks
+
+BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
+NUM_LAYERS: Final = 32
+# With the profile's prefill times and 2.6 MB of KV, the price model prefers layer groups over an unmeasured link.
+PROMPT: Final = [(37 * n) % 500 + 5 for n in range(75)]
+COMMON: Final[dict[str, Any]] = {
+    "block_size": 16,
+    "max_context_tokens": 256,
+    "max_batch_tokens": 512,
+    "is_prefix_cache_on": False,
+    "deterministic": True,
+    "profile": "h100-sxm.llama-3.1-8b.bf16",
+}
+DEVICE_TRANSPORTS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+
+
+class DeviceEngine:
+    """An engine whose pool seems to lie on a device."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.spec, self.pool, self.close = engine.spec, HiddenPool(engine.pool), engine.close
+
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
+        return self._engine.step(rows, on_layer)
+
+
+def load_on_host(config: Any, role: Role) -> Engine:
+    return load_engine(replace(config, load="dummy"), role)
+
+
+def load_on_device(config: Any, role: Role) -> Engine:
+    engine: Any = DeviceEngine(load_on_host(config, role))
+    return engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The config of a narrow model of 32 layers."""
+    config = json.loads((BUNDLED / "config.json").read_text())
+    config |= {
+        "num_hidden_layers": NUM_LAYERS,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 512,
+    }
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, FakeDevice]]:
+    """cuda_ipc and nccl over stand-ins; the devices by the identity of their pools."""
+    made: dict[int, FakeDevice] = {}
+
+    def device_of(pool: Any) -> FakeDevice:
+        return made.setdefault(id(pool), FakeDevice(pool))
+
+    monkeypatch.setitem(TRANSPORTS, CUDA_IPC, CudaIpc(device_of))
+    monkeypatch.setitem(TRANSPORTS, NCCL, Nccl(device_of, FakeLanes()))
+    yield made
+    for device in made.values():
+        device.end()
+
+
+@DEVICE_TRANSPORTS
+async def test_default_push_between_devices_moves_every_prompt(
+    devices: dict[int, FakeDevice],
+    start: Callable[..., Any],
+    attach: Callable[..., Any],
+    ask: Callable[..., Any],
+    model: str,
+    transport: str,
+) -> None:
+    settings = {**COMMON, "model": model, "transport": transport, "push": "auto"}
+    p = start(Role.PREFILL, load_on_device, **settings)
+    d = start(Role.DECODE, load_on_device, **settings)
+    router = await attach(p, d)
+    expected = await router.local(ask("local", PROMPT, max_tokens=4))
+    for name in ("first", "second"):
+        assert await router.remote(ask(name, PROMPT, max_tokens=4)) == expected
+        assert [one.is_committed for one in router.all("transfer_ended", name)] == [True, True]
+    assert p.program._sender.stats.failed == d.program._receiver.stats.failed == 0
+    assert p.program._sender.stats.moved_bytes == 2 * 5 * p.program.engine.spec.block_bytes
+
+
+@DEVICE_TRANSPORTS
+def test_push_by_layers_is_rejected_where_blocks_leave_whole(
+    devices: dict[int, FakeDevice], start: Callable[..., Any], model: str, transport: str
+) -> None:
+    with pytest.raises(ConfigError, match="push: got layers, expected auto, end or chunk: they leave whole from a GPU"):
+        start(Role.PREFILL, load_on_device, **COMMON, model=model, transport=transport, push="layers")
+
+
+def test_push_by_layers_is_rejected_for_blocks_without_equal_runs_of_layers(start: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="push: got layers, expected auto, end or chunk: these KV blocks"):
+        start(Role.PREFILL, model="toy", push="layers")
