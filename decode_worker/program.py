@@ -57,7 +57,7 @@ class DecodeProgram(RoleProgram):
         stamps: BlockStamps | None = None,
     ) -> None:
         super().__init__(context, engine, stamps)
-        config = context.config
+        config = self.context.config
         self._receiver = receiver
         self._add_servicers = add_servicers
         self._fingerprint = fingerprint_of(engine.spec)

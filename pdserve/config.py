@@ -30,7 +30,7 @@ DEVICES: Final = ("auto", "cpu", "cuda")
 PUSHES: Final = ("auto", "end", "chunk", "layers")
 KV_WIRES: Final = ("exact", "auto", "int8")
 KV_CHECKS: Final = ("off", "step")
-SPECULATIONS: Final = ("ngram", "off")
+SPECULATIONS: Final = ("auto", "ngram", "off")
 AHEADS: Final = ("auto", "on", "off")
 MOST_DRAFTS: Final = 15  # a row of as many and its own token is what attention computes at once
 
@@ -76,16 +76,19 @@ class WorkerConfig:
     kv_blocks: int = setting("KV blocks in the pool; 0 sizes it from kv_memory_bytes", 0, within=(0, LARGEST_COUNT))
     kv_memory_bytes: int = setting("bytes of the KV pool where kv_blocks is 0", 512 * 2**20, within=(1, 2**46))
     max_context_tokens: int = setting("longest sequence; 0 takes the model's own limit", 0, within=(0, LARGEST_COUNT))
-    max_batch: int = setting("sequences in one decode step", 64, within=(1, 65_536))
-    max_batch_tokens: int = setting("prompt tokens in one prefill step", 512, within=(1, 2**20))
+    max_batch: int = setting("sequences in one decode step; 0 takes 256 on a GPU, 64 on a CPU", 0, within=(0, 65_536))
+    max_batch_tokens: int = setting(
+        "prompt tokens in one prefill step; 0 takes 2048 on a GPU that prefills, else 512", 0, within=(0, 2**20)
+    )
     push: str = setting(
         "when KV leaves a prefill worker: auto (what the measured costs say), end, chunk or layers",
         "auto",
         choices=PUSHES,
     )
     speculation: str = setting(
-        "guesses that decode steps verify: ngram (what followed before in the text) or off",
-        "ngram",
+        "guesses that decode steps verify: ngram (what followed before in the text), off, or auto (ngram on a CPU, off "
+        "on a GPU)",
+        "auto",
         choices=SPECULATIONS,
     )
     ahead: str = setting(

@@ -44,7 +44,7 @@ class PrefillProgram(RoleProgram):
         self, context: ProgramContext, engine: Engine, sender: Sender, stamps: BlockStamps | None = None
     ) -> None:
         super().__init__(context, engine, stamps)
-        config = context.config
+        config = self.context.config
         self._sender = sender
         self._moved_bytes = 0  # when the last step ended
         self._shape = shape_of(engine.spec)

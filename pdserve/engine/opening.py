@@ -17,6 +17,7 @@ from pdserve.core.types import Role
 from pdserve.engine import ops
 from pdserve.engine.batch import RowKernel
 from pdserve.engine.config import ModelConfig, read_config
+from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.dummy import dummy_hash, dummy_weights
 from pdserve.engine.grammars import open_grammars
 from pdserve.engine.host_memory import HostMemory
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 
 def open_engine(config: WorkerConfig, role: Role) -> Engine:
     """The fastest engine that the device has. Raises ModelError and ConfigError as `open_torch_engine` does."""
+    config = with_device_defaults(config, role, is_gpu=choose_device(config.device).type == "cuda")
     engine = open_torch_engine(config)
     if role is not Role.DECODE or not config.cuda_graphs or engine.pool.tensor.device.type != "cuda":
         return engine

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from pdserve.core import effects as fx
@@ -23,6 +23,7 @@ from pdserve.core.latency import CostPrior
 from pdserve.core.phases import Phase
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.ahead import LazyAhead
+from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.interface import AheadEngine, Engine, OnLayer, Row, RowOut
 from pdserve.profiles import load_profile
 from pdserve.telemetry import names
@@ -52,8 +53,9 @@ class Track:
 
 class RoleProgram(ABC):
     def __init__(self, context: ProgramContext, engine: Engine, stamps: BlockStamps | None = None) -> None:
-        config, spec = context.config, engine.spec
-        self.context = context
+        config = with_device_defaults(context.config, context.role, is_gpu=not engine.pool.is_on_host)
+        spec = engine.spec
+        self.context = replace(context, config=config)
         self.engine = engine
         self.counts: Counter[str] = Counter()  # of messages that were dropped, by why
         self.num_steps = 0
