@@ -74,7 +74,15 @@ class WorkerConfig:
     )
     block_size: int = setting("tokens per KV block", 16, within=(1, 4096))
     kv_blocks: int = setting("KV blocks in the pool; 0 sizes it from kv_memory_bytes", 0, within=(0, LARGEST_COUNT))
-    kv_memory_bytes: int = setting("bytes of the KV pool where kv_blocks is 0", 512 * 2**20, within=(1, 2**46))
+    kv_memory_bytes: int = setting(
+        "bytes of the KV pool where kv_blocks is 0; 0 takes what gpu_memory_share leaves on a GPU, and on a CPU an "
+        "eighth of the memory that is free beside the weights, at most 8 GiB",
+        0,
+        within=(0, 2**46),
+    )
+    gpu_memory_share: float = setting(
+        "part of a GPU's memory for this worker: weights, activations, graphs and KV pool", 0.9, within=(0.01, 1.0)
+    )
     max_context_tokens: int = setting("longest sequence; 0 takes the model's own limit", 0, within=(0, LARGEST_COUNT))
     max_batch: int = setting("sequences in one decode step; 0 takes 256 on a GPU, 64 on a CPU", 0, within=(0, 65_536))
     max_batch_tokens: int = setting(

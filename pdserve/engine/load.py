@@ -12,7 +12,7 @@ from pdserve.engine.toy import CELL_BYTES, MARKS, ToyEngine
 
 TOY_MODELS: Final = ("toy", "toy-marked")
 TOY_CONTEXT_TOKENS: Final = 8192
-TOY_MAX_BLOCKS: Final = 8192  # what kv_memory_bytes may grow to: a toy needs no half GiB
+TOY_MAX_BLOCKS: Final = 8192  # of its pool, whatever memory there is
 
 
 def load_engine(config: WorkerConfig, role: Role) -> Engine:
@@ -28,17 +28,22 @@ def load_engine(config: WorkerConfig, role: Role) -> Engine:
     if config.tensor_parallel > 1:
         from pdserve.engine.parallel import open_parallel_engine
 
-        return open_parallel_engine(config)
+        return open_parallel_engine(config, role=role)
     from pdserve.engine.opening import open_engine
 
     return open_engine(config, role)
 
 
+def toy_blocks(config: WorkerConfig) -> int:
+    if config.kv_blocks or not config.kv_memory_bytes:
+        return config.kv_blocks or TOY_MAX_BLOCKS
+    return max(1, min(TOY_MAX_BLOCKS, config.kv_memory_bytes // (CELL_BYTES * config.block_size)))
+
+
 def _toy(config: WorkerConfig, role: Role) -> ToyEngine:
     is_marked = config.model == "toy-marked"
-    affordable = max(1, min(TOY_MAX_BLOCKS, config.kv_memory_bytes // (CELL_BYTES * config.block_size)))
     return ToyEngine(
-        num_blocks=config.kv_blocks or affordable,
+        num_blocks=toy_blocks(config),
         block_size=config.block_size,
         max_context_tokens=config.max_context_tokens or TOY_CONTEXT_TOKENS,
         role_mark=MARKS[role] if is_marked else 0,

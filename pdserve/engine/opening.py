@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -24,7 +26,16 @@ from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import Engine, EngineSpec
 from pdserve.engine.kernels import jit
 from pdserve.engine.linear import Rounding, weight_levels
+from pdserve.engine.measure_memory import CudaMeter, MeasureGraphs, Meter, measure_use
 from pdserve.engine.memory import available_bytes, check_fits, weight_bytes
+from pdserve.engine.memory_plan import (
+    PoolUnit,
+    device_blocks,
+    device_plan,
+    explicit_blocks,
+    host_blocks,
+    plain_plan,
+)
 from pdserve.engine.model import Decoder
 from pdserve.engine.ops import Ops
 from pdserve.engine.paged import MOST_QUERIES, PagedAttention
@@ -46,17 +57,19 @@ log = logging.getLogger(__name__)
 
 def open_engine(config: WorkerConfig, role: Role) -> Engine:
     """The fastest engine that the device has. Raises ModelError and ConfigError as `open_torch_engine` does."""
-    config = with_device_defaults(config, role, is_gpu=choose_device(config.device).type == "cuda")
-    engine = open_torch_engine(config)
-    if role is not Role.DECODE or not config.cuda_graphs or engine.pool.tensor.device.type != "cuda":
-        return engine
-    from pdserve.engine.gpu.opening import why_no_graphs, with_graphs
+    is_gpu = choose_device(config.device).type == "cuda"
+    config = with_device_defaults(config, role, is_gpu=is_gpu)
+    if role is not Role.DECODE or not config.cuda_graphs or not is_gpu:
+        return open_torch_engine(config)
+    from pdserve.engine.gpu.opening import measure_graphs, why_no_graphs, with_graphs
 
     reason = why_no_graphs(read_config(Path(config.model)), config.block_size, config.tensor_parallel)
     if reason:
         log.warning("decode steps run without CUDA graphs", extra={"reason": reason})
-        return engine
+        return open_torch_engine(config)
     most_drafts = config.max_drafts if config.speculation == "ngram" else 0
+    graphs = partial(measure_graphs, most_rows=config.max_batch, most_drafts=most_drafts)
+    engine = open_rank(config, None, WHOLE, None, graphs=graphs)
     return with_graphs(engine, engine.model, config.max_batch, config.worker_id, most_drafts)
 
 
@@ -66,12 +79,20 @@ def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) ->
 
 
 def open_rank(
-    config: WorkerConfig, progress: Progress | None, shard: Shard, ranks: Ranks | None, memory: HostMemory | None = None
+    config: WorkerConfig,
+    progress: Progress | None,
+    shard: Shard,
+    ranks: Ranks | None,
+    memory: HostMemory | None = None,
+    *,
+    graphs: MeasureGraphs | None = None,
+    meter: Meter | None = None,
 ) -> TorchEngine:
     """The part of the model that a tensor-parallel rank holds; alone, all of it.
 
     `memory`: of the pool that all ranks share (`shared_bytes`), where each stores its heads of whole blocks. Without it
-    the rank has a pool of its own, whose blocks hold its heads alone.
+    the rank has a pool of its own, whose blocks hold its heads alone. `graphs` tells what the decode graphs take, where
+    the pool is what is left beside them. `meter`: of the device's memory; that of a CUDA device where None.
     """
     began_s = time.monotonic()
     if config.threads > 0:
@@ -79,6 +100,9 @@ def open_rank(
     folder = Path(config.model)
     model_config = read_config(folder)
     device, dtype = choose_device(config.device, shard.rank), choose_dtype(config.dtype, config.device)
+    if device.type == "cuda":
+        meter = meter or CudaMeter(device)
+    config = with_device_defaults(config, Role.PREFILL, is_gpu=device.type == "cuda")
     rank_model = rank_config(model_config, shard)
     # The CPU's kernel reads no fp8: such a pool is gathered, which is slower.
     is_paged = device.type == "cpu" and dtype == torch.float32 and jit.is_available() and config.kv_dtype != "fp8"
@@ -88,21 +112,66 @@ def open_rank(
     checkpoint = open_checkpoint(folder) if config.load == "auto" else None
     name = checkpoint_hash(folder, checkpoint, *choices) if checkpoint else dummy_hash(folder, device, *choices)
     shape = block_shape(config, rank_model if memory is None else model_config, dtype)
-    spec = make_spec(config, model_config, dtype, shape, name, shard if memory is None else WHOLE)
+    unit = PoolUnit(block_bytes=shape.block_bytes, block_size=shape.block_size)
+    spec_of = partial(
+        make_spec, config, model_config, dtype, shape, name, shard if memory is None else WHOLE
+    )  # of a number of blocks
     num_bytes = weight_bytes(model_config, dtype, rounding=rounding_of(config), shard=shard)
     num_together = 1 if device.type == "cuda" else shard.size  # ranks of a host share its memory
-    check_fits(num_bytes * num_together, spec.num_blocks * spec.block_bytes, available_bytes(device))
+    free = available_bytes(device)
+    num_blocks = explicit_blocks(config.kv_blocks, config.kv_memory_bytes, unit)
+    if num_blocks is None and meter is None:
+        num_blocks = host_blocks(free, num_bytes * num_together, unit)
+    spec = spec_of(num_blocks or 1)
+    check_fits(num_bytes * num_together, spec.num_blocks * spec.block_bytes, free)
     load_began_s = time.monotonic()
     weights = load(config, model_config, checkpoint, device, dtype, progress, shard)
     load_s = time.monotonic() - load_began_s
-    if checkpoint is not None:
-        num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
     grammars = open_grammars(folder, spec)
     kv_heads = model_config.num_kv_heads
     heads = None if memory is None else range(*shard.span(kv_heads, kv_heads))
-    pool = TorchPool(num_blocks=spec.num_blocks, shape=shape, device=device, memory=memory, heads=heads)
-    most_queries = sys.maxsize if config.deterministic else MOST_QUERIES
-    paged = PagedAttention(pool, rank_model.num_heads, most_queries) if is_paged else None
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for tens of milliseconds at every new length
+    model = Decoder(model_config, weights, ranks, device_ops(device))
+
+    def assemble(num_blocks: int) -> TorchEngine:
+        spec = spec_of(num_blocks)
+        pool = TorchPool(num_blocks=num_blocks, shape=shape, device=device, memory=memory, heads=heads)
+        most_queries = sys.maxsize if config.deterministic else MOST_QUERIES
+        kernel: RowKernel | None = PagedAttention(pool, rank_model.num_heads, most_queries) if is_paged else None
+        mixing: Mixing | None = None
+        if is_triton(device) and config.block_size >= 8 and config.block_size & (config.block_size - 1) == 0:
+            from pdserve.engine.gpu.mixing import TritonRows, make_mixing
+
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            kernel = TritonRows(model.heads, device, processors)
+            mixing = make_mixing(pool, model.heads, model.dtype, spec.max_context_tokens)
+        return TorchEngine(spec, model, pool, model_config.windows, grammars, kernel, mixing)
+
+    if num_blocks is None:
+        assert meter is not None
+        use = measure_use(
+            meter,
+            str(device),
+            assemble,
+            unit,
+            context_tokens=config.max_context_tokens or model_config.max_context_tokens,
+            max_batch=config.max_batch,
+            max_batch_tokens=config.max_batch_tokens,
+            is_leader=shard.rank == 0,
+            measure_graphs=graphs,
+        )
+        num_blocks = device_blocks(use, config.gpu_memory_share, unit)
+        if ranks is not None:  # all name the same blocks
+            num_blocks = ranks.least(num_blocks)
+        plan = device_plan(use, config.gpu_memory_share, num_blocks, unit)
+    else:
+        plan = plain_plan(str(device), free, num_bytes, num_blocks, unit)
+    engine = assemble(num_blocks)
+    engine.memory = plan
+    spec = engine.spec
+    if checkpoint is not None:
+        num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
     log.info(
         "model loaded",
         extra={
@@ -117,18 +186,7 @@ def open_rank(
             "gb_per_s": round(num_bytes / 1e9 / max(load_s, 1e-6), 2),
         },
     )
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for tens of milliseconds at every new length
-    model = Decoder(model_config, weights, ranks, device_ops(device))
-    kernel: RowKernel | None = paged
-    mixing: Mixing | None = None
-    if is_triton(device) and config.block_size >= 8 and config.block_size & (config.block_size - 1) == 0:
-        from pdserve.engine.gpu.mixing import TritonRows, make_mixing
-
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        kernel = TritonRows(model.heads, device, processors)
-        mixing = make_mixing(pool, model.heads, model.dtype, spec.max_context_tokens)
-    return TorchEngine(spec, model, pool, model_config.windows, grammars, kernel, mixing)
+    return engine
 
 
 def load(
@@ -177,21 +235,24 @@ def block_shape(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) ->
     )
 
 
-def count_blocks(config: WorkerConfig, shape: BlockShape) -> int:
-    """Of the pool. Raises ConfigError where there is no room for one."""
-    num_blocks = config.kv_blocks or config.kv_memory_bytes // shape.block_bytes
-    if num_blocks < 1:
-        raise ConfigError(
-            "kv_memory_bytes", config.kv_memory_bytes, f"at least {shape.block_bytes}: one block of this model"
-        )
-    return num_blocks
+def with_host_blocks(config: WorkerConfig) -> WorkerConfig:
+    """`config` with the number of blocks that a host's pool has, so that ranks do not measure for themselves."""
+    if config.kv_blocks:
+        return config
+    model, dtype = read_config(Path(config.model)), choose_dtype(config.dtype, config.device)
+    shape = block_shape(config, model, dtype)
+    unit = PoolUnit(block_bytes=shape.block_bytes, block_size=shape.block_size)
+    num_blocks = explicit_blocks(0, config.kv_memory_bytes, unit)
+    if num_blocks is None:
+        num_bytes = weight_bytes(model, dtype, rounding=rounding_of(config))
+        num_blocks = host_blocks(available_bytes(choose_device(config.device)), num_bytes, unit)
+    return replace(config, kv_blocks=num_blocks)
 
 
 def shared_bytes(config: WorkerConfig) -> int:
-    """Of a pool of whole blocks, which tensor-parallel ranks share. Raises ModelError and ConfigError."""
+    """Of a pool of `kv_blocks` whole blocks, which tensor-parallel ranks share. Raises ModelError and ConfigError."""
     model, dtype = read_config(Path(config.model)), choose_dtype(config.dtype, config.device)
-    shape = block_shape(config, model, dtype)
-    return count_blocks(config, shape) * shape.block_bytes
+    return config.kv_blocks * block_shape(config, model, dtype).block_bytes
 
 
 def make_spec(
@@ -200,7 +261,8 @@ def make_spec(
     dtype: torch.dtype,
     shape: BlockShape,
     weights_hash: str,
-    shard: Shard = WHOLE,
+    shard: Shard,
+    num_blocks: int,
 ) -> EngineSpec:
     """The context limit is the model's, the operator's or what the whole pool holds, whichever is least."""
     if config.max_context_tokens > model.max_context_tokens:
@@ -209,7 +271,6 @@ def make_spec(
             config.max_context_tokens,
             f"at most {model.max_context_tokens}, the model's own limit",
         )
-    num_blocks = count_blocks(config, shape)
     return EngineSpec(
         model=Path(config.model).resolve().name,
         weights_hash=weights_hash,

@@ -22,10 +22,13 @@ from typing import IO, Any, Final, final
 
 from pdserve.config import WorkerConfig, to_flags
 from pdserve.core.errors import ConfigError, InternalError
+from pdserve.core.types import Role
 from pdserve.engine.config import read_config
+from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut
-from pdserve.engine.opening import choose_device, open_rank, shared_bytes
+from pdserve.engine.memory_plan import MemoryPlan
+from pdserve.engine.opening import choose_device, open_rank, shared_bytes, with_host_blocks
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.ranks import Ranks, make_store
 from pdserve.engine.row_words import to_words
@@ -60,6 +63,11 @@ class ParallelEngine:
     @property
     def pool(self) -> TorchPool:
         return self._engine.pool
+
+    @property
+    def memory(self) -> MemoryPlan | None:
+        """The leader's rank."""
+        return self._engine.memory
 
     @property
     def is_healthy(self) -> bool:
@@ -154,13 +162,18 @@ class Follower:
         return lines[-1] if lines else f"exit code {self._process.returncode}"
 
 
-def open_parallel_engine(config: WorkerConfig, progress: Progress | None = None) -> ParallelEngine:
+def open_parallel_engine(
+    config: WorkerConfig, progress: Progress | None = None, role: Role = Role.DECODE
+) -> ParallelEngine:
     """Starts the followers and loads this rank's part. Raises ConfigError and ModelError as one rank alone would."""
     size = config.tensor_parallel
     rank_config(read_config(Path(config.model)), Shard(0, size))  # before anything starts
     store = make_store(0, size, is_leader=True, timeout_s=MEET_S)
-    each = dataclasses.replace(config, threads=max(1, config.threads // size) if config.threads else 0)
     device = choose_device(config.device)
+    config = with_device_defaults(config, role, is_gpu=device.type == "cuda")
+    if device.type == "cpu":
+        config = with_host_blocks(config)
+    each = dataclasses.replace(config, threads=max(1, config.threads // size) if config.threads else 0)
     memory = _shared_memory(config) if device.type == "cpu" else None
     descriptor = None if memory is None else memory.descriptor
     followers = [Follower(each, rank, store.port, descriptor) for rank in range(1, size)]

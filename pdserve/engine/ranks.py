@@ -58,6 +58,14 @@ class Ranks:
         self._tensors.allgather([parts], [mine]).wait()
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
+    def least(self, count: int) -> int:
+        """The least of all ranks' numbers."""
+        one = torch.tensor([count], dtype=torch.int64)
+        options = _dist.AllreduceOptions()
+        options.reduceOp = _dist.ReduceOp.MIN
+        self._orders.allreduce([one], options).wait()
+        return int(one[0])
+
     def tell(self, words: Sequence[int]) -> None:
         """The leader's order to all others; 64-bit numbers."""
         order = torch.zeros(_FIRST_WORDS, dtype=torch.int64)

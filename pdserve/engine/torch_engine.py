@@ -15,6 +15,7 @@ from pdserve.core.types import TokenOut
 from pdserve.engine.batch import Batch, RowKernel, pack
 from pdserve.engine.grammars import Grammars, RowMasks
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
+from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.engine.mixing import EagerMixer, Mixer
 from pdserve.engine.model import Decoder
 from pdserve.engine.pool import TorchPool
@@ -50,6 +51,7 @@ class TorchEngine:
         self._reports_layers = self._device.type == "cpu" and spec.num_layers > 1
         self._kernel = kernel
         self._mixing = mixing
+        self.memory: MemoryPlan | None = None
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:

@@ -10,7 +10,8 @@ from typing import Final
 from pdserve.config import WorkerConfig
 from pdserve.engine.config import ModelConfig, read_config
 from pdserve.engine.host_limits import free_bytes, usable_cores
-from pdserve.engine.load import TOY_MAX_BLOCKS, TOY_MODELS
+from pdserve.engine.load import TOY_MODELS, toy_blocks
+from pdserve.engine.memory_plan import PoolUnit, host_blocks
 from pdserve.engine.safetensors_file import Checkpoint, open_checkpoint
 from pdserve.engine.toy import CELL_BYTES
 from pdserve.launch.spec import ClusterSpec, worker_config
@@ -40,9 +41,9 @@ def capacity_warnings(spec: ClusterSpec) -> list[str]:
     model = None if spec.model in TOY_MODELS else read_config(Path(spec.model))
     configs = [worker_config(spec, index)[1] for index in range(spec.prefill + spec.decode)]
     stored = None if model is None or configs[0].load != "auto" else open_checkpoint(Path(spec.model))
-    has_gpus = bool(spec.gpus)
-    footprints = [footprint(one, model, stored, is_on_cpu=one.device == "cpu" or not has_gpus) for one in configs]
-    return warnings(footprints, cores=usable_cores(), free=free_bytes())
+    has_gpus, free = bool(spec.gpus), free_bytes()
+    footprints = [footprint(one, model, stored, free, is_on_cpu=one.device == "cpu" or not has_gpus) for one in configs]
+    return warnings(footprints, cores=usable_cores(), free=free)
 
 
 def warnings(footprints: Sequence[Footprint], *, cores: int, free: int | None) -> list[str]:
@@ -72,19 +73,24 @@ def warnings(footprints: Sequence[Footprint], *, cores: int, free: int | None) -
 
 
 def footprint(
-    config: WorkerConfig, model: ModelConfig | None, stored: Checkpoint | None, *, is_on_cpu: bool
+    config: WorkerConfig, model: ModelConfig | None, stored: Checkpoint | None, free: int | None, *, is_on_cpu: bool
 ) -> Footprint:
-    """An estimate from above: pools and weights are taken as full, though a pool is touched only as it fills."""
+    """An estimate from above: pools and weights are taken as full, though a pool is touched only as it fills.
+
+    A pool that is left to the worker is sized from the `free` bytes, as the worker will do.
+    """
     threads = max(1, config.threads) * config.tensor_parallel if is_on_cpu else 1
     if model is None:
-        affordable = min(TOY_MAX_BLOCKS, config.kv_memory_bytes // (CELL_BYTES * config.block_size))
-        pool = (config.kv_blocks or affordable) * CELL_BYTES * config.block_size
+        pool = toy_blocks(config) * CELL_BYTES * config.block_size
         return Footprint(weights=0, pool=pool, process=_TOY_PROCESS_BYTES, threads=threads)
     process = _PROCESS_BYTES * config.tensor_parallel
     if not is_on_cpu:
         return Footprint(weights=0, pool=0, process=process, threads=threads)
-    pool = config.kv_blocks * block_bytes(config, model) or config.kv_memory_bytes
     weights = 0 if stored is None else weight_bytes(config, stored)
+    pool = config.kv_blocks * block_bytes(config, model) or config.kv_memory_bytes
+    if not pool:
+        unit = PoolUnit(block_bytes=block_bytes(config, model), block_size=config.block_size)
+        pool = host_blocks(free, weights, unit) * unit.block_bytes
     return Footprint(weights=weights, pool=pool, process=process, threads=threads)
 
 

@@ -24,6 +24,7 @@ from pdserve.engine.gpu.redraw import NO_EXTRAS, Extras, Redraw, asks_for_more
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.gpu.tables import TableMirror
 from pdserve.engine.interface import EngineSpec, Flight, OnLayer, Row, RowOut
+from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rows import check_rows
 from pdserve.engine.torch_engine import TorchEngine, row_out
@@ -103,6 +104,10 @@ class GraphEngine:
     @property
     def pool(self) -> TorchPool:
         return self._eager.pool
+
+    @property
+    def memory(self) -> MemoryPlan | None:
+        return self._eager.memory
 
     def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
         return self._launch(rows, None, on_layer).wait()

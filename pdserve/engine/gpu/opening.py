@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Final
 
 import torch
 
@@ -10,10 +11,15 @@ from pdserve.engine.config import ModelConfig
 from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
 from pdserve.engine.gpu.engine import GraphEngine
 from pdserve.engine.gpu.graphs import GraphReplays
+from pdserve.engine.gpu.penalties import penalty_bytes
 from pdserve.engine.gpu.static import StaticDecode
+from pdserve.engine.measure_memory import Meter
+from pdserve.engine.memory_plan import graph_bytes
 from pdserve.engine.model import Decoder
 from pdserve.engine.progress import counting_line
 from pdserve.engine.torch_engine import TorchEngine
+
+_MEASURED: Final = 2  # captures that tell what all take
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +40,44 @@ def with_graphs(
 ) -> GraphEngine:
     """Captures the decode step for every bucket up to `most_rows`, with a progress line; and for every bucket of tokens
     where rows bring up to `most_drafts` drafts."""
+    decode, most_tokens = _static(eager, model, most_rows, most_drafts)
+    replays = GraphReplays(decode, buckets_for(most_rows), counting_line(worker_id, "capturing decode graphs"))
+    verify = None
+    if decode.most_queries > 1:
+        line = counting_line(worker_id, "capturing graphs for drafts")
+        verify = GraphReplays(decode, buckets_for(most_tokens), line, decode.most_queries)
+    return GraphEngine(eager, decode, replays, verify)
+
+
+def measure_graphs(eager: TorchEngine, meter: Meter, *, most_rows: int, most_drafts: int = 0) -> int:
+    """Bytes that `with_graphs` will take, from the two largest captures of each set over the engine's own pool.
+
+    Counts of tokens for rows with penalties are part of it: they are taken when such rows come.
+    """
+    meter.settle()
+    before = meter.reserved()
+    decode, most_tokens = _static(eager, eager.model, most_rows, most_drafts)
+    after: list[int] = []
+
+    def note(_done: int, _count: int) -> None:
+        meter.settle()
+        after.append(meter.reserved())
+
+    buckets = buckets_for(most_rows)
+    replays = GraphReplays(decode, buckets[-_MEASURED:], note)
+    taken = graph_bytes(before, after, len(buckets))
+    if decode.most_queries > 1:
+        before, after = after[-1], []
+        drafted = buckets_for(most_tokens)
+        verify = GraphReplays(decode, drafted[-_MEASURED:], note, decode.most_queries)
+        taken += graph_bytes(before, after, len(drafted))
+        del verify
+    del replays
+    return taken + penalty_bytes(most_tokens, eager.spec.vocab_size)
+
+
+def _static(eager: TorchEngine, model: Decoder, most_rows: int, most_drafts: int) -> tuple[StaticDecode, int]:
+    """The static buffers, and the most tokens of a step with drafts."""
     most_queries = 1 << most_drafts.bit_length()  # each number of queries is a kernel of its own
     most_tokens = verified_tokens(most_rows, most_queries)
     device = eager.pool.tensor.device
@@ -48,9 +92,4 @@ def with_graphs(
         most_tokens=most_tokens,
         most_queries=most_queries,
     )
-    replays = GraphReplays(decode, buckets_for(most_rows), counting_line(worker_id, "capturing decode graphs"))
-    verify = None
-    if most_queries > 1:
-        line = counting_line(worker_id, "capturing graphs for drafts")
-        verify = GraphReplays(decode, buckets_for(most_tokens), line, most_queries)
-    return GraphEngine(eager, decode, replays, verify)
+    return decode, most_tokens

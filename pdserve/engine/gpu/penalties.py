@@ -74,6 +74,11 @@ def penalise(logits_SV: Tensor, word_CV: Tensor, row_P: Tensor, slot_P: Tensor, 
         )
 
 
+def penalty_bytes(most_rows: int, vocab_size: int) -> int:
+    """Of all counts, once every row of a full batch had penalties."""
+    return 2 * most_rows * vocab_size * 4
+
+
 @final
 class Penalties:
     """The counts of the rows of one engine. Memory is taken when rows with penalties come: 4 bytes per row and token

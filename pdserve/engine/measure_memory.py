@@ -1,0 +1,142 @@
+"""Measures what a model's largest steps and its graphs take on a device, before the pool takes what is left."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol, final
+
+import torch
+
+from pdserve.core.types import Sampling
+from pdserve.engine.interface import EngineSpec, Row
+from pdserve.engine.memory_plan import DeviceUse, PoolUnit, runtime_bytes
+from pdserve.engine.torch_engine import TorchEngine
+
+# A truncated draw sorts or searches the vocabulary: the largest that sampling gets.
+_DRAW: Final = Sampling(temperature=1.0, top_p=0.9, seed=1)
+
+
+class Meter(Protocol):
+    """The memory of one device, in bytes."""
+
+    def capacity(self) -> tuple[int, int]:
+        """Free and total, other processes counted."""
+        ...
+
+    def settle(self) -> None:
+        """Waits for what is queued, and gives memory that no tensor uses back to the device."""
+        ...
+
+    def reserved(self) -> int:
+        """What this process's allocator holds."""
+        ...
+
+    def begin_peak(self) -> None: ...
+
+    def peak(self) -> int:
+        """The most that was reserved since `begin_peak`."""
+        ...
+
+
+@final
+class CudaMeter:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def capacity(self) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return int(free), int(total)
+
+    def settle(self) -> None:
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+    def reserved(self) -> int:
+        return int(torch.cuda.memory_reserved(self._device))
+
+    def begin_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        return int(torch.cuda.max_memory_reserved(self._device))
+
+
+Assemble = Callable[[int], TorchEngine]  # an engine over a pool of as many blocks
+MeasureGraphs = Callable[[TorchEngine, Meter], int]
+
+
+def measure_use(
+    meter: Meter,
+    device: str,
+    assemble: Assemble,
+    unit: PoolUnit,
+    *,
+    context_tokens: int,
+    max_batch: int,
+    max_batch_tokens: int,
+    is_leader: bool = True,
+    measure_graphs: MeasureGraphs | None = None,
+) -> DeviceUse:
+    """Runs the largest steps over a pool for them alone, then captures some graphs. The weights are loaded already.
+
+    Tensor-parallel ranks call it together: the steps are the same on each, and followers draw nothing.
+    """
+    meter.settle()
+    free, total = meter.capacity()
+    weights = meter.reserved()
+    num_blocks = _profile_blocks(free, context_tokens, max_batch, unit)
+    engine: TorchEngine | None = assemble(num_blocks)
+    assert engine is not None
+    meter.begin_peak()
+    for rows in largest_steps(engine.spec, max_batch=max_batch, max_batch_tokens=max_batch_tokens):
+        if is_leader:
+            engine.step(rows)
+        else:
+            engine.follow(rows)
+    # Tables of angles and buffers of the kernels are part of it, since they are made with the engine.
+    activations = max(0, meter.peak() - weights - num_blocks * unit.block_bytes)
+    graphs = 0
+    if measure_graphs is not None:
+        graphs = measure_graphs(engine, meter)
+    engine = None
+    meter.settle()
+    free, total = meter.capacity()
+    reserved = meter.reserved()
+    return DeviceUse(
+        device=device,
+        total=total,
+        free=free,
+        weights=weights,
+        activations=activations,
+        graphs=graphs,
+        runtime=runtime_bytes(total, free, reserved),
+    )
+
+
+def largest_steps(spec: EngineSpec, *, max_batch: int, max_batch_tokens: int) -> Iterator[list[Row]]:
+    """The longest chunk at the end of the longest context, and a full batch that draws from all of the vocabulary."""
+    limit = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
+    count = min(max_batch_tokens, limit)
+    yield [_row(spec, count, limit - count, range(-(-limit // spec.block_size)))]
+    yield [_row(spec, 1, 0, [block]) for block in range(min(max_batch, spec.num_blocks))]
+
+
+def _row(spec: EngineSpec, count: int, start: int, blocks: range | list[int]) -> Row:
+    token = 1 % spec.vocab_size
+    history = [token] * (start + count)
+    return Row(
+        tokens=history[start:],
+        start=start,
+        blocks=list(blocks),
+        sample=_DRAW,
+        history=history,
+        prompt_len=len(history),
+    )
+
+
+def _profile_blocks(free: int, context_tokens: int, max_batch: int, unit: PoolUnit) -> int:
+    """Enough for the longest context and the largest batch, in at most half of what is free."""
+    wanted = max(-(-context_tokens // unit.block_size), max_batch)
+    return max(1, min(wanted, free // 2 // unit.block_bytes))

@@ -1,0 +1,183 @@
+"""The order of measuring, over a device that is a row of numbers; and an engine whose pool is what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.config import WorkerConfig
+from pdserve.core.errors import ConfigError
+from pdserve.engine.interface import Row
+from pdserve.engine.measure_memory import largest_steps, measure_use
+from pdserve.engine.memory_plan import PoolUnit
+from pdserve.engine.opening import open_rank
+from pdserve.engine.sharding import WHOLE
+from pdserve.engine.toy import ToyEngine
+
+
+class Device:
+    """A Meter of a device of 1,000,000 bytes. Engines and steps say what they take and give back."""
+
+    total, context = 1_000_000, 30_000
+
+    def __init__(self, weights: int = 100_000) -> None:
+        self.held = self.cached = weights
+        self.most = 0
+        self.events: list[str] = []
+
+    def take(self, num_bytes: int) -> None:
+        self.held += num_bytes
+        self.cached = max(self.cached, self.held)
+        self.most = max(self.most, self.cached)
+
+    def capacity(self) -> tuple[int, int]:
+        return self.total - self.cached - self.context, self.total
+
+    def settle(self) -> None:
+        self.cached = self.held
+
+    def reserved(self) -> int:
+        return self.cached
+
+    def begin_peak(self) -> None:
+        self.most = self.cached
+
+    def peak(self) -> int:
+        return self.most
+
+
+class Profiled:
+    """A toy whose steps take memory of the device while they run."""
+
+    def __init__(self, device: Device, num_blocks: int) -> None:
+        self.device, self.pool_bytes = device, 100 * num_blocks
+        self.spec = ToyEngine(num_blocks=num_blocks, block_size=4, max_context_tokens=400).spec
+        device.take(self.pool_bytes + 5_000)  # and tables
+        device.events.append(f"pool of {num_blocks}")
+
+    def step(self, rows: list[Row]) -> None:
+        num_bytes = 10 * sum(row.num_queries for row in rows) + sum(len(row.blocks) for row in rows)
+        self.device.events.append(f"step of {len(rows)} rows to {max(row.start + row.num_queries for row in rows)}")
+        self.device.take(num_bytes)
+        self.device.take(-num_bytes)
+
+    def follow(self, rows: list[Row]) -> None:
+        self.device.events.append("followed")
+        self.step(rows)
+
+    def __del__(self) -> None:
+        self.device.take(-self.pool_bytes - 5_000)
+
+
+UNIT = PoolUnit(block_bytes=100, block_size=4)
+
+
+def measured(device: Device, graphs: Any = None, **changes: Any) -> Any:
+    asked = {"context_tokens": 400, "max_batch": 8, "max_batch_tokens": 64, **changes}
+    make: Any = lambda num_blocks: Profiled(device, num_blocks)  # noqa: E731
+    return measure_use(device, "cuda:0", make, UNIT, **asked, measure_graphs=graphs)
+
+
+def test_the_peak_is_of_the_largest_steps_and_nothing_stays() -> None:
+    device = Device()
+    use = measured(device)
+    assert device.events == ["pool of 100", "step of 1 rows to 400", "step of 8 rows to 1"]
+    assert use.activations == 5_000 + 10 * 64 + 100
+    assert (use.total, use.free, use.weights) == (1_000_000, 870_000, 100_000)
+    assert (use.runtime, use.graphs) == (30_000, 0)
+    assert device.held == 100_000, "the pool for measuring is given back"
+
+
+def test_graphs_are_measured_behind_the_steps() -> None:
+    device = Device()
+
+    def graphs(engine: Any, meter: Any) -> int:
+        assert meter is device
+        assert isinstance(engine, Profiled)
+        device.events.append("graphs")
+        return 77
+
+    assert measured(device, graphs).graphs == 77
+    assert device.events[-1] == "graphs"
+
+
+def test_followers_take_part_in_the_same_steps() -> None:
+    leader, follower = Device(), Device()
+    measured(leader)
+    measured(follower, is_leader=False)
+    assert [event for event in follower.events if event != "followed"] == leader.events
+    assert follower.events.count("followed") == 2
+
+
+def test_a_long_context_is_measured_in_half_of_what_is_free() -> None:
+    device = Device(weights=960_000)
+    measured(device, context_tokens=4000)
+    assert device.events[0] == "pool of 50"  # of 10,000 free bytes
+
+
+def test_the_steps_are_rows_that_the_engine_takes() -> None:
+    engine = ToyEngine(num_blocks=8, block_size=4, max_context_tokens=32)
+    [chunk], batch = largest_steps(engine.spec, max_batch=64, max_batch_tokens=12)
+    assert (chunk.start, len(chunk.tokens), len(batch)) == (20, 12, 8)
+    for rows in ([chunk], batch):
+        assert len(engine.step(rows)) == len(rows)
+
+
+class Steady:
+    """A Meter over a CPU engine: what the steps take is said beforehand."""
+
+    def __init__(self, total: int, activations: int) -> None:
+        self.total, self.activations = total, activations
+        self.pool = 0
+
+    def capacity(self) -> tuple[int, int]:
+        return self.total - 1000, self.total
+
+    def settle(self) -> None: ...
+
+    def reserved(self) -> int:
+        return 1000
+
+    def begin_peak(self) -> None: ...
+
+    def peak(self) -> int:
+        return 1000 + self.pool + self.activations
+
+
+def test_an_engine_takes_what_its_device_leaves(tiny: Callable[[str], Path]) -> None:
+    block_bytes = 3 * 2 * 8 * 2 * 16 * 4
+    meter = Steady(total=400 * block_bytes, activations=50 * block_bytes)
+    meter.pool = 128 * block_bytes  # 1,024 tokens of context in blocks of 8
+    config = WorkerConfig(
+        model=str(tiny("llama")), worker_id="w", device="cpu", block_size=8, max_batch=4, gpu_memory_share=0.5
+    )
+    engine = open_rank(config, None, WHOLE, None, meter=meter)
+    assert engine.spec.num_blocks == 149  # half of 400, without 50 and the thousand bytes of weights
+    assert engine.memory is not None
+    assert (engine.memory.activations, engine.memory.kv_tokens) == (50 * block_bytes, 149 * 8)
+    assert engine.spec.max_context_tokens == 1024
+    with pytest.raises(ConfigError, match=r"gpu_memory_share: got 0\.1 of"):
+        open_rank(
+            WorkerConfig(model=str(tiny("llama")), worker_id="w", device="cpu", block_size=8, gpu_memory_share=0.1),
+            None,
+            WHOLE,
+            None,
+            meter=meter,
+        )
+
+
+def test_a_host_engine_says_what_it_takes(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdserve.engine import opening
+
+    monkeypatch.setattr(opening, "available_bytes", lambda device: 80_000_000)
+    config = WorkerConfig(model=str(tiny("llama")), worker_id="w", device="cpu")
+    engine = opening.open_torch_engine(config)
+    plan = engine.memory
+    assert plan is not None
+    block_bytes = engine.spec.block_bytes
+    assert plan.kv_pool == engine.spec.num_blocks * block_bytes
+    assert 0 <= (80_000_000 - plan.weights) // 8 - plan.kv_pool < block_bytes
+    assert (plan.device, plan.total) == ("cpu", 80_000_000)
