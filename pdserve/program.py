@@ -20,6 +20,11 @@ USAGE_EXIT_CODE: Final = 2
 class Host(Protocol):
     """A role that runs on threads of its own."""
 
+    @property
+    def memory(self) -> str:
+        """Once started: how its memory is divided, as JSON; empty where nothing is known."""
+        ...
+
     def start(self) -> str:
         """Returns HOST:PORT once it listens. Raises PdserveError."""
         ...
@@ -54,7 +59,8 @@ def run(name: str, kind: type[Config], make_host: Callable[[Config], Host], argv
     gc.freeze()
     _follow_signals(host)  # until here a signal just ends the process: nobody depends on it yet
     own_id = config.router_id if isinstance(config, RouterConfig) else config.worker_id
-    sys.stdout.write(f"{name} {own_id} listening on {address}\n")
+    memory = f"{name} {own_id} memory {host.memory}\n" if host.memory else ""
+    sys.stdout.write(f"{name} {own_id} listening on {address}\n{memory}")
     sys.stdout.flush()
     host.wait()
     return 0

@@ -44,6 +44,10 @@ class RouterHost:
     def address(self) -> str:
         return self._server.address
 
+    @property
+    def memory(self) -> str:
+        return ""
+
     def start(self) -> str:
         """HOST:PORT, once it listens. Raises ConfigError when the port is taken."""
         self._thread.start()

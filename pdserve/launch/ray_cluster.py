@@ -61,6 +61,7 @@ class Health:
     address: str
     is_healthy: bool
     error: str
+    memory: str = ""  # how it is divided, as JSON
 
 
 class WorkerActor:
@@ -82,7 +83,8 @@ class WorkerActor:
     @ray.method(concurrency_group="health")
     def health(self) -> Health:
         is_healthy = not self._error and bool(self._host.is_healthy())
-        return Health(pid=os.getpid(), address=self._address, is_healthy=is_healthy, error=self._error)
+        memory = "" if self._error else str(self._host.memory)
+        return Health(pid=os.getpid(), address=self._address, is_healthy=is_healthy, error=self._error, memory=memory)
 
     def drain(self, timeout_s: float) -> None:
         """Returns when the residents have finished or their time is over."""
@@ -247,6 +249,8 @@ class Driver:
             self._lost(worker_id)
         if worker_id not in self._last:
             tell(worker_id, f"pid {health.pid} listens on {health.address}")
+            if health.memory:
+                tell(worker_id, f"memory {health.memory}")
         self._last[worker_id] = health
 
 

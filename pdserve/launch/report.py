@@ -7,15 +7,26 @@ relays a process's lines must go on taking them, or the process stands still at 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, Final, final
 
 from pdserve.core.errors import ConfigError
+from pdserve.engine.memory_plan import MemoryPlan, plan_from_json
 
 _WIDTH: Final = 10
+_MEMORY: Final = re.compile(r"(?:^| )memory (\{.*\})$")
+_PARTS: Final = {  # of a plan, as the table names them
+    "usable": "usable",
+    "weights": "weights",
+    "activations": "activations",
+    "graphs": "graphs",
+    "runtime": "runtime",
+    "kv pool": "kv_pool",
+}
 
 
 @final
@@ -28,6 +39,7 @@ class Report:
         self._is_quiet = is_quiet
         self._files: dict[str, LogFile] = {}
         self._phases: list[tuple[str, float]] = []
+        self._plans: dict[str, MemoryPlan] = {}
         if log_dir is not None:
             with _a_folder(log_dir):
                 log_dir.mkdir(parents=True, exist_ok=True)
@@ -38,7 +50,25 @@ class Report:
             _err(f"{self.elapsed_s:7.2f} s  {name:<{_WIDTH}} {text}")
 
     def relay(self, name: str) -> Callable[[str], None]:
-        """Takes the lines of process `name`: into its file where there is a folder for them, else to stderr."""
+        """Takes the lines of process `name`: into its file where there is a folder for them, else to stderr.
+
+        The line that divides its memory goes into the table of the start.
+        """
+        write = self._writer(name)
+
+        def take(line: str) -> None:
+            plan = memory_of(line)
+            if plan is None:
+                write(line)
+            else:
+                self.memory(name, plan)
+
+        return take
+
+    def memory(self, name: str, plan: MemoryPlan) -> None:
+        self._plans[name] = plan
+
+    def _writer(self, name: str) -> Callable[[str], None]:
         if self._log_dir is None:
             return lambda line: _err(f"{name:<{_WIDTH}} | {line}")
         if name not in self._files:
@@ -55,14 +85,15 @@ class Report:
         return time.monotonic() - self._began_s
 
     def table(self) -> None:
-        """Where the start's time went; workers load side by side, so the rows may sum to more than the total."""
+        """Where the start's time went, and each worker's memory. Workers load side by side, so the times may sum to
+        more than the total."""
         if self._is_quiet:
             return
         longest_s = max((took_s for _, took_s in self._phases), default=0.0) or 1.0
         lines = [f"start took {self.elapsed_s:.1f} s:"]
         for name, took_s in self._phases:
             lines.append(f"  {name:<14} {took_s:6.2f} s  {'█' * max(1, round(24 * took_s / longest_s))}")
-        _err("\n".join(lines))
+        _err("\n".join([*lines, *memory_table(self._plans)]))
 
     def ready(self, line: str) -> None:
         sys.stdout.write(line + "\n")
@@ -71,6 +102,28 @@ class Report:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
+
+
+def memory_of(line: str) -> MemoryPlan | None:
+    found = _MEMORY.search(line)
+    return None if found is None else plan_from_json(found.group(1))
+
+
+def memory_table(plans: Mapping[str, MemoryPlan]) -> list[str]:
+    """One row for each worker, in GB; a part that was not measured is empty. Pure."""
+    if not plans:
+        return []
+    rows = [("memory, GB", "total", *_PARTS, "kv tokens")]
+    for name, plan in sorted(plans.items()):
+        sizes = (plan.total, *(getattr(plan, part) for part in _PARTS.values()))
+        values = (f"{size / 1e9:.2f}" if size else "" for size in sizes)
+        rows.append((f"{name} {plan.device}", *values, f"{plan.kv_tokens:,}"))
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = []
+    for name, *cells in rows:
+        aligned = (text.rjust(width) for text, width in zip(cells, widths, strict=True))
+        lines.append("  " + "  ".join([name.ljust(first), *aligned]))
+    return lines
 
 
 @final

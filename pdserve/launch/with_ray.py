@@ -17,7 +17,7 @@ from pdserve.config import RAY_TOKEN_ENV, REDIS_ENV, SECRET_ENV
 from pdserve.launch.crew import Crew, Member, member
 from pdserve.launch.local import ask_first, with_ports
 from pdserve.launch.neighbours import check_alone
-from pdserve.launch.report import Report
+from pdserve.launch.report import Report, memory_of
 from pdserve.launch.spec import ClusterSpec, router, worker_config
 
 DRIVER: Final = "ray"
@@ -77,6 +77,10 @@ class RayCluster:
             self._report.relay(DRIVER)(line)
             return
         name, text = event.groups()
+        plan = memory_of(text)
+        if plan is not None:
+            self._report.memory(name, plan)
+            return
         phase = _PHASE.match(text)
         if phase is None:
             self._report.say(name, text)

@@ -107,6 +107,7 @@ class WorkerHost:
         self._is_fatal = False
         self._is_ready = False
         self.address = ""
+        self.memory = ""  # how the engine's memory is divided, as JSON; of a toy nothing is known
 
     # -- for whoever runs it ------------------------------------------------------------------------------------
 
@@ -118,6 +119,7 @@ class WorkerHost:
             self.address = f"{self._config.advertise or self._config.host}:{port}"
             program = self._engine.start(self._make_program)
             self._on_loop(self._serve(program))
+            self.memory = program.memory
         except BaseException:
             self.stop()
             raise

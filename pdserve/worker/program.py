@@ -25,6 +25,7 @@ from pdserve.core.stamps import BlockStamps
 from pdserve.engine.ahead import LazyAhead
 from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.interface import AheadEngine, Engine, OnLayer, Row, RowOut
+from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.profiles import load_profile
 from pdserve.telemetry import names
 from pdserve.v1 import transfer_pb2, worker_pb2
@@ -195,6 +196,12 @@ class RoleProgram(ABC):
             self.counts["unusable message"] += 1
             self.context.metrics.add(names.INVALID_MESSAGES, field=error.field)
             log.warning("a message was dropped", extra={"field": error.field, "expected": error.expected})
+
+    @property
+    def memory(self) -> str:
+        """How the engine's memory is divided, as JSON; empty where nothing is known."""
+        plan: MemoryPlan | None = getattr(self.engine, "memory", None)
+        return "" if plan is None else plan.to_json()
 
     @property
     def is_healthy(self) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.errors import ConfigError
+from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.launch.report import LogFile, Report
 
 
@@ -91,3 +92,31 @@ def test_nobody_who_reads_stderr_stops_nothing(monkeypatch: pytest.MonkeyPatch) 
 def test_a_folder_for_logs_that_cannot_be_is_refused_by_name(folder: str) -> None:
     with pytest.raises(ConfigError, match=f"log_dir: got {folder}, expected a folder that can be written to"):
         Report(Path(folder))
+
+
+def test_the_table_of_the_start_divides_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report()
+    gpu = MemoryPlan(
+        device="cuda:0",
+        total=80 * 10**9,
+        usable=72 * 10**9,
+        weights=16 * 10**9,
+        activations=2 * 10**9,
+        graphs=10**9,
+        runtime=5 * 10**8,
+        kv_pool=52 * 10**9,
+        kv_tokens=425_984,
+    )
+    host = MemoryPlan(device="cpu", total=8 * 10**9, usable=8 * 10**9, weights=2 * 10**7, kv_pool=10**9, kv_tokens=99)
+    report.relay("p0")(f"prefill_worker p0 memory {gpu.to_json()}")
+    report.relay("d0")(f"decode_worker d0 memory {host.to_json()}")
+    report.relay("d0")("its memory {is no plan}")
+    report.table()
+    relayed, _, *rows = capsys.readouterr().err.splitlines()
+    assert relayed == "d0         | its memory {is no plan}"
+    assert [" ".join(row.split()) for row in rows] == [
+        "memory, GB total usable weights activations graphs runtime kv pool kv tokens",
+        "d0 cpu 8.00 8.00 0.02 1.00 99",
+        "p0 cuda:0 80.00 72.00 16.00 2.00 1.00 0.50 52.00 425,984",
+    ]
+    assert len({len(row) for row in rows}) == 1, "columns stand below each other"
