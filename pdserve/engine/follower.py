@@ -12,6 +12,7 @@ from typing import Final
 
 from pdserve.config import WorkerConfig, parse_flags
 from pdserve.core.errors import PdserveError
+from pdserve.engine.current_device import use_device
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.opening import choose_device, open_rank, shared_bytes
 from pdserve.engine.parallel import MEET_S, OWN, STEP
@@ -39,7 +40,9 @@ def follow(rank: int, port: int, pool: str, config: WorkerConfig) -> int:
     store = make_store(port, shard.size, is_leader=False, timeout_s=MEET_S)
     store.set(f"here/{rank}", "")
     memory = None if pool == OWN else HostMemory(shared_bytes(config), int(pool))
-    ranks = Ranks(shard, store, choose_device(config.device, rank), config.stall_s)
+    device = choose_device(config.device, rank)
+    use_device(device)
+    ranks = Ranks(shard, store, device, config.stall_s)
     engine = open_rank(config, lambda _read, _all: None, shard, ranks, memory)
     store.set(f"loaded/{rank}", "")
     while True:

@@ -19,6 +19,7 @@ from pdserve.core.types import Role
 from pdserve.engine import ops
 from pdserve.engine.batch import RowKernel
 from pdserve.engine.config import ModelConfig, read_config
+from pdserve.engine.current_device import use_device
 from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.dummy import dummy_hash, dummy_weights
 from pdserve.engine.grammars import open_grammars
@@ -100,6 +101,7 @@ def open_rank(
     folder = Path(config.model)
     model_config = read_config(folder)
     device, dtype = choose_device(config.device, shard.rank), choose_dtype(config.dtype, config.device)
+    use_device(device)
     if device.type == "cuda":
         meter = meter or CudaMeter(device)
     config = with_device_defaults(config, Role.PREFILL, is_gpu=device.type == "cuda")

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from pdserve.engine.config import ModelConfig
+from pdserve.engine.current_device import use_device
 from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
 from pdserve.engine.gpu.engine import GraphEngine
 from pdserve.engine.gpu.graphs import GraphReplays
@@ -81,7 +82,7 @@ def _static(eager: TorchEngine, model: Decoder, most_rows: int, most_drafts: int
     most_queries = 1 << most_drafts.bit_length()  # each number of queries is a kernel of its own
     most_tokens = verified_tokens(most_rows, most_queries)
     device = eager.pool.tensor.device
-    torch.cuda.set_device(device)
+    use_device(device)
     decode = StaticDecode(
         model,
         eager.pool,

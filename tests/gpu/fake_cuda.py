@@ -1,0 +1,162 @@
+"""CUDA devices that are not there: torch's own shape, stride and device rules over fake tensors, and no bytes.
+
+    with fake_cuda(num_devices=2) as cuda: ...
+
+Tensors say that they lie on cuda:N, so the code takes the ways of a GPU. Triton kernels are not run; each launch is
+noted, with the device that is current in its thread, where Triton would launch it, and the devices of its tensors.
+torch needs a CUDA build to index a tensor on a device from Python, so indexing is done by the operators behind it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from triton.runtime import interpreter, jit
+
+from pdserve.engine import dummy, opening
+
+H200_BYTES = 141 * 10**9
+
+
+class WrongDevice(RuntimeError):
+    """What Triton says of it: a pointer argument cannot be accessed."""
+
+
+@dataclass
+class FakeCuda:
+    """`launches`: the kernels' names. `current`: the device of each thread, 0 until it is set."""
+
+    num_devices: int
+    current: threading.local = field(default_factory=threading.local)
+    launches: list[str] = field(default_factory=list)
+
+    def set_device(self, device: Any) -> None:
+        index = torch.device(device).index if not isinstance(device, int) else device
+        assert index is not None
+        assert 0 <= index < self.num_devices, f"there is no cuda:{index}"
+        self.current.index = index
+
+    def current_device(self) -> int:
+        return int(getattr(self.current, "index", 0))
+
+    def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        here = torch.device("cuda", self.current_device())
+        name = getattr(kernel, "__name__", None) or kernel.fn.__name__
+        for place, value in enumerate((*args, *kwargs.values())):
+            if isinstance(value, Tensor) and value.device != here:
+                raise WrongDevice(
+                    f"{name} is launched on {here}: argument {place} lies on {value.device} (cannot be accessed)"
+                )
+        self.launches.append(name)
+
+
+class WithoutGuards(TorchFunctionMode):
+    """Takes the operators behind those of Python's calls that set the current device first."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            return index(*args)
+        if func is Tensor.__setitem__:
+            return put(*args)
+        if func is Tensor.contiguous:
+            x: Tensor = args[0]
+            return x if x.is_contiguous() else torch.ops.aten.clone(x, memory_format=torch.contiguous_format)
+        kwargs = dict(kwargs or {})
+        is_pinned = kwargs.pop("pin_memory", False)
+        made = func(*args, **kwargs)
+        # A fake tensor of one number remembers it, and would compute with it on the device.
+        return torch.empty(made.shape, dtype=made.dtype) if is_pinned else made
+
+
+def index(x: Tensor, key: Any) -> Tensor:
+    x, tensors = _view(x, key)
+    return torch.ops.aten.index(x, tensors) if tensors else x
+
+
+def put(x: Tensor, key: Any, value: Any) -> None:
+    x, tensors = _view(x, key)
+    value = value if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
+    if tensors:
+        torch.ops.aten.index_put_(x, tensors, value.to(x.dtype))
+    else:
+        x.copy_(value)
+
+
+def _view(x: Tensor, key: Any) -> tuple[Tensor, list[Tensor | None]]:
+    """What the basic part of a key leaves, and the tensors of the advanced part by dimension."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    given = sum(one is not None and one is not Ellipsis for one in keys)
+    if any(one is Ellipsis for one in keys):
+        at = next(place for place, one in enumerate(keys) if one is Ellipsis)
+        keys[at : at + 1] = [slice(None)] * (x.dim() - given)
+    dim, tensors = 0, {}
+    for one in keys:
+        if one is None:
+            x = torch.ops.aten.unsqueeze(x, dim)
+        elif isinstance(one, slice):
+            if one != slice(None):
+                x = torch.ops.aten.slice(x, dim, one.start, one.stop, one.step or 1)
+        elif isinstance(one, Tensor):
+            tensors[dim] = one
+        else:
+            x = torch.ops.aten.select(x, dim, int(one))
+            continue
+        dim += 1
+    return x, [tensors.get(at) for at in range(max(tensors) + 1)] if tensors else []
+
+
+class Inline(Executor):
+    """Calls at once."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
+@contextmanager
+def one_thread(num_threads: int = 0) -> Iterator[Executor]:
+    yield Inline()
+
+
+@contextmanager
+def fake_cuda(num_devices: int = 1) -> Iterator[FakeCuda]:
+    cuda = FakeCuda(num_devices)
+    facts = SimpleNamespace(multi_processor_count=132, name="stand-in")
+    stands_in = {
+        "is_available": lambda: True,
+        "device_count": lambda: num_devices,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: facts,
+        "mem_get_info": lambda device=None: (H200_BYTES, H200_BYTES),
+        "set_device": cuda.set_device,
+        "current_device": cuda.current_device,
+    }
+    with ExitStack() as stack:
+        for name, call in stands_in.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, call))
+        for kernels in (jit.JITFunction, interpreter.InterpretedFunction):
+
+            def run(self: Any, *args: Any, **kwargs: Any) -> None:
+                cuda.launch(self, *args, **kwargs)
+
+            stack.enter_context(mock.patch.object(kernels, "run", run))
+        # Weights are made up by one thread, since a fake device is known to its own thread alone.
+        stack.enter_context(mock.patch.object(dummy, "_fill_chunk"))
+        stack.enter_context(mock.patch.object(dummy, "load_threads", one_thread))
+        stack.enter_context(mock.patch.object(opening, "dummy_hash", return_value="made up"))
+        # Weights and pools of real sizes cost nothing; what the host makes is fake as well.
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(WithoutGuards())
+        yield cuda
