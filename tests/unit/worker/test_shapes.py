@@ -94,6 +94,7 @@ async def test_a_real_engine_goes_on_from_converted_blocks_as_from_its_own(
         "max_context_tokens": 512,
         "kv_blocks": 32,
         "is_prefix_cache_on": False,
+        "deterministic": True,  # a float that rounds otherwise becomes another integer
     }
     p, d = start(Role.PREFILL, **{**common, **prefill}), start(Role.DECODE, **{**common, **decode})
     router = await attach(p, d)
@@ -129,6 +130,7 @@ async def test_float32_sent_to_an_int8_pool_is_what_its_engine_would_have_stored
         "max_context_tokens": 512,
         "kv_blocks": 32,
         "is_prefix_cache_on": False,
+        "deterministic": True,  # a float that rounds otherwise becomes another integer
     }
     p = start(Role.PREFILL, block_size=16, **common)
     d = start(Role.DECODE, block_size=32, kv_dtype="int8", **common)
@@ -169,6 +171,7 @@ async def test_floats_travel_as_int8_where_the_operator_says_so(
         "block_size": 16,
         "kv_blocks": 32,
         "is_prefix_cache_on": False,
+        "deterministic": True,  # a float that rounds otherwise becomes another integer
         "transport": transport,
     }
     p, d = start(Role.PREFILL, kv_wire="int8", **common), start(Role.DECODE, **common)

@@ -14,10 +14,11 @@ from tokenizers import Tokenizer
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
-from pdserve.core.types import Role
+from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
 from pdserve.v1 import worker_pb2
+from tests.oracle import Oracle
 
 BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
 COMMON: dict[str, Any] = {
@@ -41,32 +42,49 @@ LINES = "import os\nimport sys\n\n\nclass Path:\n    def __init__(self, name):\n
 PROMPTS = [ids_of(LINES[:12]), ids_of(LINES), ids_of(LINES * 3), ids_of(LINES * 3 + "    def exists(self):\n")]
 
 
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return Oracle(BUNDLED)
+
+
+HOW: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 11, "top_p": 0.95}]
+SAMPLINGS = [Sampling(max_tokens=32, **HOW[index % 2]) for index in range(len(PROMPTS))]
+
+
 async def answers(router: Any, ask: Any, name: str) -> list[list[int]]:
     """Of all prompts at once; greedy and seeded."""
-    how = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 11, "top_p": 0.95}]
-    asked = [ask(f"{name}-{index}", prompt, max_tokens=16, **how[index % 2]) for index, prompt in enumerate(PROMPTS)]
-    return list(await asyncio.gather(*map(router.remote, asked)))
+    asked = [
+        ask(f"{name}-{index}", prompt, max_tokens=32, ignore_eos=True, **HOW[index % 2])
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    found = list(await asyncio.gather(*map(router.remote, asked)))
+    assert [len(tokens) for tokens in found] == [32] * len(PROMPTS)
+    return found
 
 
 @pytest.mark.parametrize(("transport", "kv_dtype", "push"), [("shm", "auto", "layers"), ("tcp", "int8", "auto")])
-async def test_any_two_of_one_and_two_ranks_write_the_same(
-    start: Any, attach: Any, ask: Any, transport: str, kv_dtype: str, push: str
+async def test_any_two_of_one_and_two_ranks_write_what_float64_does(
+    start: Any, attach: Any, ask: Any, oracle: Oracle, transport: str, kv_dtype: str, push: str
 ) -> None:
     common = {**COMMON, "transport": transport, "kv_dtype": kv_dtype, "push": push}
     prefill = {ranks: start(Role.PREFILL, tensor_parallel=ranks, **common) for ranks in (1, 2)}
     decode = {ranks: start(Role.DECODE, tensor_parallel=ranks, **common) for ranks in (1, 2)}
     assert prefill[2].program.engine.spec == prefill[1].program.engine.spec, "a block is the same, whoever fills it"
-    expected = await answers(await attach(prefill[1], decode[1]), ask, "1-1")
-    assert len({tuple(one) for one in expected}) == len(PROMPTS)
-    for ranks in ((2, 1), (1, 2), (2, 2)):
+    # Rounded keys and values move a logit by some percent of its deviation; sums over ranks by float32 rounding alone.
+    bounds = {"tie": 0.05, "most_ties": 0.1} if kv_dtype == "int8" else {}
+    for ranks in ((1, 1), (2, 1), (1, 2), (2, 2)):
         router = await attach(prefill[ranks[0]], decode[ranks[1]], name=f"router-{ranks}")
-        assert await answers(router, ask, "cold") == expected, ranks
-        assert await answers(router, ask, "warm") == expected, ranks  # by what both prefix caches hold
+        cold = await answers(router, ask, "cold")
+        warm = await answers(router, ask, "warm")  # by what both prefix caches hold
+        assert len({tuple(one) for one in cold}) == len(PROMPTS)
+        oracle.assert_exact(PROMPTS * 2, [*cold, *warm], sampling=SAMPLINGS * 2, **bounds)
         moved = [one for one in router.all("transfer_ended") if one.is_committed and one.bytes]
         assert moved, "no KV travelled"
 
 
-async def test_a_killed_rank_of_a_prefill_worker_loses_nothing(start: Any, attach: Any, ask: Any) -> None:
+async def test_a_killed_rank_of_a_prefill_worker_loses_nothing(
+    start: Any, attach: Any, ask: Any, oracle: Oracle
+) -> None:
     broken, d = start(Role.PREFILL, **COMMON, tensor_parallel=2), start(Role.DECODE, **COMMON)
     router = await attach(broken, d)
     prompt = (PROMPTS[3] * 4)[:480]  # fifteen steps
@@ -85,8 +103,10 @@ async def test_a_killed_rank_of_a_prefill_worker_loses_nothing(start: Any, attac
     await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="r", attempt=1))
     await router.released("r", Role.DECODE)
     other = await attach(start(Role.PREFILL, **COMMON, worker_id="prefill-1"), d, name="other")
-    remote = await other.remote(ask("r", prompt, attempt=2, max_tokens=16))
-    assert remote == await other.local(ask("l", prompt, max_tokens=16))
+    remote = await other.remote(ask("r", prompt, attempt=2, max_tokens=64, ignore_eos=True))
+    local = await other.local(ask("l", prompt, max_tokens=64, ignore_eos=True))
+    assert len(remote) == len(local) == 64
+    oracle.assert_exact([prompt] * 2, [remote, local])
 
 
 async def test_a_rank_that_dies_while_nothing_is_asked_ends_the_worker(start: Any) -> None:
@@ -96,7 +116,9 @@ async def test_a_rank_that_dies_while_nothing_is_asked_ends_the_worker(start: An
         await idle.until_fatal()
 
 
-async def test_a_killed_rank_of_a_decode_worker_loses_nothing(start: Any, attach: Any, ask: Any) -> None:
+async def test_a_killed_rank_of_a_decode_worker_loses_nothing(
+    start: Any, attach: Any, ask: Any, oracle: Oracle
+) -> None:
     p, broken = start(Role.PREFILL, **COMMON), start(Role.DECODE, **COMMON, tensor_parallel=2)
     router = await attach(p, broken)
     running = asyncio.create_task(router.remote(ask("r", PROMPTS[1], max_tokens=400, ignore_eos=True)))
@@ -108,9 +130,10 @@ async def test_a_killed_rank_of_a_decode_worker_loses_nothing(start: Any, attach
     running.cancel()
     told = [router.all("first_token", "r")[0].token.token_id, *router.text("r")]
     other = await attach(p, start(Role.DECODE, **COMMON, worker_id="decode-1"), name="other")
-    again = ask("r", PROMPTS[1], attempt=2, output=tuple(told), max_tokens=len(told) + 8, ignore_eos=True)
-    whole = ask("whole", PROMPTS[1], max_tokens=len(told) + 8, ignore_eos=True)
-    assert told + await other.remote(again) == await other.remote(whole)
+    again = ask("r", PROMPTS[1], attempt=2, output=tuple(told), max_tokens=len(told) + 120, ignore_eos=True)
+    rest = await other.remote(again)
+    assert len(rest) == 120
+    oracle.assert_exact([PROMPTS[1]], [told + rest])
 
 
 def kill_rank(worker: Any) -> None:
