@@ -10,9 +10,12 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 # The tests start some hundreds of processes; without bytecode each would compile our sources anew. They run two files
-# at a time; with more than one thread to an engine, each would take all cores and wait, spinning, for the others'.
+# at a time, those of whole clusters first, since they take longest; with more than one thread to an engine, each would
+# take all cores and wait, spinning, for the others'.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile \
+	--no-loadscope-reorder
 test: $(STAMP)
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 # The whole suite once more, in .venv-newest, with the newest Python on this host that the pins support.
 test-newest:
@@ -29,9 +32,11 @@ test-isa: $(STAMP)
 gpu-checks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m gpu_checks tests/unit $(ARGS)
 
-# What is too long or too heavy for every run: Redis away for a minute.
+# What is too long for every run, of which `make test` has a short version: tests marked slow, and Redis away for a
+# minute. About ten minutes.
 test-slow: $(STAMP)
-	PDSERVE_REDIS_AWAY_S=60 $(BIN)/python -m pytest -q tests/cluster/test_faults.py
+	PDSERVE_REDIS_AWAY_S=60 $(PYTEST) tests/cluster/test_faults.py
+	$(PYTEST) -m slow $(ARGS)
 
 # 100,000 faulty transfers on each transport between processes that are killed and stopped; about fifteen minutes.
 fault-storm: $(STAMP)
