@@ -1,24 +1,28 @@
 """A CUDA device as the device paths see it: block copies on a stream of their own, and pools opened across processes.
 
-Needs torch, Triton and, to open another process's pool, CuPy. The pool must be one allocation, which a driver's
-handle names. A copy waits for the event that it is given and for nothing else of the engine's; whoever reads a landed
-block was told by the host.
+Needs torch, Triton and the CUDA driver. The pool must be one allocation, which a driver's handle names. A copy waits
+for the event that it is given and for nothing else of the engine's; whoever reads a landed block was told by the host.
+
+Staging is memory of our own. torch's allocator would take it from the engine's stream: it hands out memory that a
+queued kernel of that stream still uses, which is right for later work on that stream alone, and staging is used on
+other streams. What is allocated inside `copy` belongs to the copy stream, and is used there only.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Final, final
 
 import torch
 
+from kvtransfer.cuda_driver import driver, tensor_at
 from kvtransfer.device import COPY_S, Blocks, Wake
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.interface import KvPool
@@ -82,7 +86,7 @@ class CudaCopying:
 
 @final
 class Watcher:
-    """Wakes who waits for an event: a thread that sleeps while there is none."""
+    """Wakes whatever waits for an event: a thread that sleeps while there is none."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -115,6 +119,21 @@ def _has_ended(copying: CudaCopying) -> bool:
         return True
 
 
+def _passes(event: Any, limit_s: float) -> bool:
+    """Waits for it; False where that takes longer."""
+    ends_s = time.monotonic() + limit_s
+    while True:
+        try:
+            if event.query():
+                return True
+        except RuntimeError as error:  # nothing runs any more on a device that has failed
+            log.error("the device failed", extra={"error": str(error)})
+            return True
+        if time.monotonic() > ends_s:
+            return False
+        time.sleep(_POLL_S)
+
+
 @final
 class CudaDevice:
     """One engine's pool and a stream for its transfers. Any thread may call it."""
@@ -125,34 +144,45 @@ class CudaDevice:
         self.stream = torch.cuda.Stream(raw.device)
         self.watcher = Watcher()
         self._pool = CudaBlocks(raw)
+        self._index = raw.device.index or 0
+        self._lock = threading.Lock()  # guards the spare memory
+        self._spare: dict[int, list[int]] = {}  # addresses of staging that was closed, by size
 
     def pool(self) -> CudaBlocks:
         return CudaBlocks(self._pool.tensor)
 
     def staging(self, num_blocks: int) -> CudaBlocks:
-        size = (num_blocks, self._pool.block_bytes)
-        return CudaBlocks(torch.empty(size, dtype=torch.uint8, device=self.device))
+        """To be closed once nothing on the device touches it: the next caller gets the same memory.
+
+        It never returns to the driver, whose cuMemFree waits for all work of the device. Raises TransferFailed where
+        the device has no memory left.
+        """
+        block_bytes = self._pool.block_bytes
+        size = num_blocks * block_bytes
+        with self._lock:
+            spare = self._spare.setdefault(size, [])
+            pointer = spare.pop() if spare else None
+        if pointer is None:
+            with driver().current(self._index):
+                pointer = driver().allocate(size)
+        raw = tensor_at(pointer, self.device, num_blocks, block_bytes)
+        return CudaBlocks(raw, partial(self._put_back, size, pointer))
 
     def export(self) -> bytes:
-        from kvtransfer.cuda_handles import export
-
         raw = self._pool.tensor
         uuid = hashlib.blake2b(self.name.encode(), digest_size=16).digest()
-        with torch.cuda.device(self.device):
-            # The driver's calls need a context, which a thread has only once it has called the runtime.
-            self.stream.synchronize()
-            base = base_of(raw.data_ptr())
-            return _EXPORT.pack(raw.data_ptr() - base, raw.shape[0], raw.shape[1], uuid) + export(base)
+        with driver().current(self._index):
+            base = driver().base_of(raw.data_ptr())
+            return _EXPORT.pack(raw.data_ptr() - base, raw.shape[0], raw.shape[1], uuid) + driver().export(base)
 
     def open(self, exported: bytes) -> CudaBlocks:
-        from kvtransfer.cuda_handles import open_handle
-
         try:
             offset, num_blocks, block_bytes, _ = _EXPORT.unpack(exported[: _EXPORT.size])
         except struct.error as error:
             raise TransferFailed(f"{len(exported)} bytes are no pool on a device") from error
-        raw, close = open_handle(exported[_EXPORT.size :], self.device.index, offset, num_blocks, block_bytes)
-        return CudaBlocks(raw, close)
+        with driver().current(self._index):
+            base = driver().open(exported[_EXPORT.size :])
+        return CudaBlocks(tensor_at(base + offset, self.device, num_blocks, block_bytes), partial(self._close, base))
 
     def fence(self) -> torch.cuda.Event:
         with torch.cuda.device(self.device):
@@ -193,21 +223,32 @@ class CudaDevice:
         self.watcher.add(copying, wake)
         return copying
 
+    def has_drained(self, stream: Any, limit_s: float) -> bool:
+        """Waits until nothing that was queued on the stream runs any more; False where that takes longer."""
+        return _passes(self._recorded(stream), limit_s)
+
     def drain(self) -> None:
-        event = torch.cuda.Event()
-        event.record(self.stream)
-        began_s = told_s = time.monotonic()
-        while True:
-            try:
-                if event.query():
-                    return
-            except RuntimeError as error:  # nothing runs any more on a device that has failed
-                log.error("the device failed", extra={"error": str(error)})
-                return
-            if time.monotonic() > told_s + COPY_S:
-                told_s = time.monotonic()
-                log.error("the device does not drain", extra={"since_s": round(told_s - began_s)})
-            time.sleep(_POLL_S)
+        event, began_s = self._recorded(self.stream), time.monotonic()
+        while not _passes(event, COPY_S):
+            log.error("the device does not drain", extra={"since_s": round(time.monotonic() - began_s)})
+
+    def _recorded(self, stream: Any) -> torch.cuda.Event:
+        with torch.cuda.device(self.device):
+            event = torch.cuda.Event()
+            event.record(stream)
+            return event
+
+    def _close(self, base: int) -> None:
+        """Once nothing of this process reads it."""
+        try:
+            with driver().current(self._index):
+                driver().close(base)
+        except TransferFailed as failed:  # the connection has ended all the same
+            log.warning("another process's pool stays open", extra={"error": failed.message})
+
+    def _put_back(self, size: int, pointer: int) -> None:
+        with self._lock:
+            self._spare[size].append(pointer)
 
 
 _devices: dict[int, CudaDevice] = {}
@@ -223,13 +264,3 @@ def device_of(pool: KvPool) -> CudaDevice:
         if raw.data_ptr() not in _devices:
             _devices[raw.data_ptr()] = CudaDevice(raw)
         return _devices[raw.data_ptr()]
-
-
-def base_of(pointer: int) -> int:
-    """Where the allocation begins that a device address lies in."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    base, size = ctypes.c_uint64(), ctypes.c_size_t()
-    status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
-    if status:
-        raise TransferFailed(f"the driver knows no allocation of the pool (status {status})")
-    return base.value

@@ -212,6 +212,7 @@ class NcclReceive:
 class Nccl(OnDevice, TcpDoor):
     kind: int = NCCL
     name = "nccl"
+    packages = ("cupy",)
     proves_quiescence = True  # of live pages: the library writes into staging alone
 
     def __init__(

@@ -17,6 +17,7 @@ def _nobody() -> None:
 class OnDevice:
     is_for_devices = True
     divides_blocks = False
+    packages: tuple[str, ...] = ()  # that it needs beside torch and Triton
 
     def __init__(self, device_of: DeviceOf | None = None) -> None:
         """`device_of` stands in for CUDA."""
@@ -27,17 +28,19 @@ class OnDevice:
             return ""
         from kvtransfer.cuda import why_no_cuda
 
-        return why_no_cuda("cupy")
+        return why_no_cuda(*self.packages)
 
     def prepare(self, pool: KvPool) -> None:
         """The first copies of a process import, compile and load for seconds, in which its connections would be silent
         and taken for dead. Called before there are any."""
         device = self._device(pool)
         source, scratch = device.pool(), device.staging(1)
-        device.copy(source, [0], None, (), _nobody, None)
-        device.copy(source, [0], scratch, [0], _nobody, None)
-        device.drain()
-        scratch.close()
+        try:
+            device.copy(source, [0], None, (), _nobody, None)
+            device.copy(source, [0], scratch, [0], _nobody, None)
+        finally:
+            device.drain()
+            scratch.close()
 
     def fence(self, pool: KvPool) -> Fence:
         """What the pool's engine has queued until now."""

@@ -6,6 +6,7 @@ That it asks them the right questions only a GPU can show: tests/gpu.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import hashlib
 import struct
 import sys
@@ -18,15 +19,18 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer import cuda, cuda_handles, nccl_lane
+from kvtransfer import cuda, cuda_driver, nccl_lane
 from kvtransfer.cuda import CudaBlocks, CudaCopying, CudaDevice, Watcher
+from kvtransfer.cuda_driver import HANDLE_BYTES, Driver
 from kvtransfer.nccl_lane import NcclLanes
 from kvtransfer.paths.cuda_ipc import CudaIpc
 from kvtransfer.paths.nccl import Nccl
 from pdserve.core.errors import TransferFailed
+from tests.unit.kvtransfer.fake_driver import FakeLibrary
 from tests.unit.kvtransfer.harness import WAIT_S, HostPool
 
 KEPT = ("tensor", "int32", "int64", "uint8", "Tensor", "empty", "device", "as_tensor")
+GPU_CHECKS = pytest.mark.gpu_checks
 
 
 class Event:
@@ -68,6 +72,15 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     return made
 
 
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    """The CUDA driver that every device of the test uses."""
+    library = FakeLibrary()
+    driver = Driver(library)
+    monkeypatch.setattr(cuda, "driver", lambda: driver)
+    return library
+
+
 # Copies.
 
 
@@ -107,92 +120,128 @@ def test_draining_waits_for_the_device_says_that_it_does_and_ends_with_it(
     assert "the device failed" in caplog.text
 
 
-def test_staging_has_blocks_of_the_pools_size(events: list[Event]) -> None:
-    staging = CudaDevice(torch.zeros((4, 16), dtype=torch.uint8)).staging(3)
-    assert (staging.num_blocks, staging.block_bytes) == (3, 16)
+# Memory of our own, and pools of other processes.
 
 
-# Pools of other processes.
-
-
-def cupy_of(**runtime: Any) -> SimpleNamespace:
-    class CUDARuntimeError(Exception): ...
-
-    def refused(*_: Any) -> Any:
-        raise CUDARuntimeError("cudaErrorInvalidValue")
-
-    plain = {"ipcGetMemHandle": refused, "ipcOpenMemHandle": refused, "CUDARuntimeError": CUDARuntimeError}
-    return SimpleNamespace(
-        cuda=SimpleNamespace(
-            runtime=SimpleNamespace(**plain | runtime),
-            Device=lambda index: nullcontext(),
-            Stream=lambda non_blocking: Stream(),
-            UnownedMemory=lambda base, size, owner, device: (base, size),
-            MemoryPointer=lambda memory, offset: (memory, offset),
-        ),
-        uint8="uint8",
-        ndarray=lambda shape, dtype, pointer: (shape, dtype, pointer),
-    )
-
-
-def test_a_pool_is_named_by_its_allocation_and_its_place_in_it(
-    events: list[Event], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The handle is of the whole allocation, in which the pool need not come first."""
-    raw = torch.zeros((4, 16), dtype=torch.uint8)
-    device, base = CudaDevice(raw), raw.data_ptr() - 512
-    closed: list[int] = []
-    cupy = cupy_of(
-        ipcGetMemHandle=lambda pointer: b"handle" if pointer == base else b"",
-        ipcOpenMemHandle=lambda handle: 9000 if handle == b"handle" else 0,
-        ipcCloseMemHandle=closed.append,
-    )
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(cuda, "base_of", lambda pointer: base)
-    exported = device.export()
-    opened: list[Any] = []
-
-    def as_tensor(array: Any, device: Any) -> torch.Tensor:
-        opened.append(array)
-        return torch.zeros(array[0], dtype=torch.uint8)
-
-    monkeypatch.setattr(cuda_handles.torch, "as_tensor", as_tensor)
-    blocks = device.open(exported)
-    assert opened == [((4, 16), "uint8", ((9000, 512 + 64), 512))]
-    assert (blocks.num_blocks, blocks.block_bytes) == (4, 16)
-    blocks.close()
-    blocks.close()
-    assert closed == [9000], "once"
-
-
-def test_memory_that_cannot_be_shared_or_opened_fails_the_transfer(
-    events: list[Event], monkeypatch: pytest.MonkeyPatch
+@GPU_CHECKS
+def test_staging_is_memory_of_our_own_that_is_used_again_once_it_was_closed(
+    events: list[Event], library: FakeLibrary
 ) -> None:
     device = CudaDevice(torch.zeros((4, 16), dtype=torch.uint8))
-    monkeypatch.setitem(sys.modules, "cupy", cupy_of())
-    monkeypatch.setattr(cuda, "base_of", lambda pointer: pointer)
-    with pytest.raises(TransferFailed, match="the pool's memory cannot be shared: cudaErrorInvalidValue"):
+    first, other = device.staging(3), device.staging(3)
+    assert (first.num_blocks, first.block_bytes) == (3, 16)
+    addresses = [one.tensor.data_ptr() for one in (first, other)]
+    assert addresses == library.allocated
+    first.close()
+    first.close()
+    again, larger = device.staging(3), device.staging(5)
+    assert again.tensor.data_ptr() == addresses[0]
+    assert larger.tensor.data_ptr() == library.allocated[2]
+    assert device.staging(3).tensor.data_ptr() == library.allocated[3], "what is not closed is nobody else's"
+
+
+@GPU_CHECKS
+def test_a_device_without_memory_for_staging_fails_the_transfer(events: list[Event], library: FakeLibrary) -> None:
+    library.statuses["cuMemAlloc_v2"] = 2
+    with pytest.raises(TransferFailed, match=r"no 48 bytes of device memory \(CUDA status 2\)"):
+        CudaDevice(torch.zeros((4, 16), dtype=torch.uint8)).staging(3)
+
+
+def cupy_of() -> SimpleNamespace:
+    return SimpleNamespace(
+        cuda=SimpleNamespace(Device=lambda index: nullcontext(), Stream=lambda non_blocking: Stream()),
+    )
+
+
+@GPU_CHECKS
+def test_a_pool_of_another_process_is_used_where_it_lies(
+    events: list[Event], library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handle is of the whole allocation, in which the pool need not come first. torch.as_tensor, which asks the
+    driver for the memory's device, copies what lies on another one: so does this stand-in."""
+    monkeypatch.setattr(torch, "as_tensor", lambda data, device: torch.tensor(data, device=device))
+    raw = torch.arange(80, dtype=torch.uint8)[16:].view(4, 16)
+    library.bases[raw.data_ptr()] = raw.data_ptr() - 16
+    device = CudaDevice(raw)
+    blocks = device.open(device.export())
+    assert blocks.tensor.data_ptr() == raw.data_ptr()
+    assert (blocks.num_blocks, blocks.block_bytes) == (4, 16)
+    raw[2, 3] = 200
+    assert blocks.tensor[2, 3] == 200, "no copy"
+    assert torch.equal(blocks.tensor, raw)
+    blocks.close()
+    blocks.close()
+    assert library.closed == [raw.data_ptr() - 16], "once"
+    assert library.context == [], "no thread keeps the device's context"
+
+
+@GPU_CHECKS
+def test_memory_that_torch_copies_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied(pointer: int, device: torch.device, num_bytes: int) -> torch.UntypedStorage:
+        return torch.UntypedStorage(num_bytes)
+
+    monkeypatch.setattr(torch._C, "_construct_storage_from_data_pointer", copied)
+    with pytest.raises(TransferFailed, match="torch copied memory at 0x1000 instead of using it"):
+        cuda_driver.tensor_at(0x1000, torch.device("cpu"), 2, 8)
+
+
+def test_memory_that_cannot_be_shared_opened_or_closed_fails_no_more_than_the_transfer(
+    events: list[Event], library: FakeLibrary, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = torch.zeros((4, 16), dtype=torch.uint8)
+    library.bases[raw.data_ptr()] = raw.data_ptr()
+    device = CudaDevice(raw)
+    exported = device.export()
+    blocks = device.open(exported)
+    library.statuses = {"cuIpcGetMemHandle": 1, "cuIpcOpenMemHandle_v2": 201, "cuIpcCloseMemHandle": 400}
+    with pytest.raises(TransferFailed, match=r"the pool's memory cannot be shared \(CUDA status 1\)"):
         device.export()
-    with pytest.raises(TransferFailed, match="the sender's pool cannot be opened: cudaErrorInvalidValue"):
-        device.open(bytes(40) + b"handle")
+    with pytest.raises(TransferFailed, match=r"the sender's pool cannot be opened \(CUDA status 201\)"):
+        device.open(exported)
+    with pytest.raises(TransferFailed, match="the sender's pool cannot be opened: a handle of 3 bytes"):
+        device.open(exported[:-HANDLE_BYTES] + b"odd")
     with pytest.raises(TransferFailed, match="7 bytes are no pool on a device"):
         device.open(b"garbage")
+    blocks.close()
+    assert "another process's pool stays open" in caplog.text
+    library.statuses = {"cuMemGetAddressRange_v2": 1}
+    with pytest.raises(TransferFailed, match=r"the driver knows no allocation of the pool \(CUDA status 1\)"):
+        device.export()
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_the_driver_says_where_an_allocation_begins_or_that_there_is_none(
-    monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
-    def range_of(base: Any, size: Any, pointer: ctypes.c_uint64) -> int:
-        base._obj.value = pointer.value - 64
-        return status
+@pytest.mark.parametrize("name", ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2"])
+def test_a_device_that_cannot_be_used_fails_the_transfer(events: list[Event], library: FakeLibrary, name: str) -> None:
+    library.statuses[name] = 100
+    with pytest.raises(TransferFailed, match=r"\(CUDA status 100\)"):
+        CudaDevice(torch.zeros((4, 16), dtype=torch.uint8)).staging(1)
 
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuMemGetAddressRange_v2=range_of))
-    if status:
-        with pytest.raises(TransferFailed, match=r"the driver knows no allocation of the pool \(status 1\)"):
-            cuda.base_of(1000)
-    else:
-        assert cuda.base_of(1000) == 936
+
+def test_a_system_without_the_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(TransferFailed, match=r"the CUDA driver cannot be loaded: libcuda\.so\.1"):
+        Driver()
+
+
+@GPU_CHECKS
+def test_the_engines_thread_runs_while_a_pool_is_being_closed(library: FakeLibrary) -> None:
+    """The driver's call is a real one here, of the C library: it waits for a semaphore that another thread of this
+    process posts, which it could not where the call kept the GIL."""
+    libc = ctypes.CDLL(None)
+    semaphore = ctypes.create_string_buffer(64)
+    libc.sem_init(semaphore, 0, 0)
+    library.cuIpcCloseMemHandle = libc["sem_wait"]
+    driver = Driver(library)
+    poster = threading.Timer(0.05, lambda: libc.sem_post(semaphore))
+    faulthandler.dump_traceback_later(WAIT_S, exit=True)  # nothing of Python would run any more
+    try:
+        poster.start()
+        driver.close(ctypes.addressof(semaphore))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    poster.join()
 
 
 def test_a_pool_in_host_memory_is_refused_by_the_paths_between_devices() -> None:
@@ -202,7 +251,7 @@ def test_a_pool_in_host_memory_is_refused_by_the_paths_between_devices() -> None
 
 
 def test_a_pool_has_one_device_for_all_its_connections(events: list[Event]) -> None:
-    raw = SimpleNamespace(device=SimpleNamespace(type="cuda"), data_ptr=lambda: 4711, shape=(4, 16))
+    raw = SimpleNamespace(device=SimpleNamespace(type="cuda", index=0), data_ptr=lambda: 4711, shape=(4, 16))
     try:
         assert cuda.device_of(SimpleNamespace(raw=raw)) is cuda.device_of(SimpleNamespace(raw=raw))  # type: ignore[arg-type]
     finally:
@@ -271,7 +320,12 @@ def device_that(copying: Any) -> Any:
         return copying
 
     staging = CudaBlocks(torch.zeros((1, 16), dtype=torch.uint8))
-    return SimpleNamespace(device=torch.device("cuda", 0), watched=watched, staging=lambda blocks: staging)
+    return SimpleNamespace(
+        device=torch.device("cuda", 0),
+        watched=watched,
+        staging=lambda blocks: staging,
+        has_drained=lambda stream, limit_s: True,
+    )
 
 
 def test_a_cupy_without_the_library_is_named(lanes: Callable[..., NcclLanes]) -> None:

@@ -66,7 +66,7 @@ def test_what_the_gpu_scripts_import_is_there(bare: dict[str, str]) -> None:
             "benchmarks.fault_storm",
             "kvtransfer.cuda",
             "kvtransfer.nccl_lane",
-            "kvtransfer.cuda_handles",
+            "kvtransfer.cuda_driver",
             "decode_worker.program",
             "prefill_worker.program",
             "pdserve.engine.gpu.opening",

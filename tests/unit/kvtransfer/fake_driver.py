@@ -1,0 +1,64 @@
+"""A stand-in for libcuda: device memory is memory of this process, a handle is an address in plain bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from kvtransfer.cuda_driver import HANDLE_BYTES
+
+
+class FakeLibrary:
+    def __init__(self) -> None:
+        self.statuses: dict[str, int] = {}  # what a call answers; 0 where it is not named
+        self.bases: dict[int, int] = {}  # of addresses: where their allocations begin
+        self.allocated: list[int] = []
+        self.closed: list[int] = []
+        self.context: list[int] = []  # of the calling thread, the last one current
+        self._memory: list[Any] = []
+        for name, does in {
+            "cuInit": lambda flags: None,
+            "cuDeviceGet": lambda number, index: _put(number, index),
+            "cuDevicePrimaryCtxRetain": lambda context, number: _put(context, 1000 + number.value),
+            "cuCtxPushCurrent_v2": lambda context: self.context.append(context.value),
+            "cuCtxPopCurrent_v2": lambda context: _put(context, self.context.pop()),
+            "cuMemAlloc_v2": self._allocate,
+            "cuMemGetAddressRange_v2": self._range,
+            "cuIpcGetMemHandle": self._export,
+            "cuIpcOpenMemHandle_v2": self._open,
+            "cuIpcCloseMemHandle": self.closed.append,
+        }.items():
+            setattr(self, name, self._call(name, does))
+
+    def _call(self, name: str, does: Callable[..., Any]) -> Callable[..., int]:
+        needs_context = name.startswith(("cuMem", "cuIpc"))
+
+        def call(*arguments: Any) -> int:
+            assert self.context or not needs_context, f"{name} needs the device's context on its thread"
+            status = self.statuses.get(name, 0)
+            if not status:
+                does(*arguments)
+            return status
+
+        return call
+
+    def _allocate(self, pointer: Any, num_bytes: int) -> None:
+        self._memory.append((ctypes.c_uint8 * num_bytes)())
+        self.allocated.append(ctypes.addressof(self._memory[-1]))
+        _put(pointer, self.allocated[-1])
+
+    def _range(self, base: Any, size: Any, pointer: int) -> None:
+        _put(base, self.bases[pointer])
+
+    def _export(self, handle: Any, base: int) -> None:
+        ctypes.memmove(handle, struct.pack(f"<Q{HANDLE_BYTES - 8}x", base), HANDLE_BYTES)
+
+    def _open(self, pointer: Any, handle: Any, flags: int) -> None:
+        _put(pointer, struct.unpack_from("<Q", bytes(handle))[0])
+
+
+def _put(reference: Any, value: int) -> None:
+    """Writes what a `ctypes.byref` refers to."""
+    reference._obj.value = value
