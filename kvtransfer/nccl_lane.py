@@ -1,78 +1,32 @@
 """Communicators of two ranks through CuPy. The only module that imports CuPy's NCCL.
 
 All sends and receives of a device come from one thread, in the order in which they were asked for: NCCL allows no two
-threads on one communicator, and issuing to several from several threads can deadlock. A pair is made on a thread of
-its own. CuPy's binding raises KeyError on statuses
-that it does not know (in progress, timeout), which here is a status like others. What does not end is aborted by a
-thread that may be left behind; an abort that does not return leaves its staging to nobody until the process ends.
+threads on one communicator, and advises against issuing to several of one device from several threads. The exception
+is a pair's first message: it connects the pair and waits for the other rank inside the call, so it comes from the
+thread that makes the pair. CuPy's binding raises KeyError on statuses that it does not know (in progress, timeout),
+which here is a status like others. What does not end is aborted by a thread that may be left behind; where an abort
+does not return, the staging is not used again.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
 
 from kvtransfer.cuda import CudaBlocks, CudaCopying, CudaDevice
 from kvtransfer.device import LANE_S, Blocks, Wake
+from kvtransfer.issuer import Issuer, answer_of, on_its_own_thread, status_of
 from pdserve.core.errors import TransferFailed
 
 log = logging.getLogger(__name__)
 
 JOIN_S: Final = 60.0
-CALL_S: Final = 10.0
+LEAVE_S: Final = 1.0  # for a call in progress, which takes microseconds unless it is stuck
 ABORT_S: Final = 10.0
 _WARM_BYTES: Final = 4
-
-
-@final
-class Issuer:
-    """The one thread that calls NCCL for a device."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="nccl-issuer", daemon=True).start()
-
-    def call(self, function: Callable[[], Any], timeout_s: float = CALL_S) -> Any:
-        """What `function` returns on the issuing thread. Raises TransferFailed where it raises or takes too long."""
-        return answer_of(function, self._calls.put, timeout_s)
-
-    def _run(self) -> None:
-        while True:
-            self._calls.get()()
-
-
-def answer_of(function: Callable[[], Any], begin: Callable[[Callable[[], None]], object], timeout_s: float) -> Any:
-    """What `function` returns on the thread that `begin` gives it to. Raises TransferFailed."""
-    done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            done.put((function(), None))
-        except BaseException as error:  # handed to whoever asked
-            done.put((None, error))
-
-    begin(run)
-    try:
-        value, error = done.get(timeout=timeout_s)
-    except queue.Empty:
-        raise TransferFailed(f"NCCL has not answered in {timeout_s:.0f} s") from None
-    if error is not None:
-        raise TransferFailed(f"NCCL failed: {status_of(error)}") from error
-    return value
-
-
-def on_its_own_thread(function: Callable[[], None]) -> None:
-    threading.Thread(target=function, name="nccl-join", daemon=True).start()
-
-
-def status_of(error: BaseException) -> str:
-    """CuPy maps statuses to names and raises KeyError with the number where it has none."""
-    return f"status {error.args[0]}" if isinstance(error, KeyError) and error.args else str(error)
 
 
 def signed(lane_id: bytes) -> tuple[int, ...]:
@@ -102,21 +56,38 @@ class NcclLanes:
         return bytes(number % 256 for number in self._nccl.get_unique_id())
 
     def join(self, device: CudaDevice, lane_id: bytes, rank: int) -> NcclLane:
+        """Makes the pair and its connection on a thread of its own. Raises TransferFailed."""
         issuer = issuer_of(device)
+        made: list[NcclLane] = []
+        is_given_up = threading.Event()
 
-        def make() -> Any:
+        def make() -> NcclLane:
             import cupy
 
             with cupy.cuda.Device(device.device.index):
-                return communicator(self._nccl, lane_id, rank)
+                lane = NcclLane(issuer, device, communicator(self._nccl, lane_id, rank), 1 - rank)
+                made.append(lane)
+                scratch = device.staging(1)
+                try:
+                    if is_given_up.is_set():
+                        raise TransferFailed("the other NCCL rank came too late")
+                    lane.warm(rank, scratch)
+                except BaseException:
+                    lane.close()
+                    scratch.close()
+                    raise
+                scratch.close()
+                return lane
 
-        # Not on the issuing thread: nobody can call back a rank that waits for one that does not come, and the
-        # other pairs of the device shall not wait with it. It launches nothing that others could be mixed up with.
-        lane = NcclLane(issuer, device, answer_of(make, on_its_own_thread, JOIN_S), 1 - rank)
+        # Not on the issuing thread: nobody can call back a rank that waits for one that does not come, and the first
+        # message connects the pair, which waits for the other rank inside the call. Pairs of several workers that are
+        # made in different orders would wait for each other in a circle.
         try:
-            lane.warm(rank)
-        except BaseException:
-            lane.close()
+            lane: NcclLane = answer_of(make, on_its_own_thread, JOIN_S)
+        except TransferFailed:
+            is_given_up.set()
+            for late in made:  # stuck in its first message, which only an abort ends
+                late.close()
             raise
         return lane
 
@@ -127,19 +98,21 @@ class NcclLane:
         import cupy
 
         self._issuer, self._device, self._communicator, self._peer = issuer, device, communicator, peer
+        self._calling = threading.Lock()  # held by whoever calls the communicator
+        self._closing = threading.Lock()
         self._is_closed = False
-        self._memory: dict[int, torch.Tensor] = {}  # that the library was told of, by its address
+        self._why_open = ""  # why it may still touch memory although it was closed
         # Its own: a receive whose sender is gone holds up what comes behind it, which must not be other pairs. torch
         # deals 32 streams out again and again, so CuPy makes it, and it is there as long as the lane is.
         with cupy.cuda.Device(device.device.index):
             self._owned = cupy.cuda.Stream(non_blocking=True)
         self._stream = torch.cuda.ExternalStream(self._owned.ptr, device=device.device)
 
-    def warm(self, rank: int) -> None:
-        """The first message makes the connection, and may take as long as the communicator did."""
-        scratch = self._device.staging(1)
+    def warm(self, rank: int, scratch: Blocks) -> None:
+        """The first message, on the calling thread. It makes the connection, and may take as long as the communicator
+        did; NCCL connects all channels of a peer then, whatever the size of the message."""
         told = threading.Event()
-        copying = self._issue("recv" if rank else "send", scratch, 0, _WARM_BYTES, told.set, JOIN_S)
+        copying = self._queue("recv" if rank else "send", scratch, 0, _WARM_BYTES, told.set, JOIN_S)
         if not told.wait(JOIN_S) or not copying.is_done:
             raise TransferFailed("the other NCCL rank has not answered")
 
@@ -150,45 +123,65 @@ class NcclLane:
         return self._issue("recv", target, block, num_bytes, wake)
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
+        with self._closing:  # a second caller returns when the first has ended it
+            if not self._is_closed:
+                self._is_closed = True
+                self._why_open = self._end()
+                if self._why_open:  # it may still write: staging is not closed, and these are kept
+                    _abandoned.append((self._communicator, self._owned))
+            if self._why_open:
+                raise TransferFailed(self._why_open)
+
+    def _end(self) -> str:
+        """Aborts the communicator. Returns why memory may still be touched; empty where it is not."""
         ended = threading.Event()
 
         def abort() -> None:
+            has_left = self._calling.acquire(timeout=LEAVE_S)  # else the call is stuck, and the abort is to end it
             try:
                 self._communicator.abort()
             except Exception as error:
                 log.warning("an NCCL communicator failed when it was aborted", extra={"error": status_of(error)})
+            finally:
+                if has_left:
+                    self._calling.release()
             ended.set()
 
         threading.Thread(target=abort, name="nccl-abort", daemon=True).start()
-        if not ended.wait(ABORT_S):
-            # It may still write: without a holder the memory would go to the engine.
-            _abandoned.append((self._memory, self._communicator, self._owned))
-            raise TransferFailed(f"an NCCL communicator's abort has not returned in {ABORT_S:.0f} s")
+        if not ended.wait(LEAVE_S + ABORT_S):
+            return f"an NCCL communicator's abort has not returned in {ABORT_S:g} s"
+        if not self._calling.acquire(timeout=LEAVE_S):
+            return "a call of NCCL has not returned although its communicator was aborted"
+        if not self._device.has_drained(self._stream, ABORT_S):
+            return f"an NCCL kernel has not ended in {ABORT_S:g} s although its communicator was aborted"
+        return ""
 
-    def _issue(
-        self, name: str, blocks: Blocks, block: int, num_bytes: int, wake: Wake, limit_s: float = LANE_S
-    ) -> CudaCopying:
+    def _issue(self, name: str, blocks: Blocks, block: int, num_bytes: int, wake: Wake) -> CudaCopying:
         if self._is_closed:
             raise TransferFailed("the NCCL pair is closed")
+        copying: CudaCopying = self._issuer.call(lambda: self._queue(name, blocks, block, num_bytes, wake))
+        return copying
+
+    def _queue(
+        self, name: str, blocks: Blocks, block: int, num_bytes: int, wake: Wake, limit_s: float = LANE_S
+    ) -> CudaCopying:
+        import cupy
+
         assert isinstance(blocks, CudaBlocks)
-        base = blocks.tensor.data_ptr()
-        self._memory[base] = blocks.tensor
-        pointer = base + block * blocks.block_bytes
-
-        def issue() -> CudaCopying:
-            import cupy
-
+        pointer = blocks.tensor.data_ptr() + block * blocks.block_bytes
+        # Checked here, too: while the call waited its pair may have been closed, which frees the communicator.
+        if not self._calling.acquire(blocking=False):
+            raise TransferFailed("the NCCL pair is being closed")
+        try:
+            if self._is_closed:
+                raise TransferFailed("the NCCL pair is closed")
             device, communicator = self._device, self._communicator
             communicator.check_async_error()
             with cupy.cuda.Device(device.device.index):
                 getattr(communicator, name)(pointer, num_bytes, _UINT8, self._peer, self._stream.cuda_stream)
             return device.watched(None, wake, self._stream, limit_s)
-
-        copying: CudaCopying = self._issuer.call(issue)
-        return copying
+        finally:
+            self._calling.release()
 
 
 _UINT8: Final = 1  # ncclUint8: KV travels as bytes, whatever they mean
@@ -199,4 +192,7 @@ _lock = threading.Lock()
 
 def issuer_of(device: CudaDevice) -> Issuer:
     with _lock:
-        return _issuers.setdefault(device.device.index, Issuer())
+        found = _issuers.get(device.device.index)
+        if found is None:
+            found = _issuers[device.device.index] = Issuer()
+        return found

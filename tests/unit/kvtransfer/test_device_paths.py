@@ -16,8 +16,9 @@ from benchmarks.secret import SECRET
 from kvtransfer.cuda import why_no_cuda
 from kvtransfer.endpoint import make_sender
 from kvtransfer.frames import Frame, Kind
+from kvtransfer.issuer import Issuer, answer_of, on_its_own_thread, status_of
 from kvtransfer.lease import Lease
-from kvtransfer.nccl_lane import Issuer, answer_of, communicator, on_its_own_thread, status_of
+from kvtransfer.nccl_lane import communicator
 from kvtransfer.outbound import Outbound
 from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.paths.nccl import NCCL, Nccl

@@ -1,12 +1,13 @@
-"""A lane over a communicator that misbehaves; CuPy and the device are stand-ins."""
+"""Lanes over communicators that block, hang or are freed. CuPy and devices are stand-ins, issuing threads are real."""
 
 from __future__ import annotations
 
-import gc
+import queue
+import random
 import sys
 import threading
-import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,18 +17,28 @@ import torch
 
 from kvtransfer import nccl_lane
 from kvtransfer.cuda import CudaBlocks
-from kvtransfer.nccl_lane import Issuer, NcclLane
+from kvtransfer.issuer import Issuer
+from kvtransfer.nccl_lane import NcclLane, NcclLanes
 from pdserve.core.errors import TransferFailed
+from tests.unit.kvtransfer.harness import WAIT_S, wait_for
+
+GPU_CHECKS = pytest.mark.gpu_checks
 
 
 class Communicator:
     """What CuPy's has of methods; what it was asked to do."""
 
-    def __init__(self, abort: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, abort: Callable[[], Any] = lambda: None) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.abort = abort
+        self.is_freed = False
+        self._abort = abort
 
-    def check_async_error(self) -> None: ...
+    def abort(self) -> None:
+        self._abort()
+        self.is_freed = True
+
+    def check_async_error(self) -> None:
+        assert not self.is_freed, "used after its abort"
 
     def send(self, *arguments: int) -> None:
         self.calls.append(("send", *arguments))
@@ -36,52 +47,267 @@ class Communicator:
         self.calls.append(("recv", *arguments))
 
 
+def a_device(index: int = 0) -> Any:
+    def watched(sums: Any, wake: Callable[[], None], *_: Any) -> Any:
+        wake()
+        return SimpleNamespace(is_done=True)
+
+    return SimpleNamespace(
+        device=torch.device("cuda", index),
+        watched=watched,
+        staging=lambda num_blocks: CudaBlocks(torch.zeros((num_blocks, 16), dtype=torch.uint8)),
+        has_drained=lambda stream, limit_s: True,
+    )
+
+
 @pytest.fixture
-def make_lane(monkeypatch: pytest.MonkeyPatch) -> Callable[[Communicator], NcclLane]:
+def cupy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """CuPy without NCCL, and issuing threads that no other test has seen."""
     cuda = SimpleNamespace(Device=lambda index: nullcontext(), Stream=lambda non_blocking: SimpleNamespace(ptr=77))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda ptr, device: SimpleNamespace(cuda_stream=ptr))
-    device: Any = SimpleNamespace(device=torch.device("cuda", 0), watched=lambda *_: "copying")
-    return lambda communicator: NcclLane(Issuer(), device, communicator, 1)
+    monkeypatch.setattr(nccl_lane, "_issuers", {})
+    monkeypatch.setattr(nccl_lane, "_abandoned", [])
+    return cuda
 
 
-def test_bytes_go_out_by_address_type_peer_and_stream(make_lane: Callable[[Communicator], NcclLane]) -> None:
+@pytest.fixture
+def make_lane(cupy: SimpleNamespace) -> Callable[..., NcclLane]:
+    return lambda communicator, issuer=None: NcclLane(issuer or Issuer(), a_device(), communicator, 1)
+
+
+@pytest.fixture
+def blocks() -> CudaBlocks:
+    return CudaBlocks(torch.zeros((4, 16), dtype=torch.uint8))
+
+
+def nobody() -> None: ...
+
+
+def test_bytes_go_out_by_address_type_peer_and_stream(make_lane: Callable[..., NcclLane], blocks: CudaBlocks) -> None:
     communicator = Communicator()
     lane = make_lane(communicator)
-    blocks = CudaBlocks(torch.zeros((4, 16), dtype=torch.uint8))
-    lane.send(blocks, 2, 32, lambda: None)
-    lane.receive(blocks, 0, 16, lambda: None)
+    lane.send(blocks, 2, 32, nobody)
+    lane.receive(blocks, 0, 16, nobody)
     address = blocks.tensor.data_ptr()
     assert communicator.calls == [("send", address + 32, 32, 1, 1, 77), ("recv", address, 16, 1, 1, 77)]
-    for _ in range(20):  # objects come and go, and may have each other's ids
-        other = CudaBlocks(torch.zeros((1, 16), dtype=torch.uint8))
-        lane.send(other, 0, 16, lambda: None)
-        assert communicator.calls[-1][1] == other.tensor.data_ptr()
-        del other
     lane.close()
     with pytest.raises(TransferFailed, match="closed"):
-        lane.send(blocks, 0, 16, lambda: None)
+        lane.send(blocks, 0, 16, nobody)
 
 
-@pytest.mark.parametrize("does_return", [True, False])
-def test_memory_is_kept_where_an_abort_does_not_return(
-    make_lane: Callable[[Communicator], NcclLane], does_return: bool, monkeypatch: pytest.MonkeyPatch
+# The end of a lane.
+
+
+@pytest.mark.parametrize("what", ["abort", "kernel"])
+def test_a_lane_that_may_still_write_says_so_to_everyone_who_closes_it(
+    cupy: SimpleNamespace, blocks: CudaBlocks, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not does_return:
-        monkeypatch.setattr(nccl_lane, "ABORT_S", 0.05)
+    """Its staging is not closed then, and so nobody gets it again."""
+    monkeypatch.setattr(nccl_lane, "ABORT_S", 0.05)
+    monkeypatch.setattr(nccl_lane, "LEAVE_S", 0.05)
     released = threading.Event()
-    lane = make_lane(Communicator((lambda: None) if does_return else released.wait))  # type: ignore[arg-type]
-    tensor = torch.zeros((2, 8), dtype=torch.uint8)
-    held, blocks = weakref.ref(tensor), CudaBlocks(tensor)
-    lane.receive(blocks, 0, 8, lambda: None)
-    if does_return:
-        lane.close()
-    else:
-        with pytest.raises(TransferFailed, match="abort"):
+    device = a_device()
+    device.has_drained = lambda stream, limit_s: what != "kernel"
+    communicator = Communicator(released.wait if what == "abort" else lambda: None)
+    lane = NcclLane(Issuer(), device, communicator, 1)
+    lane.receive(blocks, 0, 8, nobody)
+    for _ in range(2):
+        with pytest.raises(TransferFailed, match=what):
             lane.close()
-    blocks.close()
-    del lane, blocks, tensor
-    gc.collect()
-    assert (held() is None) == does_return
+    assert [kept for kept, _ in nccl_lane._abandoned] == [communicator]
     released.set()
-    nccl_lane._abandoned.clear()
+
+
+@GPU_CHECKS
+def test_a_call_that_waited_while_its_pair_was_closed_never_reaches_the_freed_communicator(
+    make_lane: Callable[..., NcclLane], blocks: CudaBlocks
+) -> None:
+    issuer, communicator, is_busy = Issuer(), Communicator(), threading.Event()
+    lane = make_lane(communicator, issuer)
+    with ThreadPoolExecutor() as pool:
+        busy = pool.submit(issuer.call, is_busy.wait)
+        late = pool.submit(lane.send, blocks, 0, 16, nobody)
+        wait_for(lambda: issuer._calls.qsize() == 1, "the call behind the busy one")
+        lane.close()
+        is_busy.set()
+        assert busy.result(WAIT_S)
+        with pytest.raises(TransferFailed, match="the NCCL pair is"):
+            late.result(WAIT_S)
+    assert communicator.is_freed
+    assert communicator.calls == []
+
+
+@GPU_CHECKS
+def test_an_abort_waits_for_the_call_in_progress_and_ends_one_that_is_stuck(
+    make_lane: Callable[..., NcclLane], blocks: CudaBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_lane, "LEAVE_S", 0.2)
+    is_aborted = threading.Event()
+    communicator = Communicator(is_aborted.set)
+    entered = threading.Event()
+
+    def stuck(*_: int) -> None:
+        entered.set()
+        assert is_aborted.wait(WAIT_S)
+        raise KeyError(7)
+
+    communicator.send = stuck  # type: ignore[method-assign]
+    lane = make_lane(communicator)
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(lane.send, blocks, 0, 16, nobody)
+        assert entered.wait(WAIT_S)
+        lane.close()
+        with pytest.raises(TransferFailed, match="status 7"):
+            sending.result(WAIT_S)
+
+
+# The issuing thread.
+
+
+@GPU_CHECKS
+def test_a_stuck_issuing_thread_is_replaced_and_ends_when_its_call_does() -> None:
+    issuer, is_let_go = Issuer(), threading.Event()
+    with pytest.raises(TransferFailed, match="has not answered"):
+        issuer.call(is_let_go.wait, timeout_s=0.05)
+    assert issuer.num_replaced == 1
+    names = {issuer.call(lambda: threading.current_thread().ident) for _ in range(5)}
+    assert len(names) == 1
+    is_let_go.set()
+    assert {issuer.call(lambda: threading.current_thread().ident) for _ in range(5)} == names, "one thread issues"
+
+
+@GPU_CHECKS
+def test_a_call_that_its_caller_gave_up_is_not_begun_later() -> None:
+    """Its memory may be somebody else's then."""
+    issuer, is_let_go, begun = Issuer(), threading.Event(), queue.SimpleQueue[str]()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(issuer.call, is_let_go.wait)
+        wait_for(lambda: issuer._running is not None, "the first call to begin")
+        with pytest.raises(TransferFailed, match="has not answered"):
+            issuer.call(lambda: begun.put("given up"), timeout_s=0.05)
+        assert issuer.num_replaced == 0, "the thread is another caller's, who still waits"
+        is_let_go.set()
+        assert first.result(WAIT_S)
+    issuer.call(lambda: begun.put("later"))
+    assert begun.get(timeout=WAIT_S) == "later"
+    assert begun.empty()
+
+
+# How pairs are made.
+
+
+class Meeting:
+    """Communicators whose first message waits, inside the call, until the other rank has begun its own."""
+
+    def __init__(self, order: list[tuple[str, str, int]]) -> None:
+        self._turns = order  # of the ends of pairs, in which they get their communicator
+        self._changed = threading.Condition()
+        self._pairs: dict[bytes, threading.Barrier] = {}
+
+    def add(self, pair: bytes) -> None:
+        self._pairs[pair] = threading.Barrier(2)
+
+    def make(self, size: int, lane_id: bytes, rank: int) -> Communicator:
+        prefill, decode = lane_id.decode().split()
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._turns[0] == (prefill, decode, rank), WAIT_S)
+            self._turns.pop(0)
+            threading.Timer(0.01, self._next).start()  # after this end has asked for its first message
+        communicator, barrier = Communicator(), self._pairs[lane_id]
+        is_first = threading.Lock()
+
+        def moves(*_: int) -> None:
+            if is_first.acquire(blocking=False):
+                barrier.wait(WAIT_S)
+
+        communicator.send = communicator.recv = moves  # type: ignore[method-assign]
+        return communicator
+
+    def _next(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+PAIRS = [("p0", "d0"), ("p0", "d1"), ("p1", "d0"), ("p1", "d1")]
+DEVICES = {"p0": 0, "p1": 1, "d0": 2, "d1": 3}
+# Each worker's first end is of a pair whose other end comes second there: a circle of all four.
+CROSSED = [
+    ("p0", "d0", 0), ("d0", "p1", 1), ("p1", "d1", 0), ("d1", "p0", 1),
+    ("p0", "d1", 0), ("d0", "p0", 1), ("p1", "d0", 0), ("d1", "p1", 1),
+]  # fmt: skip
+
+
+def order_of(seed: int) -> list[tuple[str, str, int]]:
+    ends = [(prefill, decode, rank) for prefill, decode in PAIRS for rank in (0, 1)]
+    if seed:
+        random.Random(seed).shuffle(ends)
+        return ends
+    return [(one, other, rank) if rank == 0 else (other, one, rank) for one, other, rank in CROSSED]
+
+
+@GPU_CHECKS
+@pytest.mark.parametrize("seed", [0, 1, 2, 10, 14, 29])  # 0 and the last three wait in a circle on issuing threads
+def test_pairs_of_two_times_two_workers_connect_in_any_order(
+    cupy: SimpleNamespace, blocks: CudaBlocks, seed: int
+) -> None:
+    meeting = Meeting(order_of(seed))
+    cupy.nccl = SimpleNamespace(available=True, get_version=lambda: 23004, NcclCommunicator=meeting.make)
+    lanes, devices = NcclLanes(), {name: a_device(index) for name, index in DEVICES.items()}
+    ends = [(pair, rank) for pair in PAIRS for rank in (0, 1)]
+    for pair in PAIRS:
+        meeting.add(" ".join(pair).encode())
+    with ThreadPoolExecutor(len(ends)) as pool:
+        joining = [pool.submit(lanes.join, devices[pair[rank]], " ".join(pair).encode(), rank) for pair, rank in ends]
+        made = [one.result(WAIT_S) for one in joining]
+    order = list(range(len(made)))
+    random.Random(seed).shuffle(order)
+    for index in order:  # every pair is connected: no message waits for its other end any more
+        lane, rank = made[index], ends[index][1]
+        assert (lane.receive if rank else lane.send)(blocks, 0, 16, nobody).is_done
+    for lane in made:
+        lane.close()
+
+
+@GPU_CHECKS
+def test_a_first_message_that_never_ends_is_aborted_and_holds_up_no_other_pair(
+    cupy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, blocks: CudaBlocks
+) -> None:
+    monkeypatch.setattr(nccl_lane, "JOIN_S", 0.1)
+    monkeypatch.setattr(nccl_lane, "LEAVE_S", 0.1)
+    is_aborted, ended = threading.Event(), threading.Event()
+    communicator = Communicator(is_aborted.set)
+
+    def connects(*_: int) -> None:
+        is_aborted.wait(WAIT_S)
+        ended.set()
+        raise KeyError(7)
+
+    communicator.send = connects  # type: ignore[method-assign]
+    cupy.nccl = SimpleNamespace(available=True, get_version=lambda: 23004, NcclCommunicator=lambda *_: communicator)
+    device = a_device()
+    with pytest.raises(TransferFailed, match="NCCL has not answered"):
+        NcclLanes().join(device, b"alone", 0)
+    assert ended.wait(WAIT_S)
+    assert communicator.is_freed
+    assert nccl_lane.issuer_of(device).call(lambda: 5) == 5
+
+
+@GPU_CHECKS
+def test_a_communicator_that_comes_after_its_caller_has_given_up_is_ended(
+    cupy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_lane, "JOIN_S", 0.05)
+    comes, communicator = threading.Event(), Communicator()
+
+    def make(*_: Any) -> Communicator:
+        comes.wait(WAIT_S)
+        return communicator
+
+    cupy.nccl = SimpleNamespace(available=True, get_version=lambda: 23004, NcclCommunicator=make)
+    with pytest.raises(TransferFailed, match="NCCL has not answered"):
+        NcclLanes().join(a_device(), b"late", 0)
+    comes.set()
+    wait_for(lambda: communicator.is_freed, "the end of the late communicator")
+    assert communicator.calls == []

@@ -1,0 +1,110 @@
+"""The one thread that calls NCCL for a device, and calls that may never return.
+
+A call whose caller has given up is not begun any more. A thread that is stuck inside such a call is replaced: the
+calls behind it go on, and the stuck thread ends if its call ever returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Final, final
+
+from pdserve.core.errors import TransferFailed
+
+log = logging.getLogger(__name__)
+
+CALL_S: Final = 10.0
+
+
+@final
+class Call:
+    """A function that another thread runs, and what it returned."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_given_up = False
+
+    def run(self) -> None:
+        with self._lock:
+            if self._is_given_up:
+                return
+        try:
+            self._done.put((self._function(), None))
+        except BaseException as error:  # handed to the caller
+            self._done.put((None, error))
+
+    def answer(self, timeout_s: float) -> Any:
+        """Raises TransferFailed where the function raised or takes too long; it does not begin any more then."""
+        try:
+            value, error = self._done.get(timeout=timeout_s)
+        except queue.Empty:
+            with self._lock:
+                self._is_given_up = True
+            raise TransferFailed(f"NCCL has not answered in {timeout_s:g} s") from None
+        if error is not None:
+            raise TransferFailed(f"NCCL failed: {status_of(error)}") from error
+        return value
+
+
+@final
+class Issuer:
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards all below
+        self._running: Call | None = None
+        self.num_replaced = 0  # threads that were stuck
+        self._begin()
+
+    def call(self, function: Callable[[], Any], timeout_s: float = CALL_S) -> Any:
+        """What `function` returns on the issuing thread. Raises TransferFailed where it raises or takes too long."""
+        call = Call(function)
+        self._calls.put(call)
+        try:
+            return call.answer(timeout_s)
+        except TransferFailed:
+            self._replace(call)
+            raise
+
+    def _begin(self) -> None:
+        threading.Thread(target=self._run, args=(self.num_replaced,), name="nccl-issuer", daemon=True).start()
+
+    def _replace(self, call: Call) -> None:
+        with self._lock:
+            if self._running is not call:  # it has ended, or waited behind another one
+                return
+            self.num_replaced += 1
+            self._running = None
+            log.error("a call of NCCL is stuck: another thread issues now", extra={"replaced": self.num_replaced})
+            self._begin()
+
+    def _run(self, number: int) -> None:
+        while True:
+            call = self._calls.get()
+            with self._lock:
+                self._running = call
+            call.run()
+            with self._lock:
+                if self.num_replaced != number:
+                    return
+                self._running = None
+
+
+def answer_of(function: Callable[[], Any], begin: Callable[[Callable[[], None]], object], timeout_s: float) -> Any:
+    """What `function` returns on the thread that `begin` gives it to. Raises TransferFailed."""
+    call = Call(function)
+    begin(call.run)
+    return call.answer(timeout_s)
+
+
+def on_its_own_thread(function: Callable[[], None]) -> None:
+    threading.Thread(target=function, name="nccl-join", daemon=True).start()
+
+
+def status_of(error: BaseException) -> str:
+    """CuPy maps statuses to names and raises KeyError with the number where it has none."""
+    return f"status {error.args[0]}" if isinstance(error, KeyError) and error.args else str(error)
