@@ -18,9 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtransfer import cuda, cuda_driver, nccl_lane
-from kvtransfer.cuda import CudaBlocks, CudaCopying, CudaDevice, Watcher
+from kvtransfer.cuda import CudaBlocks, CudaCopying, CudaDevice, Watcher, poll_s
 from kvtransfer.cuda_driver import HANDLE_BYTES, Driver
 from kvtransfer.nccl_lane import NcclLanes
 from kvtransfer.paths.cuda_ipc import CudaIpc
@@ -118,6 +120,28 @@ def test_draining_waits_for_the_device_says_that_it_does_and_ends_with_it(
     events.append(Event(False, RuntimeError("lost")))
     device.drain()
     assert "the device failed" in caplog.text
+
+
+@GPU_CHECKS
+@given(st.floats(0, 100))
+def test_events_are_asked_more_rarely_the_longer_they_are_waited_for(waited_s: float) -> None:
+    assert 50e-6 <= poll_s(waited_s) <= 1e-3
+    assert poll_s(waited_s) <= max(50e-6, 0.1 * waited_s)
+
+
+@GPU_CHECKS
+def test_a_wait_costs_few_looks_at_its_event() -> None:
+    """Each takes the GIL from the engine: with 50 us between them a wait of 3 s would cost 60,000."""
+
+    def looks(wait_s: float) -> int:
+        waited_s, number = 0.0, 0
+        while waited_s < wait_s:
+            waited_s, number = waited_s + poll_s(waited_s), number + 1
+        return number
+
+    assert looks(0.0005) <= 12
+    assert looks(0.01) <= 45
+    assert looks(3.0) <= 3_100
 
 
 # Memory of our own, and pools of other processes.
