@@ -81,19 +81,46 @@ class HiddenPool:
 
 
 class FakeBlocks:
-    def __init__(self, memory: Any, num_blocks: int, block_bytes: int) -> None:
+    """Blocks at equal distances of `stride` bytes, from byte `first` on."""
+
+    def __init__(self, memory: Any, num_blocks: int, block_bytes: int, first: int = 0, stride: int = 0) -> None:
         self.memory, self.num_blocks, self.block_bytes = memory, num_blocks, block_bytes
+        self._first, self._stride = first, stride or block_bytes
 
     def view(self, block: int, count: int = 1) -> memoryview:
         assert 0 <= block <= self.num_blocks - count
         assert self.memory is not None, "closed"
-        return memoryview(self.memory)[block * self.block_bytes : (block + count) * self.block_bytes]
+        assert count == 1 or self._stride == self.block_bytes, "not one run of bytes"
+        begin = self._first + block * self._stride
+        return memoryview(self.memory)[begin : begin + count * self.block_bytes]
+
+    def narrowed(self, run: tuple[int, int]) -> FakeBlocks:
+        first, num_bytes = run
+        assert first + num_bytes <= self.block_bytes
+        return _Part(self, self.num_blocks, num_bytes, self._first + first, self._stride)
+
+    def cut(self, first: int, count: int, num_bytes: int) -> FakeBlocks:
+        assert self._stride == self.block_bytes
+        assert first + count <= self.num_blocks
+        num_blocks = count * self.block_bytes // num_bytes
+        return _Part(self, num_blocks, num_bytes, self._first + first * self.block_bytes, num_bytes)
 
     def check(self) -> None:
         """Raises TransferFailed where the memory is gone."""
 
     def close(self) -> None:
         self.memory = None
+
+
+class _Part(FakeBlocks):
+    """Bytes of others' blocks: as long as those are open."""
+
+    def __init__(self, whole: FakeBlocks, num_blocks: int, block_bytes: int, first: int, stride: int) -> None:
+        super().__init__(whole.memory, num_blocks, block_bytes, first, stride)
+        self._whole = whole
+
+    def check(self) -> None:
+        self._whole.check()
 
 
 class OpenedBlocks(FakeBlocks):

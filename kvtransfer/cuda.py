@@ -23,7 +23,7 @@ from typing import Any, Final, final
 import torch
 
 from kvtransfer.cuda_driver import driver, tensor_at
-from kvtransfer.device import COPY_S, Blocks, Wake
+from kvtransfer.device import COPY_S, Blocks, Run, Wake
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.interface import KvPool
 
@@ -46,7 +46,7 @@ def why_no_cuda(*packages: str) -> str:
 
 @final
 class CudaBlocks:
-    """`raw` is uint8 [blocks, block_bytes] on the device."""
+    """`raw` is uint8 [blocks, block_bytes] on the device; bytes of others may lie between two blocks."""
 
     def __init__(self, raw: torch.Tensor, on_close: Callable[[], None] = lambda: None) -> None:
         self.raw: torch.Tensor | None = raw
@@ -57,6 +57,15 @@ class CudaBlocks:
     def tensor(self) -> torch.Tensor:
         assert self.raw is not None, "closed"
         return self.raw
+
+    def narrowed(self, run: Run) -> CudaBlocks:
+        first, num_bytes = run
+        return CudaBlocks(self.tensor[:, first : first + num_bytes])
+
+    def cut(self, first: int, count: int, num_bytes: int) -> CudaBlocks:
+        flat = self.tensor[first : first + count].view(-1)
+        num_blocks = flat.shape[0] // num_bytes
+        return CudaBlocks(flat[: num_blocks * num_bytes].view(num_blocks, num_bytes))
 
     def close(self) -> None:
         if self.raw is not None:

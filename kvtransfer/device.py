@@ -14,6 +14,7 @@ COPY_S: Final = 10.0  # a copy that takes longer will not end
 LANE_S: Final = 3.0  # nor a message, which is asked for only when the other end is ready for it
 
 Wake = Callable[[], None]
+Run = tuple[int, int]  # of a block: its first byte, how many bytes
 Fence = Any  # a moment of the engine's stream: all that it has queued until then
 
 
@@ -35,6 +36,14 @@ class Blocks(Protocol):
 
     num_blocks: int
     block_bytes: int
+
+    def narrowed(self, run: Run) -> Blocks:
+        """Those bytes of every block."""
+        ...
+
+    def cut(self, first: int, count: int, num_bytes: int) -> Blocks:
+        """Blocks first .. first + count - 1 as blocks of another size, as many as fit."""
+        ...
 
     def close(self) -> None: ...
 
@@ -69,7 +78,8 @@ class Device(Protocol):
         wake: Wake,
         after: Fence | None,
     ) -> Copying:
-        """Source blocks to target blocks, once what the fence stands for has ended; without a target, their digest."""
+        """Source blocks to target blocks of the same size, once what the fence stands for has ended; without a target,
+        their digest."""
         ...
 
     def drain(self) -> None:

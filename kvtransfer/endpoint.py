@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 from kvtransfer import fused
 from kvtransfer.commands import OnRead
+from kvtransfer.device import Run
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.lease import DEFAULT_LEASE, Lease
+from kvtransfer.parts import MAX_GROUPS, Lanes, Part
 from kvtransfer.paths.registry import kinds, prepare
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES, DEVICE_CHUNK_BYTES
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
+from kvtransfer.shape import KvShape
 from kvtransfer.shaped import ShapedSender
 from kvtransfer.transport import Fingerprint
 from pdserve.core.proof import ClusterSecret
@@ -38,7 +41,7 @@ def make_receiver(
     if pool.is_on_host:
         fused.prepare(pool.block_bytes)
     numbers = kinds(transport, is_on_host=pool.is_on_host)
-    prepare(pool, numbers)
+    prepare(pool, numbers, _runs_of(fingerprint.shape))
     return StreamReceiver(
         pool,
         fingerprint,
@@ -74,7 +77,7 @@ def make_sender(
     `kv_wire`: exact, int8 (between floats too) or auto (int8 where the link is slow).
     """
     numbers = kinds(transport, is_on_host=pool.is_on_host)
-    prepare(pool, numbers)
+    prepare(pool, numbers, _runs_of(fingerprint.shape))
 
     def make_stream(pool: KvPool, stamps: BlockStamps, on_read: OnRead | None, wire_dtype: str) -> StreamSender:
         return StreamSender(
@@ -93,3 +96,11 @@ def make_sender(
         )
 
     return ShapedSender(pool, fingerprint, stamps or BlockStamps(pool.num_blocks), make_stream, kv_wire)
+
+
+def _runs_of(shape: KvShape) -> list[Run]:
+    """All runs of bytes by which layer groups of a block may leave."""
+    lanes = Lanes.to_send(shape, shape)
+    possible = [groups for groups in range(2, MAX_GROUPS + 1) if shape.num_layers % groups == 0]
+    runs = [lanes.runs(Part(0, group, groups)) for groups in possible for group in range(groups)]
+    return [one[0] for one in runs if len(one) == 1]

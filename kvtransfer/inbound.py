@@ -124,10 +124,10 @@ class Inbound(threading.Thread):
         return self._digest(views)
 
     def views(self, claim: Claim) -> list[memoryview]:
-        return self._target.views(self.memory, claim.blocks, claim.part)
+        return self.target.views(self.memory, claim.blocks, claim.part)
 
     def size_of(self, frame: Frame) -> int:
-        return frame.count * self._target.bytes_of(frame.part)
+        return frame.count * self.target.bytes_of(frame.part)
 
     def settle(self, claim: Claim, frame: Frame, checksum: bytes) -> None:
         matches = hmac.compare_digest(checksum, frame.checksum)
@@ -158,7 +158,7 @@ class Inbound(threading.Thread):
         self.checksum = self.peer.checksum
         self._digest = hasher(self.checksum)
         peer, mine = self.peer, self._hub.shape
-        self._target = Lanes.to_receive(peer.shape, mine)
+        self.target = Lanes.to_receive(peer.shape, mine)
         self.source = Lanes.to_send(peer.shape, mine, peer.wire_dtype)
         if peer.wire_dtype != mine.dtype:
             if not self.pool.is_on_host:
@@ -194,10 +194,10 @@ class Inbound(threading.Thread):
         self._hub.announce(frame.tag, self.number, frame.part)
 
     def _require_part(self, frame: Frame) -> None:
-        if frame.part.lane != self._target.index:
-            raise BadFrame(f"lane {frame.part.lane} from the rank that has lane {self._target.index}")
+        if frame.part.lane != self.target.index:
+            raise BadFrame(f"lane {frame.part.lane} from the rank that has lane {self.target.index}")
         try:
-            self._target.runs(frame.part)
+            self.target.runs(frame.part)
         except ConfigError as error:
             raise BadFrame(error.message) from error
 

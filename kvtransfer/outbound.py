@@ -17,6 +17,7 @@ from kvtransfer.checksum import hasher
 from kvtransfer.commands import Abort, OnRead, OnSent, Push, Start
 from kvtransfer.departure import Job
 from kvtransfer.departures import Action, Announce, Departures, Report, StaleSource
+from kvtransfer.device import Run
 from kvtransfer.dial import Caller, Line, dial
 from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, beat, decode, decode_text, encode_text
 from kvtransfer.lease import DEFAULT_LEASE, Lease, Pulse
@@ -146,6 +147,11 @@ class Outbound(threading.Thread):
     def views(self, job: Job) -> list[memoryview]:
         assert self._lanes is not None
         return self._lanes.views(self.memory, job.chunk.sources, job.part)
+
+    def run_of(self, job: Job) -> Run:
+        assert self._lanes is not None
+        [run] = self._lanes.runs(job.part)  # else the transfer was not started
+        return run
 
     def finished(self, job: Job) -> None:
         self._jobs.remove(job)

@@ -109,7 +109,9 @@ class StreamSender:
             lanes = Lanes.to_send(self.caller.fingerprint.shape, grant.fingerprint.shape, self.caller.wire_dtype)
             if self.caller.pool.block_bytes != lanes.block_bytes:
                 raise ConfigError("kv_shape.block_bytes", self.caller.pool.block_bytes, f"{lanes.block_bytes}")
-            lanes.runs(Part(groups=groups))
+            if len(lanes.runs(Part(groups=groups))) > 1 and not self.caller.pool.is_on_host:
+                expected = "1: layer groups of these blocks are not runs of bytes, which a pool on a GPU needs"
+                raise ConfigError("groups", groups, expected)
         except ConfigError as differs:
             error = differs.message
         deadline_at_s = None if deadline_s is None else self._clock() + deadline_s

@@ -33,7 +33,7 @@ class Unpacker:
 
     def __init__(self, link: ReceiveLink, arrival: Arrival, target: BlockForm) -> None:
         self._link, self._window = link, arrival.into
-        self.source = link.source
+        self.source, self.target = link.source, link.target
         self.block_bytes, self.chunk_bytes = arrival.form.block_bytes, link.chunk_bytes
         self.pool: KvPool = StagingPool(arrival.form, max(1, link.chunk_bytes // self.block_bytes))
         self.memory = self.pool.buffer

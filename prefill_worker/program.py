@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import Any, Final, final
 
 from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_sender
@@ -33,9 +33,11 @@ from pdserve.worker.host import WorkerHost
 from pdserve.worker.program import RoleProgram
 from prefill_worker.batching import PrefillBatching
 from prefill_worker.prompt import Step
-from prefill_worker.pushing import PushRule
+from prefill_worker.pushing import DEVICE_MESSAGE_S, MESSAGE_S, MOST_GROUPS, PushRule
 
 log = logging.getLogger(__name__)
+
+NO_DIVISOR: Final = f"the layers cannot be divided into 2 to {MOST_GROUPS} equal groups"
 
 
 @final
@@ -60,15 +62,29 @@ class PrefillProgram(RoleProgram):
                 self.cost,
                 block_size=engine.spec.block_size,
                 block_bytes=engine.spec.block_bytes,
-                num_layers=engine.spec.num_layers if sender.divides_blocks else 1,
+                num_layers=1 if self.why_whole else engine.spec.num_layers,
                 max_batch_tokens=config.max_batch_tokens,
                 choice=config.push,
+                message_s=MESSAGE_S if engine.pool.is_on_host else DEVICE_MESSAGE_S,
             ),
         )
 
     @property
     def batching(self) -> PrefillBatching:
         return self._batching
+
+    @property
+    def why_whole(self) -> str:
+        """Why blocks do not leave in groups of layers; empty where they can."""
+        if self.engine.spec.num_layers == 1:
+            return "these KV blocks have no equal runs of layers"
+        if not self._sender.divides_blocks:
+            return "the transport sends whole blocks"
+        # On a device a store has only been queued when its call returns: an engine there must say that it reports
+        # layers as they are queued. The event that is recorded with each push makes the copy wait for them.
+        if not self.engine.pool.is_on_host and not getattr(self.engine, "reports_layers", False):
+            return "the engine does not report layers on a GPU"
+        return ""
 
     def actions(self) -> dict[type, Callable[[Any], None]]:
         return {
@@ -253,8 +269,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
     program = PrefillProgram(context, engine, sender, stamps)
     if config.push == "layers" and not program.batching.pushing.groups:
         program.close()
-        why = "these KV blocks have no equal runs of layers" if sender.divides_blocks else "they leave whole from a GPU"
-        raise ConfigError("push", config.push, f"auto, end or chunk: {why}")
+        raise ConfigError("push", config.push, f"auto, end or chunk: {program.why_whole or NO_DIVISOR}")
     return program
 
 

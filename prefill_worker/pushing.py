@@ -23,6 +23,7 @@ from pdserve.core.latency import TYPICAL_TRANSFER_BYTES, CostPrior, LinkModel
 from pdserve.core.overlap import grouped_s
 
 MESSAGE_S: Final = 1e-4  # both ends' handling of one more part; benchmarks/overlap.py measures it
+DEVICE_MESSAGE_S: Final = 5e-4  # between GPUs: launches, events and the words of both ends; estimated, not measured
 MARGIN: Final = 0.1  # of what sending at the end exposes: less than that is no gain that anybody could see
 STEP_SHARE: Final = 0.02  # of the computing: steps vary by as much, and a thread beside the engine can cost it
 MOST_GROUPS: Final = 8
@@ -74,12 +75,14 @@ class PushRule:
         num_layers: int,
         max_batch_tokens: int,
         choice: str = "auto",
+        message_s: float = MESSAGE_S,
     ) -> None:
-        """`choice`: as WorkerConfig.push; anything but auto is for measurements."""
+        """`choice`: as WorkerConfig.push; anything but auto is for measurements. `message_s`: what a message costs."""
         self._block_size = block_size
         self._block_bytes = block_bytes
         self._chunk = max_batch_tokens
         self._choice = choice
+        self._message_s = message_s
         self.groups = [one for one in range(2, min(num_layers, MOST_GROUPS) + 1) if num_layers % one == 0]
         cost = cost.sane()
         self._step = Fit(
@@ -123,7 +126,7 @@ class PushRule:
 
     def prices(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int) -> dict[Push, float]:
         """Seconds, beside the computing, until the receiver has all: of sending at the end, and of each early plan."""
-        return self._weigh(receiver, cached, num_tokens, held_blocks, self.stolen_s, MESSAGE_S)
+        return self._weigh(receiver, cached, num_tokens, held_blocks, self.stolen_s, self._message_s)
 
     def exposed(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int) -> dict[Push, float]:
         """Of them only what is between the first token and the landing."""

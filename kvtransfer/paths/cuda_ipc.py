@@ -7,16 +7,17 @@ before it announces them, the receiver while it copies. Both ends are on one hos
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
 from kvtransfer.departure import Job
 from kvtransfer.departures import StaleSource
-from kvtransfer.device import Blocks, Copying, Device
+from kvtransfer.device import Blocks, Copying, Device, Run
 from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.landing import Claim
 from kvtransfer.paths.local import TAKEN, UnixDoor, await_taken, receive_patiently
-from kvtransfer.paths.on_device import OnDevice
+from kvtransfer.paths.on_device import OnDevice, check_part
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.paths.slots import Slots, check_numbers, give_back, read_numbers
 from kvtransfer.plan import DEVICE_CHUNK_BYTES
@@ -55,7 +56,8 @@ class CudaIpcSend:
 
     def post(self, job: Job) -> None:
         slot = self._slots.take()
-        copying = self._device.copy(self._pool, job.chunk.sources, None, (), self._link.wake, job.after)
+        source = self._pool.narrowed(self._link.run_of(job))
+        copying = self._device.copy(source, job.chunk.sources, None, (), self._link.wake, job.after)
         self._summing[slot] = job, copying
 
     def forsake(self, job: Job) -> None:
@@ -94,8 +96,7 @@ class CudaIpcReceive:
         self._copying: list[tuple[Frame, Claim, Copying]] = []
 
     def check(self, frame: Frame) -> None:
-        if not self._link.source.is_all(frame.part):
-            raise BadFrame(f"{frame.part}: between devices blocks travel whole")
+        check_part(self._link, frame.part)
         check_numbers(frame, WINDOW)
 
     def land(self, frame: Frame, claim: Claim | None) -> None:
@@ -105,7 +106,9 @@ class CudaIpcReceive:
             give_back(self._link, frame)
             return
         wake, after = link.channel.waker.set, claim.landing.after
-        copying = self._device.copy(self._source, sources, self._pool, claim.blocks, wake, after)
+        [run] = link.target.runs(frame.part)
+        source, target = self._source.narrowed(run), self._pool.narrowed(run)
+        copying = self._device.copy(source, sources, target, claim.blocks, wake, after)
         self._copying.append((frame, claim, copying))
 
     def poll(self) -> None:
@@ -128,8 +131,8 @@ class CudaIpc(OnDevice, UnixDoor):
     name = "cuda_ipc"
     proves_quiescence = True  # the receiver's own copies are the only writes, and are waited for
 
-    def prepare(self, pool: KvPool) -> None:
-        super().prepare(pool)
+    def prepare(self, pool: KvPool, runs: Sequence[Run] = ()) -> None:
+        super().prepare(pool, runs)
         with suppress(TransferFailed):  # said again when somebody connects
             self._device(pool).export()
 

@@ -30,7 +30,7 @@ from kvtransfer.device import Blocks, Copying, Device, Lane, Lanes
 from kvtransfer.frames import BadFrame, Frame, Kind, Tag
 from kvtransfer.landing import Claim
 from kvtransfer.paths.local import TAKEN, await_taken, receive_patiently
-from kvtransfer.paths.on_device import DeviceOf, OnDevice
+from kvtransfer.paths.on_device import DeviceOf, OnDevice, check_part
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.paths.slots import give_back
 from kvtransfer.paths.tcp import TcpDoor
@@ -79,10 +79,11 @@ class NcclSend:
 
     def post(self, job: Job) -> None:
         self._seat.used()
-        slot = self._free.popleft()
-        targets = range(slot * self._slot_blocks, slot * self._slot_blocks + job.chunk.count)
-        link, sources = self._link, job.chunk.sources
-        copying = self._device.copy(self._pool, sources, self._staging, targets, link.wake, job.after)
+        slot, link, sources = self._free.popleft(), self._link, job.chunk.sources
+        run = link.run_of(job)
+        packed = self._staging.cut(slot * self._slot_blocks, self._slot_blocks, run[1])
+        targets = range(job.chunk.count)
+        copying = self._device.copy(self._pool.narrowed(run), sources, packed, targets, link.wake, job.after)
         self._packing[slot] = job, copying
 
     def forsake(self, job: Job) -> None:
@@ -127,7 +128,7 @@ class NcclSend:
             link.stale(job, str(stale))
             return
         if head:
-            self._announced[slot] = job.chunk.count * self._block_bytes
+            self._announced[slot] = job.chunk.count * link.run_of(job)[1]
             link.writer.say(head)
         else:
             self._free.append(slot)
@@ -155,9 +156,9 @@ class NcclReceive:
         seat.ask = self._ask
 
     def check(self, frame: Frame) -> None:
-        if not self._link.source.is_all(frame.part):
-            raise BadFrame(f"{frame.part}: between devices blocks travel whole")
-        if frame.length or frame.slot >= SLOTS or frame.count > self._slot_blocks or frame.slot in self._next:
+        check_part(self._link, frame.part)
+        is_too_long = self._link.size_of(frame) > self._slot_blocks * self._link.block_bytes
+        if frame.length or frame.slot >= SLOTS or is_too_long or frame.slot in self._next:
             raise BadFrame(f"{frame.count} blocks in slot {frame.slot} with {frame.length} bytes behind the header")
 
     def land(self, frame: Frame, claim: Claim | None) -> None:
@@ -187,7 +188,7 @@ class NcclReceive:
 
     def _begin(self, frame: Frame, claim: Claim | None) -> None:
         link, first = self._link, frame.slot * self._slot_blocks
-        num_bytes = frame.count * link.block_bytes
+        num_bytes = link.size_of(frame)
         receiving = self._lane.receive(self._staging, first, num_bytes, link.channel.waker.set)
         self._slots[frame.slot] = _Slot(frame, claim, receiving)
         give_back(link, frame)
@@ -197,9 +198,11 @@ class NcclReceive:
         if claim is None or not link.enter(claim):
             self._end(number)
             return
-        sources = range(number * self._slot_blocks, number * self._slot_blocks + frame.count)
+        [run] = link.target.runs(frame.part)
+        packed = self._staging.cut(number * self._slot_blocks, self._slot_blocks, run[1])
         wake, after = link.channel.waker.set, claim.landing.after
-        slot.unpacking = self._device.copy(self._staging, sources, self._pool, claim.blocks, wake, after)
+        sources, target = range(frame.count), self._pool.narrowed(run)
+        slot.unpacking = self._device.copy(packed, sources, target, claim.blocks, wake, after)
 
     def _end(self, number: int) -> None:
         del self._slots[number]

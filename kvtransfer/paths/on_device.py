@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kvtransfer.device import Device, Fence
+from kvtransfer.device import Device, Fence, Run
+from kvtransfer.frames import BadFrame
+from kvtransfer.parts import Lanes, Part
+from kvtransfer.paths.path import ReceiveLink
 from pdserve.engine.interface import KvPool
 
 DeviceOf = Callable[[KvPool], Device]
@@ -16,7 +19,7 @@ def _nobody() -> None:
 
 class OnDevice:
     is_for_devices = True
-    divides_blocks = False
+    divides_blocks = True  # where a part of a block is one run of bytes
     packages: tuple[str, ...] = ()  # that it needs beside torch and Triton
 
     def __init__(self, device_of: DeviceOf | None = None) -> None:
@@ -30,14 +33,24 @@ class OnDevice:
 
         return why_no_cuda(*self.packages)
 
-    def prepare(self, pool: KvPool) -> None:
+    def prepare(self, pool: KvPool, runs: Sequence[Run] = ()) -> None:
         """The first copies of a process import, compile and load for seconds, in which its connections would be silent
-        and taken for dead. Called before there are any."""
+        and taken for dead. Called before there are any, with all runs of a block that will be copied.
+
+        A kernel is compiled for each combination of alignments, so one run of each will do: to its place in another
+        block, and into blocks of its own size and back.
+        """
         device = self._device(pool)
-        source, scratch = device.pool(), device.staging(1)
+        source, scratch = device.pool(), device.staging(2)
         try:
             device.copy(source, [0], None, (), _nobody, None)
             device.copy(source, [0], scratch, [0], _nobody, None)
+            for run in _one_of_each(runs):
+                part, dense, placed = source.narrowed(run), scratch.cut(0, 1, run[1]), scratch.narrowed(run)
+                device.copy(part, [0], None, (), _nobody, None)
+                for one, sources, other, targets in ((part, [0], placed, [1]), (part, [0], dense, [0])):
+                    device.copy(one, sources, other, targets, _nobody, None)
+                device.copy(dense, [0], placed, [1], _nobody, None)
         finally:
             device.drain()
             scratch.close()
@@ -52,3 +65,21 @@ class OnDevice:
         from kvtransfer.cuda import device_of
 
         return device_of(pool)
+
+
+def run_of(lanes: Lanes, part: Part) -> Run | None:
+    """The part's bytes in a block; None where they are not one run."""
+    runs = lanes.runs(part)
+    return runs[0] if len(runs) == 1 else None
+
+
+def check_part(link: ReceiveLink, part: Part) -> None:
+    """Raises BadFrame unless the part is the same run of bytes in the blocks of both sides."""
+    run = run_of(link.source, part)
+    if link.source.count > 1 or run is None or run != run_of(link.target, part):
+        raise BadFrame(f"{part}: between devices a part of a block is one run of bytes")
+
+
+def _one_of_each(runs: Sequence[Run]) -> list[Run]:
+    """Alignments are told apart at 16 bytes of addresses and at 16 words of sizes."""
+    return list({(first % 16, num_bytes % 64): (first, num_bytes) for first, num_bytes in reversed(runs)}.values())

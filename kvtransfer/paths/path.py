@@ -23,6 +23,7 @@ from typing import Protocol
 from kvtransfer.channel import Channel
 from kvtransfer.checksum import Checksum
 from kvtransfer.departure import Job
+from kvtransfer.device import Run
 from kvtransfer.frames import Frame
 from kvtransfer.landing import Claim
 from kvtransfer.parts import Lanes
@@ -52,6 +53,10 @@ class SendLink(Protocol):
 
     def views(self, job: Job) -> list[memoryview]:
         """The job's bytes in the pool: of its source blocks, its part."""
+        ...
+
+    def run_of(self, job: Job) -> Run:
+        """The same, of each block, for a pool on a device, where a part is one run of bytes."""
         ...
 
     def finished(self, job: Job) -> None:
@@ -115,6 +120,7 @@ class ReceiveLink(Protocol):
     block_bytes: int
     chunk_bytes: int  # the most that one chunk may have
     source: Lanes  # of the sender's blocks, for who reads them in the sender's pool
+    target: Lanes  # of this pool's blocks
     channel: Channel
     checksum: Checksum  # that the pair has agreed on
 

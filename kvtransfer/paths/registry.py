@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvtransfer.device import Fence
+from kvtransfer.device import Fence, Run
 from kvtransfer.paths.cuda_ipc import CudaIpc
 from kvtransfer.paths.nccl import Nccl
 from kvtransfer.paths.nixl import Nixl
@@ -44,11 +44,14 @@ def kinds(name: str, *, is_on_host: bool = True) -> tuple[int, ...]:
     return (chosen.kind,)
 
 
-def prepare(pool: KvPool, numbers: Sequence[int]) -> None:
-    """What would take seconds in the first transfer of a pool on a GPU. May raise TransferFailed."""
+def prepare(pool: KvPool, numbers: Sequence[int], runs: Sequence[Run] = ()) -> None:
+    """What would take seconds in the first transfer of a pool on a GPU, whose blocks may leave by these runs of bytes.
+
+    May raise TransferFailed.
+    """
     for transport in (TRANSPORTS[kind] for kind in numbers):
         if isinstance(transport, OnDevice):
-            transport.prepare(pool)
+            transport.prepare(pool, runs)
 
 
 def divides_blocks(numbers: Sequence[int]) -> bool:

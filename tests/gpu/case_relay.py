@@ -33,7 +33,41 @@ def _case(name: str, block_bytes: int) -> Case:
     return Case(f"relay {name}", check, 0.0)
 
 
-CASES = [_case("one program a block", 64), _case("several programs a block", 5000 * 4)]
+def _part(block_bytes: int, first: int, part_bytes: int) -> Case:
+    """A part of each block: to the same place in other blocks, into blocks of its own size, and from there back."""
+
+    def check(device: torch.device) -> float:
+        generator = torch.Generator().manual_seed(6)
+        source, target = (
+            torch.randint(0, 256, (5, block_bytes), dtype=torch.uint8, generator=generator) for _ in range(2)
+        )
+        numbers, inside = torch.tensor([4, 1], dtype=torch.int32), slice(first, first + part_bytes)
+        expected, dense = target.clone(), torch.zeros((2, part_bytes), dtype=torch.uint8)
+        expected[[4, 1], inside] = source[[1, 4], inside]
+        there, here, packed = source.to(device), target.to(device, copy=True), dense.to(device, copy=True)
+        back, places = target.to(device, copy=True), torch.arange(2, dtype=torch.int32).to(device)
+        of_B, into_B = numbers.flip(0).contiguous().to(device), numbers.to(device)
+        sums = [
+            relay(there[:, inside], of_B, here[:, inside], into_B),
+            relay(there[:, inside], of_B, packed, places),
+            relay(packed, places, back[:, inside], into_B),
+            relay(there[:, inside], of_B),
+        ]
+        right = [checksum(bytes(source[of, inside].numpy())) for of in (1, 4)]
+        wrong = sum(not torch.equal(one.cpu(), expected) for one in (here, back))
+        wrong += sum([one % 2**64 for one in each.tolist()] != right for each in sums)
+        return float(wrong)
+
+    return Case(f"relay {part_bytes} bytes of a block", check, 0.0)
+
+
+CASES = [
+    _case("one program a block", 64),
+    _case("several programs a block", 5000 * 4),
+    _part(1024, 256, 128),
+    _part(6 * 5000 * 4, 2 * 5000 * 4, 5000 * 4),
+    _part(96, 12, 36),
+]
 
 
 def _launch(name: str, *, is_copy: bool) -> Launch:

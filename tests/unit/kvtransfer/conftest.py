@@ -23,6 +23,7 @@ from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.nixl import NIXL, Nixl
 from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
+from kvtransfer.transport import Fingerprint
 from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.fake_nixl import World
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, PATIENT, Clock, GrpcHost, HostPool, Pair, fingerprint, wait_for
@@ -76,13 +77,14 @@ def make_pair(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) -
         fault_of: Callable[[Tag], Fault | None] | None = None,
         lease: Lease = PATIENT,
         clock: Callable[[], float] = time.monotonic,
+        facts: Fingerprint | None = None,
     ) -> Pair:
         make_pool = DevicePool if transport in ("cuda_ipc", "nccl") else HostPool
         source, landing = make_pool(num_blocks, block_bytes, seed=7), make_pool(num_blocks, block_bytes)
         disturbance = None if fault_of is None else Disturbance(fault_of, block_bytes)
         common: dict[str, Any] = {"transport": transport, "disturbance": disturbance, "lease": lease, "clock": clock}
         stamps = BlockStamps(num_blocks), BlockStamps(num_blocks)
-        facts = fingerprint(block_bytes)
+        facts = facts or fingerprint(block_bytes)
         receiver = make_receiver(
             landing,
             facts,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,15 @@ from benchmarks.fake_lane import FakeLane, FakeLanes
 from benchmarks.secret import SECRET
 from kvtransfer.dial import dial
 from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.frames import Frame, Kind, tag_of
+from kvtransfer.frames import BadFrame, Frame, Kind, tag_of
+from kvtransfer.parts import Lanes, Part
 from kvtransfer.paths import cuda_ipc, nccl
 from kvtransfer.paths.cuda_ipc import CUDA_IPC
 from kvtransfer.paths.nccl import NCCL, Nccl
+from kvtransfer.paths.on_device import check_part
 from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.stamping import pack
-from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome, TransferKey
 from pdserve.core.errors import TransferFailed
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, Heard, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import RawSender, assert_still_serves, expected
@@ -42,34 +45,58 @@ def ends(pair: Pair) -> str:
 # Frames.
 
 
+@pytest.mark.gpu_checks
+def test_a_part_that_is_not_the_same_run_of_bytes_on_both_sides_is_refused() -> None:
+    floats = replace(fingerprint().shape, layout="block-major.v1", dtype="float32", num_layers=4)
+    int8 = replace(floats, layout="block-major-int8.v1", dtype="int8")
+    rank = replace(floats, num_kv_heads=2, tp_degree=2)
+    for source, target, part, is_taken in [
+        (floats, floats, Part(groups=4), True),
+        (floats, floats, Part(group=3, groups=4), True),
+        (int8, int8, Part(), True),
+        (int8, int8, Part(groups=2), False),  # the scales of a group lie apart from its values
+        (rank, replace(rank, tp_degree=1), Part(groups=2), False),
+        (floats, replace(floats, block_size=2 * floats.block_size), Part(groups=2), False),
+    ]:
+        sides = SimpleNamespace(source=Lanes.to_send(source, source), target=Lanes.to_receive(target, target))
+        if source.tp_degree > 1:
+            sides = SimpleNamespace(source=Lanes.to_send(source, target), target=Lanes.to_receive(source, target))
+        link: Any = sides
+        if is_taken:
+            check_part(link, part)
+        else:
+            with pytest.raises(BadFrame, match="between devices a part of a block is one run of bytes"):
+                check_part(link, part)
+
+
 @PATHS
-def test_blocks_that_come_in_parts_are_refused(make_pair: MakePair, transport: str) -> None:
-    shape = replace(fingerprint().shape, layout="block-major.v1", dtype="float32", num_layers=4)
+@pytest.mark.gpu_checks
+def test_layer_groups_that_are_not_runs_of_bytes_fail_before_they_are_sent(
+    devices: dict[int, FakeDevice], transport: str
+) -> None:
+    shape = replace(fingerprint().shape, layout="block-major-int8.v1", dtype="int8", num_layers=4)
     facts = replace(fingerprint(), shape=shape)
-    size = shape.block_bytes
-    receiver = make_receiver(
-        DevicePool(4, size),
-        facts,
-        secret=SECRET,
+    sender = make_sender(
+        DevicePool(4, shape.block_bytes), facts, secret=SECRET, worker_id="p0", incarnation="1", transport=transport
+    )
+    sent = Heard()
+    key = TransferKey(transfer_id="t", attempt=1, generation=1)
+    grant = Grant(
+        key=key,
+        endpoint="127.0.0.1:1",
         worker_id="d0",
         incarnation="d0-1",
-        host="127.0.0.1",
-        transport=transport,
+        fingerprint=facts,
+        blocks=(1,),
+        held_blocks=0,
     )
-    host = GrpcHost(receiver.servicer)
-    sender = make_sender(
-        DevicePool(4, size, seed=1), facts, secret=SECRET, worker_id="p0", incarnation="1", transport=transport
-    )
-    pair = make_pair(transport)
-    grant, received, sent = pair.grant((1, 2), endpoint=host.endpoint, fingerprint=facts), Heard(), Heard()
-    receiver.expect(grant, received)
     sender.start(grant, sent, groups=2)
-    sender.push(grant.key, [(0, 0), (1, 1)], True)
-    assert received.wait().error.endswith("between devices blocks travel whole")
-    assert sent.wait().outcome is SendOutcome.FAILED
+    end = sent.wait()
+    assert end.outcome is SendOutcome.FAILED
+    assert end.error == (
+        "groups: got 2, expected 1: layer groups of these blocks are not runs of bytes, which a pool on a GPU needs"
+    )
     sender.close()
-    receiver.close()
-    host.stop()
 
 
 def test_a_slot_that_an_nccl_pair_does_not_have_ends_it(make_pair: MakePair) -> None:

@@ -284,6 +284,33 @@ def test_a_pool_of_another_shape_is_refused_at_once_naming_both_and_harms_nothin
     assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
 
 
+@PATHS
+@pytest.mark.gpu_checks
+def test_blocks_arrive_by_layer_groups_each_when_it_is_ready(
+    make_pair: MakePair, devices: dict[int, FakeDevice], transport: str
+) -> None:
+    """Several chunks for each group, and blocks of the pools that lie apart and in other orders."""
+    facts = fingerprint(BLOCK_BYTES)
+    shape = replace(facts.shape, layout="block-major.v1", dtype="float32", num_layers=4, head_dim=64)
+    facts = replace(facts, shape=shape)
+    pair = make_pair(transport, block_bytes=shape.block_bytes, facts=facts)
+    before = [pair.landing.block(block) for block in range(64)]
+    granted, sources = tuple(range(63, 3, -3)), tuple(range(5, 45, 2))
+    grant = pair.grant(granted, fingerprint=facts)
+    received, sent = Heard(), Heard()
+    pair.receiver.expect(grant, received)
+    pair.sender.start(grant, sent, groups=4)
+    for group in range(4):
+        blocks = list(enumerate(sources))
+        pair.sender.push(grant.key, blocks, group == 3, range(group, group + 1))
+    assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    assert sent.wait().outcome is SendOutcome.SENT
+    assert received.all[-1].num_bytes == len(granted) * shape.block_bytes
+    for block in range(64):
+        expected = pair.source.block(sources[granted.index(block)]) if block in granted else before[block]
+        assert pair.landing.block(block) == expected, f"block {block}"
+
+
 def test_this_system_says_what_it_lacks() -> None:
     lacking = why_no_cuda("cupy")
     if lacking:
@@ -349,3 +376,35 @@ def test_both_ends_make_their_first_copies_before_anybody_can_wait_for_them(
     made = [devices[id(pool)] for pool in (pair.landing, pair.source)]
     assert seen == [(device, is_stored) for device in made for is_stored in (False, True)]
     assert not any(bytes(devices[id(pair.landing)].pool().view(0)))  # nothing is stored in a pool
+
+
+@PATHS
+@pytest.mark.gpu_checks
+def test_runs_of_every_alignment_are_copied_before_anybody_can_wait_for_them(
+    make_pair: MakePair, devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """A kernel is compiled for each, on its first use: layer groups must not wait for that."""
+    seen: set[tuple[int, int, bool, bool]] = set()
+    copy = FakeDevice.copy
+
+    def noted(device: FakeDevice, source: Any, sources: Any, target: Any, *rest: Any) -> FakeCopying:
+        for one in (source, target):
+            if one is not None:
+                seen.add((one._first % 16, one.block_bytes % 64, one is target, one._stride == one.block_bytes))
+        return copy(device, source, sources, target, *rest)
+
+    monkeypatch.setattr(FakeDevice, "copy", noted)
+    facts = fingerprint(BLOCK_BYTES)
+    odd = replace(facts.shape, layout="block-major.v1", dtype="bfloat16", num_layers=4, head_dim=6, block_size=2)
+    facts = replace(facts, shape=odd)  # layers of 48 bytes
+    pair = make_pair(transport, block_bytes=odd.block_bytes, facts=facts)
+    prepared = set(seen)
+    assert prepared
+    for number, groups in enumerate((2, 4)):
+        grant = pair.grant((10 + number, 20 + number), fingerprint=facts)
+        received = Heard()
+        pair.receiver.expect(grant, received)
+        pair.sender.start(grant, Heard(), groups=groups)
+        pair.sender.push(grant.key, [(0, 7), (1, 4)], True)
+        assert received.wait().outcome is ReceiveOutcome.VERIFIED
+    assert seen == prepared

@@ -114,6 +114,19 @@ def test_blocks_of_the_prefix_cache_have_the_whole_computing_to_hide_behind() ->
     assert prices[BY_CHUNK] == pytest.approx(made.link("d").latency_s + exposed_s + 2 * MESSAGE_S, rel=0.02)
 
 
+def test_dearer_messages_make_fewer_groups() -> None:
+    cheap, dear = (
+        PushRule(
+            COST, block_size=SIZE, block_bytes=BLOCK_BYTES, num_layers=12, max_batch_tokens=CHUNK, message_s=message_s
+        )
+        for message_s in (MESSAGE_S, 0.02)
+    )
+    for made in (cheap, dear):
+        for num_bytes in (10**5, 10**6, 10**7, 10**8) * 8:
+            made.sent("d", num_bytes, 1e-3 + num_bytes / 5e7)
+    assert 1 < choose(dear, 4096).groups < choose(cheap, 4096).groups
+
+
 @given(
     num_tokens=st.integers(1, 9000),
     cached=st.integers(0, 500),

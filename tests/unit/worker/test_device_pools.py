@@ -38,23 +38,25 @@ DEVICE_TRANSPORTS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
 
 
 class DeviceEngine:
-    """An engine whose pool seems to lie on a device."""
+    """An engine whose pool seems to lie on a device. It may report layers while a step runs."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, reports_layers: bool) -> None:
+        self._engine, self.reports_layers = engine, reports_layers
         self.spec, self.pool, self.close = engine.spec, HiddenPool(engine.pool), engine.close
 
     def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
-        return self._engine.step(rows, on_layer)
+        outs = self._engine.step(rows, on_layer if self.reports_layers else None)
+        if on_layer is not None and not self.reports_layers:
+            on_layer(self.spec.num_layers)
+        return outs
 
 
 def load_on_host(config: Any, role: Role) -> Engine:
     return load_engine(replace(config, load="dummy"), role)
 
 
-def load_on_device(config: Any, role: Role) -> Engine:
-    engine: Any = DeviceEngine(load_on_host(config, role))
-    return engine
+def load_on_device(reports_layers: bool) -> Callable[[Any, Role], Any]:
+    return lambda config, role: DeviceEngine(load_on_host(config, role), reports_layers)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, FakeDevice]]:
 
 
 @DEVICE_TRANSPORTS
+@pytest.mark.parametrize("reports_layers", [True, False])
 async def test_default_push_between_devices_moves_every_prompt(
     devices: dict[int, FakeDevice],
     start: Callable[..., Any],
@@ -97,10 +100,11 @@ async def test_default_push_between_devices_moves_every_prompt(
     ask: Callable[..., Any],
     model: str,
     transport: str,
+    reports_layers: bool,
 ) -> None:
     settings = {**COMMON, "model": model, "transport": transport, "push": "auto"}
-    p = start(Role.PREFILL, load_on_device, **settings)
-    d = start(Role.DECODE, load_on_device, **settings)
+    p = start(Role.PREFILL, load_on_device(reports_layers), **settings)
+    d = start(Role.DECODE, load_on_device(reports_layers), **settings)
     router = await attach(p, d)
     expected = await router.local(ask("local", PROMPT, max_tokens=4))
     for name in ("first", "second"):
@@ -108,14 +112,23 @@ async def test_default_push_between_devices_moves_every_prompt(
         assert [one.is_committed for one in router.all("transfer_ended", name)] == [True, True]
     assert p.program._sender.stats.failed == d.program._receiver.stats.failed == 0
     assert p.program._sender.stats.moved_bytes == 2 * 5 * p.program.engine.spec.block_bytes
+    assert (d.program._receiver.stats.chunks > 2) == reports_layers, "the first prompt leaves by groups of layers"
 
 
 @DEVICE_TRANSPORTS
-def test_push_by_layers_is_rejected_where_blocks_leave_whole(
+def test_push_by_layers_is_rejected_where_the_engine_reports_no_layers(
     devices: dict[int, FakeDevice], start: Callable[..., Any], model: str, transport: str
 ) -> None:
-    with pytest.raises(ConfigError, match="push: got layers, expected auto, end or chunk: they leave whole from a GPU"):
-        start(Role.PREFILL, load_on_device, **COMMON, model=model, transport=transport, push="layers")
+    with pytest.raises(ConfigError, match="push: got layers, expected auto, end or chunk: the engine does not report"):
+        start(Role.PREFILL, load_on_device(False), **COMMON, model=model, transport=transport, push="layers")
+
+
+def test_push_by_layers_is_rejected_where_a_transport_sends_whole_blocks(
+    devices: dict[int, FakeDevice], start: Callable[..., Any], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TRANSPORTS[NCCL], "divides_blocks", False)
+    with pytest.raises(ConfigError, match="push: got layers, expected auto, end or chunk: the transport sends whole"):
+        start(Role.PREFILL, load_on_device(True), **COMMON, model=model, transport="auto", push="layers")
 
 
 def test_push_by_layers_is_rejected_for_blocks_without_equal_runs_of_layers(start: Callable[..., Any]) -> None:
