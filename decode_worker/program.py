@@ -13,6 +13,7 @@ from decode_worker.batching import DecodeBatching
 from decode_worker.checking import KvCheck
 from decode_worker.chunking import ChunkRule
 from decode_worker.drafting import DraftRule
+from kvtransfer import issuer
 from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_receiver
 from kvtransfer.grants import check_movable, fingerprint_of, fingerprint_to_proto, grant_to_proto
@@ -125,7 +126,7 @@ class DecodeProgram(RoleProgram):
         self._add_servicers(server)
 
     def transfer_events(self) -> Mapping[str, int]:
-        return events(self._receiver.stats)
+        return {**events(self._receiver.stats), **issuer.events()}
 
     def close(self) -> None:
         self._receiver.close()

@@ -17,6 +17,19 @@ from pdserve.core.errors import TransferFailed
 log = logging.getLogger(__name__)
 
 CALL_S: Final = 10.0
+_num_stuck = 0  # threads of this process that were replaced
+_lock = threading.Lock()
+
+
+def events() -> dict[str, int]:
+    """For pdserve_kv_transfer_events_total, beside kvtransfer.stats."""
+    return {"stuck_nccl_calls": _num_stuck}
+
+
+def _count_stuck() -> None:
+    global _num_stuck
+    with _lock:
+        _num_stuck += 1
 
 
 @final
@@ -79,6 +92,7 @@ class Issuer:
                 return
             self.num_replaced += 1
             self._running = None
+            _count_stuck()
             log.error("a call of NCCL is stuck: another thread issues now", extra={"replaced": self.num_replaced})
             self._begin()
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, final
 
+from kvtransfer import issuer
 from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_sender
 from kvtransfer.grants import check_movable, fingerprint_of, fingerprint_to_proto, grant_from_proto, shape_of
@@ -150,7 +151,8 @@ class PrefillProgram(RoleProgram):
         self._moved_bytes = moved_bytes
 
     def transfer_events(self) -> Mapping[str, int]:
-        return events(self._sender.stats)
+        withheld = self._batching.pushing.num_withheld
+        return {**events(self._sender.stats), **issuer.events(), "layer_groups_withheld": withheld}
 
     def close(self) -> None:
         self._sender.close()

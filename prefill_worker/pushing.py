@@ -91,6 +91,7 @@ class PushRule:
         )
         self._links: OrderedDict[str, LinkModel] = OrderedDict()
         self._any_link = LinkModel()  # what an unmeasured one is taken for
+        self.num_withheld = 0  # prompts that left whole where groups had failed
         self._failures: OrderedDict[str, _Failures] = OrderedDict()  # of links whose last transfer in groups failed
         self._num_late = 0
 
@@ -193,6 +194,7 @@ class PushRule:
         if failures is None or not failures.num_whole:
             return False
         failures.num_whole -= 1
+        self.num_withheld += 1
         return True
 
     def _parts(self, cached: int, num_tokens: int, held_blocks: int) -> list[tuple[float, float]]:

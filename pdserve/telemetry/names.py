@@ -285,7 +285,8 @@ TRANSFER_EVENTS: Final = _metric(
     "pdserve_kv_transfer_events_total",
     "counter",
     "worker",
-    "what a worker's KV transfers met: late messages, mismatches, reused blocks, silent peers; kvtransfer.stats",
+    "what a worker's KV transfers met: late messages, mismatches, reused blocks, silent peers (kvtransfer.stats), "
+    "stuck calls of NCCL, and prompts from which layer groups were withheld because they had failed",
     ("event",),
 )
 TRANSFER_BYTES_TOTAL: Final = _metric(

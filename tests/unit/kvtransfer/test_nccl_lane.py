@@ -17,7 +17,7 @@ import torch
 
 from kvtransfer import nccl_lane
 from kvtransfer.cuda import CudaBlocks
-from kvtransfer.issuer import Issuer
+from kvtransfer.issuer import Issuer, events
 from kvtransfer.nccl_lane import NcclLane, NcclLanes
 from pdserve.core.errors import TransferFailed
 from tests.unit.kvtransfer.harness import WAIT_S, wait_for
@@ -168,10 +168,11 @@ def test_an_abort_waits_for_the_call_in_progress_and_ends_one_that_is_stuck(
 
 @GPU_CHECKS
 def test_a_stuck_issuing_thread_is_replaced_and_ends_when_its_call_does() -> None:
-    issuer, is_let_go = Issuer(), threading.Event()
+    issuer, is_let_go, before = Issuer(), threading.Event(), events()["stuck_nccl_calls"]
     with pytest.raises(TransferFailed, match="has not answered"):
         issuer.call(is_let_go.wait, timeout_s=0.05)
     assert issuer.num_replaced == 1
+    assert events()["stuck_nccl_calls"] == before + 1
     names = {issuer.call(lambda: threading.current_thread().ident) for _ in range(5)}
     assert len(names) == 1
     is_let_go.set()

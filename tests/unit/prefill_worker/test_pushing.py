@@ -80,6 +80,7 @@ def test_layer_groups_that_only_fail_on_a_link_are_withheld_there_and_tried_agai
             tried.append(number)
         made.ended("d", chosen, is_whole=chosen.groups == 1)
     assert tried == [0, 1, 34, 99]
+    assert made.num_withheld == 200 - len(tried)
     assert made.choose("e", cached=0, num_tokens=4096, held_blocks=0).groups > 1, "another link"
 
 

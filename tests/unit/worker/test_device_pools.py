@@ -134,3 +134,10 @@ def test_push_by_layers_is_rejected_where_a_transport_sends_whole_blocks(
 def test_push_by_layers_is_rejected_for_blocks_without_equal_runs_of_layers(start: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="push: got layers, expected auto, end or chunk: these KV blocks"):
         start(Role.PREFILL, model="toy", push="layers")
+
+
+async def test_layer_groups_that_are_withheld_are_counted(start: Callable[..., Any]) -> None:
+    p = start(Role.PREFILL, model="toy")
+    assert p.program.transfer_events()["layer_groups_withheld"] == 0
+    p.program.batching.pushing.num_withheld += 3
+    assert p.program.transfer_events()["layer_groups_withheld"] == 3

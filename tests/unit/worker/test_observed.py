@@ -158,4 +158,4 @@ async def test_what_transfers_meet_is_counted_once_for_each_time(start: Any, mon
     await d.on_engine(lambda one: one._measure.transferred({"late_messages": 5, "silent": 1}))
     name = names.TRANSFER_EVENTS.name
     assert seen == [(name, 2, "late_messages"), (name, 3, "late_messages"), (name, 1, "silent")]
-    assert set(program.transfer_events()) == set(EVENTS)
+    assert set(program.transfer_events()) == {*EVENTS, "stuck_nccl_calls"}
