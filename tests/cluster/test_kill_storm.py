@@ -10,6 +10,7 @@ from benchmarks.kill_storm import Answer, Request, in_storm, judge, requests
 from pdserve import InternalError
 from pdserve.engine.toy import answer
 
+NUM_REQUESTS = 70
 FLAGS = (
     *("--model", "toy", "--prefill", "2", "--decode", "2", "--set", "worker.toy_step_s=0.01"),
     *("--set", "router.slo_ttft_s=120", "--set", "router.slo_tpot_s=20"),
@@ -20,14 +21,14 @@ FLAGS = (
 def test_finished_answers_are_exact_and_the_others_typed_while_workers_are_killed() -> None:
     asked = [
         Request(prompt=[33 + token % 90 for token in one.prompt], options=one.options)
-        for one in requests(150, seed=3, longest=400, max_tokens=48, vocabulary=256)
+        for one in requests(NUM_REQUESTS, seed=3, longest=400, max_tokens=48, vocabulary=256)
     ]
     calm = [Answer(tokens=answer(one.prompt, 48, seed=one.options.get("seed"))) for one in asked]
     asked = [replace(one, options={**one.options, "ignore_eos": False}) for one in asked]
     result = in_storm(asked, calm, FLAGS, every_s=1.5, seed=3, at_once=12)
     assert result.wrong == []
-    assert result.finished + result.errors.total() == 150
-    assert result.finished >= 120, result.errors
+    assert result.finished + result.errors.total() == NUM_REQUESTS
+    assert result.finished >= 0.8 * NUM_REQUESTS, result.errors
     assert result.kills.total() >= 2
     assert any(count for attempts, count in result.attempts.items() if attempts > 1), "nobody met a death"
 

@@ -1,21 +1,52 @@
-"""The same suite of requests against Ray actors, and what Ray is for: actors that come back."""
+"""`up --ray`: requests that every cluster must answer, actors that come back, and a Ray that nobody else can reach.
 
+The workers are actors of a real Ray that is started for this file alone (about ten seconds).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from pdserve import Client
+from pdserve.client.results import Completion
+from pdserve.launch.open_ports import listeners, session_of
+from pdserve.launch.running import Running
 from tests.cluster import suite
 from tests.cluster.cluster import Cluster
 from tests.cluster.faults import a_decode_worker_dies_in_mid_stream, a_prefill_worker_dies_while_it_prefills
+from tests.unit.launch.conftest import WAIT_S, is_alive, until
 
 pytestmark = pytest.mark.timeout(400)
+
+SECRET = "a secret of this cluster alone"
+PROMPT = "a prompt that is longer than what a decode worker reads itself"
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     flags = ("--model", "toy", "--ray", "--prefill", "2", "--decode", "2", "--set", "worker.toy_step_s=0.01")
-    with Cluster(*flags, start_s=150) as cluster:
+    env = {"PDSERVE_TOKEN": "", "PDSERVE_CLUSTER_SECRET": SECRET}
+    with Cluster(*flags, start_s=150, env=env) as cluster:
         yield cluster
+
+
+def ray_folder(running: Running) -> Path:
+    """Of the token that its control plane reads."""
+    for pid in session_of(running.pid("ray")):
+        for one in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if one.startswith(b"RAY_AUTH_TOKEN_PATH="):
+                return Path(one.partition(b"=")[2].decode()).parent
+    raise AssertionError("no process of Ray reads a token from a file")
+
+
+def ask(cluster: Cluster, max_tokens: int = 8) -> Completion:
+    with Client(cluster.target) as client:
+        return client.generate(PROMPT, max_tokens=max_tokens, temperature=0)
 
 
 @pytest.mark.parametrize("requests", suite.ALL)
@@ -29,3 +60,65 @@ def test_a_killed_decode_actor_costs_no_token_and_comes_back(cluster: Cluster) -
 
 def test_a_killed_prefill_actor_costs_no_token_and_comes_back(cluster: Cluster) -> None:
     a_prefill_worker_dies_while_it_prefills(cluster)
+
+
+def test_two_of_each_role_are_placed_and_answer(cluster: Cluster) -> None:
+    with Client(cluster.target) as client:
+        topology = client.topology()
+        assert len(topology.of_role("prefill")) == 2
+        assert len(topology.of_role("decode")) == 2
+    assert len(ask(cluster).token_ids) == 8
+    assert "(2 prefill, 2 decode, " in cluster.running.ready_line
+
+
+def test_ray_listens_on_loopback_alone(cluster: Cluster) -> None:
+    found = listeners(session_of(cluster.running.pid("ray")))
+    assert {"gcs_server", "raylet"} <= {one.process for one in found}
+    assert [str(one) for one in found if not one.is_on_loopback] == []
+    assert not any("others can reach" in line for line in cluster.running.lines)
+
+
+def test_ray_asks_for_a_token_that_only_this_user_can_read(cluster: Cluster) -> None:
+    folder = ray_folder(cluster.running)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "auth_token").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_ray_starts_inherits_no_secret(cluster: Cluster) -> None:
+    """Actors are given theirs as arguments."""
+    for pid in set(session_of(cluster.running.pid("ray"))) - {cluster.running.pid("ray")}:
+        assert SECRET.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+        assert b"redis://" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["p1", "d1"])
+def test_a_killed_actor_comes_back_under_its_id_as_a_new_incarnation(cluster: Cluster, name: str) -> None:
+    pid = cluster.running.pid(name)
+    with Client(cluster.target) as client:
+        [before] = [one.incarnation for one in client.topology().workers if one.worker_id == name]
+        os.kill(pid, signal.SIGKILL)
+        assert len(ask(cluster).token_ids) == 8
+        assert cluster.running.wait_restarted(name, pid) != pid
+
+        def is_back() -> bool:
+            seen = {one.worker_id: one for one in client.topology().workers}
+            return name in seen and seen[name].is_connected and seen[name].incarnation != before
+
+        until(is_back)
+        assert len(client.topology().workers) == 4
+    assert len(ask(cluster).token_ids) == 8
+
+
+def test_losing_the_control_plane_stops_no_request_and_no_process_is_left(cluster: Cluster) -> None:
+    """The last test of the file: it ends the cluster."""
+    pids, folder = cluster.running.pids(), ray_folder(cluster.running)
+    members = session_of(pids["ray"])
+    [control] = [pid for pid in members if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]]
+    os.kill(control, signal.SIGKILL)
+    until(lambda: not is_alive(control))
+    for _ in range(10):
+        assert len(ask(cluster).token_ids) == 8
+    members += session_of(pids["ray"])
+    assert cluster.running.stop() == 0
+    until(lambda: not any(is_alive(pid) for pid in {*pids.values(), *members}), WAIT_S)
+    assert not folder.exists()

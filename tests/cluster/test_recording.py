@@ -19,7 +19,6 @@ from simulator.traces import FileTrace
 from tests.cluster.cluster import Cluster
 from tests.cluster.suite import toy_prompt
 
-EVENTS = 10_000
 MAX_TOKENS = 60
 MOST_TOGETHER = 640
 
@@ -42,13 +41,13 @@ async def one_client(client: AsyncClient, number: int, answered: dict[str, int])
     return False
 
 
-async def drive(cluster: Cluster, record: Path) -> dict[str, int]:
+async def drive(cluster: Cluster, record: Path, num_events: int) -> dict[str, int]:
     """Bursts of clients, and a worker that dies, until enough was recorded; they grow until somebody is refused."""
     answered: dict[str, int] = {}
     number = bursts = refused = 0
     size = 40
     async with AsyncClient(cluster.target, retries=Retries(limit=0)) as client:
-        while bursts < 4 or sum(1 for _ in record.open()) < EVENTS + 300 or (not refused and size < MOST_TOGETHER):
+        while bursts < 4 or sum(1 for _ in record.open()) < num_events + 300 or (not refused and size < MOST_TOGETHER):
             tasks = [asyncio.create_task(one_client(client, number + index, answered)) for index in range(size)]
             number += len(tasks)
             bursts += 1
@@ -61,20 +60,21 @@ async def drive(cluster: Cluster, record: Path) -> dict[str, int]:
     return answered
 
 
-def test_ten_thousand_events_of_a_running_cluster_replay_to_equal_commands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("num_events", [3_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_the_events_of_a_running_cluster_replay_to_equal_commands(
+    num_events: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = tmp_path / "recording.jsonl"
     words = ("router.policy=goodput", "router.max_queue=6", "worker.toy_step_s=0.001", "worker.heartbeat_s=0.05")
     sets = [flag for word in words for flag in ("--set", word)]
     flags = ("--model", "toy", "--prefill", "2", "--decode", "2", "--record", str(record), *sets)
     with Cluster(*flags) as cluster:
-        answered = asyncio.run(drive(cluster, record))
+        answered = asyncio.run(drive(cluster, record, num_events))
         cluster.wait_until_idle(30.0)
     with record.open() as lines:
         next(lines)
         seen = Counter(type(step.event).__name__ for step in replay.read(lines))
-    assert seen.total() >= EVENTS
+    assert seen.total() >= num_events
     for kind in ("ClientLeft", "WorkerLost", "FirstToken", "TransferEnded", "TokensArrived", "BatchTimed"):
         assert seen[kind], kind
     assert '"outcome":"refused"' in record.read_text()

@@ -95,6 +95,7 @@ async def test_a_real_engine_goes_on_from_converted_blocks_as_from_its_own(
         "kv_blocks": 32,
         "is_prefix_cache_on": False,
         "deterministic": True,  # a float that rounds otherwise becomes another integer
+        "profile": "h100-sxm.llama-3.1-8b.bf16",  # no worker measures itself first
     }
     p, d = start(Role.PREFILL, **{**common, **prefill}), start(Role.DECODE, **{**common, **decode})
     router = await attach(p, d)
@@ -131,6 +132,7 @@ async def test_float32_sent_to_an_int8_pool_is_what_its_engine_would_have_stored
         "kv_blocks": 32,
         "is_prefix_cache_on": False,
         "deterministic": True,  # a float that rounds otherwise becomes another integer
+        "profile": "h100-sxm.llama-3.1-8b.bf16",  # no worker measures itself first
     }
     p = start(Role.PREFILL, block_size=16, **common)
     d = start(Role.DECODE, block_size=32, kv_dtype="int8", **common)
@@ -172,6 +174,7 @@ async def test_floats_travel_as_int8_where_the_operator_says_so(
         "kv_blocks": 32,
         "is_prefix_cache_on": False,
         "deterministic": True,  # a float that rounds otherwise becomes another integer
+        "profile": "h100-sxm.llama-3.1-8b.bf16",  # no worker measures itself first
         "transport": transport,
     }
     p, d = start(Role.PREFILL, kv_wire="int8", **common), start(Role.DECODE, **common)
