@@ -24,7 +24,7 @@ test-newest:
 	echo "testing with $$newest"; $(MAKE) test VENV=.venv-newest PYTHON="$$newest"
 
 # Exactness, engine and transfer with instruction sets turned down: to AVX2, and to the oldest x86-64 that torch supports.
-# Two or three times as long as these tests take alone; the machine's own sets are what `make test` uses.
+# The machine's own sets are what `make test` uses.
 test-isa: $(STAMP)
 	$(BIN)/python -m tests.isa $(ARGS)
 
