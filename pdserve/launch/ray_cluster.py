@@ -25,7 +25,7 @@ from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.launch import own_ray
 from pdserve.launch.child import StartFailed
 from pdserve.launch.open_ports import listeners, session_of
-from pdserve.launch.spec import MODULES, ClusterSpec, worker_config
+from pdserve.launch.spec import MODULES, WORKER_CPUS, ClusterSpec, ray_resources, worker_config
 from pdserve.launch.with_ray import spec_from_json
 from pdserve.owned_folder import OwnedFolder
 
@@ -41,8 +41,6 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 NAMESPACE: Final = "pdserve"
-# Small on purpose: the engine's threads are set by WorkerConfig, and any N + M workers fit on a laptop.
-WORKER_CPUS: Final = 0.01
 PLACE_S: Final = 120.0
 START_S: Final = 600.0
 GIVE_BACK_S: Final = 5.0
@@ -180,12 +178,14 @@ class Driver:
         return [f"raylet on {node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in nodes]
 
     def _place(self) -> None:
-        bundle = {"CPU": WORKER_CPUS, **({"GPU": 1.0} if self._needs_gpu() else {})}
-        workers = len(self._configs)
-        self._group = placement_group([bundle] * workers, strategy="PACK", name=f"pdserve-{self._spec.cluster}")
+        bundles = [self._resources(worker_id) for worker_id in self._configs]
+        self._group = placement_group(bundles, strategy="PACK", name=f"pdserve-{self._spec.cluster}")
         if not self._group.wait(PLACE_S):
             has = ray.cluster_resources().get("GPU", 0)
-            raise StartFailed(f"Ray cannot place {workers} workers of {bundle}: it has {has:g} GPUs")
+            needs = ", ".join(f"{bundle.get('GPU', 0):g}" for bundle in bundles)
+            raise StartFailed(
+                f"Ray cannot place workers with {needs} GPUs, those of each on one node: it has {has:g} GPUs in all"
+            )
         for worker_id in self._configs:
             self._create(worker_id)
 
@@ -194,7 +194,7 @@ class Driver:
         options = self._actor_class.options(
             name=f"pdserve-{self._spec.cluster}-{worker_id}",
             num_cpus=WORKER_CPUS,
-            num_gpus=1 if self._needs_gpu() else 0,
+            num_gpus=self._resources(worker_id).get("GPU", 0),
             max_restarts=-1,
             max_task_retries=0,  # a generation is not idempotent
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, list(self._configs).index(worker_id)),
@@ -235,9 +235,9 @@ class Driver:
         health: Health = ray.get(self._actors[worker_id].health.remote(), timeout=timeout_s)
         return health
 
-    def _needs_gpu(self) -> bool:
-        devices = {config.device for _, config in self._configs.values()}
-        return "cuda" in devices or ("auto" in devices and ray.cluster_resources().get("GPU", 0) > 0)
+    def _resources(self, worker_id: str) -> dict[str, float]:
+        _, config = self._configs[worker_id]
+        return ray_resources(config, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
 
     def _lost(self, worker_id: str) -> None:
         health = self._last.pop(worker_id, None)

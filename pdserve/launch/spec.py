@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdserve.config import RouterConfig, WorkerConfig, to_env, to_flags
@@ -15,6 +15,8 @@ from pdserve.core.types import Role
 from pdserve.launch.keys import Kind, Value, check_settings
 
 MAX_WORKERS: Final = 256
+# Small on purpose: the engine's threads are set by WorkerConfig, and any N + M workers fit on a laptop.
+WORKER_CPUS: Final = 0.01
 MODULES: Final[Mapping[Role, Kind]] = {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"}
 
 
@@ -31,7 +33,7 @@ class ClusterSpec:
     cluster: str = "default"
     cluster_secret: str = field(default="", repr=False)
     cores: int = 1
-    gpus: tuple[str, ...] = ()  # of this host, for CUDA_VISIBLE_DEVICES
+    gpus: tuple[str, ...] = ()  # of this host, as CUDA_VISIBLE_DEVICES names them
     worker_ports: tuple[int, ...] = ()
     inject_faults: str = ""  # for tests: the faults that KV transfers meet
     settings: Mapping[Kind, Mapping[str, Value]] = field(default_factory=dict)
@@ -140,7 +142,43 @@ def _workers(spec: ClusterSpec) -> list[tuple[str, Role]]:
 
 def _worker(spec: ClusterSpec, index: int) -> Process:
     role, config = worker_config(spec, index)
+    gpus = gpus_of(spec, index)
+    if gpus:
+        config = _sharing(spec, index, config)
     env = [("OMP_NUM_THREADS", str(config.threads)), *to_env(config).items()]
-    if spec.gpus and config.device != "cpu":
-        env.append(("CUDA_VISIBLE_DEVICES", spec.gpus[index % len(spec.gpus)]))
+    if gpus:
+        env.append(("CUDA_VISIBLE_DEVICES", ",".join(gpus)))
     return Process(name=config.worker_id, module=MODULES[role], config=config, env=tuple(env))
+
+
+def gpus_of(spec: ClusterSpec, index: int) -> tuple[str, ...]:
+    """The GPUs of worker `index`: one for each of its tensor-parallel ranks, dealt out in turn; none on a CPU.
+
+    Raises ConfigError where this host has fewer than the worker has ranks.
+    """
+    first = 0
+    for at in range(index + 1):
+        _, config = worker_config(spec, at)
+        wanted = 0 if config.device == "cpu" or not spec.gpus else config.tensor_parallel
+        if wanted > len(spec.gpus):
+            expected = f"at most {len(spec.gpus)} ranks: each needs a GPU of this host"
+            raise ConfigError("tensor_parallel", wanted, expected)
+        if at < index:
+            first += wanted
+    return tuple(spec.gpus[(first + rank) % len(spec.gpus)] for rank in range(wanted))
+
+
+def ray_resources(config: WorkerConfig, *, has_gpus: bool) -> dict[str, float]:
+    """What Ray reserves for a worker: little of a CPU, since its threads are a setting, and a GPU for each rank."""
+    takes_gpus = config.device == "cuda" or (config.device == "auto" and has_gpus)
+    return {"CPU": WORKER_CPUS, **({"GPU": float(config.tensor_parallel)} if takes_gpus else {})}
+
+
+def _sharing(spec: ClusterSpec, index: int, config: WorkerConfig) -> WorkerConfig:
+    """Workers on one GPU divide its memory, unless their settings do."""
+    given = {**spec.settings.get("worker", {}), **spec.settings.get(MODULES[worker_config(spec, index)[0]], {})}
+    if "gpu_memory_share" in given:
+        return config
+    every = [gpus_of(spec, at) for at in range(spec.prefill + spec.decode)]
+    most = max(sum(gpu in gpus for gpus in every) for gpu in every[index])
+    return replace(config, gpu_memory_share=config.gpu_memory_share / most) if most > 1 else config

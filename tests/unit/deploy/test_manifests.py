@@ -22,7 +22,7 @@ from pdserve.cli import up
 from pdserve.config import RouterConfig, parse_flags
 from pdserve.launch import settings
 from pdserve.launch.ports import free_ports
-from pdserve.launch.spec import ClusterSpec, worker_config
+from pdserve.launch.spec import ClusterSpec, ray_resources, worker_config
 from pdserve.launch.spec import router_config as router_config_of
 from pdserve.prefix.embedded import server_binary
 from tests.unit.deploy.manifests import KUBERAY, ROOT, Manifest, container, environment, expanded, load, pod_templates
@@ -35,7 +35,7 @@ CLAIMS = {"models"}  # likewise, for gpu/
 VALUES = {"POD_NAME": "pdserve-router-7d9c5b8d6f-abcde"}
 HELD = {name: f"the-{name}" for name in SECRETS["pdserve"]}
 REDIS_URL = "redis://:the-redis-password@pdserve-redis:6379/0"
-FOLDERS = [KUBERAY, KUBERAY / "gpu"]
+FOLDERS = [KUBERAY, KUBERAY / "gpu", KUBERAY / "gpu-parallel"]
 
 
 @pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
@@ -294,3 +294,19 @@ def test_the_gpu_overlay_changes_the_model_the_device_and_the_resources() -> Non
     [cluster] = named(gpu, "RayCluster").values()
     replicas: Any = cluster["spec"]["workerGroupSpecs"][0]["replicas"]
     assert replicas >= len(asked(gpu).spec.worker_ids)
+
+
+@pytest.mark.parametrize("folder", FOLDERS[1:], ids=lambda folder: folder.name)
+def test_a_pod_has_the_gpus_of_a_worker(folder: Path) -> None:
+    """Ranks of a worker share a host, and a pod's /dev/shm holds what NCCL lays there."""
+    manifests = load(folder)
+    spec = asked(manifests).spec
+    [cluster] = named(manifests, "RayCluster").values()
+    group: Any = cluster["spec"]["workerGroupSpecs"][0]
+    in_pod = container(manifests, "ray-workers")["resources"]["limits"]["nvidia.com/gpu"]
+    workers = [worker_config(spec, index)[1] for index in range(len(spec.worker_ids))]
+    needs = [ray_resources(one, has_gpus=True)["GPU"] for one in workers]
+    assert max(needs) <= in_pod
+    assert len(needs) <= group["replicas"] * (in_pod // max(needs))
+    [shm] = [one for one in group["template"]["spec"]["volumes"] if one["name"] == "shm"]
+    assert shm["emptyDir"]["sizeLimit"] == ("8Gi" if max(needs) > 1 else "1Gi")

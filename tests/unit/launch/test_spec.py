@@ -9,7 +9,7 @@ import pytest
 from pdserve.config import RouterConfig, WorkerConfig, parse_flags
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
-from pdserve.launch.spec import ClusterSpec, fixed_ports, processes, worker_config
+from pdserve.launch.spec import ClusterSpec, fixed_ports, processes, ray_resources, worker_config
 
 
 def spec(**changes: Any) -> ClusterSpec:
@@ -68,6 +68,47 @@ def test_gpus_are_dealt_out_in_turn_unless_the_cpu_serves() -> None:
 
     assert dealt() == ["0", "1", "0", None]
     assert dealt(settings={"worker": {"device": "cpu"}}) == [None, None, None, None]
+
+
+def parallel(gpus: str, prefill: int, decode: int, **changes: Any) -> list[tuple[str | None, float]]:
+    """Each worker's GPUs and its share of their memory."""
+    degrees = {"prefill_worker": {"tensor_parallel": prefill}, "decode_worker": {"tensor_parallel": decode}}
+    *workers, _ = processes(spec(gpus=tuple(gpus), settings={**degrees, **changes}))
+    found = []
+    for one in workers:
+        assert isinstance(one.config, WorkerConfig)
+        found.append((dict(one.env).get("CUDA_VISIBLE_DEVICES"), one.config.gpu_memory_share))
+    return found
+
+
+def test_each_rank_has_a_gpu() -> None:
+    assert parallel("01234567", 4, 4) == [("0,1,2,3", 0.9), ("4,5,6,7", 0.9)]
+    assert parallel("0123", 1, 2) == [("0", 0.9), ("1,2", 0.9)]
+    assert parallel("01", 2, 2, worker={"device": "cpu"}) == [(None, 0.9), (None, 0.9)]
+    with pytest.raises(ConfigError, match="tensor_parallel: got 4, expected at most 2 ranks: each needs a GPU"):
+        parallel("01", 4, 1)
+
+
+def test_workers_on_one_gpu_divide_its_memory() -> None:
+    assert parallel("0", 1, 1) == [("0", 0.45), ("0", 0.45)]
+    assert parallel("012", 2, 2) == [("0,1", 0.45), ("2,0", 0.45)]
+    asked = {"gpu_memory_share": 0.3}
+    assert parallel("0", 1, 1, worker=asked) == [("0", 0.3), ("0", 0.3)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_gpus", "gpus"),
+    [
+        ({"device": "cuda", "tensor_parallel": 4}, False, 4.0),
+        ({"tensor_parallel": 2}, True, 2.0),
+        ({}, True, 1.0),
+        ({}, False, None),
+        ({"device": "cpu", "tensor_parallel": 2}, True, None),
+    ],
+)
+def test_ray_reserves_a_gpu_for_each_rank(settings: dict[str, Any], has_gpus: bool, gpus: float | None) -> None:
+    config = worker_config(spec(settings={"worker": settings}), 0)[1]
+    assert ray_resources(config, has_gpus=has_gpus).get("GPU") == gpus
 
 
 def test_roles_are_told_with_the_settings() -> None:
