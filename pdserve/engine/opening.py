@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 
@@ -46,12 +46,15 @@ from pdserve.engine.progress import loading_line
 from pdserve.engine.safetensors_file import Checkpoint, checkpoint_hash, open_checkpoint
 from pdserve.engine.sharding import WHOLE, Shard, rank_config
 from pdserve.engine.torch_engine import Mixing, TorchEngine
+from pdserve.engine.warm_rows import warm_rows
 from pdserve.engine.weights import Progress, load_weights
 
 if TYPE_CHECKING:
     from pdserve.engine.ranks import Ranks
 
 _STORED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # kv_dtype, where it is not the compute dtype
+
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 log = logging.getLogger(__name__)
 
@@ -60,18 +63,29 @@ def open_engine(config: WorkerConfig, role: Role) -> Engine:
     """The fastest engine that the device has. Raises ModelError and ConfigError as `open_torch_engine` does."""
     is_gpu = choose_device(config.device).type == "cuda"
     config = with_device_defaults(config, role, is_gpu=is_gpu)
-    if role is not Role.DECODE or not config.cuda_graphs or not is_gpu:
+    if not is_gpu:
         return open_torch_engine(config)
+    if role is not Role.DECODE or not config.cuda_graphs:
+        return warmed(open_torch_engine(config))
     from pdserve.engine.gpu.opening import measure_graphs, why_no_graphs, with_graphs
 
     reason = why_no_graphs(read_config(Path(config.model)), config.block_size, config.tensor_parallel)
     if reason:
         log.warning("decode steps run without CUDA graphs", extra={"reason": reason})
-        return open_torch_engine(config)
+        return warmed(open_torch_engine(config))
     most_drafts = config.max_drafts if config.speculation == "ngram" else 0
     graphs = partial(measure_graphs, most_rows=config.max_batch, most_drafts=most_drafts)
-    engine = open_rank(config, None, WHOLE, None, graphs=graphs)
+    engine = warmed(open_rank(config, None, WHOLE, None, graphs=graphs))
     return with_graphs(engine, engine.model, config.max_batch, config.worker_id, most_drafts)
+
+
+def warmed(engine: AnyEngine) -> AnyEngine:
+    """Every kernel that the engine's steps launch is compiled before a request asks for it."""
+    began_s = time.monotonic()
+    for rows in warm_rows(engine.spec):
+        engine.step(rows)
+    log.info("kernels are compiled", extra={"compile_s": round(time.monotonic() - began_s, 2)})
+    return engine
 
 
 def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) -> TorchEngine:

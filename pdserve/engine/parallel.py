@@ -28,7 +28,7 @@ from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut
 from pdserve.engine.memory_plan import MemoryPlan
-from pdserve.engine.opening import choose_device, open_rank, shared_bytes, with_host_blocks
+from pdserve.engine.opening import choose_device, open_rank, shared_bytes, warmed, with_host_blocks
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.ranks import Ranks, make_store
 from pdserve.engine.row_words import to_words
@@ -190,7 +190,8 @@ def open_parallel_engine(
     if memory is not None:
         engine.pool.seal()
     log.info("tensor-parallel ranks stand", extra={"ranks": size, "pids": [one.pid for one in followers]})
-    return ParallelEngine(engine, ranks, followers)
+    together = ParallelEngine(engine, ranks, followers)
+    return together if device.type == "cpu" else warmed(together)
 
 
 def _shared_memory(config: WorkerConfig) -> HostMemory:

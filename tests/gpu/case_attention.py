@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.gpu.attention import Rows, attend, make_scratch
-from pdserve.engine.gpu.splits import num_splits
+from pdserve.engine.gpu.splits import MOST_SPLITS, num_splits
 from pdserve.engine.pool import BlockShape, TorchPool
 from tests.gpu.cases import BOUNDS, Case, Launch, draw, worst
 
@@ -29,6 +29,7 @@ class Setup:
     scale: float | None = None
     softcap: float | None = None
     splits: int = 2
+    most_splits: int | None = None
     lengths: tuple[int, ...] = (1, 0, 151, 400, 129)  # before the queries; 0 is a padding row
 
     def name(self) -> str:
@@ -100,7 +101,7 @@ def case(setup: Setup) -> Case:
         # Queries come from a wider tensor, as if it held keys and values as well.
         q_THD = draw((num_tokens, setup.num_heads + 2, setup.head_dim), setup.dtype)[:, : setup.num_heads]
         expected = reference(pool, q_THD, rows, setup)
-        scratch = make_scratch(setup.splits, num_tokens, setup.num_heads, setup.head_dim, device)
+        scratch = make_scratch(setup.splits, num_tokens, setup.num_heads, setup.head_dim, device, setup.most_splits)
         scratch.out.fill_(torch.nan)
         scratch.weight.fill_(torch.nan)
         there = replace(
@@ -138,6 +139,7 @@ CASES = [
     for setup in (
         Setup(),
         Setup(splits=1),
+        Setup(splits=3, most_splits=16),
         Setup(page=8, splits=4, dtype=torch.bfloat16),
         Setup(page=16, num_heads=5, num_kv_heads=1, head_dim=24, lengths=(130, 0, 33)),
         Setup(num_queries=16, lengths=(300, 0, 5), dtype=torch.bfloat16, num_heads=8),
@@ -177,7 +179,8 @@ def _launch(name: str, num_rows: int, context: int, setup: Setup, num_processors
         )
         q_THD = torch.ones(num_tokens, setup.num_heads, setup.head_dim, dtype=setup.dtype, device=device)
         splits = num_splits(num_rows, setup.num_kv_heads, num_processors, context)
-        scratch = make_scratch(splits, num_tokens, setup.num_heads, setup.head_dim, device)
+        most = MOST_SPLITS if "ragged" in name else splits
+        scratch = make_scratch(splits, num_tokens, setup.num_heads, setup.head_dim, device, most)
         return (
             lambda: attend(pool, 0, q_THD, rows, scratch, window=setup.window, softcap=setup.softcap),
             None,

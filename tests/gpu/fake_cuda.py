@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from triton.runtime import interpreter, jit
 
@@ -65,18 +65,28 @@ class WithoutGuards(TorchFunctionMode):
     """Takes the operators behind those of Python's calls that set the current device first."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _OF_HOST and not isinstance(args[0], FakeTensor):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
         if func is Tensor.__getitem__:
             return index(*args)
         if func is Tensor.__setitem__:
             return put(*args)
+        if func is Tensor.copy_:
+            return torch.ops.aten.copy_(*args, **kwargs)
+        if func is Tensor.to and not isinstance(args[0], FakeTensor):
+            args = (torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:])  # and not a constant
         if func is Tensor.contiguous:
             x: Tensor = args[0]
             return x if x.is_contiguous() else torch.ops.aten.clone(x, memory_format=torch.contiguous_format)
-        kwargs = dict(kwargs or {})
-        is_pinned = kwargs.pop("pin_memory", False)
-        made = func(*args, **kwargs)
-        # A fake tensor of one number remembers it, and would compute with it on the device.
-        return torch.empty(made.shape, dtype=made.dtype) if is_pinned else made
+        if kwargs.pop("pin_memory", False):  # the host's own: real, and written by it
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+_OF_HOST = (Tensor.__getitem__, Tensor.view, Tensor.numpy)
 
 
 def index(x: Tensor, key: Any) -> Tensor:

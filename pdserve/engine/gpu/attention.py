@@ -57,13 +57,23 @@ class Scratch:
     """What the parts leave for the merge; one for all layers and graphs of a stream."""
 
     num_splits: int
+    most_splits: int  # what the merge is compiled for, a power of two
     out: Tensor  # float32 [T, H, S, D]
     weight: Tensor  # float32 [T, H, S]: log2 of the sum of exponentials
 
 
-def make_scratch(num_splits: int, num_tokens: int, num_heads: int, head_dim: int, device: torch.device) -> Scratch:
+def make_scratch(
+    num_splits: int,
+    num_tokens: int,
+    num_heads: int,
+    head_dim: int,
+    device: torch.device,
+    most_splits: int | None = None,
+) -> Scratch:
+    """`most_splits`: at least `num_splits`, and the same for all steps that shall share one compiled merge."""
     size = (num_tokens, num_heads, num_splits) if num_splits > 1 else (1, 1, 1)
-    return Scratch(num_splits, torch.empty((*size, head_dim), device=device), torch.empty(size, device=device))
+    out, weight = torch.empty((*size, head_dim), device=device), torch.empty(size, device=device)
+    return Scratch(num_splits, most_splits or num_splits, out, weight)
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype, num_query_rows: int) -> Tiling:
@@ -77,13 +87,13 @@ def choose_tiling(head_dim: int, dtype: torch.dtype, num_query_rows: int) -> Til
 
 
 @triton.jit
-def _range(start, length, WINDOW: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr):
+def _range(start, length, splits, WINDOW: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr):
     """First tile that any query of the row sees, the end of its tiles, and tiles per part."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(start - WINDOW + 1, 0) // TILE
     end = tl.cdiv(length, TILE)
-    per_part = tl.maximum(tl.cdiv(end - first, SPLITS), LEAST)
+    per_part = tl.maximum(tl.cdiv(end - first, splits), LEAST)
     return first, end, per_part
 
 
@@ -98,7 +108,8 @@ def _tokens(first_of, row, NUM_QUERIES: tl.constexpr, RAGGED: tl.constexpr):
     return first, count
 
 
-@triton.jit
+# What changes from step to step must not name a kernel of its own: it would be compiled while requests wait.
+@triton.jit(do_not_specialize=["table_stride", "splits"])
 def _attend(
     q,  # [T, H, D], tokens apart
     stored,  # the layer's first key in block 0
@@ -114,6 +125,7 @@ def _attend(
     table_stride,
     block_stride,
     scale_block_stride,
+    splits,
     score_scale,  # of q k, with log2(e) where there is no softcap
     NUM_QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -125,7 +137,7 @@ def _attend(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,  # times log2(e)
-    SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     LEAST: tl.constexpr,
     SCALED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -135,10 +147,10 @@ def _attend(
     part = tl.program_id(2)
     start = tl.load(start_of + row)
     length = tl.load(length_of + row)
-    first_tile, end_tile, per_part = _range(start, length, WINDOW, SPLITS, TILE, LEAST)
+    first_tile, end_tile, per_part = _range(start, length, splits, WINDOW, TILE, LEAST)
     begin = first_tile + part * per_part
     end = tl.minimum(begin + per_part, end_tile)
-    if (SPLITS > 1) & (begin >= end):
+    if IS_SPLIT & (begin >= end):
         return
 
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -200,16 +212,16 @@ def _attend(
     share_M = tl.where(sum_M > 0.0, sum_M, 1.0)
     acc_MD = acc_MD / share_M[:, None]
     is_out = is_query[:, None] & in_head[None, :]
-    if SPLITS == 1:
+    if not IS_SPLIT:
         into = out + (token[:, None] * NUM_HEADS + head[:, None]) * HEAD_DIM + d[None, :]
         tl.store(into, cast(acc_MD, out.dtype.element_ty), mask=is_out)
     else:
-        at = (token * NUM_HEADS + head) * SPLITS + part
+        at = (token * NUM_HEADS + head) * splits + part
         tl.store(part_out + at[:, None] * HEAD_DIM + d[None, :], acc_MD, mask=is_out)
         tl.store(part_weight + at, most_M + tl.log2(share_M), mask=is_query)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge(
     out,
     part_out,
@@ -217,12 +229,13 @@ def _merge(
     start_of,
     length_of,
     first_of,
+    splits,
     NUM_QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
@@ -234,15 +247,15 @@ def _merge(
         return
     token = (first_token + query).to(tl.int64)
     at = token * tl.num_programs(1) + tl.program_id(1)
-    first, end, per_part = _range(tl.load(start_of + row), tl.load(length_of + row), WINDOW, SPLITS, TILE, LEAST)
-    part = tl.arange(0, SPLITS)
+    first, end, per_part = _range(tl.load(start_of + row), tl.load(length_of + row), splits, WINDOW, TILE, LEAST)
+    part = tl.arange(0, MOST_SPLITS)
     d = tl.arange(0, BLOCK_D)
     has_part = part < tl.cdiv(end - first, per_part)
-    weight_S = tl.load(part_weight + at * SPLITS + part, mask=has_part, other=float("-inf"))
+    weight_S = tl.load(part_weight + at * splits + part, mask=has_part, other=float("-inf"))
     most = tl.max(weight_S, axis=0)
     share_S = tl.exp2(weight_S - tl.where(most == float("-inf"), 0.0, most))
     inside = has_part[:, None] & (d < HEAD_DIM)[None, :]
-    out_SD = tl.load(part_out + (at * SPLITS + part)[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+    out_SD = tl.load(part_out + (at * splits + part)[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
     total = tl.sum(share_S, axis=0)
     out_D = tl.sum(out_SD * share_S[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
     tl.store(out + at * HEAD_DIM + d, cast(out_D, out.dtype.element_ty), mask=d < HEAD_DIM)
@@ -285,7 +298,6 @@ def attend(
     stored, scales = pool.tensor[:, layer], None if pool.scales is None else pool.scales[:, layer]
     ranges = {
         "WINDOW": window or 0,
-        "SPLITS": scratch.num_splits,
         "TILE": tiling.positions,
         "LEAST": max(1, LEAST_POSITIONS // tiling.positions),
         "HEAD_DIM": head_dim,
@@ -309,12 +321,14 @@ def attend(
         rows.table_BP.stride(0),
         stored.stride(0),
         0 if scales is None else scales.stride(0),
+        scratch.num_splits,
         scale * _LOG2_E if softcap is None else scale / softcap,
         GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_M=block_m,
         PAGE=page,
         SOFTCAP=0.0 if softcap is None else softcap * _LOG2_E,
+        IS_SPLIT=scratch.num_splits > 1,
         SCALED=scales is not None,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -322,6 +336,15 @@ def attend(
     )
     if scratch.num_splits > 1:
         _merge[(num_rows * rows.num_queries, num_heads)](
-            out_TN, scratch.out, scratch.weight, rows.start_B, rows.length_B, first, num_warps=2, **ranges
+            out_TN,
+            scratch.out,
+            scratch.weight,
+            rows.start_B,
+            rows.length_B,
+            first,
+            scratch.num_splits,
+            MOST_SPLITS=scratch.most_splits,
+            num_warps=2,
+            **ranges,
         )
     return out_TN

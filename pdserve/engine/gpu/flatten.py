@@ -23,7 +23,7 @@ _TILE: Final = 16
 _COLUMNS: Final = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # of each prompt its own
 def _flatten(
     stored,  # the layer's first key in block 0
     scales,  # and its scale; unread unless SCALED

@@ -22,7 +22,7 @@ from pdserve.engine.batch import Batch, Group
 from pdserve.engine.gpu.attention import MOST_QUERIES, Rows, Scratch, make_scratch
 from pdserve.engine.gpu.flatten import flatten
 from pdserve.engine.gpu.layers import LayerKernels
-from pdserve.engine.gpu.splits import num_splits
+from pdserve.engine.gpu.splits import MOST_SPLITS, num_splits
 from pdserve.engine.mixing import Heads
 from pdserve.engine.parameters import LayerWeights
 from pdserve.engine.pool import TorchPool
@@ -63,11 +63,12 @@ class TritonRows:
         packed = to_device([word for part in padded for word in part], self._device, torch.int32)
         pieces = packed.split([len(part) for part in padded])
         table_BP, start_B, length_B, first_B1 = (piece[: len(part)] for piece, part in zip(pieces, parts, strict=True))
-        # A power of two, since each number of queries is a kernel of its own.
-        most = 1 << (max(counts) - 1).bit_length()
+        # One or all, since each number of queries is a kernel of its own.
+        most = 1 if max(counts) == 1 else MOST_QUERIES
         rows = Rows(most, table_BP.view(num_rows, width), start_B, length_B, first_B1)
         splits = num_splits(num_rows, self._heads.num_kv_heads, self._num_processors, max(lengths))
-        scratch = make_scratch(splits, firsts[-1], self._heads.num_heads, self._heads.head_dim, self._device)
+        heads, device = self._heads, self._device
+        scratch = make_scratch(splits, firsts[-1], heads.num_heads, heads.head_dim, device, MOST_SPLITS)
         return RowPlan(firsts[-1], rows, scratch)
 
 

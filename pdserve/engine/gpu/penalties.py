@@ -27,7 +27,8 @@ _BLOCK: Final = 1024
 _FEWEST_SLOTS: Final = 8
 
 
-@triton.jit
+# The three numbers lie behind each other, so how they are aligned changes with the number of rows.
+@triton.jit(do_not_specialize_on_alignment=["repetition_of", "presence_of", "frequency_of"])
 def _penalise(
     logits,
     words,

@@ -1,0 +1,120 @@
+"""No kernel is compiled once a worker is ready: whatever steps come, Triton's cache has each of their kernels."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.config import WorkerConfig
+from pdserve.core.types import Sampling
+from pdserve.engine import opening
+from pdserve.engine.gpu.buckets import buckets_for
+from pdserve.engine.gpu.forbid import forbid
+from pdserve.engine.gpu.penalties import penalise
+from pdserve.engine.gpu.static import StaticDecode
+from pdserve.engine.interface import Row
+from pdserve.engine.warm_rows import warm_rows
+from tests.gpu.compile_budget import count_compiled
+
+NUM_STEPS = 24
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture
+def open_triton(monkeypatch: pytest.MonkeyPatch, tiny: Callable[[str], Path]) -> Callable[..., Any]:
+    """An engine on the CPU that takes a GPU's ways: each product is torch's, all else a kernel."""
+    facts = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(opening, "is_triton", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+
+    def get(name: str, **settings: Any) -> Any:
+        config = WorkerConfig(
+            model=str(tiny(name)), worker_id="w", device="cpu", kv_blocks=4096, block_size=8, threads=1, **settings
+        )
+        return opening.open_torch_engine(config)
+
+    return get
+
+
+def row(rng: random.Random, blocks: Iterator[int], limit: int) -> Row:
+    """A token, a short tail, drafts or a chunk behind a context of any length."""
+    count = rng.choice((1, 1, 1, rng.randint(2, 16), rng.randint(17, 100)))
+    drafts = rng.choice((0, 0, rng.randint(1, 15))) if count == 1 else 0
+    end = rng.choice((count, rng.randint(count, 64 + count), rng.randint(count, limit - drafts)))
+    is_drawn = bool(drafts) or rng.random() < 0.8
+    return Row(
+        tokens=[1] * count,
+        start=end - count,
+        blocks=[next(blocks) for _ in range(-(-(end + drafts) // 8))],
+        sample=GREEDY if is_drawn else None,
+        history=[1] * end,
+        prompt_len=end,
+        drafts=[1] * drafts,
+    )
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), [("llama", "auto"), ("gemma2", "int8")])
+def test_random_steps_compile_nothing(name: str, kv_dtype: str, open_triton: Callable[..., Any]) -> None:
+    engine, rng = open_triton(name, kv_dtype=kv_dtype), random.Random(5)
+    limit = engine.spec.max_context_tokens
+    with count_compiled() as compiled:
+        for rows in warm_rows(engine.spec):
+            engine.follow(rows)  # as `step`, but for the draw, which is torch's
+        warmed = compiled.variants()
+        assert warmed["_attend"] <= 4 * len(engine._windows)
+        for _ in range(NUM_STEPS):
+            blocks = iter(range(engine.spec.num_blocks))
+            engine.follow([row(rng, blocks, limit) for _ in range(rng.choice((1, 2, 5)))])
+            assert compiled.variants() == warmed
+
+
+def test_redraws_compile_nothing_beyond_the_graphs(open_triton: Callable[..., Any]) -> None:
+    engine = open_triton("llama")
+    with count_compiled() as compiled, torch.inference_mode():
+        decode = StaticDecode(
+            engine.model,
+            engine.pool,
+            most_rows=200,
+            max_context_tokens=1024,
+            vocab_size=engine.spec.vocab_size,
+            num_processors=132,
+        )
+        decode.inputs.field("follows", 200).fill_(-1)
+        for bucket in buckets_for(200):
+            decode.run(bucket)
+        redraw(decode, 1)
+        captured = compiled.variants()
+        assert captured["_attend"] <= 2
+        for num_rows in range(2, 201):
+            redraw(decode, num_rows)
+            assert compiled.variants() == captured, num_rows
+
+
+def redraw(decode: StaticDecode, num_rows: int) -> None:
+    """What follows a graph for rows that ask for more: bans, penalties, and a draw."""
+    size = decode.logits_BV.shape[1]
+    row_S = torch.zeros(num_rows, dtype=torch.int64)
+    logits_SV = decode.logits_BV.index_select(0, row_S)
+    forbid(logits_SV, torch.zeros((num_rows, size // 32), dtype=torch.int32), row_S)
+    penalise(logits_SV, torch.zeros((8, size), dtype=torch.int32), row_S, row_S, torch.zeros((3, num_rows)))
+    decode.sampler.draw(logits_SV, decode.inputs.draws_of(row_S))
+
+
+def test_the_budget_counts_what_triton_specialises() -> None:
+    """Ones, multiples of sixteen, alignments and constants each name a kernel of their own."""
+    words_RW, row_S = torch.zeros((4, 2), dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    logits_SV = torch.zeros((4, 48))
+    with count_compiled() as compiled:
+        for num_rows in (1, 2, 4):
+            forbid(logits_SV[:num_rows], words_RW[:num_rows], row_S[:num_rows])
+        assert compiled.variants() == {"_forbid": 1}
+        forbid(logits_SV, words_RW, row_S[1:5])
+        assert compiled.variants() == {"_forbid": 2}, "a tensor that begins at 8 bytes"
+        forbid(logits_SV[:, :47], words_RW, row_S[:4])
+        assert compiled.variants() == {"_forbid": 3}, "a size that sixteen does not divide"
