@@ -15,6 +15,7 @@ EXTRAS: Final[Mapping[str, str]] = {
     "ray": "ray",
     "opentelemetry": "otel",
     "nixl": "nixl",
+    "cupy": "cuda13",
 }
 
 

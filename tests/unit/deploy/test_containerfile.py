@@ -6,15 +6,25 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
+from pdserve import image_check
 from tests.unit.deploy.manifests import ROOT
 
 FILE = ROOT / "deploy/Containerfile"
 
 
-def instructions() -> list[tuple[str, str]]:
+def instructions(target: str = "cpu") -> list[tuple[str, str]]:
+    """Those of the stages that a target is made of."""
     text = re.sub(r"\\\n", " ", FILE.read_text())
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines)]
+    found: list[tuple[str, str]] = []
+    stage = ""
+    for word, _, rest in (line.partition(" ") for line in lines):
+        stage = rest.partition(" AS ")[2] if word == "FROM" else stage
+        if stage in ("", "build", "installed", target):
+            found.append((word, rest))
+    return found
 
 
 def test_everything_that_is_copied_exists_and_is_not_ignored() -> None:
@@ -34,8 +44,9 @@ def test_the_whole_project_is_in_it() -> None:
     assert set(extras.split(",")) <= set(project["project"]["optional-dependencies"])
 
 
-def test_it_runs_as_nobody_in_particular() -> None:
-    [user] = [rest for word, rest in instructions() if word == "USER"]
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_it_runs_as_nobody_in_particular(target: str) -> None:
+    [user] = [rest for word, rest in instructions(target) if word == "USER"]
     uid, _, gid = user.partition(":")
     assert int(uid) > 0
     assert gid == "0"
@@ -46,7 +57,7 @@ def test_its_bases_are_pinned_and_fit_the_project() -> None:
     arguments = dict(rest.split("=", 1) for word, rest in instructions() if word == "ARG")
     assert f">={arguments['PYTHON']}" == project["requires-python"]
     bases = [rest.split()[0] for word, rest in instructions() if word == "FROM"]
-    assert set(bases) == {"python:${PYTHON}-slim-bookworm"}
+    assert set(bases) == {"python:${PYTHON}-slim-bookworm", "installed"}
 
 
 def test_the_bundled_model_is_found_where_the_image_looks_for_it() -> None:
@@ -59,3 +70,48 @@ def test_its_command_is_one_that_exists() -> None:
     [command] = [rest for word, rest in instructions() if word == "CMD"]
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert re.findall(r'"([^"]+)"', command)[0] in scripts
+
+
+def test_the_gpu_image_has_what_triton_and_the_transports_need() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [extras] = re.findall(r"--target gpu --build-arg EXTRAS=(\S+)", FILE.read_text())
+    wanted = [one for extra in extras.split(",") for one in project["optional-dependencies"][extra]]
+    names = {re.split(r"[<>=]", one)[0] for one in wanted}
+    assert {"torch", "triton"} <= names
+    assert any(name.startswith("cupy-cuda") for name in names)
+    steps = instructions("gpu")
+    [installs] = [rest for word, rest in steps if word == "RUN" and "apt-get install" in rest]
+    assert {"gcc", "libc6-dev"} <= set(installs.split())
+    assert steps[-1] == ("RUN", "python -m pdserve.image_check --gpu"), "checked as the user who runs it"
+    assert instructions("cpu")[-1] == ("RUN", "python -m pdserve.image_check")
+
+
+def test_the_image_check_compiles_a_kernel_and_imports_everything() -> None:
+    """CuPy, which has no build for this machine, is all that it may miss."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pdserve.image_check", "--gpu"], capture_output=True, text=True, check=False
+    )
+    complaints = [line for line in done.stderr.splitlines() if line.startswith("image check: ")]
+    assert [line for line in complaints if "cupy" not in line] == [], done.stderr
+    assert done.returncode == int(bool(complaints)), done.stderr
+
+
+def test_the_image_check_misses_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert list(image_check.compiler_is_there()) == []
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    [complaint] = image_check.compiler_is_there()
+    assert complaint.startswith("no C compiler")
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    [complaint] = image_check.compiler_is_there()
+    assert "does not run" in complaint
+
+
+def test_the_image_check_misses_a_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "brokenkit").mkdir()
+    (tmp_path / "brokenkit/__init__.py").write_text("")
+    (tmp_path / "brokenkit/one.py").write_text("import nowhere_at_all")
+    (tmp_path / "brokenkit/two.py").write_text("import redis_of_nobody.x")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    complaints = list(image_check.everything_imports(["brokenkit", "no_such_kit"]))
+    assert [line.split()[0] for line in complaints] == ["brokenkit.one", "brokenkit.two", "no_such_kit"]

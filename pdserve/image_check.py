@@ -1,0 +1,134 @@
+"""Checks an installation before it meets its first request; a build of the image runs it.
+
+    python -m pdserve.image_check [--gpu]
+
+Imports every module, those of extras that are not installed excepted. --gpu: also CuPy and NCCL's binding, a C compiler
+with the headers that Triton's launchers need, and one kernel compiled for sm_90. None of it needs a GPU or its driver.
+Exit code 1 where something is missing, one line each on stderr.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import pkgutil
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from pdserve.core.extras import advice, missing
+
+PACKAGES: Final = ("pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer", "simulator")
+_PROGRAM: Final = "__main__"
+_LAUNCHER: Final = '#include <Python.h>\n#include "cuda.h"\nint pdserve_check(void) { return CUDA_VERSION > 0; }\n'
+Checks = Sequence[Callable[[], Iterator[str]]]
+
+
+def main(argv: Sequence[str]) -> int:
+    gpu_checks: Checks = (cupy_is_there, compiler_is_there, a_kernel_compiles)
+    checks: Checks = (everything_imports, *(gpu_checks if "--gpu" in argv else ()))
+    complaints = [complaint for check in checks for complaint in check()]
+    for complaint in complaints:
+        sys.stderr.write(f"image check: {complaint}\n")
+    return int(bool(complaints))
+
+
+def everything_imports(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
+    for package in packages:
+        try:
+            root = importlib.import_module(package)
+        except ImportError as error:
+            yield f"{package} cannot be imported: {error}"
+            continue
+        for found in pkgutil.walk_packages(root.__path__, f"{package}.", onerror=lambda name: None):
+            if found.name.rpartition(".")[2] == _PROGRAM:
+                continue
+            try:
+                importlib.import_module(found.name)
+            except ModuleNotFoundError as error:
+                if missing(error) is None and not _is_triton(error):  # the rest needs an extra that is not here
+                    yield f"{found.name} cannot be imported: {error}"
+            except (ImportError, OSError, RuntimeError) as error:
+                yield f"{found.name} cannot be imported: {error}"
+
+
+def cupy_is_there() -> Iterator[str]:
+    for module in ("cupy", "cupy.cuda.nccl"):
+        try:
+            importlib.import_module(module)
+        except (ImportError, OSError) as error:
+            yield f"{module} cannot be imported ({error}): transports between GPUs need it; {advice('cuda13')}"
+
+
+def compiler_is_there() -> Iterator[str]:
+    """As Triton looks for one (runtime/build.py), with Python's headers and CUDA's, which are in Triton's wheel."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        yield "no C compiler: Triton builds a launcher for each kernel; install gcc and libc6-dev, or set CC"
+        return
+    headers = [sysconfig.get_paths()["include"]]
+    if (triton := _folder_of("triton")) is not None:
+        headers.append(str(triton / "backends/nvidia/include"))
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "launcher.c"
+        source.write_text(_LAUNCHER)
+        command = [compiler, str(source), "-shared", "-fPIC", "-o", f"{folder}/launcher.so"]
+        try:
+            done = subprocess.run([*command, *(f"-I{one}" for one in headers)], capture_output=True, text=True)
+        except OSError as error:
+            yield f"the C compiler {compiler} does not run: {error}"
+            return
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
+        yield f"{compiler} builds no launcher: {lines[0]}"
+
+
+def a_kernel_compiles() -> Iterator[str]:
+    """From Python to machine code, for a device that need not be there."""
+    try:
+        import torch
+        import triton
+        from triton.backends.compiler import GPUTarget
+
+        from pdserve.engine.gpu import forbid
+    except (ImportError, OSError) as error:
+        yield f"Triton cannot be imported ({error}): {advice('cuda13')}"
+        return
+
+    class NoDevice:
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", 90, 32)
+
+    triton.runtime.driver.set_active(NoDevice())
+    logits, words = torch.empty(1, 128, device="meta"), torch.empty(1, 4, dtype=torch.int32, device="meta")
+    row = torch.empty(1, dtype=torch.int64, device="meta")
+    try:
+        kernel: Any = forbid._forbid
+        kernel.warmup(logits, words, row, 128, 4, 128, BLOCK=128, grid=(1, 1))
+    except Exception as error:  # whatever a compiler and its assembler raise
+        yield f"no kernel compiles for sm_90: {type(error).__name__}: {error}"
+
+
+def _is_triton(error: ModuleNotFoundError) -> bool:
+    return (error.name or "").partition(".")[0] == "triton"
+
+
+def _folder_of(package: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
