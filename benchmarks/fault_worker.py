@@ -48,6 +48,7 @@ class Setup:
 
 DEVICE_TRANSPORTS: Final = ("cuda_ipc", "nccl")
 DEVICE_KILLS: Final = 0.0002  # share of the copies on a device in whose middle the process is killed
+NUM_LAYERS: Final = 2  # of a block, as the fingerprint has it: every other transfer comes in so many layer groups
 
 
 def trouble_of(setup: Setup) -> Trouble:
@@ -71,7 +72,7 @@ class Worker:
         self.storage = Storage(SHAPES[setup.shape], setup.memory)
         if setup.memory == "stand-in":
             stand_in(self.storage.pool, trouble_of(setup))
-        self.fingerprint = fingerprint(self.storage.pool.block_bytes)
+        self.fingerprint = fingerprint(self.storage.pool.block_bytes, NUM_LAYERS)
         self.disturbance = Disturbance(lambda tag: fault_of(setup.seed, tag), self.storage.pool.block_bytes)
         self.incarnation = secrets.token_hex(4)
         self._ends: deque[tuple[float, Received | Sent]] = deque()
@@ -259,7 +260,7 @@ class Prefill(Worker):
         self.storage.fill(blocks, number + (OTHER_TEXT if case.fault is OwnerFault.OTHER_TEXT else 0))
         grant = grant_from_proto(transfer_pb2.Grant.FromString(message))
         self._sending[number] = (case, grant, blocks, time.monotonic() + case.deadline_s)
-        self.end.start(grant, self.on_end, case.deadline_s)
+        self.end.start(grant, self.on_end, case.deadline_s, groups=1 + number % NUM_LAYERS)
         self._push(number, 0)
 
     def _push(self, number: int, piece: int) -> None:

@@ -48,15 +48,15 @@ class HostPool:
             self.memory[number * self.block_bytes : (number + 1) * self.block_bytes] = bytes([byte]) * self.block_bytes
 
 
-def fingerprint(block_bytes: int = BLOCK_BYTES, **changes: Any) -> Fingerprint:
+def fingerprint(block_bytes: int = BLOCK_BYTES, num_layers: int = 1, **changes: Any) -> Fingerprint:
     """Of a pool of plain bytes: a block is eight tokens or fewer, of one row of 64-bit cells."""
     size = math.gcd(block_bytes // 8, 8)
     shape = KvShape(
         layout="toy.v1",
         dtype="uint64",
-        num_layers=1,
+        num_layers=num_layers,
         num_kv_heads=1,
-        head_dim=block_bytes // 8 // size,
+        head_dim=block_bytes // 8 // size // num_layers,
         block_size=size,
     )
     plain = Fingerprint(protocol=PROTOCOL, model="m", engine="e", shape=shape)
