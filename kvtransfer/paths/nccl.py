@@ -19,14 +19,14 @@ import logging
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, final
 
 from kvtransfer.departure import Job
 from kvtransfer.departures import StaleSource
-from kvtransfer.device import Blocks, Copying, Device, Lane, Lanes
+from kvtransfer.device import Blocks, Copying, Device, Lane, Lanes, Run
 from kvtransfer.frames import BadFrame, Frame, Kind, Tag
 from kvtransfer.landing import Claim
 from kvtransfer.paths.local import TAKEN, await_taken, receive_patiently
@@ -225,6 +225,11 @@ class Nccl(OnDevice, TcpDoor):
         super().__init__(device_of)
         self._own_lanes = lanes
         self.seats = Seats(most_pairs)
+
+    def prepare(self, pool: KvPool, runs: Sequence[Run] = ()) -> None:
+        super().prepare(pool, runs)
+        with suppress(TransferFailed):  # said again when somebody connects
+            self._lanes()  # imports CuPy, which takes seconds with the GIL held
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
         seat: Seat | None = None

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.fake_device import DevicePool, FakeDevice
 from kvtransfer import nccl_lane
 from kvtransfer.cuda import CudaBlocks
 from kvtransfer.issuer import Issuer, events
 from kvtransfer.nccl_lane import NcclLane, NcclLanes
+from kvtransfer.paths.nccl import Nccl
 from pdserve.core.errors import TransferFailed
 from tests.unit.kvtransfer.harness import WAIT_S, wait_for
 
@@ -197,6 +199,28 @@ def test_a_call_that_its_caller_gave_up_is_not_begun_later() -> None:
 
 
 # How pairs are made.
+
+
+@GPU_CHECKS
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_library_is_imported_before_a_worker_serves(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
+    """An import takes seconds, for most of which it holds the GIL."""
+    imported: list[str] = []
+
+    class Recorded:
+        def __init__(self) -> None:
+            imported.append("cupy")
+            if not is_there:
+                raise TransferFailed("CuPy finds no NCCL library")
+
+    monkeypatch.setattr(nccl_lane, "NcclLanes", Recorded)
+    pool = DevicePool(2, 64)
+    device = FakeDevice(pool)
+    try:
+        Nccl(lambda _: device).prepare(pool)
+    finally:
+        device.end()
+    assert imported == ["cupy"]
 
 
 class Meeting:
