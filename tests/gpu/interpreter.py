@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pkgutil
 import sys
+from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
@@ -36,6 +37,7 @@ def prepare() -> torch.device:
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         let_scalars_be_loop_bounds()
+        patch_the_language_once()
         import_module("triton.experimental.gluon")  # triton imports it late, and it must find itself interpreted
         for name in KERNELS:
             import_module(name)
@@ -57,3 +59,21 @@ def let_scalars_be_loop_bounds() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_and_mend
+
+
+def patch_the_language_once() -> None:
+    """The interpreter patches triton.language whenever a kernel calls a function, though it is patched by then; that
+    took a third of a test's time."""
+    interpreter = import_module("triton.runtime.interpreter")
+    patch, language = interpreter._patch_lang, import_module("triton.language")
+
+    @cache
+    def modules_of(fn: Any) -> tuple[Any, ...]:
+        return tuple(one for one in (language, language.core) if any(one is value for value in fn.__globals__.values()))
+
+    def patch_once(fn: Any) -> Any:
+        if all(module.static_assert.__module__ == interpreter.__name__ for module in modules_of(fn)):
+            return interpreter._LangPatchScope()  # the kernel's own scope restores
+        return patch(fn)
+
+    interpreter._patch_lang = patch_once
