@@ -1,10 +1,11 @@
 """Compiles every kernel for sm_90 at real models' shapes, without a device. Prints registers, spills, shared memory.
 
-    python -m tests.gpu.compile_kernels [--cases]
+    python -m tests.gpu.compile_kernels [--cases] [--short]
 
 The interpreter accepts what the compiler refuses (fp8 casts, small tl.dot tiles, branches whose types differ); this
-finds it where no GPU is at hand. --cases: at the checks' shapes too. Exit code 1 where a kernel does not compile, or
-spills more than a few registers.
+finds it where no GPU is at hand. --cases: at the checks' shapes too. --short: each kernel once per types of its
+arguments, at the first shape that it is launched with. Exit code 1 where a kernel does not compile, or spills more than
+a few registers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,14 @@ def main() -> int:
     triton.runtime.driver.set_active(NoDevice())
     compiled: dict[str, Any] = {}
     compile_and_run = JITFunction.run
+    seen: set[Hashable] = set()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if "--short" in sys.argv[1:]:
+            variant = self.fn.__name__, *map(kind, args), *((key, kind(arg)) for key, arg in kwargs.items())
+            if variant in seen:
+                return None
+            seen.add(variant)
         kernel = compile_and_run(self, *args, grid=grid, warmup=True, **kwargs)
         compiled[kernel.hash] = kernel
         return kernel
@@ -75,6 +82,11 @@ def main() -> int:
             of = kernel.metadata
             print(f"| {name} | {of.name} | {registers} | {spilled} | {of.shared} | {took_s:.1f} |", flush=True)
     return int(failed)
+
+
+def kind(arg: Any) -> Hashable:
+    """What other code is compiled for, shapes aside: types, flags, and numbers that are 0 where a feature is off."""
+    return (type(arg), bool(arg)) if isinstance(arg, int | float) else getattr(arg, "dtype", type(arg))
 
 
 def usage(kernel: Any) -> tuple[int, int]:
