@@ -24,18 +24,27 @@ ONE_OF_TWO: Final = scenario(blocks=2, transfers=1, slices=2, faults=3)
 LEASED: Final = scenario(faults=1, deadline_s=None)
 # Two live transfers on different blocks, over two connections.
 SIDE_BY_SIDE: Final = scenario(landings=2, faults=2)
+# In every run of the tests: each of the above, with fewer faults or fewer kinds of them.
+SHORT_REUSE: Final = scenario(faults=1)
+SHORT_BOTH: Final = scenario(sources=2, slices=2, faults=1, kinds=frozenset(("cut", "abort")))
+SHORT_ONE_OF_TWO: Final = scenario(blocks=2, transfers=1, slices=2, faults=2)
+SHORT_LEASED: Final = scenario(transfers=1, faults=2, deadline_s=None)
 # `python -m tests.unit.kvtransfer.model`, for minutes and gigabytes.
 REUSE_WITH_MORE: Final = scenario(faults=3)
 BOTH_WITH_MORE: Final = scenario(sources=2, slices=2, faults=2)
 
 EVERY_TIME: Final = {
+    "reuse, one fault": SHORT_REUSE,
+    "both at once, cut or given up": SHORT_BOTH,
+    "one of two, two faults": SHORT_ONE_OF_TWO,
+    "one, no deadline": SHORT_LEASED,
+}
+DEEP: Final = {
+    **EVERY_TIME,
     "reuse": REUSE,
     "both at once": BOTH_AT_ONCE,
     "one of two": ONE_OF_TWO,
     "no deadline": LEASED,
-}
-DEEP: Final = {
-    **EVERY_TIME,
     "reuse of two": REUSE_OF_TWO,
     "side by side": SIDE_BY_SIDE,
     "both at once, more": BOTH_WITH_MORE,
