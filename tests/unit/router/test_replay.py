@@ -34,14 +34,32 @@ def recording(world: World) -> list[str]:
     return [line + "\n" for line in lines]
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_ten_thousand_recorded_events_replay_to_equal_commands(policy: str) -> None:
-    world = run(7, faults=0.02, policy=policy, requests=1200, stirs=60_000)
-    assert len(world.log) > 10_000
+#: Requests, turns of the world, events at least, and how often each kind of event and end is seen at least.
+TEN_THOUSAND = 1200, 60_000, 10_000, 10
+SHORT = 400, 20_000, 3_000, 1
+DEFAULT = RouterSettings().policy
+
+
+@pytest.mark.parametrize(
+    ("policy", "size"),
+    [
+        pytest.param(DEFAULT, TEN_THOUSAND, id=f"{DEFAULT}-10000"),
+        *(pytest.param(name, SHORT, id=f"{name}-3000") for name in sorted(POLICIES) if name != DEFAULT),
+        *(
+            pytest.param(name, TEN_THOUSAND, marks=pytest.mark.slow, id=f"{name}-10000")
+            for name in sorted(POLICIES)
+            if name != DEFAULT
+        ),
+    ],
+)
+def test_thousands_of_recorded_events_replay_to_equal_commands(policy: str, size: tuple[int, int, int, int]) -> None:
+    requests, stirs, events, least = size
+    world = run(7, faults=0.02, policy=policy, requests=requests, stirs=stirs)
+    assert len(world.log) > events
     seen = Counter(type(event) for _, event, _ in world.log)
-    assert min(seen[kind] for kind in (ClientLeft, WorkerLost, Refused, AttemptFailed, StopMatched)) >= 10, seen
+    assert min(seen[kind] for kind in (ClientLeft, WorkerLost, Refused, AttemptFailed, StopMatched)) >= least, seen
     ends = world.state.counters
-    assert min(ends[f"outcome_{kind}"] for kind in ("served", "late", "refused", "expired", "cancelled")) >= 10, ends
+    assert min(ends[f"outcome_{kind}"] for kind in ("served", "late", "refused", "expired", "cancelled")) >= least, ends
     assert list(replay.replay(recording(world))) == []
 
 
