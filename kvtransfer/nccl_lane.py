@@ -150,7 +150,7 @@ class NcclLane:
         threading.Thread(target=abort, name="nccl-abort", daemon=True).start()
         if not ended.wait(LEAVE_S + ABORT_S):
             return f"an NCCL communicator's abort has not returned in {ABORT_S:g} s"
-        if not self._calling.acquire(timeout=LEAVE_S):
+        if not self._calling.acquire(timeout=ABORT_S):
             return "a call of NCCL has not returned although its communicator was aborted"
         if not self._device.has_drained(self._stream, ABORT_S):
             return f"an NCCL kernel has not ended in {ABORT_S:g} s although its communicator was aborted"

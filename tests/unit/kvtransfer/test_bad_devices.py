@@ -46,7 +46,7 @@ def ends(pair: Pair) -> str:
 
 
 @pytest.mark.gpu_checks
-def test_a_part_that_is_not_the_same_run_of_bytes_on_both_sides_is_refused() -> None:
+def test_scattered_parts_are_refused() -> None:
     floats = replace(fingerprint().shape, layout="block-major.v1", dtype="float32", num_layers=4)
     int8 = replace(floats, layout="block-major-int8.v1", dtype="int8")
     rank = replace(floats, num_kv_heads=2, tp_degree=2)
@@ -71,9 +71,7 @@ def test_a_part_that_is_not_the_same_run_of_bytes_on_both_sides_is_refused() -> 
 
 @PATHS
 @pytest.mark.gpu_checks
-def test_layer_groups_that_are_not_runs_of_bytes_fail_before_they_are_sent(
-    devices: dict[int, FakeDevice], transport: str
-) -> None:
+def test_scattered_groups_are_not_sent(devices: dict[int, FakeDevice], transport: str) -> None:
     shape = replace(fingerprint().shape, layout="block-major-int8.v1", dtype="int8", num_layers=4)
     facts = replace(fingerprint(), shape=shape)
     sender = make_sender(

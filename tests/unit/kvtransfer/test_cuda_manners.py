@@ -124,13 +124,13 @@ def test_draining_waits_for_the_device_says_that_it_does_and_ends_with_it(
 
 @GPU_CHECKS
 @given(st.floats(0, 100))
-def test_events_are_asked_more_rarely_the_longer_they_are_waited_for(waited_s: float) -> None:
+def test_poll_interval_grows_with_wait(waited_s: float) -> None:
     assert 50e-6 <= poll_s(waited_s) <= 1e-3
     assert poll_s(waited_s) <= max(50e-6, 0.1 * waited_s)
 
 
 @GPU_CHECKS
-def test_a_wait_costs_few_looks_at_its_event() -> None:
+def test_number_of_polls_is_bounded() -> None:
     """Each takes the GIL from the engine: with 50 us between them a wait of 3 s would cost 60,000."""
 
     def looks(wait_s: float) -> int:
@@ -148,9 +148,7 @@ def test_a_wait_costs_few_looks_at_its_event() -> None:
 
 
 @GPU_CHECKS
-def test_staging_is_memory_of_our_own_that_is_used_again_once_it_was_closed(
-    events: list[Event], library: FakeLibrary
-) -> None:
+def test_closed_staging_is_reused(events: list[Event], library: FakeLibrary) -> None:
     device = CudaDevice(torch.zeros((4, 16), dtype=torch.uint8))
     first, other = device.staging(3), device.staging(3)
     assert (first.num_blocks, first.block_bytes) == (3, 16)
@@ -165,7 +163,7 @@ def test_staging_is_memory_of_our_own_that_is_used_again_once_it_was_closed(
 
 
 @GPU_CHECKS
-def test_a_device_without_memory_for_staging_fails_the_transfer(events: list[Event], library: FakeLibrary) -> None:
+def test_staging_without_memory_fails(events: list[Event], library: FakeLibrary) -> None:
     library.statuses["cuMemAlloc_v2"] = 2
     with pytest.raises(TransferFailed, match=r"no 48 bytes of device memory \(CUDA status 2\)"):
         CudaDevice(torch.zeros((4, 16), dtype=torch.uint8)).staging(3)
@@ -178,9 +176,7 @@ def cupy_of() -> SimpleNamespace:
 
 
 @GPU_CHECKS
-def test_a_pool_of_another_process_is_used_where_it_lies(
-    events: list[Event], library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_opened_pool_is_not_copied(events: list[Event], library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     """The handle is of the whole allocation, in which the pool need not come first. torch.as_tensor, which asks the
     driver for the memory's device, copies what lies on another one: so does this stand-in."""
     monkeypatch.setattr(torch, "as_tensor", lambda data, device: torch.tensor(data, device=device))
@@ -200,7 +196,7 @@ def test_a_pool_of_another_process_is_used_where_it_lies(
 
 
 @GPU_CHECKS
-def test_memory_that_torch_copies_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def copied(pointer: int, device: torch.device, num_bytes: int) -> torch.UntypedStorage:
         return torch.UntypedStorage(num_bytes)
 
@@ -209,7 +205,7 @@ def test_memory_that_torch_copies_is_not_used(monkeypatch: pytest.MonkeyPatch) -
         cuda_driver.tensor_at(0x1000, torch.device("cpu"), 2, 8)
 
 
-def test_memory_that_cannot_be_shared_opened_or_closed_fails_no_more_than_the_transfer(
+def test_ipc_errors_fail_the_transfer(
     events: list[Event], library: FakeLibrary, caplog: pytest.LogCaptureFixture
 ) -> None:
     raw = torch.zeros((4, 16), dtype=torch.uint8)
@@ -234,13 +230,13 @@ def test_memory_that_cannot_be_shared_opened_or_closed_fails_no_more_than_the_tr
 
 
 @pytest.mark.parametrize("name", ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2"])
-def test_a_device_that_cannot_be_used_fails_the_transfer(events: list[Event], library: FakeLibrary, name: str) -> None:
+def test_device_errors_fail_the_transfer(events: list[Event], library: FakeLibrary, name: str) -> None:
     library.statuses[name] = 100
     with pytest.raises(TransferFailed, match=r"\(CUDA status 100\)"):
         CudaDevice(torch.zeros((4, 16), dtype=torch.uint8)).staging(1)
 
 
-def test_a_system_without_the_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 
@@ -250,7 +246,7 @@ def test_a_system_without_the_driver_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @GPU_CHECKS
-def test_the_engines_thread_runs_while_a_pool_is_being_closed(library: FakeLibrary) -> None:
+def test_driver_calls_release_the_gil(library: FakeLibrary) -> None:
     """The driver's call is a real one here, of the C library: it waits for a semaphore that another thread of this
     process posts, which it could not where the call kept the GIL."""
     libc = ctypes.CDLL(None)

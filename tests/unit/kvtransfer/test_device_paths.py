@@ -286,9 +286,7 @@ def test_a_pool_of_another_shape_is_refused_at_once_naming_both_and_harms_nothin
 
 @PATHS
 @pytest.mark.gpu_checks
-def test_blocks_arrive_by_layer_groups_each_when_it_is_ready(
-    make_pair: MakePair, devices: dict[int, FakeDevice], transport: str
-) -> None:
+def test_layer_groups_arrive(make_pair: MakePair, devices: dict[int, FakeDevice], transport: str) -> None:
     """Several chunks for each group, and blocks of the pools that lie apart and in other orders."""
     facts = fingerprint(BLOCK_BYTES)
     shape = replace(facts.shape, layout="block-major.v1", dtype="float32", num_layers=4, head_dim=64)
@@ -380,7 +378,7 @@ def test_both_ends_make_their_first_copies_before_anybody_can_wait_for_them(
 
 @PATHS
 @pytest.mark.gpu_checks
-def test_runs_of_every_alignment_are_copied_before_anybody_can_wait_for_them(
+def test_all_alignments_are_prepared(
     make_pair: MakePair, devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     """A kernel is compiled for each, on its first use: layer groups must not wait for that."""

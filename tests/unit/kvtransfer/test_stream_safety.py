@@ -140,7 +140,7 @@ def communicator(streams: Streams) -> Any:
 def nobody() -> None: ...
 
 
-def test_the_stand_in_notices_memory_of_another_stream_and_lets_waits_pass(streams: Streams) -> None:
+def test_stand_in_detects_wrong_stream(streams: Streams) -> None:
     mine = streams.allocate(torch.zeros(16))
     streams.use(mine.data_ptr(), "engine")
     with pytest.raises(AssertionError, match="allocated for engine, used on copy without a wait"):
@@ -151,7 +151,7 @@ def test_the_stand_in_notices_memory_of_another_stream_and_lets_waits_pass(strea
     streams.use(mine.data_ptr(), "copy")
 
 
-def test_chunks_pass_through_staging_that_no_activation_shares(streams: Streams, device: CudaDevice) -> None:
+def test_staging_is_apart_from_the_engine(streams: Streams, device: CudaDevice) -> None:
     """As nccl does it: pack, send; receive, unpack."""
     lane = NcclLane(Issuer(), device, communicator(streams), 1)
     pool, staging, scratch = device.pool(), device.staging(6), device.staging(1)
@@ -164,6 +164,6 @@ def test_chunks_pass_through_staging_that_no_activation_shares(streams: Streams,
     assert streams.num_uses == 14, "six of messages, four of each copy"
 
 
-def test_the_first_copies_of_a_process_use_no_memory_of_the_engine(streams: Streams, device: CudaDevice) -> None:
+def test_prepare_uses_own_memory(streams: Streams, device: CudaDevice) -> None:
     OnDevice(lambda pool: device).prepare(None)  # type: ignore[arg-type]
     assert streams.num_uses == 6, "the sums of a block, and a copy"

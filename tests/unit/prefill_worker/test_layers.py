@@ -90,7 +90,7 @@ def test_blocks_of_the_cache_wait_for_the_end_where_all_do(make_bench: Callable[
         bench.sent(name)
 
 
-def test_transfers_in_groups_that_fail_are_told_to_the_rule_and_cancelled_ones_are_not(bench: Any) -> None:
+def test_failed_groups_are_counted(bench: Any) -> None:
     rule = bench.batching.pushing
     for number, (is_cancelled, groups) in enumerate([(True, 4), (True, 4), (False, 4), (False, 4), (False, 1)]):
         bench.offer(f"r{number}", PROMPT[:8])

@@ -71,7 +71,7 @@ def test_a_receiver_of_another_shape_takes_blocks_whole(choice: str) -> None:
     assert chosen == BY_CHUNK
 
 
-def test_layer_groups_that_only_fail_on_a_link_are_withheld_there_and_tried_again_ever_more_rarely() -> None:
+def test_failing_groups_are_withheld() -> None:
     made = rule(bandwidth=5e7)
     tried = []
     for number in range(200):
@@ -84,7 +84,7 @@ def test_layer_groups_that_only_fail_on_a_link_are_withheld_there_and_tried_agai
     assert made.choose("e", cached=0, num_tokens=4096, held_blocks=0).groups > 1, "another link"
 
 
-def test_layer_groups_are_free_again_once_one_was_sent() -> None:
+def test_sent_groups_reset_failures() -> None:
     made = rule(bandwidth=5e7)
     for number in range(40):
         chosen = choose(made, 4096)
@@ -94,7 +94,7 @@ def test_layer_groups_are_free_again_once_one_was_sent() -> None:
     assert choose(made, 4096).groups > 1, "one failure"
 
 
-def test_what_is_known_of_failures_is_bounded() -> None:
+def test_failure_records_are_bounded() -> None:
     made = rule(bandwidth=5e7)
     for number in range(2 * MAX_LINKS):
         made.ended(f"d{number}", Push(is_early=True, groups=2), is_whole=False)

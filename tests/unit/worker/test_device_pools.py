@@ -93,7 +93,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, FakeDevice]]:
 
 @DEVICE_TRANSPORTS
 @pytest.mark.parametrize("reports_layers", [True, False])
-async def test_default_push_between_devices_moves_every_prompt(
+async def test_default_push_between_devices(
     devices: dict[int, FakeDevice],
     start: Callable[..., Any],
     attach: Callable[..., Any],
@@ -116,14 +116,14 @@ async def test_default_push_between_devices_moves_every_prompt(
 
 
 @DEVICE_TRANSPORTS
-def test_push_by_layers_is_rejected_where_the_engine_reports_no_layers(
+def test_push_layers_needs_engine_reports(
     devices: dict[int, FakeDevice], start: Callable[..., Any], model: str, transport: str
 ) -> None:
     with pytest.raises(ConfigError, match="push: got layers, expected auto, end or chunk: the engine does not report"):
         start(Role.PREFILL, load_on_device(False), **COMMON, model=model, transport=transport, push="layers")
 
 
-def test_push_by_layers_is_rejected_where_a_transport_sends_whole_blocks(
+def test_push_layers_needs_transport(
     devices: dict[int, FakeDevice], start: Callable[..., Any], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TRANSPORTS[NCCL], "divides_blocks", False)
@@ -131,12 +131,12 @@ def test_push_by_layers_is_rejected_where_a_transport_sends_whole_blocks(
         start(Role.PREFILL, load_on_device(True), **COMMON, model=model, transport="auto", push="layers")
 
 
-def test_push_by_layers_is_rejected_for_blocks_without_equal_runs_of_layers(start: Callable[..., Any]) -> None:
+def test_push_layers_needs_equal_runs(start: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="push: got layers, expected auto, end or chunk: these KV blocks"):
         start(Role.PREFILL, model="toy", push="layers")
 
 
-async def test_layer_groups_that_are_withheld_are_counted(start: Callable[..., Any]) -> None:
+async def test_withheld_groups_are_counted(start: Callable[..., Any]) -> None:
     p = start(Role.PREFILL, model="toy")
     assert p.program.transfer_events()["layer_groups_withheld"] == 0
     p.program.batching.pushing.num_withheld += 3
