@@ -83,9 +83,17 @@ class WithoutGuards(TorchFunctionMode):
         if kwargs.pop("pin_memory", False):  # the host's own: real, and written by it
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            name = _OPERATORS.get(func.__name__, func.__name__)
+            operator = getattr(torch.ops.aten, name, None)
+            if operator is None or "not linked with support for cuda" not in str(error):
+                raise
+            return operator(*args, **kwargs)
 
 
+_OPERATORS = {"__invert__": "bitwise_not", "__matmul__": "matmul"}
 _OF_HOST = (Tensor.__getitem__, Tensor.view, Tensor.numpy)
 
 
@@ -100,7 +108,7 @@ def put(x: Tensor, key: Any, value: Any) -> None:
     if tensors:
         torch.ops.aten.index_put_(x, tensors, value.to(x.dtype))
     else:
-        x.copy_(value)
+        torch.ops.aten.copy_(x, value)
 
 
 def _view(x: Tensor, key: Any) -> tuple[Tensor, list[Tensor | None]]:

@@ -1,0 +1,88 @@
+"""The ways of a GPU by torch's own rules: shapes, strides, dtypes and devices of every operation, over fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.config import WorkerConfig
+from pdserve.core.types import Sampling
+from pdserve.engine.gpu.static import StaticDecode
+from pdserve.engine.interface import Row
+from pdserve.engine.opening import open_torch_engine
+from tests.gpu.fake_cuda import fake_cuda
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def row(count: int, start: int, first_block: int, num_targets: int = 0) -> Row:
+    end = start + count
+    return Row(
+        tokens=[1] * count,
+        start=start,
+        blocks=list(range(first_block, first_block - (-end // 16))),
+        sample=GREEDY,
+        history=[1] * end,
+        prompt_len=end,
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral-window"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("auto", "auto"), ("fp8", "fp8"), ("auto", "int8")])
+def test_torch_takes_every_operation(name: str, dtype: str, kv_dtype: str, tiny: Callable[[str], Path]) -> None:
+    config = WorkerConfig(
+        model=str(tiny(name)),
+        worker_id="w",
+        device="cuda",
+        load="dummy",
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        kv_blocks=64,
+        threads=1,
+    )
+    with fake_cuda() as cuda, torch.inference_mode():
+        engine = open_torch_engine(config)
+        device = torch.device("cuda", 0)
+        # Prompts alone, the rest of one, rows and a chunk together, rows alone.
+        for rows in (
+            [row(40, 0, 0), row(17, 0, 8)],
+            [row(30, 40, 0)],
+            [row(1, 70, 0), row(5, 17, 8), row(33, 0, 16)],
+            [row(1, 71, 0), row(1, 22, 8)],
+        ):
+            states_UE = engine._states(rows)
+            assert states_UE.device == device
+            assert states_UE.shape == (len(rows), 64)
+            logits_UV = engine.model.logits(states_UE)
+            assert (logits_UV.shape, logits_UV.dtype) == ((len(rows), 384), torch.float32)
+        decode = StaticDecode(
+            engine.model,
+            engine.pool,
+            most_rows=4,
+            max_context_tokens=engine.spec.max_context_tokens,
+            vocab_size=384,
+            num_processors=132,
+            most_tokens=16,
+            most_queries=4,
+        )
+        for num_queries in (1, 4):
+            decode.inputs.send([], [], 4)
+            decode.run(4, num_queries)
+        assert {"_attend", "_merge", "_place", "_look", "_finish"} <= set(cuda.launches)
+
+
+def test_the_rules_are_torchs_own() -> None:
+    def on_gpu(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda:0")
+
+    with fake_cuda():
+        x_TK, w_NK = on_gpu(32, 64, dtype=torch.float8_e4m3fn), on_gpu(48, 64, dtype=torch.float8_e4m3fn)
+        scales = {"scale_a": on_gpu(32, 1, dtype=torch.float32), "scale_b": on_gpu(1, 48, dtype=torch.float32)}
+        assert torch._scaled_mm(x_TK, w_NK.t(), **scales, out_dtype=torch.bfloat16).shape == (32, 48)
+        with pytest.raises(RuntimeError, match=r"column-major|col_major"):
+            torch._scaled_mm(x_TK, w_NK.t().clone(memory_format=torch.contiguous_format), **scales)
+        with pytest.raises(RuntimeError, match="device"):
+            x_TK.float() + torch.zeros(32, 64)

@@ -1,0 +1,100 @@
+"""Every decode graph is captured without what a capture must not do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.config import WorkerConfig
+from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
+from pdserve.engine.gpu.forbid import forbid
+from pdserve.engine.gpu.opening import measure_graphs, with_graphs
+from pdserve.engine.gpu.redraw import Redraw
+from pdserve.engine.opening import open_torch_engine
+from tests.gpu.strict_capture import ForbiddenInCapture, strict_capture
+
+MOST_ROWS = 2
+
+
+def config(folder: Path, **settings: Any) -> WorkerConfig:
+    return WorkerConfig(
+        model=str(folder), worker_id="w", device="cuda", load="dummy", kv_blocks=64, threads=1, **settings
+    )
+
+
+class Growing:
+    """A Meter of a device where each look finds one byte more."""
+
+    def __init__(self) -> None:
+        self.num_looks = 0
+
+    def settle(self) -> None: ...
+
+    def reserved(self) -> int:
+        self.num_looks += 1
+        return self.num_looks
+
+
+@pytest.mark.parametrize("most_drafts", [0, 3])
+@pytest.mark.parametrize(("name", "kv_dtype"), [("llama", "auto"), ("gemma2", "int8")])
+def test_decode_graphs_are_captured(
+    name: str, kv_dtype: str, most_drafts: int, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny(name)
+    monkeypatch.setattr(Redraw, "warm", lambda self: None)  # behind the graphs; it computes with the host's numbers
+    with strict_capture() as captures:
+        eager = open_torch_engine(config(folder, kv_dtype=kv_dtype))
+        meter = Growing()
+        sets = [MOST_ROWS] + ([verified_tokens(MOST_ROWS, 4)] if most_drafts else [])
+        num_graphs = sum(len(buckets_for(most)) for most in sets)
+        taken = measure_graphs(eager, meter, most_rows=MOST_ROWS, most_drafts=most_drafts)  # type: ignore[arg-type]
+        assert captures.num_graphs == 2 * len(sets)
+        assert taken == num_graphs + 2 * sets[-1] * 384 * 4  # a byte for each capture, and counts for penalties
+        captures.num_graphs = 0
+        with_graphs(eager, eager.model, MOST_ROWS, "w", most_drafts)
+        assert captures.num_graphs == num_graphs
+
+
+def forbidden(act: Callable[[Tensor], object], kind: str) -> None:
+    with strict_capture() as captures:
+        x = torch.zeros(4, device="cuda:0")
+        with pytest.raises(ForbiddenInCapture, match=kind), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            act(x)
+        assert captures.num_graphs == 0
+        act_outside(x)
+
+
+def act_outside(x: Tensor) -> None:
+    """The same are allowed before and after."""
+    torch.zeros(4, pin_memory=True).to(x.device)
+    torch.cuda.synchronize()
+
+
+def compiles(x: Tensor) -> None:
+    logits_SV, row_S = x.view(1, 4), torch.zeros(1, dtype=torch.int64, device=x.device)
+    forbid(logits_SV, torch.zeros((1, 1), dtype=torch.int32, device=x.device), row_S)
+
+
+@pytest.mark.parametrize(
+    ("act", "kind"),
+    [
+        (lambda x: x[0].item(), "reads from the device|host wait"),
+        (lambda x: x.tolist(), "reads from the device"),
+        (lambda x: bool(x.sum() > 0), "host wait"),
+        (lambda x: x.nonzero(), "host wait"),
+        (lambda x: torch.zeros(4, pin_memory=True), "pinned memory"),
+        (lambda x: x.cpu(), "reads from the device"),
+        (lambda x: x.copy_(torch.zeros(4)), "between host and device"),
+        (lambda x: torch.ones(4).to(x.device), "between host and device"),
+        (lambda x: torch.cuda.synchronize(), "waits"),
+        (lambda x: torch.cuda.Event().synchronize(), "waits"),
+        (compiles, "_forbid is compiled"),
+    ],
+)
+def test_the_stand_in_is_strict(act: Callable[[Tensor], object], kind: str) -> None:
+    forbidden(act, kind)
