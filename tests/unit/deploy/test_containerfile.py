@@ -72,6 +72,7 @@ def test_its_command_is_one_that_exists() -> None:
     assert re.findall(r'"([^"]+)"', command)[0] in scripts
 
 
+@pytest.mark.gpu_checks
 def test_the_gpu_image_has_what_triton_and_the_transports_need() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     [extras] = re.findall(r"--target gpu --build-arg EXTRAS=(\S+)", FILE.read_text())
@@ -86,6 +87,7 @@ def test_the_gpu_image_has_what_triton_and_the_transports_need() -> None:
     assert instructions("cpu")[-1] == ("RUN", "python -m pdserve.image_check")
 
 
+@pytest.mark.gpu_checks
 def test_the_image_check_compiles_a_kernel_and_imports_everything() -> None:
     """CuPy, which has no build for this machine, is all that it may miss."""
     done = subprocess.run(
@@ -96,6 +98,7 @@ def test_the_image_check_compiles_a_kernel_and_imports_everything() -> None:
     assert done.returncode == int(bool(complaints)), done.stderr
 
 
+@pytest.mark.gpu_checks
 def test_the_image_check_misses_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert list(image_check.compiler_is_there()) == []
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -107,6 +110,7 @@ def test_the_image_check_misses_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "does not run" in complaint
 
 
+@pytest.mark.gpu_checks
 def test_the_image_check_misses_a_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "brokenkit").mkdir()
     (tmp_path / "brokenkit/__init__.py").write_text("")

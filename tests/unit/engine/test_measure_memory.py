@@ -17,6 +17,8 @@ from pdserve.engine.opening import open_rank
 from pdserve.engine.sharding import WHOLE
 from pdserve.engine.toy import ToyEngine
 
+pytestmark = pytest.mark.gpu_checks
+
 
 class Device:
     """A Meter of a device of 1,000,000 bytes. Engines and steps say what they take and give back."""

@@ -22,6 +22,8 @@ from pdserve.engine.interface import Row
 from pdserve.engine.warm_rows import warm_rows
 from tests.gpu.compile_budget import count_compiled
 
+pytestmark = pytest.mark.gpu_checks
+
 NUM_STEPS = 24
 GREEDY = Sampling(temperature=0.0)
 

@@ -22,6 +22,8 @@ from pdserve.engine.row_words import to_words
 from pdserve.engine.sharding import Shard
 from tests.gpu.fake_cuda import WrongDevice, fake_cuda
 
+pytestmark = pytest.mark.gpu_checks
+
 CHUNK = Row(tokens=[1] * 20, start=0, blocks=[0, 1], sample=Sampling(temperature=0.0), history=[1] * 20, prompt_len=20)
 TOKEN = Row(tokens=[1], start=5, blocks=[3], sample=Sampling(temperature=0.0), history=[1] * 6, prompt_len=6)
 

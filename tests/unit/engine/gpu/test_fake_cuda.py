@@ -15,6 +15,8 @@ from pdserve.engine.interface import Row
 from pdserve.engine.opening import open_torch_engine
 from tests.gpu.fake_cuda import fake_cuda
 
+pytestmark = pytest.mark.gpu_checks
+
 GREEDY = Sampling(temperature=0.0)
 
 

@@ -18,6 +18,8 @@ from pdserve.engine.gpu.redraw import Redraw
 from pdserve.engine.opening import open_torch_engine
 from tests.gpu.strict_capture import ForbiddenInCapture, strict_capture
 
+pytestmark = pytest.mark.gpu_checks
+
 MOST_ROWS = 2
 
 
