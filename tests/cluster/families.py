@@ -64,7 +64,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "gemma-3": lambda: Gemma3TextConfig(
         **COMMON,
-        head_dim=24,
+        head_dim=32,
         query_pre_attn_scalar=8,
         sliding_window=40,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
