@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 HEAVY = ("torch", "ray", "redis", "opentelemetry", "numpy", "transformers")
 
 
 def loaded_by(statement: str) -> set[str]:
+    return {name.split(".")[0] for name in modules_of(statement)}
+
+
+def modules_of(statement: str) -> set[str]:
     code = f"import sys; {statement}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    return {name.split(".")[0] for name in done.stdout.split()}
+    return set(done.stdout.split())
 
 
 def test_the_clients_load_nothing_heavy() -> None:
@@ -27,14 +30,8 @@ def test_importing_pdserve_alone_does_not_even_load_grpc() -> None:
     assert "grpc" not in loaded_by("import pdserve")
 
 
-def test_importing_the_client_takes_under_half_a_second() -> None:
-    best_s = min(_import_s() for _ in range(3))
-    assert best_s < 0.5
-
-
-def _import_s() -> float:
-    code = "import time; t = time.process_time(); from pdserve import Client; print(time.process_time() - t)"
-    begin_s = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert time.monotonic() - begin_s < 30
-    return float(done.stdout)
+def test_the_client_loads_little_beside_grpc_and_protobuf() -> None:
+    """Modules, and not seconds: these differ with the machine and what else it does."""
+    theirs = modules_of("import grpc, google.protobuf.message")
+    ours = modules_of("from pdserve import Client") - theirs
+    assert len(ours) < 150, sorted(ours)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from time import process_time
 from typing import Any
 
 import pytest
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.types import Slo
 from router.events import RequestArrived
 from simulator.model import Disturbance, DisturbanceKind, Link, RequestRow, SimConfig, TraceRequest
-from simulator.synthetic import chat
 from simulator.world import World, simulate
 from tests.unit.simulator.small import EASY, MESSAGE_S, Listed, asked, cluster, run
 
@@ -237,14 +234,6 @@ def test_rows_can_be_had_as_they_end_and_a_run_be_stopped() -> None:
     result = simulate(Listed(workload(11)), cluster(), watch, keeps_rows=False)
     assert (len(seen), result.requests) == (10, [])
     assert all(row.ended_s is not None and row.outcome == "served" for row in seen)
-
-
-def test_the_speed_of_the_built_in_workload() -> None:
-    started_s = process_time()
-    result = simulate(chat(rate_rps=10.0, duration_s=20.0), replace(cluster(2, 2), slo=Slo()))
-    rate = len(result.requests) / (process_time() - started_s)
-    print(f"{len(result.requests)} requests, {rate:.0f} a second")
-    assert len(result.requests) > 100
 
 
 def test_a_router_is_not_told_how_long_an_answer_will_be() -> None:
