@@ -21,6 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.fake_device import FakeBlocks
 from kvtransfer import cuda, cuda_driver, nccl_lane
 from kvtransfer.cuda import CudaBlocks, CudaCopying, CudaDevice, Watcher, poll_s
 from kvtransfer.cuda_driver import HANDLE_BYTES, Driver
@@ -122,6 +123,13 @@ def test_draining_waits_for_the_device_says_that_it_does_and_ends_with_it(
     assert "the device failed" in caplog.text
 
 
+def test_a_stream_drains_or_does_not(events: list[Event]) -> None:
+    device = CudaDevice(torch.zeros((4, 16), dtype=torch.uint8))
+    events += [Event(False, True), Event(False)]
+    assert device.has_drained(Stream(), WAIT_S)
+    assert not device.has_drained(Stream(), 0.0)
+
+
 @GPU_CHECKS
 @given(st.floats(0, 100))
 def test_poll_interval_grows_with_wait(waited_s: float) -> None:
@@ -160,6 +168,23 @@ def test_closed_staging_is_reused(events: list[Event], library: FakeLibrary) -> 
     assert again.tensor.data_ptr() == addresses[0]
     assert larger.tensor.data_ptr() == library.allocated[2]
     assert device.staging(3).tensor.data_ptr() == library.allocated[3], "what is not closed is nobody else's"
+
+
+@GPU_CHECKS
+def test_parts_of_blocks_are_those_of_the_stand_in() -> None:
+    """The protocols are checked over the stand-in's."""
+    raw = torch.arange(6 * 32, dtype=torch.uint8).view(6, 32)
+    real, fake = CudaBlocks(raw), FakeBlocks(bytearray(raw.numpy().tobytes()), 6, 32)
+    for ours, theirs in (
+        (real.narrowed((8, 12)), fake.narrowed((8, 12))),
+        (real.cut(2, 3, 24), fake.cut(2, 3, 24)),
+        (real.cut(1, 2, 40), fake.cut(1, 2, 40)),
+    ):
+        assert (ours.num_blocks, ours.block_bytes) == (theirs.num_blocks, theirs.block_bytes)
+        for block in range(ours.num_blocks):
+            assert ours.tensor[block].numpy().tobytes() == bytes(theirs.view(block))
+    real.narrowed((4, 4)).tensor[5] = 255
+    assert raw[5, 4:8].tolist() == [255] * 4, "the same memory"
 
 
 @GPU_CHECKS
@@ -241,8 +266,9 @@ def test_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
+    cuda_driver.driver.cache_clear()
     with pytest.raises(TransferFailed, match=r"the CUDA driver cannot be loaded: libcuda\.so\.1"):
-        Driver()
+        cuda_driver.driver()
 
 
 @GPU_CHECKS

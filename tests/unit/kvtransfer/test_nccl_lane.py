@@ -141,6 +141,29 @@ def test_queued_call_skips_closed_pair(make_lane: Callable[..., NcclLane], block
 
 
 @GPU_CHECKS
+def test_call_that_survives_the_abort_is_reported(
+    make_lane: Callable[..., NcclLane], blocks: CudaBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_lane, "LEAVE_S", 0.05)
+    communicator, entered, is_let_go = Communicator(), threading.Event(), threading.Event()
+
+    def stuck(*_: int) -> None:
+        entered.set()
+        is_let_go.wait(WAIT_S)
+
+    communicator.send = stuck  # type: ignore[method-assign]
+    lane = make_lane(communicator)
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(lane.send, blocks, 0, 16, nobody)
+        assert entered.wait(WAIT_S)
+        monkeypatch.setattr(nccl_lane, "ABORT_S", 0.2)
+        with pytest.raises(TransferFailed, match=r"a call of NCCL has not returned|abort has not returned"):
+            lane.close()
+        is_let_go.set()
+        sending.result(WAIT_S)
+
+
+@GPU_CHECKS
 def test_abort_ends_a_stuck_call(
     make_lane: Callable[..., NcclLane], blocks: CudaBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

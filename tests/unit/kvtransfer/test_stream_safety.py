@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kvtransfer import cuda, nccl_lane
-from kvtransfer.cuda import CudaDevice
+from kvtransfer.cuda import CudaBlocks, CudaDevice
 from kvtransfer.cuda_driver import Driver
 from kvtransfer.issuer import Issuer
 from kvtransfer.nccl_lane import NcclLane
@@ -57,8 +57,10 @@ class Streams:
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         before, self.current = self.current, stream.name
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def allocate(self, tensor: torch.Tensor) -> torch.Tensor:
         begin = tensor.data_ptr()
@@ -162,6 +164,13 @@ def test_staging_is_apart_from_the_engine(streams: Streams, device: CudaDevice) 
     assert device.copy(staging, [4], pool, [7], nobody, None).is_done
     lane.close()
     assert streams.num_uses == 14, "six of messages, four of each copy"
+
+
+def test_a_fence_orders_copies_behind_the_engine(streams: Streams, device: CudaDevice) -> None:
+    activation = CudaBlocks(streams.allocate(torch.zeros((2, 64), dtype=torch.uint8)))
+    with pytest.raises(AssertionError, match="allocated for engine, used on copy without a wait"):
+        device.copy(activation, [0], None, (), nobody, None)
+    assert device.copy(activation, [0], None, (), nobody, device.fence()).is_done
 
 
 def test_prepare_uses_own_memory(streams: Streams, device: CudaDevice) -> None:
