@@ -59,11 +59,14 @@ def everything_imports(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
 
 
 def cupy_is_there() -> Iterator[str]:
-    for module in ("cupy", "cupy.cuda.nccl"):
-        try:
-            importlib.import_module(module)
-        except (ImportError, OSError) as error:
-            yield f"{module} cannot be imported ({error}): transports between GPUs need it; {advice('cuda13')}"
+    try:
+        importlib.import_module("cupy")
+        nccl = importlib.import_module("cupy.cuda.nccl")
+    except (ImportError, OSError) as error:
+        yield f"cupy cannot be imported ({error}): NCCL transfers need it; {advice('cuda13')}"
+        return
+    if not hasattr(nccl, "get_unique_id"):  # CuPy puts an empty module there, with a warning
+        yield f"CuPy finds no NCCL library (libnccl.so.2): {advice('cuda13')}"
 
 
 def compiler_is_there() -> Iterator[str]:

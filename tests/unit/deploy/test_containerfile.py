@@ -1,5 +1,6 @@
 """What can be known of the image without building it: here is no container engine."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def test_the_gpu_image_has_what_triton_and_the_transports_need() -> None:
     wanted = [one for extra in extras.split(",") for one in project["optional-dependencies"][extra]]
     names = {re.split(r"[<>=]", one)[0] for one in wanted}
     assert {"torch", "triton"} <= names
-    assert any(name.startswith("cupy-cuda") for name in names)
+    assert {"cupy", "nvidia-nccl"} <= {re.sub(r"-c(uda\d+x|u\d+)$", "", name) for name in names}
     steps = instructions("gpu")
     [installs] = [rest for word, rest in steps if word == "RUN" and "apt-get install" in rest]
     assert {"gcc", "libc6-dev"} <= set(installs.split())
@@ -108,6 +109,26 @@ def test_the_image_check_misses_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("CC", str(tmp_path / "cc"))
     [complaint] = image_check.compiler_is_there()
     assert "does not run" in complaint
+
+
+@pytest.mark.gpu_checks
+def test_the_image_check_misses_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CuPy without an NCCL library imports all the same."""
+    (tmp_path / "cupy/cuda").mkdir(parents=True)
+    for name, text in (("__init__", ""), ("cuda/__init__", ""), ("cuda/nccl", "available = False")):
+        (tmp_path / f"cupy/{name}.py").write_text(text)
+    for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    [complaint] = image_check.cupy_is_there()
+    assert complaint.startswith("CuPy finds no NCCL library")
+    (tmp_path / "cupy/cuda/nccl.py").write_text("def get_unique_id(): ...\n")
+    monkeypatch.delitem(sys.modules, "cupy.cuda.nccl")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    importlib.invalidate_caches()
+    assert list(image_check.cupy_is_there()) == []
+    for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.gpu_checks
