@@ -15,7 +15,6 @@ EXTRAS: Final[Mapping[str, str]] = {
     "ray": "ray",
     "opentelemetry": "otel",
     "nixl": "nixl",
-    "cupy": "cuda13",
 }
 
 
