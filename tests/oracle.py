@@ -25,6 +25,7 @@ from pdserve.engine.sampling import Draw, sample
 
 TIE: Final = 1e-5  # of the standard deviation of the position's logits; float32 errs by up to 7e-6 of it
 MOST_TIES: Final = 0.01  # of the positions that are judged together
+_MOST_KNOWN: Final = 16
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # of transformers: tokens [1, T], logits [1, V] -> logits
 
@@ -66,13 +67,23 @@ class Oracle:
             experts_implementation="eager",  # the grouped product of experts takes no float64
         )
         self._model = self._model.double().eval()
+        self._known: dict[tuple[int, ...], Tensor] = {}  # by the tokens and the first row, the latest last
 
     def logits(self, tokens: Sequence[int], first: int = 0) -> Tensor:
-        """[T - first, V] in float64: row i is what follows tokens[: first + i + 1]."""
-        with torch.inference_mode(), _Float64Only():
-            logits_TV: Tensor = self._model(torch.tensor([list(tokens)])).logits[0, first:]
-        assert logits_TV.dtype == torch.float64
-        return logits_TV
+        """[T - first, V] in float64: row i is what follows tokens[: first + i + 1]. Not to be written to.
+
+        The last answers are kept: engines and batches that are compared give equal texts, which are read once.
+        """
+        key = *tokens, first
+        known = self._known.pop(key, None)
+        if known is None:
+            with torch.inference_mode(), _Float64Only():
+                known = self._model(torch.tensor([list(tokens)])).logits[0, first:]
+            assert known.dtype == torch.float64
+            if len(self._known) == _MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+        self._known[key] = known
+        return known
 
     def assert_exact(
         self,
