@@ -27,15 +27,33 @@ MOVES = st.lists(
 )
 
 
-@pytest.mark.parametrize(
+BENCHES = pytest.mark.parametrize(
     ("num_blocks", "num_answers", "max_drafts", "is_ahead"),
     [(5, 95, 0, False), (9, 95, 0, False), (5, 2, 6, False), (9, 1, 15, False), (5, 95, 0, True), (12, 95, 0, True)],
 )
+SAME_BENCH = [HealthCheck.function_scoped_fixture]
+
+
+@BENCHES
 @given(moves=MOVES)
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=SAME_BENCH)
 def test_tokens_are_right_and_no_block_is_lost(
     make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is_ahead: bool, moves: list[Any]
 ) -> None:
+    live(make_bench, num_blocks, num_answers, max_drafts, is_ahead, moves)
+
+
+@pytest.mark.slow
+@BENCHES
+@given(moves=MOVES)
+@settings(max_examples=300, deadline=None, suppress_health_check=SAME_BENCH)
+def test_the_same_in_five_times_as_many_lives(
+    make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is_ahead: bool, moves: list[Any]
+) -> None:
+    live(make_bench, num_blocks, num_answers, max_drafts, is_ahead, moves)
+
+
+def live(make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is_ahead: bool, moves: list[Any]) -> None:
     bench = make_bench(
         num_blocks=num_blocks, max_batch=3, num_answers=num_answers, max_drafts=max_drafts, is_ahead=is_ahead
     )
