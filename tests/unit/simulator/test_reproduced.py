@@ -105,7 +105,8 @@ def recorded(policy: str) -> tuple[SimResult, list[NumberedLine]]:
     return result, list(enumerate(recorder.lines, start=1))
 
 
-@pytest.mark.parametrize("policy", ["goodput", "dynamo", "colocated"])
+# One that hands requests over and one that does not in every run; the third is another of the first kind.
+@pytest.mark.parametrize("policy", ["goodput", pytest.param("dynamo", marks=pytest.mark.slow), "colocated"])
 def test_a_recorded_run_comes_out_as_it_was(policy: str) -> None:
     first, lines = recorded(policy)
     assert list(replay.replay(text for _, text in lines)) == []
