@@ -2,11 +2,14 @@ import pytest
 import torch
 
 from pdserve.engine.gpu.splits import MOST_SPLITS, num_splits
-from tests.gpu.case_attention import CASES
+from tests.gpu.case_attention import CASES, LONG
 from tests.gpu.cases import Case
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name == LONG.name() else ()) for case in CASES],
+)
 def test_attention_over_parts_is_that_of_float64(case: Case, device: torch.device) -> None:
     assert case.check(device) <= case.bound
 
