@@ -36,6 +36,7 @@ from pdserve.core.blocks import BlockAllocator
 from pdserve.core.effects import Drawn
 from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.types import Role, Sampling, TokenOut
+from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.interface import Engine, OnLayer, Row, RowOut, kept
 from pdserve.engine.load import load_engine
 from pdserve.worker.calibrate import measure_cost
@@ -120,7 +121,7 @@ class Replay:
 
 class Worker:
     def __init__(self, engine: Engine, prior: CostPrior, *, is_speculating: bool) -> None:
-        config = WorkerConfig(model="-", worker_id="-")
+        config = with_device_defaults(WorkerConfig(model="-", worker_id="-"), Role.DECODE, is_gpu=False)
         self.chunks = ChunkRule(CostModel(prior), least=engine.spec.block_size, most=config.max_batch_tokens)
         self.drafting = DraftRule(prior, most=config.max_drafts, most_together=config.max_batch_tokens)
         self.num_requests = 0
@@ -177,13 +178,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--wall", action="store_true", help="wall clock, for a machine that does nothing else")
     arguments = parser.parse_args()
-    config = WorkerConfig(
+    asked = WorkerConfig(
         model=arguments.model,
         worker_id="bench",
         threads=arguments.threads,
         dtype=arguments.dtype,
         kv_memory_bytes=1 << 28,
     )
+    config = with_device_defaults(asked, Role.DECODE, is_gpu=False)
     now_s = time.perf_counter if arguments.wall else time.process_time
     engine = load_engine(config, Role.DECODE)
     prior = measure_cost(engine, Role.DECODE, max_batch=config.max_batch, max_batch_tokens=config.max_batch_tokens)
