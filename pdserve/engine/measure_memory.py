@@ -77,16 +77,18 @@ def measure_use(
     max_batch: int,
     max_batch_tokens: int,
     is_leader: bool = True,
+    agree: Callable[[int], int] = int,
     measure_graphs: MeasureGraphs | None = None,
 ) -> DeviceUse:
     """Runs the largest steps over a pool for them alone, then captures some graphs. The weights are loaded already.
 
-    Tensor-parallel ranks call it together: the steps are the same on each, and followers draw nothing.
+    Tensor-parallel ranks call it together: the steps are the same on each, and followers draw nothing. `agree` gives
+    the least of all ranks' numbers, since a rank with less room would otherwise take shorter steps than the others.
     """
     meter.settle()
     free, total = meter.capacity()
     weights = meter.reserved()
-    num_blocks = _profile_blocks(free, context_tokens, max_batch, unit)
+    num_blocks = agree(_profile_blocks(free, context_tokens, max_batch, unit))
     engine: TorchEngine | None = assemble(num_blocks)
     assert engine is not None
     meter.begin_peak()

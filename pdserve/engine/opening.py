@@ -166,6 +166,7 @@ def open_rank(
 
     if num_blocks is None:
         assert meter is not None
+        agree = int if ranks is None else ranks.least
         use = measure_use(
             meter,
             str(device),
@@ -175,11 +176,10 @@ def open_rank(
             max_batch=config.max_batch,
             max_batch_tokens=config.max_batch_tokens,
             is_leader=shard.rank == 0,
+            agree=agree,
             measure_graphs=graphs,
         )
-        num_blocks = device_blocks(use, config.gpu_memory_share, unit)
-        if ranks is not None:  # all name the same blocks
-            num_blocks = ranks.least(num_blocks)
+        num_blocks = agree(device_blocks(use, config.gpu_memory_share, unit))  # all ranks name the same blocks
         plan = device_plan(use, config.gpu_memory_share, num_blocks, unit)
     else:
         plan = plain_plan(str(device), free, num_bytes, num_blocks, unit)

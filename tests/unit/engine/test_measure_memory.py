@@ -110,8 +110,16 @@ def test_followers_take_part_in_the_same_steps() -> None:
     leader, follower = Device(), Device()
     measured(leader)
     measured(follower, is_leader=False)
+    assert follower.events[0] == "pool of 100"
     assert [event for event in follower.events if event != "followed"] == leader.events
     assert follower.events.count("followed") == 2
+
+
+def test_ranks_measure_the_steps_of_the_one_with_least_room() -> None:
+    roomy, full = Device(), Device(weights=966_000)
+    measured(full)
+    measured(roomy, agree=lambda num_blocks: min(num_blocks, 20))
+    assert roomy.events == full.events == ["pool of 20", "step of 1 rows to 80", "step of 8 rows to 1"]
 
 
 def test_a_long_context_is_measured_in_half_of_what_is_free() -> None:

@@ -1,0 +1,23 @@
+"""Ranks agree on a number, over gloo between two threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from pdserve.engine.ranks import Ranks, make_store
+from pdserve.engine.sharding import Shard
+
+
+@pytest.mark.parametrize("numbers", [(7, 3), (3, 7), (2**40, 2**40 + 1)])
+def test_ranks_agree_on_the_least(numbers: tuple[int, int]) -> None:
+    leader = make_store(0, 2, is_leader=True, timeout_s=20.0)
+
+    def agree(rank: int) -> int:
+        store = make_store(leader.port, 2, is_leader=False, timeout_s=20.0) if rank else leader
+        return Ranks(Shard(rank, 2), store, torch.device("cpu"), 20.0).least(numbers[rank])
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(agree, (0, 1), timeout=60.0)) == [min(numbers)] * 2
