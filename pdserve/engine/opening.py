@@ -80,10 +80,14 @@ def open_engine(config: WorkerConfig, role: Role) -> Engine:
 
 
 def warmed(engine: AnyEngine) -> AnyEngine:
-    """Every kernel that the engine's steps launch is compiled before a request asks for it."""
+    """Every kernel that the engine's steps and its transfers launch is compiled before a request asks for it."""
     began_s = time.monotonic()
     for rows in warm_rows(engine.spec):
         engine.step(rows)
+    if find_spec("triton") is not None and isinstance(engine.pool, TorchPool):
+        from pdserve.engine.gpu.relay import warm
+
+        warm(engine.pool.raw)
     log.info("kernels are compiled", extra={"compile_s": round(time.monotonic() - began_s, 2)})
     return engine
 

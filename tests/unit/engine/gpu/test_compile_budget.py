@@ -17,9 +17,9 @@ from pdserve.engine import opening
 from pdserve.engine.gpu.buckets import buckets_for
 from pdserve.engine.gpu.forbid import forbid
 from pdserve.engine.gpu.penalties import penalise
+from pdserve.engine.gpu.relay import relay, warm
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.interface import Row
-from pdserve.engine.warm_rows import warm_rows
 from tests.gpu.compile_budget import count_compiled
 
 pytestmark = pytest.mark.gpu_checks
@@ -66,8 +66,7 @@ def test_random_steps_compile_nothing(name: str, kv_dtype: str, open_triton: Cal
     engine, rng = open_triton(name, kv_dtype=kv_dtype), random.Random(5)
     limit = engine.spec.max_context_tokens
     with count_compiled() as compiled:
-        for rows in warm_rows(engine.spec):
-            engine.follow(rows)  # as `step`, but for the draw, which is torch's
+        opening.warmed(engine)
         warmed = compiled.variants()
         assert warmed["_attend"] <= 4 * len(engine._windows)
         for _ in range(NUM_STEPS):
@@ -106,6 +105,20 @@ def redraw(decode: StaticDecode, num_rows: int) -> None:
     forbid(logits_SV, torch.zeros((num_rows, size // 32), dtype=torch.int32), row_S)
     penalise(logits_SV, torch.zeros((8, size), dtype=torch.int32), row_S, row_S, torch.zeros((3, num_rows)))
     decode.sampler.draw(logits_SV, decode.inputs.draws_of(row_S))
+
+
+def test_copies_of_blocks_compile_nothing() -> None:
+    """Whatever number of blocks is copied between pool and staging, or summed; see kvtransfer.cuda for how they lie."""
+    raw, staging = torch.zeros((64, 4096), dtype=torch.uint8), torch.zeros((8, 4096), dtype=torch.uint8)
+    with count_compiled() as compiled:
+        warm(raw)
+        assert compiled.variants() == {"_relay": 2}
+        for count in range(1, 9):
+            numbers = torch.zeros((2, count + -count % 4), dtype=torch.int32)[:, :count]
+            relay(raw, numbers[0], staging, numbers[1])
+            relay(staging, numbers[0], raw, numbers[1])
+            relay(raw, numbers[0])
+        assert compiled.variants() == {"_relay": 2}
 
 
 def test_the_budget_counts_what_triton_specialises() -> None:
