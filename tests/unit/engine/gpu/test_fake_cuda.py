@@ -32,8 +32,16 @@ def row(count: int, start: int, first_block: int, num_targets: int = 0) -> Row:
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral-window"])
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("auto", "auto"), ("fp8", "fp8"), ("auto", "int8")])
+@pytest.mark.parametrize(
+    ("name", "dtype", "kv_dtype"),
+    [
+        ("llama", "auto", "auto"),
+        ("llama", "fp8", "fp8"),
+        ("qwen3", "fp8", "int8"),
+        ("mistral-window", "auto", "fp8"),
+        ("gemma2", "auto", "int8"),
+    ],
+)
 def test_torch_takes_every_operation(name: str, dtype: str, kv_dtype: str, tiny: Callable[[str], Path]) -> None:
     config = WorkerConfig(
         model=str(tiny(name)),

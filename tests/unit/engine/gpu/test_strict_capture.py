@@ -42,8 +42,7 @@ class Growing:
         return self.num_looks
 
 
-@pytest.mark.parametrize("most_drafts", [0, 3])
-@pytest.mark.parametrize(("name", "kv_dtype"), [("llama", "auto"), ("gemma2", "int8")])
+@pytest.mark.parametrize(("name", "kv_dtype", "most_drafts"), [("llama", "auto", 3), ("gemma2", "int8", 0)])
 def test_decode_graphs_are_captured(
     name: str, kv_dtype: str, most_drafts: int, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
