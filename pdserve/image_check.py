@@ -66,7 +66,7 @@ def cupy_is_there() -> Iterator[str]:
         yield f"cupy cannot be imported ({error}): NCCL transfers need it; {advice('cuda13')}"
         return
     if not hasattr(nccl, "get_unique_id"):  # CuPy puts an empty module there, with a warning
-        yield f"CuPy finds no NCCL library (libnccl.so.2): {advice('cuda13')}"
+        yield f"CuPy finds no NCCL library (libnccl.so.2); {advice('cuda13')}"
 
 
 def compiler_is_there() -> Iterator[str]:

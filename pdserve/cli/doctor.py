@@ -16,6 +16,7 @@ from typing import Final, Literal
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.extras import EXTRAS, advice, missing
+from pdserve.image_check import compiler_is_there, cupy_is_there
 from pdserve.text.tokenizer import TOYS
 
 HELP = "check whether this host can run a cluster"
@@ -170,8 +171,24 @@ def _torch(model: str | None) -> Iterator[Finding]:
         for index in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(index)
             yield Finding("ok", f"gpu {index}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB")
+        yield from _gpu_parts()
     else:
         yield Finding("ok", "gpu", "none; the CPU serves")
+
+
+def _gpu_parts() -> Iterator[Finding]:
+    """What a GPU worker needs beside torch: kernels are launched by code that a C compiler builds."""
+    checks: tuple[tuple[str, Level, Callable[[], Iterator[str]]], ...] = (
+        ("compiler", "fail", compiler_is_there),
+        ("cupy", "warn", cupy_is_there),
+    )
+    for name, level, check in checks:
+        complaints = list(check())
+        for complaint in complaints:
+            text, _, repair = complaint.partition("; ")
+            yield Finding(level, name, text, repair)
+        if not complaints:
+            yield Finding("ok", name, "found")
 
 
 def _model(asked: str | None) -> Iterator[Finding]:

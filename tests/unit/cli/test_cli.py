@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -233,6 +234,28 @@ def test_doctor_finds_this_host_able(capsys: pytest.CaptureFixture[str]) -> None
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[1] for line in lines[:-1]} >= {"python", "torch", "redis", "port", "shm", "ray", "tokenizer"}
     assert lines[-1] == "this host can run a cluster"
+
+
+def test_doctor_looks_for_what_a_gpu_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import torch
+
+    facts = SimpleNamespace(name="NVIDIA H200", total_memory=141 * 2**30)
+    stands_in = {"is_available": lambda: True, "device_count": lambda: 1, "get_device_properties": lambda index: facts}
+    for name, call in stands_in.items():
+        monkeypatch.setattr(torch.cuda, name, call)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "NVIDIA H200, 141 GiB" in line]
+    [compiler], [cupy] = ([line for line in lines if line[6:].startswith(name)] for name in ("compiler", "cupy"))
+    assert compiler.startswith("ok")
+    assert cupy.startswith("warn")
+    assert "run pip install -c constraints.txt '.[cuda13]'" in cupy
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    assert main(["doctor"]) == 1
+    assert "FAIL  compiler" in capsys.readouterr().out
 
 
 def test_doctor_fails_on_a_folder_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
