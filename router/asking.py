@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from router.fleet import Fleet
@@ -18,14 +19,16 @@ JUDGED_BY_OUTLOOK: Final = frozenset({"least-slack", "ageing", "fairness", "refu
 def ask_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float) -> Ask:
     facts, present = request.facts, fleet.key
     num_answered = len(request.output)
+    expected_tokens = lengths.expected(facts.sampling.max_tokens, num_answered)
     return Ask(
         request_id=request.request_id,
         num_tokens=request.num_tokens,
         max_new_tokens=facts.sampling.max_tokens - num_answered,
-        expected_tokens=lengths.expected(facts.sampling.max_tokens, num_answered),
+        expected_tokens=expected_tokens,
         slo=facts.slo,
-        waited_s=now_s - request.arrived_s,
+        waited_s=now_s - (request.last_token_s if num_answered else request.arrived_s),
         is_resumed=num_answered > 0,
+        answer_left_s=_answer_left_s(request, expected_tokens, now_s),
         deadline_left_s=request.deadline_left_s(now_s),
         priority=facts.priority,
         tenant=facts.tenant,
@@ -62,6 +65,11 @@ def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: froz
             cached_tokens = _cached_tokens(request, fleet)
             request.outlook = outlook(request.num_tokens, expected_tokens, cached_tokens, prefills, decodes)
     prefill_s = request.outlook.ttft_s if request.outlook is not None else 0.0
+    if is_begun and "least-slack" in rules:
+        # When its next token is due at the target pace: an answer that is ahead of it can bear a longer gap.
+        began_s = request.arrived_s if request.first_token_s is None else request.first_token_s
+        due_s = began_s + len(request.output) * facts.slo.tpot_s
+        return Entry(due_s, request.serial, request.request_id, level, tenant, prefill_s)
     if is_begun or "least-slack" not in rules:
         return Entry(request.serial, request.serial, request.request_id, level, tenant, prefill_s)
     start_by_s = request.arrived_s + facts.slo.ttft_s - prefill_s
@@ -74,6 +82,13 @@ def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: froz
         prefill_s=prefill_s,
         late_at_s=start_by_s,
     )
+
+
+def _answer_left_s(request: Request, expected_tokens: float, now_s: float) -> float:
+    """How long the rest of the answer may take if the whole is to meet its TPOT target; infinite before a token."""
+    if request.first_token_s is None:
+        return math.inf
+    return (len(request.output) + expected_tokens - 1.0) * request.facts.slo.tpot_s - (now_s - request.first_token_s)
 
 
 def _cached_tokens(request: Request, fleet: Fleet) -> dict[str, int]:

@@ -39,7 +39,6 @@ from router.policy.ways import (
 from router.view import WorkerView
 
 _COST: Final = attrgetter("cost")
-_SLACK: Final = attrgetter("slack")
 
 NO_TRANSFER: Final = LinkModel(0.0, 1e18)
 
@@ -91,7 +90,10 @@ def _choose(ask: Ask, ways: list[Way]) -> Decision:
     open_ones = [way for way in harmless if way.opens_in_s == 0.0]
     if not open_ones:
         return _wait(harmless, "no worker can start it yet")
-    return _go(ways, max(open_ones, key=_SLACK), "its promise cannot be kept; served late where nobody pays for it")
+    chosen, best = min(open_ones, key=_COST), min(harmless, key=_COST)
+    if best.cost + WORTH_WAITING < chosen.cost:
+        return _wait([best], "a worker that is busy for a moment costs less, waiting included")
+    return _go(ways, chosen, "its promise cannot be kept; served late where nobody pays for it")
 
 
 def _is_hopeless_tpot(ask: Ask, ways: list[Way]) -> bool:

@@ -6,6 +6,7 @@ connected, not draining, heard of lately, large enough. It never changes a view.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -43,9 +44,10 @@ class Ask:
     num_tokens: int  # to have KV: prompt and what was already answered
     max_new_tokens: int
     slo: Slo
-    waited_s: float
+    waited_s: float  # since arrival; of a resumed request, since its last token
     expected_tokens: float = 256.0  # that will still be answered, by the mean of answers like it
     is_resumed: bool = False  # the client already has tokens
+    answer_left_s: float = math.inf  # that the rest of a resumed answer may take to meet its TPOT target
     deadline_left_s: float | None = None
     priority: int = 0
     tenant: str = ""

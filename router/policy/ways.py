@@ -82,6 +82,8 @@ def find_landings(
     """The best of the decode workers with a row and blocks for the whole answer that is expected.
     `fullest`: 1 or -1, the order of their ranks."""
     tokens, own_s = float(ask.num_tokens), ask.slo.tpot_s  # floats throughout: mixed arithmetic takes twice as long
+    if ask.is_resumed:
+        own_s = ask.answer_left_s / ask.expected_tokens
     growth = 0.5 * ask.expected_tokens
     room = tokens + ask.expected_tokens
     per_second = 1.0 / ask.slo.ttft_s
@@ -325,6 +327,10 @@ def _way(
     theirs = 1.0 - residents_s * sure / tightest_s if tightest_s < math.inf else 1.0
     tpot_slack = own if own < theirs else theirs
     ttft_slack = 1.0 - (ask.waited_s + ttft_s * (1.0 + (error if error < WIDEST_BAND else WIDEST_BAND))) / slo.ttft_s
+    if ask.is_resumed:
+        # It has met or missed its TTFT target already; the gap in its answer counts as time per token.
+        ttft_slack = own = (ask.answer_left_s - ttft_s - _steps(ask) * tpot_s * sure) / _answer_s(ask)
+        tpot_slack = own if own < theirs else theirs
     return Way(
         prefill,
         decode,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -44,6 +45,25 @@ def test_a_policy_is_told_what_is_left_of_the_request(fleet: Fleet) -> None:
     assert (begun.num_tokens, begun.max_new_tokens, begun.expected_tokens, begun.is_resumed) == (103, 5, 5.0, True)
 
 
+def test_a_resumed_request_is_judged_by_the_gap_in_its_answer(fleet: Fleet) -> None:
+    one = request(prompt=100, max_tokens=8)
+    one.output, one.first_token_s, one.last_token_s = [10, 11, 12], 4.2, 4.6
+    told = ask_of(one, fleet, OutputLengths(), NOW_S)
+    assert told.waited_s == pytest.approx(NOW_S - 4.6), "its TTFT is over"
+    assert told.answer_left_s == pytest.approx(7 * 0.1 - (NOW_S - 4.2)), "of 8 tokens at 0.1 s each"
+    assert ask_of(request(), fleet, OutputLengths(), NOW_S).answer_left_s == math.inf
+
+
+def test_of_resumed_requests_the_one_whose_next_token_is_due_first_goes_first(fleet: Fleet) -> None:
+    """An answer of which the client has much, sooner than its target asked for, can bear a longer gap."""
+    ahead, behind = request(serial=1), request(serial=2)
+    ahead.output, ahead.first_token_s = [1] * 50, 1.0
+    behind.output, behind.first_token_s = [1], 4.0
+    entries = [entry_of(one, fleet, OutputLengths(), RULES, NOW_S) for one in (ahead, behind)]
+    assert [one.key for one in entries] == pytest.approx([1.0 + 50 * 0.1, 4.0 + 0.1])
+    assert sorted(entries)[0].serial == 2
+
+
 def test_cached_blocks_count_in_tokens_of_workers_that_are_known(fleet: Fleet) -> None:
     one = request()
     one.cached_blocks = {"p0": 3, "d1": 2, "gone": 9}
@@ -75,7 +95,7 @@ def test_a_worker_that_is_too_small_or_said_so_is_left_out(fleet: Fleet) -> None
 
 def test_the_queue_goes_by_begun_then_priority_then_the_last_moment_to_start(fleet: Fleet) -> None:
     plain, urgent, begun = request(), request(priority=9), request(priority=0)
-    begun.output = [1]
+    begun.output, begun.first_token_s = [1], 4.5
     entries = {
         name: entry_of(one, fleet, OutputLengths(), RULES, NOW_S)
         for name, one in (("plain", plain), ("urgent", urgent), ("begun", begun))
@@ -85,7 +105,7 @@ def test_the_queue_goes_by_begun_then_priority_then_the_last_moment_to_start(fle
     one = entries["plain"]
     assert one.key == one.late_at_s == pytest.approx(4.0 + 2.0 - plain.outlook.ttft_s)
     assert (one.prefill_s, one.tenant, one.serial) == (plain.outlook.ttft_s, "blue", 7)
-    assert entries["begun"].key == 7
+    assert entries["begun"].key == pytest.approx(4.6)
 
 
 def test_rules_that_are_off_leave_the_order_of_arrival(fleet: Fleet) -> None:

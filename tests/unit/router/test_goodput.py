@@ -301,3 +301,19 @@ def test_settings_name_the_policy_and_its_rules() -> None:
     policy = make_policy(RouterSettings(policy="goodput", rules_off=("path-choice",)), lambda p, d: FAST)
     decision = policy(ask(), [with_queue(view("p0"), 1.5)], [with_rows(view("d0"), 4)], 0.0)
     assert decision.choice is Choice.WAIT
+
+
+def test_a_late_request_waits_for_the_worker_that_has_its_prefix() -> None:
+    """Elsewhere it would take a hundred times the compute from requests that can meet their targets."""
+    warm, cold = with_queue(view("p0"), 0.2), view("p1")
+    late = ask(8_000, waited_s=10.0, cached_tokens={"p0": 7_920})
+    assert decide([warm, cold], [view("d0")], late).choice is Choice.WAIT
+    assert decide([with_queue(view("p0"), 0.01), cold], [view("d0")], late).prefill_worker == "p0"
+
+
+@pytest.mark.parametrize(("left_s", "is_in_time"), [(20.0, True), (0.1, False)])
+def test_a_resumed_request_is_late_by_its_answer_not_by_its_first_token(left_s: float, is_in_time: bool) -> None:
+    resumed = ask(8_000, waited_s=0.1, is_resumed=True, answer_left_s=left_s)
+    decision = decide([view("p0")], [view("d0")], resumed)
+    assert decision.choice is not Choice.WAIT
+    assert ("served late" not in decision.reason) == is_in_time
