@@ -194,6 +194,11 @@ class Demand:
         return max(self._work_s - first.work_s, 0.0) / span_s
 
     @property
+    def mean_s(self) -> float:
+        """Prefill seconds of a request."""
+        return self._work_s / self._count if self._count else 0.0
+
+    @property
     def error(self) -> float:
         """Relative standard error of the rate, where requests come independently; 1 of a single request."""
         return min(math.sqrt(max(self._squares, 0.0)) / self._work_s, 1.0) if self._work_s > 0.0 else 1.0

@@ -149,6 +149,11 @@ class Queue:
                 self._set_aside_s += LATE_SHARE * entry.prefill_s
         self.remove(request_id)
 
+    def late_ahead_s(self, request_id: str) -> float:
+        """Prefill seconds of the late requests that came before this one."""
+        serial, entries = self._entries[request_id].serial, self._entries
+        return sum(entries[one].prefill_s for one in self._late if entries[one].serial < serial)
+
     def turn_late(self, request_id: str) -> None:
         """It will not keep its promise: those who can go first."""
         if request_id in self._late:

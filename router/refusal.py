@@ -16,11 +16,17 @@ was seen yet, the relative error of the model, if that has seen enough batches.
     error(start) = start * hypot(error of the drain rate, error of one prefill / sqrt(requests ahead + 1))
     error(ttft)  = hypot(error(start), error of one prefill * own prefill)
 
-Two cases. If more comes than can be done, for certain, then some must be rejected, the sooner the better. A request is
-rejected if its predicted TTFT misses the target with ROOM times its prefill and one standard error: a met target counts
-the same whatever the prompt, so the longest are given up. The longest that is admitted shrinks as more waits, so the
-queue comes to rest short of the target, where an error of prediction makes no request late. Otherwise the queue will
-shrink again, and a request is rejected only if it misses its target even where the prediction errs by SIGMAS.
+If more comes than can be done, for certain, then some must be rejected, the sooner the better. A request is rejected if
+its predicted TTFT misses the target with one standard error, or, while others wait, with one standard error and ROOM
+times its prefill: a met target counts the same whatever the prompt, so the longest are given up. The longest that is
+admitted shrinks as more waits, so the queue comes to rest short of the target, where an error of prediction makes no
+request late. If less comes than can be done, for certain, the queue will shrink again, and a request is rejected only
+if it misses its target even where the prediction errs by SIGMAS. In between, it gets the less benefit of the doubt the
+more likely it is that too much comes; a long one must then leave a standard error to spare.
+
+A rejection is worth most at arrival. A request that was admitted and has become late is rejected only where too much
+comes for certain, or if it is long, or if the late requests before it take longer than its target TTFT. Otherwise it
+is served late.
 
 A request that makes an earlier one miss its target is rejected too: r harms q, which is behind it in its level, if q
 starts in time without r and not with it. Only its own level is a reason: a higher class is not rejected for what a
@@ -47,6 +53,7 @@ from router.request import Request
 
 BUSY_SHARE: Final = 0.5  # of the capacity: with less demand, a late request stands in nobody's way for long
 ROOM: Final = 2.5  # prefills of its own that must fit; between 2.5 and 3 all traffic of docs/benchmarks.md is alike
+LONG: Final = 1.05  # of the mean request's prefill; requests that are all alike are not long
 UNSEEN_ERROR: Final = 0.1  # of the drain rate that the model predicts, beyond its own error: paths, memory, routers
 SHORTEST_RETRY_S: Final = 0.05
 LONGEST_RETRY_S: Final = 30.0
@@ -74,10 +81,11 @@ def admit(ledger: Ledger, request: Request) -> None:
     predicted_s = waited_s + start_s + own_s
     error_s = _error_s(ledger, outlook, start_s, ahead.count)
     longest_s = max(slo.ttft_s - waited_s - start_s - error_s, 0.0) / ROOM
-    surely_late_s = predicted_s if is_too_much else predicted_s - SIGMAS * error_s
+    benefit_s = _benefit_of_doubt(ledger, outlook, free) * error_s if error_s < math.inf else math.inf
+    surely_late_s = predicted_s - benefit_s
     if surely_late_s > slo.ttft_s or _misses_tpot(outlook, slo.tpot_s):
         message = f"first token predicted after {predicted_s:.3f} s"
-        if not _refuse_late(ledger, request, message, bounded_retry_s(predicted_s - slo.ttft_s)):
+        if not _refuse_late(ledger, request, message, bounded_retry_s(max(predicted_s, surely_late_s) - slo.ttft_s)):
             queue.turn_late(request.request_id)
     elif is_too_much and "shortest" in ledger.rules and _others_wait(queue, entry) and own_s > longest_s:
         message = f"more is asked for than can be done: prompts of up to {longest_s:.3f} s have a place"
@@ -88,14 +96,17 @@ def admit(ledger: Ledger, request: Request) -> None:
 
 
 def drop_late(ledger: Ledger) -> None:
-    """Those whose last moment to start has passed: rejected, or served when those have gone who can be on time."""
+    """Requests whose last moment to start has passed are rejected, or served after those that can be on time."""
     for request_id in ledger.queue.late_since(ledger.now_s):
         request = ledger.requests[request_id]
         outlook, waited_s = request.outlook, ledger.now_s - request.arrived_s
         if "refusal" not in ledger.rules or outlook is None:
             continue
         free, least_s = _capacity(ledger), surely_s(outlook.ttft_s, outlook)
-        if _is_too_much(ledger, outlook, free) or waited_s + least_s > request.facts.slo.ttft_s:
+        promised_s = request.facts.slo.ttft_s
+        is_hopeless = _is_long(ledger, outlook) and waited_s + least_s > promised_s
+        late_start_s = free.start_in_s(ledger.queue.late_ahead_s(request_id))
+        if is_hopeless or late_start_s > promised_s or _is_too_much(ledger, outlook, free):
             # There is room for it, if at all, when those who wait have been served.
             work_s = sum(ledger.queue.entry(one).prefill_s for one in ledger.queue)
             retry_s = bounded_retry_s(free.start_in_s(work_s))
@@ -103,7 +114,9 @@ def drop_late(ledger: Ledger) -> None:
 
 
 def is_in_vain(ledger: Ledger, request: Request, decision: Decision) -> bool:
-    """About to be placed, it is predicted to miss its target: rejected, or behind those who can still meet theirs."""
+    """About to be placed, it is predicted to miss its target: rejected, or put behind requests that can meet theirs.
+    A request that was late before has waited for this placement and gets it.
+    """
     outlook, slo, queue = request.outlook, request.facts.slo, ledger.queue
     if "least-slack" not in ledger.rules or outlook is None or not decision.candidates or request.output:
         return False
@@ -113,13 +126,15 @@ def is_in_vain(ledger: Ledger, request: Request, decision: Decision) -> bool:
     ttft_s = waited_s + own_s
     if ttft_s <= slo.ttft_s:
         return False
-    is_sure = waited_s + surely_s(own_s, outlook) > slo.ttft_s or _is_too_much(ledger, outlook, _capacity(ledger))
+    if queue.is_late(request.request_id):
+        return False
+    is_hopeless = _is_long(ledger, outlook) and waited_s + surely_s(own_s, outlook) > slo.ttft_s
     message, retry_s = f"first token predicted after {ttft_s:.3f} s", bounded_retry_s(ttft_s - slo.ttft_s)
+    is_sure = is_hopeless or _is_too_much(ledger, outlook, _capacity(ledger))
     if is_sure and _refuse_late(ledger, request, message, retry_s):
         return True
-    was_late = queue.is_late(request.request_id)
     queue.turn_late(request.request_id)
-    return not was_late and queue.num_on_time > 0
+    return queue.num_on_time > 0
 
 
 def surely_s(predicted_s: float, outlook: Outlook) -> float:
@@ -170,6 +185,24 @@ def _is_too_much(ledger: Ledger, outlook: Outlook, free: Capacity) -> bool:
     demand = ledger.demand
     error = math.hypot(demand.error, _drain_error(ledger, outlook))
     return demand.rate(ledger.now_s) * max(1.0 - SIGMAS * error, 0.0) > free.rate
+
+
+def _is_long(ledger: Ledger, outlook: Outlook) -> bool:
+    """It takes more than the mean request. Rejecting a shorter one after it has waited saves little."""
+    return outlook.ttft_s > LONG * ledger.demand.mean_s
+
+
+def _benefit_of_doubt(ledger: Ledger, outlook: Outlook, free: Capacity) -> float:
+    """By how many standard errors the prediction for a newcomer must miss the target: SIGMAS where demand is below the
+    capacity for certain, and fewer the less certain that is. Long requests, and all requests where demand is above the
+    capacity for certain, must instead meet it with one standard error to spare."""
+    rate = ledger.demand.rate(ledger.now_s)
+    error = rate * math.hypot(ledger.demand.error, _drain_error(ledger, outlook))
+    if error <= 0.0:
+        return SIGMAS
+    spare = (free.rate - rate) / error
+    least = -1.0 if spare < -SIGMAS or _is_long(ledger, outlook) else 0.0
+    return min(max(spare, least), SIGMAS)
 
 
 def _drain_error(ledger: Ledger, outlook: Outlook) -> float:

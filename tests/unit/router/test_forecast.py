@@ -184,3 +184,11 @@ def test_work_is_done_only_by_workers_that_are_free() -> None:
     fluid = Capacity([(1.0, 1.0), (3.0, 0.5)])
     assert (fluid.rate, fluid.done_by(1.0), fluid.done_by(1.5), fluid.done_by(3.0)) == (1.5, 0.0, 0.5, 2.0)
     assert Capacity([(0.0, 0.0), (1.0, -1.0), (2.0, 1.0)]).start_in_s(1.0) == 3.0
+
+
+def test_the_mean_request_is_that_of_the_demand() -> None:
+    demand = Demand()
+    assert demand.mean_s == 0.0
+    for index, prefill_s in enumerate((0.1, 0.2, 0.6)):
+        demand.arrived(prefill_s, 1.0, 0.1 * index)
+    assert demand.mean_s == pytest.approx(0.3)

@@ -31,6 +31,13 @@ def drained(queue: Queue) -> list[str]:
     return order
 
 
+def test_late_requests_that_came_before_are_work_ahead_of_a_late_one() -> None:
+    queue = queue_of(entry("a1", 5.0, prefill_s=1.0), entry("b2", 3.0, prefill_s=2.0), entry("c3", 4.0, prefill_s=4.0))
+    for name in ("a1", "b2"):
+        queue.turn_late(name)
+    assert [queue.late_ahead_s(name) for name in ("a1", "b2", "c3")] == [0.0, 1.0, 3.0]
+
+
 def test_the_least_slack_goes_first_and_earlier_arrivals_among_equals() -> None:
     assert drained(queue_of(entry("a1", 5.0), entry("b2", 3.0), entry("c3", 5.0))) == ["b2", "a1", "c3"]
 

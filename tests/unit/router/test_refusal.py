@@ -54,11 +54,11 @@ def test_a_newcomer_that_would_surely_be_late_behind_the_queue_is_refused_at_onc
     gone = refused(world)
     assert gone
     assert "a0" not in gone
-    # A request that is late by less than the prediction may err waits, until its last moment to start has passed.
-    at_once = [name for name in gone if world.told[name].ended_s == world.told[name].arrived_s]
-    assert len(at_once) >= len(gone) - 3, (gone, at_once)
-    assert max(waits_s(world)) <= SECOND.ttft_s
-    assert set(outcomes(world).values()) == {"served", "refused"}
+    # A request that is late by less than the prediction may err waits, and is served late.
+    assert max(waits_s(world)) == 0.0
+    told = list(outcomes(world).values())
+    assert set(told) <= {"served", "late", "refused"}
+    assert told.count("late") <= 3
 
 
 def test_a_refusal_says_when_there_will_be_room() -> None:
