@@ -26,6 +26,7 @@ class Answer:
     total_s: float
     added_s: float  # ttft_s less what the prefilling worker says that it took
     tokens: int
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +100,22 @@ async def open_loop(
 
 
 async def closed_loop(
-    target: str, callers: int, duration_s: float, prompt_tokens: Sequence[int], max_tokens: int, seed: int, slo: Slo
+    target: str,
+    callers: int,
+    duration_s: float,
+    prompt_tokens: Sequence[int],
+    max_tokens: int,
+    seed: int,
+    slo: Slo,
+    warm_s: float = 0.0,
 ) -> Load:
-    """`callers` that each send the next request when the last one has ended: what the cluster can do."""
-    ends_s = time.perf_counter() + duration_s
+    """`callers` that each send the next request when the last one has ended: what the cluster can do.
+
+    Counts what ends in the `duration_s` after `warm_s`, while all callers go on: neither their common start nor the
+    end, when only some of them still wait, is measured.
+    """
+    begins_s = time.perf_counter() + warm_s
+    ends_s = begins_s + duration_s
     draw = random.Random(seed)
 
     async with grpc.aio.insecure_channel(target) as conn:
@@ -111,19 +124,19 @@ async def closed_loop(
         async def call() -> list[Answer | Rejection | None]:
             found = []
             while time.perf_counter() < ends_s:
-                found.append(await ask(stub, make_request(draw, draw.choice(prompt_tokens), max_tokens, slo)))
+                one = await ask(stub, make_request(draw, draw.choice(prompt_tokens), max_tokens, slo))
+                if begins_s <= time.perf_counter() < ends_s:
+                    found.append(one)
             return found
 
-        begin = time.perf_counter()
         found = [one for each in await asyncio.gather(*(call() for _ in range(callers))) for one in each]
-        wall_s = time.perf_counter() - begin
     good = [one for one in found if isinstance(one, Answer)]
     return Load(
-        rate_rps=len(found) / wall_s,
+        rate_rps=len(found) / duration_s,
         sent=len(found),
         failed=len(found) - len(good),
         late_start_s=0.0,
-        wall_s=wall_s,
+        wall_s=duration_s,
         answers=good,
         rejections=[one for one in found if isinstance(one, Rejection)],
     )
@@ -161,7 +174,13 @@ async def ask(
     ttft_s = first - begin
     # The worker's own share of queue_s is not told apart from the router's, so only computing is taken off.
     added_s = ttft_s - finished.timings.phases.prefill_s
-    return Answer(ttft_s=ttft_s, total_s=time.perf_counter() - begin, added_s=added_s, tokens=tokens)
+    return Answer(
+        ttft_s=ttft_s,
+        total_s=time.perf_counter() - begin,
+        added_s=added_s,
+        tokens=tokens,
+        prompt_tokens=len(request.token_ids.ids),
+    )
 
 
 def percentile(values: Sequence[float], share: float) -> float:

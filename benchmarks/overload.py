@@ -1,8 +1,12 @@
 """Admission control of a live cluster under overload: `python -m benchmarks.overload [--loads 0.7,1,1.5,3,5,10]`.
 
-Starts a cluster of the bundled model, warms it up and measures its capacity with callers in a closed loop, and then
-sends open-loop traffic at each multiple of that capacity, every load for `--seconds` after as long a warm-up of
-`--warm` at the same load. A request is kept if its whole answer came and met both targets on the client's clock.
+Starts a cluster of the bundled model and measures its capacity with callers in a closed loop: the most requests per
+second, and the most prompt tokens per second, that any number of callers gets. Then it sends open-loop traffic at each
+multiple of that capacity in requests, every load for `--seconds` after a warm-up of `--warm` at the same load. A
+request is kept if its whole answer came and met both targets on the client's clock.
+
+Admission control prefers short prompts, so an overloaded cluster keeps more requests per second than its capacity,
+which is that of the whole mix. The share of the prompt tokens shows how much of the work is still done.
 
 Bars: a load of at most 0.7 rejects nothing; a load of at least 1.5 keeps 95 % of the capacity, and half of its
 rejections arrive within 20 ms, 95 % within 200 ms.
@@ -22,7 +26,7 @@ from benchmarks.openloop import Answer, Load, closed_loop, open_loop, percentile
 from pdserve.core.types import Slo
 from pdserve.launch.running import Running
 
-CALLERS: Final = 48  # of the closed loop: enough to fill the batches, few enough to meet the targets
+CALLERS: Final = (8, 24, 48)  # of the closed loop; on few cores more callers than fill the batches slow each other
 PROMPTS: Final = (40, 60, 90, 120, 160, 400, 700, 1000)  # tokens, equally likely
 ANSWER: Final = 40  # tokens
 UNLIMITED: Final = Slo(ttft_s=60.0, tpot_s=60.0)  # capacity is measured without admission control
@@ -41,6 +45,7 @@ class Row:
     seconds: float
     sent: int
     kept: int
+    kept_tokens: int  # of their prompts
     late: int
     rejected: int
     failed: int  # otherwise
@@ -65,13 +70,14 @@ class Row:
 
 
 def row_of(load: float, seconds: float, seen: Load, slo: Slo) -> Row:
-    kept = sum(is_kept(one, slo) for one in seen.answers)
+    good = [one for one in seen.answers if is_kept(one, slo)]
     return Row(
         load=load,
         seconds=seconds,
         sent=seen.sent,
-        kept=kept,
-        late=len(seen.answers) - kept,
+        kept=len(good),
+        kept_tokens=sum(one.prompt_tokens for one in good),
+        late=len(seen.answers) - len(good),
         rejected=len(seen.rejections),
         failed=seen.failed - len(seen.rejections),
         rejections_s=tuple(sorted(one.after_s for one in seen.rejections)),
@@ -84,31 +90,46 @@ def is_kept(answer: Answer, slo: Slo) -> bool:
     return answer.ttft_s <= slo.ttft_s and tpot_s <= slo.tpot_s
 
 
-def render(capacity_rps: float, slo: Slo, rows: Sequence[Row]) -> str:
+def render(capacity_rps: float, capacity_tps: float, slo: Slo, rows: Sequence[Row]) -> str:
     lines = [
-        f"capacity {capacity_rps:.1f} requests/s; targets {slo.ttft_s:g} s / {slo.tpot_s:g} s",
+        f"capacity {capacity_rps:.1f} requests/s, {capacity_tps:.0f} prompt tokens/s;"
+        f" targets {slo.ttft_s:g} s / {slo.tpot_s:g} s",
         "",
-        "| load | sent | kept/s | of capacity | late | rejected | failed | after min / median / p95 / max | bars |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| load | sent | kept/s | of requests | of tokens | late | rejected | failed |"
+        " after min / median / p95 / max | bars |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in rows:
         rate_rps = one.kept / one.seconds
         waits = one.rejections_s
         shown = (waits[0], percentile(waits, 0.5), percentile(waits, 0.95), waits[-1]) if waits else ()
         spread = " / ".join(f"{1e3 * seconds:.0f}" for seconds in shown) + " ms" if shown else ""
-        share = f"{rate_rps / capacity_rps:.0%}" if capacity_rps > 0.0 else ""
-        cells = [f"{one.load:g}", one.sent, f"{rate_rps:.1f}", share, one.late, one.rejected, one.failed, spread]
+        shares = [
+            f"{found / most:.0%}" if most > 0.0 else ""
+            for found, most in ((rate_rps, capacity_rps), (one.kept_tokens / one.seconds, capacity_tps))
+        ]
+        cells = [f"{one.load:g}", one.sent, f"{rate_rps:.1f}", *shares, one.late, one.rejected, one.failed, spread]
         lines.append("| " + " | ".join(map(str, cells)) + f" | {one.verdict(capacity_rps)} |")
     worst_s = max((one.late_start_s for one in rows), default=0.0)
     lines += ["", f"worst delay of a send: {1e3 * worst_s:.0f} ms"]
     return "\n".join(lines)
 
 
-async def measure(target: str, args: argparse.Namespace, slo: Slo) -> tuple[float, list[Row]]:
-    await closed_loop(target, CALLERS, args.warm, PROMPTS, ANSWER, args.seed, UNLIMITED)
-    seen = await closed_loop(target, CALLERS, args.seconds, PROMPTS, ANSWER, args.seed + 1, UNLIMITED)
-    capacity_rps = len(seen.answers) / seen.wall_s
-    print(f"overload: capacity {capacity_rps:.1f} requests/s", file=sys.stderr, flush=True)
+async def measure(target: str, args: argparse.Namespace, slo: Slo) -> tuple[float, float, list[Row]]:
+    """Capacity in requests/s and in prompt tokens/s, and a row for each load."""
+    capacity_rps = capacity_tps = 0.0
+    for number, callers in enumerate(CALLERS):
+        warm_s = args.warm if number == 0 else args.warm / 4.0
+        seen = await closed_loop(
+            target, callers, args.seconds, PROMPTS, ANSWER, args.seed + 100 + number, UNLIMITED, warm_s
+        )
+        capacity_rps = max(capacity_rps, len(seen.answers) / seen.wall_s)
+        capacity_tps = max(capacity_tps, sum(one.prompt_tokens for one in seen.answers) / seen.wall_s)
+        print(
+            f"overload: {callers} callers, {len(seen.answers) / seen.wall_s:.1f} requests/s",
+            file=sys.stderr,
+            flush=True,
+        )
     rows = []
     for number, load in enumerate(args.loads):
         rate_rps, seed = load * capacity_rps, args.seed + 10 * number
@@ -116,7 +137,7 @@ async def measure(target: str, args: argparse.Namespace, slo: Slo) -> tuple[floa
         seen = await open_loop(target, rate_rps, args.seconds, PROMPTS, ANSWER, seed + 3, slo=slo)
         rows.append(row_of(load, args.seconds, seen, slo))
         print(f"overload: load {load:g} done", file=sys.stderr, flush=True)
-    return capacity_rps, rows
+    return capacity_rps, capacity_tps, rows
 
 
 def loads_of(text: str) -> list[float]:
@@ -152,17 +173,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     slo = Slo(ttft_s=args.slo_ttft, tpot_s=args.slo_tpot)
     if args.target:
-        capacity_rps, rows = asyncio.run(measure(args.target, args, slo))
+        capacity_rps, capacity_tps, rows = asyncio.run(measure(args.target, args, slo))
     else:
         flags = ["--prefill", str(args.prefill), "--decode", str(args.decode)]
         if args.model != "bundled":
             flags += ["--model", args.model]
         with Running.start(*flags, env={"OMP_NUM_THREADS": "1"}) as cluster:
-            capacity_rps, rows = asyncio.run(measure(cluster.target, args, slo))
+            capacity_rps, capacity_tps, rows = asyncio.run(measure(cluster.target, args, slo))
     if args.json:
-        print(json.dumps({"capacity_rps": capacity_rps, "rows": [asdict(one) for one in rows]}))
+        print(
+            json.dumps(
+                {"capacity_rps": capacity_rps, "capacity_tps": capacity_tps, "rows": [asdict(one) for one in rows]}
+            )
+        )
     else:
-        print(render(capacity_rps, slo, rows))
+        print(render(capacity_rps, capacity_tps, slo, rows))
 
 
 if __name__ == "__main__":

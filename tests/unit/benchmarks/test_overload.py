@@ -14,7 +14,7 @@ SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 
 
 def answer(ttft_s: float, total_s: float, tokens: int = 11) -> Answer:
-    return Answer(ttft_s=ttft_s, total_s=total_s, added_s=0.0, tokens=tokens)
+    return Answer(ttft_s=ttft_s, total_s=total_s, added_s=0.0, tokens=tokens, prompt_tokens=50)
 
 
 def row(load: float, kept: int = 100, rejections_s: tuple[float, ...] = ()) -> Row:
@@ -23,6 +23,7 @@ def row(load: float, kept: int = 100, rejections_s: tuple[float, ...] = ()) -> R
         seconds=10.0,
         sent=200,
         kept=kept,
+        kept_tokens=40 * kept,
         late=0,
         rejected=len(rejections_s),
         failed=0,
@@ -37,6 +38,7 @@ def test_only_answers_within_both_targets_are_kept() -> None:
     seen = Load(rate_rps=1.0, sent=7, failed=3, late_start_s=0.0, wall_s=10.0, answers=answers, rejections=rejections)
     found = row_of(3.0, 10.0, seen, SLO)
     assert (found.kept, found.late, found.rejected, found.failed) == (2, 2, 2, 1)
+    assert found.kept_tokens == 2 * 50
     assert found.rejections_s == (0.1, 0.3)
 
 
@@ -57,9 +59,9 @@ def test_each_load_has_its_bars(one: Row, verdict: str) -> None:
 
 
 def test_the_table_has_a_line_for_each_load() -> None:
-    table = render(10.0, SLO, [row(0.7), row(5.0, rejections_s=(0.001, 0.5))])
-    assert "| 0.7 | 200 | 10.0 | 100% | 0 | 0 | 0 |  | met |" in table
-    assert "| 5 | 200 | 10.0 | 100% | 0 | 2 | 0 | 1 / 1 / 500 / 500 ms | missed: p95 |" in table
+    table = render(10.0, 800.0, SLO, [row(0.7), row(5.0, rejections_s=(0.001, 0.5))])
+    assert "| 0.7 | 200 | 10.0 | 100% | 50% | 0 | 0 | 0 |  | met |" in table
+    assert "| 5 | 200 | 10.0 | 100% | 50% | 0 | 2 | 0 | 1 / 1 / 500 / 500 ms | missed: p95 |" in table
 
 
 def test_loads_that_are_no_loads_are_rejected() -> None:
