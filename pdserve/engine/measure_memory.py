@@ -73,6 +73,7 @@ def measure_use(
     assemble: Assemble,
     unit: PoolUnit,
     *,
+    share: float,
     context_tokens: int,
     max_batch: int,
     max_batch_tokens: int,
@@ -88,7 +89,9 @@ def measure_use(
     meter.settle()
     free, total = meter.capacity()
     weights = meter.reserved()
-    num_blocks = agree(_profile_blocks(free, context_tokens, max_batch, unit))
+    # A neighbour on the device may be loading into what is free beyond this worker's share.
+    room = min(free, int(total * share) - weights)
+    num_blocks = agree(_profile_blocks(room, context_tokens, max_batch, unit))
     engine: TorchEngine | None = assemble(num_blocks)
     assert engine is not None
     meter.begin_peak()
@@ -138,7 +141,7 @@ def _row(spec: EngineSpec, count: int, start: int, blocks: range | list[int]) ->
     )
 
 
-def _profile_blocks(free: int, context_tokens: int, max_batch: int, unit: PoolUnit) -> int:
-    """Enough for the longest context and the largest batch, in at most half of what is free."""
+def _profile_blocks(room: int, context_tokens: int, max_batch: int, unit: PoolUnit) -> int:
+    """Enough for the longest context and the largest batch, in at most half of the room."""
     wanted = max(-(-context_tokens // unit.block_size), max_batch)
-    return max(1, min(wanted, free // 2 // unit.block_bytes))
+    return max(1, min(wanted, room // 2 // unit.block_bytes))

@@ -176,6 +176,7 @@ def open_rank(
             str(device),
             assemble,
             unit,
+            share=config.gpu_memory_share,
             context_tokens=config.max_context_tokens or model_config.max_context_tokens,
             max_batch=config.max_batch,
             max_batch_tokens=config.max_batch_tokens,

@@ -78,7 +78,7 @@ UNIT = PoolUnit(block_bytes=100, block_size=4)
 
 
 def measured(device: Device, graphs: Any = None, **changes: Any) -> Any:
-    asked = {"context_tokens": 400, "max_batch": 8, "max_batch_tokens": 64, **changes}
+    asked = {"share": 1.0, "context_tokens": 400, "max_batch": 8, "max_batch_tokens": 64, **changes}
     make: Any = lambda num_blocks: Profiled(device, num_blocks)  # noqa: E731
     return measure_use(device, "cuda:0", make, UNIT, **asked, measure_graphs=graphs)
 
@@ -136,6 +136,12 @@ def test_the_steps_are_rows_that_the_engine_takes() -> None:
         assert len(engine.step(rows)) == len(rows)
 
 
+def test_measuring_stays_within_the_share() -> None:
+    device = Device()
+    measured(device, share=0.102)  # two thousand bytes beside the weights
+    assert device.events[0] == "pool of 10"
+
+
 class Steady:
     """A Meter over a CPU engine: what the steps take is said beforehand."""
 
@@ -160,7 +166,7 @@ class Steady:
 def test_an_engine_takes_what_its_device_leaves(tiny: Callable[[str], Path]) -> None:
     block_bytes = 3 * 2 * 8 * 2 * 16 * 4
     meter = Steady(total=400 * block_bytes, activations=50 * block_bytes)
-    meter.pool = 128 * block_bytes  # 1,024 tokens of context in blocks of 8
+    meter.pool = 99 * block_bytes  # half of what the share leaves beside the weights
     config = WorkerConfig(
         model=str(tiny("llama")), worker_id="w", device="cpu", block_size=8, max_batch=4, gpu_memory_share=0.5
     )
