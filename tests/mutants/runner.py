@@ -92,7 +92,19 @@ def load_libraries() -> None:
 
 def run(copy: Copy, tests: Sequence[str], left_out: Sequence[str], log: Path, *, cpu_s: int) -> Ran:
     started_s = time.monotonic()
-    args = ["-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", f"--timeout={TEST_S}"]
+    args = [
+        "-x",
+        "-q",
+        "-m",
+        "not slow",
+        "-rfE",
+        "--tb=line",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        f"--timeout={TEST_S}",
+    ]
     args += [f"--deselect={one}" for one in left_out]
     pid = os.fork()
     if pid == 0:
