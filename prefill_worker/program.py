@@ -81,10 +81,6 @@ class PrefillProgram(RoleProgram):
             return "these KV blocks have no equal runs of layers"
         if not self._sender.divides_blocks:
             return "the transport sends whole blocks"
-        # On a device a store has only been queued when its call returns: an engine there must say that it reports
-        # layers as they are queued. The event that is recorded with each push makes the copy wait for them.
-        if not self.engine.pool.is_on_host and not getattr(self.engine, "reports_layers", False):
-            return "the engine does not report layers on a GPU"
         return ""
 
     def actions(self) -> dict[type, Callable[[Any], None]]:

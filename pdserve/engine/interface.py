@@ -161,8 +161,9 @@ class Engine(Protocol):
         never on the other rows, the slot, the blocks' numbers, the worker or the drafts.
 
         `on_layer` is called on this thread with 1, 2, .. spec.num_layers, each once those layers' bytes of every block
-        that the rows write are what they will be after the step. It may be called late, never early, and is not
-        called again where a step fails. It must not raise.
+        that the rows write are what they will be after the step. On a device they need only be queued on the default
+        stream: an event that is recorded there during the call comes after them. It may be called late, never early,
+        and is not called again where a step fails. It must not raise.
         """
         ...
 

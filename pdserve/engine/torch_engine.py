@@ -23,7 +23,7 @@ from pdserve.engine.rows import check_rows
 from pdserve.engine.sampling import Draw, sample
 from pdserve.engine.scoring import score
 
-Mixing = Callable[[Batch], Mixer]
+Mixing = Callable[[Batch, OnLayer | None], Mixer]
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,7 @@ class TorchEngine:
         self.model = model
         self._windows = tuple(dict.fromkeys(windows))
         self._device = pool.tensor.device
-        # Elsewhere a store has only been queued when its call returns.
-        self._reports_layers = self._device.type == "cpu" and spec.num_layers > 1
+        self._reports_layers = spec.num_layers > 1
         self._kernel = kernel
         self._mixing = mixing
         self.memory: MemoryPlan | None = None
@@ -93,10 +92,10 @@ class TorchEngine:
 
     def _states(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Tensor:
         batch = pack(rows, self._windows, self.spec.block_size, self._device, self._kernel)
+        on_layer = on_layer if self._reports_layers else None
         if self._mixing is not None:
-            return self.model.hidden(self._mixing(batch))
-        mixer = EagerMixer(batch, self.pool, self.model.heads, on_layer if self._reports_layers else None)
-        return self.model.hidden(mixer)
+            return self.model.hidden(self._mixing(batch, on_layer))
+        return self.model.hidden(EagerMixer(batch, self.pool, self.model.heads, on_layer))
 
     def close(self) -> None:
         """Nothing to free: weights and pool go with their last reader."""

@@ -23,6 +23,7 @@ from pdserve.engine.gpu.attention import MOST_QUERIES, Rows, Scratch, make_scrat
 from pdserve.engine.gpu.flatten import flatten
 from pdserve.engine.gpu.layers import LayerKernels
 from pdserve.engine.gpu.splits import MOST_SPLITS, num_splits
+from pdserve.engine.interface import OnLayer
 from pdserve.engine.mixing import Heads
 from pdserve.engine.parameters import LayerWeights
 from pdserve.engine.pool import TorchPool
@@ -74,11 +75,14 @@ class TritonRows:
 
 @final
 class TritonMixer:
-    """One step's attention, of a batch that was packed with `TritonRows`."""
+    """One step's attention, of a batch that was packed with `TritonRows`.
 
-    def __init__(self, batch: Batch, kernels: LayerKernels) -> None:
+    `on_layer` is told how many layers have queued their writes.
+    """
+
+    def __init__(self, batch: Batch, kernels: LayerKernels, on_layer: OnLayer | None = None) -> None:
         self.token_T, self.read_U = batch.token_T, batch.read_U
-        self._batch, self._kernels = batch, kernels
+        self._batch, self._kernels, self._on_layer = batch, kernels, on_layer
         pool = kernels.pool
         self._slot_T = batch.block_T * pool.block_size + batch.offset_T
         pool.clear(batch.fresh_blocks)
@@ -91,6 +95,8 @@ class TritonMixer:
     def mix(self, index: int, layer: LayerWeights, qkv_TND: Tensor) -> Tensor:
         batch, kernels = self._batch, self._kernels
         q_THD = kernels.place(index, layer, qkv_TND, self._slot_T, batch.position_T)
+        if self._on_layer is not None:
+            self._on_layer(index + 1)
         parts = []
         plan: RowPlan | None = batch.paged
         if plan is not None:
@@ -114,7 +120,7 @@ class TritonMixer:
 
 def make_mixing(
     pool: TorchPool, heads: Heads, dtype: torch.dtype, max_context_tokens: int
-) -> Callable[[Batch], TritonMixer]:
+) -> Callable[[Batch, OnLayer | None], TritonMixer]:
     """Makes the mixers of one engine, which share the tables of angles."""
     kernels = LayerKernels(pool, heads, dtype, max_context_tokens)
-    return lambda batch: TritonMixer(batch, kernels)
+    return lambda batch, on_layer: TritonMixer(batch, kernels, on_layer)

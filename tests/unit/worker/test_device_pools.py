@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.registry import TRANSPORTS
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
-from pdserve.engine.interface import Engine, OnLayer, Row, RowOut
+from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
 
 pytestmark = pytest.mark.gpu_checks
@@ -38,25 +38,19 @@ DEVICE_TRANSPORTS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
 
 
 class DeviceEngine:
-    """An engine whose pool seems to lie on a device. It may report layers while a step runs."""
+    """An engine whose pool seems to lie on a device."""
 
-    def __init__(self, engine: Engine, reports_layers: bool) -> None:
-        self._engine, self.reports_layers = engine, reports_layers
-        self.spec, self.pool, self.close = engine.spec, HiddenPool(engine.pool), engine.close
-
-    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
-        outs = self._engine.step(rows, on_layer if self.reports_layers else None)
-        if on_layer is not None and not self.reports_layers:
-            on_layer(self.spec.num_layers)
-        return outs
+    def __init__(self, engine: Engine) -> None:
+        self.step, self.spec, self.close = engine.step, engine.spec, engine.close
+        self.pool = HiddenPool(engine.pool)
 
 
 def load_on_host(config: Any, role: Role) -> Engine:
     return load_engine(replace(config, load="dummy"), role)
 
 
-def load_on_device(reports_layers: bool) -> Callable[[Any, Role], Any]:
-    return lambda config, role: DeviceEngine(load_on_host(config, role), reports_layers)
+def load_on_device(config: Any, role: Role) -> Any:
+    return DeviceEngine(load_on_host(config, role))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +86,6 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, FakeDevice]]:
 
 
 @DEVICE_TRANSPORTS
-@pytest.mark.parametrize("reports_layers", [True, False])
 async def test_default_push_between_devices(
     devices: dict[int, FakeDevice],
     start: Callable[..., Any],
@@ -100,11 +93,10 @@ async def test_default_push_between_devices(
     ask: Callable[..., Any],
     model: str,
     transport: str,
-    reports_layers: bool,
 ) -> None:
     settings = {**COMMON, "model": model, "transport": transport, "push": "auto"}
-    p = start(Role.PREFILL, load_on_device(reports_layers), **settings)
-    d = start(Role.DECODE, load_on_device(reports_layers), **settings)
+    p = start(Role.PREFILL, load_on_device, **settings)
+    d = start(Role.DECODE, load_on_device, **settings)
     router = await attach(p, d)
     expected = await router.local(ask("local", PROMPT, max_tokens=4))
     for name in ("first", "second"):
@@ -112,15 +104,7 @@ async def test_default_push_between_devices(
         assert [one.is_committed for one in router.all("transfer_ended", name)] == [True, True]
     assert p.program._sender.stats.failed == d.program._receiver.stats.failed == 0
     assert p.program._sender.stats.moved_bytes == 2 * 5 * p.program.engine.spec.block_bytes
-    assert (d.program._receiver.stats.chunks > 2) == reports_layers, "the first prompt leaves by groups of layers"
-
-
-@DEVICE_TRANSPORTS
-def test_push_layers_needs_engine_reports(
-    devices: dict[int, FakeDevice], start: Callable[..., Any], model: str, transport: str
-) -> None:
-    with pytest.raises(ConfigError, match="push: got layers, expected auto, end or chunk: the engine does not report"):
-        start(Role.PREFILL, load_on_device(False), **COMMON, model=model, transport=transport, push="layers")
+    assert d.program._receiver.stats.chunks > 2, "the first prompt leaves by groups of layers"
 
 
 def test_push_layers_needs_transport(
@@ -128,7 +112,7 @@ def test_push_layers_needs_transport(
 ) -> None:
     monkeypatch.setattr(TRANSPORTS[NCCL], "divides_blocks", False)
     with pytest.raises(ConfigError, match="push: got layers, expected auto, end or chunk: the transport sends whole"):
-        start(Role.PREFILL, load_on_device(True), **COMMON, model=model, transport="auto", push="layers")
+        start(Role.PREFILL, load_on_device, **COMMON, model=model, transport="auto", push="layers")
 
 
 def test_push_layers_needs_equal_runs(start: Callable[..., Any]) -> None:

@@ -57,13 +57,34 @@ def test_states_and_blocks_are_those_of_torch(
             assert batch.paged is None or batch.paged.num_tokens == sum(
                 row.num_queries for row in rows if row.num_queries <= 16
             )
-            ours = model.hidden(mixing(batch))
+            ours = model.hidden(mixing(batch, None))
             plain = pack(rows, windows, SIZE, device)
             theirs = other.model.hidden(EagerMixer(plain, other.pool, other.model.heads))
             assert ours.shape == theirs.shape
             assert (ours - theirs).abs().max() < (1e-4 if kv_dtype == "auto" else 0.2) * theirs.abs().max()
     for mine, expected in zip(values(engine.pool), values(other.pool), strict=True):
         assert (mine - expected).abs().max() < (1e-4 if kv_dtype == "auto" else 0.05) * expected.abs().max()
+
+
+def test_layers_are_reported_when_their_writes_are_queued(
+    tiny: Callable[[str], Path], open_engine: Callable[..., Any], device: torch.device
+) -> None:
+    """What on_layer finds of a layer in the pool is what the step leaves there."""
+    engine = open_engine(tiny("llama"), kv_blocks=32, block_size=SIZE, device=device.type, dtype="float32")
+    pool, heads = engine.pool, engine.model.heads
+    engine._mixing, engine._kernel = make_mixing(pool, heads, torch.float32, 128), TritonRows(heads, device, 132)
+    every, seen = torch.arange(pool.num_blocks, device=device)[None], []
+
+    def look(num_layers: int) -> None:
+        seen.append((num_layers, [x.clone() for x in pool.read(num_layers - 1, every, torch.float32)]))
+
+    for rows in steps():
+        seen.clear()
+        engine.step(rows, look)
+        assert [count for count, _ in seen] == list(range(1, pool.shape.num_layers + 1))
+        for count, stored in seen:
+            for ours, left in zip(stored, pool.read(count - 1, every, torch.float32), strict=True):
+                assert ours.equal(left)
 
 
 def values(pool: Any) -> list[torch.Tensor]:
