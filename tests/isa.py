@@ -48,7 +48,7 @@ TESTS: Final = (
     "tests/unit/worker/test_tensor_parallel.py",
     "tests/cluster/test_exact.py",
     "tests/cluster/test_tensor_parallel.py",
-    "tests/cluster/test_sampling.py",
+    "tests/cluster/test_options.py",
 )
 # The interpreter of Triton computes with numpy, and the model of the protocol with integers.
 WITHOUT: Final = ("tests/unit/engine/gpu", "tests/unit/kvtransfer/model")

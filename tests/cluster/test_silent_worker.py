@@ -180,9 +180,11 @@ def cutting() -> Iterator[Cut]:
         yield cluster
 
 
+@pytest.mark.slow
 def test_a_decode_worker_whose_network_is_cut_delays_only_its_own(cutting: Cut) -> None:
     a_silent_decode_worker_delays_only_its_own(cutting, "cut off")
 
 
+@pytest.mark.slow
 def test_a_prefill_worker_whose_network_is_cut_delays_only_its_own(cutting: Cut) -> None:
     a_silent_prefill_worker_delays_only_its_own(cutting, "cut off")

@@ -62,7 +62,10 @@ async def answers(router: Any, ask: Any, name: str) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize(("transport", "kv_dtype", "push"), [("shm", "auto", "layers"), ("tcp", "int8", "auto")])
+@pytest.mark.parametrize(
+    ("transport", "kv_dtype", "push"),
+    [("shm", "auto", "layers"), pytest.param("tcp", "int8", "auto", marks=pytest.mark.slow)],
+)
 async def test_any_two_of_one_and_two_ranks_write_what_float64_does(
     start: Any, attach: Any, ask: Any, oracle: Oracle, transport: str, kv_dtype: str, push: str
 ) -> None:
@@ -72,7 +75,7 @@ async def test_any_two_of_one_and_two_ranks_write_what_float64_does(
     assert prefill[2].program.engine.spec == prefill[1].program.engine.spec, "a block is the same, whoever fills it"
     # Rounded keys and values move a logit by some percent of its deviation; sums over ranks by float32 rounding alone.
     bounds = {"tie": 0.05, "most_ties": 0.1} if kv_dtype == "int8" else {}
-    for ranks in ((1, 1), (2, 1), (1, 2), (2, 2)):
+    for ranks in ((2, 1), (1, 2), (2, 2)):
         router = await attach(prefill[ranks[0]], decode[ranks[1]], name=f"router-{ranks}")
         cold = await answers(router, ask, "cold")
         warm = await answers(router, ask, "warm")  # by what both prefix caches hold

@@ -39,6 +39,8 @@ def bare(tmp_path: Path) -> dict[str, str]:
     return kept | {"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.gpu_checks
+@pytest.mark.slow
 def test_a_rehearsal_without_the_packages_that_the_gpu_machine_lacks(bare: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--out", str(out)]

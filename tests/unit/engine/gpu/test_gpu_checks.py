@@ -18,12 +18,13 @@ from tests.gpu.check_graphs import differs
 ROOT = Path(__file__).parents[4]
 
 
+@pytest.mark.gpu_checks
+@pytest.mark.slow  # what they check, test_graph_engine.py and test_device_paths.py do as well
 @pytest.mark.parametrize(
     ("name", "num_right", "told"),
     [
         ("transfer", 2 * 3 + 1, "| nccl | killed in mid-transfer | right |"),
-        # What it checks, test_graph_engine.py does as well.
-        pytest.param("graphs", 1, "| llama | float32 | 2 |", marks=pytest.mark.slow),
+        ("graphs", 1, "| llama | float32 | 2 |"),
     ],
 )
 def test_the_entry_runs_what_can_be_rehearsed(name: str, num_right: int, told: str) -> None:
