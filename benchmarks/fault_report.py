@@ -33,8 +33,8 @@ _KINDS: Final = (
     ("pushed wrongly", "pushed twice|leaves|never came"),
     (
         "connection",
-        "connection|closed|lost|protocol|header|frame|credit|restart|refused: UNAVAILABLE|did not take|Errno|silent|"
-        "heartbeat|lease",
+        "connection|closed|lost|protocol|header|frame|credit|restart|refused: UNAVAILABLE|did not (take|accept)|Errno|"
+        "silent|heartbeat|lease",
     ),
     ("told by the peer", "gave up|refused|does not expect"),
 )
