@@ -2,10 +2,10 @@
 
     python -m benchmarks.kill_storm --requests 1000 --every 5 --seed 1
 
-Two clusters of two prefill and two decode workers serve the same requests of the bundled model, half of them greedy
-and half sampled with a seed: the first in peace, the second while a random worker gets SIGKILL every few seconds (its
-supervisor starts it again). Ends with status 1 where a finished answer differs by one token, where an unfinished one
-has no typed error or had streamed a wrong token, or where the cluster does not come to rest.
+Two clusters of two prefill and two decode workers serve the same requests of the bundled model, half of them greedy and
+half sampled with a seed: the first in peace, the second while the worker of a random request gets SIGKILL every few
+seconds (its supervisor starts it again). Ends with status 1 where a finished answer differs by one token, where an
+unfinished one has no typed error or had streamed a wrong token, or where the cluster does not come to rest.
 """
 
 from __future__ import annotations
@@ -85,47 +85,71 @@ def requests(count: int, seed: int, *, longest: int, max_tokens: int, vocabulary
     return made
 
 
-async def serve(target: str, asked: Sequence[Request], at_once: int, on_end: Callable[[Answer], None]) -> list[Answer]:
-    """Sends each request once: the client's own retries would hide what the cluster does."""
+async def serve(
+    target: str, asked: Sequence[Request], at_once: int, on_end: Callable[[Answer], None], running: set[str]
+) -> list[Answer]:
+    """Sends each request once: the client's own retries would hide what the cluster does.
+
+    `running` holds the ids of the requests that have no whole answer yet.
+    """
     gate = asyncio.Semaphore(at_once)
 
-    async def one(client: AsyncClient, request: Request) -> Answer:
-        answer = Answer()
+    async def one(client: AsyncClient, number: int, request: Request) -> Answer:
+        answer, request_id = Answer(), f"storm-{number}"
         async with gate:
+            running.add(request_id)
             began_s = time.monotonic()
             try:
-                stream = client.stream(request.prompt, **request.options)
+                stream = client.stream(request.prompt, request_id=request_id, **request.options)
                 async for piece in stream:
                     answer.tokens.extend(piece.token_ids)
                 answer.attempts = stream.completion.timings.attempts
             except Exception as error:  # judged later: only a PdserveError is an answer
                 answer.error = error
+            running.discard(request_id)
             answer.took_s = time.monotonic() - began_s
         on_end(answer)
         return answer
 
     async with AsyncClient(target, retries=Retries(limit=0)) as client:
-        return await asyncio.gather(*(one(client, request) for request in asked))
+        return await asyncio.gather(*(one(client, number, request) for number, request in enumerate(asked)))
 
 
 class Killer:
-    """SIGKILL to a worker that lives, every few seconds."""
+    """SIGKILL to a worker of a request in `running`, every few seconds: to kill an idle worker would prove little."""
 
-    def __init__(self, cluster: Running, every_s: float, seed: int) -> None:
+    def __init__(self, cluster: Running, every_s: float, seed: int, at_most: int | None, running: set[str]) -> None:
         self._cluster, self._every_s, self._draw = cluster, every_s, random.Random(seed)
+        self._at_most, self._running = at_most, running
         self.kills: Counter[str] = Counter()
         self._dead: set[int] = set()
 
     async def run(self) -> None:
-        while True:
-            await asyncio.sleep(self._every_s)
-            alive = {name: pid for name in WORKERS if (pid := self._cluster.pid(name)) not in self._dead}
-            if not alive:
+        async with AsyncClient(self._cluster.target, retries=Retries(limit=0)) as client:
+            while self._at_most is None or self.kills.total() < self._at_most:
+                await asyncio.sleep(self._every_s)
+                name = await self._worker_of_a_request(client)
+                if name is None:
+                    continue
+                pid = self._cluster.pid(name)
+                os.kill(pid, signal.SIGKILL)
+                self._dead.add(pid)
+                self.kills[name] += 1
+
+    async def _worker_of_a_request(self, client: AsyncClient) -> str | None:
+        """None where each request waits, or runs on a worker that is dead already."""
+        for request_id in self._draw.sample(sorted(self._running), len(self._running)):
+            try:
+                found = await client.explain(request_id)
+            except PdserveError:  # it is still on its way to the router
                 continue
-            name = self._draw.choice(sorted(alive))
-            os.kill(alive[name], signal.SIGKILL)
-            self._dead.add(alive[name])
-            self.kills[name] += 1
+            if found.chosen is None or request_id not in self._running:
+                continue
+            chosen = found.chosen
+            name = chosen.prefill_worker if found.stage == "prefilling" else chosen.decode_worker
+            if name in WORKERS and self._cluster.pid(name) not in self._dead:
+                return name
+        return None
 
 
 async def wait_until_idle(target: str) -> str:
@@ -136,7 +160,8 @@ async def wait_until_idle(target: str) -> str:
             topology = await client.topology()
             busy = [w for w in topology.workers if w.running or w.waiting or not w.is_connected]
             held = [w for w in topology.workers if w.free_blocks + w.evictable_blocks != w.num_blocks]
-            if not busy and not held and topology.running_requests == topology.queued_requests == 0:
+            there = {w.worker_id for w in topology.workers}.issuperset(WORKERS)
+            if there and not busy and not held and topology.running_requests == topology.queued_requests == 0:
                 return ""
             if time.monotonic() > ends_s:
                 return f"not at rest after {REST_S:.0f} s: {topology}"
@@ -168,7 +193,7 @@ def in_peace(
     asked: Sequence[Request], flags: Sequence[str], at_once: int, on_end: Callable[[Answer], None]
 ) -> list[Answer]:
     with Running.start(*flags, env=ENVIRONMENT) as cluster:
-        return asyncio.run(serve(cluster.target, asked, at_once, on_end))
+        return asyncio.run(serve(cluster.target, asked, at_once, on_end, set()))
 
 
 def in_storm(
@@ -179,24 +204,28 @@ def in_storm(
     every_s: float,
     seed: int,
     at_once: int,
+    kills: int | None = None,
     on_end: Callable[[Answer], None] = lambda answer: None,
 ) -> Result:
-    """`calm` is what the same requests get undisturbed."""
+    """`calm` is what the same requests get undisturbed; at most `kills` workers are killed, else one per `every_s`."""
 
     async def storm(cluster: Running) -> tuple[list[Answer], Counter[str], float, str]:
-        killer = Killer(cluster, every_s, seed)
+        running: set[str] = set()
+        killer = Killer(cluster, every_s, seed, kills, running)
         killing = asyncio.create_task(killer.run())
         began_s = time.monotonic()
         try:
-            answers = await serve(cluster.target, asked, at_once, on_end)
+            answers = await serve(cluster.target, asked, at_once, on_end, running)
         finally:
-            killing.cancel()
+            ended = killing.cancel()
+        if not ended:
+            killing.result()  # the reason why it killed no more
         return answers, killer.kills, time.monotonic() - began_s, await wait_until_idle(cluster.target)
 
     with Running.start(*flags, env=ENVIRONMENT) as cluster:
-        stormy, kills, seconds, unrest = asyncio.run(storm(cluster))
+        stormy, killed, seconds, unrest = asyncio.run(storm(cluster))
     result = judge(asked, calm, stormy)
-    result.seconds, result.kills = seconds, kills
+    result.seconds, result.kills = seconds, killed
     if unrest:
         result.wrong.append(unrest)
     return result

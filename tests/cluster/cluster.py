@@ -6,6 +6,7 @@ Processes are found by the ports that they listen on, so that the same tests dri
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -28,6 +29,7 @@ class Cluster:
         self.target = self.running.target
         self.port = int(self.target.rpartition(":")[2])
         self.client = Client(self.target)
+        self.num_workers = sum(map(int, re.findall(r"(\d+) (?:prefill|decode)", self.running.ready_line)))
 
     def workers(self) -> list[str]:
         """Ids of the connected workers."""
@@ -53,7 +55,7 @@ class Cluster:
     def wait_until_idle(self, within_s: float = 10.0) -> None:
         """As `rest`; the last lines of the cluster's log stand in the error."""
         try:
-            rest(self.client, within_s)
+            rest(self.client, self.num_workers, within_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self._last_lines(30)}") from None
 
@@ -76,12 +78,13 @@ class Cluster:
         self.stop()
 
 
-def rest(client: Client, within_s: float) -> None:
-    """All workers there, nothing running or waiting anywhere, and every block free or in a prefix cache."""
+def rest(client: Client, num_workers: int, within_s: float) -> None:
+    """That many workers are connected, nothing runs or waits, and every block is free or in a prefix cache."""
     deadline = time.monotonic() + within_s
     while True:
         topology = client.topology()
         idle = topology.running_requests == 0 and topology.queued_requests == 0
+        idle = idle and len(topology.workers) == num_workers
         idle = idle and all(
             w.is_connected and w.running == w.waiting == 0 and w.free_blocks + w.evictable_blocks == w.num_blocks
             for w in topology.workers

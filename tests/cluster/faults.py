@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Sequence
 
 from pdserve import AsyncClient, Completion, NotFound
@@ -16,6 +15,9 @@ from tests.cluster.suite import toy_prompt
 
 STREAMS = 8
 TOKENS = 400
+# So many that decode workers do not read them all themselves, even where the prefill workers have seemed slow.
+PROMPTS = 24
+PREFILL_ROUNDS = 5
 
 
 def a_decode_worker_dies_in_mid_stream(cluster: Cluster, *, all_die: bool = False) -> None:
@@ -55,10 +57,23 @@ def a_decode_worker_dies_in_mid_stream(cluster: Cluster, *, all_die: bool = Fals
 
 
 def a_prefill_worker_dies_while_it_prefills(cluster: Cluster) -> None:
-    """SIGKILL while prompts are on it: another prefill worker, or the decode worker itself, takes over."""
-    prompts = [toy_prompt(2500 + 100 * i, salt=17) for i in range(STREAMS)]
+    """SIGKILL while prompts are on it: another prefill worker, or the decode worker itself, takes over.
+
+    Prompts are sent again, as others, where all were prefilled before the signal came.
+    """
+    for salt in range(17, 17 + PREFILL_ROUNDS):
+        attempts = _kill_while_prefilling(cluster, salt)
+        cluster.wait_until_idle(within_s=60)
+        if attempts > 1:
+            return
+    raise AssertionError(f"no prompt was on the killed worker, {PREFILL_ROUNDS} times")
+
+
+def _kill_while_prefilling(cluster: Cluster, salt: int) -> int:
+    """The most placements that one of the requests has had; each answer is checked."""
+    prompts = [toy_prompt(2500 + 40 * i, salt=salt) for i in range(PROMPTS)]
     expected = [answer(p, 24, seed=i) for i, p in enumerate(prompts)]
-    ids = [f"prompt-{i}" for i in range(STREAMS)]
+    ids = [f"prompt-{salt}-{i}" for i in range(PROMPTS)]
     pids = {worker: cluster.pid_of(worker) for worker in ("p0", "p1")}
 
     async def run() -> list[Completion]:
@@ -67,13 +82,14 @@ def a_prefill_worker_dies_while_it_prefills(cluster: Cluster) -> None:
                 asyncio.create_task(client.generate(p, max_tokens=24, temperature=0.7, seed=i, request_id=ids[i]))
                 for i, p in enumerate(prompts)
             ]
-            os.kill(pids[await _first_to_prefill(client, ids)], signal.SIGKILL)
+            victim = await _first_to_prefill(client, ids, calls)
+            if victim is not None:
+                os.kill(pids[victim], signal.SIGKILL)
             return await asyncio.gather(*calls)
 
     done = asyncio.run(asyncio.wait_for(run(), 60))
     assert [list(one.token_ids) for one in done] == expected
-    assert max(one.timings.attempts for one in done) > 1, "nobody was on the killed worker"
-    cluster.wait_until_idle(within_s=60)
+    return max(one.timings.attempts for one in done)
 
 
 async def all_have(count: int, seen: Sequence[Sequence[int]], streams: Sequence[asyncio.Task[None]]) -> None:
@@ -92,13 +108,14 @@ async def decode_worker_of(client: AsyncClient, request_id: str) -> str:
     return chosen.decode_worker
 
 
-async def _first_to_prefill(client: AsyncClient, ids: Sequence[str]) -> str:
-    """The prefill worker that the first of these requests has come to."""
-    deadline = time.monotonic() + 20
-    while True:
+async def _first_to_prefill(
+    client: AsyncClient, ids: Sequence[str], calls: Sequence[asyncio.Task[Completion]]
+) -> str | None:
+    """The prefill worker of the first request that is seen while it is prefilled; None where all ended unseen."""
+    while not all(call.done() for call in calls):
         for request_id in ids:
             with contextlib.suppress(NotFound):  # it is still on its way to the router
                 found = await client.explain(request_id)
                 if found.stage == "prefilling" and found.chosen is not None:
                     return found.chosen.prefill_worker
-        assert time.monotonic() < deadline, "no prefill worker had a prompt"
+    return None

@@ -39,7 +39,7 @@ class NetCluster:
         return subprocess.Popen(["ip", "netns", "exec", self.network.namespaces[name], *command], env=_environment())
 
     def wait_until_idle(self, within_s: float = 10.0) -> None:
-        rest(self.client, within_s)
+        rest(self.client, len(self.network.namespaces), within_s)
 
     def __enter__(self) -> NetCluster:
         ends_s = time.monotonic() + 60

@@ -11,6 +11,11 @@ from pdserve import InternalError
 from pdserve.engine.toy import answer
 
 NUM_REQUESTS = 70
+MAX_TOKENS = 96
+AT_ONCE = 12
+# Each request takes at least a second: the storm lasts for three kills, and longer on a slow machine.
+EVERY_S = 1.2
+KILLS = 3
 FLAGS = (
     *("--model", "toy", "--prefill", "2", "--decode", "2", "--set", "worker.toy_step_s=0.01"),
     *("--set", "router.slo_ttft_s=120", "--set", "router.slo_tpot_s=20"),
@@ -21,16 +26,18 @@ FLAGS = (
 def test_finished_answers_are_exact_and_the_others_typed_while_workers_are_killed() -> None:
     asked = [
         Request(prompt=[33 + token % 90 for token in one.prompt], options=one.options)
-        for one in requests(NUM_REQUESTS, seed=3, longest=400, max_tokens=48, vocabulary=256)
+        for one in requests(NUM_REQUESTS, seed=3, longest=400, max_tokens=MAX_TOKENS, vocabulary=256)
     ]
-    calm = [Answer(tokens=answer(one.prompt, 48, seed=one.options.get("seed"))) for one in asked]
+    calm = [Answer(tokens=answer(one.prompt, MAX_TOKENS, seed=one.options.get("seed"))) for one in asked]
     asked = [replace(one, options={**one.options, "ignore_eos": False}) for one in asked]
-    result = in_storm(asked, calm, FLAGS, every_s=1.5, seed=3, at_once=12)
+    result = in_storm(asked, calm, FLAGS, every_s=EVERY_S, seed=3, at_once=AT_ONCE, kills=KILLS)
     assert result.wrong == []
     assert result.finished + result.errors.total() == NUM_REQUESTS
     assert result.finished >= 0.8 * NUM_REQUESTS, result.errors
-    assert result.kills.total() >= 2
-    assert any(count for attempts, count in result.attempts.items() if attempts > 1), "nobody met a death"
+    assert result.kills.total() == KILLS
+    assert any(count for attempts, count in result.attempts.items() if attempts > 1), (
+        "no request was on a killed worker"
+    )
 
 
 def test_the_storm_sees_a_wrong_token_and_an_untyped_end() -> None:

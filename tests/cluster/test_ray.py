@@ -93,18 +93,17 @@ def test_what_ray_starts_inherits_no_secret(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("name", ["p1", "d1"])
 def test_a_killed_actor_comes_back_under_its_id_as_a_new_incarnation(cluster: Cluster, name: str) -> None:
-    pid = cluster.running.pid(name)
     with Client(cluster.target) as client:
         [before] = [one.incarnation for one in client.topology().workers if one.worker_id == name]
-        os.kill(pid, signal.SIGKILL)
+        pid = cluster.kill(name)
         assert len(ask(cluster).token_ids) == 8
-        assert cluster.running.wait_restarted(name, pid) != pid
 
         def is_back() -> bool:
             seen = {one.worker_id: one for one in client.topology().workers}
             return name in seen and seen[name].is_connected and seen[name].incarnation != before
 
         until(is_back)
+        assert cluster.pid_of(name) != pid
         assert len(client.topology().workers) == 4
     assert len(ask(cluster).token_ids) == 8
 
