@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.fake_device import PLAIN, FakeDevice, Trouble
@@ -21,3 +23,17 @@ def stand_in(pool: Any, trouble: Trouble = PLAIN) -> FakeDevice:
 
 def install(device_of: DeviceOf, trouble: Trouble = PLAIN) -> None:
     TRANSPORTS[CUDA_IPC], TRANSPORTS[NCCL] = CudaIpc(device_of), Nccl(device_of, FakeLanes(trouble=trouble))
+
+
+@contextmanager
+def stand_ins() -> Iterator[dict[int, FakeDevice]]:
+    """For both ends in this process; the devices by the identity of their pools."""
+    made: dict[int, FakeDevice] = {}
+    before = dict(TRANSPORTS)
+    install(lambda pool: made.setdefault(id(pool), FakeDevice(pool)))
+    try:
+        yield made
+    finally:
+        TRANSPORTS.update(before)
+        for device in made.values():
+            device.end()

@@ -12,16 +12,15 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Literal, final
 
 import torch
 
-from benchmarks.fake_device import DevicePool, FakeDevice
-from benchmarks.fake_ends import install, stand_in
+from benchmarks.fake_device import DevicePool
+from benchmarks.fake_ends import stand_in
 from benchmarks.secret import SECRET
 from benchmarks.transfer_ends import GrpcHost, HostPool
 from kvtransfer.endpoint import make_receiver, make_sender
@@ -72,24 +71,6 @@ def device_of(memory: Memory, pool: Any) -> Any:
     from kvtransfer.cuda import device_of
 
     return device_of(pool)
-
-
-@contextmanager
-def stand_ins() -> Iterator[None]:
-    """cuda_ipc and nccl without a GPU, for the ends in this process."""
-    made: dict[int, FakeDevice] = {}
-
-    def device(pool: Any) -> FakeDevice:
-        return made.setdefault(id(pool), FakeDevice(pool))
-
-    before = dict(TRANSPORTS)
-    install(device)
-    try:
-        yield
-    finally:
-        TRANSPORTS.update(before)
-        for one in made.values():
-            one.end()
 
 
 def nccl_environment(role: str) -> dict[str, str]:

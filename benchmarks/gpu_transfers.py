@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fake_ends import stand_ins
 from benchmarks.gpu_clock import seconds_of
 from benchmarks.gpu_ends import (
     Landing,
@@ -24,7 +25,6 @@ from benchmarks.gpu_ends import (
     device_of,
     make_pool,
     nccl_environment,
-    stand_ins,
 )
 from benchmarks.gpu_parts import LLAMA
 from benchmarks.gpu_report import Report

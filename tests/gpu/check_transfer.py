@@ -22,7 +22,8 @@ from typing import Final
 
 import torch
 
-from benchmarks.gpu_ends import Landing, Memory, RemoteSender, SenderSetup, make_pool, nccl_environment, stand_ins
+from benchmarks.fake_ends import stand_ins
+from benchmarks.gpu_ends import Landing, Memory, RemoteSender, SenderSetup, make_pool, nccl_environment
 from benchmarks.transfer_ends import fingerprint
 from kvtransfer.transport import Received, ReceiveOutcome
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fake_device import DevicePool, FakeDevice
-from benchmarks.fake_lane import FakeLanes
+from benchmarks.fake_ends import stand_ins
 from benchmarks.secret import SECRET
 from benchmarks.transfer_proxy import Hook, Proxy
 from kvtransfer.disturbance import Disturbance
@@ -18,8 +18,6 @@ from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.faults import Fault
 from kvtransfer.frames import Tag
 from kvtransfer.lease import Lease
-from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
-from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.nixl import NIXL, Nixl
 from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
@@ -32,18 +30,10 @@ from tests.unit.kvtransfer.raw import RawSender
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, FakeDevice]]:
-    """Device paths over stand-ins for CUDA and NCCL; the devices by the identity of their pools."""
-    made: dict[int, FakeDevice] = {}
-
-    def device_of(pool: Any) -> FakeDevice:
-        return made.setdefault(id(pool), FakeDevice(pool))
-
-    monkeypatch.setitem(TRANSPORTS, CUDA_IPC, CudaIpc(device_of))
-    monkeypatch.setitem(TRANSPORTS, NCCL, Nccl(device_of, FakeLanes()))
-    yield made
-    for device in made.values():
-        device.end()
+def devices() -> Iterator[dict[int, FakeDevice]]:
+    """cuda_ipc and nccl over stand-ins; the devices by the identity of their pools."""
+    with stand_ins() as made:
+        yield made
 
 
 NIXL_WORLD = World()

@@ -11,9 +11,8 @@ from typing import Any, Final
 import pytest
 
 from benchmarks.fake_device import FakeDevice, HiddenPool
-from benchmarks.fake_lane import FakeLanes
-from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
-from kvtransfer.paths.nccl import NCCL, Nccl
+from benchmarks.fake_ends import stand_ins
+from kvtransfer.paths.nccl import NCCL
 from kvtransfer.paths.registry import TRANSPORTS
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
@@ -71,18 +70,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, FakeDevice]]:
+def devices() -> Iterator[dict[int, FakeDevice]]:
     """cuda_ipc and nccl over stand-ins; the devices by the identity of their pools."""
-    made: dict[int, FakeDevice] = {}
-
-    def device_of(pool: Any) -> FakeDevice:
-        return made.setdefault(id(pool), FakeDevice(pool))
-
-    monkeypatch.setitem(TRANSPORTS, CUDA_IPC, CudaIpc(device_of))
-    monkeypatch.setitem(TRANSPORTS, NCCL, Nccl(device_of, FakeLanes()))
-    yield made
-    for device in made.values():
-        device.end()
+    with stand_ins() as made:
+        yield made
 
 
 @DEVICE_TRANSPORTS
