@@ -80,21 +80,21 @@ def open_engine(config: WorkerConfig, role: Role) -> Engine:
 
 
 def warmed(engine: AnyEngine) -> AnyEngine:
-    """Every kernel that the engine's steps and its transfers launch is compiled before a request asks for it."""
+    """Every kernel that the engine's steps launch is compiled before a request asks for it.
+
+    The endpoints of transfers do the same for theirs (kvtransfer.paths.on_device).
+    """
     began_s = time.monotonic()
     for rows in warm_rows(engine.spec):
         engine.step(rows)
-    if find_spec("triton") is not None and isinstance(engine.pool, TorchPool):
-        from pdserve.engine.gpu.relay import warm
-
-        warm(engine.pool.raw)
     log.info("kernels are compiled", extra={"compile_s": round(time.monotonic() - began_s, 2)})
     return engine
 
 
 def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) -> TorchEngine:
     """Raises ModelError where the folder cannot be served, ConfigError where the settings do not fit the model."""
-    return open_rank(config, progress, WHOLE, None)
+    is_gpu = choose_device(config.device).type == "cuda"
+    return open_rank(with_device_defaults(config, Role.PREFILL, is_gpu=is_gpu), progress, WHOLE, None)
 
 
 def open_rank(

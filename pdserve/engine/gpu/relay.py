@@ -72,10 +72,3 @@ def relay(source: Tensor, source_B: Tensor, target: Tensor | None = None, target
             num_warps=8,
         )
     return sums_B
-
-
-def warm(raw: Tensor) -> None:
-    """Compiles what transfers of whole blocks launch: the pool's first block is copied onto itself, and summed."""
-    block_B = torch.zeros(1, dtype=torch.int32, device=raw.device)
-    relay(raw, block_B, raw, block_B)
-    relay(raw, block_B)

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from kvtransfer.paths.on_device import OnDevice
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
 from pdserve.engine import opening
 from pdserve.engine.gpu.buckets import buckets_for
 from pdserve.engine.gpu.forbid import forbid
 from pdserve.engine.gpu.penalties import penalise
-from pdserve.engine.gpu.relay import relay, warm
+from pdserve.engine.gpu.relay import relay
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.interface import Row
 from tests.gpu.compile_budget import count_compiled
@@ -108,17 +110,40 @@ def redraw(decode: StaticDecode, num_rows: int) -> None:
 
 
 def test_copies_of_blocks_compile_nothing() -> None:
-    """Whatever number of blocks is copied between pool and staging, or summed; see kvtransfer.cuda for how they lie."""
+    """Whatever number of blocks is copied between pool and staging, or summed, once a transport is prepared."""
     raw, staging = torch.zeros((64, 4096), dtype=torch.uint8), torch.zeros((8, 4096), dtype=torch.uint8)
     with count_compiled() as compiled:
-        warm(raw)
+        OnDevice(lambda pool: Relays(raw, staging)).prepare(None)  # type: ignore[arg-type,return-value]
         assert compiled.variants() == {"_relay": 2}
         for count in range(1, 9):
-            numbers = torch.zeros((2, count + -count % 4), dtype=torch.int32)[:, :count]
-            relay(raw, numbers[0], staging, numbers[1])
-            relay(staging, numbers[0], raw, numbers[1])
-            relay(raw, numbers[0])
+            relay(raw, numbers(count), staging, numbers(count))
+            relay(staging, numbers(count), raw, numbers(count))
+            relay(raw, numbers(count))
         assert compiled.variants() == {"_relay": 2}
+
+
+def numbers(count: int) -> Tensor:
+    """As kvtransfer.cuda lays numbers of blocks: from a multiple of 16 bytes."""
+    return torch.zeros(count + -count % 4, dtype=torch.int32)[:count]
+
+
+class Relays:
+    """A device of which only the launches matter."""
+
+    def __init__(self, raw: Tensor, staging: Tensor) -> None:
+        self.raw, self.room = raw, staging
+
+    def pool(self) -> Tensor:
+        return self.raw
+
+    def staging(self, num_blocks: int) -> Any:
+        return SimpleNamespace(tensor=self.room[:num_blocks], close=lambda: None)
+
+    def copy(self, source: Tensor, sources: list[int], target: Any, *rest: object) -> None:
+        count = len(sources)
+        relay(source, numbers(count), target and target.tensor, numbers(count) if target else None)
+
+    def drain(self) -> None: ...
 
 
 def test_the_budget_counts_what_triton_specialises() -> None:
