@@ -109,6 +109,7 @@ def open_rank(
 ) -> TorchEngine:
     """The part of the model that a tensor-parallel rank holds; alone, all of it.
 
+    `config` has a value for what depends on the device (with_device_defaults).
     `memory`: of the pool that all ranks share (`shared_bytes`), where each stores its heads of whole blocks. Without it
     the rank has a pool of its own, whose blocks hold its heads alone. `graphs` tells what the decode graphs take, where
     the pool is what is left beside them. `meter`: of the device's memory; that of a CUDA device where None.
@@ -122,7 +123,6 @@ def open_rank(
     use_device(device)
     if device.type == "cuda":
         meter = meter or CudaMeter(device)
-    config = with_device_defaults(config, Role.PREFILL, is_gpu=device.type == "cuda")
     rank_model = rank_config(model_config, shard)
     # The CPU's kernel reads no fp8: such a pool is gathered, which is slower.
     is_paged = device.type == "cpu" and dtype == torch.float32 and jit.is_available() and config.kv_dtype != "fp8"

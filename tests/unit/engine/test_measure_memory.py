@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,13 @@ def test_an_engine_takes_what_its_device_leaves(tiny: Callable[[str], Path]) -> 
     meter = Steady(total=400 * block_bytes, activations=50 * block_bytes)
     meter.pool = 99 * block_bytes  # half of what the share leaves beside the weights
     config = WorkerConfig(
-        model=str(tiny("llama")), worker_id="w", device="cpu", block_size=8, max_batch=4, gpu_memory_share=0.5
+        model=str(tiny("llama")),
+        worker_id="w",
+        device="cpu",
+        block_size=8,
+        max_batch=4,
+        max_batch_tokens=512,
+        gpu_memory_share=0.5,
     )
     engine = open_rank(config, None, WHOLE, None, meter=meter)
     assert engine.spec.num_blocks == 149  # half of 400, without 50 and the thousand bytes of weights
@@ -176,13 +183,7 @@ def test_an_engine_takes_what_its_device_leaves(tiny: Callable[[str], Path]) -> 
     assert (engine.memory.activations, engine.memory.kv_tokens) == (50 * block_bytes, 149 * 8)
     assert engine.spec.max_context_tokens == 1024
     with pytest.raises(ConfigError, match=r"gpu_memory_share: got 0\.1 of"):
-        open_rank(
-            WorkerConfig(model=str(tiny("llama")), worker_id="w", device="cpu", block_size=8, gpu_memory_share=0.1),
-            None,
-            WHOLE,
-            None,
-            meter=meter,
-        )
+        open_rank(replace(config, gpu_memory_share=0.1), None, WHOLE, None, meter=meter)
 
 
 def test_a_host_engine_says_what_it_takes(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
