@@ -98,7 +98,7 @@ class NcclLane:
         import cupy
 
         self._issuer, self._device, self._communicator, self._peer = issuer, device, communicator, peer
-        self._calling = threading.Lock()  # held by whoever calls the communicator
+        self._calling = threading.Lock()  # held during each call of the communicator
         self._closing = threading.Lock()
         self._is_closed = False
         self._why_open = ""  # why it may still touch memory although it was closed

@@ -133,7 +133,7 @@ class CudaIpc(OnDevice, UnixDoor):
 
     def prepare(self, pool: KvPool, runs: Sequence[Run] = ()) -> None:
         super().prepare(pool, runs)
-        with suppress(TransferFailed):  # said again when somebody connects
+        with suppress(TransferFailed):  # the next connection raises it again
             self._device(pool).export()
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:

@@ -228,7 +228,7 @@ class Nccl(OnDevice, TcpDoor):
 
     def prepare(self, pool: KvPool, runs: Sequence[Run] = ()) -> None:
         super().prepare(pool, runs)
-        with suppress(TransferFailed):  # said again when somebody connects
+        with suppress(TransferFailed):  # the next connection raises it again
             self._lanes()  # imports CuPy, which takes seconds with the GIL held
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:

@@ -93,7 +93,7 @@ def _choose(ask: Ask, ways: list[Way]) -> Decision:
     chosen, best = min(open_ones, key=_COST), min(harmless, key=_COST)
     if best.cost + WORTH_WAITING < chosen.cost:
         return _wait([best], "a worker that is busy for a moment costs less, waiting included")
-    return _go(ways, chosen, "its promise cannot be kept; served late where nobody pays for it")
+    return _go(ways, chosen, "its targets cannot be met; it is served late, where it delays no other request")
 
 
 def _is_hopeless_tpot(ask: Ask, ways: list[Way]) -> bool:
