@@ -3,7 +3,8 @@
     python -m benchmarks.gpu_floor
 
 Computed, not measured: a kernel takes a start and its bytes at a share of a device copy's bandwidth, and between two
-kernels of a graph lies a gap. `benchmarks.gpu` prints it beside what it measures, so that what is off shows.
+kernels of a graph lies a gap. `benchmarks.gpu` prints it beside what it measures, so that what is off shows. The claims
+of docs/benchmarks.md follow with their arithmetic (gpu_claims.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from math import ceil
 from typing import Final
 
 from pdserve.engine.config import ModelConfig
-from pdserve.engine.gpu.splits import LEAST_POSITIONS, num_splits
+from pdserve.engine.gpu.splits import Part, imbalance, least_tiles, num_programs, parts, tile_range
 
 COPY_GB_S: Final = 3000.0  # read and written, of an H100 as it was once seen (vendor: 3350)
 PROCESSORS: Final = 132
@@ -24,6 +25,10 @@ START_S: Final = 2.0e-6  # until a kernel that depends on the last one moves byt
 #: Of a copy, for products of few rows and of many: what public measurements of this shape's products on an H100 give.
 FEW_ROWS, PRODUCT_SHARE, WIDE_PRODUCT_SHARE = 16, 0.95, 0.86
 ATTENTION_SHARE: Final = 0.85
+TILE, PER_PROCESSOR = 64, 3  # of attention.choose_tiling for heads of 128 in bfloat16
+#: What a part costs a program beside its tiles: 1.5 us of loads that wait for each other, where a tile of 32 KiB takes
+#: 5 us while all programs share the bandwidth.
+PART_TILES: Final = 0.3
 
 
 @dataclass(frozen=True)
@@ -61,10 +66,11 @@ class Kernel:
     programs: int  # of one launch; 0: a library's
     num_bytes: float  # of one launch
     share: float = 1.0  # of a copy's bandwidth, once it runs
+    imbalance: float = 1.0  # the load of the fullest program over the mean
 
     def seconds(self, copy_gb_s: float) -> float:
         """Of one launch."""
-        return START_S + self.num_bytes / (self.share * copy_gb_s * 1e9)
+        return START_S + self.num_bytes * self.imbalance / (self.share * copy_gb_s * 1e9)
 
 
 @dataclass(frozen=True)
@@ -85,21 +91,43 @@ class Floor:
         return self.kernels_s + self.num_kernels * GAP_S
 
 
-def decode_floor(
-    shape: Shape, rows: int, context: int, max_context_tokens: int = 16_640, copy_gb_s: float = COPY_GB_S
-) -> Floor:
+def attention_parts(shape: Shape, contexts: Sequence[int]) -> list[Part]:
+    """What the programs of one kv head compute, of rows of one query."""
+    programs = num_programs(shape.num_kv_heads, PROCESSORS, PER_PROCESSOR)
+    return parts([tile_range(length - 1, length, TILE) for length in contexts], programs, least_tiles(TILE))
+
+
+def attention_kernels(shape: Shape, contexts: Sequence[int]) -> tuple[Kernel, Kernel, Kernel]:
+    """How a step's rows are divided, and a layer's attention and merge."""
+    heads, kv = shape.num_heads, shape.num_kv_heads * shape.head_dim
+    found = attention_parts(shape, contexts)
+    partial = sum(part.slot is not None for part in found)
+    merged = partial * heads * (shape.head_dim + 1) * 4
+    busy = shape.num_kv_heads * len({part.program for part in found})
+    return (
+        Kernel("share out positions", 1, ceil(num_programs(shape.num_kv_heads, PROCESSORS, PER_PROCESSOR) / 16), 0),
+        Kernel(
+            "attend",
+            shape.num_layers,
+            busy,
+            4 * sum(contexts) * kv + merged,
+            ATTENTION_SHARE,
+            imbalance(found, PART_TILES),
+        ),
+        Kernel("merge", shape.num_layers, len(contexts) * heads, merged),
+    )
+
+
+def decode_floor(shape: Shape, rows: int, context: int, copy_gb_s: float = COPY_GB_S) -> Floor:
     """Of greedy rows in bfloat16."""
     layers, hidden, mlp, vocab = shape.num_layers, shape.hidden, shape.mlp, shape.vocab
     queries, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    splits = num_splits(rows, shape.num_kv_heads, PROCESSORS, max_context_tokens)
-    parts = min(splits, ceil(context / LEAST_POSITIONS))  # that have positions
-    merged = rows * shape.num_heads * parts * (shape.head_dim + 1) * 4
     share = PRODUCT_SHARE if rows <= FEW_ROWS else WIDE_PRODUCT_SHARE
+    split, attend, merge = attention_kernels(shape, [context] * rows)
 
     def product(name: str, inputs: int, outputs: int, count: int = layers) -> Kernel:
         return Kernel(f"product {name}", count, 0, 2 * (inputs * outputs + rows * (inputs + outputs)), share)
 
-    attention = Kernel("attend", layers, rows * shape.num_kv_heads * parts, 4 * rows * context * kv, ATTENTION_SHARE)
     return Floor(
         (
             Kernel("add and norm", 2 * layers + 1, rows, 8 * rows * hidden),
@@ -110,8 +138,9 @@ def decode_floor(
                 rows * ceil((shape.num_heads + 2 * shape.num_kv_heads) / 8),
                 4 * rows * (queries + 2 * kv),
             ),
-            attention,
-            *([Kernel("merge", layers, rows * shape.num_heads, merged + 2 * rows * queries)] if splits > 1 else []),
+            split,
+            attend,
+            merge,
             product("o", queries, hidden),
             product("gate, up", hidden, 2 * mlp),
             Kernel("silu", layers, rows * ceil(mlp / 1024), 6 * rows * mlp),
@@ -149,5 +178,11 @@ def _cells(kernel: Kernel | None) -> str:
     return f" {programs} | {kernel.num_bytes / 1e6:.3g} | {each_s * 1e6:.1f} | {kernel.count * each_s * 1e6:,.0f} |"
 
 
+def main() -> None:
+    from benchmarks.gpu_claims import claims, mixed_lengths
+
+    sys.stdout.write("\n\n".join((table(), claims(), mixed_lengths())) + "\n")
+
+
 if __name__ == "__main__":
-    sys.stdout.write(table() + "\n")
+    main()

@@ -110,7 +110,7 @@ def model(setting: Setting, folder: Path, part: str, shape: str, dtype: str) -> 
             read = work.read_bytes + (config.hidden_size * config.vocab_size if dtype == "fp8" else 0)  # the head
             share = read / done.step_s / 1e9 / copy
             shared = opened.shared_kv(rows, context + setting.num_steps)
-            floor = decode_floor(shape_of(config), rows, context, opened.engine.spec.max_context_tokens, copy)
+            floor = decode_floor(shape_of(config), rows, context, copy)
             report.row(
                 "decode",
                 rows,

@@ -164,8 +164,8 @@ def open_rank(
             from pdserve.engine.gpu.mixing import TritonRows, make_mixing
 
             processors = torch.cuda.get_device_properties(device).multi_processor_count
-            kernel = TritonRows(model.heads, device, processors)
-            mixing = make_mixing(pool, model.heads, model.dtype, spec.max_context_tokens)
+            kernel = TritonRows(device)
+            mixing = make_mixing(pool, model.heads, model.dtype, spec.max_context_tokens, processors)
         return TorchEngine(spec, model, pool, model_config.windows, grammars, kernel, mixing)
 
     if num_blocks is None:

@@ -1,8 +1,8 @@
 """Steps that compile every kernel which an engine without graphs launches. Pure.
 
 A kernel that a GPU meets for the first time is compiled while requests wait, for a second or more. Which one a step
-takes depends on its rows in few ways: whether a row brings one token, up to sixteen, or a longer chunk, and whether
-its context is long enough to be dealt to several programs. These steps have each of them once.
+takes depends on its rows in one way: whether a row brings one token, up to sixteen, or a longer chunk. These steps have
+each of them once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Final
 from pdserve.core.types import Sampling
 from pdserve.engine.interface import EngineSpec, Row
 
-LONG: Final = 1024  # positions that one row deals to several programs, whatever the device
 CHUNK: Final = 48  # tokens that no kernel for few queries takes
 _GREEDY: Final = Sampling(temperature=0.0)
 
@@ -21,11 +20,10 @@ _GREEDY: Final = Sampling(temperature=0.0)
 def warm_rows(spec: EngineSpec) -> Iterator[list[Row]]:
     """Each step overwrites the pool's first blocks, so they come before the first request."""
     limit = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
-    ends = dict.fromkeys(min(limit, end) for end in (CHUNK, LONG))
+    end = min(limit, CHUNK)
     for count in (1, 2, CHUNK):
-        for end in ends:
-            if end >= count:
-                yield [_row(spec, count, end)]
+        if end >= count:
+            yield [_row(spec, count, end)]
 
 
 def _row(spec: EngineSpec, count: int, end: int) -> Row:

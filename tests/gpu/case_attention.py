@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pdserve.engine.gpu.attention import Rows, attend, make_scratch
-from pdserve.engine.gpu.splits import MOST_SPLITS, num_splits
+from pdserve.engine.gpu.attention import Rows, attend, make_scratch, scratch_of
 from pdserve.engine.pool import BlockShape, TorchPool
 from tests.gpu.cases import BOUNDS, Case, Launch, draw, worst
 
@@ -28,9 +27,12 @@ class Setup:
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
-    splits: int = 2
-    most_splits: int | None = None
+    programs: int = 4  # of each kv head
     lengths: tuple[int, ...] = (1, 0, 151, 400, 129)  # before the queries; 0 is a padding row
+
+    @property
+    def positions(self) -> int:
+        return max(448, max(self.lengths) + 16)
 
     def name(self) -> str:
         changed = {key: value for key, value in vars(self).items() if value != getattr(Setup(), key)}
@@ -48,7 +50,7 @@ def _pool(setup: Setup) -> TorchPool:
         head_dim=setup.head_dim,
         dtype=setup.kv_dtype or setup.dtype,
     )
-    num_blocks = -(-448 // setup.page) * 2
+    num_blocks = -(-setup.positions // setup.page) * 2
     pool = TorchPool(num_blocks=num_blocks, shape=shape, device=torch.device("cpu"))
     at = torch.arange(num_blocks * setup.page)
     size = (len(at), setup.num_kv_heads, setup.head_dim)
@@ -88,7 +90,7 @@ def reference(pool: TorchPool, q_THD: Tensor, rows: Rows, setup: Setup) -> Tenso
 def case(setup: Setup) -> Case:
     def check(device: torch.device) -> float:
         pool = _pool(setup)
-        num_pages = -(-448 // setup.page)
+        num_pages = -(-setup.positions // setup.page)
         order = torch.randperm(pool.num_blocks, generator=torch.Generator().manual_seed(3))
         tables = [order[(torch.arange(num_pages) + 5 * row) % pool.num_blocks] for row in range(len(setup.lengths))]
         length_B = torch.tensor([length + setup.num_queries if length else 0 for length in setup.lengths])
@@ -101,7 +103,8 @@ def case(setup: Setup) -> Case:
         # Queries come from a wider tensor, as if it held keys and values as well.
         q_THD = draw((num_tokens, setup.num_heads + 2, setup.head_dim), setup.dtype)[:, : setup.num_heads]
         expected = reference(pool, q_THD, rows, setup)
-        scratch = make_scratch(setup.splits, num_tokens, setup.num_heads, setup.head_dim, device, setup.most_splits)
+        group = setup.num_heads // setup.num_kv_heads
+        scratch = scratch_of(setup.programs, group * setup.num_queries, setup.num_kv_heads, setup.head_dim, device)
         scratch.out.fill_(torch.nan)
         scratch.weight.fill_(torch.nan)
         there = replace(
@@ -140,16 +143,18 @@ CASES = [
     case(setup)
     for setup in (
         Setup(),
-        Setup(splits=1),
-        Setup(splits=3, most_splits=16),
-        Setup(page=8, splits=4, dtype=torch.bfloat16),
+        Setup(programs=1),
+        Setup(programs=3),
+        Setup(page=8, programs=40, dtype=torch.bfloat16),
+        # One row of many parts, more than the merge takes at a time, among short ones.
+        Setup(page=16, programs=24, lengths=(3, 2400, 0, 17), num_heads=2, num_kv_heads=1),
         Setup(page=16, num_heads=5, num_kv_heads=1, head_dim=24, lengths=(130, 0, 33)),
         Setup(num_queries=16, lengths=(300, 0, 5), dtype=torch.bfloat16, num_heads=4, num_kv_heads=1),
         LONG,
         Setup(num_queries=4, window=40, lengths=(10, 0, 300, 150)),
-        Setup(window=64, page=8, splits=1, lengths=(64, 0, 65, 63)),
+        Setup(window=64, page=8, programs=1, lengths=(64, 0, 65, 63)),
         Setup(softcap=5.0, scale=0.3, window=200, lengths=(300, 0, 90)),
-        Setup(kv_dtype=torch.int8, splits=4),
+        Setup(kv_dtype=torch.int8, programs=6),
         Setup(kv_dtype=torch.int8, dtype=torch.bfloat16, page=16, num_queries=3, lengths=(200, 0, 60)),
         Setup(kv_dtype=torch.float8_e4m3fn),
         Setup(head_dim=256, page=16, lengths=(140, 0), num_heads=2, num_kv_heads=1),
@@ -181,9 +186,15 @@ def _launch(name: str, num_rows: int, context: int, setup: Setup, num_processors
             first_B1 if "ragged" in name else None,
         )
         q_THD = torch.ones(num_tokens, setup.num_heads, setup.head_dim, dtype=setup.dtype, device=device)
-        splits = num_splits(num_rows, setup.num_kv_heads, num_processors, context)
-        most = MOST_SPLITS if "ragged" in name else splits
-        scratch = make_scratch(splits, num_tokens, setup.num_heads, setup.head_dim, device, most)
+        scratch = make_scratch(
+            setup.num_queries,
+            setup.num_heads,
+            setup.num_kv_heads,
+            setup.head_dim,
+            setup.dtype,
+            num_processors,
+            device,
+        )
         return (
             lambda: attend(pool, 0, q_THD, rows, scratch, window=setup.window, softcap=setup.softcap),
             None,

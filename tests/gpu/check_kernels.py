@@ -130,7 +130,7 @@ def tune(device: torch.device) -> None:
         for positions in (16, 32, 64, 128):
             for num_warps in (2, 4, 8):
                 for num_stages in (2, 3, 5, 7):
-                    tiling = attention.Tiling(positions, num_warps, num_stages)
+                    tiling = attention.Tiling(positions, num_warps, num_stages, 12 // num_warps)
                     attention.choose_tiling = lambda *_, tiling=tiling: replace(tiling)
                     try:
                         run, _ = launch.make(device)

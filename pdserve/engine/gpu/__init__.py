@@ -11,7 +11,8 @@ graph: its grid depends on shapes alone.
     fp8.quantise(x_TE) -> values_TE, scale_T1                           also rms_norm, add_rms_norm, silu_mul, gelu_mul
     place.place(pool, layer, qkv_TND, slot_T, position_T, table_PD, ..) -> q_THD
                                                                         rope, qk-norm, KV into the pool
-    attention.attend(pool, layer, q_THD, rows, scratch, ..) -> out_TN   split-KV over the paged pool, drafts too
+    work.split(start_B, length_B, ..) -> work                           equal shares of all rows' positions
+    attention.attend(pool, layer, q_THD, rows, scratch, ..) -> out_TN   in these shares, over the paged pool; drafts too
     flatten.flatten(pool, layer, table_BP, first_B1, ..) -> k_SKD, v_SKD
                                                                         contiguous, for prefill
     sampling.Sampler(..).draw(logits_BV, draws) -> token_B, logprob_B   Gumbel noise, top_k, top_p, min_p

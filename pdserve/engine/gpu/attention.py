@@ -1,20 +1,20 @@
-"""Attention of decode rows over the paged pool: each row's positions in parts (flash decoding), then a merge.
+"""Attention of decode rows over the paged pool: equal shares of all rows' positions (flash decoding), then a merge.
 
     attend(pool, layer, q_THD, rows, make_scratch(...)) -> out_TN
 
 A row brings 1 to 16 queries: its last token, and drafts behind it to be verified. The G query heads of a kv head and
-the row's queries are the rows of one product, so keys and values are read once for all of them. The grid is
-rows x kv heads x parts whatever the lengths are, so that it can be captured; a program without positions returns, and
-a row of length 0, which pads a bucket, yields zeros. int8 and fp8 blocks stay as they are in the products: scales go
-to the scores and to the weights, in float32. Softmax is taken in powers of two.
+the row's queries are the rows of one product, so keys and values are read once for all of them. The grid is kv heads x
+programs whatever the rows and their lengths are, so that it can be captured: a program walks through its share of the
+positions of all rows (splits.py). A row of length 0, which pads a bucket, yields zeros. int8 and fp8 blocks stay as
+they are in the products: scales go to the scores and to the weights, in float32. Softmax is taken in powers of two.
 """
 
 # Shapes: B rows, Q queries of each row, T = B * Q, H query heads, K kv heads, G = H / K, D head dim, C tokens per
-#         block, M >= G * Q queries of a program, N positions of a tile, S parts.
+#         block, M >= G * Q queries of a program, N positions of a tile, W programs of a kv head, S partial results.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -25,11 +25,13 @@ from torch import Tensor
 from pdserve.core.errors import InternalError
 from pdserve.engine.gpu.casts import cast, operand
 from pdserve.engine.gpu.gated import tanh
-from pdserve.engine.gpu.splits import LEAST_POSITIONS
+from pdserve.engine.gpu.splits import num_programs
+from pdserve.engine.gpu.work import HEAD_WORDS, split, tile_range
 from pdserve.engine.pool import TorchPool
 
 MOST_QUERIES: Final = 16
 _LOG2_E: Final = 1.4426950408889634
+_PARTS: Final = 16  # that the merge takes at a time
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,14 @@ class Rows:
     start_B: Tensor  # int32: position of the first query
     length_B: Tensor  # int32: positions that exist, the queries' included; 0 is a padding row
     first_B1: Tensor | None = None  # int32 [B + 1]: each row's first token, and the end; None: num_queries apart
+    # How their tiles are divided: by window, tile and number of programs. Made by the first layer that asks.
+    work: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def work_of(self, window: int | None, tile: int, programs: int) -> Tensor:
+        key = window or 0, tile, programs
+        if key not in self.work:
+            self.work[key] = split(self.start_B, self.length_B, programs, tile, window)
+        return self.work[key]
 
 
 @dataclass(frozen=True)
@@ -50,30 +60,46 @@ class Tiling:
     positions: int
     num_warps: int
     num_stages: int
+    per_processor: int  # programs that a multiprocessor holds at once
+    most_registers: int | None = None  # of a thread; None: as many as the compiler takes
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """What the parts leave for the merge; one for all layers and graphs of a stream."""
+    """What the programs leave for the merge; one for all layers and graphs of a stream."""
 
-    num_splits: int
-    most_splits: int  # what the merge is compiled for, a power of two
-    out: Tensor  # float32 [T, H, S, D]
-    weight: Tensor  # float32 [T, H, S]: log2 of the sum of exponentials
+    num_programs: int  # W, of each kv head
+    out: Tensor  # float32 [K, 2 W, M, D]
+    weight: Tensor  # float32 [K, 2 W, M]: log2 of the sum of exponentials
 
 
 def make_scratch(
-    num_splits: int,
-    num_tokens: int,
+    num_queries: int,
     num_heads: int,
+    num_kv_heads: int,
     head_dim: int,
+    dtype: torch.dtype,
+    num_processors: int,
     device: torch.device,
-    most_splits: int | None = None,
 ) -> Scratch:
-    """`most_splits`: at least `num_splits`, and the same for all steps that shall share one compiled merge."""
-    size = (num_tokens, num_heads, num_splits) if num_splits > 1 else (1, 1, 1)
+    """`num_queries`: of a row, at most; `num_processors`: multiprocessors of the device."""
+    queries = num_heads // num_kv_heads * num_queries
+    tiling = choose_tiling(head_dim, dtype, block_of(queries))
+    return scratch_of(
+        num_programs(num_kv_heads, num_processors, tiling.per_processor), queries, num_kv_heads, head_dim, device
+    )
+
+
+def scratch_of(programs: int, queries: int, num_kv_heads: int, head_dim: int, device: torch.device) -> Scratch:
+    """`queries`: of all heads of a kv head."""
+    size = (num_kv_heads, 2 * programs, queries)
     out, weight = torch.empty((*size, head_dim), device=device), torch.empty(size, device=device)
-    return Scratch(num_splits, most_splits or num_splits, out, weight)
+    return Scratch(programs, out, weight)
+
+
+def block_of(queries: int) -> int:
+    """M: tl.dot takes 16 and more."""
+    return max(16, int(triton.next_power_of_2(queries)))
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype, num_query_rows: int) -> Tiling:
@@ -82,19 +108,10 @@ def choose_tiling(head_dim: int, dtype: torch.dtype, num_query_rows: int) -> Til
     positions = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
     # Stages count the load of the block's number too: with five, two tiles are under way; float32 would spill.
     if num_query_rows >= 64:
-        return Tiling(positions, 8, 3)
-    return Tiling(positions, 4, 3 if dtype == torch.float32 else 5)
-
-
-@triton.jit
-def _range(start, length, splits, WINDOW: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr):
-    """First tile that any query of the row sees, the end of its tiles, and tiles per part."""
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(start - WINDOW + 1, 0) // TILE
-    end = tl.cdiv(length, TILE)
-    per_part = tl.maximum(tl.cdiv(end - first, splits), LEAST)
-    return first, end, per_part
+        return Tiling(positions, 8, 3, 2, 128)
+    # Left alone, the compiler takes at most 168 registers up to this width: three programs' worth of 65,536.
+    most_registers = 168 if row_bytes > 256 and dtype != torch.float32 else None
+    return Tiling(positions, 4, 3 if dtype == torch.float32 else 5, 3, most_registers)
 
 
 @triton.jit
@@ -109,7 +126,7 @@ def _tokens(first_of, row, NUM_QUERIES: tl.constexpr, RAGGED: tl.constexpr):
 
 
 # What changes from step to step must not name a kernel of its own: it would be compiled while requests wait.
-@triton.jit(do_not_specialize=["table_stride", "splits"])
+@triton.jit(do_not_specialize=["table_stride"])
 def _attend(
     q,  # [T, H, D], tokens apart
     stored,  # the layer's first key in block 0
@@ -118,6 +135,7 @@ def _attend(
     start_of,  # [B]
     length_of,  # [B]
     first_of,  # [B + 1]; unread unless RAGGED
+    work,  # of work.split
     out,  # [T, H * D]
     part_out,
     part_weight,
@@ -125,7 +143,6 @@ def _attend(
     table_stride,
     block_stride,
     scale_block_stride,
-    splits,
     score_scale,  # of q k, with log2(e) where there is no softcap
     NUM_QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -137,21 +154,20 @@ def _attend(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,  # times log2(e)
-    IS_SPLIT: tl.constexpr,
-    LEAST: tl.constexpr,
+    HEAD: tl.constexpr,
     SCALED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    part = tl.program_id(2)
-    start = tl.load(start_of + row)
-    length = tl.load(length_of + row)
-    first_tile, end_tile, per_part = _range(start, length, splits, WINDOW, TILE, LEAST)
-    begin = first_tile + part * per_part
-    end = tl.minimum(begin + per_part, end_tile)
-    if IS_SPLIT & (begin >= end):
-        return
+    kv_head = tl.program_id(0)  # the fastest, since the heads of a token lie side by side
+    program = tl.program_id(1)
+    num_programs = tl.num_programs(1)
+    share = tl.load(work)
+    total = tl.load(work + 1)
+    first_row = tl.load(work + HEAD + program)
+    last_row = tl.load(work + HEAD + num_programs + program)
+    edges = work + HEAD + 2 * num_programs
+    my_begin = program * share
+    my_end = tl.minimum(my_begin + share, total)
 
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
@@ -159,105 +175,133 @@ def _attend(
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, TILE)
     in_head = d < HEAD_DIM
-    first_token, num_queries = _tokens(first_of, row, NUM_QUERIES, RAGGED)
-    token = first_token.to(tl.int64) + m // GROUP
     head = kv_head * GROUP + m % GROUP
-    is_query = m < GROUP * num_queries
-    asked = start + m // GROUP
-    q_MD = tl.load(
-        q + token[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :],
-        mask=is_query[:, None] & in_head[None, :],
-        other=0.0,
-    )
-    q_MD = operand(q_MD, q.dtype.element_ty)
+    for row in range(first_row, last_row + 1):
+        row_begin = tl.load(edges + row)
+        row_end = tl.load(edges + row + 1)
+        start = tl.load(start_of + row)
+        length = tl.load(length_of + row)
+        first_tile, _ = tile_range(start, length, WINDOW, TILE)
+        begin = first_tile + tl.maximum(my_begin - row_begin, 0)
+        end = first_tile + tl.minimum(my_end, row_end) - row_begin
 
-    most_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    sum_M = tl.zeros([BLOCK_M], tl.float32)
-    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for tile in range(begin, end):
-        position = tile * TILE + n
-        exists = position < length
-        if PAGE >= TILE:
-            block_N = tl.load(table + row * table_stride + tile * TILE // PAGE).to(tl.int64) + tl.zeros_like(n)
+        first_token, num_queries = _tokens(first_of, row, NUM_QUERIES, RAGGED)
+        token = first_token.to(tl.int64) + m // GROUP
+        is_query = m < GROUP * num_queries
+        asked = start + m // GROUP
+        q_MD = tl.load(
+            q + token[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :],
+            mask=is_query[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        q_MD = operand(q_MD, q.dtype.element_ty)
+
+        most_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        sum_M = tl.zeros([BLOCK_M], tl.float32)
+        acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for tile in range(begin, end):
+            position = tile * TILE + n
+            exists = position < length
+            if PAGE >= TILE:
+                # A row without positions has no block.
+                block = tl.load(table + row * table_stride + tile * TILE // PAGE, mask=length > 0, other=0)
+                block_N = block.to(tl.int64) + tl.zeros_like(n)
+            else:
+                block_N = tl.load(table + row * table_stride + position // PAGE, mask=exists, other=0).to(tl.int64)
+            place_N = block_N * block_stride + (position % PAGE) * TOKEN + kv_head * HEAD_DIM
+            inside = exists[:, None] & in_head[None, :]
+            k_ND = tl.load(stored + place_N[:, None] + d[None, :], mask=inside, other=0.0)
+            k_ND = operand(k_ND, q.dtype.element_ty)
+            score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * score_scale
+            if SCALED:
+                scale_N = block_N * scale_block_stride + (position % PAGE) * NUM_KV_HEADS + kv_head
+                score_MN *= tl.load(scales + scale_N, mask=exists, other=0.0)[None, :]
+            if SOFTCAP > 0.0:
+                score_MN = tanh(score_MN) * SOFTCAP
+            seen = (position[None, :] <= asked[:, None]) & exists[None, :]
+            if WINDOW > 0:
+                seen = seen & (position[None, :] > asked[:, None] - WINDOW)
+            score_MN = tl.where(seen, score_MN, float("-inf"))
+            higher_M = tl.maximum(most_M, tl.max(score_MN, axis=1))
+            # A query that has seen nothing yet stays at -inf; its difference must not be NaN.
+            anchor_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)
+            p_MN = tl.exp2(score_MN - anchor_M[:, None])
+            fade_M = tl.exp2(most_M - anchor_M)
+            sum_M = sum_M * fade_M + tl.sum(p_MN, axis=1)
+            most_M = higher_M
+            if SCALED:
+                p_MN *= tl.load(scales + scale_N + PAGE * NUM_KV_HEADS, mask=exists, other=0.0)[None, :]
+            v_ND = tl.load(stored + PAGE * TOKEN + place_N[:, None] + d[None, :], mask=inside, other=0.0)
+            v_ND = operand(v_ND, q.dtype.element_ty)
+            p_MN = operand(p_MN, q.dtype.element_ty)
+            acc_MD = tl.dot(p_MN, v_ND, acc_MD * fade_M[:, None], input_precision="ieee")
+
+        share_M = tl.where(sum_M > 0.0, sum_M, 1.0)
+        acc_MD = acc_MD / share_M[:, None]
+        is_out = is_query[:, None] & in_head[None, :]
+        if (row_begin >= my_begin) & (row_end <= my_end):
+            into = out + (token[:, None] * NUM_HEADS + head[:, None]) * HEAD_DIM + d[None, :]
+            tl.store(into, cast(acc_MD, out.dtype.element_ty), mask=is_out)
         else:
-            block_N = tl.load(table + row * table_stride + position // PAGE, mask=exists, other=0).to(tl.int64)
-        place_N = block_N * block_stride + (position % PAGE) * TOKEN + kv_head * HEAD_DIM
-        inside = exists[:, None] & in_head[None, :]
-        k_ND = tl.load(stored + place_N[:, None] + d[None, :], mask=inside, other=0.0)
-        k_ND = operand(k_ND, q.dtype.element_ty)
-        score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * score_scale
-        if SCALED:
-            scale_N = block_N * scale_block_stride + (position % PAGE) * NUM_KV_HEADS + kv_head
-            score_MN *= tl.load(scales + scale_N, mask=exists, other=0.0)[None, :]
-        if SOFTCAP > 0.0:
-            score_MN = tanh(score_MN) * SOFTCAP
-        seen = (position[None, :] <= asked[:, None]) & exists[None, :]
-        if WINDOW > 0:
-            seen = seen & (position[None, :] > asked[:, None] - WINDOW)
-        score_MN = tl.where(seen, score_MN, float("-inf"))
-        higher_M = tl.maximum(most_M, tl.max(score_MN, axis=1))
-        # A query that has seen nothing yet stays at -inf; its difference must not be NaN.
-        anchor_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)
-        p_MN = tl.exp2(score_MN - anchor_M[:, None])
-        fade_M = tl.exp2(most_M - anchor_M)
-        sum_M = sum_M * fade_M + tl.sum(p_MN, axis=1)
-        most_M = higher_M
-        if SCALED:
-            p_MN *= tl.load(scales + scale_N + PAGE * NUM_KV_HEADS, mask=exists, other=0.0)[None, :]
-        v_ND = tl.load(stored + PAGE * TOKEN + place_N[:, None] + d[None, :], mask=inside, other=0.0)
-        v_ND = operand(v_ND, q.dtype.element_ty)
-        p_MN = operand(p_MN, q.dtype.element_ty)
-        acc_MD = tl.dot(p_MN, v_ND, acc_MD * fade_M[:, None], input_precision="ieee")
-
-    share_M = tl.where(sum_M > 0.0, sum_M, 1.0)
-    acc_MD = acc_MD / share_M[:, None]
-    is_out = is_query[:, None] & in_head[None, :]
-    if not IS_SPLIT:
-        into = out + (token[:, None] * NUM_HEADS + head[:, None]) * HEAD_DIM + d[None, :]
-        tl.store(into, cast(acc_MD, out.dtype.element_ty), mask=is_out)
-    else:
-        at = (token * NUM_HEADS + head) * splits + part
-        tl.store(part_out + at[:, None] * HEAD_DIM + d[None, :], acc_MD, mask=is_out)
-        tl.store(part_weight + at, most_M + tl.log2(share_M), mask=is_query)
+            slot = 2 * program + (row_begin > my_begin).to(tl.int32)
+            at = (kv_head * 2 * num_programs + slot) * (GROUP * NUM_QUERIES) + m
+            tl.store(part_out + at[:, None] * HEAD_DIM + d[None, :], acc_MD, mask=is_out)
+            tl.store(part_weight + at, most_M + tl.log2(share_M), mask=is_query)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["num_programs"])
 def _merge(
     out,
     part_out,
     part_weight,
-    start_of,
-    length_of,
     first_of,
-    splits,
+    work,
+    num_programs,
     NUM_QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
+    HEAD: tl.constexpr,
+    PARTS: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """One token and head: the parts that its row has, each by its share of the exponentials."""
+    """One token and head of a row that several programs share: each part by its share of the exponentials."""
     row = tl.program_id(0) // NUM_QUERIES
+    head = tl.program_id(1)
+    share = tl.load(work)
+    edges = work + HEAD + 2 * num_programs
+    row_begin = tl.load(edges + row)
+    first = row_begin // share
+    last = (tl.load(edges + row + 1) - 1) // share
     first_token, num_queries = _tokens(first_of, row, NUM_QUERIES, RAGGED)
     query = tl.program_id(0) % NUM_QUERIES
-    if query >= num_queries:
+    if (first == last) | (query >= num_queries):
         return
-    token = (first_token + query).to(tl.int64)
-    at = token * tl.num_programs(1) + tl.program_id(1)
-    first, end, per_part = _range(tl.load(start_of + row), tl.load(length_of + row), splits, WINDOW, TILE, LEAST)
-    part = tl.arange(0, MOST_SPLITS)
     d = tl.arange(0, BLOCK_D)
-    has_part = part < tl.cdiv(end - first, per_part)
-    weight_S = tl.load(part_weight + at * splits + part, mask=has_part, other=float("-inf"))
-    most = tl.max(weight_S, axis=0)
-    share_S = tl.exp2(weight_S - tl.where(most == float("-inf"), 0.0, most))
-    inside = has_part[:, None] & (d < HEAD_DIM)[None, :]
-    out_SD = tl.load(part_out + (at * splits + part)[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
-    total = tl.sum(share_S, axis=0)
-    out_D = tl.sum(out_SD * share_S[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    m = query * GROUP + head % GROUP
+    # log2 of exponentials is above -inf in each part that any query of the row sees; a query behind the window of an
+    # early part has -inf there.
+    most = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc_D = tl.zeros([BLOCK_D], tl.float32)
+    for base in range(first, last + 1, PARTS):
+        program = base + tl.arange(0, PARTS)
+        has_part = program <= last
+        slot = 2 * program + ((program == first) & (row_begin > first * share)).to(tl.int32)
+        at_S = ((head // GROUP) * 2 * num_programs + slot) * (GROUP * NUM_QUERIES) + m
+        weight_S = tl.load(part_weight + at_S, mask=has_part, other=float("-inf"))
+        inside = has_part[:, None] & (d < HEAD_DIM)[None, :]
+        out_SD = tl.load(part_out + at_S[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+        higher = tl.maximum(most, tl.max(weight_S, axis=0))
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        share_S = tl.exp2(weight_S - anchor)
+        fade = tl.exp2(most - anchor)
+        total = total * fade + tl.sum(share_S, axis=0)
+        acc_D = acc_D * fade + tl.sum(out_SD * share_S[:, None], axis=0)
+        most = higher
+    out_D = acc_D / tl.where(total > 0.0, total, 1.0)
+    token = (first_token + query).to(tl.int64)
+    at = token * tl.num_programs(1) + head
     tl.store(out + at * HEAD_DIM + d, cast(out_D, out.dtype.element_ty), mask=d < HEAD_DIM)
 
 
@@ -293,20 +337,21 @@ def attend(
         return out_TN
     scale = head_dim**-0.5 if scale is None else scale
     block_d = triton.next_power_of_2(head_dim)
-    block_m = max(16, triton.next_power_of_2(group * rows.num_queries))
+    block_m = block_of(group * rows.num_queries)
     tiling = tiling or choose_tiling(head_dim, q_THD.dtype, block_m)
     stored, scales = pool.tensor[:, layer], None if pool.scales is None else pool.scales[:, layer]
-    ranges = {
-        "WINDOW": window or 0,
-        "TILE": tiling.positions,
-        "LEAST": max(1, LEAST_POSITIONS // tiling.positions),
+    shared = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
         "NUM_QUERIES": rows.num_queries,
+        "GROUP": group,
+        "HEAD": HEAD_WORDS,
         "RAGGED": rows.first_B1 is not None,
     }
     first = rows.start_B if rows.first_B1 is None else rows.first_B1
-    _attend[(num_rows, num_kv_heads, scratch.num_splits)](
+    programs = scratch.num_programs
+    work = rows.work_of(window, tiling.positions, programs)
+    _attend[(num_kv_heads, programs)](
         q_THD,
         stored,
         stored if scales is None else scales,
@@ -314,6 +359,7 @@ def attend(
         rows.start_B,
         rows.length_B,
         first,
+        work,
         out_TN,
         scratch.out,
         scratch.weight,
@@ -321,30 +367,21 @@ def attend(
         rows.table_BP.stride(0),
         stored.stride(0),
         0 if scales is None else scales.stride(0),
-        scratch.num_splits,
         scale * _LOG2_E if softcap is None else scale / softcap,
-        GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_M=block_m,
+        TILE=tiling.positions,
         PAGE=page,
+        WINDOW=window or 0,
         SOFTCAP=0.0 if softcap is None else softcap * _LOG2_E,
-        IS_SPLIT=scratch.num_splits > 1,
         SCALED=scales is not None,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        **ranges,
+        maxnreg=tiling.most_registers,
+        **shared,
     )
-    if scratch.num_splits > 1:
+    if programs > 1:
         _merge[(num_rows * rows.num_queries, num_heads)](
-            out_TN,
-            scratch.out,
-            scratch.weight,
-            rows.start_B,
-            rows.length_B,
-            first,
-            scratch.num_splits,
-            MOST_SPLITS=scratch.most_splits,
-            num_warps=2,
-            **ranges,
+            out_TN, scratch.out, scratch.weight, first, work, programs, PARTS=_PARTS, num_warps=2, **shared
         )
     return out_TN

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from pdserve.engine.gpu.attention import Rows, Scratch, attend
+from pdserve.engine.gpu.attention import Rows, Scratch, attend, make_scratch
 from pdserve.engine.gpu.place import make_table, place
 from pdserve.engine.mixing import Heads
 from pdserve.engine.parameters import LayerWeights
@@ -21,7 +21,7 @@ class LayerKernels:
     """Holds the tables of angles for positions up to `max_context_tokens`."""
 
     def __init__(self, pool: TorchPool, heads: Heads, dtype: torch.dtype, max_context_tokens: int) -> None:
-        self.pool, self.heads = pool, heads
+        self.pool, self.heads, self._dtype = pool, heads, dtype
         self._angles = tuple(
             make_table(frequency_R, rope.attention_factor, max_context_tokens, dtype)
             for rope, frequency_R in zip(heads.ropes, heads.frequencies, strict=True)
@@ -55,4 +55,17 @@ class LayerKernels:
             window=layer.window,
             scale=heads.scale,
             softcap=heads.softcap,
+        )
+
+    def make_scratch(self, num_queries: int, num_processors: int) -> Scratch:
+        """For rows of up to `num_queries`."""
+        heads = self.heads
+        return make_scratch(
+            num_queries,
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            self._dtype,
+            num_processors,
+            self.pool.tensor.device,
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Final, final
 
 import torch
@@ -19,10 +20,9 @@ from torch import Tensor
 from pdserve.engine.attention import Context, attend_chunk
 from pdserve.engine.attention import attend as attend_gathered
 from pdserve.engine.batch import Batch, Group
-from pdserve.engine.gpu.attention import MOST_QUERIES, Rows, Scratch, make_scratch
+from pdserve.engine.gpu.attention import MOST_QUERIES, Rows, Scratch
 from pdserve.engine.gpu.flatten import flatten
 from pdserve.engine.gpu.layers import LayerKernels
-from pdserve.engine.gpu.splits import MOST_SPLITS, num_splits
 from pdserve.engine.interface import OnLayer
 from pdserve.engine.mixing import Heads
 from pdserve.engine.parameters import LayerWeights
@@ -38,17 +38,16 @@ class RowPlan:
 
     num_tokens: int
     rows: Rows
-    scratch: Scratch
 
 
 @final
 class TritonRows:
-    """A RowKernel. `num_processors`: multiprocessors of the device."""
+    """A RowKernel."""
 
     most_queries = MOST_QUERIES
 
-    def __init__(self, heads: Heads, device: torch.device, num_processors: int) -> None:
-        self._heads, self._device, self._num_processors = heads, device, num_processors
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def plan(self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]) -> RowPlan:
         """One copy to the device: tables, starts, lengths and first tokens lie in one tensor."""
@@ -67,10 +66,7 @@ class TritonRows:
         # One or all, since each number of queries is a kernel of its own.
         most = 1 if max(counts) == 1 else MOST_QUERIES
         rows = Rows(most, table_BP.view(num_rows, width), start_B, length_B, first_B1)
-        splits = num_splits(num_rows, self._heads.num_kv_heads, self._num_processors, max(lengths))
-        heads, device = self._heads, self._device
-        scratch = make_scratch(splits, firsts[-1], heads.num_heads, heads.head_dim, device, MOST_SPLITS)
-        return RowPlan(firsts[-1], rows, scratch)
+        return RowPlan(firsts[-1], rows)
 
 
 @final
@@ -80,9 +76,16 @@ class TritonMixer:
     `on_layer` is told how many layers have queued their writes.
     """
 
-    def __init__(self, batch: Batch, kernels: LayerKernels, on_layer: OnLayer | None = None) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        kernels: LayerKernels,
+        scratch_of: Callable[[int], Scratch],
+        on_layer: OnLayer | None = None,
+    ) -> None:
+        """`scratch_of`: for rows of up to so many queries."""
         self.token_T, self.read_U = batch.token_T, batch.read_U
-        self._batch, self._kernels, self._on_layer = batch, kernels, on_layer
+        self._batch, self._kernels, self._scratch_of, self._on_layer = batch, kernels, scratch_of, on_layer
         pool = kernels.pool
         self._slot_T = batch.block_T * pool.block_size + batch.offset_T
         pool.clear(batch.fresh_blocks)
@@ -100,7 +103,8 @@ class TritonMixer:
         parts = []
         plan: RowPlan | None = batch.paged
         if plan is not None:
-            parts.append(kernels.attend(index, layer, q_THD[: plan.num_tokens], plan.rows, plan.scratch))
+            scratch = self._scratch_of(plan.rows.num_queries)
+            parts.append(kernels.attend(index, layer, q_THD[: plan.num_tokens], plan.rows, scratch))
         parts += [self._attend(index, group, layer.window, q_THD) for group in batch.groups]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
@@ -119,8 +123,10 @@ class TritonMixer:
 
 
 def make_mixing(
-    pool: TorchPool, heads: Heads, dtype: torch.dtype, max_context_tokens: int
+    pool: TorchPool, heads: Heads, dtype: torch.dtype, max_context_tokens: int, num_processors: int
 ) -> Callable[[Batch, OnLayer | None], TritonMixer]:
-    """Makes the mixers of one engine, which share the tables of angles."""
+    """Makes the mixers of one engine, which share the tables of angles and the scratch. `num_processors`:
+    multiprocessors of the device."""
     kernels = LayerKernels(pool, heads, dtype, max_context_tokens)
-    return lambda batch, on_layer: TritonMixer(batch, kernels, on_layer)
+    scratch_of = cache(partial(kernels.make_scratch, num_processors=num_processors))
+    return lambda batch, on_layer: TritonMixer(batch, kernels, scratch_of, on_layer)

@@ -1,23 +1,82 @@
-"""Into how many parts the positions of a row are dealt when few rows must fill a whole device. Pure.
+"""How the attention of a decode step is divided among a fixed number of programs, whatever the lengths. Pure.
 
-The number is fixed when a graph is captured and depends on nothing that changes between replays. A row takes as many
-parts as its length is worth; programs that find no part return at once.
+All rows' tiles of positions form one sequence, row by row. Program p of a kv head takes tiles p * share to
+(p + 1) * share - 1 of it, so the longest program has at most one tile more than the mean. A row whose tiles all fall to
+one program is finished there. The other rows leave partial results, which a second kernel merges: a program has at most
+two of them, that of the row it begins in and that of the row it ends in. The kernels of work.py and attention.py follow
+this module; the number of programs depends on the device alone, so a CUDA graph holds for all lengths.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
-MOST_SPLITS: Final = 64  # the second kernel holds all parts of a token and head at once
-LEAST_POSITIONS: Final = 128  # of a part: below, its start and the merge cost more than they gain
-_WAVES: Final = 2  # programs for each multiprocessor, so that uneven rows level out
+LEAST_POSITIONS: Final = 128  # of a program: below, its start and the merge cost more than they gain
 
 
-def num_splits(num_rows: int, num_kv_heads: int, num_processors: int, max_context_tokens: int) -> int:
-    """A power of two. With a fixed `num_rows` for all batches the results do not depend on company."""
-    wanted = _WAVES * num_processors / max(1, num_rows * num_kv_heads)
-    useful = max_context_tokens / LEAST_POSITIONS
-    splits = 1
-    while splits * 2 <= min(wanted, useful, MOST_SPLITS):
-        splits *= 2
-    return splits
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tiles begin .. end - 1 of a row, which one program computes for one kv head."""
+
+    program: int
+    row: int
+    begin: int
+    end: int
+    slot: int | None  # where its partial result goes; None: it is the whole row
+
+
+def num_programs(num_kv_heads: int, num_processors: int, per_processor: int) -> int:
+    """Of each kv head, so that all of them run at once."""
+    return max(1, per_processor * num_processors // num_kv_heads)
+
+
+def least_tiles(tile: int) -> int:
+    return max(1, LEAST_POSITIONS // tile)
+
+
+def tile_range(start: int, length: int, tile: int, window: int = 0) -> tuple[int, int]:
+    """First tile that a query of the row sees, and the end. A row without positions has a tile too: its zeros."""
+    first = max(start - window + 1, 0) // tile if window else 0
+    return first, max(-(-length // tile), first + 1)
+
+
+def edges(counts: Sequence[int]) -> list[int]:
+    """Where the tiles of each row begin in the sequence of all, and its end."""
+    return list(accumulate(counts, initial=0))
+
+
+def share_of(num_tiles: int, programs: int, least: int) -> int:
+    """Tiles of each program but the last one that has any."""
+    return max(least, -(-num_tiles // programs))
+
+
+def parts(ranges: Sequence[tuple[int, int]], programs: int, least: int) -> list[Part]:
+    """In the order of programs; `ranges` are those of the rows, as `tile_range` gives them."""
+    edge_of = edges([end - first for first, end in ranges])
+    share, total = share_of(edge_of[-1], programs, least), edge_of[-1]
+    found: list[Part] = []
+    row = 0
+    for program in range(programs):
+        at, stop = program * share, min((program + 1) * share, total)
+        begins = at
+        while at < stop:
+            upto = min(stop, edge_of[row + 1])
+            first = ranges[row][0] - edge_of[row]
+            is_whole = edge_of[row] >= begins and edge_of[row + 1] <= stop
+            slot = None if is_whole else 2 * program + (edge_of[row] > begins)
+            found.append(Part(program, row, first + at, first + upto, slot))
+            at = upto
+            row += at == edge_of[row + 1]
+    return found
+
+
+def imbalance(found: Sequence[Part], part_tiles: float = 0.0) -> float:
+    """The load of the fullest program over the mean of those that have any; `part_tiles` is what a part costs beside
+    its tiles."""
+    loads: dict[int, float] = {}
+    for part in found:
+        loads[part.program] = loads.get(part.program, 0.0) + part.end - part.begin + part_tiles
+    return max(loads.values()) * len(loads) / sum(loads.values())

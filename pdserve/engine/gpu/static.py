@@ -13,11 +13,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from pdserve.engine.gpu.attention import Rows, Scratch, make_scratch
+from pdserve.engine.gpu.attention import Rows, Scratch
 from pdserve.engine.gpu.inputs import Inputs
 from pdserve.engine.gpu.layers import LayerKernels
 from pdserve.engine.gpu.sampling import Sampler
-from pdserve.engine.gpu.splits import num_splits
 from pdserve.engine.model import Decoder
 from pdserve.engine.parameters import LayerWeights
 from pdserve.engine.pool import TorchPool
@@ -64,10 +63,10 @@ class StaticDecode:
         most_queries: int = 1,
     ) -> None:
         """`most_tokens`: of a step whose rows have drafts, each row up to `most_queries` tokens; 0 where none has."""
-        device, heads = pool.tensor.device, model.heads
+        device = pool.tensor.device
         most_tokens = max(most_tokens, most_rows)
         self.most_queries = most_queries
-        self._model, self._heads = model, heads
+        self._model = model
         self.num_seats = 2 * most_rows  # those of a step that runs stand while the next one is written
         self.num_pages = -(-max_context_tokens // pool.block_size)
         self.inputs = Inputs(most_tokens, pool.block_size, device)
@@ -76,20 +75,15 @@ class StaticDecode:
         self.logprob_B = torch.zeros(most_tokens, dtype=torch.float32, device=device)
         # They outlive the step, for the rows that are drawn again behind it.
         self.logits_BV = torch.zeros((most_tokens, vocab_size), dtype=torch.float32, device=device)
-        self._kernels = LayerKernels(pool, heads, model.dtype, max_context_tokens)
-        self._num_processors, self._max_context_tokens = num_processors, max_context_tokens
-        # By bucket and queries of a row; captured graphs hold their addresses.
-        self._scratches: dict[tuple[int, int], Scratch] = {}
+        self._kernels = LayerKernels(pool, model.heads, model.dtype, max_context_tokens)
+        self._num_processors = num_processors
+        self._scratches: dict[int, Scratch] = {}  # by queries of a row; captured graphs hold their addresses
         self.sampler = Sampler(most_tokens, vocab_size, device, num_processors)
 
-    def _scratch(self, bucket: int, num_queries: int) -> Scratch:
-        if (bucket, num_queries) not in self._scratches:
-            heads = self._heads
-            num_rows = -(-bucket // num_queries)
-            splits = num_splits(num_rows, heads.num_kv_heads, self._num_processors, self._max_context_tokens)
-            device = self.table_SP.device
-            self._scratches[bucket, num_queries] = make_scratch(splits, bucket, heads.num_heads, heads.head_dim, device)
-        return self._scratches[bucket, num_queries]
+    def _scratch(self, num_queries: int) -> Scratch:
+        if num_queries not in self._scratches:
+            self._scratches[num_queries] = self._kernels.make_scratch(num_queries, self._num_processors)
+        return self._scratches[num_queries]
 
     @torch.inference_mode()
     def run(self, bucket: int, num_queries: int = 1) -> None:
@@ -111,7 +105,7 @@ class StaticDecode:
         mixer = StaticMixer(
             self._kernels,
             rows,
-            self._scratch(bucket, num_queries),
+            self._scratch(num_queries),
             token_B,
             field("slot", bucket),
             field("position", bucket),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine_work import decode_work
+from benchmarks.gpu_claims import MIXED, MIXED_BOUND, claims, mixed_lengths, mixed_ratio
 from benchmarks.gpu_floor import COPY_GB_S, LLAMA_8B, decode_floor, shape_of, table
 from benchmarks.gpu_setting import SHAPES
 from pdserve.engine.config import parse_config
@@ -33,5 +34,12 @@ def test_a_step_is_longer_for_more_rows_longer_contexts_and_slower_memory() -> N
     assert decode_floor(LLAMA_8B, 8, 1024, copy_gb_s=2000.0).step_s > step_s
 
 
-def test_the_documentation_has_the_table() -> None:
-    assert table() in DOCS.read_text(encoding="utf-8")
+def test_one_long_row_among_short_ones_costs_its_bytes() -> None:
+    assert mixed_ratio(MIXED) <= MIXED_BOUND
+
+
+def test_the_documentation_has_the_tables() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    assert table() in text
+    assert claims() in text
+    assert mixed_lengths().splitlines()[5] in text

@@ -55,8 +55,8 @@ def test_states_and_blocks_are_those_of_torch(
     engine = open_engine(tiny(name), **settings, device=device.type, dtype="float32")
     other = open_engine(tiny(name), **settings, device=device.type, dtype="float32")
     model, windows = engine.model, engine._windows
-    kernel = TritonRows(model.heads, device, num_processors=132)
-    mixing = make_mixing(engine.pool, model.heads, torch.float32, 128)
+    kernel = TritonRows(device)
+    mixing = make_mixing(engine.pool, model.heads, torch.float32, 128, num_processors=4)
     with torch.inference_mode():
         for rows in steps():
             batch = pack(rows, windows, SIZE, device, kernel)
@@ -78,7 +78,7 @@ def test_layers_are_reported_when_their_writes_are_queued(
     """What on_layer finds of a layer in the pool is what the step leaves there."""
     engine = open_engine(tiny("llama"), kv_blocks=32, block_size=SIZE, device=device.type, dtype="float32")
     pool, heads = engine.pool, engine.model.heads
-    engine._mixing, engine._kernel = make_mixing(pool, heads, torch.float32, 128), TritonRows(heads, device, 132)
+    engine._mixing, engine._kernel = make_mixing(pool, heads, torch.float32, 128, 4), TritonRows(device)
     every, seen = torch.arange(pool.num_blocks, device=device)[None], []
 
     def look(num_layers: int) -> None:

@@ -1,0 +1,110 @@
+"""Divides the tiles of a step's rows among attention's programs, on the device: splits.py as a kernel.
+
+    split(start_B, length_B, ..) -> work
+
+It runs once a step for each window that the model has, within the graph, since lengths change from step to step.
+"""
+
+# Shapes: B rows, W programs of a kv head.
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.engine.gpu.splits import least_tiles
+
+#: Words of the result before the rows' edges: share, tiles in all, then each program's first and last row.
+HEAD_WORDS: Final = 2
+_ROWS: Final = 512  # at a time
+_PROGRAMS: Final = 16  # of attention, for one program here
+
+
+@triton.jit
+def tile_range(start, length, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """First tile that any query of the row sees, and the end of its tiles."""
+    first = start * 0
+    if WINDOW > 0:
+        first = tl.maximum(start - WINDOW + 1, 0) // TILE
+    return first, tl.maximum(tl.cdiv(length, TILE), first + 1)
+
+
+@triton.jit
+def _counts(start_of, length_of, row, num_rows, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    exists = row < num_rows
+    start = tl.load(start_of + row, mask=exists, other=0)
+    length = tl.load(length_of + row, mask=exists, other=0)
+    first, end = tile_range(start, length, WINDOW, TILE)
+    return tl.where(exists, end - first, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+def _split(
+    work,  # [HEAD + 2 W + B + 1]
+    start_of,  # [B]
+    length_of,  # [B]
+    num_rows,
+    num_programs,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST: tl.constexpr,
+    HEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    r = tl.arange(0, ROWS)
+    total = num_rows * 0
+    for base in range(0, num_rows, ROWS):
+        total += tl.sum(_counts(start_of, length_of, base + r, num_rows, WINDOW, TILE), axis=0)
+    share = tl.maximum(tl.cdiv(total, num_programs), LEAST)
+    edges = work + HEAD + 2 * num_programs
+    writes = tl.program_id(0) == 0
+    tl.store(work, share, mask=writes)
+    tl.store(work + 1, total, mask=writes)
+    tl.store(edges, 0, mask=writes)
+
+    program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
+    begin = program * share
+    last = tl.minimum(begin + share, total) - 1
+    first_row = tl.zeros([PROGRAMS], tl.int32)
+    last_row = tl.zeros([PROGRAMS], tl.int32)
+    done = num_rows * 0
+    for base in range(0, num_rows, ROWS):
+        exists = base + r < num_rows
+        count = _counts(start_of, length_of, base + r, num_rows, WINDOW, TILE)
+        end = done + tl.cumsum(count, axis=0)
+        done += tl.sum(count, axis=0)
+        tl.store(edges + 1 + base + r, end, mask=exists & writes)
+        # A row that ends before a tile comes before the tile's own.
+        first_row += tl.sum(((end[None, :] <= begin[:, None]) & exists[None, :]).to(tl.int32), axis=1)
+        last_row += tl.sum(((end[None, :] <= last[:, None]) & exists[None, :]).to(tl.int32), axis=1)
+    is_one = program < num_programs
+    # Where a program has no tile, the first row is behind the last one.
+    tl.store(work + HEAD + program, first_row, mask=is_one)
+    tl.store(work + HEAD + num_programs + program, tl.where(begin < total, last_row, -1), mask=is_one)
+
+
+def split(start_B: Tensor, length_B: Tensor, num_programs: int, tile: int, window: int | None) -> Tensor:
+    """int32: share, all tiles, first and last row of each program, then where each row's tiles begin, and the end."""
+    num_rows = len(length_B)
+    size = HEAD_WORDS + 2 * num_programs + num_rows + 1
+    work = torch.empty(size, dtype=torch.int32, device=length_B.device)
+    _split[(triton.cdiv(num_programs, _PROGRAMS),)](
+        work,
+        start_B,
+        length_B,
+        num_rows,
+        num_programs,
+        WINDOW=window or 0,
+        TILE=tile,
+        LEAST=least_tiles(tile),
+        HEAD=HEAD_WORDS,
+        ROWS=_ROWS,
+        PROGRAMS=_PROGRAMS,
+        num_warps=4,
+    )
+    return work
