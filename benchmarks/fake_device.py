@@ -7,7 +7,6 @@ bad as a device can be and still be right.
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import queue
@@ -23,6 +22,7 @@ from typing import Any
 
 from benchmarks.transfer_ends import HostPool
 from kvtransfer.device import COPY_S, Blocks, Wake
+from kvtransfer.host_device import HostBlocks, PlainBytes, digest_of, move_bytes, word_sum
 from pdserve.core.errors import InternalError, TransferFailed
 
 DRAIN_S = 30.0
@@ -80,47 +80,20 @@ class HiddenPool:
         raise InternalError("the KV pool lies on a device: it has no host buffer")
 
 
-class FakeBlocks:
-    """Blocks at equal distances of `stride` bytes, from byte `first` on."""
+class FakeBlocks(HostBlocks):
+    """Blocks on the device: its pool, staging, or a part of them, whose memory is there as long as the whole's."""
 
-    def __init__(self, memory: Any, num_blocks: int, block_bytes: int, first: int = 0, stride: int = 0) -> None:
-        self.memory, self.num_blocks, self.block_bytes = memory, num_blocks, block_bytes
-        self._first, self._stride = first, stride or block_bytes
-
-    def view(self, block: int, count: int = 1) -> memoryview:
-        assert 0 <= block <= self.num_blocks - count
-        assert self.memory is not None, "closed"
-        assert count == 1 or self._stride == self.block_bytes, "not one run of bytes"
-        begin = self._first + block * self._stride
-        return memoryview(self.memory)[begin : begin + count * self.block_bytes]
-
-    def narrowed(self, run: tuple[int, int]) -> FakeBlocks:
-        first, num_bytes = run
-        assert first + num_bytes <= self.block_bytes
-        return _Part(self, self.num_blocks, num_bytes, self._first + first, self._stride)
-
-    def cut(self, first: int, count: int, num_bytes: int) -> FakeBlocks:
-        assert self._stride == self.block_bytes
-        assert first + count <= self.num_blocks
-        num_blocks = count * self.block_bytes // num_bytes
-        return _Part(self, num_blocks, num_bytes, self._first + first * self.block_bytes, num_bytes)
+    whole: FakeBlocks | None = None
 
     def check(self) -> None:
         """Raises TransferFailed where the memory is gone."""
+        if self.whole is not None:
+            self.whole.check()
 
-    def close(self) -> None:
-        self.memory = None
-
-
-class _Part(FakeBlocks):
-    """Bytes of others' blocks: as long as those are open."""
-
-    def __init__(self, whole: FakeBlocks, num_blocks: int, block_bytes: int, first: int, stride: int) -> None:
-        super().__init__(whole.memory, num_blocks, block_bytes, first, stride)
-        self._whole = whole
-
-    def check(self) -> None:
-        self._whole.check()
+    def _part(self, num_blocks: int, block_bytes: int, first: int, stride: int) -> FakeBlocks:
+        part = FakeBlocks(self.memory, num_blocks, block_bytes, first, stride)
+        part.whole = self
+        return part
 
 
 class OpenedBlocks(FakeBlocks):
@@ -258,16 +231,30 @@ class FakeDevice:
         def work() -> bytes:
             for step in after or ():
                 step.wait(DRAIN_S)
-            digest = hashlib.blake2b(digest_size=8)
+            sums = []
             for index, block in enumerate(sources):
                 source.check()
                 if index == dies_at:
                     os.kill(os.getpid(), signal.SIGKILL)
                 data = bytes(source.view(block))
-                digest.update(data)
+                sums.append(word_sum(memoryview(data)))
                 if isinstance(target, FakeBlocks):
                     target.view(targets[index])[:] = data
-            return digest.digest()
+            return digest_of(sums)
+
+        return self._stream.queue(work, wake)
+
+    def pinned(self, num_bytes: int) -> PlainBytes:
+        return PlainBytes(num_bytes)
+
+    def move(
+        self, staging: Blocks, first: int, host: Any, at: int, num_bytes: int, wake: Wake, *, is_to_host: bool
+    ) -> FakeCopying:
+        assert isinstance(staging, FakeBlocks)
+
+        def work() -> bytes:
+            move_bytes(staging, first, host, at, num_bytes, is_to_host=is_to_host)
+            return b""
 
         return self._stream.queue(work, wake)
 

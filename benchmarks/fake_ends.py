@@ -1,10 +1,10 @@
-"""cuda_ipc and nccl of this process over stand-ins for their libraries."""
+"""cuda_ipc, nccl and tcp_staged of this process over stand-ins for their libraries."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from benchmarks.fake_device import PLAIN, FakeDevice, Trouble
 from benchmarks.fake_lane import FakeLanes
@@ -12,6 +12,9 @@ from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.on_device import DeviceOf
 from kvtransfer.paths.registry import TRANSPORTS
+from kvtransfer.paths.tcp_staged import TCP_STAGED, TcpStaged
+
+DEVICE_TRANSPORTS: Final = ("cuda_ipc", "nccl", "tcp_staged")
 
 
 def stand_in(pool: Any, trouble: Trouble = PLAIN) -> FakeDevice:
@@ -23,6 +26,7 @@ def stand_in(pool: Any, trouble: Trouble = PLAIN) -> FakeDevice:
 
 def install(device_of: DeviceOf, trouble: Trouble = PLAIN) -> None:
     TRANSPORTS[CUDA_IPC], TRANSPORTS[NCCL] = CudaIpc(device_of), Nccl(device_of, FakeLanes(trouble=trouble))
+    TRANSPORTS[TCP_STAGED] = TcpStaged(device_of)
 
 
 @contextmanager

@@ -4,8 +4,8 @@
 
 Several prefill and decode processes with the engine's pools and the workers' allocators move blocks whose every byte
 is known (benchmarks/fault_worker.py); which fault a transfer meets follows from the seed (benchmarks/fault_cases.py);
-this process plays the router, and starts again what was killed. Ends with status 1 if anything was wrong. cuda_ipc and
-nccl run over stand-ins for CUDA and NCCL (benchmarks/fake_device.py, fake_lane.py) or, with --gpu, over the real ones.
+this process plays the router, and starts again what was killed. Ends with status 1 if anything was wrong. Those
+between GPUs run over stand-ins for CUDA and NCCL (benchmarks/fake_device.py, fake_lane.py) or, with --gpu, over them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.fake_ends import DEVICE_TRANSPORTS
 from benchmarks.fault_cases import Case, case_of
 from benchmarks.fault_report import Result, exit_code, print_result, table
 from benchmarks.fault_storage import Memory
-from benchmarks.fault_worker import DEVICE_KILLS, DEVICE_TRANSPORTS, Setup
+from benchmarks.fault_worker import DEVICE_KILLS, Setup
 from benchmarks.fault_worker import main as worker_main
 from benchmarks.netns import Cables, Network, why_not
 from pdserve.core.json_text import to_json
@@ -317,10 +318,10 @@ def progress(result: Result) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.fault_storm", description=__doc__.splitlines()[0])
     parser.add_argument("--transfers", type=int, default=5000, help="on each transport")
-    parser.add_argument("--transport", nargs="+", help="shm and tcp, or with --gpu cuda_ipc and nccl")
+    parser.add_argument("--transport", nargs="+", help="shm and tcp, or with --gpu cuda_ipc, nccl and tcp_staged")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shape", default="small", help="of the blocks: small, bundled (the bundled model's), int8")
-    parser.add_argument("--gpu", action="store_true", help="cuda_ipc and nccl on a GPU; else over stand-ins")
+    parser.add_argument("--gpu", action="store_true", help="those of GPUs on a GPU; else over stand-ins")
     parser.add_argument("--cut-network", action="store_true", help="tcp between network namespaces that are cut off")
     parser.add_argument("--json", type=Path, help="write the results there as well")
     args = parser.parse_args()

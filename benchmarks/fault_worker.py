@@ -46,7 +46,6 @@ class Setup:
     memory: Memory = "host"
 
 
-DEVICE_TRANSPORTS: Final = ("cuda_ipc", "nccl")
 DEVICE_KILLS: Final = 0.0002  # share of the copies on a device in whose middle the process is killed
 NUM_LAYERS: Final = 2  # of a block, as the fingerprint has it: every other transfer comes in so many layer groups
 

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fake_ends import stand_ins
+from benchmarks.fake_ends import DEVICE_TRANSPORTS, stand_ins
 from benchmarks.gpu_clock import seconds_of
 from benchmarks.gpu_ends import (
     Landing,
@@ -51,7 +51,7 @@ def transfers(setting: Setting, folder: Path) -> None:
         floors = {size: device_copy_s(setting, pool, size // block_bytes) for size in setting.transfer_bytes}
         for size, took_s in floors.items():
             report.row("device copy", shown_mib(size), size / took_s / 1e9, took_s * 1e3, "1")
-        for transport in ("cuda_ipc", "nccl"):
+        for transport in DEVICE_TRANSPORTS:
             try:
                 one_transport(setting, report, transport, pool, floors)
             except Exception as error:

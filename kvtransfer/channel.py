@@ -238,14 +238,16 @@ class Channel:
         except OSError as error:
             raise Gone(f"connection lost: {error}") from error
 
-    def fill(self, view: memoryview) -> None:
-        """Reads exactly len(view) bytes, waiting as long as it takes."""
+    def fill(self, view: memoryview, wake_bytes: int = 1) -> None:
+        """Reads exactly len(view) bytes, waiting as long as it takes, each time for `wake_bytes` or the rest."""
         while view:
             received = self.receive([view])
             if received == 0:
+                self.wake_at(min(len(view), wake_bytes))
                 self.wait()
                 self.meanwhile()
             view = view[received:]
+        self.wake_at(1)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

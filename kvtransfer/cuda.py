@@ -23,7 +23,7 @@ from typing import Any, Final, final
 import torch
 
 from kvtransfer.cuda_driver import driver, tensor_at
-from kvtransfer.device import COPY_S, Blocks, Run, Wake
+from kvtransfer.device import COPY_S, Blocks, Pinned, Run, Wake
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.interface import KvPool
 
@@ -71,6 +71,20 @@ class CudaBlocks:
         if self.raw is not None:
             self.raw = None
             self._on_close()
+
+
+@final
+class PinnedBytes:
+    def __init__(self, num_bytes: int) -> None:
+        try:
+            self.tensor: torch.Tensor | None = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise TransferFailed(f"the host pins no {num_bytes} bytes: {error}") from error
+        self.view = memoryview(self.tensor.numpy().data)
+
+    def close(self) -> None:
+        """torch hands the memory out again once the copies that were queued have passed."""
+        self.tensor, self.view = None, memoryview(b"")
 
 
 @final
@@ -242,6 +256,24 @@ class CudaDevice:
             host_B = torch.empty(len(sources), dtype=torch.int64, pin_memory=True)
             host_B.copy_(sums_B, non_blocking=True)
             return self.watched(host_B, wake)
+
+    def pinned(self, num_bytes: int) -> PinnedBytes:
+        return PinnedBytes(num_bytes)
+
+    def move(
+        self, staging: Blocks, first: int, host: Pinned, at: int, num_bytes: int, wake: Wake, *, is_to_host: bool
+    ) -> CudaCopying:
+        assert isinstance(staging, CudaBlocks)
+        assert isinstance(host, PinnedBytes)
+        assert host.tensor is not None, "closed"
+        there = staging.tensor[first:].view(-1)[:num_bytes]
+        here = host.tensor[at : at + num_bytes]
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            if is_to_host:
+                here.copy_(there, non_blocking=True)
+            else:
+                there.copy_(here, non_blocking=True)
+            return self.watched(None, wake)
 
     def watched(self, sums: Any | None, wake: Wake, stream: Any | None = None, limit_s: float = COPY_S) -> CudaCopying:
         """What has been queued on the stream so far; the device's own where none is named."""

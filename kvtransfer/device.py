@@ -48,6 +48,14 @@ class Blocks(Protocol):
     def close(self) -> None: ...
 
 
+class Pinned(Protocol):
+    """Host memory that the device reads and writes by itself."""
+
+    view: memoryview
+
+    def close(self) -> None: ...
+
+
 class Device(Protocol):
     name: str  # the same for all processes on one device
 
@@ -56,6 +64,10 @@ class Device(Protocol):
         ...
 
     def staging(self, num_blocks: int) -> Blocks: ...
+
+    def pinned(self, num_bytes: int) -> Pinned:
+        """Raises TransferFailed where the host has no memory left."""
+        ...
 
     def export(self) -> bytes:
         """What another process on this host needs to open the pool."""
@@ -80,6 +92,12 @@ class Device(Protocol):
     ) -> Copying:
         """Source blocks to target blocks of the same size, once what the fence stands for has ended; without a target,
         their digest."""
+        ...
+
+    def move(
+        self, staging: Blocks, first: int, host: Pinned, at: int, num_bytes: int, wake: Wake, *, is_to_host: bool
+    ) -> Copying:
+        """Bytes of the staging's blocks from `first` on, to or from host memory from byte `at` on."""
         ...
 
     def drain(self) -> None:

@@ -150,8 +150,10 @@ class Outbound(threading.Thread):
 
     def run_of(self, job: Job) -> Run:
         assert self._lanes is not None
-        [run] = self._lanes.runs(job.part)  # else the transfer was not started
-        return run
+        runs = self._lanes.runs(job.part)
+        if len(runs) != 1:
+            raise TransferFailed(f"{job.part}: between devices a part of a block is one run of bytes")
+        return runs[0]
 
     def finished(self, job: Job) -> None:
         self._jobs.remove(job)

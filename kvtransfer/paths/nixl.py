@@ -145,7 +145,7 @@ class Nixl(TcpDoor):
 
     kind: int = NIXL
     name = "nixl"
-    is_for_devices = False
+    is_for_hosts, is_for_devices = True, False
     divides_blocks = True
     proves_quiescence = True  # of live pages: the library writes into staging alone
 
@@ -156,7 +156,7 @@ class Nixl(TcpDoor):
         self._exporter: Agent | None = None
         self._importer: Agent | None = None
 
-    def why_not(self) -> str:
+    def why_not(self, *, is_on_host: bool = True) -> str:
         is_there = self._make is not None or importlib.util.find_spec("nixl") is not None
         return "" if is_there else "the package nixl is not installed"
 

@@ -18,7 +18,7 @@ def _nobody() -> None:
 
 
 class OnDevice:
-    is_for_devices = True
+    is_for_hosts, is_for_devices = False, True
     divides_blocks = True  # where a part of a block is one run of bytes
     packages: tuple[str, ...] = ()  # that it needs beside torch and Triton
 
@@ -26,8 +26,8 @@ class OnDevice:
         """`device_of` stands in for CUDA."""
         self._device_of = device_of
 
-    def why_not(self) -> str:
-        if self._device_of is not None:
+    def why_not(self, *, is_on_host: bool = False) -> str:
+        if is_on_host or self._device_of is not None:
             return ""
         from kvtransfer.cuda import why_no_cuda
 

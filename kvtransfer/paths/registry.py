@@ -13,33 +13,36 @@ from kvtransfer.paths.on_device import OnDevice
 from kvtransfer.paths.path import Transport
 from kvtransfer.paths.shm import Shm
 from kvtransfer.paths.tcp import Tcp
+from kvtransfer.paths.tcp_staged import TcpStaged
 from pdserve.core.errors import ConfigError
 from pdserve.engine.interface import KvPool
 
-_IN_ORDER: Final[tuple[Transport, ...]] = (CudaIpc(), Nccl(), Shm(), Tcp(), Nixl())  # the preferred first
+#: The preferred first.
+_IN_ORDER: Final[tuple[Transport, ...]] = (CudaIpc(), Nccl(), Shm(), Tcp(), Nixl(), TcpStaged())
 TRANSPORTS: Final[dict[int, Transport]] = {one.kind: one for one in _IN_ORDER}
-NAMES: Final = ("auto", *(one.name for one in _IN_ORDER))
+NAMES: Final = ("auto", *(one.name for one in _IN_ORDER if one.name != TcpStaged.name))  # of a setting
 
 
 def kinds(name: str, *, is_on_host: bool = True) -> tuple[int, ...]:
     """Numbers of TransportKind, the preferred first; auto: all that this system has for such a pool.
 
-    Raises ConfigError.
+    tcp of a pool on a GPU is tcp_staged, which `auto` has for every pool. Raises ConfigError.
     """
-    if name not in NAMES:
+    if name not in (*NAMES, TcpStaged.name):
         raise ConfigError("transport", name, "one of " + ", ".join(NAMES))
-    fitting = [one for one in TRANSPORTS.values() if one.is_for_devices != is_on_host]
+    fitting = [one for one in TRANSPORTS.values() if (one.is_for_hosts if is_on_host else one.is_for_devices)]
     if name == "auto":
-        found = tuple(one.kind for one in fitting if not one.why_not())
+        found = tuple(one.kind for one in fitting if not one.why_not(is_on_host=is_on_host))
         if not found:
-            reasons = "; ".join(f"{one.name}: {one.why_not()}" for one in fitting)
+            reasons = "; ".join(f"{one.name}: {one.why_not(is_on_host=is_on_host)}" for one in fitting)
             raise ConfigError("transport", name, f"a system that has one ({reasons})")
         return found
-    [chosen] = [one for one in TRANSPORTS.values() if one.name == name]
-    if chosen not in fitting:
+    chosen = next((one for one in fitting if one.name in (name, f"{name}_staged")), None)
+    if chosen is None:
         where = "in host memory" if is_on_host else "on a GPU"
-        raise ConfigError("transport", name, ", ".join(one.name for one in fitting) + f": the KV pool lies {where}")
-    if why_not := chosen.why_not():
+        allowed = ", ".join(dict.fromkeys(one.name.removesuffix("_staged") for one in fitting))
+        raise ConfigError("transport", name, f"{allowed}: the KV pool lies {where}")
+    if why_not := chosen.why_not(is_on_host=is_on_host):
         raise ConfigError("transport", name, f"another on this system: {why_not}")
     return (chosen.kind,)
 
@@ -49,6 +52,8 @@ def prepare(pool: KvPool, numbers: Sequence[int], runs: Sequence[Run] = ()) -> N
 
     May raise TransferFailed.
     """
+    if pool.is_on_host:
+        return
     for transport in (TRANSPORTS[kind] for kind in numbers):
         if isinstance(transport, OnDevice):
             transport.prepare(pool, runs)
@@ -61,6 +66,8 @@ def divides_blocks(numbers: Sequence[int]) -> bool:
 
 def fence_of(pool: KvPool, numbers: Sequence[int]) -> Fence | None:
     """What the pool's device has queued until now and nobody has waited for; None of a pool in host memory."""
+    if pool.is_on_host:
+        return None
     for transport in (TRANSPORTS[kind] for kind in numbers):
         if isinstance(transport, OnDevice):
             return transport.fence(pool)

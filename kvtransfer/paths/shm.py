@@ -122,11 +122,11 @@ class ShmReceive:
 class Shm(UnixDoor):
     kind: int = SHM
     name = "shm"
-    is_for_devices = False
+    is_for_hosts, is_for_devices = True, False
     divides_blocks = True
     proves_quiescence = True  # the receiver's own thread is the only writer
 
-    def why_not(self) -> str:
+    def why_not(self, *, is_on_host: bool = True) -> str:
         return "" if can_share_memory() else "shm needs Linux"
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Final, final
 
+from kvtransfer.channel import Channel
 from kvtransfer.departure import Job
 from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.landing import Claim
@@ -17,7 +18,7 @@ TCP: Final = transfer_pb2.TRANSPORT_KIND_TCP
 
 _ANY_HOST: Final = ("0.0.0.0", "::", "")
 CHUNK_BYTES: Final = 4 * 2**20
-_WAKE_BYTES: Final = 2**20  # fewer are not worth a system call, a lock and a wake
+WAKE_BYTES: Final = 2**20  # fewer are not worth a system call, a lock and a wake
 _SCRATCH_BYTES: Final = 64 * 1024
 
 
@@ -60,7 +61,6 @@ class TcpReceive:
 
     def __init__(self, link: ReceiveLink) -> None:
         self._link = link
-        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
 
     def check(self, frame: Frame) -> None:
         size = self._link.size_of(frame)
@@ -69,40 +69,43 @@ class TcpReceive:
 
     def land(self, frame: Frame, claim: Claim | None) -> None:
         if claim is None:
-            self._discard(frame.length)
+            discard(self._link.channel, frame.length)
             return
         link = self._link
         views = link.views(claim)
         rest, left = list(views), frame.length
         while left:
             if not link.enter(claim):
-                self._discard(left)
+                discard(link.channel, left)
                 return
             try:
                 received = link.channel.receive(rest)
             finally:
                 link.leave(claim)
             if received == 0:
-                link.channel.wake_at(min(left, _WAKE_BYTES))
+                link.channel.wake_at(min(left, WAKE_BYTES))
                 link.channel.wait()
             left -= received
             advance(rest, received)
         link.channel.wake_at(1)
         link.settle(claim, frame, link.digest(views))
 
-    def _discard(self, left: int) -> None:
-        self._link.channel.wake_at(1)
-        while left:
-            received = self._link.channel.receive([self._scratch[:left]])
-            if received == 0:
-                self._link.channel.wait()
-            left -= received
-
     def poll(self) -> None:
         pass
 
     def close(self) -> None:
         pass
+
+
+def discard(channel: Channel, num_bytes: int) -> None:
+    """Reads bytes of which nobody has use."""
+    channel.wake_at(1)
+    scratch = memoryview(bytearray(min(num_bytes, _SCRATCH_BYTES)))
+    while num_bytes:
+        received = channel.receive([scratch[:num_bytes]])
+        if received == 0:
+            channel.wait()
+        num_bytes -= received
 
 
 class TcpDoor:
@@ -138,11 +141,11 @@ class TcpDoor:
 class Tcp(TcpDoor):
     kind: int = TCP
     name = "tcp"
-    is_for_devices = False
+    is_for_hosts, is_for_devices = True, False
     divides_blocks = True
     proves_quiescence = True  # the receiver's own thread is the only writer
 
-    def why_not(self) -> str:
+    def why_not(self, *, is_on_host: bool = True) -> str:
         return ""
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:

@@ -15,6 +15,7 @@ class TransportKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRANSPORT_KIND_NCCL: _ClassVar[TransportKind]
     TRANSPORT_KIND_CUDA_IPC: _ClassVar[TransportKind]
     TRANSPORT_KIND_NIXL: _ClassVar[TransportKind]
+    TRANSPORT_KIND_TCP_STAGED: _ClassVar[TransportKind]
 
 class ChecksumKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -27,6 +28,7 @@ TRANSPORT_KIND_TCP: TransportKind
 TRANSPORT_KIND_NCCL: TransportKind
 TRANSPORT_KIND_CUDA_IPC: TransportKind
 TRANSPORT_KIND_NIXL: TransportKind
+TRANSPORT_KIND_TCP_STAGED: TransportKind
 CHECKSUM_KIND_UNSPECIFIED: ChecksumKind
 CHECKSUM_KIND_XXH3_64: ChecksumKind
 CHECKSUM_KIND_BLAKE2B_64: ChecksumKind

@@ -22,7 +22,7 @@ from typing import Final
 
 import torch
 
-from benchmarks.fake_ends import stand_ins
+from benchmarks.fake_ends import DEVICE_TRANSPORTS, stand_ins
 from benchmarks.gpu_ends import Landing, Memory, RemoteSender, SenderSetup, make_pool, nccl_environment
 from benchmarks.transfer_ends import fingerprint
 from kvtransfer.transport import Received, ReceiveOutcome
@@ -43,7 +43,7 @@ def main() -> int:
         return 2
     print("| transport | check | result | s |\n|---|---|---|---|")
     with stand_ins() if args.rehearse else nullcontext():
-        results = [checked(transport, args.rehearse) for transport in ("cuda_ipc", "nccl")]
+        results = [checked(transport, args.rehearse) for transport in DEVICE_TRANSPORTS]
     return int(not all(results))
 
 

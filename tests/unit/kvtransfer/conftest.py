@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fake_device import DevicePool, FakeDevice
-from benchmarks.fake_ends import stand_ins
+from benchmarks.fake_ends import DEVICE_TRANSPORTS, stand_ins
 from benchmarks.secret import SECRET
 from benchmarks.transfer_proxy import Hook, Proxy
 from kvtransfer.disturbance import Disturbance
@@ -69,7 +69,7 @@ def make_pair(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) -
         clock: Callable[[], float] = time.monotonic,
         facts: Fingerprint | None = None,
     ) -> Pair:
-        make_pool = DevicePool if transport in ("cuda_ipc", "nccl") else HostPool
+        make_pool = DevicePool if transport in DEVICE_TRANSPORTS else HostPool
         source, landing = make_pool(num_blocks, block_bytes, seed=7), make_pool(num_blocks, block_bytes)
         disturbance = None if fault_of is None else Disturbance(fault_of, block_bytes)
         common: dict[str, Any] = {"transport": transport, "disturbance": disturbance, "lease": lease, "clock": clock}

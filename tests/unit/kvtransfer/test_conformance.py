@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.fake_ends import DEVICE_TRANSPORTS
 from benchmarks.secret import SECRET
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind
@@ -27,7 +28,7 @@ MakePair = Callable[..., Pair]
 CHUNK_BLOCKS = {"tcp": tcp.CHUNK_BYTES // BLOCK_BYTES, "shm": shm.CHUNK_BYTES // BLOCK_BYTES}
 
 
-@pytest.fixture(params=["tcp", "shm", "cuda_ipc", "nccl", "nixl", "nixl-stand-in"])
+@pytest.fixture(params=["tcp", "shm", *DEVICE_TRANSPORTS, "nixl", "nixl-stand-in"])
 def transport(request: pytest.FixtureRequest, prepared: Callable[[str], str]) -> str:
     return prepared(request.param)
 

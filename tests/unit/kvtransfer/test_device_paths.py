@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fake_device import DevicePool, FakeCopying, FakeDevice, Trouble
+from benchmarks.fake_ends import DEVICE_TRANSPORTS
 from benchmarks.fake_lane import FakeLane, FakeLanes
 from benchmarks.secret import SECRET
 from kvtransfer.cuda import why_no_cuda
@@ -23,6 +24,7 @@ from kvtransfer.outbound import Outbound
 from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.registry import TRANSPORTS, kinds
+from kvtransfer.paths.tcp_staged import TCP_STAGED, TcpStaged
 from kvtransfer.stamping import pack
 from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome, Text
 from pdserve.core.errors import ConfigError, TransferFailed
@@ -30,7 +32,7 @@ from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, Heard, Pai
 from tests.unit.kvtransfer.raw import RawSender, expected, numbers
 
 MakePair = Callable[..., Pair]
-PATHS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+PATHS = pytest.mark.parametrize("transport", DEVICE_TRANSPORTS)
 
 
 class HeldDevice(FakeDevice):
@@ -63,6 +65,7 @@ def held(monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice]) -> Cal
 
     monkeypatch.setitem(TRANSPORTS, CUDA_IPC, CudaIpc(device_of))
     monkeypatch.setitem(TRANSPORTS, NCCL, Nccl(device_of, FakeLanes()))
+    monkeypatch.setitem(TRANSPORTS, TCP_STAGED, TcpStaged(device_of))
     return device_of
 
 
@@ -235,7 +238,7 @@ def test_versions_of_nccl_that_differ_are_refused_by_name(
     assert received.wait().outcome is ReceiveOutcome.FAILED
 
 
-@PATHS
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
 def test_blocks_of_another_size_are_refused_in_the_handshake(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, devices: dict[int, FakeDevice], transport: str
 ) -> None:
@@ -316,9 +319,11 @@ def test_this_system_says_what_it_lacks() -> None:
             kinds("auto", is_on_host=False)
         with pytest.raises(ConfigError, match=r"cuda_ipc.*another on this system"):
             kinds("cuda_ipc", is_on_host=False)
+        with pytest.raises(ConfigError, match=r"tcp.*another on this system"):
+            kinds("tcp", is_on_host=False)
     assert why_no_cuda("a-package-that-nobody-has") == "the package a-package-that-nobody-has is not installed"
     with pytest.raises(ConfigError, match="on a GPU"):
-        kinds("tcp", is_on_host=False)
+        kinds("shm", is_on_host=False)
 
 
 def test_statuses_that_cupy_does_not_know_are_still_statuses() -> None:

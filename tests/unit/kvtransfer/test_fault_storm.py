@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.fake_ends import DEVICE_TRANSPORTS
 from benchmarks.fault_cases import NO_FAULT, WEIGHTS, case_of
 from benchmarks.fault_report import Result, exit_code, table, verdict
 from benchmarks.fault_storage import SHAPES, Storage
@@ -35,7 +36,7 @@ def test_no_byte_is_wrong_and_no_block_is_lost_in_a_storm_of_faults(transport: s
     assert any(line.startswith(f"| {NO_FAULT} |") for line in table([result]))
 
 
-@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+@pytest.mark.parametrize("transport", DEVICE_TRANSPORTS)
 def test_a_storm_between_devices_that_are_slow_fail_hang_and_lose_their_peers(transport: str) -> None:
     """Over stand-ins for CUDA and NCCL, across processes, which are killed in the middle of copies too."""
     result = Storm(transport, seed=37, device_kills=0.01).run(200)

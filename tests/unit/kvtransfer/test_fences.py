@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from benchmarks.fake_device import FakeDevice
+from benchmarks.fake_ends import DEVICE_TRANSPORTS
 from kvtransfer import cuda
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from tests.unit.kvtransfer.harness import Pair, wait_for
 
 MakePair = Callable[..., Pair]
-PATHS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+PATHS = pytest.mark.parametrize("transport", DEVICE_TRANSPORTS)
 A_WHILE_S = 0.05  # in which a copy that did not wait would have ended
 
 

@@ -20,6 +20,7 @@ from kvtransfer.frames import Frame, Kind, tag_of
 from kvtransfer.paths import nixl
 from kvtransfer.paths.nixl import Nixl
 from kvtransfer.paths.registry import NAMES, kinds
+from kvtransfer.paths.tcp_staged import TCP_STAGED
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import ConfigError, TransferFailed
 from tests.unit.kvtransfer.fake_nixl import FakeHandle, World
@@ -374,7 +375,7 @@ def test_auto_prefers_the_others_and_a_missing_package_is_named(
     monkeypatch: pytest.MonkeyPatch, nixl_world: World
 ) -> None:
     assert NAMES[-1] == "nixl"
-    assert kinds("auto")[-1] == kinds("nixl")[0] == nixl.NIXL
+    assert kinds("auto")[-2:] == (nixl.NIXL, TCP_STAGED)
     monkeypatch.undo()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert nixl.NIXL not in kinds("auto")

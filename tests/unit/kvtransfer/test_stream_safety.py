@@ -173,6 +173,19 @@ def test_a_fence_orders_copies_behind_the_engine(streams: Streams, device: CudaD
     assert device.copy(activation, [0], None, (), nobody, device.fence()).is_done
 
 
+def test_staging_moves_to_pinned_memory_and_back(streams: Streams, device: CudaDevice) -> None:
+    staging, host = device.staging(3), device.pinned(200)
+    staging.tensor.copy_(torch.arange(192, dtype=torch.uint8).view(3, 64))
+    assert device.move(staging, 1, host, 50, 100, nobody, is_to_host=True).is_done
+    assert bytes(host.view[50:150]) == bytes(range(64, 164))
+    host.view[50:150] = bytes(100)
+    assert device.move(staging, 1, host, 50, 100, nobody, is_to_host=False).is_done
+    assert bytes(staging.tensor.numpy()) == bytes(range(64)) + bytes(100) + bytes(range(164, 192))
+    host.close()
+    with pytest.raises(AssertionError, match="closed"):
+        device.move(staging, 1, host, 50, 100, nobody, is_to_host=True)
+
+
 def test_prepare_uses_own_memory(streams: Streams, device: CudaDevice) -> None:
     OnDevice(lambda pool: device).prepare(None)  # type: ignore[arg-type]
     assert streams.num_uses == 6, "the sums of a block, and a copy"

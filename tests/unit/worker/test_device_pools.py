@@ -33,7 +33,7 @@ COMMON: Final[dict[str, Any]] = {
     "deterministic": True,
     "profile": "h100-sxm.llama-3.1-8b.bf16",
 }
-DEVICE_TRANSPORTS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+PATHS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl", "tcp"])
 
 
 class DeviceEngine:
@@ -76,7 +76,7 @@ def devices() -> Iterator[dict[int, FakeDevice]]:
         yield made
 
 
-@DEVICE_TRANSPORTS
+@PATHS
 async def test_default_push_between_devices(
     devices: dict[int, FakeDevice],
     start: Callable[..., Any],

@@ -53,7 +53,9 @@ def test_a_rehearsal_without_the_packages_that_the_gpu_machine_lacks(bare: dict[
     assert all(len(row) == len(one.columns) for one in findings.values() for row in one.rows)
     kinds = {row[0] for row in findings["llama-fp8"].rows}
     assert kinds == {"loaded", "captured", "decode", "prefill", "kernels of a step", "of them"}
-    assert {"cuda_ipc", "nccl", "cuda_ipc, its copy alone"} <= {row[0] for row in findings["transfers"].rows}
+    assert {"cuda_ipc", "nccl", "tcp_staged", "cuda_ipc, its copy alone"} <= {
+        row[0] for row in findings["transfers"].rows
+    }
     texts = [bar for bar in findings["serving"].bars if "equal texts" in bar.name]
     assert len(texts) == 2
     assert all(bar.is_met for bar in texts)

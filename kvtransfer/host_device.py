@@ -1,0 +1,172 @@
+"""A pool in host memory as a Device, for a pair of which the other end's pool lies on a GPU. Its work is done at once.
+
+Both ends of such a pair compare the sums that a GPU computes (pdserve.engine.gpu.extent), which numpy computes here at
+about 1 GB/s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import numpy as np
+
+from kvtransfer.device import Blocks, Run, Wake
+from pdserve.core.errors import InternalError
+from pdserve.engine.gpu.extent import GOLDEN, MIX, WORD_BYTES
+
+_AT_ONCE: Final = 1 << 16  # words: their intermediate values stay in the processor's cache
+_OFFSETS: Final = np.arange(1, _AT_ONCE + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+
+
+def word_sum(data: memoryview) -> int:
+    """The checksum of extent.py. The data is a multiple of 4 bytes long."""
+    if len(data) % WORD_BYTES:
+        raise InternalError(f"{len(data)} bytes, expected a multiple of {WORD_BYTES}")
+    word_N = np.frombuffer(data, dtype=np.uint32)
+    total, mix, half = 0, np.uint64(MIX), np.uint64(32)
+    for first in range(0, len(word_N), _AT_ONCE):
+        mixed_N = word_N[first : first + _AT_ONCE].astype(np.uint64)
+        mixed_N += _OFFSETS[: len(mixed_N)]
+        mixed_N += np.uint64(first * GOLDEN % 2**64)
+        mixed_N *= mix
+        mixed_N ^= mixed_N >> half
+        total += int(mixed_N.sum(dtype=np.uint64))
+    return total % 2**64
+
+
+def digest_of(sums: Sequence[int]) -> bytes:
+    """8 bytes over the sums of blocks, in order: what a chunk's frame carries."""
+    return hashlib.blake2b(np.array(sums, dtype=np.uint64).tobytes(), digest_size=8).digest()
+
+
+class HostBlocks:
+    """Blocks in `memory`, `stride` bytes apart; bytes of others may lie between them."""
+
+    def __init__(self, memory: Any, num_blocks: int, block_bytes: int, first: int = 0, stride: int = 0) -> None:
+        self.memory, self.num_blocks, self.block_bytes = memory, num_blocks, block_bytes
+        self._first, self._stride = first, stride or block_bytes
+
+    def view(self, block: int, count: int = 1) -> memoryview:
+        assert 0 <= block <= self.num_blocks - count
+        assert self.memory is not None, "closed"
+        assert count == 1 or self._stride == self.block_bytes, "not one run of bytes"
+        begin = self._first + block * self._stride
+        return memoryview(self.memory)[begin : begin + count * self.block_bytes]
+
+    def narrowed(self, run: Run) -> HostBlocks:
+        first, num_bytes = run
+        assert first + num_bytes <= self.block_bytes
+        return self._part(self.num_blocks, num_bytes, self._first + first, self._stride)
+
+    def cut(self, first: int, count: int, num_bytes: int) -> HostBlocks:
+        assert self._stride == self.block_bytes
+        assert first + count <= self.num_blocks
+        num_blocks = count * self.block_bytes // num_bytes
+        return self._part(num_blocks, num_bytes, self._first + first * self.block_bytes, num_bytes)
+
+    def close(self) -> None:
+        self.memory = None
+
+    def _part(self, num_blocks: int, block_bytes: int, first: int, stride: int) -> HostBlocks:
+        return HostBlocks(self.memory, num_blocks, block_bytes, first, stride)
+
+
+@final
+class PlainBytes:
+    """Host memory that nothing has to be pinned for."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.view = memoryview(bytearray(num_bytes))
+
+    def close(self) -> None:
+        self.view = memoryview(b"")
+
+
+@final
+class Done:
+    """A copy that has ended."""
+
+    is_done = True
+
+    def __init__(self, digest: bytes = b"") -> None:
+        self._digest = digest
+
+    def digest(self) -> bytes:
+        return self._digest
+
+
+@final
+class HostDevice:
+    name = "host"
+
+    def __init__(self, memory: memoryview, block_bytes: int) -> None:
+        self._memory, self._block_bytes = memory, block_bytes
+
+    def pool(self) -> HostBlocks:
+        return HostBlocks(self._memory, len(self._memory) // self._block_bytes, self._block_bytes)
+
+    def staging(self, num_blocks: int) -> HostBlocks:
+        return HostBlocks(bytearray(num_blocks * self._block_bytes), num_blocks, self._block_bytes)
+
+    def pinned(self, num_bytes: int) -> PlainBytes:
+        return PlainBytes(num_bytes)
+
+    def export(self) -> bytes:
+        raise InternalError("a pool in host memory is not opened by a device's driver")
+
+    def open(self, exported: bytes) -> HostBlocks:
+        raise InternalError("a pool in host memory is not opened by a device's driver")
+
+    def fence(self) -> None:
+        return None
+
+    def copy(
+        self,
+        source: Blocks,
+        sources: Sequence[int],
+        target: Blocks | None,
+        targets: Sequence[int],
+        wake: Wake,
+        after: Any,
+    ) -> Done:
+        assert isinstance(source, HostBlocks)
+        return self._done(copy_and_sum(source, sources, target, targets), wake)
+
+    def move(
+        self, staging: Blocks, first: int, host: Any, at: int, num_bytes: int, wake: Wake, *, is_to_host: bool
+    ) -> Done:
+        assert isinstance(staging, HostBlocks)
+        move_bytes(staging, first, host, at, num_bytes, is_to_host=is_to_host)
+        return self._done(b"", wake)
+
+    def drain(self) -> None:
+        """Nothing is ever under way."""
+
+    def _done(self, digest: bytes, wake: Wake) -> Done:
+        wake()
+        return Done(digest)
+
+
+def copy_and_sum(source: HostBlocks, sources: Sequence[int], target: Blocks | None, targets: Sequence[int]) -> bytes:
+    """Device.copy in host memory; the digest of what was read."""
+    sums = []
+    for index, block in enumerate(sources):
+        data = source.view(block)
+        if isinstance(target, HostBlocks):
+            into = target.view(targets[index])
+            into[:] = data
+            data = into
+        sums.append(word_sum(data))
+    return digest_of(sums)
+
+
+def move_bytes(staging: HostBlocks, first: int, host: Any, at: int, num_bytes: int, *, is_to_host: bool) -> None:
+    """Device.move in host memory."""
+    count = -(-num_bytes // staging.block_bytes)
+    there, here = staging.view(first, count)[:num_bytes], host.view[at : at + num_bytes]
+    if is_to_host:
+        here[:] = there
+    else:
+        there[:] = here

@@ -1,0 +1,194 @@
+"""tcp_staged: tcp for pools on GPUs. Blocks are gathered into pinned memory, sent from there, and scattered there.
+
+    sender                                              receiver
+    gather blocks into slot k, on the device
+    slot k to pinned memory, then CHUNK and its bytes -->  into a slot of pinned memory
+    the slot is free once the socket has taken it          to the device, then scattered under the claim: settle
+
+Either end may be in host memory, where a slot is filled and emptied at once: so a pair that has nothing else has this.
+The device sums blocks while it gathers and scatters them, and the two sums are compared: what happened to the bytes in
+between, in the copies of the driver too, shows.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from typing import Final, final
+
+from kvtransfer.departure import Job
+from kvtransfer.departures import StaleSource
+from kvtransfer.device import Copying, Device
+from kvtransfer.frames import BadFrame, Frame
+from kvtransfer.host_device import HostDevice
+from kvtransfer.landing import Claim
+from kvtransfer.memory import host_view
+from kvtransfer.paths.on_device import OnDevice, check_part
+from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.paths.tcp import WAKE_BYTES, TcpDoor, discard
+from kvtransfer.plan import blocks_per_chunk
+from pdserve.core.errors import TransferFailed
+from pdserve.engine.interface import KvPool
+from pdserve.v1 import transfer_pb2
+
+TCP_STAGED: Final = transfer_pb2.TRANSPORT_KIND_TCP_STAGED
+SLOT_BYTES: Final = 8 * 2**20  # a launch and a wake take half a millisecond, as do these bytes at 16 GB/s
+_LOOK_S: Final = 0.1  # a wake may have been spent on something else
+SLOTS: Final = 3  # one is filled, one is on the wire, one waits for its turn
+
+
+@final
+class Slots:
+    """Staging on the device and as much pinned memory beside it, in slots of whole blocks."""
+
+    def __init__(self, device: Device, block_bytes: int) -> None:
+        self.blocks = blocks_per_chunk(block_bytes, SLOT_BYTES)
+        self.num_bytes = self.blocks * block_bytes
+        self.free = deque(range(SLOTS))
+        self.staging = device.staging(SLOTS * self.blocks)
+        try:
+            self.host = device.pinned(SLOTS * self.num_bytes)
+        except BaseException:
+            self.staging.close()
+            raise
+
+    def view(self, slot: int, num_bytes: int) -> memoryview:
+        return self.host.view[slot * self.num_bytes : slot * self.num_bytes + num_bytes]
+
+    def close(self) -> None:
+        """Once the device has been drained."""
+        self.staging.close()
+        self.host.close()
+
+
+@final
+class TcpStagedSend:
+    def __init__(self, device: Device, block_bytes: int) -> None:
+        self._device, self._pool, self._slots = device, device.pool(), Slots(device, block_bytes)
+        self._filling: deque[tuple[int, Job, Copying, Copying]] = deque()
+        self._filled: deque[tuple[int, bytes, memoryview]] = deque()  # slot, head, bytes: wait for the writer
+
+    def attach(self, link: SendLink) -> None:
+        self._link = link
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self._slots.num_bytes
+
+    @property
+    def is_free(self) -> bool:
+        return bool(self._slots.free)
+
+    def post(self, job: Job) -> None:
+        slots, link = self._slots, self._link
+        slot, run = slots.free.popleft(), link.run_of(job)
+        first, at, num_bytes = slot * slots.blocks, slot * slots.num_bytes, job.chunk.count * run[1]
+        dense = slots.staging.cut(first, slots.blocks, run[1])
+        source, targets = self._pool.narrowed(run), range(job.chunk.count)
+        gathering = self._device.copy(source, job.chunk.sources, dense, targets, _ignore, job.after)
+        moving = self._device.move(slots.staging, first, slots.host, at, num_bytes, link.wake, is_to_host=True)
+        self._filling.append((slot, job, gathering, moving))
+
+    def forsake(self, job: Job) -> None:
+        """Gathering is short, and what is gathered reads no source block."""
+
+    def hear(self, frame: Frame) -> None:
+        raise BadFrame("credit, which tcp_staged has no use for")
+
+    def poll(self) -> None:
+        while self._filling and self._filling[0][3].is_done:
+            slot, job, gathering, _ = self._filling.popleft()
+            self._announce(slot, job, gathering.digest())
+        if self._filled and not self._link.writer.is_streaming:
+            slot, head, view = self._filled.popleft()
+            self._link.writer.stream([memoryview(head), view], lambda: self._slots.free.append(slot))
+
+    def close(self) -> None:
+        self._device.drain()
+        self._slots.close()
+
+    def _announce(self, slot: int, job: Job, digest: bytes) -> None:
+        link, num_bytes = self._link, job.chunk.count * self._link.run_of(job)[1]
+        try:
+            head = link.head(job, digest, length=num_bytes) if job.departure.session.is_open else b""
+        except StaleSource as stale:
+            self._slots.free.append(slot)
+            link.stale(job, str(stale))
+            return
+        if head:
+            self._filled.append((slot, head, self._slots.view(slot, num_bytes)))
+        else:
+            self._slots.free.append(slot)
+        link.finished(job)
+
+
+@final
+class TcpStagedReceive:
+    def __init__(self, link: ReceiveLink, device: Device) -> None:
+        self._link, self._device, self._pool = link, device, device.pool()
+        self._slots = Slots(device, link.block_bytes)
+        self._scattering: deque[tuple[int, Frame, Claim, Copying]] = deque()
+
+    def check(self, frame: Frame) -> None:
+        check_part(self._link, frame.part)
+        size = self._link.size_of(frame)
+        if frame.length != size or size > self._slots.num_bytes:
+            raise BadFrame(f"a chunk of {frame.count} blocks with {frame.length} bytes, expected {size}")
+
+    def land(self, frame: Frame, claim: Claim | None) -> None:
+        if claim is None:
+            discard(self._link.channel, frame.length)
+            return
+        link, slots, device = self._link, self._slots, self._device
+        while not slots.free:
+            link.channel.waker.wait(_LOOK_S)  # it is set when a scatter ends
+            self.poll()
+        slot = slots.free.popleft()
+        link.channel.fill(slots.view(slot, frame.length), WAKE_BYTES)
+        if not link.enter(claim):
+            slots.free.append(slot)
+            return
+        [run] = link.target.runs(frame.part)
+        first, at = slot * slots.blocks, slot * slots.num_bytes
+        device.move(slots.staging, first, slots.host, at, frame.length, _ignore, is_to_host=False)
+        dense, target = slots.staging.cut(first, slots.blocks, run[1]), self._pool.narrowed(run)
+        wake, after = link.channel.waker.set, claim.landing.after
+        scattering = device.copy(dense, range(frame.count), target, claim.blocks, wake, after)
+        self._scattering.append((slot, frame, claim, scattering))
+
+    def poll(self) -> None:
+        while self._scattering and self._scattering[0][3].is_done:
+            slot, frame, claim, scattering = self._scattering.popleft()
+            digest = scattering.digest()
+            self._link.leave(claim)
+            self._slots.free.append(slot)
+            self._link.settle(claim, frame, digest)
+
+    def close(self) -> None:
+        """Only after the last copy the book may hear that nobody writes."""
+        self._device.drain()
+        self._slots.close()
+
+
+@final
+class TcpStaged(OnDevice, TcpDoor):
+    kind: int = TCP_STAGED
+    name = "tcp_staged"
+    is_for_hosts = True  # where the other end is on a device
+    proves_quiescence = True  # the receiver's own copies are the only writes, and are waited for
+
+    def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
+        try:
+            return TcpStagedSend(self._end(pool, host_view(pool).toreadonly(), pool.block_bytes), pool.block_bytes)
+        except TransferFailed as failed:  # another transport may do
+            raise OSError(failed.message) from failed
+
+    def receiver(self, link: ReceiveLink) -> ReceivePath:
+        return TcpStagedReceive(link, self._end(link.pool, link.memory, link.block_bytes))
+
+    def _end(self, pool: KvPool, memory: memoryview, block_bytes: int) -> Device:
+        return HostDevice(memory, block_bytes) if pool.is_on_host else self._device(pool)
+
+
+def _ignore() -> None:
+    """The work that is queued after it wakes."""
