@@ -25,7 +25,7 @@ from kvtransfer.parts import Lanes, Part
 from kvtransfer.paths.path import SendPath
 from kvtransfer.plan import blocks_per_chunk
 from kvtransfer.stats import TransferStats
-from kvtransfer.transport import TransferKey
+from kvtransfer.transport import Link, TransferKey
 from kvtransfer.writer import Progress, Writer
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import TransferFailed
@@ -40,15 +40,6 @@ class Dialled:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """How KV travels to one decode worker."""
-
-    endpoint: str
-    transport: str
-    reason: str  # for this transport, as both ends see it
-
-
 Command = Start | Push | Abort | Dialled
 
 
@@ -61,6 +52,7 @@ class Outbound(threading.Thread):
         memory: memoryview,
         stamps: BlockStamps,
         endpoint: str,
+        worker_id: str,
         incarnation: str,
         clock: Callable[[], float],
         on_read: OnRead | None = None,
@@ -71,6 +63,7 @@ class Outbound(threading.Thread):
         self.block_bytes = caller.pool.block_bytes
         self.writer = Writer()
         self._caller, self._endpoint, self._incarnation = caller, endpoint, incarnation
+        self._worker_id = worker_id
         self._clock, self._on_read = clock, on_read
         self._lanes: Lanes | None = None  # of this pair, once a transfer has shown the receiver's shape
         self.stats = TransferStats()  # written by this thread only
@@ -126,7 +119,7 @@ class Outbound(threading.Thread):
         line = self._line
         if line is None or self._is_over:
             return None
-        return Link(self._endpoint, line.transport, line.reason)
+        return Link(self._worker_id, self._endpoint, line.transport, line.reason)
 
     def stop(self) -> None:
         with self._lock:

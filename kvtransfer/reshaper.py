@@ -22,13 +22,12 @@ from typing import Final, final
 from kvtransfer.commands import OnRead, OnSent
 from kvtransfer.convert import Blocks, pack
 from kvtransfer.memory import flat
-from kvtransfer.outbound import Link
 from kvtransfer.reshape import arrival_of, pieces_of, ready_blocks
 from kvtransfer.sender import StreamSender
 from kvtransfer.shape import KvShape
 from kvtransfer.staging import StagingPool
 from kvtransfer.stats import TransferStats, total
-from kvtransfer.transport import Grant, SendOutcome, Sent, Text, TransferKey
+from kvtransfer.transport import Grant, Link, SendOutcome, Sent, Text, TransferKey
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool

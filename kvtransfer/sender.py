@@ -14,11 +14,11 @@ from kvtransfer.disturbance import Disturbance
 from kvtransfer.grants import compare
 from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.memory import host_view
-from kvtransfer.outbound import Link, Outbound
+from kvtransfer.outbound import Outbound
 from kvtransfer.parts import Lanes, Part
 from kvtransfer.paths.registry import fence_of
 from kvtransfer.stats import TransferStats, total
-from kvtransfer.transport import Fingerprint, Grant, Sent, Text, TransferKey
+from kvtransfer.transport import Fingerprint, Grant, Link, Sent, Text, TransferKey
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
@@ -173,7 +173,7 @@ class StreamSender:
         self._ending = [one for one in self._ending if one.is_alive()]
         try:
             outbound = Outbound(
-                self.caller, self._memory, self._stamps, pair[0], pair[2], self._clock, self._on_read, self._lease
+                self.caller, self._memory, self._stamps, *pair, self._clock, self._on_read, self._lease
             ).begun()
         except (OSError, RuntimeError) as error:
             raise Unavailable(f"no KV connection to {pair[0]} can be made: {error}") from error

@@ -8,13 +8,12 @@ from typing import final
 
 from kvtransfer.commands import OnRead, OnSent
 from kvtransfer.dial import Caller
-from kvtransfer.outbound import Link
 from kvtransfer.paths.registry import divides_blocks
 from kvtransfer.reshaper import Reshaper
 from kvtransfer.sender import StreamSender
 from kvtransfer.shape import KvShape, check_convertible, is_same_bytes, wire_dtype
 from kvtransfer.stats import TransferStats, total
-from kvtransfer.transport import Fingerprint, Grant, SendOutcome, Sent, Text, TransferKey
+from kvtransfer.transport import Fingerprint, Grant, Link, SendOutcome, Sent, Text, TransferKey
 from kvtransfer.wire_rule import WireRule
 from pdserve.core.errors import ConfigError, Unavailable
 from pdserve.core.stamps import BlockStamps

@@ -24,6 +24,16 @@ class TransferKey:
     generation: int
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How KV travels to one decode worker."""
+
+    worker_id: str
+    endpoint: str
+    transport: str
+    reason: str  # for this transport, as both ends see it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
     """What a worker's KV is: of two workers that exchange blocks all must be equal but the shape."""
@@ -155,6 +165,11 @@ class Sender(Protocol):
 
     @property
     def stats(self) -> TransferStats: ...
+
+    @property
+    def links(self) -> Sequence[Link]:
+        """The decode workers that are connected, and how."""
+        ...
 
     @property
     def divides_blocks(self) -> bool:

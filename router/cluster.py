@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any, final
 
 from pdserve.core.errors import NotFound
-from pdserve.v1 import cluster_pb2, cluster_pb2_grpc
+from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 from pdserve.wire import convert, status
 from router import messages
 from router.events import DrainRequested, UndrainRequested
 from router.explaining import is_chosen
+from router.links import KvLinks
 from router.policy.interface import Candidate, Decision
 from router.runtime import Runtime
 from router.snapshot import WorkerFacts
@@ -19,8 +21,8 @@ from router.snapshot import WorkerFacts
 
 @final
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
-    def __init__(self, runtime: Runtime, router_id: str) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, links: KvLinks, router_id: str) -> None:
+        self._runtime, self._links = runtime, links
         self._router_id = router_id
         self._started_s = time.monotonic()
 
@@ -30,7 +32,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         topology = self._runtime.state.snapshot()
         return cluster_pb2.GetTopologyResponse(
             router_id=self._router_id,
-            workers=[_worker(one) for one in topology.workers],
+            workers=[_worker(one, self._links.of(one.worker_id)) for one in topology.workers],
             queued_requests=topology.queued,
             running_requests=topology.running,
             uptime_s=time.monotonic() - self._started_s,
@@ -79,8 +81,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
             await status.abort(context, NotFound("worker", worker_id[:128]))
 
 
-def _worker(facts: WorkerFacts) -> cluster_pb2.WorkerView:
+def _worker(facts: WorkerFacts, links: Sequence[worker_pb2.KvLink]) -> cluster_pb2.WorkerView:
     return cluster_pb2.WorkerView(
+        kv_links=links,
         worker_id=facts.worker_id,
         incarnation=facts.incarnation,
         role=convert.role_to_proto(facts.role),

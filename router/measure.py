@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -12,7 +13,10 @@ from pdserve.core.types import Slo
 from pdserve.telemetry import names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.telemetry.tracing import OpenSpan, Tracing
+from pdserve.v1 import worker_pb2
 from router.commands import EndCancelled, FailRequest, FinishRequest, Outcome, Timings
+
+LinkOf = Callable[[str, str], worker_pb2.KvLink | None]  # prefill worker, decode worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +32,9 @@ class Told:
 
 @final
 class Measure:
-    def __init__(self, metrics: Metrics, tracing: Tracing) -> None:
-        self.metrics, self.tracing = metrics, tracing
+    def __init__(self, metrics: Metrics, tracing: Tracing, link_of: LinkOf = lambda prefill, decode: None) -> None:
+        """`link_of` tells how KV travels between two workers."""
+        self.metrics, self.tracing, self._link_of = metrics, tracing, link_of
 
     def arrived(self, told: Told, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
         told.span.set(names.REQUEST_ID, request_id)
@@ -127,6 +132,13 @@ class Measure:
         span.set(names.DECODE_WORKER, timings.decode_worker)
         if timings.path is not None:
             span.set(names.PATH, timings.path.value)
+        for name, value in self._way(timings).items():
+            span.set(name, value)
+
+    def _way(self, timings: Timings) -> dict[str, str]:
+        """How the KV travelled; empty where none did, or the prefill worker has not said it yet."""
+        link = self._link_of(timings.prefill_worker, timings.decode_worker) if timings.transfer_bytes else None
+        return {} if link is None else {names.TRANSFER_KIND: link.transport, names.TRANSFER_REASON: link.reason}
 
     def _failed_after(self, told: Told, timings: Timings | None, reason: str) -> None:
         if timings is not None and self.metrics.is_on:
@@ -140,9 +152,10 @@ class Measure:
         for one in timings.slices:
             if one.is_reported:
                 continue
-            attributes: dict[str, int | float] = {names.ATTEMPT: one.attempt} if one.attempt else {}
+            attributes: dict[str, int | float | str] = {names.ATTEMPT: one.attempt} if one.attempt else {}
             if one.phase is Phase.TRANSFER_WAIT:
                 attributes |= {names.TRANSFER_S: timings.transfer_s, names.TRANSFER_BUSY_S: timings.transfer_busy_s}
+                attributes |= self._way(timings)
             end_ns = now_ns - int((timings.total_s - one.begin_s - one.seconds) * 1e9)
             name = names.PHASE_SPANS[one.phase]
             self.tracing.record(name, told.span.traceparent, one.seconds, attributes, end_ns)

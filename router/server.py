@@ -99,7 +99,7 @@ class RouterServer:
         self._admission = Admission(load_tokenizer(config.model), _chat_template(config.model), limits, self._grammars)
         self._tracing = make_tracing("pdserve-router", config.otlp, {"service.instance.id": config.router_id})
         self._metrics = metrics or make_metrics("router", config.metrics_port, config.host)
-        self._measure = Measure(self._metrics, self._tracing)
+        self._measure = Measure(self._metrics, self._tracing, self._link_of)
         self._record = RecordFile(config.record, self._settings, config.record_mib * 2**20) if config.record else None
         self._index = None if config.redis else PrefixIndex()
         self._incarnation = secrets.token_hex(8)
@@ -227,11 +227,14 @@ class RouterServer:
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._server)
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(
-            ClusterServicer(self._runtime, self._config.router_id), self._server
+            ClusterServicer(self._runtime, self._workers.links, self._config.router_id), self._server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         services = (INFERENCE, CLUSTER, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, self._server)
+
+    def _link_of(self, prefill_worker: str, decode_worker: str) -> worker_pb2.KvLink | None:
+        return self._workers.links.between(prefill_worker, decode_worker)
 
     def _lookup(self) -> PrefixLookup:
         config = self._config

@@ -22,6 +22,7 @@ from pdserve.prefix.index import PrefixIndex
 from pdserve.v1 import worker_pb2
 from router import messages
 from router.events import Event, WorkerForgotten, WorkerLost
+from router.links import KvLinks
 from router.model import ModelFacts, difference, facts_of
 from router.session import SILENCE_S, WorkerSession
 
@@ -72,6 +73,7 @@ class Workers:
         self._is_closing = False
         self._contexts: dict[str, int] = {}  # longest sequence of each attached decode worker
         self.model: ModelFacts | None = None
+        self.links = KvLinks()
         self.num_invalid = 0  # messages with a value out of bounds
 
     @property
@@ -143,6 +145,9 @@ class Workers:
             if message.HasField("prompt_scored"):
                 self._on_scored(message.prompt_scored)
                 return
+            if message.HasField("kv_links"):
+                self.links.told(session.worker_id, message.kv_links.links)
+                return
             event = messages.event_of(session.worker_id, message)
         except InvalidRequest as error:
             self.num_invalid += 1
@@ -205,6 +210,7 @@ class Workers:
     def _lose(self, session: WorkerSession, reason: str) -> None:
         del self._attached[session.worker_id]
         self._roles.pop(session.worker_id, None)
+        self.links.forget(session.worker_id)
         if self._contexts.pop(session.worker_id, None) is not None:
             self._set_context()
         if self._index is not None:

@@ -33,7 +33,12 @@ def render(topology: Topology) -> str:
         f"{topology.router_id}: {topology.running_requests} running, {topology.queued_requests} queued, "
         f"up {topology.uptime_s:.0f} s"
     )
-    return "\n".join([*lines, summary])
+    links = [
+        f"KV {worker.worker_id} -> {link.decode_worker}: {link.transport} ({link.reason})"
+        for worker in topology.workers
+        for link in worker.kv_links
+    ]
+    return "\n".join([*lines, *links, summary])
 
 
 def _row(worker: Worker) -> tuple[str, ...]:

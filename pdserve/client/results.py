@@ -116,6 +116,15 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvLink:
+    """How a prefill worker sends KV to a decode worker."""
+
+    decode_worker: str
+    transport: str
+    reason: str  # why no other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
     worker_id: str
     incarnation: str
@@ -131,6 +140,7 @@ class Worker:
     evictable_blocks: int
     context_tokens: int
     steps: int
+    kv_links: tuple[KvLink, ...] = ()  # of a prefill worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +320,9 @@ def _worker(seen: cluster_pb2.WorkerView) -> Worker:
         evictable_blocks=seen.load.evictable_blocks,
         context_tokens=seen.load.context_tokens,
         steps=seen.load.steps,
+        kv_links=tuple(
+            KvLink(decode_worker=one.decode_worker, transport=one.transport, reason=one.reason) for one in seen.kv_links
+        ),
     )
 
 

@@ -55,6 +55,7 @@ TRANSFER_BYTES: Final = "pdserve.transfer.bytes"
 TRANSFER_S: Final = "pdserve.transfer.duration_s"  # first byte to commit, by the receiver; overlaps the prefill
 TRANSFER_BUSY_S: Final = "pdserve.transfer.busy_s"  # of it, with bytes on their way
 TRANSFER_KIND: Final = "pdserve.transfer.transport"
+TRANSFER_REASON: Final = "pdserve.transfer.transport_reason"  # why no other
 PREEMPTIONS: Final = "pdserve.preemptions"
 PREFIX_BLOCKS: Final = "pdserve.prefix.blocks"  # leading blocks that some worker holds
 

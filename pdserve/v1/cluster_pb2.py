@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import worker_pb2 as pdserve_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/cluster.proto\x12\npdserve.v1\x1a\x17pdserve/v1/worker.proto\"\x14\n\x12GetTopologyRequest\"\x96\x01\n\x13GetTopologyResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\'\n\x07workers\x18\x02 \x03(\x0b\x32\x16.pdserve.v1.WorkerView\x12\x17\n\x0fqueued_requests\x18\x03 \x01(\r\x12\x18\n\x10running_requests\x18\x04 \x01(\r\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\"\xd9\x01\n\nWorkerView\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12\x14\n\x0cis_connected\x18\x05 \x01(\x08\x12\x13\n\x0bis_draining\x18\x06 \x01(\x08\x12\x1e\n\x04load\x18\x07 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x12\n\nis_drained\x18\t \x01(\x08\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xde\x03\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\ncandidates\x18\x02 \x03(\x0b\x32\x15.pdserve.v1.Candidate\x12\x10\n\x08\x64\x65\x63ision\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x1a\n\ractual_ttft_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\ractual_tpot_s\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08waited_s\x18\x07 \x01(\x01\x12\x12\n\nslo_ttft_s\x18\x08 \x01(\x01\x12\x12\n\nslo_tpot_s\x18\t \x01(\x01\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x15\n\rprompt_tokens\x18\x0c \x01(\r\x12\x0f\n\x07\x61ttempt\x18\r \x01(\r\x12\x12\n\nis_resumed\x18\x0e \x01(\x08\x12\r\n\x05stage\x18\x0f \x01(\t\x12\x0f\n\x07outcome\x18\x10 \x01(\t\x12\x15\n\rended_because\x18\x11 \x01(\t\x12\x1a\n\rretry_after_s\x18\x12 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\trouter_id\x18\x13 \x01(\tB\x10\n\x0e_actual_ttft_sB\x10\n\x0e_actual_tpot_sB\x10\n\x0e_retry_after_s\"\xb4\x01\n\tCandidate\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x18\n\x10predicted_ttft_s\x18\x03 \x01(\x01\x12\x18\n\x10predicted_tpot_s\x18\x04 \x01(\x01\x12\x12\n\x05slack\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bis_feasible\x18\x06 \x01(\x08\x12\x11\n\tis_chosen\x18\x07 \x01(\x08\x42\x08\n\x06_slack\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"#\n\x0eUndrainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x11\n\x0fUndrainResponse2\xa6\x02\n\x0e\x43lusterService\x12N\n\x0bGetTopology\x12\x1e.pdserve.v1.GetTopologyRequest\x1a\x1f.pdserve.v1.GetTopologyResponse\x12\x42\n\x07\x45xplain\x12\x1a.pdserve.v1.ExplainRequest\x1a\x1b.pdserve.v1.ExplainResponse\x12<\n\x05\x44rain\x12\x18.pdserve.v1.DrainRequest\x1a\x19.pdserve.v1.DrainResponse\x12\x42\n\x07Undrain\x12\x1a.pdserve.v1.UndrainRequest\x1a\x1b.pdserve.v1.UndrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/cluster.proto\x12\npdserve.v1\x1a\x17pdserve/v1/worker.proto\"\x14\n\x12GetTopologyRequest\"\x96\x01\n\x13GetTopologyResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\'\n\x07workers\x18\x02 \x03(\x0b\x32\x16.pdserve.v1.WorkerView\x12\x17\n\x0fqueued_requests\x18\x03 \x01(\r\x12\x18\n\x10running_requests\x18\x04 \x01(\r\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\"\xff\x01\n\nWorkerView\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12\x14\n\x0cis_connected\x18\x05 \x01(\x08\x12\x13\n\x0bis_draining\x18\x06 \x01(\x08\x12\x1e\n\x04load\x18\x07 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x12\n\nis_drained\x18\t \x01(\x08\x12$\n\x08kv_links\x18\n \x03(\x0b\x32\x12.pdserve.v1.KvLink\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xde\x03\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\ncandidates\x18\x02 \x03(\x0b\x32\x15.pdserve.v1.Candidate\x12\x10\n\x08\x64\x65\x63ision\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x1a\n\ractual_ttft_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\ractual_tpot_s\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08waited_s\x18\x07 \x01(\x01\x12\x12\n\nslo_ttft_s\x18\x08 \x01(\x01\x12\x12\n\nslo_tpot_s\x18\t \x01(\x01\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x15\n\rprompt_tokens\x18\x0c \x01(\r\x12\x0f\n\x07\x61ttempt\x18\r \x01(\r\x12\x12\n\nis_resumed\x18\x0e \x01(\x08\x12\r\n\x05stage\x18\x0f \x01(\t\x12\x0f\n\x07outcome\x18\x10 \x01(\t\x12\x15\n\rended_because\x18\x11 \x01(\t\x12\x1a\n\rretry_after_s\x18\x12 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\trouter_id\x18\x13 \x01(\tB\x10\n\x0e_actual_ttft_sB\x10\n\x0e_actual_tpot_sB\x10\n\x0e_retry_after_s\"\xb4\x01\n\tCandidate\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x18\n\x10predicted_ttft_s\x18\x03 \x01(\x01\x12\x18\n\x10predicted_tpot_s\x18\x04 \x01(\x01\x12\x12\n\x05slack\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bis_feasible\x18\x06 \x01(\x08\x12\x11\n\tis_chosen\x18\x07 \x01(\x08\x42\x08\n\x06_slack\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"#\n\x0eUndrainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x11\n\x0fUndrainResponse2\xa6\x02\n\x0e\x43lusterService\x12N\n\x0bGetTopology\x12\x1e.pdserve.v1.GetTopologyRequest\x1a\x1f.pdserve.v1.GetTopologyResponse\x12\x42\n\x07\x45xplain\x12\x1a.pdserve.v1.ExplainRequest\x1a\x1b.pdserve.v1.ExplainResponse\x12<\n\x05\x44rain\x12\x18.pdserve.v1.DrainRequest\x1a\x19.pdserve.v1.DrainResponse\x12\x42\n\x07Undrain\x12\x1a.pdserve.v1.UndrainRequest\x1a\x1b.pdserve.v1.UndrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,21 +37,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETTOPOLOGYRESPONSE']._serialized_start=88
   _globals['_GETTOPOLOGYRESPONSE']._serialized_end=238
   _globals['_WORKERVIEW']._serialized_start=241
-  _globals['_WORKERVIEW']._serialized_end=458
-  _globals['_EXPLAINREQUEST']._serialized_start=460
-  _globals['_EXPLAINREQUEST']._serialized_end=496
-  _globals['_EXPLAINRESPONSE']._serialized_start=499
-  _globals['_EXPLAINRESPONSE']._serialized_end=977
-  _globals['_CANDIDATE']._serialized_start=980
-  _globals['_CANDIDATE']._serialized_end=1160
-  _globals['_DRAINREQUEST']._serialized_start=1162
-  _globals['_DRAINREQUEST']._serialized_end=1195
-  _globals['_DRAINRESPONSE']._serialized_start=1197
-  _globals['_DRAINRESPONSE']._serialized_end=1212
-  _globals['_UNDRAINREQUEST']._serialized_start=1214
-  _globals['_UNDRAINREQUEST']._serialized_end=1249
-  _globals['_UNDRAINRESPONSE']._serialized_start=1251
-  _globals['_UNDRAINRESPONSE']._serialized_end=1268
-  _globals['_CLUSTERSERVICE']._serialized_start=1271
-  _globals['_CLUSTERSERVICE']._serialized_end=1565
+  _globals['_WORKERVIEW']._serialized_end=496
+  _globals['_EXPLAINREQUEST']._serialized_start=498
+  _globals['_EXPLAINREQUEST']._serialized_end=534
+  _globals['_EXPLAINRESPONSE']._serialized_start=537
+  _globals['_EXPLAINRESPONSE']._serialized_end=1015
+  _globals['_CANDIDATE']._serialized_start=1018
+  _globals['_CANDIDATE']._serialized_end=1198
+  _globals['_DRAINREQUEST']._serialized_start=1200
+  _globals['_DRAINREQUEST']._serialized_end=1233
+  _globals['_DRAINRESPONSE']._serialized_start=1235
+  _globals['_DRAINRESPONSE']._serialized_end=1250
+  _globals['_UNDRAINREQUEST']._serialized_start=1252
+  _globals['_UNDRAINREQUEST']._serialized_end=1287
+  _globals['_UNDRAINRESPONSE']._serialized_start=1289
+  _globals['_UNDRAINRESPONSE']._serialized_end=1306
+  _globals['_CLUSTERSERVICE']._serialized_start=1309
+  _globals['_CLUSTERSERVICE']._serialized_end=1603
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,7 @@ class GetTopologyResponse(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
 class WorkerView(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "endpoint", "is_connected", "is_draining", "load", "num_blocks", "is_drained")
+    __slots__ = ("worker_id", "incarnation", "role", "endpoint", "is_connected", "is_draining", "load", "num_blocks", "is_drained", "kv_links")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class WorkerView(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINED_FIELD_NUMBER: _ClassVar[int]
+    KV_LINKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: _worker_pb2.Role
@@ -45,7 +46,8 @@ class WorkerView(_message.Message):
     load: _worker_pb2.Load
     num_blocks: int
     is_drained: bool
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., endpoint: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., num_blocks: _Optional[int] = ..., is_drained: _Optional[bool] = ...) -> None: ...
+    kv_links: _containers.RepeatedCompositeFieldContainer[_worker_pb2.KvLink]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., endpoint: _Optional[str] = ..., is_connected: _Optional[bool] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., num_blocks: _Optional[int] = ..., is_drained: _Optional[bool] = ..., kv_links: _Optional[_Iterable[_Union[_worker_pb2.KvLink, _Mapping]]] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)

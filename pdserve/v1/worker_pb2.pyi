@@ -149,7 +149,7 @@ class UndrainWorker(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("hello", "load", "granted", "refused", "first_token", "transfer_ended", "tokens", "failed", "released", "kv_events", "batch_timed", "prompt_scored", "batch")
+    __slots__ = ("hello", "load", "granted", "refused", "first_token", "transfer_ended", "tokens", "failed", "released", "kv_events", "batch_timed", "prompt_scored", "batch", "kv_links")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
@@ -163,6 +163,7 @@ class AttachResponse(_message.Message):
     BATCH_TIMED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SCORED_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    KV_LINKS_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     load: Load
     granted: Granted
@@ -176,7 +177,8 @@ class AttachResponse(_message.Message):
     batch_timed: BatchTimed
     prompt_scored: PromptScored
     batch: AttachResponses
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., batch_timed: _Optional[_Union[BatchTimed, _Mapping]] = ..., prompt_scored: _Optional[_Union[PromptScored, _Mapping]] = ..., batch: _Optional[_Union[AttachResponses, _Mapping]] = ...) -> None: ...
+    kv_links: KvLinks
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., batch_timed: _Optional[_Union[BatchTimed, _Mapping]] = ..., prompt_scored: _Optional[_Union[PromptScored, _Mapping]] = ..., batch: _Optional[_Union[AttachResponses, _Mapping]] = ..., kv_links: _Optional[_Union[KvLinks, _Mapping]] = ...) -> None: ...
 
 class AttachResponses(_message.Message):
     __slots__ = ("messages",)
@@ -235,6 +237,22 @@ class CostPrior(_message.Message):
     decode_per_row_s: float
     decode_per_context_token_s: float
     def __init__(self, prefill_base_s: _Optional[float] = ..., prefill_per_token_s: _Optional[float] = ..., prefill_per_token_context_s: _Optional[float] = ..., decode_base_s: _Optional[float] = ..., decode_per_row_s: _Optional[float] = ..., decode_per_context_token_s: _Optional[float] = ...) -> None: ...
+
+class KvLinks(_message.Message):
+    __slots__ = ("links",)
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    links: _containers.RepeatedCompositeFieldContainer[KvLink]
+    def __init__(self, links: _Optional[_Iterable[_Union[KvLink, _Mapping]]] = ...) -> None: ...
+
+class KvLink(_message.Message):
+    __slots__ = ("decode_worker", "transport", "reason")
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    decode_worker: str
+    transport: str
+    reason: str
+    def __init__(self, decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("steps", "free_blocks", "evictable_blocks", "running", "waiting", "context_tokens", "pending_prefill_tokens", "is_draining", "is_drained")

@@ -70,6 +70,7 @@ class RoleProgram(ABC):
         calibrate.draw_one_token(engine)
         self.cost = load_profile(config.profile).cost if config.profile else self._measure_cost()
         self.tracks: dict[AttemptKey, Track] = {}
+        self._links: list[worker_pb2.KvLink] = []  # as routers were told
         self._measure = Measure(context.metrics)
         self._isolation = Isolation(engine, self._probe)
         self._runway: Runway | None = None  # of a role that takes one step ahead
@@ -165,6 +166,8 @@ class RoleProgram(ABC):
         if hello.wants_kv_events:
             self._tell_cache(self.blocks.snapshot(), [session])
         self.emit(session, load=self._load(self.batching.load()))
+        if self._links:
+            self._tell_links([session])
 
     def lost(self, session: int) -> None:
         """The router's stream ended: nobody will read what its requests still produce."""
@@ -307,6 +310,10 @@ class RoleProgram(ABC):
 
     # -- for roles ----------------------------------------------------------------------------------------------
 
+    def kv_links(self) -> list[worker_pb2.KvLink]:
+        """The workers that this one sends KV to now, in a fixed order."""
+        return []
+
     def emit(self, session: int, **message: Any) -> None:
         """Queues one message, named as in the oneof of AttachResponse; dropped if the router is gone."""
         if session in self._routers:
@@ -429,6 +436,10 @@ class RoleProgram(ABC):
         since_s = now_s - self._beat_at_s
         if since_s < heartbeat_s / 5:
             return
+        links = self.kv_links()
+        if links != self._links:
+            self._links = links
+            self._tell_links(list(self._routers))
         load = self.batching.load()
         if since_s < heartbeat_s and load == self._told:
             return
@@ -444,6 +455,10 @@ class RoleProgram(ABC):
         return messages.load(
             load, steps=self.num_steps, is_draining=self.batching.is_draining, is_drained=self.is_drained
         )
+
+    def _tell_links(self, sessions: Sequence[int]) -> None:
+        for session in sessions:
+            self.emit(session, kv_links=worker_pb2.KvLinks(links=self._links))
 
     def _tell_cache(self, change: CacheChange, sessions: Sequence[int]) -> None:
         for session in sessions:

@@ -15,6 +15,7 @@ from pdserve import Completion
 from pdserve.core.phases import MEASURED_BY, Phase
 from tests.cluster.cluster import Cluster
 from tests.cluster.suite import toy_prompt
+from tests.unit.launch.conftest import until
 from tests.unit.telemetry.otlp_sink import OtlpSink, running_sink
 
 
@@ -31,6 +32,7 @@ def sink(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpSink]:
 
 def test_a_remote_and_a_local_request_leave_one_whole_tree_each(sink: OtlpSink) -> None:
     with Cluster("--model", "toy", "--otlp", sink.endpoint) as cluster:
+        until(lambda: any(one.kv_links for one in cluster.client.topology().workers))  # that `up` itself has made
         remote = cluster.client.generate(toy_prompt(100), max_tokens=8, temperature=0)
         local = cluster.client.generate(toy_prompt(4), max_tokens=8, temperature=0)
         assert (remote.timings.path, local.timings.path) == ("remote", "local")
@@ -49,6 +51,8 @@ def test_a_remote_and_a_local_request_leave_one_whole_tree_each(sink: OtlpSink) 
     request = next(s for s in sink.named("pdserve.request") if s.attributes["pdserve.request.id"] == remote.request_id)
     assert request.attributes["gen_ai.usage.input_tokens"] == 100
     assert request.attributes["gen_ai.usage.output_tokens"] == 8
+    assert request.attributes["pdserve.transfer.transport"] == "shm"
+    assert request.attributes["pdserve.transfer.transport_reason"] == "the sender's first choice"
     for span in sink.spans:
         assert span.duration_s >= 0.0
         if span.trace_id == request.trace_id and span.name.rpartition(".")[2] in ("queue", "prefill", "decode"):

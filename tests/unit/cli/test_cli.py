@@ -15,7 +15,10 @@ import pytest
 
 from pdserve.cli.main import hint, main
 from pdserve.cli.stats import cut_short
+from pdserve.cli.topology import render
+from pdserve.client import results
 from pdserve.core.errors import Unauthenticated, Unavailable
+from pdserve.v1 import cluster_pb2, worker_pb2
 
 PROMPT = "a prompt that is longer than what a decode worker reads itself"
 
@@ -222,6 +225,18 @@ def test_draining_an_unknown_worker_names_it(target: str, capsys: pytest.Capture
     for command in ("drain", "undrain"):
         assert main([command, "p7", "--target", target]) == 1
         assert capsys.readouterr().err == f"pdserve {command}: error: no worker named 'p7'\n"
+
+
+def test_topology_says_how_kv_travels_and_why() -> None:
+    told = cluster_pb2.GetTopologyResponse(
+        workers=[
+            cluster_pb2.WorkerView(
+                worker_id="p0",
+                kv_links=[worker_pb2.KvLink(decode_worker="d1", transport="tcp", reason="shm needs one host")],
+            )
+        ]
+    )
+    assert "KV p0 -> d1: tcp (shm needs one host)" in render(results.topology(told)).splitlines()
 
 
 def test_topology_json_is_one_object(target: str, capsys: pytest.CaptureFixture[str]) -> None:

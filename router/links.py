@@ -1,0 +1,40 @@
+"""How KV travels between two workers, as prefill workers report it. For operators and traces: no decision reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, final
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.v1 import worker_pb2
+
+MAX_LINKS: Final = 4096
+MAX_CHARS: Final = 1024  # of each text
+
+
+@final
+class KvLinks:
+    def __init__(self) -> None:
+        self._of: dict[str, dict[str, worker_pb2.KvLink]] = {}  # prefill worker -> decode worker -> link
+
+    def told(self, prefill_worker: str, links: Iterable[worker_pb2.KvLink]) -> None:
+        """Its links are these and no others. Raises InvalidRequest."""
+        kept = list(links)
+        if len(kept) > MAX_LINKS:
+            raise InvalidRequest("kv_links", f"{len(kept)} links", f"at most {MAX_LINKS}")
+        for one in kept:
+            if max(len(one.decode_worker), len(one.transport), len(one.reason)) > MAX_CHARS:
+                raise InvalidRequest("kv_links", "a longer text", f"at most {MAX_CHARS} characters")
+        self._of[prefill_worker] = {one.decode_worker: one for one in kept}
+
+    def forget(self, worker_id: str) -> None:
+        """The worker is gone, and so are its connections."""
+        self._of.pop(worker_id, None)
+        for links in self._of.values():
+            links.pop(worker_id, None)
+
+    def of(self, prefill_worker: str) -> Sequence[worker_pb2.KvLink]:
+        return list(self._of.get(prefill_worker, {}).values())
+
+    def between(self, prefill_worker: str, decode_worker: str) -> worker_pb2.KvLink | None:
+        return self._of.get(prefill_worker, {}).get(decode_worker)
