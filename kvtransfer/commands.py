@@ -36,3 +36,4 @@ class Push:
 @dataclass(frozen=True, slots=True)
 class Abort:
     key: TransferKey
+    error: str = ""  # why it has failed; empty: the owner needs it no more

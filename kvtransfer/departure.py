@@ -20,6 +20,7 @@ class Departure:
     session: Session
     deadline_at_s: float | None
     lane: int
+    num_lanes: int  # that fill the grant's blocks beside this one, and this one
     groups: int
     lives: list[int]  # of the source blocks when they were first pushed, by grant index
     began_at_s: float | None = None

@@ -95,18 +95,19 @@ class Departures:
         error: str = "",
         *,
         lane: int = 0,
+        num_lanes: int = 1,
         groups: int = 1,
     ) -> list[Action]:
         """Opens the transfer; with `error` it has failed already, and only the owner is told.
 
-        This sender fills one lane of the grant, in so many groups of layers.
+        This sender fills one of the grant's lanes, in so many groups of layers.
         """
         tag = tag_of(grant.key)
         assert tag not in self._open, "the sender has refused a key that is in use"
         self.stats.transfers += 1
         size = len(grant.blocks)
         session = Session(SENDER_MOVES, size * groups)
-        departure = Departure(grant, tag, session, deadline_at_s, lane, groups, [0] * size)
+        departure = Departure(grant, tag, session, deadline_at_s, lane, num_lanes, groups, [0] * size)
         self._open[tag] = departure
         if deadline_at_s is None:
             departure.lease_at_s = now_s + self.stall_s
@@ -224,7 +225,7 @@ class Departures:
         session.leave()
         if session.is_open:
             session.land(departure.at(job.chunk.first, job.part.group), job.chunk.count)
-        if session.state is State.SENT and departure.grant.lanes == 1:  # of several, each waits for the slowest
+        if session.state is State.SENT and departure.num_lanes == 1:  # of several, each waits for the slowest
             departure.lease_at_s = now_s + self.unconfirmed_s
         return self._after(departure, now_s)
 
@@ -254,6 +255,14 @@ class Departures:
         if departure is None:
             return []
         departure.session.handle(Event.ABORTED, "aborted by the sender")
+        return self._after(departure, now_s)
+
+    def fail(self, key: TransferKey, error: str, now_s: float) -> list[Action]:
+        """Another lane of the transfer has failed. Nothing happens where this one has ended."""
+        departure = self._open.get(tag_of(key))
+        if departure is None:
+            return []
+        departure.session.handle(Event.REFUSED, error)
         return self._after(departure, now_s)
 
     def cut(self, error: str, now_s: float) -> list[Action]:

@@ -14,7 +14,8 @@ from pdserve.wire.convert import blocks_from_extents, extents_from_blocks
 
 PROTOCOL: Final = 2  # of the transfer; raised when frames, stamps or checksums change their meaning
 MAX_TRANSFER_ID_CHARS: Final = 256
-MAX_LANES: Final = 1024
+MAX_RANKS: Final = 64  # of one worker
+MAX_ENDPOINT_CHARS: Final = 256
 _SHAPE: Final = tuple(one.name for one in fields(KvShape))
 
 
@@ -83,7 +84,7 @@ def grant_to_proto(grant: Grant) -> transfer_pb2.Grant:
         held_blocks=grant.held_blocks,
         num_blocks=len(grant.blocks),
         hash_seed=grant.hash_seed,
-        lanes=grant.lanes,
+        rank_endpoints=grant.rank_endpoints,
     )
 
 
@@ -95,8 +96,10 @@ def grant_from_proto(message: transfer_pb2.Grant) -> Grant:
     blocks = blocks_from_extents(message.extents)
     if len(blocks) != message.num_blocks:
         raise InvalidRequest("grant.extents", f"{len(blocks)} blocks", f"num_blocks = {message.num_blocks}")
-    if message.lanes > MAX_LANES:
-        raise InvalidRequest("grant.lanes", message.lanes, f"at most {MAX_LANES}")
+    if len(message.rank_endpoints) >= MAX_RANKS:
+        raise InvalidRequest("grant.rank_endpoints", len(message.rank_endpoints), f"fewer than {MAX_RANKS}")
+    if any(not 1 <= len(one) <= MAX_ENDPOINT_CHARS for one in message.rank_endpoints):
+        raise InvalidRequest("grant.rank_endpoints", "another length", f"1 to {MAX_ENDPOINT_CHARS} characters each")
     try:
         fingerprint = fingerprint_from_proto(message.fingerprint)
     except ConfigError as error:
@@ -110,5 +113,5 @@ def grant_from_proto(message: transfer_pb2.Grant) -> Grant:
         blocks=blocks,
         held_blocks=message.held_blocks,
         hash_seed=message.hash_seed,
-        lanes=max(1, message.lanes),
+        rank_endpoints=tuple(message.rank_endpoints),
     )

@@ -35,6 +35,7 @@ class Landing:
     lives: tuple[int, ...]  # of the blocks when they were granted
     after: Fence | None  # what may still have touched the blocks then, where they lie on a device
     lanes: dict[int, LaneWriter] = field(default_factory=dict)
+    num_lanes: int | None = None  # that fill the blocks; None: no sender has come yet
     first_byte_at_s: float | None = None
     lease_at_s: float | None = None  # when it ends for want of progress, where it has no deadline
     given_up_at_s: float | None = None  # while a write is still open

@@ -113,7 +113,7 @@ class Landings:
         landing = Landing(
             grant,
             tag,
-            Session(RECEIVER_MOVES, 0, awaits=grant.lanes if size else 0),
+            Session(RECEIVER_MOVES, 0, awaits=1 if size else 0),
             deadline_at_s,
             None if chains is None else tuple(chains),
             self.stamps.lives(grant.blocks),
@@ -129,10 +129,13 @@ class Landings:
             landing.session.writer_gone()
         return self._after(landing, now_s)
 
-    def announce(self, tag: Tag, writer: int, lane: int = 0, groups: int = 1, now_s: float = 0.0) -> list[Action]:
+    def announce(
+        self, tag: Tag, writer: int, lane: int = 0, groups: int = 1, now_s: float = 0.0, num_lanes: int = 1
+    ) -> list[Action]:
         """A sender says that it will write a lane, in so many groups of layers; its connection's end is the transfer's.
 
-        A lane has one writer: who comes second is refused.
+        `num_lanes` of the sender's ranks fill the blocks; the first that announces says how many. A lane has one
+        writer: a second one is refused.
         """
         landing = self._open.get(tag)
         if landing is None and tag in self._ended:
@@ -144,10 +147,13 @@ class Landings:
         known = landing.lanes.get(lane)
         if known is not None and (known.writer, known.groups) == (writer, groups):
             return []
-        if known is not None or not 0 <= lane < landing.grant.lanes:
+        expected = landing.num_lanes or num_lanes
+        if known is not None or num_lanes != expected or not 0 <= lane < expected:
             self.stats.late_messages += 1
-            why = "has its writer" if known is not None else f"is not of {landing.grant.lanes}"
+            why = "has its writer" if known is not None else f"is not of {expected}"
             return [Answer(writer, tag, False, f"the receiver does not expect this transfer: lane {lane} {why}")]
+        if landing.num_lanes is None:
+            landing.num_lanes = landing.session.awaits = num_lanes
         landing.lanes[lane] = LaneWriter(writer, groups, landing.session.extend(len(landing.grant.blocks) * groups))
         landing.session.handle(Event.ANNOUNCED)
         self._progress(landing, now_s)
@@ -233,6 +239,13 @@ class Landings:
         """The owner gives up. Nothing happens where the transfer has ended or was never expected."""
         landing = self._open.get(tag_of(key))
         if landing is None or not landing.session.handle(Event.ABORTED, "aborted by the receiver"):
+            return []
+        return self._after(landing, now_s)
+
+    def fail(self, key: TransferKey, error: str, now_s: float) -> list[Action]:
+        """Another rank's part of the transfer has failed. Nothing happens where this one has ended."""
+        landing = self._open.get(tag_of(key))
+        if landing is None or not landing.session.handle(Event.REFUSED, error):
             return []
         return self._after(landing, now_s)
 

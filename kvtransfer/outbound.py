@@ -256,7 +256,7 @@ class Outbound(threading.Thread):
         if isinstance(command, Start):
             self._owners[command.grant.key] = command.on_end
             self._lanes = command.lanes or self._lanes
-            lane = 0 if command.lanes is None else command.lanes.index
+            lane, num_lanes = (0, 1) if command.lanes is None else (command.lanes.index, command.lanes.count)
             self._act(
                 self._book.start(
                     command.grant,
@@ -264,6 +264,7 @@ class Outbound(threading.Thread):
                     command.deadline_at_s,
                     command.error,
                     lane=lane,
+                    num_lanes=num_lanes,
                     groups=command.groups,
                 )
             )
@@ -282,7 +283,10 @@ class Outbound(threading.Thread):
                 )
             )
         elif isinstance(command, Abort):
-            self._act(self._book.abort(command.key, now_s))
+            if command.error:
+                self._act(self._book.fail(command.key, command.error, now_s))
+            else:
+                self._act(self._book.abort(command.key, now_s))
         elif command.line is None:
             raise TransferFailed(command.error)
         else:

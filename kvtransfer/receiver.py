@@ -33,7 +33,7 @@ from kvtransfer.paths.registry import TRANSPORTS, fence_of
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.service import TransferServicer
 from kvtransfer.stats import TransferStats
-from kvtransfer.transport import Fingerprint, Grant, Received, ReceiveOutcome, TransferKey
+from kvtransfer.transport import Fingerprint, Grant, OnOpen, Received, ReceiveOutcome, TransferKey
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.proof import ClusterSecret
@@ -115,6 +115,10 @@ class StreamReceiver:
     # What the decode worker calls.
 
     @property
+    def rank_endpoints(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def is_healthy(self) -> bool:
         """False once a thread that everything depends on has died, and after close()."""
         return self._thread.is_alive() and not self._is_closed
@@ -142,7 +146,8 @@ class StreamReceiver:
         on_end: OnReceived,
         deadline_s: float | None = None,
         chains: Sequence[int] | None = None,
-    ) -> None:
+        on_open: OnOpen | None = None,
+    ) -> bool:
         blocks = grant.blocks
         if blocks and not (min(blocks) >= 0 and max(blocks) < self.pool.num_blocks):
             raise InvalidRequest("grant.blocks", f"{min(blocks)}..{max(blocks)}", f"0..{self.pool.num_blocks - 1}")
@@ -158,10 +163,16 @@ class StreamReceiver:
             self._owners[grant.key] = on_end
             self._do(actions)
         self._waker.set()  # the clock has a new alarm, or something to deliver
+        return True
 
     def abort(self, key: TransferKey) -> None:
         with self._lock:
             self._do(self._book.abort(key, self.clock()))
+        self._waker.set()
+
+    def fail(self, key: TransferKey, error: str) -> None:
+        with self._lock:
+            self._do(self._book.fail(key, error, self.clock()))
         self._waker.set()
 
     def close(self) -> None:
@@ -197,9 +208,9 @@ class StreamReceiver:
         log.info("kv sender connected", extra={"sender_id": peer.sender_id, "transport": transport})
         return admitted
 
-    def announce(self, tag: Tag, writer: int, part: Part) -> None:
+    def announce(self, tag: Tag, writer: int, part: Part, num_lanes: int) -> None:
         with self._lock:
-            self._do(self._book.announce(tag, writer, part.lane, part.groups, self.clock()))
+            self._do(self._book.announce(tag, writer, part.lane, part.groups, self.clock(), num_lanes))
 
     def claim(self, frame: Frame, writer: int, stamps: bytes) -> Claim | None:
         if self._disturbance is not None:

@@ -178,6 +178,9 @@ class Reshaper:
     def abort(self, key: TransferKey) -> None:
         self._inner.abort(key)
 
+    def fail(self, key: TransferKey, error: str) -> None:
+        self._inner.fail(key, error)
+
     def close(self) -> None:
         """Ends every transfer that is open (FAILED) and every thread. Not from a callback."""
         with self._lock:

@@ -150,10 +150,16 @@ class StreamSender:
         outbound.post(Push(key, tuple(blocks), lives, is_last, groups, after))
 
     def abort(self, key: TransferKey) -> None:
+        self._give_up(Abort(key))
+
+    def fail(self, key: TransferKey, error: str) -> None:
+        self._give_up(Abort(key, error))
+
+    def _give_up(self, command: Abort) -> None:
         with self._lock:
-            found = self._transfers.get(key)
+            found = self._transfers.get(command.key)
         if found is not None:
-            found[0].post(Abort(key))
+            found[0].post(command)
 
     def close(self) -> None:
         """Ends every transfer that is open (FAILED) and every thread. Not from a callback."""

@@ -107,6 +107,9 @@ class ShapedSender:
     def abort(self, key: TransferKey) -> None:
         self._mover(key).abort(key)
 
+    def fail(self, key: TransferKey, error: str) -> None:
+        self._mover(key).fail(key, error)
+
     def close(self) -> None:
         """Ends every transfer that is open (FAILED) and every thread. Not from a callback."""
         with self._lock:

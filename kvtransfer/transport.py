@@ -63,8 +63,8 @@ class Grant:
     fingerprint: Fingerprint
     blocks: tuple[int, ...]
     held_blocks: int
-    lanes: int = 1  # tensor-parallel ranks of the sender that fill these blocks, each its heads
     hash_seed: bytes = b""  # of the receiver's names of blocks
+    rank_endpoints: tuple[str, ...] = ()  # as `endpoint`, of the worker's ranks 1, 2, ..; each has the blocks' heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +129,9 @@ class Sent:
         return self.fault in CANCELLED
 
 
+OnOpen = Callable[[], None]
+
+
 class Receiver(Protocol):
     """The decode side. Owns no blocks: it writes only into blocks of an open grant."""
 
@@ -140,21 +143,33 @@ class Receiver(Protocol):
     @property
     def stats(self) -> TransferStats: ...
 
+    @property
+    def rank_endpoints(self) -> tuple[str, ...]:
+        """Of the worker's ranks 1, 2, .. (`Grant.rank_endpoints`)."""
+        ...
+
     def expect(
         self,
         grant: Grant,
         on_end: Callable[[Received], None],
         deadline_s: float | None = None,
         chains: Sequence[int] | None = None,
-    ) -> None:
+        on_open: OnOpen | None = None,
+    ) -> bool:
         """Opens the grant for writing. `on_end` is called once with VERIFIED or FAILED, or through abort().
 
-        `chains` are the names of what each granted block is to hold (`Attempt.chains`); None checks no name.
+        `chains` are the names of what each granted block is to hold (`Attempt.chains`); None checks no name. True: a
+        sender may hear of the grant. False: not yet, since other ranks must open it too. `on_open` is called when they
+        have, never from inside, and not where the transfer has ended before.
         """
         ...
 
     def abort(self, key: TransferKey) -> None:
         """Ends the transfer; on_end is called with DRAINED, or QUARANTINED then DRAINED. Idempotent."""
+        ...
+
+    def fail(self, key: TransferKey, error: str) -> None:
+        """Ends the transfer since another rank's part has failed; on_end is called with FAILED. Idempotent."""
         ...
 
     def close(self) -> None: ...
@@ -209,6 +224,10 @@ class Sender(Protocol):
 
     def abort(self, key: TransferKey) -> None:
         """Stops; on_end is called with FAILED once no source block is read any more. Idempotent."""
+        ...
+
+    def fail(self, key: TransferKey, error: str) -> None:
+        """As `abort`, since another lane has failed: the receiver hears of a failure."""
         ...
 
     def close(self) -> None: ...

@@ -110,7 +110,7 @@ class Extent(_message.Message):
     def __init__(self, first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("transfer_id", "attempt", "generation", "endpoint", "worker_id", "incarnation", "fingerprint", "extents", "held_blocks", "num_blocks", "hash_seed", "lanes")
+    __slots__ = ("transfer_id", "attempt", "generation", "endpoint", "worker_id", "incarnation", "fingerprint", "extents", "held_blocks", "num_blocks", "hash_seed", "rank_endpoints")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -122,7 +122,7 @@ class Grant(_message.Message):
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HASH_SEED_FIELD_NUMBER: _ClassVar[int]
-    LANES_FIELD_NUMBER: _ClassVar[int]
+    RANK_ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     attempt: int
     generation: int
@@ -134,5 +134,5 @@ class Grant(_message.Message):
     held_blocks: int
     num_blocks: int
     hash_seed: bytes
-    lanes: int
-    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., endpoint: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., hash_seed: _Optional[bytes] = ..., lanes: _Optional[int] = ...) -> None: ...
+    rank_endpoints: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., generation: _Optional[int] = ..., endpoint: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., hash_seed: _Optional[bytes] = ..., rank_endpoints: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -6,7 +6,6 @@ transfer is an error. A transfer that is reported VERIFIED must equal its source
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -436,12 +435,12 @@ def test_a_connection_that_ends_closes_the_writes_that_it_had_open() -> None:
 
 def test_the_end_of_one_lane_does_not_close_the_writes_of_another() -> None:
     book = Landings(STAMPS, grace_s=1.0)
-    grant = dataclasses.replace(grant_of("t", 1, 1, (0, 1)), lanes=2)
+    grant = grant_of("t", 1, 1, (0, 1))
     book.expect(grant, 0.0, None)
     tag = landings.tag_of(grant.key)
     claims = []
     for lane, writer in enumerate((1, 2)):
-        assert book.announce(tag, writer, lane) == []
+        assert book.announce(tag, writer, lane, num_lanes=2) == []
         claims.append(book.claim(tag, writer, 0, lane_stamps(tag, lane), 0.0, Part(lane, 0, 1)))
     for claim in claims:
         assert claim is not None

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvtransfer.grants import (
-    MAX_LANES,
+    MAX_ENDPOINT_CHARS,
+    MAX_RANKS,
     PROTOCOL,
     check_movable,
     fingerprint_of,
@@ -41,7 +42,10 @@ SPEC = EngineSpec(
 def told(**changes: object) -> transfer_pb2.Grant:
     message = grant_to_proto(replace(grant_of("t", 1, 5, (3, 4)), fingerprint=fingerprint()))
     for name, value in changes.items():
-        setattr(message, name, value)
+        if isinstance(value, list):
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
     return message
 
 
@@ -64,7 +68,9 @@ def test_a_rank_with_a_pool_of_its_own_says_that_its_blocks_do_not_travel() -> N
         ({"transfer_id": ""}, "grant.transfer_id"),
         ({"transfer_id": "x" * 257}, "grant.transfer_id"),
         ({"num_blocks": 3}, "grant.extents"),
-        ({"lanes": MAX_LANES + 1}, "grant.lanes"),
+        ({"rank_endpoints": ["h:1"] * MAX_RANKS}, "grant.rank_endpoints"),
+        ({"rank_endpoints": ["h" * (MAX_ENDPOINT_CHARS + 1)]}, "grant.rank_endpoints"),
+        ({"rank_endpoints": [""]}, "grant.rank_endpoints"),
     ],
 )
 def test_a_grant_that_no_decode_worker_makes_is_refused_by_its_field(changes: dict[str, object], field: str) -> None:

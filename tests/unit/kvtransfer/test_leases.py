@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -156,10 +155,10 @@ def test_a_departure_without_deadline_ends_when_nothing_is_pushed_or_taken() -> 
     assert report.sent.error == retract.error == "nothing was pushed or taken for 60 s"  # type: ignore[union-attr]
 
 
-def sent_whole(grant: Grant, deadline_at_s: float | None) -> Departures:
+def sent_whole(grant: Grant, deadline_at_s: float | None, num_lanes: int = 1) -> Departures:
     """The last block is on the wire at 10 s."""
     out = Departures(1, BlockStamps(8), stall_s=60.0, unconfirmed_s=5.0)
-    out.start(grant, 0.0, deadline_at_s)
+    out.start(grant, 0.0, deadline_at_s, num_lanes=num_lanes)
     out.linked()
     out.push(grant.key, [(0, 0), (1, 1)], True, 0.0)
     job = out.take(2, 1.0)
@@ -202,7 +201,7 @@ def test_a_deadline_before_the_confirmation_is_due_still_counts() -> None:
 
 
 def test_one_lane_of_several_waits_for_the_others() -> None:
-    out = sent_whole(dataclasses.replace(GRANT, lanes=2), 500.0)
+    out = sent_whole(GRANT, 500.0, num_lanes=2)
     assert out.expire(499.0) == []
     assert out.expire(500.0) != []
 

@@ -15,7 +15,7 @@ from benchmarks.secret import SECRET
 from kvtransfer import landings
 from kvtransfer.departures import Departures
 from kvtransfer.endpoint import make_receiver
-from kvtransfer.frames import Tag, tag_of
+from kvtransfer.frames import tag_of
 from kvtransfer.landings import Landings
 from kvtransfer.parts import MAX_GROUPS, WHOLE, Lanes, Part
 from kvtransfer.paths.registry import kinds
@@ -107,15 +107,15 @@ def test_a_rank_that_has_nothing_for_the_target_is_refused() -> None:
 
 # The receiver's book.
 
-GRANT = replace(grant_of("t", 1, 5, (3, 4)), lanes=2)
+GRANT = grant_of("t", 1, 5, (3, 4))
 TAG = tag_of(GRANT.key)
 
 
 def book() -> Landings:
     book = Landings(BlockStamps(8))
     book.expect(GRANT, 0.0, 10.0, [1, 2])
-    assert book.announce(TAG, 10, 0, 2) == []
-    assert book.announce(TAG, 20, 1, 1) == []
+    assert book.announce(TAG, 10, 0, 2, num_lanes=2) == []
+    assert book.announce(TAG, 20, 1, 1, num_lanes=2) == []
     return book
 
 
@@ -140,9 +140,9 @@ def test_a_transfer_is_whole_when_each_block_has_come_in_every_part_of_every_lan
 def test_nothing_is_whole_before_every_lane_has_spoken() -> None:
     it = Landings(BlockStamps(8))
     it.expect(GRANT, 0.0, 10.0)
-    it.announce(TAG, 10, 0, 1)
+    it.announce(TAG, 10, 0, 1, num_lanes=2)
     assert land(it, 10, Part(0, 0, 1), 0, [1, 2], is_last=True) == []
-    it.announce(TAG, 20, 1, 1)
+    it.announce(TAG, 20, 1, 1, num_lanes=2)
     assert land(it, 20, Part(1, 0, 1), 0, [1, 2])[-1].received.outcome is ReceiveOutcome.VERIFIED
 
 
@@ -180,12 +180,25 @@ def test_a_stamp_for_another_group_is_refused() -> None:
 
 def test_a_second_writer_of_a_lane_and_a_lane_that_is_not_there_are_refused() -> None:
     it = book()
-    [taken] = it.announce(TAG, 30, 0, 2)
-    [absent] = it.announce(TAG, 30, 2, 1)
+    [taken] = it.announce(TAG, 30, 0, 2, num_lanes=2)
+    [absent] = it.announce(TAG, 30, 2, 1, num_lanes=2)
     assert "lane 0 has its writer" in taken.error  # type: ignore[union-attr]
     assert "lane 2 is not of 2" in absent.error  # type: ignore[union-attr]
-    assert it.announce(TAG, 10, 0, 2) == [], "again, from its own"
+    assert it.announce(TAG, 10, 0, 2, num_lanes=2) == [], "again, from its own"
     assert it.stats.late_messages == 2
+
+
+def test_the_first_sender_says_how_many_ranks_fill_the_blocks() -> None:
+    it = Landings(BlockStamps(8))
+    it.expect(GRANT, 0.0, 10.0)
+    assert it.announce(TAG, 10, 1, num_lanes=4) == []
+    [other] = it.announce(TAG, 20, 0, num_lanes=2)
+    assert "lane 0 is not of 4" in other.error  # type: ignore[union-attr]
+    for lane, writer in ((0, 20), (2, 30), (3, 40)):
+        assert it.announce(TAG, writer, lane, num_lanes=4) == []
+    for lane, writer in ((1, 10), (0, 20), (2, 30)):
+        assert land(it, writer, Part(lane, 0, 1), 0, [1, 2], is_last=True) == []
+    assert land(it, 40, Part(3, 0, 1), 0, [1, 2])[-1].received.outcome is ReceiveOutcome.VERIFIED
 
 
 def test_a_deadline_says_how_many_parts_had_come() -> None:
@@ -318,7 +331,6 @@ class Rig:
             fingerprint=facts,
             blocks=(9, 2, 3),
             held_blocks=0,
-            lanes=ranks,
         )
 
     def assert_equal(self, sources: list[int], groups: int) -> None:
@@ -384,9 +396,3 @@ def test_groups_that_the_model_does_not_have_fail_at_the_start(rigs: list[Rig]) 
     sent = Heard()
     rig.senders[0].start(rig.grant, sent, groups=3)
     assert "a divisor of the 4 layers" in sent.wait().error
-
-
-def test_tags_are_whole_transfers() -> None:
-    """All lanes of a grant share its tag: the part is not in it."""
-    assert isinstance(TAG, Tag)
-    assert tag_of(replace(GRANT, lanes=3).key) == TAG

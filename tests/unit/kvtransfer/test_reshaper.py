@@ -653,7 +653,6 @@ def test_ranks_fill_their_lanes_of_one_receiver(
         lease=PATIENT,
     )
     grant, text, sources = shapes.grant(107)
-    grant = replace(grant, lanes=2)
     for block, name in zip(sources[::-1], text.own, strict=True):
         stamps.mark(block, name)
     first = shapes.expected(grant, text, sources, dtype)

@@ -1,0 +1,165 @@
+"""Transfers of workers whose ranks have pools of their own: joins the ends of a transfer's parts into one. Pure.
+
+A part is what one member moves: of a receiver, a rank with its heads of the granted blocks; of a sender, a rank and one
+rank of the receiver. A transfer is whole when all its parts are. The first part that fails makes all others give up,
+and the owner hears of the end when every part has ended: until then a rank may still use its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Generic, TypeVar, final
+
+from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent, TransferKey
+from pdserve.core.errors import InvalidRequest
+
+Member = TypeVar("Member", bound=Hashable)
+End = TypeVar("End", Received, Sent)
+
+_WHOLE: Final = (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp(Generic[Member]):
+    """Tell a member that its part is not needed: since another has failed, or with no error since nobody needs it."""
+
+    key: TransferKey
+    member: Member
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Every member has opened its part."""
+
+    key: TransferKey
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Generic[End]):
+    """Tell the owner."""
+
+    end: End
+
+
+@dataclass(slots=True)
+class _Joint(Generic[Member, End]):
+    waiting: dict[Member, None]  # whose parts have not ended, in the order of the members
+    unopened: set[Member]
+    ends: list[End] = field(default_factory=list)
+    is_failing: bool = False
+    is_aborted: bool = False  # by the owner
+    is_quarantined: bool = False
+
+
+@final
+class JointTransfers(Generic[Member, End]):
+    """All open transfers of one worker. `join` makes one end of all parts' (`join_received`, `join_sent`)."""
+
+    def __init__(self, join: Callable[[TransferKey, Sequence[End], bool], End]) -> None:
+        self._join: Callable[[TransferKey, Sequence[End], bool], End] = join
+        self._open: dict[TransferKey, _Joint[Member, End]] = {}
+        self.num_late = 0  # ends of parts that nobody waits for
+
+    @property
+    def keys(self) -> list[TransferKey]:
+        """Transfers that have not ended."""
+        return list(self._open)
+
+    def __contains__(self, key: TransferKey) -> bool:
+        return key in self._open
+
+    def members(self, key: TransferKey) -> list[Member]:
+        """Whose parts of the transfer have not ended."""
+        joint = self._open.get(key)
+        return [] if joint is None else list(joint.waiting)
+
+    def open(self, key: TransferKey, members: Sequence[Member], unopened: Iterable[Member] = ()) -> None:
+        """`unopened` members say later that they have opened their parts. Raises InvalidRequest on a key in use."""
+        assert members, "a transfer without parts would never end"
+        if key in self._open:
+            raise InvalidRequest("grant.key", key, "one that is not open already")
+        self._open[key] = _Joint(dict.fromkeys(members), set(unopened))
+
+    def forget(self, key: TransferKey) -> None:
+        """No member has opened its part."""
+        self._open.pop(key, None)
+
+    def opened(self, key: TransferKey, member: Member) -> list[Opened]:
+        joint = self._open.get(key)
+        if joint is None or member not in joint.unopened:
+            return []
+        joint.unopened.discard(member)
+        return [] if joint.unopened or joint.is_failing or joint.is_aborted else [Opened(key)]
+
+    def ended(self, key: TransferKey, member: Member, end: End) -> list[GiveUp[Member] | Report[End]]:
+        """A member's part has ended, or (receivers, after an abort) is quarantined."""
+        joint = self._open.get(key)
+        if joint is None or member not in joint.waiting:
+            self.num_late += 1
+            return []
+        if end.outcome is ReceiveOutcome.QUARANTINED:
+            if joint.is_quarantined or not joint.is_aborted:
+                return []
+            joint.is_quarantined = True
+            return [Report(replace(end, key=key))]
+        del joint.waiting[member]
+        joint.unopened.discard(member)
+        joint.ends.append(end)
+        actions: list[GiveUp[Member] | Report[End]] = []
+        if end.outcome not in _WHOLE and not (joint.is_failing or joint.is_aborted):
+            joint.is_failing = True
+            error = "" if end.is_cancelled else f"another rank's part failed: {end.error}"
+            actions += [GiveUp(key, other, error) for other in joint.waiting]
+        if not joint.waiting:
+            del self._open[key]
+            actions.append(Report(self._join(key, joint.ends, joint.is_aborted)))
+        return actions
+
+    def abort(self, key: TransferKey) -> list[GiveUp[Member]]:
+        """The owner gives up. Nothing happens where the transfer has ended, or was given up before."""
+        joint = self._open.get(key)
+        if joint is None or joint.is_aborted:
+            return []
+        joint.is_aborted = True
+        return [GiveUp(key, member, "") for member in joint.waiting]
+
+
+def join_received(key: TransferKey, ends: Sequence[Received], is_aborted: bool) -> Received:
+    if all(end.outcome is ReceiveOutcome.VERIFIED for end in ends):
+        outcome, cause = ReceiveOutcome.VERIFIED, ends[0]
+    else:
+        outcome, cause = ReceiveOutcome.DRAINED if is_aborted else ReceiveOutcome.FAILED, _cause(ends)
+    return Received(
+        key=key,
+        outcome=outcome,
+        num_bytes=sum(end.num_bytes for end in ends),
+        transfer_s=max(end.transfer_s for end in ends),
+        busy_s=max(end.busy_s for end in ends),
+        error=cause.error,
+        fault=cause.fault,
+    )
+
+
+def join_sent(key: TransferKey, ends: Sequence[Sent], is_aborted: bool) -> Sent:
+    is_sent = all(end.outcome is SendOutcome.SENT for end in ends)
+    cause = ends[0] if is_sent else _cause(ends)
+    return Sent(
+        key=key,
+        outcome=SendOutcome.SENT if is_sent else SendOutcome.FAILED,
+        num_bytes=sum(end.num_bytes for end in ends),
+        send_s=max(end.send_s for end in ends),
+        busy_s=max(end.busy_s for end in ends),
+        exposed_s=max(end.exposed_s for end in ends),
+        early_bytes=sum(end.early_bytes for end in ends),
+        error=cause.error,
+        fault=cause.fault,
+        wire_dtype=next((end.wire_dtype for end in ends if end.wire_dtype), ""),
+    )
+
+
+def _cause(ends: Sequence[End]) -> End:
+    """The first failure that was none's wish, or where there is none the first part that was given up."""
+    failed = [end for end in ends if end.outcome not in _WHOLE]
+    return next((end for end in failed if not end.is_cancelled), failed[0])

@@ -1,0 +1,34 @@
+"""Which ranks of two workers move a transfer, and what of its grant each pair of ranks is told. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvtransfer.reshape import lanes_of
+from kvtransfer.shape import KvShape
+from kvtransfer.transport import Grant, TransferKey
+
+
+def rank_pairs(source: KvShape, target: KvShape) -> list[tuple[int, int]]:
+    """(sending rank, receiving rank) of each part; the ranks in both shapes do not matter."""
+    return [
+        (lane.source_rank, rank)
+        for rank in range(target.tp_degree)
+        for lane in lanes_of(source, replace(target, tp_rank=rank))
+    ]
+
+
+def rank_key(key: TransferKey, rank: int) -> TransferKey:
+    """A receiving rank's own name of the transfer: a sender may move parts of one transfer to several ranks."""
+    return replace(key, transfer_id=f"{key.transfer_id}/{rank}")
+
+
+def rank_grant(grant: Grant, rank: int) -> Grant:
+    """The grant as the receiving worker's rank `rank` gives it: the same blocks of its own pool, for its heads."""
+    shape = grant.fingerprint.shape
+    if shape.tp_degree == 1:
+        return grant
+    endpoint = (grant.endpoint, *grant.rank_endpoints)[rank]
+    fingerprint = replace(grant.fingerprint, shape=replace(shape, tp_rank=rank))
+    key = rank_key(grant.key, rank)
+    return replace(grant, key=key, endpoint=endpoint, fingerprint=fingerprint, rank_endpoints=())

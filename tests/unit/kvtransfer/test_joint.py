@@ -1,0 +1,280 @@
+"""The join of a transfer's parts: single rules, and every order of events of up to three members."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from kvtransfer.joint import GiveUp, JointTransfers, Opened, Report, join_received, join_sent
+from kvtransfer.rank_grants import rank_grant, rank_key, rank_pairs
+from kvtransfer.shape import KvShape
+from kvtransfer.transport import Fingerprint, Received, ReceiveOutcome, SendOutcome, Sent, TransferKey
+from pdserve.core.errors import InvalidRequest
+from tests.unit.kvtransfer.test_books import grant_of
+
+KEY = TransferKey(transfer_id="t", attempt=1, generation=5)
+
+
+def received(outcome: ReceiveOutcome, fault: str = "", **fields: Any) -> Received:
+    error = fault and f"it was {fault}"
+    return Received(key=KEY, outcome=outcome, error=error, fault=fault, **fields)
+
+
+VERIFIED = received(ReceiveOutcome.VERIFIED)
+CUT = received(ReceiveOutcome.FAILED, "cut")
+CANCELLED = received(ReceiveOutcome.FAILED, "cancelled")
+DRAINED = received(ReceiveOutcome.DRAINED, "aborted")
+QUARANTINED = received(ReceiveOutcome.QUARANTINED, "aborted")
+
+
+def joint(members: Sequence[int] = (0, 1), unopened: Sequence[int] = ()) -> JointTransfers[int, Received]:
+    book: JointTransfers[int, Received] = JointTransfers(join_received)
+    book.open(KEY, members, unopened)
+    return book
+
+
+def test_a_transfer_is_verified_when_every_rank_has_verified_its_part() -> None:
+    book = joint((0, 1, 2))
+    for member, num_bytes in ((2, 10), (0, 20)):
+        assert book.ended(KEY, member, replace(VERIFIED, num_bytes=num_bytes, transfer_s=member)) == []
+    [report] = book.ended(KEY, 1, replace(VERIFIED, num_bytes=30, busy_s=0.5))
+    assert report == Report(replace(VERIFIED, num_bytes=60, transfer_s=2, busy_s=0.5))
+    assert book.keys == []
+
+
+def test_a_part_that_fails_ends_the_others_and_is_the_reason() -> None:
+    book = joint((0, 1, 2))
+    assert book.ended(KEY, 0, VERIFIED) == []
+    assert book.ended(KEY, 1, CUT) == [GiveUp(KEY, 2, "another rank's part failed: it was cut")]
+    [report] = book.ended(KEY, 2, received(ReceiveOutcome.FAILED, "refused"))
+    assert report == Report(CUT)
+
+
+def test_a_part_that_was_cancelled_cancels_the_others() -> None:
+    book = joint()
+    assert book.ended(KEY, 1, CANCELLED) == [GiveUp(KEY, 0, "")]
+    [report] = book.ended(KEY, 0, DRAINED)
+    assert isinstance(report, Report)
+    assert (report.end.outcome, report.end.is_cancelled) == (ReceiveOutcome.FAILED, True)
+
+
+def test_a_failure_counts_more_than_the_cancel_that_came_before_it() -> None:
+    """Both are heard of one event: a sender that fails cancels no other lane on purpose."""
+    book = joint()
+    book.ended(KEY, 1, CANCELLED)
+    assert book.ended(KEY, 0, CUT) == [Report(CUT)]
+
+
+def test_an_owner_that_aborts_hears_of_quarantine_once_and_then_of_the_end() -> None:
+    book = joint()
+    assert book.ended(KEY, 0, QUARANTINED) == [], "nobody has aborted"
+    assert book.abort(KEY) == [GiveUp(KEY, 0, ""), GiveUp(KEY, 1, "")]
+    assert book.abort(KEY) == []
+    assert book.ended(KEY, 1, QUARANTINED) == [Report(QUARANTINED)]
+    assert book.ended(KEY, 0, QUARANTINED) == []
+    assert book.ended(KEY, 0, DRAINED) == []
+    assert book.ended(KEY, 1, DRAINED) == [Report(DRAINED)]
+    assert book.abort(KEY) == []
+    assert book.ended(KEY, 1, DRAINED) == []
+    assert book.num_late == 1
+
+
+def test_an_abort_while_parts_fail_reaches_those_that_have_not_ended() -> None:
+    book = joint((0, 1, 2))
+    book.ended(KEY, 0, CUT)
+    assert book.abort(KEY) == [GiveUp(KEY, 1, ""), GiveUp(KEY, 2, "")]
+    book.ended(KEY, 1, DRAINED)
+    assert book.ended(KEY, 2, DRAINED) == [Report(replace(CUT, outcome=ReceiveOutcome.DRAINED))]
+
+
+def test_an_abort_that_comes_when_all_parts_are_verified_is_too_late() -> None:
+    book = joint()
+    book.ended(KEY, 0, VERIFIED)
+    book.abort(KEY)
+    assert book.ended(KEY, 1, VERIFIED) == [Report(VERIFIED)], "the sender was told that it is"
+
+
+def test_a_grant_is_open_when_every_rank_has_opened_it() -> None:
+    book = joint((0, 1, 2), unopened=(1, 2))
+    assert book.opened(KEY, 2) == []
+    assert book.opened(KEY, 2) == []
+    assert book.opened(KEY, 0) == []
+    assert book.opened(KEY, 1) == [Opened(KEY)]
+    assert book.opened(KEY, 1) == []
+
+
+@pytest.mark.parametrize("ends", ["abort", "fail"])
+def test_a_grant_that_was_given_up_is_not_told_to_anybody(ends: str) -> None:
+    book = joint((0, 1), unopened=(1,))
+    if ends == "abort":
+        book.abort(KEY)
+    else:
+        book.ended(KEY, 0, CUT)
+    assert book.opened(KEY, 1) == []
+
+
+def test_a_key_that_is_open_is_refused_and_a_forgotten_one_is_free() -> None:
+    book = joint()
+    with pytest.raises(InvalidRequest, match=r"grant\.key"):
+        book.open(KEY, (0,))
+    book.forget(KEY)
+    assert KEY not in book
+    book.open(KEY, (0,))
+    assert book.members(KEY) == [0]
+
+
+def test_sent_parts_add_up() -> None:
+    ends = [
+        Sent(key=KEY, outcome=SendOutcome.SENT, num_bytes=5, send_s=1.0, busy_s=0.1, exposed_s=0.3, early_bytes=2),
+        Sent(key=KEY, outcome=SendOutcome.SENT, num_bytes=7, send_s=0.5, busy_s=0.4, exposed_s=0.2, wire_dtype="int8"),
+    ]
+    assert join_sent(KEY, ends, is_aborted=False) == Sent(
+        key=KEY,
+        outcome=SendOutcome.SENT,
+        num_bytes=12,
+        send_s=1.0,
+        busy_s=0.4,
+        exposed_s=0.3,
+        early_bytes=2,
+        wire_dtype="int8",
+    )
+    lost = Sent(key=KEY, outcome=SendOutcome.FAILED, error="gone", fault="cut")
+    joined = join_sent(KEY, [ends[0], lost], is_aborted=False)
+    assert (joined.outcome, joined.error, joined.fault) == (SendOutcome.FAILED, "gone", "cut")
+
+
+# Every order of events. A member is a rank of a receiver: it ends by itself or when it is told to give up.
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What the world knows of a member: what it was told, what it has said."""
+
+    told: tuple[str, ...] = ()
+    is_quarantined: bool = False
+    end: Received | None = None
+
+    def can_say(self) -> Iterator[Received]:
+        if self.end is not None:
+            return
+        yield VERIFIED
+        yield CUT
+        yield CANCELLED
+        if "" in self.told:
+            yield DRAINED
+            if not self.is_quarantined:
+                yield QUARANTINED
+
+
+def explore(num_members: int) -> int:
+    """Depth first over all sequences of events; the number of complete ones."""
+
+    def run(history: list[Any]) -> tuple[JointTransfers[int, Received], list[Rank], list[Received], bool]:
+        book = joint(range(num_members))
+        ranks, told, is_aborted = [Rank() for _ in range(num_members)], [], False
+        for event in history:
+            if event == "abort":
+                actions: Sequence[Any] = book.abort(KEY)
+                is_aborted = True
+            else:
+                member, end = event
+                rank = ranks[member]
+                if end is QUARANTINED:
+                    ranks[member] = replace(rank, is_quarantined=True)
+                else:
+                    ranks[member] = replace(rank, end=end)
+                actions = book.ended(KEY, member, end)
+            for action in actions:
+                if isinstance(action, GiveUp):
+                    rank = ranks[action.member]
+                    assert rank.end is None, "a part that has ended is told nothing"
+                    ranks[action.member] = replace(rank, told=(*rank.told, action.error))
+                else:
+                    told.append(action.end)
+        return book, ranks, told, is_aborted
+
+    def check(history: list[Any]) -> bool:
+        book, ranks, told, is_aborted = run(history)
+        ends = [rank.end for rank in ranks]
+        is_over = all(end is not None for end in ends)
+        last = [end for end in told if end.outcome is not ReceiveOutcome.QUARANTINED]
+        assert len(last) == is_over, "one end, when the last part has ended and not before"
+        assert bool(book.keys) is not is_over
+        assert len(told) - len(last) <= is_aborted, "quarantine at most once, and only after an abort"
+        if any(end is not None and end is not VERIFIED for end in ends) or is_aborted:
+            assert all(rank.told or rank.end for rank in ranks), "a part goes on although the transfer is lost"
+        if is_over:
+            assert told[-1] is last[0], "nothing comes after the end"
+            assert (last[0].outcome is ReceiveOutcome.VERIFIED) == (ends == [VERIFIED] * num_members)
+            if last[0].outcome is not ReceiveOutcome.VERIFIED:
+                assert (last[0].outcome is ReceiveOutcome.DRAINED) == is_aborted
+                assert last[0].is_cancelled == (CUT not in ends)
+        return is_over
+
+    complete, todo = 0, [[]]
+    while todo:
+        history: list[Any] = todo.pop()
+        if check(history):
+            complete += 1
+            continue
+        _, ranks, _, is_aborted = run(history)
+        todo += [[*history, (member, end)] for member, rank in enumerate(ranks) for end in rank.can_say()]
+        if not is_aborted:
+            todo.append([*history, "abort"])
+    return complete
+
+
+def test_every_order_of_two_ranks_ends_and_of_an_abort_makes_one_right_end() -> None:
+    assert explore(2) > 100
+
+
+@pytest.mark.slow
+def test_every_order_of_three_ranks_ends_and_of_an_abort_makes_one_right_end() -> None:
+    assert explore(3) > 1000
+
+
+def test_the_exploration_finds_a_join_that_commits_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first(key: TransferKey, ends: Sequence[Received], is_aborted: bool) -> Received:
+        return ends[0]
+
+    monkeypatch.setitem(globals(), "join_received", first)
+    with pytest.raises(AssertionError):
+        explore(2)
+
+
+# Which ranks move what.
+
+SHAPE = KvShape(layout="block-major.v1", dtype="float32", num_layers=2, num_kv_heads=4, head_dim=8, block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "pairs"),
+    [
+        ((1, 1), [(0, 0)]),
+        ((1, 2), [(0, 0), (0, 1)]),
+        ((2, 1), [(0, 0), (1, 0)]),
+        ((2, 2), [(0, 0), (1, 1)]),
+        ((2, 4), [(0, 0), (0, 1), (1, 2), (1, 3)]),
+        ((4, 2), [(0, 0), (1, 0), (2, 1), (3, 1)]),
+        ((8, 2), [(0, 0), (2, 0), (4, 1), (6, 1)]),  # eight ranks of four heads: every second has the same one
+        ((2, 8), [(0, 0), (0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6), (1, 7)]),
+    ],
+)
+def test_each_rank_sends_to_those_that_own_its_heads(degrees: tuple[int, int], pairs: list[tuple[int, int]]) -> None:
+    source, target = (replace(SHAPE, tp_degree=degree) for degree in degrees)
+    assert rank_pairs(source, target) == pairs
+
+
+def test_a_rank_grants_the_same_blocks_of_its_own_pool() -> None:
+    facts = Fingerprint(protocol=1, model="m", engine="e", shape=replace(SHAPE, tp_degree=2))
+    grant = replace(grant_of("t", 1, 5, (3, 4)), fingerprint=facts, endpoint="a:1", rank_endpoints=("b:2",))
+    one = rank_grant(grant, 1)
+    assert (one.key, one.endpoint, one.blocks) == (rank_key(grant.key, 1), "b:2", grant.blocks)
+    assert one.key.transfer_id == "t/1"
+    assert (one.fingerprint.shape.tp_rank, one.rank_endpoints) == (1, ())
+    assert rank_grant(grant, 0).endpoint == "a:1"
+    alone = replace(grant, fingerprint=replace(facts, shape=SHAPE), rank_endpoints=())
+    assert rank_grant(alone, 0) == alone
