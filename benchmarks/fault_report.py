@@ -27,10 +27,10 @@ _COUNTED: Final = (
 _KINDS: Final = (
     ("deadline", "deadline"),
     ("checksum", "checksum"),
-    ("stamp", "stamp|handed out again"),
+    ("stamp", "stamp|handed out again|what the prompt says"),
     ("aborted", "abort"),
     ("the device or NCCL", "NCCL|device|did not end in time"),
-    ("pushed wrongly", "pushed twice|leaves|never came"),
+    ("pushed wrongly", "pushed twice|pushed, expected|leaves|never came"),
     (
         "connection",
         "connection|closed|lost|protocol|header|frame|credit|restart|refused: UNAVAILABLE|did not (take|accept)|Errno|"

@@ -77,12 +77,15 @@ class Storage:
     def look(self, block: int, complaint: str) -> None:
         held = self._holds[block]
         expected = np.zeros_like(self._base) if held is None else self._contents(*held)
-        if not np.array_equal(self._pool.raw[block].cpu().numpy().view(np.uint64), expected):
+        if not np.array_equal(self._whole(block), expected):
             self.wrong.append(f"block {block}, which must hold {held}, {complaint}")
 
     def expects_anything(self, block: int) -> None:
         """A transfer writes here: until it ends, nothing is known of the contents."""
         self._holds[block] = None
+
+    def _whole(self, block: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        return self._pool.raw[block].cpu().numpy().view(np.uint64)
 
     def _contents(self, number: int, place: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
         factor = np.uint64(2 * (number * 64 + place) + 1)

@@ -16,7 +16,7 @@ import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -79,11 +79,13 @@ class Storm:
         network: Network | None = None,
         device_kills: float = DEVICE_KILLS,
         is_on_gpu: bool = False,
+        ranks: Sequence[int] = (0, 0, 0, 0),
         on_progress: Callable[[Result], None] = lambda result: None,
     ) -> None:
         """`network` has a namespace for each process, and its cables are pulled now and then.
 
-        Transports between devices run over stand-ins unless `is_on_gpu`.
+        Transports between devices run over stand-ins unless `is_on_gpu`. `ranks`: tensor-parallel ones of each
+        process, in the order of ROLES; 0: a pool of plain bytes.
         """
         device: Memory = "cuda" if is_on_gpu else "stand-in"
         self._seed, self._on_progress = seed, on_progress
@@ -103,9 +105,10 @@ class Storm:
                     host="127.0.0.1" if network is None else network.addresses[name],
                     device_kills=device_kills,
                     memory=device if transport in DEVICE_TRANSPORTS else "host",
+                    ranks=degree,
                 )
             )
-            for name, role in ROLES.items()
+            for (name, role), degree in zip(ROLES.items(), ranks, strict=True)
         ]
         self._moves: dict[int, Move] = {}
         self._waiting: list[int] = []  # found no room
@@ -243,7 +246,8 @@ class Storm:
             self.result.freed(late_s, f"{member.setup.name}, {move.case.label}: {why}")
         if member is move.decode:
             move.why = move.why or why
-            self._heard_of(move, received=outcome)
+            never = NEVER if not move.sent and not move.is_asked else ""  # it ended before all ranks had opened it
+            self._heard_of(move, received=outcome, sent=never)
             if outcome != "verified":
                 self._tell_other(move, move.prefill)
         else:
@@ -321,6 +325,13 @@ def main() -> int:
     parser.add_argument("--transport", nargs="+", help="shm and tcp, or with --gpu cuda_ipc, nccl and tcp_staged")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shape", default="small", help="of the blocks: small, bundled (the bundled model's), int8")
+    parser.add_argument(
+        "--ranks",
+        type=lambda text: tuple(map(int, text.split(","))),
+        default=(0, 0, 0, 0),
+        metavar="P0,P1,D0,D1",
+        help="tensor-parallel ranks of each worker, every one with a pool of its own, such as 2,1,2,4",
+    )
     parser.add_argument("--gpu", action="store_true", help="those of GPUs on a GPU; else over stand-ins")
     parser.add_argument("--cut-network", action="store_true", help="tcp between network namespaces that are cut off")
     parser.add_argument("--json", type=Path, help="write the results there as well")
@@ -337,7 +348,13 @@ def main() -> int:
                     parser.error(missing)
                 network = stack.enter_context(Network(tuple(ROLES)))
             storm = Storm(
-                transport, args.seed, shape=args.shape, network=network, is_on_gpu=args.gpu, on_progress=progress
+                transport,
+                args.seed,
+                shape=args.shape,
+                network=network,
+                is_on_gpu=args.gpu,
+                ranks=args.ranks,
+                on_progress=progress,
             )
             results.append(storm.run(args.transfers))
         print(file=sys.stderr)

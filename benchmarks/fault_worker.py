@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ import torch
 from benchmarks.fake_device import Trouble
 from benchmarks.fake_ends import stand_in
 from benchmarks.fault_cases import Case, OwnerFault, case_of, fault_of
+from benchmarks.fault_ranks import RANKS_PATIENCE, RankedStorage, Ranks, fingerprint_of_ranks, in_order, text_of
 from benchmarks.fault_report import kind_of
 from benchmarks.fault_storage import OTHER_TEXT, REUSED, SHAPES, Memory, Storage, block_hash, chain_of
 from benchmarks.gpu_ends import nccl_environment
@@ -44,6 +46,11 @@ class Setup:
     netns: str = ""
     device_kills: float = 0.0  # of stand-ins
     memory: Memory = "host"
+    ranks: int = 0  # tensor-parallel ones, each with a pool of its own; 0: a pool of plain bytes
+
+    def deadline_s(self, case: Case) -> float:
+        """A transfer of several ranks is as many connections and threads as it has parts."""
+        return case.deadline_s * (RANKS_PATIENCE if self.ranks else 1.0)
 
 
 DEVICE_KILLS: Final = 0.0002  # share of the copies on a device in whose middle the process is killed
@@ -68,13 +75,17 @@ class Worker:
 
     def __init__(self, setup: Setup, driver: Connection) -> None:
         self.setup, self.driver = setup, driver
-        self.storage = Storage(SHAPES[setup.shape], setup.memory)
+        self.storage = RankedStorage(setup.ranks) if setup.ranks else Storage(SHAPES[setup.shape], setup.memory)
         if setup.memory == "stand-in":
             stand_in(self.storage.pool, trouble_of(setup))
-        self.fingerprint = fingerprint(self.storage.pool.block_bytes, NUM_LAYERS)
+        if setup.ranks:
+            self.fingerprint = fingerprint_of_ranks(setup.ranks)
+        else:
+            self.fingerprint = fingerprint(self.storage.pool.block_bytes, NUM_LAYERS)
         self.disturbance = Disturbance(lambda tag: fault_of(setup.seed, tag), self.storage.pool.block_bytes)
         self.incarnation = secrets.token_hex(4)
         self._ends: deque[tuple[float, Received | Sent]] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
         self._waker = Waker()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
@@ -88,6 +99,8 @@ class Worker:
             ready: list[Any] = wait([self.driver, self._waker.fileno()], timeout_s)
             if self._waker.fileno() in ready:
                 self._waker.clear()
+            while self._calls:
+                self._calls.popleft()()
             while self._ends:
                 self.ended(*self._ends.popleft())
             while self._timers and self._timers[0][0] <= time.monotonic():
@@ -103,6 +116,11 @@ class Worker:
     def on_end(self, end: Received | Sent) -> None:
         """From any thread."""
         self._ends.append((time.monotonic(), end))
+        self._waker.set()
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """From any thread."""
+        self._calls.append(call)
         self._waker.set()
 
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
@@ -137,6 +155,13 @@ class Worker:
             getattr(self, command)(*arguments)
         return True
 
+    def ranks(self) -> Ranks | None:
+        """Those behind the first."""
+        if not isinstance(self.storage, RankedStorage):
+            return None
+        setup = self.setup
+        return Ranks(self.storage, setup.transport, setup.name, self.incarnation, self.disturbance)
+
     # What the roles fill in.
 
     end: Any
@@ -166,6 +191,8 @@ class Decode(Worker):
             stamps=self.storage.stamps,
         )
         self._grpc = GrpcHost(self.end.servicer, host=setup.host)
+        if (ranks := self.ranks()) is not None:
+            self.end = ranks.receiver(self.end)
         self._landings: dict[int, tuple[Case, list[int], float]] = {}
         self._kept: dict[int, list[int]] = {}
 
@@ -182,16 +209,23 @@ class Decode(Worker):
             incarnation=self.incarnation,
             fingerprint=self.fingerprint,
             blocks=tuple(blocks),
+            rank_endpoints=self.end.rank_endpoints,
             held_blocks=0,
         )
         for block in blocks:
             self.storage.expects_anything(block)
-        self._landings[number] = (case, blocks, time.monotonic() + case.deadline_s)
+        deadline_s = self.setup.deadline_s(case)
+        self._landings[number] = (case, blocks, time.monotonic() + deadline_s)
         chains = [chain_of(number, place) for place in range(case.count)]
-        self.end.expect(grant, self.on_end, case.deadline_s, chains)
+        told = partial(self._granted, number, grant)
+        if self.end.expect(grant, self.on_end, deadline_s, chains, lambda: self.soon(told)):
+            told()
         if case.fault is OwnerFault.RECEIVER_ABORTS:
             self.after(case.hold_s / 10, lambda: self.end.abort(case.key))
-        self._tell("granted", number, grant_to_proto(grant).SerializeToString())
+
+    def _granted(self, number: int, grant: Grant) -> None:
+        if number in self._landings:  # else it has ended before all ranks had opened it
+            self._tell("granted", number, grant_to_proto(grant).SerializeToString())
 
     def abort(self, number: int) -> None:
         self.end.abort(case_of(self.setup.seed, number).key)
@@ -234,12 +268,13 @@ class Decode(Worker):
 class Prefill(Worker):
     def __init__(self, setup: Setup, driver: Connection) -> None:
         super().__init__(setup, driver)
+        self._ranks: Ranks | None = None
         self.end = self._make()
         self._sending: dict[int, tuple[Case, Grant, list[int], float]] = {}
 
     def _make(self) -> Any:
         self.incarnation = secrets.token_hex(4)
-        return make_sender(
+        own = make_sender(
             self.storage.pool,
             self.fingerprint,
             secret=SECRET,
@@ -249,6 +284,10 @@ class Prefill(Worker):
             disturbance=self.disturbance,
             stamps=self.storage.stamps,
         )
+        old, self._ranks = self._ranks, self.ranks()
+        if old is not None:
+            self.after(1.0, old.close)  # once the old end has been closed
+        return own if self._ranks is None else self._ranks.sender(own)
 
     def send(self, number: int, message: bytes) -> None:
         case = case_of(self.setup.seed, number)
@@ -258,8 +297,10 @@ class Prefill(Worker):
             return
         self.storage.fill(blocks, number + (OTHER_TEXT if case.fault is OwnerFault.OTHER_TEXT else 0))
         grant = grant_from_proto(transfer_pb2.Grant.FromString(message))
-        self._sending[number] = (case, grant, blocks, time.monotonic() + case.deadline_s)
-        self.end.start(grant, self.on_end, case.deadline_s, groups=1 + number % NUM_LAYERS)
+        deadline_s = self.setup.deadline_s(case)
+        self._sending[number] = (case, grant, blocks, time.monotonic() + deadline_s)
+        text = text_of(number, case.count) if self.setup.ranks else None
+        self.end.start(grant, self.on_end, deadline_s, text, groups=1 + number % NUM_LAYERS)
         self._push(number, 0)
 
     def _push(self, number: int, piece: int) -> None:
@@ -267,14 +308,16 @@ class Prefill(Worker):
         if number not in self._sending:
             return
         case, grant, blocks, _ = self._sending[number]
+        is_converted = grant.fingerprint.shape.tp_degree != max(1, self.setup.ranks)
+        pieces = in_order(case.pieces) if is_converted else case.pieces
         if piece == case.act_at:
             self._act(case, blocks)
-        if piece == len(case.pieces) or number not in self._sending:
+        if piece == len(pieces) or number not in self._sending:
             return
-        indices = case.pieces[piece][1]
-        is_last = piece + 1 == len(case.pieces) and case.fault is not OwnerFault.UNFINISHED
+        indices = pieces[piece][1]
+        is_last = piece + 1 == len(pieces) and case.fault is not OwnerFault.UNFINISHED
         self.end.push(grant.key, [(index, blocks[index]) for index in indices], is_last)
-        pause_s = case.pieces[piece + 1][0] if piece + 1 < len(case.pieces) else 0.0
+        pause_s = pieces[piece + 1][0] if piece + 1 < len(pieces) else 0.0
         if pause_s:
             self.after(pause_s, lambda: self._push(number, piece + 1))
         else:

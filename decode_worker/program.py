@@ -17,6 +17,7 @@ from kvtransfer import issuer
 from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_receiver
 from kvtransfer.grants import check_movable, fingerprint_of, fingerprint_to_proto, grant_to_proto
+from kvtransfer.rank_ends import joined_receiver
 from kvtransfer.stats import events
 from kvtransfer.transport import Grant, Received, ReceiveOutcome, Receiver, TransferKey
 from pdserve.config import WorkerConfig
@@ -209,22 +210,31 @@ class DecodeProgram(RoleProgram):
             blocks=effect.blocks,
             held_blocks=effect.held_blocks,
             hash_seed=self.limits.hash_seed,
+            rank_endpoints=self._receiver.rank_endpoints,
         )
         remaining_s = None if landing.deadline_at_s is None else max(0.0, landing.deadline_at_s - context.now())
         post, now = context.post, context.now
         try:  # open before anybody hears of it
-            check_movable(self.engine.spec)
-            self._receiver.expect(
+            check_movable(self.engine.spec.tp_degree, 1 + len(grant.rank_endpoints))
+            is_open = self._receiver.expect(
                 grant,
                 lambda received: post(partial(self._received, key, received, now())),
                 remaining_s,
                 self._batching.chains(key),
+                lambda: post(partial(self._opened, key, grant)),
             )
         except PdserveError as error:
             self.act(self._batching.lost(key, error.message))
             return
-        granted = worker_pb2.Granted(request_id=key.request_id, attempt=key.attempt, grant=grant_to_proto(grant))
-        self.emit(key.router, granted=granted)
+        if is_open:
+            self._opened(key, grant)
+
+    def _opened(self, key: AttemptKey, grant: Grant) -> None:
+        """A prefill worker may be told of the grant, unless the attempt was given up meanwhile."""
+        landing = self._landings.get(key)
+        if landing is not None and landing.key == grant.key:
+            granted = worker_pb2.Granted(request_id=key.request_id, attempt=key.attempt, grant=grant_to_proto(grant))
+            self.emit(key.router, granted=granted)
 
     def _seat_held(self, effect: fx.SeatHeld) -> None:
         key = effect.key
@@ -235,7 +245,7 @@ class DecodeProgram(RoleProgram):
 
     def _kv_committed(self, effect: fx.KvCommitted) -> None:
         key, metrics = effect.key, self.context.metrics
-        saved_bytes = effect.held_blocks * self.engine.spec.block_bytes
+        saved_bytes = effect.held_blocks * self.engine.spec.block_bytes * self.engine.spec.tp_degree
         ended = worker_pb2.TransferEnded(
             request_id=key.request_id,
             attempt=key.attempt,
@@ -339,7 +349,8 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         stamps=stamps,
     )
     add_servicers = partial(add_TransferServiceServicer_to_server, receiver.servicer)
-    return DecodeProgram(context, engine, receiver, add_servicers, stamps)
+    ranks = joined_receiver(receiver, engine, stamps, context.secret, config.worker_id, context.incarnation)
+    return DecodeProgram(context, engine, ranks, add_servicers, stamps)
 
 
 def make_host(config: WorkerConfig) -> WorkerHost:

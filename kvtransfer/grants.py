@@ -32,11 +32,11 @@ def shape_of(spec: EngineSpec) -> KvShape:
     )
 
 
-def check_movable(spec: EngineSpec) -> None:
-    """Whether the pool holds all that a block means. Raises ConfigError where other ranks have pools of their own."""
-    if spec.tp_degree > 1:
-        expected = "1 where KV is to move: on GPUs each rank has a pool of its own, which nobody sends yet"
-        raise ConfigError("tensor_parallel", spec.tp_degree, expected)
+def check_movable(degree: int, num_ranks: int = 1) -> None:
+    """Whether the pools of `num_ranks` ranks hold all of a block. Raises ConfigError where ranks are missing."""
+    if degree != num_ranks:
+        expected = f"{num_ranks} where KV is to move: other ranks have pools of their own, and no KV endpoint"
+        raise ConfigError("tensor_parallel", degree, expected)
 
 
 def fingerprint_of(spec: EngineSpec) -> Fingerprint:

@@ -48,7 +48,7 @@ class _Joint(Generic[Member, End]):
     waiting: dict[Member, None]  # whose parts have not ended, in the order of the members
     unopened: set[Member]
     ends: list[End] = field(default_factory=list)
-    is_failing: bool = False
+    failure: str | None = None  # what the other members are told; empty: nobody needs their parts
     is_aborted: bool = False  # by the owner
     is_quarantined: bool = False
 
@@ -82,6 +82,13 @@ class JointTransfers(Generic[Member, End]):
             raise InvalidRequest("grant.key", key, "one that is not open already")
         self._open[key] = _Joint(dict.fromkeys(members), set(unopened))
 
+    def given_up(self, key: TransferKey) -> list[GiveUp[Member]]:
+        """What members must be told again that had not begun when they were told."""
+        joint = self._open.get(key)
+        if joint is None or (joint.failure is None and not joint.is_aborted):
+            return []
+        return [GiveUp(key, member, "" if joint.is_aborted else joint.failure or "") for member in joint.waiting]
+
     def forget(self, key: TransferKey) -> None:
         """No member has opened its part."""
         self._open.pop(key, None)
@@ -91,7 +98,7 @@ class JointTransfers(Generic[Member, End]):
         if joint is None or member not in joint.unopened:
             return []
         joint.unopened.discard(member)
-        return [] if joint.unopened or joint.is_failing or joint.is_aborted else [Opened(key)]
+        return [] if joint.unopened or self.given_up(key) else [Opened(key)]
 
     def ended(self, key: TransferKey, member: Member, end: End) -> list[GiveUp[Member] | Report[End]]:
         """A member's part has ended, or (receivers, after an abort) is quarantined."""
@@ -108,10 +115,9 @@ class JointTransfers(Generic[Member, End]):
         joint.unopened.discard(member)
         joint.ends.append(end)
         actions: list[GiveUp[Member] | Report[End]] = []
-        if end.outcome not in _WHOLE and not (joint.is_failing or joint.is_aborted):
-            joint.is_failing = True
-            error = "" if end.is_cancelled else f"another rank's part failed: {end.error}"
-            actions += [GiveUp(key, other, error) for other in joint.waiting]
+        if end.outcome not in _WHOLE and joint.failure is None and not joint.is_aborted:
+            joint.failure = "" if end.is_cancelled else f"another rank's part failed: {end.error}"
+            actions += self.given_up(key)
         if not joint.waiting:
             del self._open[key]
             actions.append(Report(self._join(key, joint.ends, joint.is_aborted)))
@@ -123,7 +129,7 @@ class JointTransfers(Generic[Member, End]):
         if joint is None or joint.is_aborted:
             return []
         joint.is_aborted = True
-        return [GiveUp(key, member, "") for member in joint.waiting]
+        return self.given_up(key)
 
 
 def join_received(key: TransferKey, ends: Sequence[Received], is_aborted: bool) -> Received:

@@ -168,11 +168,15 @@ class Receiver(Protocol):
         """Ends the transfer; on_end is called with DRAINED, or QUARANTINED then DRAINED. Idempotent."""
         ...
 
-    def fail(self, key: TransferKey, error: str) -> None:
-        """Ends the transfer since another rank's part has failed; on_end is called with FAILED. Idempotent."""
-        ...
-
     def close(self) -> None: ...
+
+
+class RankReceiver(Receiver, Protocol):
+    """A Receiver of one rank, whose transfers are parts of others."""
+
+    def fail(self, key: TransferKey, error: str) -> None:
+        """Ends the transfer since another part has failed; on_end is called with FAILED. Idempotent."""
+        ...
 
 
 class Sender(Protocol):
@@ -226,8 +230,12 @@ class Sender(Protocol):
         """Stops; on_end is called with FAILED once no source block is read any more. Idempotent."""
         ...
 
-    def fail(self, key: TransferKey, error: str) -> None:
-        """As `abort`, since another lane has failed: the receiver hears of a failure."""
-        ...
-
     def close(self) -> None: ...
+
+
+class RankSender(Sender, Protocol):
+    """A Sender of one rank, whose transfers are parts of others."""
+
+    def fail(self, key: TransferKey, error: str) -> None:
+        """As `abort`, since another part has failed: the receiver hears of a failure."""
+        ...

@@ -32,6 +32,7 @@ KV_WIRES: Final = ("exact", "auto", "int8")
 KV_CHECKS: Final = ("off", "step")
 SPECULATIONS: Final = ("auto", "ngram", "off")
 AHEADS: Final = ("auto", "on", "off")
+RANK_POOLS: Final = ("auto", "own")
 MOST_DRAFTS: Final = 15  # a row of as many and its own token is what attention computes at once
 
 TOKEN_ENV: Final = "PDSERVE_TOKEN"
@@ -63,6 +64,11 @@ class WorkerConfig:
     )
     tensor_parallel: int = setting(
         "ranks that hold the model together: processes of one host, with a GPU each, if any", 1, within=(1, 64)
+    )
+    rank_pools: str = setting(
+        "where ranks keep KV: auto (on a CPU in one pool that all share, on GPUs each in its own), or own",
+        "auto",
+        choices=RANK_POOLS,
     )
     cuda_graphs: bool = setting("decode steps on CUDA are captured once and replayed", True)
     deterministic: bool = setting("logits have the same bits whatever the batch; a CPU with float32 or int8", False)

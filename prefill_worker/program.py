@@ -12,6 +12,7 @@ from kvtransfer import issuer
 from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_sender
 from kvtransfer.grants import check_movable, fingerprint_of, fingerprint_to_proto, grant_from_proto, shape_of
+from kvtransfer.rank_ends import joined_sender
 from kvtransfer.shape import is_same_bytes
 from kvtransfer.stats import events
 from kvtransfer.transport import Grant, Sender, SendOutcome, Sent, Text
@@ -62,7 +63,7 @@ class PrefillProgram(RoleProgram):
             pushing=PushRule(
                 self.cost,
                 block_size=engine.spec.block_size,
-                block_bytes=engine.spec.block_bytes,
+                block_bytes=engine.spec.block_bytes * engine.spec.tp_degree,
                 num_layers=1 if self.why_whole else engine.spec.num_layers,
                 max_batch_tokens=config.max_batch_tokens,
                 choice=config.push,
@@ -80,7 +81,8 @@ class PrefillProgram(RoleProgram):
         if self.engine.spec.num_layers == 1:
             return "these KV blocks have no equal runs of layers"
         if not self._sender.divides_blocks:
-            return "the transport sends whole blocks"
+            is_several = self.engine.spec.tp_degree > 1
+            return "ranks on GPUs send whole blocks" if is_several else "the transport sends whole blocks"
         return ""
 
     def actions(self) -> dict[type, Callable[[Any], None]]:
@@ -257,9 +259,9 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
     blocks cannot leave by layers as configured."""
     config = context.config
     engine = load(config, context.role)
-    check_movable(engine.spec)
+    check_movable(engine.spec.tp_degree, 1 + len(getattr(engine, "rank_addresses", ())))
     stamps = BlockStamps(engine.spec.num_blocks)
-    sender = make_sender(
+    own = make_sender(
         engine.pool,
         fingerprint_of(engine.spec),
         secret=context.secret,
@@ -270,6 +272,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         stamps=stamps,
         kv_wire=config.kv_wire,
     )
+    sender = joined_sender(own, engine, stamps, context.secret, config.worker_id, context.incarnation)
     program = PrefillProgram(context, engine, sender, stamps)
     if config.push == "layers" and not program.batching.pushing.groups:
         program.close()

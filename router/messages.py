@@ -34,7 +34,7 @@ _FAILURES: Final[Mapping[int, FailureKind]] = {
 
 def connected(hello: worker_pb2.WorkerHello, endpoint: str) -> events.WorkerConnected:
     """Raises InvalidRequest where the role is none that we know, ConfigError on a shape that no pool has."""
-    cost = hello.cost
+    cost, fingerprint = hello.cost, fingerprint_from_proto(hello.fingerprint)
     return events.WorkerConnected(
         worker_id=hello.worker_id,
         incarnation=hello.incarnation,
@@ -46,7 +46,7 @@ def connected(hello: worker_pb2.WorkerHello, endpoint: str) -> events.WorkerConn
         max_batch=hello.max_batch,
         max_batch_tokens=hello.max_batch_tokens,
         inbox_depth=hello.inbox_depth,
-        block_bytes=fingerprint_from_proto(hello.fingerprint).block_bytes,
+        block_bytes=fingerprint.block_bytes * fingerprint.shape.tp_degree,
         cost=CostPrior(
             prefill_base_s=cost.prefill_base_s,
             prefill_per_token_s=cost.prefill_per_token_s,

@@ -28,7 +28,7 @@ NONCE_BYTES: Final = 16
 MAC_BYTES: Final = 32
 MAX_SEEN_NONCES: Final = 65_536  # of proven calls; strangers cannot add to them
 
-Role = Literal["router", "worker"]
+Role = Literal["router", "worker", "leader"]  # leader: of a worker's tensor-parallel ranks
 
 
 @final

@@ -29,6 +29,7 @@ class BlockStamps:
     def __init__(self, num_blocks: int) -> None:
         self._lives = array("Q", bytes(8 * num_blocks))
         self._chains = array("Q", bytes(8 * num_blocks))
+        self._begun: dict[int, None] | None = None  # since they were last taken, in order; None: nobody asks
 
     def __len__(self) -> int:
         return len(self._lives)
@@ -38,6 +39,19 @@ class BlockStamps:
         for block in blocks:
             self._lives[block] += 1
             self._chains[block] = UNMARKED
+            if self._begun is not None:
+                self._begun[block] = None
+
+    def take_begun(self) -> list[tuple[int, int]]:
+        """(block, life) of those that were handed out anew since the last call, for whoever follows with `reach`."""
+        begun, self._begun = self._begun or {}, {}
+        return [(block, self._lives[block]) for block in begun]
+
+    def reach(self, block: int, life: int) -> None:
+        """The block has this life where the lives are counted; what it held is void if it is a later one."""
+        if life > self._lives[block]:
+            self._chains[block] = UNMARKED
+            self._lives[block] = life
 
     def mark(self, block: int, chain: int) -> None:
         """The block's contents are final and have this name."""

@@ -2,15 +2,19 @@
 
 python -m pdserve.engine.follower RANK PORT POOL [FLAG ...]      started by pdserve.engine.parallel
 
-POOL is the number of an inherited descriptor, of the memory file that all ranks share, or `own`.
+POOL is the number of an inherited descriptor, of the memory file that all ranks share, or `own`. A rank with a pool of
+its own has a KV endpoint: it is started as kvtransfer.follower, which gives `main` what serves it.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
-from pdserve.config import WorkerConfig, parse_flags
+import torch
+
+from pdserve.config import WorkerConfig, forget_secrets, parse_flags
 from pdserve.core.errors import PdserveError
 from pdserve.engine.current_device import use_device
 from pdserve.engine.host_memory import HostMemory
@@ -19,14 +23,30 @@ from pdserve.engine.parallel import MEET_S, OWN, STEP
 from pdserve.engine.ranks import Ranks, make_store
 from pdserve.engine.row_words import from_words
 from pdserve.engine.sharding import Shard
+from pdserve.engine.torch_engine import TorchEngine
 
 PROGRAM: Final = "python -m pdserve.engine.follower"
 
 
-def main() -> int:
+class Served(Protocol):
+    """A rank's KV endpoint."""
+
+    address: str  # HOST:PORT of its RankService
+
+    def reached(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """The leader has handed out these blocks anew: (block, life). Called before the step that writes them."""
+        ...
+
+
+Serve = Callable[[TorchEngine, WorkerConfig, torch.device], Served]
+
+
+def main(serve: Serve | None = None) -> int:
     rank, port, pool, *flags = sys.argv[1:]
     try:
-        return follow(int(rank), int(port), pool, parse_flags(WorkerConfig, flags, PROGRAM))
+        config = parse_flags(WorkerConfig, flags, PROGRAM)
+        forget_secrets()
+        return follow(int(rank), int(port), pool, config, serve)
     except PdserveError as error:
         sys.stderr.write(f"{error.message}\n")
         return 2
@@ -35,7 +55,7 @@ def main() -> int:
         return 1
 
 
-def follow(rank: int, port: int, pool: str, config: WorkerConfig) -> int:
+def follow(rank: int, port: int, pool: str, config: WorkerConfig, serve: Serve | None = None) -> int:
     shard = Shard(rank, config.tensor_parallel)
     store = make_store(port, shard.size, is_leader=False, timeout_s=MEET_S)
     store.set(f"here/{rank}", "")
@@ -44,12 +64,19 @@ def follow(rank: int, port: int, pool: str, config: WorkerConfig) -> int:
     use_device(device)
     ranks = Ranks(shard, store, device, config.stall_s)
     engine = open_rank(config, lambda _read, _all: None, shard, ranks, memory)
+    served = None if serve is None else serve(engine, config, device)
+    if served is not None:
+        store.set(f"address/{rank}", served.address)
     store.set(f"loaded/{rank}", "")
     while True:
         order = ranks.hear()
         if order[0] != STEP:
             return 0
-        engine.follow(from_words(order[1:]))
+        rows_at = 2 + order[1]
+        begun = order[2:rows_at]
+        if served is not None:
+            served.reached(list(zip(begun[::2], begun[1::2], strict=True)))
+        engine.follow(from_words(order[rows_at:]))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 The leader tells its followers the rows of each step, computes its own part and draws all tokens. On a CPU all ranks
 store their heads in one pool of whole blocks, which the leader made: whoever moves, caches or names blocks sees those
-of a worker without ranks. On GPUs each rank has a pool of its own, and no KV can travel. A failure of one
-rank in mid-step leaves the others waiting in a sum, so the engine is broken from then on: the worker ends, and is
-started anew with all its ranks.
+of a worker without ranks. On GPUs, or with rank_pools=own, each rank has a pool of its own and moves its heads itself
+(kvtransfer/rank_server.py). A failure of one rank in mid-step leaves the others waiting in a sum, so the engine is
+broken from then on: the worker ends, and is started anew with all its ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Final, final
 
-from pdserve.config import WorkerConfig, to_flags
+from pdserve.config import SECRET_ENV, WorkerConfig, to_flags
 from pdserve.core.errors import ConfigError, InternalError
+from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.config import read_config
 from pdserve.engine.device_defaults import with_device_defaults
@@ -43,6 +44,8 @@ MEET_S: Final = 120.0  # until all ranks stand; loading comes after
 STOP: Final = 0  # orders: their first word
 STEP: Final = 1
 OWN: Final = "own"  # instead of a descriptor: each rank has a pool of its own
+PROGRAM: Final = "pdserve.engine.follower"
+MOVING_PROGRAM: Final = "kvtransfer.follower"  # that moves the rank's KV as well, from and to a pool of its own
 _JOIN_S: Final = 5.0
 _POLL_S: Final = 0.05
 _TAIL_BYTES: Final = 2000
@@ -50,11 +53,22 @@ _TAIL_BYTES: Final = 2000
 
 @final
 class ParallelEngine:
-    """`spec` and `pool` are the leader's: of whole blocks, or on GPUs of blocks that hold its heads only."""
+    """`spec` and `pool` are the leader's: of whole blocks, or where ranks have pools of their own, of blocks that hold
+    its heads only."""
 
-    def __init__(self, engine: TorchEngine, ranks: Ranks, followers: Sequence[Follower]) -> None:
+    def __init__(
+        self, engine: TorchEngine, ranks: Ranks, followers: Sequence[Follower], rank_addresses: Sequence[str] = ()
+    ) -> None:
+        """`rank_addresses`: HOST:PORT of each follower's RankService, where it has a pool of its own."""
         self._engine, self._ranks, self._followers = engine, ranks, followers
+        self.rank_addresses = tuple(rank_addresses)
+        self._stamps: BlockStamps | None = None
         self._broken = ""
+
+    def tell_lives(self, stamps: BlockStamps) -> None:
+        """From the next step on, ranks hear before they compute which blocks were handed out anew."""
+        stamps.take_begun()  # counted from here on
+        self._stamps = stamps
 
     @property
     def spec(self) -> EngineSpec:
@@ -82,7 +96,7 @@ class ParallelEngine:
         if not rows:
             return []
         try:
-            self._ranks.tell([STEP, *to_words(rows)])
+            self._ranks.tell([STEP, *self._begun_words(), *to_words(rows)])
             if on_layer is None:
                 return self._engine.step(rows)
             outs = self._engine.step(rows, _everywhere(on_layer))
@@ -91,6 +105,11 @@ class ParallelEngine:
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
+
+    def _begun_words(self) -> list[int]:
+        """How many numbers follow; the blocks that were handed out since the last step, each with its life."""
+        begun = [] if self._stamps is None else self._stamps.take_begun()
+        return [2 * len(begun), *(number for pair in begun for number in pair)]
 
     def close(self) -> None:
         try:
@@ -123,11 +142,19 @@ class Follower:
         shared = () if descriptor is None else (descriptor,)
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
         pool = OWN if descriptor is None else str(descriptor)
-        program = ["pdserve.engine.follower", str(rank), str(port), pool, *to_flags(config)]
+        # Without a secret nobody could prove anything to the rank: it then computes, and its KV stays where it is.
+        is_moving = descriptor is None and bool(config.cluster_secret)
+        program = [MOVING_PROGRAM if is_moving else PROGRAM, str(rank), str(port), pool, *to_flags(config)]
         command = [sys.executable, "-m", "pdserve.launch.tether", str(os.getpid()), "module", *program]
         # A session of its own: a terminal's Ctrl-C is for the leader, which drains with all its ranks.
+        environment = {**os.environ, SECRET_ENV: config.cluster_secret} if is_moving else None
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stderr=self._errors, pass_fds=shared, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stderr=self._errors,
+            pass_fds=shared,
+            env=environment,
+            start_new_session=True,
         )
 
     @property
@@ -174,7 +201,8 @@ def open_parallel_engine(
     if device.type == "cpu":
         config = with_host_blocks(config)
     each = dataclasses.replace(config, threads=max(1, config.threads // size) if config.threads else 0)
-    memory = _shared_memory(config) if device.type == "cpu" else None
+    is_shared = device.type == "cpu" and config.rank_pools != "own"
+    memory = _shared_memory(config) if is_shared else None
     descriptor = None if memory is None else memory.descriptor
     followers = [Follower(each, rank, store.port, descriptor) for rank in range(1, size)]
     try:
@@ -190,7 +218,12 @@ def open_parallel_engine(
     if memory is not None:
         engine.pool.seal()
     log.info("tensor-parallel ranks stand", extra={"ranks": size, "pids": [one.pid for one in followers]})
-    together = ParallelEngine(engine, ranks, followers)
+    addresses = (
+        []
+        if is_shared or not config.cluster_secret
+        else [store.get(f"address/{one.rank}").decode() for one in followers]
+    )
+    together = ParallelEngine(engine, ranks, followers, addresses)
     return together if device.type == "cpu" else warmed(together)
 
 

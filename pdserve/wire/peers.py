@@ -27,6 +27,7 @@ STATUS_S: Final = 1.0  # that a rejected call gets to say why
 
 ATTACH: Final = "/pdserve.v1.WorkerService/Attach"
 OPEN: Final = "/pdserve.v1.TransferService/Open"
+FOLLOW: Final = "/pdserve.v1.RankService/Follow"
 ANYONE: Final = "anyone"
 POLICY: Final[Mapping[str, Role | Literal["anyone"]]] = {
     "/grpc.health.v1.Health/Check": ANYONE,
@@ -34,6 +35,7 @@ POLICY: Final[Mapping[str, Role | Literal["anyone"]]] = {
     "/pdserve.v1.PeerService/GetChallenge": ANYONE,
     ATTACH: "router",
     OPEN: "worker",
+    FOLLOW: "leader",
 }
 OnRejected = Callable[[PdserveError], None]  # to count it
 

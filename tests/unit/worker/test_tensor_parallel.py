@@ -85,6 +85,37 @@ async def test_any_two_of_one_and_two_ranks_write_what_float64_does(
         assert moved, "no KV travelled"
 
 
+OWN: dict[str, Any] = {**COMMON, "rank_pools": "own", "kv_check": "step", "max_batch_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "transport", "push"),
+    [
+        ((1, 2), "tcp", "auto"),
+        ((2, 1), "shm", "chunk"),
+        ((2, 2), "shm", "layers"),
+        ((2, 4), "tcp", "end"),
+        ((4, 2), "shm", "auto"),
+    ],
+)
+async def test_ranks_with_pools_of_their_own_write_what_float64_does(
+    start: Any, attach: Any, ask: Any, oracle: Oracle, degrees: tuple[int, int], transport: str, push: str
+) -> None:
+    """Each prefill rank sends its heads to the decode ranks that have them, as ranks on GPUs do."""
+    common = {**OWN, "transport": transport, "push": push}
+    p, d = (start(role, tensor_parallel=ranks, **common) for role, ranks in zip(Role, degrees, strict=True))
+    router = await attach(p, d)
+    cold = await answers(router, ask, "cold")
+    warm = await answers(router, ask, "warm")
+    oracle.assert_exact(PROMPTS * 2, [*cold, *warm], sampling=SAMPLINGS * 2)
+    moved = [one for one in router.all("transfer_ended") if one.is_committed and one.bytes]
+    block_bytes = d.program.engine.spec.block_bytes * degrees[1]
+    assert len(moved) == 2 * len(PROMPTS)
+    cold_bytes = sum(one.bytes for one in moved if one.request_id.startswith("cold"))
+    assert cold_bytes % block_bytes == 0
+    assert cold_bytes >= 4 * block_bytes
+
+
 async def test_a_killed_rank_of_a_prefill_worker_loses_nothing(
     start: Any, attach: Any, ask: Any, oracle: Oracle
 ) -> None:

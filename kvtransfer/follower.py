@@ -1,0 +1,25 @@
+"""A tensor-parallel rank that has a pool of its own: computes as it is told, and moves its heads of KV blocks.
+
+python -m kvtransfer.follower RANK PORT own [FLAG ...]      started by pdserve.engine.parallel
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import torch
+
+from kvtransfer.rank_server import RankServer
+from pdserve.config import WorkerConfig
+from pdserve.engine.current_device import use_device
+from pdserve.engine.follower import main
+from pdserve.engine.torch_engine import TorchEngine
+
+
+def serve(engine: TorchEngine, config: WorkerConfig, device: torch.device) -> RankServer:
+    return RankServer(engine.pool, engine.spec, config, partial(use_device, device))
+
+
+if __name__ == "__main__":
+    sys.exit(main(serve))

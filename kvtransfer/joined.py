@@ -1,0 +1,261 @@
+"""The ends of a worker whose ranks have pools of their own: each asks the ends of all ranks, which move their heads.
+
+What becomes of a transfer is decided in kvtransfer/joint.py. `ranks[0]` is this process's end; the others are those of
+the ranks' processes (kvtransfer/rank_link.py), or in tests of this process too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Generic, TypeVar, final
+
+from kvtransfer.commands import OnSent
+from kvtransfer.grants import check_movable
+from kvtransfer.joint import End, GiveUp, JointTransfers, Member, Opened, Report, join_received, join_sent
+from kvtransfer.rank_grants import rank_grant, rank_key, rank_pairs
+from kvtransfer.shape import KvShape, check_convertible
+from kvtransfer.stats import TransferStats, total
+from kvtransfer.transport import (
+    Grant,
+    OnOpen,
+    RankReceiver,
+    RankSender,
+    Received,
+    ReceiveOutcome,
+    SendOutcome,
+    Sent,
+    Text,
+    TransferKey,
+)
+from pdserve.core.errors import ConfigError, PdserveError, Unavailable
+
+Rank = TypeVar("Rank", RankReceiver, RankSender)
+OnReceived = Callable[[Received], None]
+
+
+class _Joined(Generic[Rank, Member, End]):
+    """The book under its lock, and reports in the order in which the book decided."""
+
+    def __init__(self, ranks: Sequence[Rank], book: JointTransfers[Member, End]) -> None:
+        self._ranks: Sequence[Rank] = ranks
+        self._book: JointTransfers[Member, End] = book
+        self._lock = threading.Lock()  # guards the book, the owners and the queue of reports
+        self._owners: dict[TransferKey, Callable[[End], None]] = {}
+        self._reports: deque[End] = deque()
+        self._delivery = threading.Lock()  # held while reports are handed out
+        self._is_closed = False
+
+    @property
+    def is_healthy(self) -> bool:
+        """False once a rank's end is gone."""
+        return all(getattr(rank, "is_healthy", True) for rank in self._ranks)
+
+    @property
+    def stats(self) -> TransferStats:
+        """Summed over ranks: a transfer counts once for each of its parts."""
+        return total(rank.stats for rank in self._ranks)
+
+    @property
+    def open_keys(self) -> list[TransferKey]:
+        """Transfers that have not ended."""
+        with self._lock:
+            return self._book.keys
+
+    def abort(self, key: TransferKey) -> None:
+        with self._lock:
+            actions = self._book.abort(key)
+        self._act(actions)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+        for rank in self._ranks:
+            rank.close()
+
+    def _open(self, key: TransferKey, members: Sequence[Member], on_end: Callable[[End], None]) -> None:
+        """Raises Unavailable after close(), and InvalidRequest on a key in use."""
+        with self._lock:
+            if self._is_closed:
+                raise Unavailable("the KV endpoints of the worker's ranks are closed")
+            self._book.open(key, members, members)
+            self._owners[key] = on_end
+
+    def _forget(self, key: TransferKey) -> None:
+        with self._lock:
+            self._book.forget(key)
+            self._owners.pop(key, None)
+
+    def _ended(self, key: TransferKey, member: Member, end: End) -> None:
+        with self._lock:
+            actions = self._book.ended(key, member, end)
+            self._reports.extend(action.end for action in actions if isinstance(action, Report))
+        self._act([action for action in actions if isinstance(action, GiveUp)])
+        self._deliver()
+
+    def _act(self, actions: Sequence[GiveUp[Member]]) -> None:
+        for action in actions:
+            self._give_up(action)
+
+    def _repeat(self, key: TransferKey) -> None:
+        """A part may have ended before all others had begun."""
+        with self._lock:
+            actions = self._book.given_up(key)
+        self._act(actions)
+
+    def _give_up(self, action: GiveUp[Member]) -> None:
+        raise NotImplementedError
+
+    def _deliver(self) -> None:
+        if not self._reports:
+            return
+        with self._delivery:
+            while True:
+                with self._lock:
+                    if not self._reports:
+                        return
+                    end = self._reports.popleft()
+                    keeps = end.outcome is ReceiveOutcome.QUARANTINED
+                    owner = self._owners[end.key] if keeps else self._owners.pop(end.key)
+                owner(end)
+
+
+def _end_rank(rank: RankReceiver | RankSender, key: TransferKey, error: str) -> None:
+    if error:
+        rank.fail(key, error)
+    else:
+        rank.abort(key)
+
+
+@final
+class JoinedReceiver(_Joined[RankReceiver, int, Received]):
+    """A Receiver. Members are ranks."""
+
+    def __init__(self, ranks: Sequence[RankReceiver], rank_endpoints: Sequence[str], degree: int) -> None:
+        """`rank_endpoints`: of all ranks but the first. Raises ConfigError unless all `degree` ranks are there."""
+        check_movable(degree, len(ranks))
+        super().__init__(ranks, JointTransfers(join_received))
+        self.rank_endpoints = tuple(rank_endpoints)
+
+    def expect(
+        self,
+        grant: Grant,
+        on_end: OnReceived,
+        deadline_s: float | None = None,
+        chains: Sequence[int] | None = None,
+        on_open: OnOpen | None = None,
+    ) -> bool:
+        """Raises what the first rank raises; what another one raises is the end of the transfer."""
+        key = grant.key
+        self._open(key, range(len(self._ranks)), on_end)
+        is_open = False
+        for index, rank in enumerate(self._ranks):
+            try:
+                has_opened = rank.expect(
+                    rank_grant(grant, index),
+                    partial(self._ended, key, index),
+                    deadline_s,
+                    chains,
+                    partial(self._opened_later, key, index, on_open),
+                )
+            except PdserveError as error:
+                if index == 0:
+                    self._forget(key)
+                    raise
+                self._ended(key, index, Received(key=key, outcome=ReceiveOutcome.FAILED, error=error.message))
+                continue
+            is_open = (has_opened and self._is_open(key, index)) or is_open
+        self._repeat(key)
+        return is_open
+
+    def _is_open(self, key: TransferKey, rank: int) -> bool:
+        """Whether this rank was the last to open its part."""
+        with self._lock:
+            return self._book.opened(key, rank) == [Opened(key)]
+
+    def _opened_later(self, key: TransferKey, rank: int, on_open: OnOpen | None) -> None:
+        if self._is_open(key, rank) and on_open is not None:
+            on_open()
+
+    def _give_up(self, action: GiveUp[int]) -> None:
+        key = action.key if len(self._ranks) == 1 else rank_key(action.key, action.member)
+        _end_rank(self._ranks[action.member], key, action.error)
+
+
+@final
+class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
+    """A Sender. Members are pairs of a rank of this worker and one of the receiving worker."""
+
+    def __init__(self, ranks: Sequence[RankSender], shape: KvShape, *, is_on_host: bool) -> None:
+        """`shape` of any rank. Raises ConfigError unless all ranks are there."""
+        check_movable(shape.tp_degree, len(ranks))
+        super().__init__(ranks, JointTransfers(join_sent))
+        self._shape, self._is_on_host = shape, is_on_host
+        self._keys: dict[TransferKey, dict[tuple[int, int], TransferKey]] = {}  # how ranks know the parts
+
+    @property
+    def divides_blocks(self) -> bool:
+        """On devices only the leader's own launches are reported by layers, not those of other ranks."""
+        return self._is_on_host and self._ranks[0].divides_blocks
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.stats.moved_bytes
+
+    def start(
+        self,
+        grant: Grant,
+        on_end: OnSent,
+        deadline_s: float | None = None,
+        text: Text | None = None,
+        groups: int = 1,
+    ) -> None:
+        """As StreamSender.start; what a rank raises is the end of the transfer."""
+        target = grant.fingerprint.shape
+        try:
+            check_convertible(self._shape, target)
+            check_grant(grant)
+        except ConfigError as error:
+            on_end(Sent(key=grant.key, outcome=SendOutcome.FAILED, error=error.message))
+            return
+        pairs = rank_pairs(self._shape, target)
+        self._open(grant.key, pairs, on_end)
+        grants = [rank_grant(grant, theirs) for _, theirs in pairs]
+        with self._lock:
+            self._keys[grant.key] = {pair: one.key for pair, one in zip(pairs, grants, strict=True)}
+        for pair, one in zip(pairs, grants, strict=True):
+            ended = partial(self._part_ended, grant.key, pair)
+            try:
+                self._ranks[pair[0]].start(one, ended, deadline_s, text, groups)
+            except PdserveError as error:
+                ended(Sent(key=grant.key, outcome=SendOutcome.FAILED, error=error.message))
+        self._repeat(grant.key)
+
+    def push(
+        self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool, groups: range | None = None
+    ) -> None:
+        with self._lock:
+            parts = list(self._keys.get(key, {}).items())
+        for (rank, _), part_key in parts:
+            self._ranks[rank].push(part_key, blocks, is_last, groups)
+
+    def _part_ended(self, key: TransferKey, pair: tuple[int, int], end: Sent) -> None:
+        with self._lock:
+            if self._book.members(key) == [pair]:  # the last
+                self._keys.pop(key, None)
+        self._ended(key, pair, end)
+
+    def _give_up(self, action: GiveUp[tuple[int, int]]) -> None:
+        with self._lock:
+            part_key = self._keys.get(action.key, {}).get(action.member)
+        if part_key is not None:
+            _end_rank(self._ranks[action.member[0]], part_key, action.error)
+
+
+def check_grant(grant: Grant) -> None:
+    """Raises ConfigError where the grant does not say where each rank of the receiving worker is."""
+    degree, seen = grant.fingerprint.shape.tp_degree, 1 + len(grant.rank_endpoints)
+    if seen != degree:
+        raise ConfigError("grant.rank_endpoints", seen - 1, f"{degree - 1}: of each rank but the first")

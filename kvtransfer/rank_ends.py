@@ -1,0 +1,66 @@
+"""Makes one KV endpoint of those of a worker's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from kvtransfer.grants import fingerprint_of
+from kvtransfer.joined import JoinedReceiver, JoinedSender
+from kvtransfer.rank_link import RankLink, RemoteReceiver, RemoteSender
+from kvtransfer.transport import RankReceiver, RankSender, Receiver, Sender
+from pdserve.core.proof import ClusterSecret, Identity
+from pdserve.core.stamps import BlockStamps
+from pdserve.engine.interface import Engine
+from pdserve.v1 import rank_pb2
+
+OPEN_S: Final = 120.0  # kernels of a device's copies are compiled meanwhile
+
+End = TypeVar("End", RankReceiver, RankSender)
+
+
+def joined_receiver(
+    local: RankReceiver, engine: Engine, stamps: BlockStamps, secret: ClusterSecret, worker_id: str, incarnation: str
+) -> Receiver:
+    """`local` is this process's. Raises ConfigError where a rank cannot be reached; then `local` is closed."""
+    links = _links(local, engine, Identity.of(secret, "leader", worker_id, incarnation), incarnation, is_sender=False)
+    if not links:
+        return local
+    _count_lives(engine, stamps)
+    ranks: list[RankReceiver] = [local, *(RemoteReceiver(link, stamps) for link in links)]
+    return JoinedReceiver(ranks, [link.endpoint for link in links], engine.spec.tp_degree)
+
+
+def joined_sender(
+    local: RankSender, engine: Engine, stamps: BlockStamps, secret: ClusterSecret, worker_id: str, incarnation: str
+) -> Sender:
+    """`local` is this process's. Raises ConfigError where a rank cannot be reached; then `local` is closed.
+
+    Of a worker of one rank too: a decode worker may have several.
+    """
+    links = _links(local, engine, Identity.of(secret, "leader", worker_id, incarnation), incarnation, is_sender=True)
+    if links:
+        _count_lives(engine, stamps)
+    ranks: list[RankSender] = [local, *(RemoteSender(link, stamps) for link in links)]
+    return JoinedSender(ranks, fingerprint_of(engine.spec).shape, is_on_host=engine.pool.is_on_host)
+
+
+def _links(
+    local: RankReceiver | RankSender, engine: Engine, leader: Identity, incarnation: str, *, is_sender: bool
+) -> list[RankLink]:
+    links: list[RankLink] = []
+    opening = rank_pb2.OpenEndpoint(incarnation=incarnation, is_sender=is_sender)
+    try:
+        for rank, address in enumerate(getattr(engine, "rank_addresses", ()), 1):
+            links.append(RankLink(rank, address, leader, opening, OPEN_S))
+    except BaseException:
+        for link in links:
+            link.close()
+        local.close()
+        raise
+    return links
+
+
+def _count_lives(engine: Any, stamps: BlockStamps) -> None:
+    tell_lives: Callable[[BlockStamps], None] = engine.tell_lives
+    tell_lives(stamps)

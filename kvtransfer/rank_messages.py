@@ -1,0 +1,144 @@
+"""Between the generated messages of a rank's stream and the words of kvtransfer.transport. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+
+from kvtransfer.grants import grant_from_proto, grant_to_proto
+from kvtransfer.stats import TransferStats
+from kvtransfer.transport import Grant, Received, ReceiveOutcome, SendOutcome, Sent, Text, TransferKey
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.stamps import BlockStamps
+from pdserve.v1 import rank_pb2
+
+_STATS = frozenset(one.name for one in fields(TransferStats))
+
+
+def key_to_proto(key: TransferKey) -> rank_pb2.RankTransferKey:
+    return rank_pb2.RankTransferKey(transfer_id=key.transfer_id, attempt=key.attempt, generation=key.generation)
+
+
+def key_from_proto(message: rank_pb2.RankTransferKey) -> TransferKey:
+    return TransferKey(transfer_id=message.transfer_id, attempt=message.attempt, generation=message.generation)
+
+
+def expect_order(
+    grant: Grant, lives: Sequence[int], chains: Sequence[int] | None, deadline_s: float | None
+) -> rank_pb2.RankOrder:
+    return rank_pb2.RankOrder(
+        expect=rank_pb2.ExpectTransfer(
+            grant=grant_to_proto(grant),
+            lives=lives,
+            chains=chains or (),
+            has_chains=chains is not None,
+            deadline_s=deadline_s,
+        )
+    )
+
+
+def start_order(grant: Grant, deadline_s: float | None, text: Text | None, groups: int) -> rank_pb2.RankOrder:
+    told = None if text is None else rank_pb2.SequenceText(**asdict(text))
+    order = rank_pb2.StartTransfer(grant=grant_to_proto(grant), deadline_s=deadline_s, groups=groups, text=told)
+    return rank_pb2.RankOrder(start=order)
+
+
+def push_order(
+    key: TransferKey, blocks: Sequence[tuple[int, int]], stamps: BlockStamps, is_last: bool, groups: range | None
+) -> rank_pb2.RankOrder:
+    """With the blocks' lives and names, which a rank knows from its leader."""
+    sources = [source for _, source in blocks]
+    return rank_pb2.RankOrder(
+        push=rank_pb2.PushBlocks(
+            key=key_to_proto(key),
+            indices=[index for index, _ in blocks],
+            blocks=sources,
+            lives=stamps.lives(sources),
+            chains=stamps.chains(sources),
+            is_last=is_last,
+            first_group=0 if groups is None else groups.start,
+            end_group=0 if groups is None else groups.stop,
+        )
+    )
+
+
+def give_up_order(key: TransferKey, error: str = "") -> rank_pb2.RankOrder:
+    return rank_pb2.RankOrder(give_up=rank_pb2.GiveUpTransfer(key=key_to_proto(key), error=error))
+
+
+def read_expect(order: rank_pb2.ExpectTransfer, num_blocks: int) -> tuple[Grant, tuple[int, ...] | None]:
+    """The grant, and the names of what its blocks are to hold. Raises InvalidRequest."""
+    grant = grant_from_proto(order.grant)
+    check_blocks("grant.blocks", grant.blocks, num_blocks)
+    if len(order.lives) != len(grant.blocks):
+        raise InvalidRequest("lives", f"{len(order.lives)} lives", f"{len(grant.blocks)}, one for each granted block")
+    return grant, tuple(order.chains) if order.has_chains else None
+
+
+def read_text(order: rank_pb2.StartTransfer) -> Text | None:
+    if not order.HasField("text"):
+        return None
+    return Text(num_tokens=order.text.num_tokens, own=tuple(order.text.own), theirs=tuple(order.text.theirs))
+
+
+def read_push(order: rank_pb2.PushBlocks, num_blocks: int) -> tuple[list[tuple[int, int]], range | None]:
+    """Blocks and layer groups. Raises InvalidRequest."""
+    count = len(order.indices)
+    if not len(order.blocks) == len(order.lives) == len(order.chains) == count:
+        raise InvalidRequest("blocks", "lists of different lengths", "one index, block, life and name for each block")
+    check_blocks("blocks", order.blocks, num_blocks)
+    groups = range(order.first_group, order.end_group) if order.end_group else None
+    return list(zip(order.indices, order.blocks, strict=True)), groups
+
+
+def check_blocks(field: str, blocks: Sequence[int], num_blocks: int) -> None:
+    if blocks and max(blocks) >= num_blocks:
+        raise InvalidRequest(field, max(blocks), f"0..{num_blocks - 1}")
+
+
+def ended_report(end: Received | Sent, stats: TransferStats) -> rank_pb2.RankReport:
+    ended = rank_pb2.RankTransferEnded(
+        key=key_to_proto(end.key),
+        outcome=end.outcome.value,
+        num_bytes=end.num_bytes,
+        busy_s=end.busy_s,
+        error=end.error,
+        fault=end.fault,
+    )
+    if isinstance(end, Sent):
+        ended.transfer_s, ended.exposed_s = end.send_s, end.exposed_s
+        ended.early_bytes, ended.wire_dtype = end.early_bytes, end.wire_dtype
+    else:
+        ended.transfer_s = end.transfer_s
+    return rank_pb2.RankReport(ended=ended, stats=asdict(stats))
+
+
+def read_received(message: rank_pb2.RankTransferEnded) -> Received:
+    return Received(
+        key=key_from_proto(message.key),
+        outcome=ReceiveOutcome(message.outcome),
+        num_bytes=message.num_bytes,
+        transfer_s=message.transfer_s,
+        busy_s=message.busy_s,
+        error=message.error,
+        fault=message.fault,
+    )
+
+
+def read_sent(message: rank_pb2.RankTransferEnded) -> Sent:
+    return Sent(
+        key=key_from_proto(message.key),
+        outcome=SendOutcome(message.outcome),
+        num_bytes=message.num_bytes,
+        send_s=message.transfer_s,
+        busy_s=message.busy_s,
+        exposed_s=message.exposed_s,
+        early_bytes=message.early_bytes,
+        error=message.error,
+        fault=message.fault,
+        wire_dtype=message.wire_dtype,
+    )
+
+
+def read_stats(report: rank_pb2.RankReport) -> TransferStats:
+    return TransferStats(**{name: count for name, count in report.stats.items() if name in _STATS})

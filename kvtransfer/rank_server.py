@@ -1,0 +1,306 @@
+"""The KV endpoint of a rank that is led: serves the leader's stream, and does with its pool as it is told.
+
+    gRPC thread                      orders thread                        transfer threads
+    Follow: orders in, one by one -> expect, start, push, give up ->      sender or receiver over this rank's pool
+            reports out           <- opened, expected         <-          ends
+
+One leader per process: the stream's end is the end of the endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final, final
+
+import grpc
+import grpc.aio
+
+from kvtransfer.disturbance import Disturbance, make_disturbance
+from kvtransfer.endpoint import make_receiver, make_sender
+from kvtransfer.grants import fingerprint_of, grant_from_proto
+from kvtransfer.rank_link import OPTIONS
+from kvtransfer.rank_messages import (
+    ended_report,
+    key_from_proto,
+    key_to_proto,
+    read_expect,
+    read_push,
+    read_text,
+)
+from kvtransfer.receiver import StreamReceiver
+from kvtransfer.shaped import ShapedSender
+from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent, TransferKey
+from pdserve.config import WorkerConfig
+from pdserve.core.errors import PdserveError, Unauthenticated, port_in_use
+from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret, caller_name
+from pdserve.core.stamps import BlockStamps
+from pdserve.engine.interface import EngineSpec, KvPool
+from pdserve.v1 import rank_pb2, rank_pb2_grpc
+from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
+from pdserve.wire.peers import ProofInterceptor, proven_caller
+from pdserve.wire.port_options import port_options
+from pdserve.wire.requests import RequestCheck
+
+log = logging.getLogger(__name__)
+
+EOF: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in its stubs
+PINGS: Final = ("grpc.http2.min_ping_interval_without_data_ms", 5_000)  # of an idle leader: OPTIONS
+MAX_CONNECTIONS: Final = 256  # of prefill workers' ranks, and the leader's
+IDLE_S: Final = 120.0
+OPEN_S: Final = 10.0  # until the first order, once the leader is there
+_JOIN_S: Final = 5.0
+_STOPPED: Final = "a source block was handed out again before this rank was told to send it"
+
+Report = Callable[[rank_pb2.RankReport], None]
+
+
+@final
+class Endpoint:
+    """A rank's sender or receiver, driven by orders. Methods are called on one thread; `report` from any."""
+
+    def __init__(
+        self,
+        pool: KvPool,
+        spec: EngineSpec,
+        stamps: BlockStamps,
+        config: WorkerConfig,
+        incarnation: str,
+        disturbance: Disturbance | None = None,
+    ) -> None:
+        self._pool, self._spec, self._stamps, self._config = pool, spec, stamps, config
+        self._disturbance = disturbance
+        self._incarnation = incarnation
+        self.report: Report = lambda report: None
+        self.receiver: StreamReceiver | None = None
+        self._sender: ShapedSender | None = None
+
+    def open(self, *, is_sender: bool) -> None:
+        """Raises ConfigError."""
+        config, secret = self._config, ClusterSecret(self._config.cluster_secret)
+        common: dict[str, Any] = {
+            "secret": secret,
+            "worker_id": config.worker_id,
+            "incarnation": self._incarnation,
+            "transport": config.transport,
+            "disturbance": self._disturbance,
+            "stamps": self._stamps,
+        }
+        facts = fingerprint_of(self._spec)
+        if is_sender:
+            self._sender = make_sender(self._pool, facts, kv_wire=config.kv_wire, **common)
+        else:
+            self.receiver = make_receiver(self._pool, facts, host=config.host, **common)
+
+    def obey(self, order: rank_pb2.RankOrder) -> None:
+        """Raises InvalidRequest on an order that no leader gives."""
+        match order.WhichOneof("order"):
+            case "expect" if self.receiver is not None:
+                self._expect(self.receiver, order.expect)
+            case "start" if self._sender is not None:
+                self._start(self._sender, order.start)
+            case "push" if self._sender is not None:
+                self._push(self._sender, order.push)
+            case "give_up" if (end := self.receiver or self._sender) is not None:
+                key, error = key_from_proto(order.give_up.key), order.give_up.error
+                if error:
+                    end.fail(key, error)
+                else:
+                    end.abort(key)
+            case other:
+                log.error("an order for another kind of rank", extra={"order": other})
+
+    def close(self) -> None:
+        """Ends every transfer, each with a report."""
+        for end in (self.receiver, self._sender):
+            if end is not None:
+                end.close()
+
+    def _expect(self, receiver: StreamReceiver, order: rank_pb2.ExpectTransfer) -> None:
+        try:
+            grant, chains = read_expect(order, self._pool.num_blocks)
+            for block, life in zip(grant.blocks, order.lives, strict=True):
+                self._stamps.reach(block, life)
+            receiver.expect(grant, self._ended, order.deadline_s if order.HasField("deadline_s") else None, chains)
+        except PdserveError as error:
+            key = TransferKey(
+                transfer_id=order.grant.transfer_id, attempt=order.grant.attempt, generation=order.grant.generation
+            )
+            self._ended(Received(key=key, outcome=ReceiveOutcome.FAILED, error=error.message))
+            return
+        expected = rank_pb2.TransferExpected(key=key_to_proto(grant.key))
+        self.report(rank_pb2.RankReport(expected=expected))
+
+    def _start(self, sender: ShapedSender, order: rank_pb2.StartTransfer) -> None:
+        grant = grant_from_proto(order.grant)
+        try:
+            deadline_s = order.deadline_s if order.HasField("deadline_s") else None
+            sender.start(grant, self._ended, deadline_s, read_text(order), max(1, order.groups))
+        except PdserveError as error:
+            self._ended(Sent(key=grant.key, outcome=SendOutcome.FAILED, error=error.message))
+
+    def _push(self, sender: ShapedSender, order: rank_pb2.PushBlocks) -> None:
+        key = key_from_proto(order.key)
+        blocks, groups = read_push(order, self._pool.num_blocks)
+        if self._stamps.lives(order.blocks) != tuple(order.lives):
+            sender.fail(key, _STOPPED)
+            return
+        for block, chain in zip(order.blocks, order.chains, strict=True):
+            self._stamps.mark(block, chain)
+        try:
+            sender.push(key, blocks, order.is_last, groups)
+        except PdserveError as error:
+            sender.fail(key, error.message)
+
+    def _ended(self, end: Received | Sent) -> None:
+        mover = self.receiver or self._sender
+        assert mover is not None
+        self.report(ended_report(end, mover.stats))
+
+
+@final
+class RankServer:
+    """Listens at once. The engine's thread calls `reached` before it computes; everything else happens beside it."""
+
+    def __init__(
+        self,
+        pool: KvPool,
+        spec: EngineSpec,
+        config: WorkerConfig,
+        use_device: Callable[[], None] = lambda: None,
+        disturbance: Disturbance | None = None,
+    ) -> None:
+        """`use_device` is called on each thread that may queue work on a device. Raises ConfigError."""
+        self._disturbance = disturbance or make_disturbance(config.inject_faults, pool.block_bytes)
+        self._pool, self._spec, self._config = pool, spec, config
+        self._secret = ClusterSecret(config.cluster_secret)
+        self._stamps = BlockStamps(pool.num_blocks)
+        self._orders = ThreadPoolExecutor(1, "kv-orders", use_device)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="grpc-rank", daemon=True)
+        self._thread.start()
+        self._is_led = False
+        self._servers: list[Any] = []
+        self._host = config.advertise or config.host
+        self.address = self._on_loop(self._serve(partial(_add_rank_service, self)))
+
+    def reached(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """The leader has handed out these blocks anew: (block, life)."""
+        for block, life in blocks:
+            self._stamps.reach(block, life)
+
+    def close(self) -> None:
+        self._on_loop(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_JOIN_S)
+        self._orders.shutdown(wait=False)
+
+    async def follow(self, context: Any) -> None:
+        """The leader's stream."""
+        caller = proven_caller(context)
+        worker_id, _, incarnation = caller.rpartition("/")
+        if self._is_led or worker_id != self._config.worker_id:
+            seen = "a second leader" if self._is_led else f"a leader of {worker_id[:64]!r}"
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"this rank is of {self._config.worker_id}: {seen}"
+            )
+        self._is_led = True
+        first = await asyncio.wait_for(context.read(), OPEN_S)
+        if (
+            first is EOF
+            or first.WhichOneof("order") != "open"
+            or caller_name(worker_id, first.open.incarnation) != caller
+        ):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "open: expected first, with the caller's incarnation")
+        endpoint = Endpoint(self._pool, self._spec, self._stamps, self._config, incarnation, self._disturbance)
+        reports: asyncio.Queue[rank_pb2.RankReport | None] = asyncio.Queue()
+        endpoint.report = lambda report: _put(self._loop, reports, report)
+        writer = asyncio.create_task(_write(context, reports))
+        try:
+            opened = await self._open(endpoint, is_sender=first.open.is_sender)
+            await reports.put(rank_pb2.RankReport(opened=opened))
+            while not opened.error and (order := await context.read()) is not EOF:
+                await self._in_order(endpoint.obey, order)
+        finally:
+            await self._in_order(endpoint.close)
+            _put(self._loop, reports, None)
+        await writer
+
+    async def _open(self, endpoint: Endpoint, *, is_sender: bool) -> rank_pb2.EndpointOpened:
+        try:
+            await self._in_order(partial(endpoint.open, is_sender=is_sender))
+            if endpoint.receiver is None:
+                return rank_pb2.EndpointOpened()
+            add = partial(add_TransferServiceServicer_to_server, endpoint.receiver.servicer)
+            return rank_pb2.EndpointOpened(endpoint=await self._serve(add))
+        except PdserveError as error:
+            return rank_pb2.EndpointOpened(error=error.message)
+
+    async def _in_order(self, call: Callable[..., None], *arguments: Any) -> None:
+        """On the one thread for orders: the next order is read when this one has been obeyed."""
+        await self._loop.run_in_executor(self._orders, call, *arguments)
+
+    async def _serve(self, add: Callable[[Any], None]) -> str:
+        """HOST:PORT of a server that asks every caller for a proof. Raises ConfigError."""
+        proofs = ProofInterceptor(_abort, _rejected)
+        options = (*OPTIONS, PINGS, *port_options(max_connections=MAX_CONNECTIONS, idle_s=IDLE_S))
+        server = grpc.aio.server(interceptors=(RequestCheck(_abort, _rejected), proofs), options=options)
+        try:
+            port = server.add_insecure_port(f"{self._config.host}:0")
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise port_in_use("host", self._config.host, 0)
+        address = f"{self._host}:{port}"
+        proofs.serve(CallChecker(self._secret, address, partial(secrets.token_bytes, NONCE_BYTES)), server)
+        add(server)
+        await server.start()
+        self._servers.append(server)
+        return address
+
+    async def _stop(self) -> None:
+        for server in self._servers:
+            await server.stop(None)
+
+    def _on_loop(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+class _Servicer(rank_pb2_grpc.RankServiceServicer):
+    def __init__(self, server: RankServer) -> None:
+        self._server = server
+
+    async def Follow(self, request_iterator: Any, context: Any) -> None:
+        await self._server.follow(context)
+
+
+def _add_rank_service(rank: RankServer, server: Any) -> None:
+    rank_pb2_grpc.add_RankServiceServicer_to_server(_Servicer(rank), server)
+
+
+async def _write(context: Any, reports: asyncio.Queue[rank_pb2.RankReport | None]) -> None:
+    while (report := await reports.get()) is not None:
+        await context.write(report)
+
+
+def _put(
+    loop: asyncio.AbstractEventLoop,
+    reports: asyncio.Queue[rank_pb2.RankReport | None],
+    report: rank_pb2.RankReport | None,
+) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(reports.put_nowait, report)
+
+
+async def _abort(context: Any, error: PdserveError) -> None:
+    code = grpc.StatusCode.UNAUTHENTICATED if isinstance(error, Unauthenticated) else grpc.StatusCode.INVALID_ARGUMENT
+    await context.abort(code, error.message)
+
+
+def _rejected(error: PdserveError) -> None:
+    log.warning("a call to a tensor-parallel rank was rejected", extra={"reason": error.reason})
