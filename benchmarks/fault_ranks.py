@@ -42,6 +42,7 @@ class RankedStorage(Storage):
         self.pools = [TorchPool(num_blocks=NUM_BLOCKS, shape=shape, device=torch.device("cpu")) for _ in range(ranks)]
         self.pool = self.pools[0]
         self.servers: list[RankServer] = []
+        self.stamps.take_begun()  # they are counted from here on
 
     def write(self, block: int, number: int, place: int) -> None:
         self._tell_lives()

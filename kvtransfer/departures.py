@@ -258,11 +258,11 @@ class Departures:
         return self._after(departure, now_s)
 
     def fail(self, key: TransferKey, error: str, now_s: float) -> list[Action]:
-        """Another lane of the transfer has failed. Nothing happens where this one has ended."""
+        """The owner cannot complete the transfer, such as when another part has failed. No-op where it has ended."""
         departure = self._open.get(tag_of(key))
         if departure is None:
             return []
-        departure.session.handle(Event.REFUSED, error)
+        departure.session.handle(Event.INCOMPLETE, error)  # the receiver hears of it, also if it was never spoken to
         return self._after(departure, now_s)
 
     def cut(self, error: str, now_s: float) -> list[Action]:

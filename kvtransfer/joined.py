@@ -198,7 +198,7 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
     @property
     def divides_blocks(self) -> bool:
         """On devices only the leader's own launches are reported by layers, not those of other ranks."""
-        return self._is_on_host and self._ranks[0].divides_blocks
+        return (self._is_on_host or len(self._ranks) == 1) and self._ranks[0].divides_blocks
 
     @property
     def moved_bytes(self) -> int:

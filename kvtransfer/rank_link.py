@@ -81,6 +81,8 @@ class RankLink:
             late.start()
             try:
                 peers.check_answer(introduction, self._call.initial_metadata())
+            except Unauthenticated as error:
+                raise _rejection(self._call) or error from None
             finally:
                 late.cancel()
         except (Unauthenticated, grpc.RpcError) as error:
@@ -136,6 +138,14 @@ class RankLink:
         self._has_opened.set()
         if not self._is_closed:
             log.error("a tensor-parallel rank is gone", extra={"rank": self.rank, "error": error})
+
+
+def _rejection(call: Any) -> Unauthenticated | None:
+    """Why the rank has rejected the call; None where it has not."""
+    has_ended = threading.Event()
+    if call.add_callback(has_ended.set) and not has_ended.wait(peers.STATUS_S):
+        return None
+    return Unauthenticated(call.details()) if call.code() is grpc.StatusCode.UNAUTHENTICATED else None
 
 
 @final

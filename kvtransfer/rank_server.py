@@ -184,7 +184,7 @@ class RankServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grpc-rank", daemon=True)
         self._thread.start()
-        self._is_led = False
+        self._is_led, self._is_over = False, asyncio.Event()
         self._servers: list[Any] = []
         self._host = config.advertise or config.host
         self.address = self._on_loop(self._serve(partial(_add_rank_service, self)))
@@ -195,6 +195,9 @@ class RankServer:
             self._stamps.reach(block, life)
 
     def close(self) -> None:
+        """Idempotent."""
+        if not self._thread.is_alive():
+            return
         self._on_loop(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_S)
@@ -209,14 +212,16 @@ class RankServer:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, f"this rank is of {self._config.worker_id}: {seen}"
             )
-        self._is_led = True
         first = await asyncio.wait_for(context.read(), OPEN_S)
+        if self._is_led:  # meanwhile
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a second leader")
         if (
             first is EOF
             or first.WhichOneof("order") != "open"
             or caller_name(worker_id, first.open.incarnation) != caller
         ):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "open: expected first, with the caller's incarnation")
+        self._is_led = True
         endpoint = Endpoint(self._pool, self._spec, self._stamps, self._config, incarnation, self._disturbance)
         reports: asyncio.Queue[rank_pb2.RankReport | None] = asyncio.Queue()
         endpoint.report = lambda report: _put(self._loop, reports, report)
@@ -227,9 +232,17 @@ class RankServer:
             while not opened.error and (order := await context.read()) is not EOF:
                 await self._in_order(endpoint.obey, order)
         finally:
-            await self._in_order(endpoint.close)
-            _put(self._loop, reports, None)
+            # A task of its own: a call that is cancelled may be cancelled again while its transfers end.
+            self._closing = asyncio.create_task(self._end(endpoint, reports))
+        await asyncio.shield(self._closing)
         await writer
+
+    async def _end(self, endpoint: Endpoint, reports: asyncio.Queue[rank_pb2.RankReport | None]) -> None:
+        try:
+            await self._in_order(endpoint.close)
+        finally:
+            _put(self._loop, reports, None)
+            self._is_over.set()
 
     async def _open(self, endpoint: Endpoint, *, is_sender: bool) -> rank_pb2.EndpointOpened:
         try:
@@ -266,6 +279,9 @@ class RankServer:
     async def _stop(self) -> None:
         for server in self._servers:
             await server.stop(None)
+        if self._is_led:
+            async with asyncio.timeout(_JOIN_S):
+                await self._is_over.wait()
 
     def _on_loop(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,34 +87,89 @@ async def test_any_two_of_one_and_two_ranks_write_what_float64_does(
 
 
 OWN: dict[str, Any] = {**COMMON, "rank_pools": "own", "kv_check": "step", "max_batch_tokens": 64}
+DEGREES = ((1, 2), (2, 1), (2, 2), (2, 4), (4, 2))
 
 
 @pytest.mark.parametrize(
-    ("degrees", "transport", "push"),
+    ("degrees", "transport", "kv_dtype", "push"),
     [
-        ((1, 2), "tcp", "auto"),
-        ((2, 1), "shm", "chunk"),
-        ((2, 2), "shm", "layers"),
-        ((2, 4), "tcp", "end"),
-        ((4, 2), "shm", "auto"),
+        (DEGREES[:3], "shm", "auto", "auto"),  # byte by byte all of them in kvtransfer/test_rank_link.py
+        pytest.param(DEGREES, "tcp", "auto", "layers", marks=pytest.mark.slow),
+        pytest.param(DEGREES, "shm", "int8", "chunk", marks=pytest.mark.slow),
     ],
 )
 async def test_ranks_with_pools_of_their_own_write_what_float64_does(
-    start: Any, attach: Any, ask: Any, oracle: Oracle, degrees: tuple[int, int], transport: str, push: str
+    start: Any,
+    attach: Any,
+    ask: Any,
+    oracle: Oracle,
+    degrees: Sequence[tuple[int, int]],
+    transport: str,
+    kv_dtype: str,
+    push: str,
 ) -> None:
     """Each prefill rank sends its heads to the decode ranks that have them, as ranks on GPUs do."""
-    common = {**OWN, "transport": transport, "push": push}
-    p, d = (start(role, tensor_parallel=ranks, **common) for role, ranks in zip(Role, degrees, strict=True))
-    router = await attach(p, d)
-    cold = await answers(router, ask, "cold")
-    warm = await answers(router, ask, "warm")
-    oracle.assert_exact(PROMPTS * 2, [*cold, *warm], sampling=SAMPLINGS * 2)
-    moved = [one for one in router.all("transfer_ended") if one.is_committed and one.bytes]
-    block_bytes = d.program.engine.spec.block_bytes * degrees[1]
-    assert len(moved) == 2 * len(PROMPTS)
-    cold_bytes = sum(one.bytes for one in moved if one.request_id.startswith("cold"))
-    assert cold_bytes % block_bytes == 0
-    assert cold_bytes >= 4 * block_bytes
+    common = {**OWN, "transport": transport, "kv_dtype": kv_dtype, "push": push}
+    prefill = {ranks: start(Role.PREFILL, tensor_parallel=ranks, **common) for ranks in {one for one, _ in degrees}}
+    decode = {ranks: start(Role.DECODE, tensor_parallel=ranks, **common) for ranks in {one for _, one in degrees}}
+    bounds = {"tie": 0.05, "most_ties": 0.1} if kv_dtype == "int8" else {}
+    for theirs, own in degrees:
+        d = decode[own]
+        router = await attach(prefill[theirs], d, name=f"router-{theirs}-{own}")
+        cold = await answers(router, ask, "cold")
+        warm = await answers(router, ask, "warm")
+        oracle.assert_exact(PROMPTS * 2, [*cold, *warm], sampling=SAMPLINGS * 2, **bounds)
+        moved = [one for one in router.all("transfer_ended") if one.is_committed]
+        assert len(moved) == 4 * len(PROMPTS), "each transfer ends once on both sides"
+        assert sum(one.bytes for one in moved) % (d.program.engine.spec.block_bytes * own) == 0
+    for ranks, d in decode.items():
+        assert d.program._receiver.stats.failed == 0
+        assert d.program._receiver.stats.verified >= ranks * 2 * len(PROMPTS)
+
+
+async def test_a_prefill_worker_survives_a_decode_rank_that_dies_in_a_transfer(
+    start: Any, attach: Any, ask: Any, oracle: Oracle
+) -> None:
+    """The part to the dead rank fails, the other part is given up, and both prefill ranks let go of their blocks."""
+    p, broken = (start(role, tensor_parallel=2, **OWN) for role in Role)
+    router = await attach(p, broken)
+    sequence = ask("r", PROMPTS[2], max_tokens=16)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
+    granted = await router.next("granted", "r")
+    assert len(granted.grant.rank_endpoints) == 1
+    kill_rank(broken)
+    await broken.until_fatal()
+    await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
+    ended = await router.next("transfer_ended", "r")
+    assert not ended.is_committed
+    await router.released("r", Role.PREFILL)
+    await p.until(lambda program: program._sender.open_keys == [], "the end of every part")
+    other = await attach(p, start(Role.DECODE, **OWN, tensor_parallel=2, worker_id="decode-1"), name="other")
+    tokens = await other.remote(ask("r", PROMPTS[2], attempt=2, max_tokens=16, ignore_eos=True))
+    oracle.assert_exact([PROMPTS[2]], [tokens])
+
+
+async def test_a_decode_worker_survives_a_prefill_rank_that_dies_in_a_transfer(
+    start: Any, attach: Any, ask: Any, oracle: Oracle
+) -> None:
+    broken, d = (start(role, tensor_parallel=2, **OWN) for role in Role)
+    router = await attach(broken, d)
+    prompt = (PROMPTS[3] * 4)[:480]  # eight steps, whose blocks leave as they are computed
+    sequence = ask("r", prompt, max_tokens=16)
+    await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
+    granted = await router.next("granted", "r")
+    await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
+    num_steps = broken.program.num_steps
+    while broken.program.num_steps == num_steps:
+        await asyncio.sleep(0)
+    kill_rank(broken)
+    await broken.until_fatal()
+    await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="r", attempt=1))
+    await router.released("r", Role.DECODE)
+    await d.until(lambda program: program._receiver.open_keys == [], "the end of every part")
+    other = await attach(start(Role.PREFILL, **OWN, tensor_parallel=2, worker_id="prefill-1"), d, name="other")
+    tokens = await other.remote(ask("r", prompt, attempt=2, max_tokens=16, ignore_eos=True))
+    oracle.assert_exact([prompt], [tokens])
 
 
 async def test_a_killed_rank_of_a_prefill_worker_loses_nothing(
@@ -175,7 +231,7 @@ def kill_rank(worker: Any) -> None:
 
 
 class OwnPools:
-    """An engine whose other ranks, on GPUs, keep their heads in pools of their own."""
+    """An engine whose other ranks keep their heads in pools of their own, and have no KV endpoint."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,0 +1,286 @@
+"""A leader and its ranks over real streams in one process: who leads, what orders do, what a lost rank means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks.fault_ranks import SHAPE, RankedStorage, Ranks, chain_of, fingerprint_of_ranks, text_of
+from benchmarks.secret import SECRET, TEXT
+from kvtransfer.disturbance import Disturbance
+from kvtransfer.endpoint import make_receiver, make_sender
+from kvtransfer.joined import JoinedReceiver, JoinedSender
+from kvtransfer.rank_link import RankLink, RemoteReceiver
+from kvtransfer.rank_server import RankServer
+from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome, TransferKey
+from pdserve.config import WorkerConfig
+from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.core.proof import ClusterSecret, Identity
+from pdserve.core.stamps import BlockStamps
+from pdserve.v1 import rank_pb2
+from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, Heard, wait_for
+
+COUNT = 5
+LEADER = Identity.of(SECRET, "leader", "d0", "d0-1")
+OPENING = rank_pb2.OpenEndpoint(incarnation="d0-1")
+
+
+class Worker:
+    """One worker of several ranks, all in this process."""
+
+    def __init__(self, name: str, degree: int, *, is_sender: bool, transport: str = "tcp") -> None:
+        self.storage, self.name = RankedStorage(degree), name
+        none = Disturbance(lambda tag: None, self.storage.pool.block_bytes)
+        self.ranks = Ranks(self.storage, transport, name, f"{name}-1", none)
+        facts = fingerprint_of_ranks(degree)
+        common: dict[str, Any] = {
+            "secret": SECRET,
+            "worker_id": name,
+            "incarnation": f"{name}-1",
+            "transport": transport,
+            "stamps": self.storage.stamps,
+            "lease": PATIENT,
+        }
+        self.facts, self.host = facts, None
+        if is_sender:
+            self.sender: JoinedSender = self.ranks.sender(make_sender(self.storage.pool, facts, **common))
+        else:
+            own = make_receiver(self.storage.pool, facts, host="127.0.0.1", **common)
+            self.host = GrpcHost(own.servicer)
+            self.receiver: JoinedReceiver = self.ranks.receiver(own)
+
+    def grant(self, generation: int, blocks: list[int]) -> Grant:
+        assert self.host is not None
+        return Grant(
+            key=TransferKey(transfer_id=f"t{generation}", attempt=1, generation=generation),
+            endpoint=self.host.endpoint,
+            worker_id=self.name,
+            incarnation=f"{self.name}-1",
+            fingerprint=self.facts,
+            blocks=tuple(blocks),
+            held_blocks=0,
+            rank_endpoints=self.receiver.rank_endpoints,
+        )
+
+    def close(self) -> None:
+        (self.receiver if self.host is not None else self.sender).close()
+        self.ranks.close()
+        if self.host is not None:
+            self.host.stop()
+
+
+@pytest.fixture
+def worker() -> Iterator[Callable[..., Worker]]:
+    made: list[Worker] = []
+
+    def make(name: str, degree: int, **options: Any) -> Worker:
+        made.append(Worker(name, degree, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+class Move:
+    """Transfer number `number` of COUNT blocks, begun on both sides."""
+
+    def __init__(self, p: Worker, d: Worker, number: int) -> None:
+        self.p, self.d, self.number = p, d, number
+        self.received, self.sent, self.opened = Heard(), Heard(), Heard()
+        blocks, sources = d.storage.take(COUNT), p.storage.take(COUNT)
+        assert blocks is not None
+        assert sources is not None
+        self.blocks, self.sources = blocks, sources
+        p.storage.fill(sources, number)
+        self.grant = d.grant(number, blocks)
+        chains = [chain_of(number, place) for place in range(COUNT)]
+        if d.receiver.expect(self.grant, self.received, 60.0, chains, lambda: self.opened(None)):  # type: ignore[arg-type]
+            self.opened(None)  # type: ignore[arg-type]
+        self.opened.wait()
+        p.sender.start(self.grant, self.sent, 60.0, text_of(number, COUNT))
+
+    def push(self, indices: range = range(COUNT)) -> None:
+        blocks = [(index, self.sources[index]) for index in indices]
+        self.p.sender.push(self.grant.key, blocks, indices.stop == COUNT)
+
+    def assert_landed(self) -> None:
+        assert (self.received.wait().outcome, self.received.all[0].error) == (ReceiveOutcome.VERIFIED, "")
+        assert self.sent.wait().outcome is SendOutcome.SENT
+        for place, block in enumerate(self.blocks):
+            self.d.storage.must_hold(block, self.number, place)
+        assert self.d.storage.wrong == []
+
+    @property
+    def is_over_everywhere(self) -> bool:
+        return self.p.sender.open_keys == self.d.receiver.open_keys == []
+
+
+@pytest.mark.parametrize(
+    ("degrees", "transport"), [((1, 2), "shm"), ((2, 1), "tcp"), ((2, 2), "shm"), ((2, 4), "tcp"), ((4, 2), "shm")]
+)
+def test_every_rank_gets_its_heads_of_every_block(
+    worker: Callable[..., Worker], degrees: tuple[int, int], transport: str
+) -> None:
+    p = worker("p0", degrees[0], is_sender=True, transport=transport)
+    d = worker("d0", degrees[1], is_sender=False, transport=transport)
+    for number in (1, 2):
+        move = Move(p, d, number)
+        move.push(range(2))
+        move.push(range(2, COUNT))
+        move.assert_landed()
+        assert move.received.all[0].num_bytes == COUNT * SHAPE.block_bytes
+        assert move.is_over_everywhere
+    assert d.receiver.stats.verified == 2 * degrees[1]
+
+
+def test_a_block_that_is_handed_out_again_while_a_rank_sends_it_fails_everywhere(worker: Callable[..., Worker]) -> None:
+    p, d = worker("p0", 2, is_sender=True), worker("d0", 2, is_sender=False)
+    move = Move(p, d, 1)
+    move.push(range(2))
+    p.storage.stamps.begin(move.sources)
+    p.storage.fill(move.sources, 9)  # the step that writes them tells every rank first
+    move.push(range(2, COUNT))
+    assert move.sent.wait().outcome is SendOutcome.FAILED
+    assert move.received.wait().outcome is ReceiveOutcome.FAILED
+    assert len(move.sent.all) == len(move.received.all) == 1
+    wait_for(lambda: move.is_over_everywhere, "the end of every part")
+
+
+def test_a_rank_does_not_send_what_was_handed_out_again_before_it_heard_of_it(worker: Callable[..., Worker]) -> None:
+    p, d = worker("p0", 2, is_sender=True), worker("d0", 2, is_sender=False)
+    move = Move(p, d, 1)
+    p.ranks.servers[0].reached([(block, 99) for block in move.sources])
+    move.push()
+    assert "handed out again before this rank was told" in move.sent.wait().error
+    assert move.received.wait().outcome is ReceiveOutcome.FAILED
+
+
+def test_a_part_that_fails_before_it_is_connected_reaches_the_receiver(worker: Callable[..., Worker]) -> None:
+    p, d = worker("p0", 2, is_sender=True), worker("d0", 1, is_sender=False)
+    move = Move(p, d, 1)
+    p.ranks.servers[0].reached([(block, 99) for block in move.sources])
+    move.push()
+    assert move.received.wait().outcome is ReceiveOutcome.FAILED
+    assert "handed out again before this rank was told" in move.sent.wait().error
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_an_abort_frees_every_rank_on_both_sides(worker: Callable[..., Worker], side: str) -> None:
+    p, d = worker("p0", 2, is_sender=True), worker("d0", 4, is_sender=False)
+    move = Move(p, d, 1)
+    move.push(range(2))
+    (p.sender if side == "sender" else d.receiver).abort(move.grant.key)
+    assert move.sent.wait().outcome is SendOutcome.FAILED
+    assert move.received.wait().is_cancelled
+    assert move.sent.all[0].is_cancelled
+    assert move.is_over_everywhere
+    again = Move(p, d, 2)
+    again.push()
+    again.assert_landed()
+
+
+def test_a_worker_that_lost_a_rank_is_ill_and_gives_no_block_back(worker: Callable[..., Worker]) -> None:
+    """Nobody knows what the rank still writes; the worker ends instead."""
+    p, d = worker("p0", 1, is_sender=True), worker("d0", 2, is_sender=False)
+    move = Move(p, d, 1)
+    move.push(range(2))
+    assert d.receiver.is_healthy
+    d.ranks.servers[0].close()
+    wait_for(lambda: not d.receiver.is_healthy, "the loss of a rank")
+    assert move.sent.wait().outcome is SendOutcome.FAILED
+    assert move.received.all == []
+    grant = d.grant(2, [100])
+    ended = Heard()
+    d.receiver.expect(grant, ended)
+    wait_for(lambda: bool(ended.all), "the end of a grant that a rank cannot open")
+    assert "is gone" in ended.all[0].error
+
+
+def test_a_grant_without_all_ranks_is_refused_by_name(worker: Callable[..., Worker]) -> None:
+    p, d = worker("p0", 1, is_sender=True), worker("d0", 2, is_sender=False)
+    ended = Heard()
+    grant = d.grant(1, [3])
+    object.__setattr__(grant, "rank_endpoints", ())
+    p.sender.start(grant, ended)
+    assert ended.wait().error.startswith("grant.rank_endpoints: got 0, expected 1")
+    assert p.sender.open_keys == []
+
+
+@pytest.fixture
+def server() -> Iterator[RankServer]:
+    storage = RankedStorage(2)
+    config = WorkerConfig(model="m", worker_id="d0", transport="tcp", cluster_secret=TEXT)
+    none = Disturbance(lambda tag: None, storage.pool.block_bytes)
+    ranks = Ranks(storage, "tcp", "d0", "d0-1", none)
+    assert config.worker_id == "d0"
+    yield ranks.servers[0]
+    ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("identity", "why"),
+    [
+        (
+            Identity.of(ClusterSecret("another secret of a cluster"), "leader", "d0", "d0-1"),
+            "another PDSERVE_CLUSTER_SECRET",
+        ),
+        (Identity.of(SECRET, "worker", "d0", "d0-1"), "only a leader may call"),
+        (Identity.of(SECRET, "leader", "d1", "d0-1"), "this rank is of d0: a leader of 'd1'"),
+        (Identity.of(SECRET, "leader", "d0", "d0-2"), "open: expected first, with the caller's incarnation"),
+    ],
+)
+def test_a_rank_is_led_by_its_own_leader_alone(server: RankServer, identity: Identity, why: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        RankLink(1, server.address, identity, OPENING, 20.0)
+    assert why in refused.value.message
+    assert not server._is_led
+
+
+def test_a_rank_has_one_leader(server: RankServer) -> None:
+    first = RankLink(1, server.address, LEADER, OPENING, 20.0)
+    with pytest.raises(ConfigError, match="a second leader"):
+        RankLink(1, server.address, LEADER, OPENING, 20.0)
+    assert first.is_alive
+    first.close()
+    assert not first.is_alive
+
+
+def test_an_endpoint_that_cannot_be_opened_says_why() -> None:
+    storage = RankedStorage(2)
+    none = Disturbance(lambda tag: None, storage.pool.block_bytes)
+    ranks = Ranks(storage, "nccl", "d0", "d0-1", none)
+    with pytest.raises(ConfigError, match=r"rank 1: transport: got nccl"):
+        RankLink(1, ranks.servers[0].address, LEADER, OPENING, 20.0)
+    ranks.close()
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"rank 1 at 127\.0\.0\.1:9: UNAVAILABLE"):
+        RankLink(1, "127.0.0.1:9", LEADER, OPENING, 20.0)
+
+
+def test_a_key_that_is_open_is_refused_before_the_rank_hears_of_it(server: RankServer) -> None:
+    link = RankLink(1, server.address, LEADER, OPENING, 20.0)
+    remote = RemoteReceiver(link, BlockStamps(1024))
+    grant = Grant(
+        key=TransferKey(transfer_id="t", attempt=1, generation=1),
+        endpoint="h:1",
+        worker_id="d0",
+        incarnation="d0-1",
+        fingerprint=fingerprint_of_ranks(2),
+        blocks=(511, 512),
+        held_blocks=0,
+    )
+    ended = Heard()
+    assert not remote.expect(grant, ended)
+    assert ended.wait().error == "grant.blocks: got 512, expected 0..511"
+    remote.expect(grant, ended)
+    with pytest.raises(InvalidRequest):
+        remote.expect(grant, ended)
+    ended.wait(2)
+    link.close()
+    with pytest.raises(Unavailable):
+        remote.expect(grant, ended)
