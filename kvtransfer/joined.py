@@ -20,6 +20,7 @@ from kvtransfer.shape import KvShape, check_convertible
 from kvtransfer.stats import TransferStats, total
 from kvtransfer.transport import (
     Grant,
+    Link,
     OnOpen,
     RankReceiver,
     RankSender,
@@ -194,6 +195,11 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
         super().__init__(ranks, JointTransfers(join_sent))
         self._shape, self._is_on_host = shape, is_on_host
         self._keys: dict[TransferKey, dict[tuple[int, int], TransferKey]] = {}  # how ranks know the parts
+
+    @property
+    def links(self) -> list[Link]:
+        """Those of this process; other ranks reach the same workers' ranks by the same transports."""
+        return list(self._ranks[0].links)
 
     @property
     def divides_blocks(self) -> bool:

@@ -28,6 +28,7 @@ from kvtransfer.rank_messages import (
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import (
     Grant,
+    Link,
     OnOpen,
     Received,
     ReceiveOutcome,
@@ -230,6 +231,11 @@ class RemoteSender:
     @property
     def stats(self) -> TransferStats:
         return self._link.stats
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """What the rank's process knows; the leader's own links are those that are shown."""
+        return ()
 
     @property
     def moved_bytes(self) -> int:
