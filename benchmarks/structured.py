@@ -78,7 +78,7 @@ def main() -> None:
     print("\n| vocabulary | library | compile and first mask, ms p50 | p99 | each further mask, us p50 | mean | p99 |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        large = _enlarged(Path(folder))
+        large = large_folder(Path(folder))
         for model, size in ((BUNDLED, tokenizer.vocab_size), (large, LARGE)):
             documents = [load_tokenizer(str(model)).encode(text) for text in texts]
             _print(f"{size} | llguidance", *_ours(Compiler(model, size, (EOS,)), asked, documents))
@@ -206,7 +206,7 @@ def _steps(
     return free[2:], bound[2:]
 
 
-def _enlarged(folder: Path) -> Path:
+def large_folder(folder: Path) -> Path:
     """The bundled model's folder, without weights, with LARGE tokens: pairs of its own added."""
     config = json.loads((BUNDLED / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": LARGE}))

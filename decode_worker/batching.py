@@ -238,10 +238,13 @@ class DecodeBatching:
             self.roster.advance(resident, count)
             if out.scored:
                 effects.append(PromptScored(key=key, first_position=start + 1, tokens=out.scored))
+            if len(out.drawn) == 1:  # nearly every row
+                self._draw(resident, out.drawn[0], now_s, effects)
+                continue
             for index, token in enumerate(out.drawn):
                 if index > 0:  # the token before was a draft that proved right: its KV is there
                     self.roster.advance(resident, 1)
-                effects += self._draw(resident, token, now_s)
+                self._draw(resident, token, now_s, effects)
                 if key not in self._residents:
                     break
         return effects
@@ -284,7 +287,7 @@ class DecodeBatching:
             tokens += drawn[1:]
             resident.num_drawn += count - 1
             self.roster.advance(resident, count)
-            effects += self._draw(resident, token, now_s)
+            self._draw(resident, token, now_s, effects)
         return effects
 
     def check(self) -> None:
@@ -324,13 +327,15 @@ class DecodeBatching:
         self.roster.join(resident)
         return []
 
-    def _draw(self, resident: Resident, token: TokenOut, now_s: float) -> list[DecodeEffect]:
-        attempt = resident.attempt
-        resident.tokens.append(token.token_id)
+    def _draw(self, resident: Resident, token: TokenOut, now_s: float, effects: list[DecodeEffect]) -> None:
+        """Adds what the token means."""
+        attempt, tokens = resident.attempt, resident.tokens
+        tokens.append(token.token_id)
         resident.num_drawn += 1
-        num_output = resident.num_output
-        finish = self._end_rule.finish(attempt.sampling, token.token_id, num_output, len(resident.tokens))
-        drawn = Drawn(key=attempt.key, output_index=num_output - 1, token=token, finish=finish)
+        num_tokens = len(tokens)
+        num_output = num_tokens - len(attempt.prompt_ids)
+        finish = self._end_rule.finish(attempt.sampling, token.token_id, num_output, num_tokens)
+        drawn = Drawn(key=resident.key, output_index=num_output - 1, token=token, finish=finish)
         if resident.decoding_since_s is None:
             drawn = self._begun(resident, drawn, now_s)
         elif resident.preempted_at_s is not None:
@@ -338,10 +343,12 @@ class DecodeBatching:
             drawn = replace(drawn, decode_s=decode_s, preempted_s=now_s - resident.preempted_at_s)
             resident.decoding_since_s, resident.preempted_at_s = now_s, None
         if finish is None:
-            return [drawn]
+            effects.append(drawn)
+            return
         assert resident.decoding_since_s is not None
         decode_s = drawn.decode_s + now_s - resident.decoding_since_s
-        return [replace(drawn, decode_s=decode_s, preemptions=resident.preemptions), *self._release(resident)]
+        effects.append(replace(drawn, decode_s=decode_s, preemptions=resident.preemptions))
+        effects += self._release(resident)
 
     def _ended_at(self, now_s: float) -> None:
         """A step ended; of one step it may be said twice."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +32,7 @@ from pdserve.engine.load import load_engine
 from pdserve.telemetry import names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
-from pdserve.wire.convert import finish_to_proto, token_to_proto
+from pdserve.wire.convert import add_token, finish_to_proto
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.intake import key_of
@@ -106,9 +105,12 @@ class DecodeProgram(RoleProgram):
         effects = list(effects)
         drawn = [effect for effect in effects if isinstance(effect, fx.Drawn)]
         if drawn:
-            super().act(effect for effect in effects if isinstance(effect, fx.PromptScored))
+            rest = (
+                [effect for effect in effects if not isinstance(effect, fx.Drawn)] if len(drawn) < len(effects) else []
+            )
+            super().act(effect for effect in rest if isinstance(effect, fx.PromptScored))
             self._tell(drawn)
-            effects = [effect for effect in effects if not isinstance(effect, fx.Drawn | fx.PromptScored)]
+            effects = [effect for effect in rest if not isinstance(effect, fx.PromptScored)]
         super().act(effects)
 
     def take(self, session: int, message: worker_pb2.AttachRequest) -> None:
@@ -270,39 +272,44 @@ class DecodeProgram(RoleProgram):
         log.error("a block does not hold what it should; its text is computed anew", extra={"error": effect.error})
 
     def _tell(self, drawn: Iterable[fx.Drawn]) -> None:
-        by_router: defaultdict[int, list[worker_pb2.TokenRow]] = defaultdict(list)
+        by_router: dict[int, worker_pb2.AttachResponse] = {}
         last: AttemptKey | None = None
+        row: worker_pb2.TokenRow | None = None
+        is_traced = self.context.tracing.is_on
         for one in drawn:
             key = one.key
             if key == last:  # one more token of the same step: an accepted draft was before it
-                self._lengthen(by_router[key.router][-1], one)
+                assert row is not None
+                self._lengthen(row, one)
                 continue
             last = key
-            by_router[key.router].append(
-                worker_pb2.TokenRow(
-                    request_id=key.request_id,
-                    attempt=key.attempt,
-                    output_index=one.output_index,
-                    tokens=[token_to_proto(one.token)],
-                    finish=finish_to_proto(one.finish),
-                    decode_s=one.decode_s,
-                    decode_queue_s=one.decode_queue_s,
-                    preempted_s=one.preempted_s,
-                    preemptions=one.preemptions,
-                    queue_s=one.queue_s,
-                    prefill_s=one.prefill_s,
-                    cached_tokens=one.cached_tokens,
-                )
+            response = by_router.get(key.router)
+            if response is None:
+                response = by_router[key.router] = worker_pb2.AttachResponse()
+            # Built where it lies: a row that is handed over is copied.
+            row = response.tokens.rows.add(
+                request_id=key.request_id, attempt=key.attempt, output_index=one.output_index
             )
-            self._count(one)
-            if one.prefill_s > 0.0:
-                self.context.metrics.add(names.REUSED_TOKENS, one.cached_tokens)
-            self._trace(one)
-        for session, rows in by_router.items():
-            self.emit(session, tokens=worker_pb2.Tokens(rows=rows))
+            add_token(row.tokens, one.token)
+            if one.tells_more:
+                self._tell_more(row, one)
+            if is_traced:
+                self._trace(one)
+        for session, response in by_router.items():
+            self.emit_response(session, response)
+
+    def _tell_more(self, row: worker_pb2.TokenRow, one: fx.Drawn) -> None:
+        """What nearly no row has."""
+        row.finish = finish_to_proto(one.finish)
+        row.decode_s, row.decode_queue_s, row.preempted_s = one.decode_s, one.decode_queue_s, one.preempted_s
+        row.queue_s, row.prefill_s, row.cached_tokens = one.queue_s, one.prefill_s, one.cached_tokens
+        row.preemptions = one.preemptions
+        self._count(one)
+        if one.prefill_s > 0.0:
+            self.context.metrics.add(names.REUSED_TOKENS, one.cached_tokens)
 
     def _lengthen(self, row: worker_pb2.TokenRow, one: fx.Drawn) -> None:
-        row.tokens.append(token_to_proto(one.token))
+        add_token(row.tokens, one.token)
         row.finish = finish_to_proto(one.finish)
         row.decode_s += one.decode_s
         row.preemptions = one.preemptions

@@ -156,7 +156,9 @@ class KvMistaken:
     error: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(
+    slots=True, kw_only=True
+)  # not frozen, which doubles the time to make one: there is one for each row and step
 class Drawn:
     """One token of one step. Durations and counts come with the row that knows them, else 0."""
 
@@ -171,6 +173,12 @@ class Drawn:
     queue_s: float = 0.0  # with a local attempt's first row, as the next two
     prefill_s: float = 0.0
     cached_tokens: int = 0
+
+    @property
+    def tells_more(self) -> bool:
+        """Whether anything is said beside the token."""
+        durations_s = self.decode_s or self.decode_queue_s or self.preempted_s or self.queue_s or self.prefill_s
+        return bool(self.finish is not None or durations_s or self.preemptions or self.cached_tokens)
 
 
 PrefillEffect = (

@@ -7,43 +7,81 @@ raised while every block still holds what it held: a refused step can be repeate
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import final
 
 from pdserve.core.errors import InternalError
 from pdserve.engine.interface import EngineSpec, Row
 
 
-def check_rows(spec: EngineSpec, rows: Sequence[Row]) -> None:
-    """Raises InternalError unless every row can be computed and no two rows write the same block."""
+def check_rows(spec: EngineSpec, rows: Sequence[Row], tables: CheckedTables | None = None) -> None:
+    """Raises InternalError unless every row can be computed and no two rows write the same block.
+
+    `tables`: lists of blocks that earlier steps have looked through, which are not looked through again.
+    """
     writers: dict[int, int] = {}
+    size, limit, vocab_size = spec.block_size, spec.max_context_tokens, spec.vocab_size
     for index, row in enumerate(rows):
-        end = row.start + row.num_queries
-        _require(index, len(row.tokens) > 0, "it has no tokens")
-        _require(index, row.start >= 0, f"it starts at {row.start}")
-        _require(
-            index, end <= spec.max_context_tokens, f"it ends at {end}, the context limit is {spec.max_context_tokens}"
-        )
-        num_needed = -(-end // spec.block_size)
-        _require(index, len(row.blocks) >= num_needed, f"{len(row.blocks)} blocks cannot hold {end} tokens")
-        held = row.blocks[:num_needed]
-        in_range = min(held) >= 0 and max(held) < spec.num_blocks
-        _require(index, in_range, f"a block lies outside the pool of {spec.num_blocks}")
-        _require(index, len(set(held)) == num_needed, "a block appears twice")
-        given = (row.tokens, row.drafts, row.targets)
-        in_vocab = all(min(ids) >= 0 and max(ids) < spec.vocab_size for ids in given if ids)
-        _require(index, in_vocab, f"a token id lies outside the vocabulary of {spec.vocab_size}")
-        num_targets = len(row.targets)
-        _require(index, num_targets <= len(row.tokens), f"{num_targets} targets for {len(row.tokens)} tokens")
+        start, tokens, blocks, drafts = row.start, row.tokens, row.blocks, row.drafts
+        count = len(tokens)
+        if not count:
+            raise _wrong(index, "it has no tokens")
+        if start < 0:
+            raise _wrong(index, f"it starts at {start}")
+        end = start + count + len(drafts)
+        if end > limit:
+            raise _wrong(index, f"it ends at {end}, the context limit is {limit}")
+        num_needed = -(-end // size)
+        if len(blocks) < num_needed:
+            raise _wrong(index, f"{len(blocks)} blocks cannot hold {end} tokens")
+        if tables is None or not tables.has(blocks, num_needed):
+            _check_table(spec, index, blocks[:num_needed])
+            if tables is not None:
+                tables.add(blocks, num_needed)
+        for ids in (tokens, drafts, row.targets):
+            if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+                raise _wrong(index, f"a token id lies outside the vocabulary of {vocab_size}")
+        if len(row.targets) > count:
+            raise _wrong(index, f"{len(row.targets)} targets for {count} tokens")
         if row.sample is not None:
-            known = row.start + len(row.tokens)
-            _require(index, len(row.history) == known, f"its history has {len(row.history)} tokens, not {known}")
-            _require(index, 0 <= row.prompt_len <= known, f"its prompt_len is {row.prompt_len}")
-        else:
-            _require(index, not row.drafts, "it has drafts and does not sample")
-        for block in held[row.start // spec.block_size :]:
-            _require(index, block not in writers, f"block {block} is also written by row {writers.get(block)}")
+            known = start + count
+            if len(row.history) != known:
+                raise _wrong(index, f"its history has {len(row.history)} tokens, not {known}")
+            if not 0 <= row.prompt_len <= known:
+                raise _wrong(index, f"its prompt_len is {row.prompt_len}")
+        elif drafts:
+            raise _wrong(index, "it has drafts and does not sample")
+        for place in range(start // size, num_needed):
+            block = blocks[place]
+            if block in writers:
+                raise _wrong(index, f"block {block} is also written by row {writers[block]}")
             writers[block] = index
 
 
-def _require(index: int, holds: bool, problem: str) -> None:
-    if not holds:
-        raise InternalError(f"row {index} cannot be computed: {problem}")
+@final
+class CheckedTables:
+    """Lists of blocks that were looked through, by identity: while one is the same list, it only grows. A list is
+    looked through anew, as a whole, whenever more of it is needed."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._checked: dict[int, tuple[Sequence[int], int]] = {}
+
+    def has(self, blocks: Sequence[int], num_needed: int) -> bool:
+        known = self._checked.get(id(blocks))
+        return known is not None and known[1] == num_needed
+
+    def add(self, blocks: Sequence[int], num_needed: int) -> None:
+        if len(self._checked) >= self._most:
+            self._checked.clear()
+        self._checked[id(blocks)] = blocks, num_needed  # kept, so that its identity is not another's
+
+
+def _check_table(spec: EngineSpec, index: int, held: Sequence[int]) -> None:
+    if min(held) < 0 or max(held) >= spec.num_blocks:
+        raise _wrong(index, f"a block lies outside the pool of {spec.num_blocks}")
+    if len(set(held)) != len(held):
+        raise _wrong(index, "a block appears twice")
+
+
+def _wrong(index: int, problem: str) -> InternalError:
+    return InternalError(f"row {index} cannot be computed: {problem}")

@@ -136,6 +136,14 @@ def token_to_proto(token: TokenOut) -> worker_pb2.Token:
     return worker_pb2.Token(token_id=token.token_id, logprob=token.logprob, top=_top(token))
 
 
+def add_token(tokens: Any, token: TokenOut) -> None:
+    """To a repeated field, without a copy."""
+    if token.logprob is None and not token.top:  # nearly every token
+        tokens.add(token_id=token.token_id)
+    else:
+        tokens.append(token_to_proto(token))
+
+
 def logprobs_from_proto(message: inference_pb2.TokenLogprobs) -> TokenOut:
     return TokenOut(
         token_id=message.token_id,

@@ -319,6 +319,11 @@ class RoleProgram(ABC):
         if session in self._routers:
             self._pending.append((session, worker_pb2.AttachResponse(**message)))
 
+    def emit_response(self, session: int, response: worker_pb2.AttachResponse) -> None:
+        """As `emit`, of a message that is made already."""
+        if session in self._routers:
+            self._pending.append((session, response))
+
     def act(self, effects: Iterable[Any]) -> None:
         for effect in effects:
             self._actions[type(effect)](effect)

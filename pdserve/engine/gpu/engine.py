@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from pdserve.core.errors import InternalError
@@ -20,13 +21,13 @@ from pdserve.core.types import TokenOut
 from pdserve.engine.gpu import buckets
 from pdserve.engine.gpu.graphs import Replays
 from pdserve.engine.gpu.inputs import sampling_of
-from pdserve.engine.gpu.redraw import NO_EXTRAS, Extras, Redraw, asks_for_more
+from pdserve.engine.gpu.redraw import NO_EXTRAS, Extras, Redraw
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.gpu.tables import TableMirror
 from pdserve.engine.interface import EngineSpec, Flight, OnLayer, Row, RowOut
 from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.engine.pool import TorchPool
-from pdserve.engine.rows import check_rows
+from pdserve.engine.rows import CheckedTables, check_rows
 from pdserve.engine.torch_engine import TorchEngine, row_out
 
 
@@ -34,15 +35,28 @@ from pdserve.engine.torch_engine import TorchEngine, row_out
 class GraphFlight:
     """A step whose draws are on their way to the host."""
 
-    def __init__(self, rows: Sequence[Row], host: tuple[Any, Any], extras: Extras, event: Any | None) -> None:
-        self.has_drafts = any(row.drafts for row in rows)
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        host: tuple[Any, Any],
+        extras: Extras,
+        event: Any | None,
+        *,
+        has_drafts: bool,
+        has_logprobs: bool,
+    ) -> None:
+        """`has_logprobs`: some row's sampling asks for them."""
+        self.has_drafts, self._has_logprobs = has_drafts, has_logprobs
         self._rows, self._host, self._extras, self._event = rows, host, extras, event
 
     def wait(self) -> list[RowOut]:
         if self._event is not None:
             self._event.synchronize()
         count = sum(row.num_queries for row in self._rows) if self.has_drafts else len(self._rows)
-        tokens, logprobs = self._host[0][:count].tolist(), self._host[1][:count].tolist()
+        tokens = self._host[0][:count].tolist()
+        if not (self.has_drafts or self._has_logprobs or self._extras.masks_of):  # nearly every step
+            return [RowOut((TokenOut(token_id=token),)) for token in tokens]
+        logprobs = self._host[1][:count].tolist()
         wants = [sampling_of(row).logprobs for row in self._rows]
         if self.has_drafts:
             wants = [wanted for row, wanted in zip(self._rows, wants, strict=True) for _ in range(row.num_queries)]
@@ -82,6 +96,7 @@ class GraphEngine:
     ) -> None:
         """`verify`: of steps with drafts, whose buckets are of tokens."""
         self._eager, self._decode, self._replays, self._verify = eager, decode, replays, verify
+        self._tables = CheckedTables(2 * decode.num_seats)
         self._mirror = TableMirror(decode.num_seats, decode.num_pages)
         is_cuda = self._is_cuda = decode.table_SP.device.type == "cuda"
         size = len(decode.drawn_B)
@@ -122,7 +137,7 @@ class GraphEngine:
         if not isinstance(after, GraphFlight) or after.has_drafts:
             if any(row.follows is not None for row in rows):
                 raise InternalError("a row follows a step that does not run")
-            check_rows(self.spec, rows)
+            check_rows(self._eager.spec, rows, self._tables)
         fast = self._takes(rows)
         if not fast:
             return DoneFlight(self._eager.step(rows, on_layer))
@@ -142,7 +157,8 @@ class GraphEngine:
 
     def _takes(self, rows: Sequence[Row]) -> list[int]:
         """The rows that go through a graph together."""
-        fast = [index for index, row in enumerate(rows) if is_graph_row(row, self._decode.most_queries)]
+        most_queries = self._decode.most_queries
+        fast = [index for index, row in enumerate(rows) if is_graph_row(row, most_queries)]
         if self._verify is not None and any(rows[index].drafts for index in fast):
             if buckets.choose(self._verify.buckets, sum(rows[index].num_queries for index in fast)) is not None:
                 return fast
@@ -159,14 +175,16 @@ class GraphEngine:
             decode.table_SP.view(-1).index_copy_(0, change[0], change[1].to(torch.int32))
         firsts: Sequence[int] = range(len(rows))
         replays, send, count = self._replays, decode.inputs.send, len(rows)
-        if self._verify is not None and any(row.drafts for row in rows):
+        has_drafts = self._verify is not None and any(row.drafts for row in rows)
+        if has_drafts:
+            assert self._verify is not None
             *firsts, count = accumulate((row.num_queries for row in rows), initial=0)
             replays, send = self._verify, decode.inputs.send_drafted
         bucket = buckets.choose(replays.buckets, count)
         assert bucket is not None
         send(rows, update.seats, bucket)
         replays.replay(bucket)
-        asking = [index for index, row in enumerate(rows) if asks_for_more(row)]
+        asking, has_logprobs = self._asking(rows, update.seats)
         extras = self._redraw.launch(rows, firsts, asking) if asking else NO_EXTRAS
         host = self._hosts[self._turn]
         self._turn = 1 - self._turn
@@ -176,9 +194,19 @@ class GraphEngine:
         if self._is_cuda:
             event = torch.cuda.Event()
             event.record()
-        return GraphFlight(list(rows), host, extras, event)
+        return GraphFlight(list(rows), host, extras, event, has_drafts=has_drafts, has_logprobs=has_logprobs)
+
+    def _asking(self, rows: Sequence[Row], seats: Sequence[int]) -> tuple[list[int], bool]:
+        """The rows that ask for more than a graph draws, and whether a row asks for logprobs."""
+        samplings, seat_B = self._decode.inputs.samplings, np.array(seats, np.int64)
+        asks_B, min_tokens_B = samplings.asks_S[seat_B], samplings.min_tokens_S[seat_B]
+        if min_tokens_B.any():
+            num_output_B = np.array([row.start + 1 - row.prompt_len for row in rows], np.int64)
+            asks_B |= num_output_B < min_tokens_B
+        return np.flatnonzero(asks_B).tolist(), bool(samplings.has_logprobs_S[seat_B].any())
 
 
 def is_graph_row(row: Row, most_queries: int) -> bool:
     """Whether a graph can compute the row, and it can be drawn there or behind it."""
-    return row.sample is not None and len(row.tokens) == 1 and row.num_queries <= most_queries and not row.targets
+    is_token = row.sample is not None and len(row.tokens) == 1 and not row.targets
+    return is_token and len(row.drafts) < most_queries

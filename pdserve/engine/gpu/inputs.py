@@ -18,7 +18,9 @@ from torch import Tensor
 
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu.place import NOWHERE
-from pdserve.engine.gpu.sampling import Draws, floor_key
+from pdserve.engine.gpu.sampling import Draws
+from pdserve.engine.gpu.samplings import FIELDS as DRAW_FIELDS
+from pdserve.engine.gpu.samplings import Samplings
 from pdserve.engine.interface import Row
 
 _ALIGNMENT: Final = 16
@@ -54,8 +56,9 @@ class Inputs:
     of rows, all else of tokens.
     """
 
-    def __init__(self, most_tokens: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, most_tokens: int, block_size: int, device: torch.device, num_seats: int) -> None:
         self._most_tokens, self._block_size = most_tokens, block_size
+        self.samplings = Samplings(num_seats)
         sizes = [(most_tokens + 1) * np.dtype(kind).itemsize for _, kind in FIELDS]
         starts = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)])
         num_bytes = int(starts[-1])
@@ -92,18 +95,18 @@ class Inputs:
 
     def send(self, rows: Sequence[Row], seats: Sequence[int], bucket: int) -> None:
         """Queues the copy for these rows and the padding behind them, which attends to nothing and stores nothing."""
-        fields = self._host_fields[self._turn]
-        count = len(rows)
-        start = np.fromiter((row.start for row in rows), np.int64, count)
-        block = np.fromiter((row.blocks[row.start // self._block_size] for row in rows), np.int64, count)
-        follows = np.fromiter((-1 if row.follows is None else row.follows for row in rows), np.int64, count)
-        token = np.fromiter((row.tokens[0] for row in rows), np.int64, count)
-        self._fill(fields, "token", np.maximum(token, 0), bucket, 0)
-        self._fill(fields, "follows", follows, bucket, -1)
-        self._fill(fields, "seat", np.fromiter(seats, np.int64, count), bucket, 0)
+        fields, size = self._host_fields[self._turn], self._block_size
+        starts = [row.start for row in rows]
+        start = np.array(starts, np.int64)
+        block = np.array([row.blocks[at // size] for row, at in zip(rows, starts, strict=True)], np.int64)
+        seat = np.array(seats, np.int64)
+        self._fill(fields, "token", np.maximum(np.array([row.tokens[0] for row in rows], np.int64), 0), bucket, 0)
+        self._fill(fields, "follows", [-1 if row.follows is None else row.follows for row in rows], bucket, -1)
+        self._fill(fields, "seat", seat, bucket, 0)
         self._fill(fields, "start", start, bucket, 0)
         self._fill(fields, "length", start + 1, bucket, 0)
-        self._fill_draws(fields, [sampling_of(row) for row in rows], start, block, bucket)
+        self.samplings.update(seats, [sampling_of(row) for row in rows])
+        self._fill_draws(fields, seat, start, block, bucket)
 
     def send_drafted(self, rows: Sequence[Row], seats: Sequence[int], bucket: int) -> None:
         """As `send`, for rows with drafts behind their tokens; `bucket` is of tokens. Each token that pads is a row."""
@@ -124,24 +127,17 @@ class Inputs:
         self._fill(fields, "length", start + count, bucket, 0)
         padding = np.arange(num_tokens, num_tokens + bucket + 1 - len(rows))
         fields["first"][: bucket + 1] = np.minimum(np.concatenate([end - count, padding]), bucket)
-        self._fill_draws(
-            fields, [sampling_of(row) for row in rows for _ in range(row.num_queries)], position, block, bucket
-        )
+        self.samplings.update(seats, [sampling_of(row) for row in rows])
+        self._fill_draws(fields, np.array(seats, np.int64)[row_of], position, block, bucket)
 
-    def _fill_draws(
-        self, fields: dict[str, Any], samplings: Sequence[Sampling], position: Any, block: Any, bucket: int
-    ) -> None:
-        """What is said of each token, and off it goes."""
-        size, count = self._block_size, len(samplings)
+    def _fill_draws(self, fields: dict[str, Any], seat: Any, position: Any, block: Any, bucket: int) -> None:
+        """What is said of each token, whose row has that seat, and off it goes."""
+        size = self._block_size
         self._fill(fields, "position", position, bucket, 0)
         self._fill(fields, "slot", block * size + position % size, bucket, NOWHERE)
         self._fill(fields, "num_before", position + 1, bucket, 0)
-        seed = np.fromiter((one.seed for one in samplings), np.uint64, count).view(np.int64)
-        self._fill(fields, "seed", seed, bucket, 0)
-        self._fill(fields, "top_p", [one.top_p for one in samplings], bucket, 1.0)
-        self._fill(fields, "top_k", [one.top_k for one in samplings], bucket, 0)
-        self._fill(fields, "floor", [floor_key(one.min_p) for one in samplings], bucket, floor_key(0.0))
-        self._fill(fields, "temperature", [one.temperature for one in samplings], bucket, 0.0)
+        for name, _, padding in DRAW_FIELDS:
+            self._fill(fields, name, self.samplings.field(name, seat), bucket, padding)
         self._device.copy_(self._hosts[self._turn], non_blocking=True)
         self._turn = 1 - self._turn
 

@@ -48,19 +48,6 @@ class Extras:
 NO_EXTRAS = Extras()
 
 
-def asks_for_more(row: Row) -> bool:
-    """Whether the row must be drawn again, or tells of likely tokens."""
-    sampling = sampling_of(row)
-    return bool(
-        sampling.needs_history
-        or sampling.is_penalised
-        or sampling.logprobs
-        or sampling.logit_bias
-        or sampling.allowed_token_ids
-        or row.start + 1 - row.prompt_len < sampling.min_tokens
-    )
-
-
 def draws_of(row: Row) -> Iterator[Row]:
     """The row, and one behind each of its drafts as if that and the ones before it were right."""
     if not row.drafts:

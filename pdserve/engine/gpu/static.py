@@ -69,7 +69,7 @@ class StaticDecode:
         self._model = model
         self.num_seats = 2 * most_rows  # those of a step that runs stand while the next one is written
         self.num_pages = -(-max_context_tokens // pool.block_size)
-        self.inputs = Inputs(most_tokens, pool.block_size, device)
+        self.inputs = Inputs(most_tokens, pool.block_size, device, self.num_seats)
         self.table_SP = torch.zeros((self.num_seats, self.num_pages), dtype=torch.int32, device=device)
         self.drawn_B = torch.zeros(most_tokens, dtype=torch.int64, device=device)
         self.logprob_B = torch.zeros(most_tokens, dtype=torch.float32, device=device)

@@ -1,0 +1,237 @@
+"""The host's time of a decode step on a GPU worker, without a GPU: all but the launches.
+
+    python -m benchmarks.step_host [--rows 128 256] [--context 1024] [--steps 200] [--grammars all]
+
+A decode program and its graph engine run as in a worker, one step ahead where rows allow it: planning, block tables,
+inputs, grammars' masks, reading what was drawn, messages to the router. A vocabulary of 128,256 tokens.
+
+Stubbed: the graph's replay, which here only says what is drawn; prompts, which are read by no model; behind the graph,
+for rows with grammars, the copy of their logits, the kernel that masks them and the sampler. What choosing a token for
+them takes is subtracted. Memory of the device is the host's, so a copy to it is one of memory and no event is recorded.
+Not part of a step: gRPC's thread, which sends the messages; `bytes` is what it spends on serialising them. Times are
+CPU time of the one thread that takes a step, so that others on the machine do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+from unittest import mock
+
+import numpy as np
+import torch
+
+from benchmarks.structured import EOS, LARGE, large_folder
+from decode_worker.program import DecodeProgram
+from pdserve.config import WorkerConfig
+from pdserve.core.grammar import Grammar, GrammarKind
+from pdserve.core.proof import ClusterSecret
+from pdserve.core.types import Role, Sampling, TokenOut
+from pdserve.engine.gpu import redraw
+from pdserve.engine.gpu.buckets import buckets_for
+from pdserve.engine.gpu.engine import GraphEngine
+from pdserve.engine.gpu.static import StaticDecode
+from pdserve.engine.interface import Row, RowOut
+from pdserve.engine.opening import open_torch_engine
+from pdserve.text.tokenizer import load_tokenizer
+from pdserve.v1 import worker_pb2
+from pdserve.wire.convert import sampling_to_proto
+from pdserve.worker.context import ProgramContext
+
+SESSION: Final = 1
+SECRET: Final = "0" * 64
+BLOCK_SIZE: Final = 16
+CONTEXT_LIMIT: Final = 2048  # of the bundled model
+SCHEMA: Final = (
+    '{"type": "object", "properties": {"words": {"type": "array", "items": {"type": "string"}}}, "required": ["words"]}'
+)
+
+
+class Stubs:
+    """Stands in for the device: draws a token that each row may draw. `spent_s` is what that takes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.spent_s = 0.0
+        self.words_RW: Any = None
+        rng = random.Random(3)
+        closes = (token for token in range(LARGE) if "]" in tokenizer.decode([token]) or token == EOS)
+        self._goes_on = np.ones(LARGE, bool)
+        self._goes_on[list(closes)] = False
+        self._order = list(range(LARGE))
+        rng.shuffle(self._order)
+        self._turn = 0
+
+    shape = (0, LARGE)  # of the logits
+
+    def index_select(self, *_: Any) -> Stubs:
+        return self
+
+    def forbid(self, logits: Any, words_RW: torch.Tensor, row_R: torch.Tensor) -> None:
+        self.words_RW = words_RW.numpy().view(np.uint8)
+
+    def draw(self, logits: Any, draws: Any) -> tuple[torch.Tensor, None]:
+        began_s = time.thread_time()
+        drawn = []
+        for words in self.words_RW:
+            allowed = np.unpackbits(words, bitorder="little")[:LARGE].astype(bool)
+            those = np.flatnonzero(allowed & self._goes_on)
+            self._turn += 1
+            drawn.append(int(those[self._order[self._turn % LARGE] % len(those)]) if len(those) else EOS)
+        self.spent_s += time.thread_time() - began_s
+        return torch.tensor(drawn), None
+
+
+class NoLaunch:
+    """Replays that draw what no text ends with."""
+
+    def __init__(self, decode: StaticDecode, most_rows: int) -> None:
+        self.buckets = buckets_for(most_rows)
+        self._decode = decode
+
+    def replay(self, bucket: int) -> None:
+        self._decode.drawn_B[:bucket] = 7
+
+
+class NoPrompts:
+    """In place of the eager engine's step."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._opening = tokenizer.encode('{"')[0]  # a document begins with it
+
+    def __call__(self, rows: Sequence[Row], on_layer: Any = None) -> list[RowOut]:
+        return [self._out(row) for row in rows]
+
+    def _out(self, row: Row) -> RowOut:
+        if row.sample is None:
+            return RowOut()
+        token = 7 if row.sample.grammar is None else self._opening
+        return RowOut((TokenOut(token_id=token, logprob=None),))
+
+
+@contextmanager
+def opened(folder: Path, most_rows: int, num_blocks: int) -> Iterator[tuple[DecodeProgram, Stubs]]:
+    config = WorkerConfig(
+        model=str(folder),
+        worker_id="w",
+        cluster_secret=SECRET,
+        load="dummy",
+        threads=1,
+        block_size=BLOCK_SIZE,
+        kv_dtype="int8",
+        kv_blocks=num_blocks,
+        max_batch=most_rows,
+        max_batch_tokens=2048,
+        inbox_depth=most_rows,
+        speculation="off",
+        profile="h100-sxm.llama-3.1-8b.bf16",
+    )
+    tokenizer = load_tokenizer(str(folder))
+    stubs = Stubs(tokenizer)
+    with mock.patch.object(redraw.Redraw, "warm"), mock.patch.object(redraw, "forbid", stubs.forbid):
+        eager = open_torch_engine(config)
+        eager.step = NoPrompts(tokenizer)  # type: ignore[method-assign]
+        decode = StaticDecode(
+            eager.model,
+            eager.pool,
+            most_rows=most_rows,
+            max_context_tokens=eager.spec.max_context_tokens,
+            vocab_size=LARGE,
+            num_processors=132,
+        )
+        engine = GraphEngine(eager, decode, NoLaunch(decode, most_rows))
+        engine._redraw._decode = SimpleNamespace(  # type: ignore[assignment]
+            logits_BV=stubs, inputs=decode.inputs, sampler=stubs, drawn_B=decode.drawn_B, logprob_B=decode.logprob_B
+        )
+        context = ProgramContext(
+            config=config,
+            role=Role.DECODE,
+            incarnation="i",
+            endpoint="here",
+            secret=ClusterSecret(SECRET),
+            post=lambda call: None,
+        )
+        receiver: Any = SimpleNamespace(is_healthy=True, close=lambda: None)
+        program = DecodeProgram(context, engine, receiver, lambda server: None)
+        program.attached(SESSION, worker_pb2.RouterHello())
+        yield program, stubs
+
+
+def reserve(number: int, context: int, max_tokens: int, grammar: Grammar | None) -> worker_pb2.AttachRequest:
+    # Prompts differ from their first token on, so that no cache shortens them.
+    prompt = [1000 + number, *(2 + at % 900 for at in range(context - 1))]
+    sampling = Sampling(
+        temperature=0.8, top_p=0.95, seed=number, max_tokens=max_tokens, ignore_eos=True, grammar=grammar
+    )
+    sequence = worker_pb2.Sequence(
+        request_id=f"request-{number}", attempt=1, prompt_token_ids=prompt, sampling=sampling_to_proto(sampling)
+    )
+    return worker_pb2.AttachRequest(reserve=worker_pb2.Reserve(sequence=sequence, is_local=True))
+
+
+@contextmanager
+def running(folder: Path, rows: int, context: int, with_grammar: int) -> Iterator[tuple[Any, Stubs]]:
+    """A program all of whose rows decode."""
+    num_blocks = rows * (CONTEXT_LIMIT // BLOCK_SIZE)
+    with opened(folder, rows, num_blocks) as (program, stubs):
+        for number in range(rows):
+            grammar = Grammar(GrammarKind.JSON_SCHEMA, SCHEMA) if number < with_grammar else None
+            program.handle(SESSION, reserve(number, context, CONTEXT_LIMIT - context, grammar))
+        while any(each.remaining > 1 for each in program.batching.roster.running) or program.batching.roster.waiting:
+            assert program.step()
+        yield program, stubs
+
+
+def measure(folder: Path, rows: int, context: int, steps: int, with_grammar: int) -> tuple[list[float], list[float]]:
+    """Seconds of each step, and of serialising its messages."""
+    with running(folder, rows, context, with_grammar) as (program, stubs):
+        program.take_messages()
+        gc.collect()
+        gc.freeze()  # as a worker does when it has started
+        took_s, bytes_s = [], []
+        for number in range(20 + steps):
+            stubs.spent_s, began_s = 0.0, time.thread_time()
+            program.is_between_steps = True
+            assert program.step()
+            program.tick()
+            program.take_changes()
+            sent = program.take_messages()
+            ended_s = time.thread_time()
+            for _, message in sent:
+                message.SerializeToString()
+            if number >= 20:
+                took_s.append(ended_s - began_s - stubs.spent_s)
+                bytes_s.append(time.thread_time() - ended_s)
+        assert len(program.batching.roster.running) == rows, "a text has ended"
+        return took_s, bytes_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[128, 256])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--grammars", type=int, nargs="+", default=[0, 16, 10_000], help="rows that have one, at most")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| rows | with grammars | ms a step, least | median | 90 % | bytes ms |\n|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as name:
+        folder = large_folder(Path(name))
+        for rows in arguments.rows:
+            for with_grammar in sorted({min(rows, one) for one in arguments.grammars}):
+                took_s, bytes_s = measure(folder, rows, arguments.context, arguments.steps, with_grammar)
+                slow_s = statistics.quantiles(took_s, n=10)[-1]
+                times = f"{min(took_s) * 1e3:.2f} | {statistics.median(took_s) * 1e3:.2f} | {slow_s * 1e3:.2f} | "
+                print(f"| {rows} | {with_grammar} | {times}{statistics.median(bytes_s) * 1e3:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

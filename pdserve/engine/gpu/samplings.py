@@ -1,0 +1,62 @@
+"""How the sequences of a device's block tables draw, as arrays by seat: read from a Sampling once, not every step."""
+
+# Shapes: S seats, B rows.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import numpy as np
+
+from pdserve.core.types import Sampling
+from pdserve.engine.gpu.sampling import floor_key
+
+FIELDS: Final[tuple[tuple[str, Any, float], ...]] = (  # and what rows that pad a bucket have
+    ("seed", np.int64, 0),
+    ("top_p", np.float64, 1.0),
+    ("top_k", np.int32, 0),
+    ("floor", np.int32, floor_key(0.0)),
+    ("temperature", np.float32, 0.0),
+)
+
+
+@final
+class Samplings:
+    def __init__(self, num_seats: int) -> None:
+        self._held: list[Sampling | None] = [None] * num_seats
+        self._fields = {name: np.zeros(num_seats, kind) for name, kind, _ in FIELDS}
+        self.asks_S = np.zeros(num_seats, bool)  # for more than a graph draws, at every token
+        self.min_tokens_S = np.zeros(num_seats, np.int64)
+        self.has_logprobs_S = np.zeros(num_seats, bool)
+
+    def update(self, seats: Sequence[int], samplings: Sequence[Sampling]) -> None:
+        """`seats[i]` draws by `samplings[i]` from now on."""
+        held = self._held
+        for seat, sampling in zip(seats, samplings, strict=True):
+            if held[seat] is not sampling:
+                self._set(seat, sampling)
+
+    def field(self, name: str, seat_B: Any) -> Any:
+        return self._fields[name][seat_B]
+
+    def _set(self, seat: int, sampling: Sampling) -> None:
+        self._held[seat] = sampling
+        fields = self._fields
+        fields["seed"][seat] = np.uint64(sampling.seed).astype(np.int64)
+        fields["top_p"][seat], fields["top_k"][seat] = sampling.top_p, sampling.top_k
+        fields["floor"][seat], fields["temperature"][seat] = floor_key(sampling.min_p), sampling.temperature
+        self.asks_S[seat] = asks_for_more(sampling)
+        self.min_tokens_S[seat] = sampling.min_tokens
+        self.has_logprobs_S[seat] = sampling.logprobs is not None
+
+
+def asks_for_more(sampling: Sampling) -> bool:
+    """Whether rows must be drawn again behind a graph, or tell of likely tokens, however long their output is."""
+    return bool(
+        sampling.needs_history
+        or sampling.is_penalised
+        or sampling.logprobs
+        or sampling.logit_bias
+        or sampling.allowed_token_ids
+    )
