@@ -31,6 +31,22 @@ class RowKernel(Protocol):
         ...
 
 
+class ChunkKernel(Protocol):
+    """Attention for rows of many queries, all at once: the GPU's."""
+
+    def plan(
+        self,
+        tables: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        *,
+        first: int,
+        windows: Iterable[int | None],
+    ) -> Any:
+        """Rows as above, whose first token is number `first` of the packed batch."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Rows that attend together: tokens first .. first + num_rows * num_queries - 1 of the packed batch."""
@@ -50,7 +66,8 @@ class Batch:
     fresh_blocks: Tensor  # begin a life in this step and are not filled by it
     kernel: RowKernel | None
     paged: Any | None  # its plan of the first tokens, which it attends for
-    groups: tuple[Group, ...]  # the rows that are not paged
+    chunks: Any | None  # a ChunkKernel's plan of all other tokens
+    groups: tuple[Group, ...]  # the rows that are neither
     # Packed indices of the tokens whose final state is read: the draws of all rows, then the targets of all rows.
     # None where that is every token in its place, as in a step that only decodes.
     read_U: Tensor | None
@@ -91,10 +108,12 @@ def pack(
     block_size: int,
     device: torch.device,
     kernel: RowKernel | None = None,
+    chunk_kernel: ChunkKernel | None = None,
 ) -> Batch:
     """Rows that `kernel` takes come first and attend together.
 
-    Of the others, decode rows form a group for each number of drafts, and each prefill chunk is a group of its own.
+    `chunk_kernel` takes all others. Without one, decode rows form a group for each number of drafts, and each prefill
+    chunk is a group of its own.
     """
     kinds = tuple(dict.fromkeys(windows))
     most_paged = 0 if kernel is None else kernel.most_queries
@@ -133,6 +152,17 @@ def pack(
             if end % block_size and end - end % block_size >= row.start:
                 fresh.append(row.blocks[end // block_size])
     groups = []
+    chunks = None
+    if chunk_kernel is not None and together:
+        members = [index for each in together for index in each]
+        chunks = chunk_kernel.plan(
+            [rows[index].blocks for index in members],
+            [rows[index].start for index in members],
+            [rows[index].num_queries for index in members],
+            first=firsts[1],
+            windows=kinds,
+        )
+        together, firsts = [], firsts[:1]
     for first, members in zip(firsts[1:], together, strict=True):
         tables, starts = [rows[index].blocks for index in members], [rows[index].start for index in members]
         num_queries = rows[members[0]].num_queries
@@ -153,6 +183,7 @@ def pack(
         fresh_blocks=to_device(fresh, device),
         kernel=kernel,
         paged=None if kernel is None or not paged else plan_paged(kernel, [rows[index] for index in paged]),
+        chunks=chunks,
         groups=tuple(groups),
         read_U=None if read == list(range(len(tokens))) else to_device(read, device),
     )

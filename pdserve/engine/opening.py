@@ -17,7 +17,7 @@ from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
 from pdserve.engine import ops
-from pdserve.engine.batch import RowKernel
+from pdserve.engine.batch import ChunkKernel, RowKernel
 from pdserve.engine.config import ModelConfig, read_config
 from pdserve.engine.current_device import use_device
 from pdserve.engine.device_defaults import with_device_defaults
@@ -160,13 +160,18 @@ def open_rank(
         most_queries = sys.maxsize if config.deterministic else MOST_QUERIES
         kernel: RowKernel | None = PagedAttention(pool, rank_model.num_heads, most_queries) if is_paged else None
         mixing: Mixing | None = None
+        chunk_kernel: ChunkKernel | None = None
         if is_triton(device) and config.block_size >= 8 and config.block_size & (config.block_size - 1) == 0:
-            from pdserve.engine.gpu.mixing import TritonRows, make_mixing
+            from pdserve.engine.gpu.mixing import FlashChunks, TritonRows, make_mixing, takes_flash
+            from pdserve.engine.gpu.prefill import use_fa3
 
+            if takes_flash(model.heads, model.dtype):
+                use_fa3(device)
+                chunk_kernel = FlashChunks(device, config.block_size, spec.max_context_tokens)
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             kernel = TritonRows(device)
             mixing = make_mixing(pool, model.heads, model.dtype, spec.max_context_tokens, processors)
-        return TorchEngine(spec, model, pool, model_config.windows, grammars, kernel, mixing)
+        return TorchEngine(spec, model, pool, model_config.windows, grammars, kernel, mixing, chunk_kernel)
 
     if num_blocks is None:
         assert meter is not None

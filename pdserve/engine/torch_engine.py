@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pdserve.core.types import TokenOut
-from pdserve.engine.batch import Batch, RowKernel, pack
+from pdserve.engine.batch import Batch, ChunkKernel, RowKernel, pack
 from pdserve.engine.grammars import Grammars, RowMasks
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
 from pdserve.engine.memory_plan import MemoryPlan
@@ -39,8 +39,10 @@ class TorchEngine:
         grammars: Grammars,
         kernel: RowKernel | None,
         mixing: Mixing | None = None,
+        chunk_kernel: ChunkKernel | None = None,
     ) -> None:
-        """`kernel` takes the rows of few queries; `mixing` makes a device's own mixer of a batch."""
+        """`kernel` takes the rows of few queries, `chunk_kernel` all others; `mixing` makes a device's own mixer of a
+        batch."""
         self.grammars = grammars
         self.spec = spec
         self.pool = pool
@@ -49,6 +51,7 @@ class TorchEngine:
         self._device = pool.tensor.device
         self._reports_layers = spec.num_layers > 1
         self._kernel = kernel
+        self._chunk_kernel = chunk_kernel
         self._mixing = mixing
         self.memory: MemoryPlan | None = None
 
@@ -91,7 +94,7 @@ class TorchEngine:
                 first += len(row.targets)
 
     def _states(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Tensor:
-        batch = pack(rows, self._windows, self.spec.block_size, self._device, self._kernel)
+        batch = pack(rows, self._windows, self.spec.block_size, self._device, self._kernel, self._chunk_kernel)
         on_layer = on_layer if self._reports_layers else None
         if self._mixing is not None:
             return self.model.hidden(self._mixing(batch, on_layer))

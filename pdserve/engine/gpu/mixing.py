@@ -1,15 +1,15 @@
 """How tokens meet in a step that no graph takes, on a CUDA device: prompts' chunks and drafts.
 
-One launch rotates and stores; rows of up to 16 queries attend where their blocks lie, however many each has; a chunk
-reads its prompt's blocks as one contiguous run and attends by flash attention. What is left (windows and softcaps of
-long chunks) goes torch's way.
+One launch rotates and stores; rows of up to 16 queries attend where their blocks lie, however many each has; chunks of
+all prompts attend by one flash call a layer. What flash attention does not take (float32, softcaps) goes torch's way,
+chunk by chunk.
 """
 
 # Shapes: T tokens, B rows, P pages of a table, H query heads, N query, key and value heads, D head dim, S positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Final, final
@@ -23,6 +23,7 @@ from pdserve.engine.batch import Batch, Group
 from pdserve.engine.gpu.attention import MOST_QUERIES, Rows, Scratch
 from pdserve.engine.gpu.flatten import flatten
 from pdserve.engine.gpu.layers import LayerKernels
+from pdserve.engine.gpu.prefill import ChunkPlan, attend_chunks, plan_chunks
 from pdserve.engine.interface import OnLayer
 from pdserve.engine.mixing import Heads
 from pdserve.engine.parameters import LayerWeights
@@ -70,6 +71,40 @@ class TritonRows:
 
 
 @final
+class FlashChunks:
+    """A ChunkKernel. `most_positions` of contexts are gathered at a time."""
+
+    def __init__(self, device: torch.device, block_size: int, most_positions: int) -> None:
+        self._device, self._block_size, self._most_positions = device, block_size, most_positions
+
+    def plan(
+        self,
+        tables: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        *,
+        first: int,
+        windows: Iterable[int | None],
+    ) -> ChunkPlan:
+        return plan_chunks(
+            tables,
+            starts,
+            counts,
+            first=first,
+            windows=windows,
+            block_size=self._block_size,
+            most_positions=self._most_positions,
+            device=self._device,
+        )
+
+
+def takes_flash(heads: Heads, dtype: torch.dtype) -> bool:
+    """Whether chunks can attend by flash attention."""
+    is_small = heads.head_dim % 8 == 0 and heads.head_dim <= 256
+    return heads.softcap is None and is_small and dtype in (torch.bfloat16, torch.float16)
+
+
+@final
 class TritonMixer:
     """One step's attention, of a batch that was packed with `TritonRows`.
 
@@ -105,6 +140,8 @@ class TritonMixer:
         if plan is not None:
             scratch = self._scratch_of(plan.rows.num_queries)
             parts.append(kernels.attend(index, layer, q_THD[: plan.num_tokens], plan.rows, scratch))
+        if batch.chunks is not None:
+            parts.append(attend_chunks(kernels.pool, index, q_THD, batch.chunks, layer.window, kernels.heads.scale))
         parts += [self._attend(index, group, layer.window, q_THD) for group in batch.groups]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 

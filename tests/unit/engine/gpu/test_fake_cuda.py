@@ -10,6 +10,7 @@ import torch
 
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
+from pdserve.engine.gpu import prefill
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.interface import Row
 from pdserve.engine.opening import open_torch_engine
@@ -42,7 +43,10 @@ def row(count: int, start: int, first_block: int, num_targets: int = 0) -> Row:
         ("gemma2", "auto", "int8"),
     ],
 )
-def test_torch_takes_every_operation(name: str, dtype: str, kv_dtype: str, tiny: Callable[[str], Path]) -> None:
+def test_torch_takes_every_operation(
+    name: str, dtype: str, kv_dtype: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_flash = prefill.flash
     config = WorkerConfig(
         model=str(tiny(name)),
         worker_id="w",
@@ -53,6 +57,8 @@ def test_torch_takes_every_operation(name: str, dtype: str, kv_dtype: str, tiny:
         kv_blocks=64,
         threads=1,
     )
+    flash_rows: list[int] = []
+    monkeypatch.setattr(prefill, "flash", lambda *args: flash_rows.append(len(args[3].table_BP)) or real_flash(*args))
     with fake_cuda() as cuda, torch.inference_mode():
         engine = open_torch_engine(config)
         device = torch.device("cuda", 0)
@@ -63,7 +69,11 @@ def test_torch_takes_every_operation(name: str, dtype: str, kv_dtype: str, tiny:
             [row(1, 70, 0), row(5, 17, 8), row(33, 0, 16)],
             [row(1, 71, 0), row(1, 22, 8)],
         ):
+            flash_rows.clear()
             states_UE = engine._states(rows)
+            chunks = sum(one.num_queries > 16 for one in rows)
+            has_flash = chunks and name != "gemma2"
+            assert flash_rows == ([chunks] * engine.pool.shape.num_layers if has_flash else [])
             assert states_UE.device == device
             assert states_UE.shape == (len(rows), 64)
             logits_UV = engine.model.logits(states_UE)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from pdserve.engine.batch import pack
-from pdserve.engine.gpu.mixing import TritonRows, make_mixing
+from pdserve.engine.gpu import prefill
+from pdserve.engine.gpu.attention import MOST_QUERIES
+from pdserve.engine.gpu.mixing import FlashChunks, TritonRows, make_mixing, takes_flash
+from pdserve.engine.gpu.prefill import Call
 from pdserve.engine.interface import Row
 from pdserve.engine.mixing import EagerMixer
 
@@ -70,6 +76,70 @@ def test_states_and_blocks_are_those_of_torch(
             assert (ours - theirs).abs().max() < (1e-4 if kv_dtype == "auto" else 0.2) * theirs.abs().max()
     for mine, expected in zip(values(engine.pool), values(other.pool), strict=True):
         assert (mine - expected).abs().max() < (1e-4 if kv_dtype == "auto" else 0.05) * expected.abs().max()
+
+
+def flash(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: Call, window: int | None, scale: float | None) -> Tensor:
+    """What the operator documents, in float64, and what it demands."""
+    for tensor in (call.query_B1, call.key_B1):
+        assert (tensor.dtype, tensor.device, tensor.is_contiguous()) == (torch.int32, q_THD.device, True)
+    assert q_THD.stride(-1) == k_SKD.stride(-1) == v_SKD.stride(-1) == 1
+    queries, keys = call.query_B1.tolist(), call.key_B1.tolist()
+    assert (queries[-1], keys[-1]) == (len(q_THD), len(k_SKD))
+    outs = []
+    for (first, end), (first_k, end_k) in zip(pairwise(queries), pairwise(keys), strict=True):
+        assert end - first <= call.most_tokens
+        assert end_k - first_k <= call.most_positions
+        q_HTD = q_THD[first:end].double().transpose(0, 1)
+        group = q_THD.shape[1] // k_SKD.shape[1]
+        k_HSD, v_HSD = (x[first_k:end_k].double().transpose(0, 1).repeat_interleave(group, 0) for x in (k_SKD, v_SKD))
+        # The corner is the lower right one.
+        asked = torch.arange(end - first)[:, None] + (end_k - first_k) - (end - first)
+        key = torch.arange(end_k - first_k)[None]
+        seen = (key <= asked) & (key >= asked - (window - 1) if window is not None else True)
+        score = (q_HTD @ k_HSD.mT * (q_THD.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(
+            ~seen, -torch.inf
+        )
+        outs.append((score.softmax(-1) @ v_HSD).transpose(0, 1))
+    return torch.cat(outs).to(q_THD.dtype)
+
+
+@pytest.mark.gpu_checks
+@pytest.mark.parametrize(("name", "most_positions", "most_calls"), [("llama", 1024, 1), ("mistral-window", 40, 2)])
+def test_all_chunks_of_a_step_attend_by_one_call_a_layer(
+    name: str,
+    most_positions: int,
+    most_calls: int,
+    tiny: Callable[[str], Path],
+    open_engine: Callable[..., Any],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {"kv_blocks": 32, "block_size": SIZE, "max_context_tokens": 128}
+    engine = open_engine(tiny(name), **settings, device=device.type, dtype="float32")
+    other = open_engine(tiny(name), **settings, device=device.type, dtype="float32")
+    calls = []
+    monkeypatch.setattr(prefill, "flash", lambda *args: calls.append(args[3]) or flash(*args))
+    heads = engine.model.heads
+    kernel, chunk_kernel = TritonRows(device), FlashChunks(device, SIZE, most_positions)
+    mixing = make_mixing(engine.pool, heads, torch.float32, 128, num_processors=4)
+    with torch.inference_mode():
+        for rows in steps():
+            calls.clear()
+            num_chunks = sum(row.num_queries > MOST_QUERIES for row in rows)
+            ours = engine.model.hidden(mixing(pack(rows, engine._windows, SIZE, device, kernel, chunk_kernel), None))
+            plain = pack(rows, other._windows, SIZE, device)
+            theirs = other.model.hidden(EagerMixer(plain, other.pool, other.model.heads))
+            assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+            assert len(calls) <= most_calls * engine.pool.shape.num_layers
+            assert sum(len(call.table_BP) for call in calls) == num_chunks * engine.pool.shape.num_layers
+
+
+def test_what_flash_attention_does_not_take_is_left_to_torch(tiny: Callable[[str], Path], open_engine: Any) -> None:
+    heads = open_engine(tiny("llama"), kv_blocks=8).model.heads
+    assert takes_flash(heads, torch.bfloat16)
+    assert not takes_flash(heads, torch.float32)
+    assert not takes_flash(replace(heads, softcap=30.0), torch.bfloat16)
+    assert not takes_flash(replace(heads, head_dim=260), torch.bfloat16)
 
 
 def test_layers_are_reported_when_their_writes_are_queued(
