@@ -17,6 +17,7 @@ import pdserve.engine.gpu
 KERNELS: Final = (
     *(f"pdserve.engine.gpu.{module.name}" for module in pkgutil.iter_modules(pdserve.engine.gpu.__path__)),
     "tests.gpu.case_sampling",  # has a kernel of its own
+    "tests.gpu.faulty_kernels",
 )
 
 

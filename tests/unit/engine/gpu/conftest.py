@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.gpu.interpreter import prepare
+from tests.gpu.strict_interpreter import strict_interpreter
 from tests.unit.engine.conftest import build_tiny
 
 torch.set_num_threads(1)
@@ -20,6 +21,16 @@ DEVICE = prepare()
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return DEVICE
+
+
+@pytest.fixture(autouse=True)
+def strict(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Checks of single kernels watch every address, where kernels are interpreted."""
+    if "case" not in request.fixturenames or DEVICE.type == "cuda":
+        yield
+        return
+    with strict_interpreter(seed=len(request.node.name)):
+        yield
 
 
 MOST_ROWS = 3

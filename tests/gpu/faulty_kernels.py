@@ -1,0 +1,27 @@
+"""Kernels with one mistake each, which the strict interpreter must find."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def copy(source, target, size, BLOCK: tl.constexpr, MASK_LOADS: tl.constexpr, MASK_STORES: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    value = tl.load(source + at, mask=inside, other=0.0) if MASK_LOADS else tl.load(source + at)
+    if MASK_STORES:
+        tl.store(target + at, value, mask=inside)
+    else:
+        tl.store(target + at, value)
+
+
+@triton.jit
+def add_before(values, BLOCK: tl.constexpr):
+    """Each program adds what the one before it has left."""
+    program = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    before = tl.load(values + (program - 1) * BLOCK + at, mask=at + program * BLOCK >= BLOCK, other=0.0)
+    here = values + program * BLOCK + at
+    tl.store(here, tl.load(here) + before)
