@@ -4,20 +4,16 @@
 
 The interpreter accepts what the compiler refuses (fp8 casts, small tl.dot tiles, branches whose types differ); this
 finds it where no GPU is at hand. --cases: at the checks' shapes too. --short: each kernel once per types of its
-arguments, at the first shape that it is launched with. Exit code 1 where a kernel does not compile, or spills more than
-a few registers.
+arguments, at the first shape that it is launched with. Exit code 1 where a kernel does not compile, spills more than a
+few registers, or lacks what it must consist of at real models' shapes (machine_code.py).
 """
 
 from __future__ import annotations
 
-import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from tests.gpu.all_cases import CASES, LAUNCHES
+from tests.gpu.machine_code import shortcomings, usage
 
 MOST_SPILLED_BYTES = 64
 META = torch.device("meta")
@@ -61,12 +58,13 @@ def main() -> int:
         return kernel
 
     JITFunction.run = compile_only
-    print("| launch | kernel | registers | spilled bytes | shared bytes | compile s |\n|---|---|---|---|---|---|")
+    print("| launch | kernel | registers | spilled bytes | shared bytes | compile s | lacks |\n" + "|---" * 7 + "|")
     failed = False
     runs: list[tuple[str, Callable[[], object]]] = [
         (launch.name, lambda launch=launch: launch.make(META)[0]())  # type: ignore[misc]
         for launch in LAUNCHES
     ]
+    launches = list(runs)
     if "--cases" in sys.argv[1:]:
         runs += [(case.name, lambda case=case: case.check(META)) for case in CASES]  # type: ignore[misc]
     for name, run in runs:
@@ -80,27 +78,16 @@ def main() -> int:
             registers, spilled = usage(kernel)
             failed |= spilled > MOST_SPILLED_BYTES
             of = kernel.metadata
-            print(f"| {name} | {of.name} | {registers} | {spilled} | {of.shared} | {took_s:.1f} |", flush=True)
+            missing = shortcomings(kernel) if (name, run) in launches else []
+            failed |= bool(missing)
+            told = f"**{'; '.join(missing)}**" if missing else ""
+            print(f"| {name} | {of.name} | {registers} | {spilled} | {of.shared} | {took_s:.1f} | {told} |", flush=True)
     return int(failed)
 
 
 def kind(arg: Any) -> Hashable:
     """What other code is compiled for, shapes aside: types, flags, and numbers that are 0 where a feature is off."""
     return (type(arg), bool(arg)) if isinstance(arg, int | float) else getattr(arg, "dtype", type(arg))
-
-
-def usage(kernel: Any) -> tuple[int, int]:
-    """Registers per thread, and bytes of its local memory."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
-    if found is None:
-        raise RuntimeError(f"cuobjdump says nothing of registers: {text[:200]}")
-    registers, stack, local = map(int, found.groups())
-    return registers, stack + local
 
 
 if __name__ == "__main__":

@@ -1,0 +1,86 @@
+"""What the compiled kernels must consist of: wide loads, asynchronous copies, tensor cores, and room for each other.
+
+    shortcomings(kernel) -> what is missing, by name
+
+Kernels that are bound by memory must move 16 bytes with a load or store. Attention must copy keys and values
+asynchronously, multiply them on tensor cores, and leave registers and shared memory for as many programs on a
+multiprocessor as engine/gpu/attention.py counts on.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import triton
+
+REGISTERS: Final = 65_536  # of a multiprocessor of sm_90; each warp has a multiple of 256
+SHARED_BYTES: Final = 227 * 1024  # and 1 KiB of each program is the system's
+WIDE_LOAD, WIDE_STORE, ASYNC_COPY = "LDG.E.128", "STG.E.128", "LDGSTS.E.BYPASS.128"
+TENSOR_CORES: Final = ("HMMA", "HGMMA", "IMMA", "QGMMA")
+#: By kernel: instructions that it must have. What a kernel of few bytes moves does not matter.
+NEEDED: Final = {
+    "_norm": (WIDE_LOAD, WIDE_STORE),
+    "_gate": (WIDE_LOAD, WIDE_STORE),
+    "_place": (WIDE_LOAD, WIDE_STORE),
+    "_flatten": (WIDE_LOAD, WIDE_STORE),
+    "_attend": (ASYNC_COPY, WIDE_STORE),
+    "_merge": (WIDE_LOAD,),
+    "_look": (WIDE_LOAD,),
+    "_penalise": (WIDE_LOAD, WIDE_STORE),
+    "_move": (WIDE_LOAD, WIDE_STORE),
+    "_relay": (WIDE_LOAD,),
+}
+PROGRAMS: Final = {4: 3, 8: 2}  # of attention on a multiprocessor, by warps
+
+
+def tool(name: str) -> Path:
+    return Path(triton.__file__).parent / "backends/nvidia/bin" / name
+
+
+def dump(kernel: Any, name: str, *flags: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        return subprocess.run([tool(name), *flags, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def usage(kernel: Any) -> tuple[int, int]:
+    """Registers per thread, and bytes of its local memory."""
+    text = dump(kernel, "cuobjdump", "-res-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump says nothing of registers: {text[:200]}")
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+def shortcomings(kernel: Any) -> list[str]:
+    of = kernel.metadata
+    opcodes = opcodes_of(dump(kernel, "nvdisasm", "-c"))
+    missing = [one for one in NEEDED.get(of.name, ()) if one not in opcodes]
+    if of.name == "_attend":
+        # Products of float32 are exact, which tensor cores are not.
+        if "bf16" in kernel.asm["ptx"] and not any(one.startswith(TENSOR_CORES) for one in opcodes):
+            missing.append("tensor cores")
+        programs = resident(usage(kernel)[0], of.num_warps, of.shared)
+        if programs < PROGRAMS[of.num_warps]:
+            missing.append(f"room for {PROGRAMS[of.num_warps]} programs on a multiprocessor: there is for {programs}")
+    return missing
+
+
+def opcodes_of(code: str) -> set[str]:
+    """With their suffixes, of what nvdisasm prints."""
+    found = set(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code, re.MULTILINE))
+    if not found:
+        raise RuntimeError(f"nvdisasm shows no instructions: {code[:200]}")
+    return found
+
+
+def resident(registers: int, num_warps: int, shared_bytes: int) -> int:
+    """Programs that a multiprocessor holds at once."""
+    of_warp = -(-32 * registers // 256) * 256
+    return min(REGISTERS // (of_warp * num_warps), SHARED_BYTES // (shared_bytes + 1024))
