@@ -17,6 +17,7 @@ from decode_worker.resident import Resident, Stage
 from decode_worker.roster import Roster
 from decode_worker.step import Step
 from pdserve.core.effects import StepAccount
+from pdserve.core.memory_price import held_share
 
 
 @final
@@ -42,7 +43,7 @@ class Planner:
             context_tokens=context_tokens,
             tpot_s=tpot_s,
             cached=unread[0].computed if unread else 0,
-            held_share=context_tokens / (roster.blocks.num_blocks * roster.block_size),
+            held_share=held_share(context_tokens, len(decoding), roster.blocks.num_blocks, roster.block_size),
         )
         reading: list[tuple[Resident, int]] = []
         for resident in self._readers(unread, now_s, may_start=not self._is_short):

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Final, final
 
 from pdserve.core.latency import CostModel
-from pdserve.core.memory_price import longest_step_s
+from pdserve.core.memory_price import held_share, longest_step_s
 from router.events import WorkerConnected
 
 # As decode_worker.chunking has them: the router predicts what that rule will do. A test compares the two.
@@ -92,7 +92,7 @@ class DecodeLoad:
         chunk = most
         if rows:
             promised_s = tightest_s * min(CHUNK_SHARE, 1.0 / (1.0 + cost.step_error))
-            worth_s = rows_s + longest_step_s(base_s, context / (hello.num_blocks * hello.block_size))
+            worth_s = rows_s + longest_step_s(base_s, held_share(context, rows, hello.num_blocks, hello.block_size))
             self._within_s = max((1.0 + FREE_SHARE) * step_s, min(promised_s, worth_s))
             chunk = self._chunk(MID_PROMPT)
         self.reads_s = reads_s = cost.step_s(rows, context, chunk, chunk * MID_PROMPT)

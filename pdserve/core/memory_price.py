@@ -32,3 +32,8 @@ def longest_step_s(weights_s: float, held_share: float) -> float:
     if held_share <= 0.0:
         return math.inf
     return weights_s * (1.0 + max(1.0 - held_share, 0.0) / (MEMORY_WORTH * held_share))
+
+
+def held_share(context_tokens: float, rows: int, num_blocks: int, block_size: int) -> float:
+    """Of a worker's KV memory: what its decode rows hold, and the block that is kept free for each of them to grow."""
+    return (context_tokens / block_size + rows) / num_blocks

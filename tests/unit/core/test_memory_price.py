@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pdserve.core.memory_price import MEMORY_WORTH, longest_step_s
+from pdserve.core.memory_price import MEMORY_WORTH, held_share, longest_step_s
 
 WEIGHTS_S = 0.006
 
@@ -35,3 +35,8 @@ def test_it_shortens_as_memory_fills_and_never_below_the_weights() -> None:
     assert lengths_s[100] == WEIGHTS_S
     assert longest_step_s(WEIGHTS_S, 1.5) == WEIGHTS_S  # more was booked than there is
     assert longest_step_s(WEIGHTS_S, -0.5) == math.inf
+
+
+def test_the_block_that_a_row_may_grow_into_is_held_too() -> None:
+    assert held_share(1600, 10, num_blocks=1000, block_size=16) == pytest.approx(0.11)
+    assert held_share(1600, 10, num_blocks=100, block_size=160) == pytest.approx(0.2)
