@@ -51,6 +51,8 @@ def place_waiting(ledger: Ledger) -> None:
         request = ledger.requests[first]
         if _is_worth_asking(ledger, request, prefills, decodes):
             decision = _decide(ledger, request, prefills, decodes)
+            if decision is not None and _takes_the_last_worker(ledger, request, decision, prefills, decodes):
+                decision = _wait_for_another(prefills, decodes, ledger.now_s)
             if decision is None or _has_left(ledger, request, decision, prefills, is_decode_full=is_decode_full):
                 continue
             _waits(ledger, request, decision)
@@ -81,6 +83,35 @@ def _is_worth_asking(ledger: Ledger, request: Request, prefills: list[WorkerView
         max(view.freed_s, view.free_at_s - view.batch_s) >= asked_s and can_start(view, tokens, now_s)
         for view in prefills
     ) or any(view.computed_s >= asked_s and view.queue_s(now_s) <= view.load.batch_s for view in decodes)
+
+
+def _takes_the_last_worker(
+    ledger: Ledger, request: Request, decision: Decision, prefills: list[WorkerView], decodes: list[WorkerView]
+) -> bool:
+    """Whether a request that could not meet its target even alone would leave no worker that can start another one.
+    It computes for longer than any target, cannot be interrupted, and has no target left to meet itself."""
+    outlook, is_placed = request.outlook, decision.choice in (Choice.REMOTE, Choice.LOCAL)
+    if not is_placed or "refusal" not in ledger.rules or outlook is None or request.output:
+        return False
+    if outlook.ttft_s <= request.facts.slo.ttft_s:
+        return False
+    taken = decision.prefill_worker or decision.decode_worker
+    others = [view for view in _readers(prefills, decodes) if view.worker_id != taken]
+    return bool(others) and not any(can_start(view, 1, ledger.now_s) for view in others)
+
+
+def _readers(prefills: list[WorkerView], decodes: list[WorkerView]) -> list[WorkerView]:
+    """The workers that long prompts are for."""
+    return prefills if len(prefills) > 1 else [*prefills, *decodes]
+
+
+def _wait_for_another(prefills: list[WorkerView], decodes: list[WorkerView], now_s: float) -> Decision:
+    return Decision(
+        choice=Choice.WAIT,
+        reason="it is late, and would take the last worker that can start another request",
+        obstacle=Obstacle.PREFILL,
+        retry_in_s=min(opens_in_s(view, now_s) for view in _readers(prefills, decodes)),
+    )
 
 
 def _serve_lines(ledger: Ledger, prefills: list[WorkerView], decodes: list[WorkerView]) -> bool:

@@ -342,3 +342,10 @@ def test_harm_to_an_admitted_request_is_a_reason_by_itself() -> None:
     assert told.ended_s == told.arrived_s, "at once, not when its time has passed"
     assert isinstance(told.word, FailRequest)
     assert told.word.message == "waits was admitted before and would miss its TTFT target"
+
+
+def test_hopeless_requests_leave_a_worker_to_those_that_can_be_on_time() -> None:
+    world = cluster(prefills=2)
+    hopeless = [(0.0, short("a", 3000)), (0.01, short("b", 3000))]
+    world.run([*hopeless, (0.1, short("hopeful", 600))], 60.0)
+    assert outcomes(world) == {"a": "late", "b": "late", "hopeful": "served"}
