@@ -21,6 +21,8 @@ SLOWEST: Final = 0.05  # pace below this is no pace
 FASTEST: Final = 4.0  # short prompts share batches, and the reading of the weights
 HORIZON: Final = 2.0  # promised TTFTs over which demand is measured: what is asked for less long can wait
 FEWEST: Final = 256  # requests that demand is measured over at least
+SHORTEST_S: Final = 1e-6  # of prefills that are told apart
+SIZES: Final = 4  # classes of request sizes in a factor of two
 BINS: Final = 128  # of the horizon: requests that come within one of them are remembered together
 GAIN: Final = 0.05  # of each new promise in the mean
 
@@ -156,32 +158,42 @@ class Came(NamedTuple):
     requests: int
     work_s: float
     squares: float  # of their works
+    by_size: dict[int, float]  # size class -> the sum of their works
 
 
 @final
 class Demand:
     """Work that comes and could be on time: of the last HORIZON promised TTFTs, and at least of FEWEST requests."""
 
-    __slots__ = ("_bins", "_count", "_horizon_s", "_squares", "_work_s")
+    __slots__ = ("_bins", "_by_size", "_count", "_horizon_s", "_squares", "_work_s")
 
     def __init__(self) -> None:
         self._bins: deque[Came] = deque()
         self._count, self._work_s, self._squares = 0, 0.0, 0.0
         self._horizon_s = 0.0  # HORIZON mean promised TTFTs
+        self._by_size: dict[int, float] = {}  # as in the bins
 
     def arrived(self, prefill_s: float, promised_s: float, now_s: float) -> None:
         horizon_s = HORIZON * promised_s
         self._horizon_s += GAIN * (horizon_s - self._horizon_s) if self._bins else horizon_s
         self._add(1, prefill_s, prefill_s * prefill_s)
         bins = self._bins
-        if bins and now_s - bins[-1].at_s < self._horizon_s / BINS:
-            last = bins[-1]
-            bins[-1] = Came(last.at_s, last.requests + 1, last.work_s + prefill_s, last.squares + prefill_s * prefill_s)
-        else:
-            bins.append(Came(now_s, 1, prefill_s, prefill_s * prefill_s))
+        if not bins or now_s - bins[-1].at_s >= self._horizon_s / BINS:
+            bins.append(Came(now_s, 0, 0.0, 0.0, {}))
+        last = bins[-1]
+        bins[-1] = last._replace(
+            requests=last.requests + 1,
+            work_s=last.work_s + prefill_s,
+            squares=last.squares + prefill_s * prefill_s,
+        )
+        size = _size_class(prefill_s)
+        for by_size in (last.by_size, self._by_size):
+            by_size[size] = by_size.get(size, 0.0) + prefill_s
         while self._count - bins[0].requests >= FEWEST and now_s - bins[0].at_s > self._horizon_s:
             gone = bins.popleft()
             self._add(-gone.requests, -gone.work_s, -gone.squares)
+            for size, work_s in gone.by_size.items():
+                self._by_size[size] = max(self._by_size[size] - work_s, 0.0)
 
     def rate(self, now_s: float) -> float:
         """Prefill seconds per second. The first bin opens the span and is none of its work."""
@@ -203,7 +215,37 @@ class Demand:
         """Relative standard error of the rate, where requests come independently; 1 of a single request."""
         return min(math.sqrt(max(self._squares, 0.0)) / self._work_s, 1.0) if self._work_s > 0.0 else 1.0
 
+    @property
+    def target_s(self) -> float:
+        """Mean TTFT target of the requests."""
+        return self._horizon_s / HORIZON
+
+    def of_others(self, own_s: float, now_s: float) -> tuple[float, float]:
+        """Rate of what came since the first bin, and its relative standard error, without one request of `own_s`."""
+        if not self._bins:
+            return 0.0, 1.0
+        first = self._bins[0]
+        span_s, work_s = now_s - first.at_s, self._work_s - first.work_s - own_s
+        if span_s <= 0.0 or work_s <= 0.0:
+            return 0.0, 1.0
+        squares = self._squares - first.squares - own_s * own_s
+        return work_s / span_s, min(math.sqrt(max(squares, 0.0)) / work_s, 1.0)
+
+    def size_within(self, share: float) -> float:
+        """Prefill seconds of the longest requests that can be served if only this share of all work can be done, and
+        shorter requests are preferred; infinite where all can be."""
+        left_s = share * self._work_s
+        for size in sorted(self._by_size):
+            left_s -= self._by_size[size]
+            if left_s < 0.0:
+                return float(2.0 ** ((size + 0.5) / SIZES))
+        return math.inf
+
     def _add(self, count: int, work_s: float, squares: float) -> None:
         self._count += count
         self._work_s = max(self._work_s + work_s, 0.0)
         self._squares = max(self._squares + squares, 0.0)
+
+
+def _size_class(work_s: float) -> int:
+    return math.floor(SIZES * math.log2(max(work_s, SHORTEST_S)))

@@ -81,6 +81,11 @@ class Queue:
         return len(self._entries) - len(self._late)
 
     @property
+    def on_time_s(self) -> float:
+        """Prefill seconds of the requests that can still be on time."""
+        return sum(entry.prefill_s for entry in self._entries.values() if entry.request_id not in self._late)
+
+    @property
     def levels(self) -> list[Level]:
         return self._levels
 

@@ -24,6 +24,9 @@ request late. If less comes than can be done, for certain, the queue will shrink
 if it misses its target even where the prediction errs by SIGMAS. In between, it gets the less benefit of the doubt the
 more likely it is that too much comes; a long one must then leave a standard error to spare.
 
+A newcomer that arrives while others wait is rejected, too, if it is expected to displace more than one other request
+(_displaced): serving it would keep one target and miss several.
+
 A rejection is worth most at arrival. A request that was admitted and has become late is rejected only where too much
 comes for certain, or if it is long, or if the late requests before it take longer than its target TTFT. Otherwise it
 is served late.
@@ -44,7 +47,7 @@ from typing import Final
 from pdserve.core.durations import clamped_s
 from router.commands import FailKind
 from router.ending import turn_away
-from router.forecast import Capacity, capacity
+from router.forecast import HORIZON, Capacity, capacity
 from router.ledger import Ledger
 from router.policy.interface import Decision, Outlook
 from router.policy.outlook import SIGMAS
@@ -54,6 +57,7 @@ from router.request import Request
 BUSY_SHARE: Final = 0.5  # of the capacity: with less demand, a late request stands in nobody's way for long
 ROOM: Final = 2.5  # prefills of its own that must fit; between 2.5 and 3 all traffic of docs/benchmarks.md is alike
 LONG: Final = 1.05  # of the mean request's prefill; requests that are all alike are not long
+QUARTERS: Final = (-1.15, -0.32, 0.32, 1.15)  # medians of a normal distribution's four quarters
 UNSEEN_ERROR: Final = 0.1  # of the drain rate that the model predicts, beyond its own error: paths, memory, routers
 SHORTEST_RETRY_S: Final = 0.05
 LONGEST_RETRY_S: Final = 30.0
@@ -66,6 +70,22 @@ class Ahead:
     work_s: float  # prefill seconds
     count: int  # requests
     harmed: str = ""  # one behind it that would start too late since it is there
+
+
+def admit_before_placing(ledger: Ledger, request: Request) -> None:
+    """A newcomer while others wait. A long request has the least time to start, goes first, and would be placed before
+    `admit` sees it: it is rejected here if it displaces more than one other request."""
+    outlook = request.outlook
+    if not ledger.rules >= {"refusal", "shortest"} or outlook is None or request.request_id not in ledger.queue:
+        return
+    if not _others_wait(ledger.queue, ledger.queue.entry(request.request_id)):
+        return
+    free = _capacity(ledger)
+    displaced = _displaced(ledger, outlook, free)
+    if displaced > 1.0:
+        message = f"its prefill of {outlook.ttft_s:.3f} s would displace {displaced:.1f} other requests"
+        retry_s = bounded_retry_s(free.start_in_s(ledger.queue.on_time_s))
+        turn_away(ledger, request, FailKind.OVERLOADED, message, retry_s)
 
 
 def admit(ledger: Ledger, request: Request) -> None:
@@ -185,6 +205,26 @@ def _is_too_much(ledger: Ledger, outlook: Outlook, free: Capacity) -> bool:
     demand = ledger.demand
     error = math.hypot(demand.error, _drain_error(ledger, outlook))
     return demand.rate(ledger.now_s) * max(1.0 - SIGMAS * error, 0.0) > free.rate
+
+
+def _displaced(ledger: Ledger, outlook: Outlook, free: Capacity) -> float:
+    """How many other requests are expected to miss their target if this one is served.
+
+    If more comes than can be done, the requests up to some size are what can be served, and each of its seconds takes
+    the place of one request of that size. `bearable` is the demand at which the queue reaches the target within the
+    horizon. What demand is, is uncertain, so this is a mean over QUARTERS of its distribution. That the queue will fill
+    up is as likely as it is full: a demand that has lasted for some time is expected to last as long again.
+    """
+    demand = ledger.demand
+    rate, error = demand.of_others(outlook.ttft_s, ledger.now_s)
+    error = rate * math.hypot(error, _drain_error(ledger, outlook))
+    if demand.target_s <= 0.0 or free.rate <= 0.0:
+        return 0.0
+    full = free.start_in_s(ledger.queue.on_time_s) / demand.target_s  # its own prefill is part of it
+    bearable = free.rate * max(1.0 + (1.0 - full) / HORIZON, 0.0)
+    demands = [rate + sigmas * error for sigmas in QUARTERS]
+    sizes_s = [demand.size_within(bearable / each) for each in demands if each > bearable]
+    return min(full, 1.0) * sum(outlook.ttft_s / size_s for size_s in sizes_s) / len(QUARTERS)
 
 
 def _is_long(ledger: Ledger, outlook: Outlook) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, Final, final
 
 from pdserve.core.phases import Phase
 from pdserve.core.types import FinishReason
-from router import attempts, ending, placing, recovery
+from router import attempts, ending, placing, recovery, refusal
 from router.checking import check
 from router.commands import Command, DrainWorker, FailKind, UndrainWorker, WakeAt
 from router.events import (
@@ -71,6 +71,8 @@ class RouterState:
         self._expire_due()
         handler = _HANDLERS[type(event)]
         handler(ledger, event)
+        if isinstance(event, RequestArrived) and event.request_id in ledger.queue:
+            refusal.admit_before_placing(ledger, ledger.requests[event.request_id])
         if ledger.is_placing_due or _is_due(ledger.timers.retry_at_s, ledger.now_s):
             placing.place_waiting(ledger)
             if isinstance(event, RequestArrived):

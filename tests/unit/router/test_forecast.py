@@ -192,3 +192,33 @@ def test_the_mean_request_is_that_of_the_demand() -> None:
     for index, prefill_s in enumerate((0.1, 0.2, 0.6)):
         demand.arrived(prefill_s, 1.0, 0.1 * index)
     assert demand.mean_s == pytest.approx(0.3)
+
+
+def test_shorter_requests_are_what_a_share_of_the_work_can_serve() -> None:
+    demand = Demand()
+    for index in range(100):
+        demand.arrived(1.0 if index % 10 == 9 else 0.1, 1.0, 0.01 * index)
+    short, long = 90 * 0.1, 10 * 1.0
+    assert demand.size_within(1.01) == math.inf
+    assert demand.size_within(1.01 * short / (short + long)) == pytest.approx(1.0, rel=0.2)
+    assert demand.size_within(0.5 * short / (short + long)) == pytest.approx(0.1, rel=0.2)
+
+
+def test_sizes_are_forgotten_with_their_requests() -> None:
+    demand = Demand()
+    demand.arrived(5.0, 1.0, 0.0)
+    for second in range(1, 2 * FEWEST):
+        demand.arrived(0.1, 1.0, float(second))
+    assert demand.size_within(0.999) == pytest.approx(0.1, rel=0.2)
+
+
+def test_a_request_is_none_of_the_demand_of_the_others() -> None:
+    demand = Demand()
+    assert demand.of_others(1.0, 0.0) == (0.0, 1.0)
+    for index in range(11):
+        demand.arrived(0.1, 1.0, 0.1 * index)
+    demand.arrived(3.0, 1.0, 1.0)
+    rate, error = demand.of_others(3.0, 1.0)
+    assert rate == pytest.approx(1.0)
+    assert error == pytest.approx(10**-0.5)
+    assert demand.target_s == pytest.approx(1.0)

@@ -344,6 +344,30 @@ def test_harm_to_an_admitted_request_is_a_reason_by_itself() -> None:
     assert told.word.message == "waits was admitted before and would miss its TTFT target"
 
 
+def test_a_long_newcomer_that_displaces_many_is_rejected_before_it_goes_first() -> None:
+    """It has the least time to start, so it would be placed at once, before forty requests that wait."""
+    crowd = [(0.03 * index, short(f"a{index}", 60, TWO_SECONDS)) for index in range(80)]
+    told = {}
+    for name, prompt in {"long": 1700, "brief": 20}.items():
+        world = cluster()
+        world.run([*crowd, (2.4, short(name, prompt, TWO_SECONDS))], 60.0)
+        told[name] = outcomes(world)[name]
+        if name == "long":
+            word = world.told[name].word
+            assert isinstance(word, FailRequest)
+            assert "would displace" in word.message
+            assert world.told[name].ended_s == world.told[name].arrived_s
+            assert "served" in outcomes(world).values()
+    assert told == {"long": "refused", "brief": "served"}
+
+
+def test_a_long_newcomer_is_served_where_the_queue_is_short() -> None:
+    few = [(0.2 * index, short(f"a{index}", 60, TWO_SECONDS)) for index in range(40)]
+    world = cluster()
+    world.run([*few, (4.001, short("first", 60, TWO_SECONDS)), (4.002, short("long", 1700, TWO_SECONDS))], 60.0)
+    assert outcomes(world)["long"] == "served"
+
+
 def test_hopeless_requests_leave_a_worker_to_those_that_can_be_on_time() -> None:
     world = cluster(prefills=2)
     hopeless = [(0.0, short("a", 3000)), (0.01, short("b", 3000))]
