@@ -13,7 +13,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from benchmarks.fault_storage import NUM_BLOCKS, Storage, chain_of
+from benchmarks.fake_device import HiddenPool
+from benchmarks.fault_storage import NUM_BLOCKS, Memory, Storage, chain_of
 from benchmarks.secret import SECRET, TEXT
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.grants import PROTOCOL
@@ -24,7 +25,7 @@ from kvtransfer.shape import KvShape
 from kvtransfer.transport import Fingerprint, RankReceiver, RankSender, Text
 from pdserve.config import WorkerConfig
 from pdserve.core.proof import Identity
-from pdserve.engine.interface import EngineSpec
+from pdserve.engine.interface import EngineSpec, KvPool
 from pdserve.engine.pool import BlockShape, TorchPool
 from pdserve.v1 import rank_pb2
 
@@ -36,11 +37,12 @@ RANKS_PATIENCE: Final = 4.0  # by which deadlines are longer
 class RankedStorage(Storage):
     """The pools of all ranks: a block is right when every rank holds its heads of it."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, memory: Memory = "host") -> None:
         super().__init__(SHAPE)
         shape = replace(SHAPE, num_kv_heads=SHAPE.num_kv_heads // ranks)
         self.pools = [TorchPool(num_blocks=NUM_BLOCKS, shape=shape, device=torch.device("cpu")) for _ in range(ranks)]
-        self.pool = self.pools[0]
+        self.shown: list[Any] = [HiddenPool(pool) if memory == "stand-in" else pool for pool in self.pools]
+        self.pool = self.shown[0]
         self.servers: list[RankServer] = []
         self.stamps.take_begun()  # they are counted from here on
 
@@ -97,7 +99,7 @@ class Ranks:
         degree = len(storage.pools)
         storage.servers = [
             RankServer(pool, _spec(degree, rank, pool), config, disturbance=disturb)
-            for rank, pool in enumerate(storage.pools[1:], 1)
+            for rank, pool in enumerate(storage.shown[1:], 1)
         ]
         self.servers = storage.servers
 
@@ -109,7 +111,7 @@ class Ranks:
     def sender(self, own: RankSender) -> JoinedSender:
         ranks: list[RankSender] = [own]
         ranks += [RemoteSender(link, self._storage.stamps) for link in self._links(is_sender=True)]
-        return JoinedSender(ranks, fingerprint_of_ranks(len(ranks)).shape, is_on_host=True)
+        return JoinedSender(ranks, fingerprint_of_ranks(len(ranks)).shape, is_on_host=self._storage.pool.is_on_host)
 
     def _links(self, *, is_sender: bool) -> list[RankLink]:
         opening = rank_pb2.OpenEndpoint(incarnation=self._incarnation, is_sender=is_sender)
@@ -123,7 +125,7 @@ class Ranks:
             server.close()
 
 
-def _spec(degree: int, rank: int, pool: TorchPool) -> EngineSpec:
+def _spec(degree: int, rank: int, pool: KvPool) -> EngineSpec:
     return EngineSpec(
         model="m",
         weights_hash="e",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import struct
 import threading
 import time
@@ -23,8 +24,9 @@ from typing import Any, Final, final
 import torch
 
 from kvtransfer.cuda_driver import driver, tensor_at
-from kvtransfer.device import COPY_S, Blocks, Pinned, Run, Wake
+from kvtransfer.device import COPY_S, Blocks, Pinned, Wake
 from pdserve.core.errors import TransferFailed
+from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)
@@ -46,11 +48,12 @@ def why_no_cuda(*packages: str) -> str:
 
 @final
 class CudaBlocks:
-    """`raw` is uint8 [blocks, block_bytes] on the device; bytes of others may lie between two blocks."""
+    """`raw` is uint8 [blocks, block_bytes] on the device, or [blocks, runs, bytes of a run]; bytes of others may lie
+    between two blocks or runs."""
 
     def __init__(self, raw: torch.Tensor, on_close: Callable[[], None] = lambda: None) -> None:
         self.raw: torch.Tensor | None = raw
-        self.num_blocks, self.block_bytes = int(raw.shape[0]), int(raw.shape[1])
+        self.num_blocks, self.block_bytes = int(raw.shape[0]), math.prod(raw.shape[1:])
         self._on_close = on_close
 
     @property
@@ -58,9 +61,12 @@ class CudaBlocks:
         assert self.raw is not None, "closed"
         return self.raw
 
-    def narrowed(self, run: Run) -> CudaBlocks:
-        first, num_bytes = run
-        return CudaBlocks(self.tensor[:, first : first + num_bytes])
+    def narrowed(self, extent: Extent) -> CudaBlocks:
+        if extent.num_runs == 1:
+            return CudaBlocks(self.tensor[:, extent.first : extent.first + extent.run_bytes])
+        raw = self.tensor
+        shape, strides = (len(raw), extent.num_runs, extent.run_bytes), (raw.stride(0), extent.stride_bytes, 1)
+        return CudaBlocks(raw.as_strided(shape, strides, raw.storage_offset() + extent.first))
 
     def cut(self, first: int, count: int, num_bytes: int) -> CudaBlocks:
         flat = self.tensor[first : first + count].view(-1)
@@ -85,6 +91,26 @@ class PinnedBytes:
     def close(self) -> None:
         """torch hands the memory out again once the copies that were queued have passed."""
         self.tensor, self.view = None, memoryview(b"")
+
+
+def moved(
+    source: torch.Tensor, source_B: torch.Tensor, target: torch.Tensor | None, target_B: torch.Tensor, relay: Any
+) -> torch.Tensor:
+    """The sums of the source blocks, which are then in the target blocks.
+
+    `relay` does both at once where a block is one run of bytes on either side. Else torch packs the runs before and
+    unpacks them behind it: a pass more over the bytes.
+    """
+    if source.dim() == 3:
+        packed = source.view(torch.int32).index_select(0, source_B).view(torch.uint8).flatten(1)
+        source, source_B = packed, torch.arange(len(packed), dtype=torch.int32, device=packed.device)
+    if target is None or target.dim() == 2:
+        sums: torch.Tensor = relay(source, source_B, target, None if target is None else target_B)
+        return sums
+    sums = relay(source, source_B, None, None)
+    blocks = source.index_select(0, source_B).view(-1, *target.shape[1:])
+    target.view(torch.int32).index_copy_(0, target_B.long(), blocks.view(torch.int32))
+    return sums
 
 
 @final
@@ -252,7 +278,7 @@ class CudaDevice:
             numbers = torch.tensor(rows, dtype=torch.int32).pin_memory()
             on_device = numbers.to(self.device, non_blocking=True)[:, :count]
             into = target.tensor if isinstance(target, CudaBlocks) else None
-            sums_B = relay(source.tensor, on_device[0], into, None if into is None else on_device[1])
+            sums_B = moved(source.tensor, on_device[0], into, on_device[1], relay)
             host_B = torch.empty(len(sources), dtype=torch.int64, pin_memory=True)
             host_B.copy_(sums_B, non_blocking=True)
             return self.watched(host_B, wake)

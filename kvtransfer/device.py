@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
+from pdserve.engine.gpu.extent import Extent
+
 COPY_S: Final = 10.0  # a copy that takes longer will not end
 LANE_S: Final = 3.0  # nor a message, which is asked for only when the other end is ready for it
 
 Wake = Callable[[], None]
-Run = tuple[int, int]  # of a block: its first byte, how many bytes
 Fence = Any  # a moment of the engine's stream: all that it has queued until then
 
 
@@ -37,8 +38,8 @@ class Blocks(Protocol):
     num_blocks: int
     block_bytes: int
 
-    def narrowed(self, run: Run) -> Blocks:
-        """Those bytes of every block."""
+    def narrowed(self, extent: Extent) -> Blocks:
+        """Those bytes of every block, its runs one behind the other."""
         ...
 
     def cut(self, first: int, count: int, num_bytes: int) -> Blocks:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from kvtransfer import fused
 from kvtransfer.commands import OnRead
-from kvtransfer.device import Run
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.parts import MAX_GROUPS, Lanes, Part
@@ -20,6 +19,7 @@ from kvtransfer.shaped import ShapedSender
 from kvtransfer.transport import Fingerprint
 from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
+from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool
 
 
@@ -98,9 +98,9 @@ def make_sender(
     return ShapedSender(pool, fingerprint, stamps or BlockStamps(pool.num_blocks), make_stream, kv_wire)
 
 
-def _runs_of(shape: KvShape) -> list[Run]:
+def _runs_of(shape: KvShape) -> list[Extent]:
     """All runs of bytes by which layer groups of a block may leave."""
     lanes = Lanes.to_send(shape, shape)
     possible = [groups for groups in range(2, MAX_GROUPS + 1) if shape.num_layers % groups == 0]
-    runs = [lanes.runs(Part(0, group, groups)) for groups in possible for group in range(groups)]
-    return [one[0] for one in runs if len(one) == 1]
+    found = (lanes.extent(Part(0, group, groups)) for groups in possible for group in range(groups))
+    return [one for one in found if one is not None]

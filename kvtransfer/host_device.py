@@ -12,9 +12,9 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from kvtransfer.device import Blocks, Run, Wake
+from kvtransfer.device import Blocks, Wake
 from pdserve.core.errors import InternalError
-from pdserve.engine.gpu.extent import GOLDEN, MIX, WORD_BYTES
+from pdserve.engine.gpu.extent import GOLDEN, MIX, WORD_BYTES, Extent
 
 _AT_ONCE: Final = 1 << 16  # words: their intermediate values stay in the processor's cache
 _OFFSETS: Final = np.arange(1, _AT_ONCE + 1, dtype=np.uint64) * np.uint64(GOLDEN)
@@ -42,23 +42,45 @@ def digest_of(sums: Sequence[int]) -> bytes:
 
 
 class HostBlocks:
-    """Blocks in `memory`, `stride` bytes apart; bytes of others may lie between them."""
+    """Blocks in `memory`, `stride` bytes apart; bytes of others may lie between them, and between a block's runs."""
 
-    def __init__(self, memory: Any, num_blocks: int, block_bytes: int, first: int = 0, stride: int = 0) -> None:
+    def __init__(
+        self,
+        memory: Any,
+        num_blocks: int,
+        block_bytes: int,
+        first: int = 0,
+        stride: int = 0,
+        extent: Extent | None = None,
+    ) -> None:
+        """`extent`: of a block that is not one run of bytes; `block_bytes` are its bytes."""
         self.memory, self.num_blocks, self.block_bytes = memory, num_blocks, block_bytes
-        self._first, self._stride = first, stride or block_bytes
+        self._first, self._stride, self._extent = first, stride or block_bytes, extent
 
     def view(self, block: int, count: int = 1) -> memoryview:
         assert 0 <= block <= self.num_blocks - count
         assert self.memory is not None, "closed"
+        assert self._extent is None, "not one run of bytes"
         assert count == 1 or self._stride == self.block_bytes, "not one run of bytes"
         begin = self._first + block * self._stride
         return memoryview(self.memory)[begin : begin + count * self.block_bytes]
 
-    def narrowed(self, run: Run) -> HostBlocks:
-        first, num_bytes = run
-        assert first + num_bytes <= self.block_bytes
-        return self._part(self.num_blocks, num_bytes, self._first + first, self._stride)
+    def read(self, block: int) -> bytearray:
+        return bytearray(b"".join(self._runs(block)))
+
+    def write(self, block: int, data: bytes | bytearray) -> None:
+        at = 0
+        for run in self._runs(block):
+            run[:] = data[at : at + len(run)]
+            at += len(run)
+
+    def narrowed(self, extent: Extent) -> HostBlocks:
+        assert self._extent is None, "a part of a part"
+        last = extent.first + (extent.num_runs - 1) * extent.stride_bytes
+        assert last + extent.run_bytes <= self.block_bytes
+        part = self._part(self.num_blocks, extent.num_bytes, self._first + extent.first, self._stride)
+        part._extent = extent if extent.num_runs > 1 else None
+        return part
 
     def cut(self, first: int, count: int, num_bytes: int) -> HostBlocks:
         assert self._stride == self.block_bytes
@@ -68,6 +90,15 @@ class HostBlocks:
 
     def close(self) -> None:
         self.memory = None
+
+    def _runs(self, block: int) -> list[memoryview]:
+        if self._extent is None:
+            return [self.view(block)]
+        assert 0 <= block < self.num_blocks
+        assert self.memory is not None, "closed"
+        begin, extent, memory = self._first + block * self._stride, self._extent, memoryview(self.memory)
+        starts = [begin + index * extent.stride_bytes for index in range(extent.num_runs)]
+        return [memory[start : start + extent.run_bytes] for start in starts]
 
     def _part(self, num_blocks: int, block_bytes: int, first: int, stride: int) -> HostBlocks:
         return HostBlocks(self.memory, num_blocks, block_bytes, first, stride)
@@ -153,12 +184,11 @@ def copy_and_sum(source: HostBlocks, sources: Sequence[int], target: Blocks | No
     """Device.copy in host memory; the digest of what was read."""
     sums = []
     for index, block in enumerate(sources):
-        data = source.view(block)
+        data = source.read(block)
         if isinstance(target, HostBlocks):
-            into = target.view(targets[index])
-            into[:] = data
-            data = into
-        sums.append(word_sum(data))
+            target.write(targets[index], data)
+            data = target.read(targets[index])
+        sums.append(word_sum(memoryview(data)))
     return digest_of(sums)
 
 

@@ -34,7 +34,7 @@ from kvtransfer.lease import Lease, Pulse
 from kvtransfer.parts import Lanes, Part
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, Transport
 from kvtransfer.reshape import arrival_of
-from kvtransfer.shape import KvShape
+from kvtransfer.shape import KvShape, is_same_bytes
 from kvtransfer.stamping import STAMP_BYTES
 from kvtransfer.unpacker import Unpacker
 from pdserve.core.errors import ConfigError, TransferFailed
@@ -159,7 +159,7 @@ class Inbound(threading.Thread):
         self._digest = hasher(self.checksum)
         peer, mine = self.peer, self._hub.shape
         self.target = Lanes.to_receive(peer.shape, mine)
-        self.source = Lanes.to_send(peer.shape, mine, peer.wire_dtype)
+        self.source = self._source_of(peer, mine)
         if peer.wire_dtype != mine.dtype:
             if not self.pool.is_on_host:
                 raise TransferFailed(f"{peer.wire_dtype} for {mine.dtype}: a pool on a GPU converts nothing")
@@ -169,6 +169,15 @@ class Inbound(threading.Thread):
         facts = {"sender": self.peer.sender_id, "transport": self._transport.name, "reason": self.peer.transport_reason}
         log.info("kv connection taken", extra=facts)
         return True
+
+    def _source_of(self, peer: Peer, mine: KvShape) -> Lanes:
+        """A sender between ranks of different degrees cuts heads out of its blocks where they lie on a device."""
+        plain = Lanes.to_send(peer.shape, mine, peer.wire_dtype)
+        is_cut = self._transport.is_for_devices and not is_same_bytes(peer.shape, mine)
+        try:
+            return Lanes.to_cut(peer.shape, mine) if is_cut and peer.wire_dtype == mine.dtype else plain
+        except ConfigError:  # a sender in host memory, which sends what it has converted
+            return plain
 
     def _serve(self) -> None:
         header = bytearray(HEADER_BYTES)

@@ -17,11 +17,10 @@ from kvtransfer.checksum import hasher
 from kvtransfer.commands import Abort, OnRead, OnSent, Push, Start
 from kvtransfer.departure import Job
 from kvtransfer.departures import Action, Announce, Departures, Report, StaleSource
-from kvtransfer.device import Run
 from kvtransfer.dial import Caller, Line, dial
 from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, beat, decode, decode_text, encode_text
 from kvtransfer.lease import DEFAULT_LEASE, Lease, Pulse
-from kvtransfer.parts import Lanes, Part
+from kvtransfer.parts import WHOLE, Lanes, Part
 from kvtransfer.paths.path import SendPath
 from kvtransfer.plan import blocks_per_chunk
 from kvtransfer.stats import TransferStats
@@ -30,6 +29,7 @@ from kvtransfer.writer import Progress, Writer
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import TransferFailed
 from pdserve.core.stamps import BlockStamps
+from pdserve.engine.gpu.extent import Extent
 
 log = logging.getLogger(__name__)
 
@@ -141,12 +141,12 @@ class Outbound(threading.Thread):
         assert self._lanes is not None
         return self._lanes.views(self.memory, job.chunk.sources, job.part)
 
-    def run_of(self, job: Job) -> Run:
+    def extent_of(self, job: Job) -> Extent:
         assert self._lanes is not None
-        runs = self._lanes.runs(job.part)
-        if len(runs) != 1:
-            raise TransferFailed(f"{job.part}: between devices a part of a block is one run of bytes")
-        return runs[0]
+        extent = self._lanes.extent(job.part)
+        if extent is None:
+            raise TransferFailed(f"{job.part}: between devices a part of a block is equal runs of bytes")
+        return extent
 
     def finished(self, job: Job) -> None:
         self._jobs.remove(job)
@@ -255,7 +255,9 @@ class Outbound(threading.Thread):
         now_s = self._clock()
         if isinstance(command, Start):
             self._owners[command.grant.key] = command.on_end
-            self._lanes = command.lanes or self._lanes
+            if command.lanes is not None:
+                self._lanes = command.lanes
+                self._book.block_bytes = command.lanes.bytes_of(WHOLE)
             lane, num_lanes = (0, 1) if command.lanes is None else (command.lanes.index, command.lanes.count)
             self._act(
                 self._book.start(
@@ -331,7 +333,8 @@ class Outbound(threading.Thread):
     def _limit_blocks(self, path: SendPath) -> int:
         assert self._line is not None
         agreed, own = self._line.chunk_bytes, path.chunk_bytes
-        return blocks_per_chunk(self.block_bytes, agreed if own is None else min(agreed, own))
+        block_bytes = self.block_bytes if self._lanes is None else max(self.block_bytes, self._lanes.largest_bytes)
+        return blocks_per_chunk(block_bytes, agreed if own is None else min(agreed, own))
 
     def _post(self, path: SendPath, job: Job) -> None:
         self._jobs.append(job)

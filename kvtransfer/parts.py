@@ -15,6 +15,7 @@ from kvtransfer.memory import views_of
 from kvtransfer.reshape import Lane, Window, lane_of, lanes_of, runs_of
 from kvtransfer.shape import SCALE_BYTES, BlockForm, KvShape
 from pdserve.core.errors import ConfigError
+from pdserve.engine.gpu.extent import Extent
 
 MAX_GROUPS: Final = 32  # bits of a stamp's mask
 
@@ -41,8 +42,10 @@ class Lanes:
     lane has. Both sides list the same bytes in the same order.
     """
 
-    def __init__(self, form: BlockForm, lane: Lane, count: int, first_head: int) -> None:
+    def __init__(self, form: BlockForm, lane: Lane, count: int, first_head: int, largest_bytes: int = 0) -> None:
+        """`largest_bytes`: of the larger of both sides' blocks, where they differ."""
         self.form, self.index, self.count = form, lane.index, count
+        self.largest_bytes = max(largest_bytes, form.block_bytes)
         self._first_head, self._num_heads = first_head, lane.num_heads
         self.block_bytes = form.block_bytes
 
@@ -55,14 +58,24 @@ class Lanes:
         return Lanes(form, lane, count, 0)
 
     @staticmethod
+    def to_cut(source: KvShape, target: KvShape) -> Lanes:
+        """Of a sender that sends the lane's heads out of its blocks as they lie: on a device, between ranks of
+        different degrees. Raises ConfigError where more than the heads differs."""
+        lane, count = _lane(source, target)
+        if source.form.narrowed(source.num_layers, 1) != target.form.narrowed(target.num_layers, 1):
+            expected = f"{target}, but for the tensor-parallel rank: a pool on a GPU is not converted on its way"
+            raise ConfigError("kv_shape", source, expected)
+        return Lanes(source.form, lane, count, lane.source_head, target.block_bytes)
+
+    @staticmethod
     def to_receive(source: KvShape, target: KvShape) -> Lanes:
         """Of the receiver. Raises ConfigError where the sender's rank has nothing for it."""
         lane, count = _lane(source, target)
         return Lanes(target.form, lane, count, lane.target_head)
 
     def is_all(self, part: Part) -> bool:
-        """Whether the part is the whole block, one run of bytes on both sides."""
-        return self.count == 1 and part.groups == 1
+        """Whether the part is the whole block."""
+        return self.count == 1 and part.groups == 1 and self._num_heads == self.form.num_heads
 
     def bytes_of(self, part: Part) -> int:
         """Of one block's share of the part."""
@@ -74,6 +87,11 @@ class Lanes:
         if self.is_all(part):
             return ((0, form.block_bytes),)
         return _runs(form, self._first_head, self._num_heads, part.group, part.groups)
+
+    def extent(self, part: Part) -> Extent | None:
+        """The part's bytes in each block, as a device copies them; None where they are not equal runs at equal
+        distances."""
+        return _extent(self.runs(part))
 
     def views(self, memory: memoryview, blocks: Sequence[int], part: Part) -> list[memoryview]:
         """The part's bytes of these blocks, in order. Raises IndexError on a block outside the memory."""
@@ -91,6 +109,14 @@ def _lane(source: KvShape, target: KvShape) -> tuple[Lane, int]:
         expected = f"a rank that holds heads of rank {target.tp_rank} of {target.tp_degree}"
         raise ConfigError("kv_shape.tp_rank", f"{source.tp_rank} of {source.tp_degree}", expected)
     return lane, len(lanes_of(source, target))
+
+
+@lru_cache(maxsize=1024)
+def _extent(runs: tuple[tuple[int, int], ...]) -> Extent | None:
+    first, size = runs[0]
+    stride = runs[1][0] - first if len(runs) > 1 else 0
+    is_even = all(run == (first + index * stride, size) for index, run in enumerate(runs))
+    return Extent(first, size, len(runs), stride) if is_even else None
 
 
 @lru_cache(maxsize=1024)

@@ -17,6 +17,7 @@ from kvtransfer.memory import host_view
 from kvtransfer.outbound import Outbound
 from kvtransfer.parts import Lanes, Part
 from kvtransfer.paths.registry import fence_of
+from kvtransfer.shape import KvShape, is_same_bytes
 from kvtransfer.stats import TransferStats, total
 from kvtransfer.transport import Fingerprint, Grant, Link, Sent, Text, TransferKey
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
@@ -106,10 +107,13 @@ class StreamSender:
         error, lanes = "", None
         try:
             compare(grant.fingerprint, self.caller.fingerprint)
-            lanes = Lanes.to_send(self.caller.fingerprint.shape, grant.fingerprint.shape, self.caller.wire_dtype)
+            lanes = self._lanes(grant.fingerprint.shape)
             if self.caller.pool.block_bytes != lanes.block_bytes:
                 raise ConfigError("kv_shape.block_bytes", self.caller.pool.block_bytes, f"{lanes.block_bytes}")
-            if len(lanes.runs(Part(groups=groups))) > 1 and not self.caller.pool.is_on_host:
+            if lanes.extent(Part(groups=groups)) is None and not self.caller.pool.is_on_host:
+                if groups == 1:
+                    expected = "the receiver's: int8 and fp8 blocks on a GPU are not divided by heads"
+                    raise ConfigError("tensor_parallel", self.caller.fingerprint.shape.tp_degree, expected)
                 expected = "1: layer groups of these blocks are not runs of bytes, which a pool on a GPU needs"
                 raise ConfigError("groups", groups, expected)
         except ConfigError as differs:
@@ -170,6 +174,13 @@ class StreamSender:
             outbound.stop()
         for outbound in outbounds:
             outbound.join(_JOIN_S)
+
+    def _lanes(self, target: KvShape) -> Lanes:
+        """Raises ConfigError."""
+        source = self.caller.fingerprint.shape
+        if self.caller.pool.is_on_host or is_same_bytes(source, target):
+            return Lanes.to_send(source, target, self.caller.wire_dtype)
+        return Lanes.to_cut(source, target)
 
     def _connect(self, pair: Pair) -> Outbound:
         """With the lock held. Forgets the connections that have ended."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from kvtransfer.departure import Job
 from kvtransfer.departures import StaleSource
-from kvtransfer.device import Blocks, Copying, Device, Run
+from kvtransfer.device import Blocks, Copying, Device
 from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.landing import Claim
 from kvtransfer.paths.local import TAKEN, UnixDoor, await_taken, receive_patiently
@@ -22,6 +22,7 @@ from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.paths.slots import Slots, check_numbers, give_back, read_numbers
 from kvtransfer.plan import DEVICE_CHUNK_BYTES
 from pdserve.core.errors import TransferFailed
+from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
 
@@ -56,7 +57,7 @@ class CudaIpcSend:
 
     def post(self, job: Job) -> None:
         slot = self._slots.take()
-        source = self._pool.narrowed(self._link.run_of(job))
+        source = self._pool.narrowed(self._link.extent_of(job))
         copying = self._device.copy(source, job.chunk.sources, None, (), self._link.wake, job.after)
         self._summing[slot] = job, copying
 
@@ -106,8 +107,10 @@ class CudaIpcReceive:
             give_back(self._link, frame)
             return
         wake, after = link.channel.waker.set, claim.landing.after
-        [run] = link.target.runs(frame.part)
-        source, target = self._source.narrowed(run), self._pool.narrowed(run)
+        out_of, into = link.source.extent(frame.part), link.target.extent(frame.part)
+        assert out_of is not None, "checked"
+        assert into is not None, "checked"
+        source, target = self._source.narrowed(out_of), self._pool.narrowed(into)
         copying = self._device.copy(source, sources, target, claim.blocks, wake, after)
         self._copying.append((frame, claim, copying))
 
@@ -131,7 +134,7 @@ class CudaIpc(OnDevice, UnixDoor):
     name = "cuda_ipc"
     proves_quiescence = True  # the receiver's own copies are the only writes, and are waited for
 
-    def prepare(self, pool: KvPool, runs: Sequence[Run] = ()) -> None:
+    def prepare(self, pool: KvPool, runs: Sequence[Extent] = ()) -> None:
         super().prepare(pool, runs)
         with suppress(TransferFailed):  # the next connection raises it again
             self._device(pool).export()
@@ -149,8 +152,9 @@ class CudaIpc(OnDevice, UnixDoor):
     def receiver(self, link: ReceiveLink) -> ReceivePath:
         hello = receive_patiently(link, _HELLO.size, HANDSHAKE_S)
         magic, num_blocks, block_bytes, size = _HELLO.unpack(hello)
-        if magic != _MAGIC or block_bytes != link.block_bytes or not num_blocks or not 0 < size <= MAX_EXPORT_BYTES:
-            raise BadFrame(f"a pool of {num_blocks} blocks of {block_bytes} bytes, expected {link.block_bytes}")
+        expected = link.source.block_bytes
+        if magic != _MAGIC or block_bytes != expected or not num_blocks or not 0 < size <= MAX_EXPORT_BYTES:
+            raise BadFrame(f"a pool of {num_blocks} blocks of {block_bytes} bytes, expected {expected}")
         device = self._device(link.pool)
         try:
             source = device.open(receive_patiently(link, size, HANDSHAKE_S))

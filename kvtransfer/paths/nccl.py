@@ -26,7 +26,7 @@ from typing import Final, final
 
 from kvtransfer.departure import Job
 from kvtransfer.departures import StaleSource
-from kvtransfer.device import Blocks, Copying, Device, Lane, Lanes, Run
+from kvtransfer.device import Blocks, Copying, Device, Lane, Lanes
 from kvtransfer.frames import BadFrame, Frame, Kind, Tag
 from kvtransfer.landing import Claim
 from kvtransfer.paths.local import TAKEN, await_taken, receive_patiently
@@ -36,6 +36,7 @@ from kvtransfer.paths.slots import give_back
 from kvtransfer.paths.tcp import TcpDoor
 from kvtransfer.seats import Seat, Seats
 from pdserve.core.errors import TransferFailed
+from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
 
@@ -80,10 +81,10 @@ class NcclSend:
     def post(self, job: Job) -> None:
         self._seat.used()
         slot, link, sources = self._free.popleft(), self._link, job.chunk.sources
-        run = link.run_of(job)
-        packed = self._staging.cut(slot * self._slot_blocks, self._slot_blocks, run[1])
+        extent = link.extent_of(job)
+        packed = self._staging.cut(slot * self._slot_blocks, self._slot_blocks, extent.num_bytes)
         targets = range(job.chunk.count)
-        copying = self._device.copy(self._pool.narrowed(run), sources, packed, targets, link.wake, job.after)
+        copying = self._device.copy(self._pool.narrowed(extent), sources, packed, targets, link.wake, job.after)
         self._packing[slot] = job, copying
 
     def forsake(self, job: Job) -> None:
@@ -128,7 +129,7 @@ class NcclSend:
             link.stale(job, str(stale))
             return
         if head:
-            self._announced[slot] = job.chunk.count * link.run_of(job)[1]
+            self._announced[slot] = job.chunk.count * link.extent_of(job).num_bytes
             link.writer.say(head)
         else:
             self._free.append(slot)
@@ -198,10 +199,11 @@ class NcclReceive:
         if claim is None or not link.enter(claim):
             self._end(number)
             return
-        [run] = link.target.runs(frame.part)
-        packed = self._staging.cut(number * self._slot_blocks, self._slot_blocks, run[1])
+        into = link.target.extent(frame.part)
+        assert into is not None, "checked"
+        packed = self._staging.cut(number * self._slot_blocks, self._slot_blocks, into.num_bytes)
         wake, after = link.channel.waker.set, claim.landing.after
-        sources, target = range(frame.count), self._pool.narrowed(run)
+        sources, target = range(frame.count), self._pool.narrowed(into)
         slot.unpacking = self._device.copy(packed, sources, target, claim.blocks, wake, after)
 
     def _end(self, number: int) -> None:
@@ -226,7 +228,7 @@ class Nccl(OnDevice, TcpDoor):
         self._own_lanes = lanes
         self.seats = Seats(most_pairs)
 
-    def prepare(self, pool: KvPool, runs: Sequence[Run] = ()) -> None:
+    def prepare(self, pool: KvPool, runs: Sequence[Extent] = ()) -> None:
         super().prepare(pool, runs)
         with suppress(TransferFailed):  # the next connection raises it again
             self._lanes()  # imports CuPy, which takes seconds with the GIL held
@@ -254,8 +256,9 @@ class Nccl(OnDevice, TcpDoor):
         lanes = self._lanes()
         magic, version, block_bytes, size = _HELLO.unpack(receive_patiently(link, _HELLO.size, HANDSHAKE_S))
         theirs = version.rstrip(b"\0").decode("ascii", "replace")
-        if magic != _MAGIC or block_bytes != link.block_bytes or not 0 < size <= MAX_ID_BYTES:
-            raise BadFrame(f"blocks of {block_bytes} bytes, expected {link.block_bytes}")
+        expected = link.source.block_bytes
+        if magic != _MAGIC or block_bytes != expected or not 0 < size <= MAX_ID_BYTES:
+            raise BadFrame(f"blocks of {block_bytes} bytes, expected {expected}")
         if theirs != lanes.version:
             raise BadFrame(f"NCCL {theirs}, expected {lanes.version}: both ranks must have the same")
         lane_id = receive_patiently(link, size, HANDSHAKE_S)

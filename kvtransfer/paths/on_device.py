@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvtransfer.device import Device, Fence, Run
+from kvtransfer.device import Device, Fence
 from kvtransfer.frames import BadFrame
-from kvtransfer.parts import Lanes, Part
+from kvtransfer.parts import Part
 from kvtransfer.paths.path import ReceiveLink
+from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool
 
 DeviceOf = Callable[[KvPool], Device]
@@ -33,7 +34,7 @@ class OnDevice:
 
         return why_no_cuda(*self.packages)
 
-    def prepare(self, pool: KvPool, runs: Sequence[Run] = ()) -> None:
+    def prepare(self, pool: KvPool, runs: Sequence[Extent] = ()) -> None:
         """The first copies of a process import, compile and load for seconds, in which its connections would be silent
         and taken for dead. Called before there are any, with all runs of a block that will be copied.
 
@@ -46,7 +47,7 @@ class OnDevice:
             device.copy(source, [0], None, (), _nobody, None)
             device.copy(source, [0], scratch, [0], _nobody, None)
             for run in _one_of_each(runs):
-                part, dense, placed = source.narrowed(run), scratch.cut(0, 1, run[1]), scratch.narrowed(run)
+                part, dense, placed = source.narrowed(run), scratch.cut(0, 1, run.num_bytes), scratch.narrowed(run)
                 device.copy(part, [0], None, (), _nobody, None)
                 for one, sources, other, targets in ((part, [0], placed, [1]), (part, [0], dense, [0])):
                     device.copy(one, sources, other, targets, _nobody, None)
@@ -67,19 +68,13 @@ class OnDevice:
         return device_of(pool)
 
 
-def run_of(lanes: Lanes, part: Part) -> Run | None:
-    """The part's bytes in a block; None where they are not one run."""
-    runs = lanes.runs(part)
-    return runs[0] if len(runs) == 1 else None
-
-
 def check_part(link: ReceiveLink, part: Part) -> None:
-    """Raises BadFrame unless the part is the same run of bytes in the blocks of both sides."""
-    run = run_of(link.source, part)
-    if link.source.count > 1 or run is None or run != run_of(link.target, part):
-        raise BadFrame(f"{part}: between devices a part of a block is one run of bytes")
+    """Raises BadFrame unless the part is as many bytes of the blocks of both sides, in equal runs."""
+    source, target = link.source.extent(part), link.target.extent(part)
+    if source is None or target is None or source.num_bytes != target.num_bytes:
+        raise BadFrame(f"{part}: between devices a part of a block is equal runs of bytes")
 
 
-def _one_of_each(runs: Sequence[Run]) -> list[Run]:
+def _one_of_each(runs: Sequence[Extent]) -> list[Extent]:
     """Alignments are told apart at 16 bytes of addresses and at 16 words of sizes."""
-    return list({(first % 16, num_bytes % 64): (first, num_bytes) for first, num_bytes in reversed(runs)}.values())
+    return list({(one.first % 16, one.num_bytes % 64): one for one in reversed(runs)}.values())

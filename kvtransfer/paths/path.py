@@ -23,11 +23,11 @@ from typing import Protocol
 from kvtransfer.channel import Channel
 from kvtransfer.checksum import Checksum
 from kvtransfer.departure import Job
-from kvtransfer.device import Run
 from kvtransfer.frames import Frame
 from kvtransfer.landing import Claim
 from kvtransfer.parts import Lanes
 from kvtransfer.writer import Writer
+from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool
 
 
@@ -55,7 +55,7 @@ class SendLink(Protocol):
         """The job's bytes in the pool: of its source blocks, its part."""
         ...
 
-    def run_of(self, job: Job) -> Run:
+    def extent_of(self, job: Job) -> Extent:
         """The same, of each block, for a pool on a device, where a part is one run of bytes."""
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvtransfer.device import Fence, Run
+from kvtransfer.device import Fence
 from kvtransfer.paths.cuda_ipc import CudaIpc
 from kvtransfer.paths.nccl import Nccl
 from kvtransfer.paths.nixl import Nixl
@@ -15,6 +15,7 @@ from kvtransfer.paths.shm import Shm
 from kvtransfer.paths.tcp import Tcp
 from kvtransfer.paths.tcp_staged import TcpStaged
 from pdserve.core.errors import ConfigError
+from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool
 
 #: The preferred first.
@@ -47,7 +48,7 @@ def kinds(name: str, *, is_on_host: bool = True) -> tuple[int, ...]:
     return (chosen.kind,)
 
 
-def prepare(pool: KvPool, numbers: Sequence[int], runs: Sequence[Run] = ()) -> None:
+def prepare(pool: KvPool, numbers: Sequence[int], runs: Sequence[Extent] = ()) -> None:
     """What would take seconds in the first transfer of a pool on a GPU, whose blocks may leave by these runs of bytes.
 
     May raise TransferFailed.

@@ -81,10 +81,10 @@ class TcpStagedSend:
 
     def post(self, job: Job) -> None:
         slots, link = self._slots, self._link
-        slot, run = slots.free.popleft(), link.run_of(job)
-        first, at, num_bytes = slot * slots.blocks, slot * slots.num_bytes, job.chunk.count * run[1]
-        dense = slots.staging.cut(first, slots.blocks, run[1])
-        source, targets = self._pool.narrowed(run), range(job.chunk.count)
+        slot, extent = slots.free.popleft(), link.extent_of(job)
+        first, at, num_bytes = slot * slots.blocks, slot * slots.num_bytes, job.chunk.count * extent.num_bytes
+        dense = slots.staging.cut(first, slots.blocks, extent.num_bytes)
+        source, targets = self._pool.narrowed(extent), range(job.chunk.count)
         gathering = self._device.copy(source, job.chunk.sources, dense, targets, _ignore, job.after)
         moving = self._device.move(slots.staging, first, slots.host, at, num_bytes, link.wake, is_to_host=True)
         self._filling.append((slot, job, gathering, moving))
@@ -108,7 +108,7 @@ class TcpStagedSend:
         self._slots.close()
 
     def _announce(self, slot: int, job: Job, digest: bytes) -> None:
-        link, num_bytes = self._link, job.chunk.count * self._link.run_of(job)[1]
+        link, num_bytes = self._link, job.chunk.count * self._link.extent_of(job).num_bytes
         try:
             head = link.head(job, digest, length=num_bytes) if job.departure.session.is_open else b""
         except StaleSource as stale:
@@ -148,10 +148,11 @@ class TcpStagedReceive:
         if not link.enter(claim):
             slots.free.append(slot)
             return
-        [run] = link.target.runs(frame.part)
+        into = link.target.extent(frame.part)
+        assert into is not None, "checked"
         first, at = slot * slots.blocks, slot * slots.num_bytes
         device.move(slots.staging, first, slots.host, at, frame.length, _ignore, is_to_host=False)
-        dense, target = slots.staging.cut(first, slots.blocks, run[1]), self._pool.narrowed(run)
+        dense, target = slots.staging.cut(first, slots.blocks, into.num_bytes), self._pool.narrowed(into)
         wake, after = link.channel.waker.set, claim.landing.after
         scattering = device.copy(dense, range(frame.count), target, claim.blocks, wake, after)
         self._scattering.append((slot, frame, claim, scattering))

@@ -56,7 +56,7 @@ def test_scattered_parts_are_refused() -> None:
         (floats, floats, Part(group=3, groups=4), True),
         (int8, int8, Part(), True),
         (int8, int8, Part(groups=2), False),  # the scales of a group lie apart from its values
-        (rank, replace(rank, tp_degree=1), Part(groups=2), False),
+        (rank, replace(rank, tp_degree=1), Part(groups=2), True),  # its heads lie apart, at equal distances
         (floats, replace(floats, block_size=2 * floats.block_size), Part(groups=2), False),
     ]:
         sides = SimpleNamespace(source=Lanes.to_send(source, source), target=Lanes.to_receive(target, target))
@@ -66,14 +66,32 @@ def test_scattered_parts_are_refused() -> None:
         if is_taken:
             check_part(link, part)
         else:
-            with pytest.raises(BadFrame, match="between devices a part of a block is one run of bytes"):
+            with pytest.raises(BadFrame, match="between devices a part of a block is equal runs of bytes"):
                 check_part(link, part)
 
 
 @PATHS
 @pytest.mark.gpu_checks
-def test_scattered_groups_are_not_sent(devices: dict[int, FakeDevice], transport: str) -> None:
-    shape = replace(fingerprint().shape, layout="block-major-int8.v1", dtype="int8", num_layers=4)
+@pytest.mark.parametrize(
+    ("groups", "degree", "why"),
+    [
+        (
+            2,
+            1,
+            "groups: got 2, expected 1: layer groups of these blocks are not runs of bytes, which a pool on a GPU "
+            "needs",
+        ),
+        (
+            1,
+            2,
+            "tensor_parallel: got 1, expected the receiver's: int8 and fp8 blocks on a GPU are not divided by heads",
+        ),
+    ],
+)
+def test_scattered_groups_are_not_sent(
+    devices: dict[int, FakeDevice], transport: str, groups: int, degree: int, why: str
+) -> None:
+    shape = replace(fingerprint().shape, layout="block-major-int8.v1", dtype="int8", num_layers=4, num_kv_heads=2)
     facts = replace(fingerprint(), shape=shape)
     sender = make_sender(
         DevicePool(4, shape.block_bytes), facts, secret=SECRET, worker_id="p0", incarnation="1", transport=transport
@@ -89,12 +107,11 @@ def test_scattered_groups_are_not_sent(devices: dict[int, FakeDevice], transport
         blocks=(1,),
         held_blocks=0,
     )
-    sender.start(grant, sent, groups=2)
+    theirs = replace(facts, shape=replace(shape, tp_degree=degree))
+    sender.start(replace(grant, fingerprint=theirs), sent, groups=groups)
     end = sent.wait()
     assert end.outcome is SendOutcome.FAILED
-    assert end.error == (
-        "groups: got 2, expected 1: layer groups of these blocks are not runs of bytes, which a pool on a GPU needs"
-    )
+    assert end.error == why
     sender.close()
 
 

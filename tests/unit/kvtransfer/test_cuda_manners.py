@@ -23,12 +23,14 @@ from hypothesis import strategies as st
 
 from benchmarks.fake_device import FakeBlocks
 from kvtransfer import cuda, cuda_driver, nccl_lane
-from kvtransfer.cuda import CudaBlocks, CudaCopying, CudaDevice, Watcher, poll_s
+from kvtransfer.cuda import CudaBlocks, CudaCopying, CudaDevice, Watcher, moved, poll_s
 from kvtransfer.cuda_driver import HANDLE_BYTES, Driver
+from kvtransfer.host_device import HostBlocks, copy_and_sum, digest_of, word_sum
 from kvtransfer.nccl_lane import NcclLanes
 from kvtransfer.paths.cuda_ipc import CudaIpc
 from kvtransfer.paths.nccl import Nccl
 from pdserve.core.errors import TransferFailed
+from pdserve.engine.gpu.extent import Extent
 from tests.unit.kvtransfer.fake_driver import FakeLibrary
 from tests.unit.kvtransfer.harness import WAIT_S, HostPool
 
@@ -176,15 +178,43 @@ def test_parts_of_blocks_are_those_of_the_stand_in() -> None:
     raw = torch.arange(6 * 32, dtype=torch.uint8).view(6, 32)
     real, fake = CudaBlocks(raw), FakeBlocks(bytearray(raw.numpy().tobytes()), 6, 32)
     for ours, theirs in (
-        (real.narrowed((8, 12)), fake.narrowed((8, 12))),
+        (real.narrowed(Extent(8, 12)), fake.narrowed(Extent(8, 12))),
         (real.cut(2, 3, 24), fake.cut(2, 3, 24)),
         (real.cut(1, 2, 40), fake.cut(1, 2, 40)),
     ):
         assert (ours.num_blocks, ours.block_bytes) == (theirs.num_blocks, theirs.block_bytes)
         for block in range(ours.num_blocks):
             assert ours.tensor[block].numpy().tobytes() == bytes(theirs.view(block))
-    real.narrowed((4, 4)).tensor[5] = 255
+    real.narrowed(Extent(4, 4)).tensor[5] = 255
     assert raw[5, 4:8].tolist() == [255] * 4, "the same memory"
+
+
+HEADS = Extent(4, 8, 3, 20)  # runs at distances, as heads of a rank lie in a block of another's
+ROW = Extent(8, 24)
+
+
+@GPU_CHECKS
+@pytest.mark.parametrize(("out_of", "into"), [(HEADS, ROW), (ROW, HEADS), (HEADS, HEADS), (HEADS, None), (ROW, None)])
+def test_heads_move_as_on_the_stand_in(out_of: Extent, into: Extent | None) -> None:
+    generator = torch.Generator().manual_seed(3)
+    pools = [torch.randint(0, 256, (6, 64), dtype=torch.uint8, generator=generator) for _ in range(2)]
+    fakes = [HostBlocks(bytearray(pool.numpy().tobytes()), 6, 64) for pool in pools]
+    sources, targets = [5, 0, 2], [1, 4, 3]
+
+    def relay(raw: Any, raw_B: Any, other: Any, other_B: Any) -> Any:
+        rows = raw[raw_B.long()].contiguous()
+        if other is not None:
+            other[other_B.long()] = rows
+        return [word_sum(memoryview(row.numpy().tobytes())) for row in rows]
+
+    source, target = (
+        CudaBlocks(pool).narrowed(one or out_of).tensor for pool, one in zip(pools, (out_of, into), strict=True)
+    )
+    numbers = [torch.tensor(one, dtype=torch.int32) for one in (sources, targets)]
+    sums = moved(source, numbers[0], None if into is None else target, numbers[1], relay)
+    there = None if into is None else fakes[1].narrowed(into)
+    assert digest_of(sums) == copy_and_sum(fakes[0].narrowed(out_of), sources, there, targets)  # type: ignore[arg-type]
+    assert [pool.numpy().tobytes() for pool in pools] == [bytes(one.memory) for one in fakes]
 
 
 @GPU_CHECKS

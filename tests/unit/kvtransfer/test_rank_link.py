@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.fake_ends import stand_ins
 from benchmarks.fault_ranks import SHAPE, RankedStorage, Ranks, chain_of, fingerprint_of_ranks, text_of
+from benchmarks.fault_storage import Memory
 from benchmarks.secret import SECRET, TEXT
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
@@ -30,8 +32,10 @@ OPENING = rank_pb2.OpenEndpoint(incarnation="d0-1")
 class Worker:
     """One worker of several ranks, all in this process."""
 
-    def __init__(self, name: str, degree: int, *, is_sender: bool, transport: str = "tcp") -> None:
-        self.storage, self.name = RankedStorage(degree), name
+    def __init__(
+        self, name: str, degree: int, *, is_sender: bool, transport: str = "tcp", memory: Memory = "host"
+    ) -> None:
+        self.storage, self.name = RankedStorage(degree, memory), name
         none = Disturbance(lambda tag: None, self.storage.pool.block_bytes)
         self.ranks = Ranks(self.storage, transport, name, f"{name}-1", none)
         facts = fingerprint_of_ranks(degree)
@@ -134,6 +138,27 @@ def test_every_rank_gets_its_heads_of_every_block(
         assert move.received.all[0].num_bytes == COUNT * SHAPE.block_bytes
         assert move.is_over_everywhere
     assert d.receiver.stats.verified == 2 * degrees[1]
+
+
+@pytest.mark.gpu_checks
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl", "tcp"])
+@pytest.mark.parametrize("degrees", [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2)])
+def test_ranks_on_devices_cut_their_heads_out_of_blocks(degrees: tuple[int, int], transport: str) -> None:
+    with stand_ins() as devices:
+        p = Worker("p0", degrees[0], is_sender=True, transport=transport, memory="stand-in")
+        d = Worker("d0", degrees[1], is_sender=False, transport=transport, memory="stand-in")
+        try:
+            for number in (1, 2):
+                move = Move(p, d, number)
+                move.push(range(2))
+                move.push(range(2, COUNT))
+                move.assert_landed()
+                assert move.received.all[0].num_bytes == COUNT * SHAPE.block_bytes
+                assert move.sent.all[0].num_bytes == COUNT * SHAPE.block_bytes
+            assert len(devices) == sum(degrees)
+        finally:
+            p.close()
+            d.close()
 
 
 def test_a_block_that_is_handed_out_again_while_a_rank_sends_it_fails_everywhere(worker: Callable[..., Worker]) -> None:

@@ -19,7 +19,7 @@ from kvtransfer.paths.tcp_staged import SLOT_BYTES, SLOTS, TCP_STAGED, TcpStaged
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import ConfigError, InternalError, TransferFailed
 from pdserve.core.stamps import BlockStamps
-from pdserve.engine.gpu.extent import checksum
+from pdserve.engine.gpu.extent import Extent, checksum
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, Pair, fingerprint
 
 MakeEnds = Callable[..., Pair]
@@ -178,7 +178,7 @@ def test_a_host_device_copies_and_sums() -> None:
     device = HostDevice(memory, 16)
     staging, woken = device.staging(2), []
     copying = device.copy(
-        device.pool().narrowed((4, 8)), [1, 5], staging.cut(0, 1, 8), [1, 0], lambda: woken.append(1), None
+        device.pool().narrowed(Extent(4, 8)), [1, 5], staging.cut(0, 1, 8), [1, 0], lambda: woken.append(1), None
     )
     assert copying.is_done
     assert woken
