@@ -91,14 +91,20 @@ class Stubs:
 
 
 class NoLaunch:
-    """Replays that draw what no text ends with."""
+    """Replays that draw as texts do, few tokens often and many seldom, and none that ends one."""
 
     def __init__(self, decode: StaticDecode, most_rows: int) -> None:
         self.buckets = buckets_for(most_rows)
         self._decode = decode
+        self._turn = 0
+        share_N = 1.0 / torch.arange(1.0, 20_001.0)
+        self._tokens = 7 + torch.multinomial(
+            share_N, 1 << 16, replacement=True, generator=torch.Generator().manual_seed(1)
+        )
 
     def replay(self, bucket: int) -> None:
-        self._decode.drawn_B[:bucket] = 7
+        self._turn = (self._turn + bucket) % (len(self._tokens) - bucket)
+        self._decode.drawn_B[:bucket] = self._tokens[self._turn : self._turn + bucket]
 
 
 class NoPrompts:

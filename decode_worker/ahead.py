@@ -32,13 +32,13 @@ def step_after(
     decoding: list[Resident] = []
     follows: list[int | None] = []
     for resident in running:
-        index = rows_of.get(id(resident))
-        if index is None and resident.remaining != 1:
+        index, num_tokens = rows_of.get(id(resident)), len(resident.tokens)
+        if num_tokens - resident.computed != 1:
             return None
         if index is not None:
-            if resident.attempt.sampling.needs_history or resident.remaining != 1:
+            if resident.attempt.sampling.needs_history:
                 return None
-            if len(resident.tokens) + 1 >= resident.ends_at:
+            if num_tokens + 1 >= resident.ends_at:
                 continue  # this draw is its last
         decoding.append(resident)
         follows.append(index)

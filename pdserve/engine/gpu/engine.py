@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, islice
 from typing import Any, final
 
@@ -55,7 +56,7 @@ class GraphFlight:
         count = sum(row.num_queries for row in self._rows) if self.has_drafts else len(self._rows)
         tokens = self._host[0][:count].tolist()
         if not (self.has_drafts or self._has_logprobs or self._extras.masks_of):  # nearly every step
-            return [RowOut((TokenOut(token_id=token),)) for token in tokens]
+            return [plain_out(token) for token in tokens]
         logprobs = self._host[1][:count].tolist()
         wants = [sampling_of(row).logprobs for row in self._rows]
         if self.has_drafts:
@@ -204,6 +205,12 @@ class GraphEngine:
             num_output_B = np.array([row.start + 1 - row.prompt_len for row in rows], np.int64)
             asks_B |= num_output_B < min_tokens_B
         return np.flatnonzero(asks_B).tolist(), bool(samplings.has_logprobs_S[seat_B].any())
+
+
+@lru_cache(maxsize=1 << 16)
+def plain_out(token_id: int) -> RowOut:
+    """Of a row that draws one token and asks for nothing else. Texts draw the same tokens again and again."""
+    return RowOut((TokenOut(token_id=token_id),))
 
 
 def is_graph_row(row: Row, most_queries: int) -> bool:
