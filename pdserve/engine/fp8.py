@@ -38,7 +38,12 @@ class Fp8Linear:
     def product(self, rounded_TK: Tensor, scale_T1: Tensor) -> Tensor:
         """Of activations that were rounded where they were computed."""
         out_TN: Tensor = torch._scaled_mm(
-            rounded_TK, self._rounded_KN, scale_a=scale_T1, scale_b=self._scale_1N, out_dtype=torch.bfloat16
+            rounded_TK,
+            self._rounded_KN,
+            scale_a=scale_T1,
+            scale_b=self._scale_1N,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,  # docs/decisions/0011-fast-fp8-sums.md
         )
         return out_TN if self._bias_N is None else out_TN.add_(self._bias_N)
 

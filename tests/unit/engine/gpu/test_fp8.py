@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.fp8_sums import errors
 from pdserve.engine import ops as host_ops
 from pdserve.engine.batch import pack
 from pdserve.engine.config import read_config
@@ -68,3 +69,8 @@ def test_a_model_whose_norms_and_gates_round_is_as_near_to_the_exact_one_as_one_
     assert expected.shape == (6, config.vocab_size)
     assert (fused - expected).norm() < 1.5 * (behind - expected).norm()
     assert (fused - behind).norm() < 1.5 * (behind - expected).norm()
+
+
+def test_fast_sums_are_lost_in_the_rounding_to_fp8() -> None:
+    rounding, fast, promoted = errors(4096)
+    assert 4 * promoted < fast < rounding / 10
