@@ -36,6 +36,11 @@ log = logging.getLogger(__name__)
 _HEADER_SHARE: Final = 0.1  # of changed bytes that are a header's
 _STALE: Final = 1 << 62  # in a generation: one that was never granted
 _FRAMES_KNOWN: Final = 1024  # transfers whose frames are counted
+# Once the process is stopped: on a machine with other things to do that may be later than the stop was to last.
+_WAKE: Final = (
+    "n=0; until grep -q '^State:.T' /proc/{pid}/status || [ $n -ge 1000 ]; do sleep 0.01; n=$((n+1)); done; "
+    "sleep {for_s:.3f}; kill -CONT {pid}"
+)
 
 
 class Disturbance:
@@ -45,6 +50,7 @@ class Disturbance:
         self._fault_of, self.block_bytes = fault_of, block_bytes
         self._lock = threading.Lock()  # guards the two below
         self._frames: dict[tuple[Tag, Where], int] = {}
+        self._ending = threading.Lock()
         self.counts: Counter[FaultKind] = Counter()
         self.pauses: list[tuple[float, float]] = []  # when this process was stopped, on its monotonic clock
 
@@ -70,11 +76,15 @@ class Disturbance:
             self.end_process(fault)
 
     def end_process(self, fault: Fault) -> None:
-        """Kills this process, or stops it for a while."""
+        """Kills this process, or stops it for a while. One stop at a time: each has somebody to end it."""
+        with self._ending:
+            self._end_process(fault)
+
+    def _end_process(self, fault: Fault) -> None:
         began_s = time.monotonic()
         self.pauses.append((began_s, math.inf))  # other threads may run again before this one
         if fault.kind is FaultKind.STOP:
-            wake = f"sleep {fault.for_s:.3f}; kill -CONT {os.getpid()}"
+            wake = _WAKE.format(pid=os.getpid(), for_s=fault.for_s)
             subprocess.Popen(["/bin/sh", "-c", wake], start_new_session=True, stdin=subprocess.DEVNULL)
         os.kill(os.getpid(), signal.SIGSTOP if fault.kind is FaultKind.STOP else signal.SIGKILL)
         while time.monotonic() < began_s + fault.for_s:  # a thread may run on for a moment before the signal gets it

@@ -222,6 +222,33 @@ def test_a_thread_that_runs_on_for_a_moment_after_the_signal_does_nothing_meanwh
     assert end_s - begin_s >= 0.05
 
 
+LATE = """
+import subprocess, threading, time
+from kvtransfer.disturbance import Disturbance
+from kvtransfer.faults import Fault, FaultKind, Where
+popen = subprocess.Popen
+
+def late(*words, **options):
+    started = popen(*words, **options)
+    time.sleep(0.3)  # as on a machine with other things to do
+    return started
+
+subprocess.Popen = late
+trap = Disturbance(lambda tag: None, 4096)
+stop = Fault(FaultKind.STOP, Where.SENT, 0, 0.01, 0.5)
+threads = [threading.Thread(target=trap.end_process, args=(stop,)) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_a_process_that_is_stopped_late_is_woken() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], timeout=WAIT_S, check=False)
+    assert done.returncode == 0
+
+
 def test_a_workers_setting_makes_the_plan_that_it_says_and_none_makes_nobody() -> None:
     assert make_disturbance("", 4096) is None
     trap = make_disturbance("seed=7,share=1,drop=1", 4096)
