@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test gpu-checks test-newest test-isa mutants test-slow fault-storm kill-storm model protocol-coverage check format proto bench clean
+.PHONY: demo test gpu-checks test-newest test-isa mutants test-slow fault-storm rank-storm kill-storm model protocol-coverage check format proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -42,6 +42,11 @@ test-slow: $(STAMP)
 # 100,000 faulty transfers on each transport between processes that are killed and stopped; about fifteen minutes.
 fault-storm: $(STAMP)
 	$(BIN)/python -m benchmarks.fault_storm --transfers 100000 $(ARGS)
+
+# 5,000 on each of two transports between workers whose tensor-parallel ranks have pools of their own: degrees 1 to 4.
+rank-storm: $(STAMP)
+	$(BIN)/python -m benchmarks.fault_storm --transfers 5000 --transport shm --ranks 4,2,2,1 $(ARGS)
+	$(BIN)/python -m benchmarks.fault_storm --transfers 5000 --transport tcp --ranks 2,1,2,4 $(ARGS)
 
 # 1,000 requests of the bundled model on 2 x 2 workers, one of which is killed every five seconds; about ten minutes.
 kill-storm: $(STAMP)

@@ -45,6 +45,17 @@ def test_a_storm_between_devices_that_are_slow_fail_hang_and_lose_their_peers(tr
     assert result.ends[NO_FAULT, "committed"] >= 1
 
 
+@pytest.mark.parametrize(
+    ("transport", "ranks"), [("tcp", (2, 1, 2, 4)), pytest.param("shm", (4, 2, 2, 1), marks=pytest.mark.slow)]
+)
+def test_storm_between_ranks(transport: str, ranks: tuple[int, ...]) -> None:
+    """Workers whose ranks have pools of their own: two prefill and two decode workers, in these degrees."""
+    result = Storm(transport, seed=37, ranks=ranks).run(200)
+    assert_nothing_was_wrong(result, 200)
+    assert result.kills >= 1
+    assert result.ends[NO_FAULT, "committed"] >= 10
+
+
 def test_a_network_that_is_cut_off_changes_no_byte_and_keeps_no_block() -> None:
     """Processes in network namespaces, whose cables are pulled for up to three seconds: longer than any deadline."""
     if missing := why_not():
