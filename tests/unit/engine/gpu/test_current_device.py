@@ -33,7 +33,7 @@ class Alone:
 
     def __init__(self, shard: Shard, *_: Any) -> None:
         self.shard = shard
-        self.orders = [[parallel.STEP, *to_words([CHUNK, TOKEN])], [parallel.STOP]]
+        self.orders = [[parallel.STEP, 0, *to_words([CHUNK, TOKEN])], [parallel.STOP]]
 
     def hear(self) -> list[int]:
         return self.orders.pop(0)
