@@ -60,7 +60,8 @@ class PagedAttention:
         self._task_fields = paged.TASK_FIELDS
         self._attend = paged.make_attend(shape.head_dim, shape.block_size, is_int8=shape.is_int8)
         self._place = place.make_place(shape.head_dim, shape.block_size, is_int8=shape.is_int8)
-        self._compile()
+        with jit.compiling_alone(self._attend):
+            self._compile()
 
     def _compile(self) -> None:
         """Now, or the first request would wait for it. Leaves zeros at block 0's first position."""

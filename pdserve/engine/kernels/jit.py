@@ -6,10 +6,14 @@ second pool of OpenMP threads that spins beside torch's, and a row's bits never 
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -21,6 +25,7 @@ except ImportError:  # a machine whose engine runs on CUDA
 
 # Reductions may be reordered into vector lanes; NaN and infinity keep their meaning.
 _FAST_MATH: Final = {"nsz", "arcp", "contract", "afn", "reassoc"}
+_COMPILE_S: Final = 60.0  # whoever compiles for longer is not waited for
 _LEAST_ELEMENTS: Final = 1 << 17  # below it, waking a thread costs more than it takes over
 
 
@@ -48,6 +53,39 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
     except RuntimeError:  # nowhere to keep it: compiled anew at each start
         return numba.njit(**options)(function)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def compiling_alone(kernel: Any) -> Iterator[None]:
+    """Around the first calls of `kernel`, a result of `compiled`, where several processes may make theirs at once.
+
+    As long as none of its module has been stored, one process compiles and the others wait: then they find it on disk.
+    """
+    folder = getattr(getattr(kernel, "stats", None), "cache_path", None)
+    descriptor = None if folder is None else _cold_lock(Path(folder), kernel.__module__.rpartition(".")[2])
+    if descriptor is None:
+        yield
+        return
+    try:
+        until_s = time.monotonic() + _COMPILE_S
+        while time.monotonic() < until_s:
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.05)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _cold_lock(folder: Path, module: str) -> int | None:
+    """A file to lock; None where kernels of the module are stored already, or nothing can be."""
+    if any(folder.glob(f"{module}.*.nbi")):
+        return None
+    try:
+        return os.open(folder / f"{module}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        return None
 
 
 def c_function(signature: Any, function: Callable[..., Any]) -> Any:
