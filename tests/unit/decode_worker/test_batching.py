@@ -132,16 +132,17 @@ def test_a_first_token_that_ends_the_text_is_not_decoded_from(bench: Any) -> Non
 
 
 def test_a_local_prompt_is_read_in_chunks_and_then_decoded(bench: Any) -> None:
+    bench.now_s = 5.0
     assert bench.offer("a", PROMPT) == [SeatHeld(key=bench.key("a"))]
-    plan, _ = bench.batching.plan(0.0)
+    plan, _ = bench.batching.plan(8.0)
     assert plan.account == StepAccount(prefill_tokens=8, prefill_token_context=32.0)
-    bench.batching.apply(plan, bench.engine.step(plan.rows), 1.0)
-    bench.now_s = 1.0
+    bench.batching.apply(plan, bench.engine.step(plan.rows), 9.0)
+    bench.now_s = 9.0
     effects = bench.run()
     assert bench.drawn["a"] == answer(PROMPT, 8)
     rows = [one for one in effects if isinstance(one, Drawn)]
     assert [row.output_index for row in rows] == list(range(8))
-    assert (rows[0].queue_s, rows[0].prefill_s, rows[0].cached_tokens) == (0.0, 2.0, 0)
+    assert (rows[0].queue_s, rows[0].prefill_s, rows[0].cached_tokens) == (3.0, 2.0, 0)
     assert (rows[1].prefill_s, rows[-1].decode_s) == (0.0, 7.0)
 
 
