@@ -56,7 +56,7 @@ OPTIONS: Final = (
 DIAL_S: Final = 10.0
 _JOIN_S: Final = 5.0
 
-OnReport = Callable[[rank_pb2.RankReport], None]
+OnReport = Callable[[rank_pb2.FollowResponse], None]
 
 
 @final
@@ -69,7 +69,7 @@ class RankLink:
         self.endpoint = ""
         self.stats = TransferStats()  # as of the last report
         self.on_report: OnReport = lambda report: None
-        self._orders: queue.SimpleQueue[rank_pb2.RankOrder | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[rank_pb2.FollowRequest | None] = queue.SimpleQueue()
         self._is_gone = self._is_closed = False
         self._has_opened = threading.Event()
         self._error = ""
@@ -92,7 +92,7 @@ class RankLink:
             raise ConfigError("tensor_parallel", f"rank {rank} at {address}: {why}", "a rank that answers") from error
         self._thread = threading.Thread(target=self._listen, name=f"kv-rank-{rank}", daemon=True)
         self._thread.start()
-        self.order(rank_pb2.RankOrder(open=opening))
+        self.order(rank_pb2.FollowRequest(open=opening))
         if not self._has_opened.wait(open_s) or self._error:
             self.close()
             seen = f"rank {rank}: {self._error or f'no endpoint after {open_s:.0f} s'}"
@@ -102,7 +102,7 @@ class RankLink:
     def is_alive(self) -> bool:
         return not self._is_gone
 
-    def order(self, order: rank_pb2.RankOrder) -> None:
+    def order(self, order: rank_pb2.FollowRequest) -> None:
         self._orders.put(order)
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class RankLink:
             thread.join(_JOIN_S)
         self._channel.close()
 
-    def _outgoing(self) -> Iterator[rank_pb2.RankOrder]:
+    def _outgoing(self) -> Iterator[rank_pb2.FollowRequest]:
         while (order := self._orders.get()) is not None:
             yield order
 
@@ -197,7 +197,7 @@ class RemoteReceiver:
     def close(self) -> None:
         self._link.close()
 
-    def _report(self, report: rank_pb2.RankReport) -> None:
+    def _report(self, report: rank_pb2.FollowResponse) -> None:
         if report.WhichOneof("report") == "expected":
             with self._lock:
                 _, on_open = self._owners.get(key_from_proto(report.expected.key), (None, None))
@@ -271,7 +271,7 @@ class RemoteSender:
     def close(self) -> None:
         self._link.close()
 
-    def _report(self, report: rank_pb2.RankReport) -> None:
+    def _report(self, report: rank_pb2.FollowResponse) -> None:
         end = read_sent(report.ended)
         with self._lock:
             on_end = self._owners.pop(end.key, None)

@@ -25,8 +25,8 @@ def key_from_proto(message: rank_pb2.RankTransferKey) -> TransferKey:
 
 def expect_order(
     grant: Grant, lives: Sequence[int], chains: Sequence[int] | None, deadline_s: float | None
-) -> rank_pb2.RankOrder:
-    return rank_pb2.RankOrder(
+) -> rank_pb2.FollowRequest:
+    return rank_pb2.FollowRequest(
         expect=rank_pb2.ExpectTransfer(
             grant=grant_to_proto(grant),
             lives=lives,
@@ -37,18 +37,18 @@ def expect_order(
     )
 
 
-def start_order(grant: Grant, deadline_s: float | None, text: Text | None, groups: int) -> rank_pb2.RankOrder:
+def start_order(grant: Grant, deadline_s: float | None, text: Text | None, groups: int) -> rank_pb2.FollowRequest:
     told = None if text is None else rank_pb2.SequenceText(**asdict(text))
     order = rank_pb2.StartTransfer(grant=grant_to_proto(grant), deadline_s=deadline_s, groups=groups, text=told)
-    return rank_pb2.RankOrder(start=order)
+    return rank_pb2.FollowRequest(start=order)
 
 
 def push_order(
     key: TransferKey, blocks: Sequence[tuple[int, int]], stamps: BlockStamps, is_last: bool, groups: range | None
-) -> rank_pb2.RankOrder:
+) -> rank_pb2.FollowRequest:
     """With the blocks' lives and names, which a rank knows from its leader."""
     sources = [source for _, source in blocks]
-    return rank_pb2.RankOrder(
+    return rank_pb2.FollowRequest(
         push=rank_pb2.PushBlocks(
             key=key_to_proto(key),
             indices=[index for index, _ in blocks],
@@ -62,8 +62,8 @@ def push_order(
     )
 
 
-def give_up_order(key: TransferKey, error: str = "") -> rank_pb2.RankOrder:
-    return rank_pb2.RankOrder(give_up=rank_pb2.GiveUpTransfer(key=key_to_proto(key), error=error))
+def give_up_order(key: TransferKey, error: str = "") -> rank_pb2.FollowRequest:
+    return rank_pb2.FollowRequest(give_up=rank_pb2.GiveUpTransfer(key=key_to_proto(key), error=error))
 
 
 def read_expect(order: rank_pb2.ExpectTransfer, num_blocks: int) -> tuple[Grant, tuple[int, ...] | None]:
@@ -96,7 +96,7 @@ def check_blocks(field: str, blocks: Sequence[int], num_blocks: int) -> None:
         raise InvalidRequest(field, max(blocks), f"0..{num_blocks - 1}")
 
 
-def ended_report(end: Received | Sent, stats: TransferStats) -> rank_pb2.RankReport:
+def ended_report(end: Received | Sent, stats: TransferStats) -> rank_pb2.FollowResponse:
     ended = rank_pb2.RankTransferEnded(
         key=key_to_proto(end.key),
         outcome=end.outcome.value,
@@ -110,7 +110,7 @@ def ended_report(end: Received | Sent, stats: TransferStats) -> rank_pb2.RankRep
         ended.early_bytes, ended.wire_dtype = end.early_bytes, end.wire_dtype
     else:
         ended.transfer_s = end.transfer_s
-    return rank_pb2.RankReport(ended=ended, stats=asdict(stats))
+    return rank_pb2.FollowResponse(ended=ended, stats=asdict(stats))
 
 
 def read_received(message: rank_pb2.RankTransferEnded) -> Received:
@@ -140,5 +140,5 @@ def read_sent(message: rank_pb2.RankTransferEnded) -> Sent:
     )
 
 
-def read_stats(report: rank_pb2.RankReport) -> TransferStats:
+def read_stats(report: rank_pb2.FollowResponse) -> TransferStats:
     return TransferStats(**{name: count for name, count in report.stats.items() if name in _STATS})

@@ -57,7 +57,7 @@ OPEN_S: Final = 10.0  # until the first order, once the leader is there
 _JOIN_S: Final = 5.0
 _STOPPED: Final = "a source block was handed out again before this rank was told to send it"
 
-Report = Callable[[rank_pb2.RankReport], None]
+Report = Callable[[rank_pb2.FollowResponse], None]
 
 
 @final
@@ -97,7 +97,7 @@ class Endpoint:
         else:
             self.receiver = make_receiver(self._pool, facts, host=config.host, **common)
 
-    def obey(self, order: rank_pb2.RankOrder) -> None:
+    def obey(self, order: rank_pb2.FollowRequest) -> None:
         """Raises InvalidRequest on an order that no leader gives."""
         match order.WhichOneof("order"):
             case "expect" if self.receiver is not None:
@@ -134,7 +134,7 @@ class Endpoint:
             self._ended(Received(key=key, outcome=ReceiveOutcome.FAILED, error=error.message))
             return
         expected = rank_pb2.TransferExpected(key=key_to_proto(grant.key))
-        self.report(rank_pb2.RankReport(expected=expected))
+        self.report(rank_pb2.FollowResponse(expected=expected))
 
     def _start(self, sender: ShapedSender, order: rank_pb2.StartTransfer) -> None:
         grant = grant_from_proto(order.grant)
@@ -223,12 +223,12 @@ class RankServer:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "open: expected first, with the caller's incarnation")
         self._is_led = True
         endpoint = Endpoint(self._pool, self._spec, self._stamps, self._config, incarnation, self._disturbance)
-        reports: asyncio.Queue[rank_pb2.RankReport | None] = asyncio.Queue()
+        reports: asyncio.Queue[rank_pb2.FollowResponse | None] = asyncio.Queue()
         endpoint.report = lambda report: _put(self._loop, reports, report)
         writer = asyncio.create_task(_write(context, reports))
         try:
             opened = await self._open(endpoint, is_sender=first.open.is_sender)
-            await reports.put(rank_pb2.RankReport(opened=opened))
+            await reports.put(rank_pb2.FollowResponse(opened=opened))
             while not opened.error and (order := await context.read()) is not EOF:
                 await self._in_order(endpoint.obey, order)
         finally:
@@ -237,7 +237,7 @@ class RankServer:
         await asyncio.shield(self._closing)
         await writer
 
-    async def _end(self, endpoint: Endpoint, reports: asyncio.Queue[rank_pb2.RankReport | None]) -> None:
+    async def _end(self, endpoint: Endpoint, reports: asyncio.Queue[rank_pb2.FollowResponse | None]) -> None:
         try:
             await self._in_order(endpoint.close)
         finally:
@@ -299,15 +299,15 @@ def _add_rank_service(rank: RankServer, server: Any) -> None:
     rank_pb2_grpc.add_RankServiceServicer_to_server(_Servicer(rank), server)
 
 
-async def _write(context: Any, reports: asyncio.Queue[rank_pb2.RankReport | None]) -> None:
+async def _write(context: Any, reports: asyncio.Queue[rank_pb2.FollowResponse | None]) -> None:
     while (report := await reports.get()) is not None:
         await context.write(report)
 
 
 def _put(
     loop: asyncio.AbstractEventLoop,
-    reports: asyncio.Queue[rank_pb2.RankReport | None],
-    report: rank_pb2.RankReport | None,
+    reports: asyncio.Queue[rank_pb2.FollowResponse | None],
+    report: rank_pb2.FollowResponse | None,
 ) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(reports.put_nowait, report)

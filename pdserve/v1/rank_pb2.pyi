@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class RankOrder(_message.Message):
+class FollowRequest(_message.Message):
     __slots__ = ("open", "expect", "start", "push", "give_up")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     EXPECT_FIELD_NUMBER: _ClassVar[int]
@@ -21,7 +21,7 @@ class RankOrder(_message.Message):
     give_up: GiveUpTransfer
     def __init__(self, open: _Optional[_Union[OpenEndpoint, _Mapping]] = ..., expect: _Optional[_Union[ExpectTransfer, _Mapping]] = ..., start: _Optional[_Union[StartTransfer, _Mapping]] = ..., push: _Optional[_Union[PushBlocks, _Mapping]] = ..., give_up: _Optional[_Union[GiveUpTransfer, _Mapping]] = ...) -> None: ...
 
-class RankReport(_message.Message):
+class FollowResponse(_message.Message):
     __slots__ = ("opened", "expected", "ended", "stats")
     class StatsEntry(_message.Message):
         __slots__ = ("key", "value")

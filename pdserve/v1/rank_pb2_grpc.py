@@ -37,8 +37,8 @@ class RankServiceStub:
         """
         self.Follow = channel.stream_stream(
                 '/pdserve.v1.RankService/Follow',
-                request_serializer=pdserve_dot_v1_dot_rank__pb2.RankOrder.SerializeToString,
-                response_deserializer=pdserve_dot_v1_dot_rank__pb2.RankReport.FromString,
+                request_serializer=pdserve_dot_v1_dot_rank__pb2.FollowRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_rank__pb2.FollowResponse.FromString,
                 _registered_method=True)
 
 
@@ -58,8 +58,8 @@ def add_RankServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Follow': grpc.stream_stream_rpc_method_handler(
                     servicer.Follow,
-                    request_deserializer=pdserve_dot_v1_dot_rank__pb2.RankOrder.FromString,
-                    response_serializer=pdserve_dot_v1_dot_rank__pb2.RankReport.SerializeToString,
+                    request_deserializer=pdserve_dot_v1_dot_rank__pb2.FollowRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_rank__pb2.FollowResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,8 +88,8 @@ class RankService:
             request_iterator,
             target,
             '/pdserve.v1.RankService/Follow',
-            pdserve_dot_v1_dot_rank__pb2.RankOrder.SerializeToString,
-            pdserve_dot_v1_dot_rank__pb2.RankReport.FromString,
+            pdserve_dot_v1_dot_rank__pb2.FollowRequest.SerializeToString,
+            pdserve_dot_v1_dot_rank__pb2.FollowResponse.FromString,
             options,
             channel_credentials,
             insecure,
