@@ -8,15 +8,18 @@ import os
 import signal
 from collections.abc import Sequence
 
-from pdserve import AsyncClient, Completion, NotFound
+from pdserve import AsyncClient, Completion, NotFound, Slo
 from pdserve.engine.toy import answer
 from tests.cluster.cluster import Cluster
 from tests.cluster.suite import toy_prompt
 
 STREAMS = 8
 TOKENS = 400
-# So many that decode workers do not read them all themselves, even where the prefill workers have seemed slow.
-PROMPTS = 24
+# Nearly as long as the context window allows, so that some are still prefilled when the signal comes, and so many that
+# decode workers do not read them all themselves.
+PROMPTS = 16
+PROMPT_TOKENS = 7000
+PATIENT = Slo(ttft_s=60.0, tpot_s=20.0)  # nothing is rejected because it may be late
 PREFILL_ROUNDS = 5
 
 
@@ -71,7 +74,7 @@ def a_prefill_worker_dies_while_it_prefills(cluster: Cluster) -> None:
 
 def _kill_while_prefilling(cluster: Cluster, salt: int) -> int:
     """The most placements that one of the requests has had; each answer is checked."""
-    prompts = [toy_prompt(2500 + 40 * i, salt=salt) for i in range(PROMPTS)]
+    prompts = [toy_prompt(PROMPT_TOKENS + 40 * i, salt=salt) for i in range(PROMPTS)]
     expected = [answer(p, 24, seed=i) for i, p in enumerate(prompts)]
     ids = [f"prompt-{salt}-{i}" for i in range(PROMPTS)]
     pids = {worker: cluster.pid_of(worker) for worker in ("p0", "p1")}
@@ -79,7 +82,9 @@ def _kill_while_prefilling(cluster: Cluster, salt: int) -> int:
     async def run() -> list[Completion]:
         async with AsyncClient(cluster.target) as client:
             calls = [
-                asyncio.create_task(client.generate(p, max_tokens=24, temperature=0.7, seed=i, request_id=ids[i]))
+                asyncio.create_task(
+                    client.generate(p, max_tokens=24, temperature=0.7, seed=i, request_id=ids[i], slo=PATIENT)
+                )
                 for i, p in enumerate(prompts)
             ]
             victim = await _first_to_prefill(client, ids, calls)
