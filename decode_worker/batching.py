@@ -10,7 +10,7 @@ Who computes what in a step is in planning.py, who holds which blocks in roster.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -32,6 +32,7 @@ from pdserve.core.effects import (
     KvMistaken,
     LandingHeld,
     Load,
+    PlainDrawn,
     PromptScored,
     ReceiveAborted,
     Refused,
@@ -41,7 +42,7 @@ from pdserve.core.effects import (
     TransferLost,
 )
 from pdserve.core.types import TokenOut
-from pdserve.engine.interface import RowOut
+from pdserve.engine.interface import PlainOuts, RowOut, plain_out
 
 
 @final
@@ -132,11 +133,13 @@ class DecodeBatching:
         resident = Resident(
             attempt=attempt,
             key=attempt.key,
+            prompt_len=len(attempt.prompt_ids),
             ends_at=min(len(attempt.prompt_ids) + attempt.sampling.max_tokens, self._end_rule.max_context_tokens),
             order=self.roster.num_arrived,
             is_local=is_local,
             stage=Stage.WAITING if is_local else Stage.LANDING,
             tokens=tokens,
+            end_ids=self._end_rule.end_ids(attempt.sampling),
             hashes=attempt.extend_hashes([], tokens, self._block_size),
         )
         if is_local:
@@ -227,7 +230,12 @@ class DecodeBatching:
         self.roster.lending.ended(step)
         self._ended_at(now_s)
         effects: list[DecodeEffect] = []
-        for (resident, count), out in zip(step.shares(), outs, strict=True):
+        shares: Iterable[tuple[Resident, int]] = step.shares()
+        if isinstance(outs, PlainOuts) and not step.reading and self._check is None:
+            drawn, outs, shares = self._draw_plain(step.decoding, outs.token_ids)
+            if drawn.keys:
+                effects.append(drawn)
+        for (resident, count), out in zip(shares, outs, strict=True):
             key = resident.key
             if self._residents.get(key) is not resident or resident.stage is not Stage.RUNNING:
                 continue
@@ -327,13 +335,38 @@ class DecodeBatching:
         self.roster.join(resident)
         return []
 
+    def _draw_plain(
+        self, decoding: Sequence[Resident], token_ids: Sequence[int]
+    ) -> tuple[PlainDrawn, list[RowOut], list[tuple[Resident, int]]]:
+        """Adds the tokens that only lengthen a text: nearly all. The other rows' outputs, and whose they are, are left
+        for `apply`."""
+        keys: list[AttemptKey] = []
+        output_indexes: list[int] = []
+        plain_ids: list[int] = []
+        outs: list[RowOut] = []
+        shares: list[tuple[Resident, int]] = []
+        for resident, token_id in zip(decoding, token_ids, strict=True):
+            tokens = resident.tokens
+            num_tokens = len(tokens)
+            if num_tokens >= resident.plain_until or token_id in resident.end_ids:
+                outs.append(plain_out(token_id))
+                shares.append((resident, 1))
+                continue
+            tokens.append(token_id)
+            resident.computed = num_tokens
+            resident.num_drawn += 1
+            keys.append(resident.key)
+            output_indexes.append(num_tokens - resident.prompt_len)
+            plain_ids.append(token_id)
+        return PlainDrawn(keys=keys, output_indexes=output_indexes, token_ids=plain_ids), outs, shares
+
     def _draw(self, resident: Resident, token: TokenOut, now_s: float, effects: list[DecodeEffect]) -> None:
         """Adds what the token means."""
         attempt, tokens = resident.attempt, resident.tokens
         tokens.append(token.token_id)
         resident.num_drawn += 1
         num_tokens = len(tokens)
-        num_output = num_tokens - len(attempt.prompt_ids)
+        num_output = num_tokens - resident.prompt_len
         finish = self._end_rule.finish(attempt.sampling, token.token_id, num_output, num_tokens)
         drawn = Drawn(key=resident.key, output_index=num_output - 1, token=token, finish=finish)
         if resident.decoding_since_s is None:
@@ -343,6 +376,8 @@ class DecodeBatching:
             drawn = replace(drawn, decode_s=decode_s, preempted_s=now_s - resident.preempted_at_s)
             resident.decoding_since_s, resident.preempted_at_s = now_s, None
         if finish is None:
+            size = self._block_size
+            resident.plain_until = min(num_tokens + -num_tokens % size, resident.ends_at - 1)
             effects.append(drawn)
             return
         assert resident.decoding_since_s is not None

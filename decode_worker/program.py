@@ -33,6 +33,7 @@ from pdserve.telemetry import names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
 from pdserve.wire.convert import add_token, finish_to_proto
+from pdserve.worker import messages
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.intake import key_of
@@ -104,12 +105,11 @@ class DecodeProgram(RoleProgram):
         must not overtake them."""
         effects = list(effects)
         drawn = [effect for effect in effects if isinstance(effect, fx.Drawn)]
-        if drawn:
-            rest = (
-                [effect for effect in effects if not isinstance(effect, fx.Drawn)] if len(drawn) < len(effects) else []
-            )
+        plain = [effect for effect in effects if isinstance(effect, fx.PlainDrawn)]
+        if drawn or plain:
+            rest = [effect for effect in effects if not isinstance(effect, fx.Drawn | fx.PlainDrawn)]
             super().act(effect for effect in rest if isinstance(effect, fx.PromptScored))
-            self._tell(drawn)
+            self._tell(drawn, plain)
             effects = [effect for effect in rest if not isinstance(effect, fx.PromptScored)]
         super().act(effects)
 
@@ -271,8 +271,11 @@ class DecodeProgram(RoleProgram):
         self.context.metrics.add(names.KV_MISTAKEN)
         log.error("a block does not hold what it should; its text is computed anew", extra={"error": effect.error})
 
-    def _tell(self, drawn: Iterable[fx.Drawn]) -> None:
+    def _tell(self, drawn: Iterable[fx.Drawn], plain: Iterable[fx.PlainDrawn]) -> None:
         by_router: dict[int, worker_pb2.AttachResponse] = {}
+        for columns in plain:
+            for router, tokens in messages.plain_tokens(columns):
+                by_router[router] = worker_pb2.AttachResponse(tokens=worker_pb2.Tokens(plain=tokens))
         last: AttemptKey | None = None
         row: worker_pb2.TokenRow | None = None
         is_traced = self.context.tracing.is_on

@@ -22,11 +22,13 @@ class Stage(Enum):
 class Resident:
     attempt: Attempt
     key: AttemptKey  # the attempt's
+    prompt_len: int
     ends_at: int  # tokens, prompt and output, at which its text ends if nothing ended it before
     order: int  # of arrival; the largest is the youngest
     is_local: bool
     stage: Stage
     tokens: list[int]  # prompt and output, the last drawn token included
+    end_ids: frozenset[int]  # tokens that may end its text
     hashes: list[bytes]  # of the leading full blocks, as far as anybody needed them
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # leading positions whose KV is in `blocks`
@@ -39,6 +41,8 @@ class Resident:
     ready_s: float = 0.0  # remote: when KV and first token were both there
     decoding_since_s: float | None = None  # since when it decodes, as far as that is not told; None: not yet
     preempted_at_s: float | None = None  # while no token was drawn since
+    #: While it has fewer tokens, its next one fills no block, cannot be its last by number, and reports nothing else.
+    plain_until: int = 0
     lives: tuple[int, ...] = ()  # of `blocks` when they were taken, where kv_check is on
     guesser: Guesser | None = None  # where the worker speculates
 
@@ -49,7 +53,7 @@ class Resident:
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - len(self.attempt.prompt_ids)
+        return len(self.tokens) - self.prompt_len
 
     @property
     def is_scored(self) -> bool:
@@ -64,7 +68,7 @@ class Resident:
             blocks=self.blocks,
             sample=self.attempt.sampling,
             history=self.tokens,
-            prompt_len=len(self.attempt.prompt_ids),
+            prompt_len=self.prompt_len,
             follows=index,
         )
 
@@ -77,7 +81,7 @@ class Resident:
                 blocks=self.blocks,
                 sample=self.attempt.sampling,
                 history=self.tokens,
-                prompt_len=len(self.attempt.prompt_ids),
+                prompt_len=self.prompt_len,
                 drafts=drafts,
             )
         end = self.computed + count
@@ -88,7 +92,7 @@ class Resident:
             blocks=self.blocks[: blocks_for(end, block_size)],
             sample=self.attempt.sampling if is_last else None,
             history=self.tokens if is_last else (),
-            prompt_len=len(self.attempt.prompt_ids),
+            prompt_len=self.prompt_len,
             targets=self.attempt.targets(self.computed, end) if self.is_scored else (),
             num_top=self.attempt.num_top_of_prompt or 0,
         )

@@ -63,7 +63,7 @@ class Roster:
             resident.preempted_at_s = now_s
         self.lending.release(resident)
         resident.lives = ()
-        resident.computed = resident.cached = 0
+        resident.computed = resident.cached = resident.plain_until = 0
         resident.preemptions += 1
         resident.stage = Stage.WAITING
         self.running.remove(resident)
@@ -73,6 +73,7 @@ class Roster:
 
     def remove(self, resident: Resident) -> None:
         self.lending.release(resident)
+        resident.plain_until = 0
         del self.residents[resident.key]
         for group in (self.running, self.waiting):
             if resident in group:

@@ -11,8 +11,9 @@ from typing import Final
 from kvtransfer.grants import fingerprint_from_proto, grant_from_proto, grant_to_proto
 from pdserve.core.attempt import FailureKind, RefusalReason
 from pdserve.core.durations import check_duration
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.latency import CostPrior
-from pdserve.core.types import Sampling
+from pdserve.core.types import Sampling, TokenOut
 from pdserve.v1 import worker_pb2
 from pdserve.wire import convert
 from router import commands, events
@@ -175,8 +176,9 @@ def load_to_proto(report: events.LoadReported) -> worker_pb2.Load:
 def _tokens(worker_id: str, message: worker_pb2.Tokens) -> events.TokensArrived:
     return events.TokensArrived(
         worker_id=worker_id,
-        rows=tuple(
-            [
+        rows=(
+            *_plain_rows(message.plain),
+            *(
                 events.TokenRow(
                     request_id=row.request_id,
                     attempt=row.attempt,
@@ -192,9 +194,22 @@ def _tokens(worker_id: str, message: worker_pb2.Tokens) -> events.TokensArrived:
                     cached_tokens=row.cached_tokens,
                 )
                 for row in message.rows
-            ]
+            ),
         ),
     )
+
+
+def _plain_rows(message: worker_pb2.PlainTokens) -> list[events.TokenRow]:
+    columns = message.request_ids, message.attempts, message.output_indexes, message.token_ids
+    if len(set(map(len, columns))) != 1:
+        lengths = ", ".join(str(len(column)) for column in columns)
+        raise InvalidRequest("plain", f"{lengths} values", "as many of each field")
+    return [
+        events.TokenRow(
+            request_id=request_id, attempt=attempt, output_index=index, tokens=(TokenOut(token_id=token_id),)
+        )
+        for request_id, attempt, index, token_id in zip(*columns, strict=True)
+    ]
 
 
 def sequence_of(

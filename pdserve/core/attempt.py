@@ -110,6 +110,11 @@ class EndRule:
             return True
         return token_id in sampling.stop_token_ids
 
+    def end_ids(self, sampling: Sampling) -> frozenset[int]:
+        """Every token that `finish` may end a text of this sampling with."""
+        stops = sampling.stop_token_ids
+        return self.eos_token_ids.union(stops) if stops else self.eos_token_ids
+
     def ends_with_next(self, sampling: Sampling, num_output: int, num_tokens: int) -> bool:
         """Whether the next token is the last one whatever it is, after `num_output` output tokens, `num_tokens` in all.
 

@@ -181,6 +181,15 @@ class Drawn:
         return bool(self.finish is not None or durations_s or self.preemptions or self.cached_tokens)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainDrawn:
+    """One token each of sequences that go on and have nothing else to report. The lists have equal lengths."""
+
+    keys: list[AttemptKey]
+    output_indexes: list[int]
+    token_ids: list[int]
+
+
 PrefillEffect = (
     Refused | Failed | TransferLost | Released | PromptScored | SendStarted | BlocksDone | SendAborted | FirstDrawn
 )
@@ -197,6 +206,7 @@ DecodeEffect = (
     | KvCommitted
     | KvMistaken
     | Drawn
+    | PlainDrawn
 )
 
 

@@ -11,17 +11,21 @@ from dataclasses import replace
 from typing import final
 
 from pdserve.core.errors import InternalError
-from pdserve.engine.interface import Engine, EngineSpec, Flight, KvPool, OnLayer, Row, RowOut
+from pdserve.engine.interface import Engine, EngineSpec, Flight, KvPool, OnLayer, PlainOuts, Row, RowOut, plain_out
 
 
 @final
 class LazyFlight:
     def __init__(self, engine: Engine, rows: Sequence[Row], after: LazyFlight | None) -> None:
-        self.outs: list[RowOut] | None = None
+        self.outs: Sequence[RowOut] | None = None
         self._engine, self._rows, self._after = engine, rows, after
 
-    def wait(self) -> list[RowOut]:
-        self.outs = self._engine.step([self._known(row) for row in self._rows])
+    def wait(self) -> Sequence[RowOut]:
+        """Plain outputs in the short form, as engines give them that take steps ahead by themselves."""
+        outs = self._engine.step([self._known(row) for row in self._rows])
+        token_ids = [out.drawn[0].token_id for out in outs if out.drawn]
+        is_plain = len(token_ids) == len(outs) and all(out == plain_out(out.drawn[0].token_id) for out in outs)
+        self.outs = PlainOuts(token_ids) if is_plain else outs
         self._after = None
         return self.outs
 
@@ -49,7 +53,7 @@ class LazyAhead:
     def pool(self) -> KvPool:
         return self._engine.pool
 
-    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sequence[RowOut]:
         return self._engine.step(rows, on_layer)
 
     def launch(self, rows: Sequence[Row], after: Flight | None) -> LazyFlight:

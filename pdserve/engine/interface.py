@@ -6,9 +6,10 @@ sequence, and the blocks that hold its KV. So preemption, migration and recovery
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from functools import lru_cache
+from typing import Final, Protocol, final, overload
 
 from pdserve.core.types import Sampling, TokenOut
 
@@ -100,6 +101,35 @@ class RowOut:
     failed: str | None = None
 
 
+@final
+class PlainOuts(Sequence[RowOut]):
+    """Outputs of a step in which each row drew one token and has nothing else to report: kept as the token ids."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+
+    @overload
+    def __getitem__(self, index: int) -> RowOut: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[RowOut]: ...
+    def __getitem__(self, index: int | slice) -> RowOut | Sequence[RowOut]:
+        if isinstance(index, slice):
+            return PlainOuts(self.token_ids[index])
+        return plain_out(self.token_ids[index])
+
+    def __iter__(self) -> Iterator[RowOut]:
+        return map(plain_out, self.token_ids)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@lru_cache(maxsize=1 << 16)
+def plain_out(token_id: int) -> RowOut:
+    """Output of a row that draws one token and asks for nothing else. Texts draw the same tokens again and again."""
+    return RowOut((TokenOut(token_id=token_id),))
+
+
 def kept(drawn: Sequence[TokenOut], drafts: Sequence[int]) -> tuple[TokenOut, ...]:
     """What counts of the draws at a row's positions: up to the first that is not the guess.
 
@@ -139,7 +169,7 @@ class KvPool(Protocol):
 class Flight(Protocol):
     """A step that was launched."""
 
-    def wait(self) -> list[RowOut]:
+    def wait(self) -> Sequence[RowOut]:
         """What `Engine.step` would have returned; each flight is waited for once, in the order of launching.
 
         Raises what the step raised.
@@ -154,7 +184,7 @@ class Engine(Protocol):
     @property
     def pool(self) -> KvPool: ...
 
-    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sequence[RowOut]:
         """Computes all rows, prefill chunks and decode rows mixed, and writes their KV.
 
         Returns one entry per row. A drawn token depends on the row alone (its tokens, sampling, seed and position),

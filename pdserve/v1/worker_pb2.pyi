@@ -359,10 +359,24 @@ class TransferEnded(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., is_committed: _Optional[bool] = ..., transfer_s: _Optional[float] = ..., bytes: _Optional[int] = ..., error: _Optional[str] = ..., busy_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., saved_bytes: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("rows",)
+    __slots__ = ("rows", "plain")
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_FIELD_NUMBER: _ClassVar[int]
     rows: _containers.RepeatedCompositeFieldContainer[TokenRow]
-    def __init__(self, rows: _Optional[_Iterable[_Union[TokenRow, _Mapping]]] = ...) -> None: ...
+    plain: PlainTokens
+    def __init__(self, rows: _Optional[_Iterable[_Union[TokenRow, _Mapping]]] = ..., plain: _Optional[_Union[PlainTokens, _Mapping]] = ...) -> None: ...
+
+class PlainTokens(_message.Message):
+    __slots__ = ("request_ids", "attempts", "output_indexes", "token_ids")
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    attempts: _containers.RepeatedScalarFieldContainer[int]
+    output_indexes: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., attempts: _Optional[_Iterable[int]] = ..., output_indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenRow(_message.Message):
     __slots__ = ("request_id", "attempt", "output_index", "tokens", "finish", "decode_s", "preemptions", "queue_s", "prefill_s", "cached_tokens", "decode_queue_s", "preempted_s")

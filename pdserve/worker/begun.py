@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -41,7 +42,7 @@ class Runway:
         self._batching.launched(step)
         return begun
 
-    def read(self, begun: Begun) -> list[RowOut | RowFailed]:
+    def read(self, begun: Begun) -> Sequence[RowOut | RowFailed]:
         """Launches what can follow, then waits for the step's own rows.
 
         After a failure the step ahead is dropped, since it follows draws that never were, and the rows are tried one
@@ -51,7 +52,7 @@ class Runway:
         assert flight is not None
         following = self._batching.plan_after(begun.step)
 
-        def compute() -> list[RowOut]:
+        def compute() -> Sequence[RowOut]:
             if following is not None:
                 self._next = self.launch(following, flight)
             return flight.wait()

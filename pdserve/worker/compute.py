@@ -39,14 +39,14 @@ class Isolation:
         self._probe = probe
         self._num_barren = 0  # steps in a row in which nothing succeeded and nothing could be probed
 
-    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut | RowFailed]:
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sequence[RowOut | RowFailed]:
         """One entry per row. Raises EngineBroken where even the probe fails. `on_layer` hears of the first try only."""
         engine = self._engine
         return self.run(lambda: engine.step(rows) if on_layer is None else engine.step(rows, on_layer), lambda: rows)
 
     def run(
         self, compute: Callable[[], Sequence[RowOut]], again: Callable[[], Sequence[Row | None]]
-    ) -> list[RowOut | RowFailed]:
+    ) -> Sequence[RowOut | RowFailed]:
         """As `step`, for who computes the rows in another way; `again` gives them if that fails, None for who has
         left meanwhile."""
         try:
@@ -56,8 +56,8 @@ class Isolation:
             log.error("a step failed; its rows are tried one by one", exc_info=error, extra={"rows": len(rows)})
         else:
             self._num_barren = 0
-            return list(outs)
-        entries = [RowOut() if row is None else self._alone(row) for row in rows]
+            return outs
+        entries: list[RowOut | RowFailed] = [RowOut() if row is None else self._alone(row) for row in rows]
         if all(isinstance(entry, RowFailed) for row, entry in zip(rows, entries, strict=True) if row is not None):
             if any(row is not None for row in rows):
                 self._suspect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import compress
 from typing import Final
 
 from pdserve.core import effects as fx
@@ -67,6 +68,23 @@ def prompt_scored(effect: fx.PromptScored) -> Iterator[worker_pb2.PromptScored]:
             tokens=[logprobs_to_proto(token) for token in effect.tokens[first : first + size]],
         )
         yield worker_pb2.PromptScored(request_id=effect.key.request_id, attempt=effect.key.attempt, scores=scores)
+
+
+def plain_tokens(effect: fx.PlainDrawn) -> Iterator[tuple[int, worker_pb2.PlainTokens]]:
+    """One message for each router, by the number of its stream."""
+    routers, request_ids, attempts = zip(*effect.keys, strict=True)
+    columns = request_ids, attempts, effect.output_indexes, effect.token_ids
+    for router in sorted(set(routers)):
+        if routers.count(router) < len(routers):
+            is_its = [one == router for one in routers]
+            columns_of = [list(compress(column, is_its)) for column in columns]
+        else:
+            columns_of = list(columns)
+        names, numbers, indexes, tokens = columns_of
+        yield (
+            router,
+            worker_pb2.PlainTokens(request_ids=names, attempts=numbers, output_indexes=indexes, token_ids=tokens),
+        )
 
 
 def load(account: fx.Load, *, steps: int, is_draining: bool, is_drained: bool) -> worker_pb2.Load:

@@ -24,7 +24,7 @@ from pdserve.core.phases import Phase
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.ahead import LazyAhead
 from pdserve.engine.device_defaults import with_device_defaults
-from pdserve.engine.interface import AheadEngine, Engine, OnLayer, Row, RowOut
+from pdserve.engine.interface import AheadEngine, Engine, OnLayer, PlainOuts, Row, RowOut
 from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.profiles import load_profile
 from pdserve.telemetry import names
@@ -253,8 +253,15 @@ class RoleProgram(ABC):
             entries = self._runway.read(begun)
         self._step_ended_s = ended_s = now()
         self.num_steps += 1
+        outs = entries if isinstance(entries, PlainOuts) else self._checked(step.keys, entries)
+        self.act(self.batching.apply(step, outs, ended_s))
+        self._account(step.account, outs, ended_s - started_s, ended_s)
+        return True
+
+    def _checked(self, keys: Sequence[AttemptKey], entries: Sequence[RowOut | RowFailed]) -> list[RowOut]:
+        """The rows' outputs; attempts whose rows failed end here."""
         outs: list[RowOut] = []
-        for key, entry in zip(step.keys, entries, strict=True):
+        for key, entry in zip(keys, entries, strict=True):
             if isinstance(entry, RowFailed):
                 self.act(self.batching.fail(key, FailureKind.INTERNAL, entry.message))
                 outs.append(RowOut())
@@ -263,9 +270,7 @@ class RoleProgram(ABC):
                 outs.append(RowOut())
             else:
                 outs.append(entry)
-        self.act(self.batching.apply(step, outs, ended_s))
-        self._account(step.account, outs, ended_s - started_s, ended_s)
-        return True
+        return outs
 
     def _begin(self) -> Begun | None:
         """The step that was launched ahead, else a new one; None where there is nothing to compute."""
@@ -422,7 +427,7 @@ class RoleProgram(ABC):
 
     def _account(self, account: fx.StepAccount, outs: Sequence[RowOut], step_s: float, now_s: float) -> None:
         self.observe(account, step_s)
-        num_drawn = sum(len(out.drawn) for out in outs)
+        num_drawn = len(outs) if isinstance(outs, PlainOuts) else sum(len(out.drawn) for out in outs)
         if self._measure.is_on:
             # Past each row's first draw: what is beyond it was a draft.
             num_accepted = sum(max(0, len(out.drawn) - 1) for out in outs) if account.draft_tokens else 0

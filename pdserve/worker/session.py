@@ -83,21 +83,27 @@ class Outbox:
         """The oldest message. Steps that have piled up travel as one: a router that lags behind an engine of
         thousands of steps a second is charged for the rows and not for a message each."""
         first = self._messages.popleft()
-        self._size -= _size(first)
+        self._size -= (size := _size(first))
         if first.HasField("tokens"):
-            rows = first.tokens.rows
-            while self._messages and self._messages[0].HasField("tokens") and len(rows) < MAX_MERGED_ROWS:
+            while self._messages and size < MAX_MERGED_ROWS and _may_follow(first, self._messages[0]):
                 more = self._messages.popleft()
-                self._size -= _size(more)
-                rows.extend(more.tokens.rows)
+                self._size -= (more_size := _size(more))
+                size += more_size
+                first.tokens.MergeFrom(more.tokens)
         return first
+
+
+def _may_follow(first: worker_pb2.AttachResponse, more: worker_pb2.AttachResponse) -> bool:
+    """Whether tokens of one step may be appended to those of an earlier one. Rows are read after plain tokens, so
+    plain tokens must not join a message that has rows."""
+    return more.HasField("tokens") and not (first.tokens.rows and more.tokens.HasField("plain"))
 
 
 def _size(message: worker_pb2.AttachResponse) -> int:
     """In token rows."""
     if message.HasField("prompt_scored"):
         return 1 + message.prompt_scored.ByteSize() // ROW_BYTES
-    return 1 + len(message.tokens.rows)
+    return 1 + len(message.tokens.rows) + len(message.tokens.plain.token_ids)
 
 
 @final

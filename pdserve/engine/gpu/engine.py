@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate, islice
 from typing import Any, final
 
@@ -25,7 +24,7 @@ from pdserve.engine.gpu.inputs import sampling_of
 from pdserve.engine.gpu.redraw import NO_EXTRAS, Extras, Redraw
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.gpu.tables import TableMirror
-from pdserve.engine.interface import EngineSpec, Flight, OnLayer, Row, RowOut
+from pdserve.engine.interface import EngineSpec, Flight, OnLayer, PlainOuts, Row, RowOut
 from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rows import CheckedTables, check_rows
@@ -50,13 +49,13 @@ class GraphFlight:
         self.has_drafts, self._has_logprobs = has_drafts, has_logprobs
         self._rows, self._host, self._extras, self._event = rows, host, extras, event
 
-    def wait(self) -> list[RowOut]:
+    def wait(self) -> Sequence[RowOut]:
         if self._event is not None:
             self._event.synchronize()
         count = sum(row.num_queries for row in self._rows) if self.has_drafts else len(self._rows)
         tokens = self._host[0][:count].tolist()
         if not (self.has_drafts or self._has_logprobs or self._extras.masks_of):  # nearly every step
-            return [plain_out(token) for token in tokens]
+            return PlainOuts(tokens)
         logprobs = self._host[1][:count].tolist()
         wants = [sampling_of(row).logprobs for row in self._rows]
         if self.has_drafts:
@@ -125,7 +124,7 @@ class GraphEngine:
     def memory(self) -> MemoryPlan | None:
         return self._eager.memory
 
-    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sequence[RowOut]:
         return self._launch(rows, None, on_layer).wait()
 
     def launch(self, rows: Sequence[Row], after: Flight | None) -> Flight:
@@ -205,12 +204,6 @@ class GraphEngine:
             num_output_B = np.array([row.start + 1 - row.prompt_len for row in rows], np.int64)
             asks_B |= num_output_B < min_tokens_B
         return np.flatnonzero(asks_B).tolist(), bool(samplings.has_logprobs_S[seat_B].any())
-
-
-@lru_cache(maxsize=1 << 16)
-def plain_out(token_id: int) -> RowOut:
-    """Of a row that draws one token and asks for nothing else. Texts draw the same tokens again and again."""
-    return RowOut((TokenOut(token_id=token_id),))
 
 
 def is_graph_row(row: Row, most_queries: int) -> bool:

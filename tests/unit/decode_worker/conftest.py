@@ -15,7 +15,7 @@ from decode_worker.drafting import DraftRule
 from decode_worker.step import Step
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.blocks import BlockAllocator
-from pdserve.core.effects import DecodeEffect, Drawn, LandingHeld, StepAccount
+from pdserve.core.effects import DecodeEffect, Drawn, LandingHeld, PlainDrawn, StepAccount
 from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.types import Sampling
 from pdserve.engine.ahead import LazyAhead
@@ -167,6 +167,9 @@ class Bench:
         for one in after:
             if isinstance(one, Drawn):
                 self.drawn.setdefault(one.key.request_id, []).append(one.token.token_id)
+            if isinstance(one, PlainDrawn):
+                for key, token_id in zip(one.keys, one.token_ids, strict=True):
+                    self.drawn[key.request_id].append(token_id)
         return after
 
     def end(self) -> None:

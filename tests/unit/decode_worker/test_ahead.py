@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from decode_worker.resident import Stage
-from pdserve.core.effects import Drawn, Released
+from pdserve.core.effects import Drawn, PlainDrawn, Released
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import EOT, answer
 
@@ -28,6 +28,7 @@ def test_steps_are_launched_ahead_and_draw_the_same(make_bench: Any) -> None:
         told[is_ahead] = dict(bench.drawn), finished(effects)
         assert bench.batching.blocks.num_referenced == 0
         assert (bench.num_ahead > 10) == is_ahead
+        assert any(isinstance(one, PlainDrawn) for one in effects) == is_ahead
     assert told[True] == told[False]
 
 
@@ -40,6 +41,17 @@ def test_a_text_that_ends_by_itself_gets_no_token_of_the_step_ahead(make_bench: 
     assert len(bench.drawn["a"]) == 6
     assert bench.drawn["a"] == answer(prompt, 6)
     assert sum(isinstance(one, Released) for one in effects) == 1
+
+
+def test_a_stop_token_ends_a_text_among_plain_draws(make_bench: Any) -> None:
+    for is_ahead in (False, True):
+        bench = make_bench(is_ahead=is_ahead)
+        stop = answer(LONG, 20)[7]
+        bench.offer("a", LONG, max_tokens=20, stop_token_ids=(stop,))
+        bench.offer("b", LONG, max_tokens=20)
+        assert finished(bench.run()) == {"a": FinishReason.STOP, "b": FinishReason.LENGTH}
+        assert bench.drawn["a"] == answer(LONG, 20)[: answer(LONG, 20).index(stop) + 1]
+        assert len(bench.drawn["b"]) == 20
 
 
 def test_blocks_of_who_leaves_are_lent_until_the_step_ahead_has_ended(make_bench: Any) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks.secret import ROUTER
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.types import TokenOut
 from pdserve.v1 import worker_pb2
-from router import messages
+from router import events, messages
 from router.session import WorkerSession
 from router.workers import Workers
 
@@ -64,3 +65,21 @@ def test_nonsense_is_counted() -> None:
     workers._attached["d0"] = session
     workers.received(session, worker_pb2.AttachResponse(**messages_with("queue_s", math.nan)))
     assert workers.num_invalid == 1
+
+
+def test_plain_tokens_are_rows_of_one_token() -> None:
+    plain = worker_pb2.PlainTokens(request_ids=["a", "b"], attempts=[1, 2], output_indexes=[7, 0], token_ids=[5, 6])
+    event = messages.event_of("d0", worker_pb2.AttachResponse(tokens=worker_pb2.Tokens(plain=plain)))
+    assert event == events.TokensArrived(
+        worker_id="d0",
+        rows=(
+            events.TokenRow(request_id="a", attempt=1, output_index=7, tokens=(TokenOut(token_id=5),)),
+            events.TokenRow(request_id="b", attempt=2, output_index=0, tokens=(TokenOut(token_id=6),)),
+        ),
+    )
+
+
+def test_plain_tokens_of_unequal_fields_are_refused() -> None:
+    plain = worker_pb2.PlainTokens(request_ids=["a", "b"], attempts=[1, 1], output_indexes=[7, 0], token_ids=[5])
+    with pytest.raises(InvalidRequest, match="^plain: got 2, 2, 2, 1 values, expected as many of each field$"):
+        messages.event_of("d0", worker_pb2.AttachResponse(tokens=worker_pb2.Tokens(plain=plain)))

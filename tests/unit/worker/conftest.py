@@ -144,6 +144,16 @@ def start() -> Iterator[Callable[..., Running]]:
         assert [key for key in held if key.router in each.program._routers] == [], "attempts were left behind"
 
 
+def _plain_rows(plain: worker_pb2.PlainTokens) -> list[worker_pb2.TokenRow]:
+    columns = zip(plain.request_ids, plain.attempts, plain.output_indexes, plain.token_ids, strict=True)
+    return [
+        worker_pb2.TokenRow(
+            request_id=name, attempt=attempt, output_index=index, tokens=[worker_pb2.Token(token_id=token_id)]
+        )
+        for name, attempt, index, token_id in columns
+    ]
+
+
 class Router:
     """Attach streams to workers, and what came over each."""
 
@@ -218,10 +228,11 @@ class Router:
         return (await self.wait_for(lambda: self.all(kind, request_id, role)))[0]
 
     def rows(self, request_id: str, attempt: int = 1) -> list[worker_pb2.TokenRow]:
+        """Plain tokens are given as rows too."""
         return [
             row
             for message in self.all("tokens")
-            for row in message.rows
+            for row in (*_plain_rows(message.plain), *message.rows)
             if row.request_id == request_id and row.attempt == attempt
         ]
 

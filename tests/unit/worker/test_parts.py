@@ -129,6 +129,19 @@ async def test_a_batch_is_bounded() -> None:
     assert sizes == [[0, 600, 0, 600], [0, 600]]
 
 
+async def test_steps_that_wait_are_merged_in_their_order() -> None:
+    outbox, seen = Outbox(), []
+    plain = worker_pb2.PlainTokens(request_ids=["a"], attempts=[1], output_indexes=[3], token_ids=[1])
+    row = worker_pb2.TokenRow(request_id="a", tokens=[worker_pb2.Token(token_id=2)])
+    steps = [worker_pb2.Tokens(plain=plain), worker_pb2.Tokens(plain=plain, rows=[row]), worker_pb2.Tokens(plain=plain)]
+    outbox.put([worker_pb2.AttachResponse(tokens=one) for one in steps])
+    async for message in outbox:
+        seen.append((len(message.tokens.plain.token_ids), len(message.tokens.rows)))
+        if len(seen) == 2:  # plain tokens are read before rows, so they cannot follow one
+            outbox.close()
+    assert seen == [(2, 1), (1, 0)]
+
+
 # -- the cost prior --------------------------------------------------------------------------------------------
 
 
