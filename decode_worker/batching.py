@@ -10,6 +10,7 @@ Who computes what in a step is in planning.py, who holds which blocks in roster.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import final
@@ -70,6 +71,7 @@ class DecodeBatching:
         self._check = check
         self._ended_s = 0.0  # when the last step ended, as `apply` has heard
         self._begun_s = 0.0  # when the one before it ended: since then the last step had the worker for itself
+        self._expires_at_s = math.inf  # no deadline passes before
         self.is_draining = False
 
     def __contains__(self, key: AttemptKey) -> bool:
@@ -150,6 +152,8 @@ class DecodeBatching:
             held = resident.cached // self._block_size
             effect = LandingHeld(key=attempt.key, blocks=tuple(resident.blocks[held:]), held_blocks=held)
         self.roster.add(resident)
+        if attempt.deadline_at_s is not None:
+            self._expires_at_s = min(self._expires_at_s, attempt.deadline_at_s)
         return [effect]
 
     def admit(self, key: AttemptKey, first_token: int, now_s: float) -> list[DecodeEffect] | None:
@@ -211,11 +215,17 @@ class DecodeBatching:
         return self._release(resident)
 
     def expire(self, now_s: float) -> list[DecodeEffect]:
-        late = [
-            key
-            for key, resident in self._residents.items()
-            if resident.attempt.deadline_at_s is not None and resident.attempt.is_late(now_s)
-        ]
+        if now_s < self._expires_at_s:
+            return []
+        late = [key for key, resident in self._residents.items() if resident.attempt.is_late(now_s)]
+        self._expires_at_s = min(
+            (
+                each.attempt.deadline_at_s
+                for each in self._residents.values()
+                if each.attempt.deadline_at_s is not None and not each.attempt.is_late(now_s)
+            ),
+            default=math.inf,
+        )
         return [effect for key in late for effect in self.fail(key, FailureKind.DEADLINE, "the deadline passed")]
 
     # -- steps --------------------------------------------------------------------------------------------------
