@@ -81,5 +81,5 @@ def test_plain_tokens_are_rows_of_one_token() -> None:
 
 def test_plain_tokens_of_unequal_fields_are_refused() -> None:
     plain = worker_pb2.PlainTokens(request_ids=["a", "b"], attempts=[1, 1], output_indexes=[7, 0], token_ids=[5])
-    with pytest.raises(InvalidRequest, match="^plain: got 2, 2, 2, 1 values, expected as many of each field$"):
+    with pytest.raises(InvalidRequest, match=r"^plain: got 2, 2, 2, 1 values, expected as many of each field$"):
         messages.event_of("d0", worker_pb2.AttachResponse(tokens=worker_pb2.Tokens(plain=plain)))
