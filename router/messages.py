@@ -201,9 +201,9 @@ def _tokens(worker_id: str, message: worker_pb2.Tokens) -> events.TokensArrived:
 
 def _plain_rows(message: worker_pb2.PlainTokens) -> list[events.TokenRow]:
     columns = message.request_ids, message.attempts, message.output_indexes, message.token_ids
-    if len(set(map(len, columns))) != 1:
-        lengths = ", ".join(str(len(column)) for column in columns)
-        raise InvalidRequest("plain", f"{lengths} values", "as many of each field")
+    lengths = [len(column) for column in columns]
+    if len(set(lengths)) != 1:
+        raise InvalidRequest("plain", f"{', '.join(map(str, lengths))} values", "as many of each field")
     return [
         events.TokenRow(
             request_id=request_id, attempt=attempt, output_index=index, tokens=(TokenOut(token_id=token_id),)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
-from typing import Final
+from typing import Any, Final
 
 from pdserve.core import effects as fx
 from pdserve.core.attempt import FailureKind, RefusalReason
@@ -73,18 +73,14 @@ def prompt_scored(effect: fx.PromptScored) -> Iterator[worker_pb2.PromptScored]:
 def plain_tokens(effect: fx.PlainDrawn) -> Iterator[tuple[int, worker_pb2.PlainTokens]]:
     """One message for each router, by the number of its stream."""
     routers, request_ids, attempts = zip(*effect.keys, strict=True)
-    columns = request_ids, attempts, effect.output_indexes, effect.token_ids
+    columns: list[Sequence[Any]] = [request_ids, attempts, effect.output_indexes, effect.token_ids]
     for router in sorted(set(routers)):
+        names, numbers, indexes, tokens = columns
         if routers.count(router) < len(routers):
             is_its = [one == router for one in routers]
-            columns_of = [list(compress(column, is_its)) for column in columns]
-        else:
-            columns_of = list(columns)
-        names, numbers, indexes, tokens = columns_of
-        yield (
-            router,
-            worker_pb2.PlainTokens(request_ids=names, attempts=numbers, output_indexes=indexes, token_ids=tokens),
-        )
+            names, numbers, indexes, tokens = (list(compress(column, is_its)) for column in columns)
+        plain = worker_pb2.PlainTokens(request_ids=names, attempts=numbers, output_indexes=indexes, token_ids=tokens)
+        yield router, plain
 
 
 def load(account: fx.Load, *, steps: int, is_draining: bool, is_drained: bool) -> worker_pb2.Load:
