@@ -8,6 +8,7 @@ else over gloo. Every rank makes the same calls in the same order; one that fail
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, final
@@ -26,9 +27,17 @@ _FOREVER: Final = timedelta(days=365)  # an idle rank waits for orders; it dies 
 
 
 def make_store(port: int, size: int, *, is_leader: bool, timeout_s: float) -> Any:
-    """Where ranks find each other; port 0 picks a free one. Raises RuntimeError."""
+    """Where ranks find each other; the leader's port is a free one. Raises RuntimeError.
+
+    torch's store asks nobody for a proof and would listen on every address of the host: the leader hands it a socket
+    that listens on the loopback.
+    """
     timeout = timedelta(seconds=timeout_s)
-    return _dist.TCPStore(HOST, port, size, is_leader, timeout, wait_for_workers=False)
+    if not is_leader:
+        return _dist.TCPStore(HOST, port, size, False, timeout, wait_for_workers=False)
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
+    return _dist.TCPStore(HOST, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 @final

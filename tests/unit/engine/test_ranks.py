@@ -1,7 +1,8 @@
-"""Ranks agree on a number, over gloo between two threads."""
+"""Ranks find each other and agree on a number, over gloo between two threads."""
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -21,3 +22,12 @@ def test_ranks_agree_on_the_least(numbers: tuple[int, int]) -> None:
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(agree, (0, 1), timeout=60.0)) == [min(numbers)] * 2
+
+
+def test_the_store_listens_on_the_loopback_alone() -> None:
+    """It asks for no proof. 127.0.0.2 stands for another address of the host."""
+    leader = make_store(0, 2, is_leader=True, timeout_s=20.0)
+    make_store(leader.port, 2, is_leader=False, timeout_s=20.0).set("key", "value")
+    assert leader.get("key") == b"value"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", leader.port), timeout=5.0)
