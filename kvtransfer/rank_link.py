@@ -40,19 +40,12 @@ from pdserve.core.proof import Identity
 from pdserve.core.stamps import BlockStamps
 from pdserve.v1 import rank_pb2, rank_pb2_grpc
 from pdserve.wire import peers
+from pdserve.wire.peer_server import channel_options
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES: Final = 64 * 2**20  # the blocks of a prompt of a million tokens
-OPTIONS: Final = (
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A rank whose host vanished is noticed.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
-)
+OPTIONS: Final = channel_options(MAX_MESSAGE_BYTES)
 DIAL_S: Final = 10.0
 _JOIN_S: Final = 5.0
 

@@ -24,7 +24,7 @@ import grpc.aio
 from kvtransfer.disturbance import Disturbance, make_disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.grants import fingerprint_of, grant_from_proto
-from kvtransfer.rank_link import OPTIONS
+from kvtransfer.rank_link import MAX_MESSAGE_BYTES
 from kvtransfer.rank_messages import (
     ended_report,
     key_from_proto,
@@ -37,22 +37,21 @@ from kvtransfer.receiver import StreamReceiver
 from kvtransfer.shaped import ShapedSender
 from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent, TransferKey
 from pdserve.config import WorkerConfig
-from pdserve.core.errors import PdserveError, Unauthenticated, port_in_use
+from pdserve.core.errors import PdserveError
 from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret, caller_name
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import EngineSpec, KvPool
 from pdserve.v1 import rank_pb2, rank_pb2_grpc
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
-from pdserve.wire.peers import ProofInterceptor, proven_caller
-from pdserve.wire.port_options import port_options
-from pdserve.wire.requests import RequestCheck
+from pdserve.wire.peer_server import listen, make_peer_server, server_options
+from pdserve.wire.peers import proven_caller
 
 log = logging.getLogger(__name__)
 
 EOF: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in its stubs
-PINGS: Final = ("grpc.http2.min_ping_interval_without_data_ms", 5_000)  # of an idle leader: OPTIONS
 MAX_CONNECTIONS: Final = 256  # of prefill workers' ranks, and the leader's
 IDLE_S: Final = 120.0
+OPTIONS: Final = server_options(max_message_bytes=MAX_MESSAGE_BYTES, max_connections=MAX_CONNECTIONS, idle_s=IDLE_S)
 OPEN_S: Final = 10.0  # until the first order, once the leader is there
 _JOIN_S: Final = 5.0
 _STOPPED: Final = "a source block was handed out again before this rank was told to send it"
@@ -260,16 +259,8 @@ class RankServer:
 
     async def _serve(self, add: Callable[[Any], None]) -> str:
         """HOST:PORT of a server that asks every caller for a proof. Raises ConfigError."""
-        proofs = ProofInterceptor(_abort, _rejected)
-        options = (*OPTIONS, PINGS, *port_options(max_connections=MAX_CONNECTIONS, idle_s=IDLE_S))
-        server = grpc.aio.server(interceptors=(RequestCheck(_abort, _rejected), proofs), options=options)
-        try:
-            port = server.add_insecure_port(f"{self._config.host}:0")
-        except RuntimeError:
-            port = 0
-        if port == 0:
-            raise port_in_use("host", self._config.host, 0)
-        address = f"{self._host}:{port}"
+        server, proofs = make_peer_server(OPTIONS, _rejected)
+        address = f"{self._host}:{listen(server, self._config.host, 0, 'host')}"
         proofs.serve(CallChecker(self._secret, address, partial(secrets.token_bytes, NONCE_BYTES)), server)
         add(server)
         await server.start()
@@ -311,11 +302,6 @@ def _put(
 ) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(reports.put_nowait, report)
-
-
-async def _abort(context: Any, error: PdserveError) -> None:
-    code = grpc.StatusCode.UNAUTHENTICATED if isinstance(error, Unauthenticated) else grpc.StatusCode.INVALID_ARGUMENT
-    await context.abort(code, error.message)
 
 
 def _rejected(error: PdserveError) -> None:

@@ -19,6 +19,7 @@ from pdserve.core.errors import Unauthenticated
 from pdserve.core.proof import Identity, Introduction
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.wire import peers
+from pdserve.wire.peer_server import channel_options
 
 log = logging.getLogger(__name__)
 
@@ -32,16 +33,7 @@ MAX_BATCH: Final = 64  # messages in one
 MAX_BATCH_BYTES: Final = 2**18  # a prompt that is longer than others of its batch holds them up by little
 MAX_MESSAGE_BYTES: Final = 64 * 2**20  # a snapshot of a large cache
 
-CHANNEL_OPTIONS: Final = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    # We redial ourselves; a shared subchannel would remember failures of the worker that was here before.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
-)
+CHANNEL_OPTIONS: Final = (*channel_options(MAX_MESSAGE_BYTES), ("grpc.min_reconnect_backoff_ms", 1_000))
 # How a worker of this cluster rejects a proof, and how a stranger answers that has no proofs.
 _UNPROVEN: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
 

@@ -19,22 +19,17 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
-import grpc
-
 from pdserve.config import WorkerConfig
 from pdserve.core.blocks import CacheChange
 from pdserve.core.durations import clamped_s
-from pdserve.core.errors import PdserveError, Unauthenticated, UnknownMethod, port_in_use
+from pdserve.core.errors import PdserveError
 from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret
 from pdserve.core.types import Role
-from pdserve.listening import bind_error
 from pdserve.telemetry import names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Tracing, make_tracing
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
-from pdserve.wire.peers import ProofInterceptor
-from pdserve.wire.port_options import port_options
-from pdserve.wire.requests import RequestCheck
+from pdserve.wire.peer_server import listen, make_peer_server, server_options
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.engine_thread import EngineThread
 from pdserve.worker.health import Health
@@ -55,16 +50,8 @@ STOP_GRACE_S: Final = 1.0
 MAX_MESSAGE_BYTES: Final = 16 * 2**20  # a prompt of a million tokens
 MAX_CONNECTIONS: Final = 512  # routers, prefill workers, and whoever asks for health
 CONNECTION_IDLE_S: Final = 120.0
-OPTIONS: Final = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # No age: it would end the Attach streams of routers.
-    *port_options(max_connections=MAX_CONNECTIONS, idle_s=CONNECTION_IDLE_S),
-    # A router whose host vanished is noticed, and its memory freed.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
+OPTIONS: Final = server_options(
+    max_message_bytes=MAX_MESSAGE_BYTES, max_connections=MAX_CONNECTIONS, idle_s=CONNECTION_IDLE_S
 )
 
 
@@ -89,7 +76,6 @@ class WorkerHost:
         """Raises ConfigError where the config has no cluster secret."""
         self._config, self._role, self._build = config, role, build
         self._secret = ClusterSecret(config.cluster_secret)
-        self._proofs = ProofInterceptor(_abort, self._rejected)
         self._on_fatal, self._on_stall = on_fatal, on_stall
         self._incarnation = secrets.token_hex(8)
         self._loop = asyncio.new_event_loop()
@@ -199,17 +185,8 @@ class WorkerHost:
         return self._build(context)
 
     async def _bind(self) -> int:
-        checks = (RequestCheck(_abort, self._rejected), self._proofs)
-        self._server = grpc.aio.server(interceptors=checks, options=OPTIONS)
-        where = f"{self._config.host}:{self._config.port}"
-        try:
-            port = self._server.add_insecure_port(where)
-        except RuntimeError:
-            port = 0
-        if port == 0:
-            host = self._config.host
-            raise bind_error("port", host, self._config.port) or port_in_use("port", host, self._config.port)
-        return int(port)
+        self._server, self._proofs = make_peer_server(OPTIONS, self._rejected)
+        return listen(self._server, self._config.host, self._config.port, "port")
 
     def _rejected(self, error: PdserveError) -> None:
         self._metrics.add(names.REJECTED_CALLS, reason=error.reason)
@@ -287,17 +264,6 @@ class WorkerHost:
 
     def _on_loop(self, coroutine: Any, timeout_s: float | None = None) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
-
-
-_CODES: Final[dict[type[PdserveError], grpc.StatusCode]] = {
-    UnknownMethod: grpc.StatusCode.UNIMPLEMENTED,
-    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
-}
-
-
-async def _abort(context: Any, error: PdserveError) -> None:
-    """Without the details of pdserve.wire.status: google.rpc is not installed on every worker's machine."""
-    await context.abort(_CODES.get(type(error), grpc.StatusCode.INVALID_ARGUMENT), error.message)
 
 
 async def _within(limit_s: float, farewell: Coroutine[Any, Any, None]) -> None:

@@ -1,0 +1,69 @@
+"""What the gRPC servers and channels between a cluster's own processes share: options, listening, rejections."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from pdserve.core.errors import PdserveError, Unauthenticated, UnknownMethod, port_in_use
+from pdserve.listening import bind_error
+from pdserve.wire.peers import OnRejected, ProofInterceptor
+from pdserve.wire.port_options import port_options
+from pdserve.wire.requests import RequestCheck
+
+Options = tuple[tuple[str, int], ...]
+
+# A peer whose host vanished is noticed, on long streams too.
+KEEPALIVE: Final[Options] = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_PINGS_ALLOWED: Final = ("grpc.http2.min_ping_interval_without_data_ms", 5_000)  # of an idle peer: KEEPALIVE
+_CODES: Final[dict[type[PdserveError], grpc.StatusCode]] = {
+    UnknownMethod: grpc.StatusCode.UNIMPLEMENTED,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+}
+
+
+def message_options(max_bytes: int) -> Options:
+    return (("grpc.max_receive_message_length", max_bytes), ("grpc.max_send_message_length", max_bytes))
+
+
+def channel_options(max_message_bytes: int) -> Options:
+    # A shared subchannel would remember failures of the process that was there before.
+    return (*message_options(max_message_bytes), *KEEPALIVE, ("grpc.use_local_subchannel_pool", 1))
+
+
+def server_options(*, max_message_bytes: int, max_connections: int, idle_s: float) -> Options:
+    """Without an age of connections, which would end long streams."""
+    return (
+        *message_options(max_message_bytes),
+        *port_options(max_connections=max_connections, idle_s=idle_s),
+        *KEEPALIVE,
+        _PINGS_ALLOWED,
+    )
+
+
+def make_peer_server(options: Options, on_rejected: OnRejected) -> tuple[Any, ProofInterceptor]:
+    """A grpc.aio server that rejects every call until its ProofInterceptor serves."""
+    proofs = ProofInterceptor(abort, on_rejected)
+    return grpc.aio.server(interceptors=(RequestCheck(abort, on_rejected), proofs), options=options), proofs
+
+
+def listen(server: Any, host: str, port: int, name: str) -> int:
+    """The port that `server` will listen on; 0 picks a free one. Raises ConfigError about the setting `name`."""
+    try:
+        found = int(server.add_insecure_port(f"{host}:{port}"))
+    except RuntimeError:
+        found = 0
+    if found == 0:
+        raise bind_error(name, host.strip("[]"), port) or port_in_use(name, host, port)
+    return found
+
+
+async def abort(context: Any, error: PdserveError) -> None:
+    """Without the details of pdserve.wire.status: google.rpc is not installed on every worker's machine."""
+    await context.abort(_CODES.get(type(error), grpc.StatusCode.INVALID_ARGUMENT), error.message)
