@@ -71,14 +71,7 @@ class RankLink:
         try:
             metadata = peers.prove_blocking(self._channel, introduction, DIAL_S)
             self._call: Any = rank_pb2_grpc.RankServiceStub(self._channel).Follow(self._outgoing(), metadata=metadata)
-            late = threading.Timer(DIAL_S, self._call.cancel)
-            late.start()
-            try:
-                peers.check_answer(introduction, self._call.initial_metadata())
-            except Unauthenticated as error:
-                raise _rejection(self._call) or error from None
-            finally:
-                late.cancel()
+            peers.check_call_blocking(introduction, self._call, DIAL_S)
         except (Unauthenticated, grpc.RpcError) as error:
             self.close()
             why = error.message if isinstance(error, PdserveError) else f"{error.code().name}: {error.details()}"  # type: ignore[attr-defined]
@@ -132,14 +125,6 @@ class RankLink:
         self._has_opened.set()
         if not self._is_closed:
             log.error("a tensor-parallel rank is gone", extra={"rank": self.rank, "error": error})
-
-
-def _rejection(call: Any) -> Unauthenticated | None:
-    """Why the rank has rejected the call; None where it has not."""
-    has_ended = threading.Event()
-    if call.add_callback(has_ended.set) and not has_ended.wait(peers.STATUS_S):
-        return None
-    return Unauthenticated(call.details()) if call.code() is grpc.StatusCode.UNAUTHENTICATED else None
 
 
 @final

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -38,6 +39,7 @@ from kvtransfer.shaped import ShapedSender
 from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent, TransferKey
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import PdserveError
+from pdserve.core.log_limit import LogLimit
 from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret, caller_name
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import EngineSpec, KvPool
@@ -185,6 +187,7 @@ class RankServer:
         self._thread.start()
         self._is_led, self._is_over = False, asyncio.Event()
         self._servers: list[Any] = []
+        self._rejections = LogLimit()
         self._host = config.advertise or config.host
         self.address = self._on_loop(self._serve(partial(_add_rank_service, self)))
 
@@ -259,7 +262,7 @@ class RankServer:
 
     async def _serve(self, add: Callable[[Any], None]) -> str:
         """HOST:PORT of a server that asks every caller for a proof. Raises ConfigError."""
-        server, proofs = make_peer_server(OPTIONS, _rejected)
+        server, proofs = make_peer_server(OPTIONS, self._rejected)
         address = f"{self._host}:{listen(server, self._config.host, 0, 'host')}"
         proofs.serve(CallChecker(self._secret, address, partial(secrets.token_bytes, NONCE_BYTES)), server)
         add(server)
@@ -273,6 +276,10 @@ class RankServer:
         if self._is_led:
             async with asyncio.timeout(_JOIN_S):
                 await self._is_over.wait()
+
+    def _rejected(self, error: PdserveError) -> None:
+        if count := self._rejections.due(time.monotonic()):
+            log.warning("calls to a tensor-parallel rank were rejected", extra={"reason": error.reason, "calls": count})
 
     def _on_loop(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
@@ -302,7 +309,3 @@ def _put(
 ) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(reports.put_nowait, report)
-
-
-def _rejected(error: PdserveError) -> None:
-    log.warning("a call to a tensor-parallel rank was rejected", extra={"reason": error.reason})

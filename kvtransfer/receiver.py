@@ -26,7 +26,6 @@ from kvtransfer.inbound import Inbound
 from kvtransfer.landing import Claim
 from kvtransfer.landings import Action, Answer, Landings, Sever
 from kvtransfer.lease import DEFAULT_LEASE, Lease
-from kvtransfer.log_limit import LogLimit
 from kvtransfer.memory import host_view
 from kvtransfer.parts import Part
 from kvtransfer.paths.registry import TRANSPORTS, fence_of
@@ -36,6 +35,7 @@ from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Fingerprint, Grant, OnOpen, Received, ReceiveOutcome, TransferKey
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.core.log_limit import LogLimit
 from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool

@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from pdserve.core.version import VERSION
+
 if TYPE_CHECKING:
     from pdserve.client.aio import AsyncClient as AsyncClient
     from pdserve.client.aio import AsyncStream as AsyncStream
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from pdserve.core.errors import UnknownMethod as UnknownMethod
     from pdserve.core.types import Slo as Slo
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES: Final = {
     "pdserve.client.sync": ("Client", "Stream"),

@@ -35,6 +35,8 @@ AHEADS: Final = ("auto", "on", "off")
 RANK_POOLS: Final = ("auto", "own")
 MOST_DRAFTS: Final = 15  # a row of as many and its own token is what attention computes at once
 
+LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
+
 TOKEN_ENV: Final = "PDSERVE_TOKEN"
 RAY_TOKEN_ENV: Final = "RAY_AUTH_TOKEN"  # Ray's own
 REDIS_ENV: Final = "PDSERVE_REDIS"
@@ -63,8 +65,14 @@ class WorkerConfig:
         choices=DTYPES,
     )
     tensor_parallel: int = setting(
-        "ranks that hold the model together: processes of one host, with a GPU each, if any", 1, within=(1, 64)
+        "ranks that hold the model together: processes with a GPU each, if any", 1, within=(1, 64)
     )
+    rendezvous: str = setting(
+        "HOST:PORT of this worker's host at which ranks from other hosts join (`pdserve rank HOST:PORT`); none when "
+        "empty: all ranks are here",
+        "",
+    )
+    local_ranks: int = setting("ranks on this worker's own host; 0 means all of them", 0, within=(0, 64))
     rank_pools: str = setting(
         "where ranks keep KV: auto (on a CPU in one pool that all share, on GPUs each in its own), or own",
         "auto",
@@ -138,6 +146,12 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        _check_ranks(self)
+
+    @property
+    def ranks_here(self) -> int:
+        """Of the worker's ranks, those on its own host; rank 0 is one of them."""
+        return self.local_ranks or self.tensor_parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +208,29 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.host not in ("127.0.0.1", "localhost", "::1") and not self.token:
+        if self.host not in LOOPBACK_HOSTS and not self.token:
             raise ConfigError(
                 "host", self.host, "a loopback address, or a token beside it: anyone could call this port"
             )
+
+
+def _check_ranks(config: WorkerConfig) -> None:
+    """Raises ConfigError where ranks on other hosts could not join, or could not be reached."""
+    if not config.rendezvous:
+        if config.ranks_here != config.tensor_parallel:
+            expected = f"{config.tensor_parallel} ranks, or a rendezvous at which the others join from other hosts"
+            raise ConfigError("local_ranks", config.local_ranks, expected)
+        return
+    host, _, port = config.rendezvous.rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= PORTS[1]:
+        raise ConfigError("rendezvous", repr(config.rendezvous[:128]), "HOST:PORT, with a port from 1 to 65535")
+    if not 1 <= config.local_ranks < config.tensor_parallel:
+        expected = f"1 to {config.tensor_parallel - 1} of {config.tensor_parallel} ranks beside a rendezvous"
+        raise ConfigError("local_ranks", config.local_ranks, expected)
+    reached = config.advertise or config.host
+    if reached in LOOPBACK_HOSTS and not host.startswith("127.") and host not in LOOPBACK_HOSTS:
+        expected = f"an address that other hosts reach, as the rendezvous {config.rendezvous} is: ranks there move KV"
+        raise ConfigError("host", config.host, expected)
 
 
 Config = TypeVar("Config", WorkerConfig, RouterConfig)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 import pdserve
-from pdserve.cli import chat, doctor, drain, explain, generate, plan, replay, simulate, topology, undrain, up
+from pdserve.cli import chat, doctor, drain, explain, generate, plan, rank, replay, simulate, topology, undrain, up
 from pdserve.core.errors import PdserveError, Unauthenticated
 from pdserve.core.extras import missing
 
@@ -28,6 +28,7 @@ COMMANDS: Final = {
     "replay": replay,
     "simulate": simulate,
     "plan": plan,
+    "rank": rank,
     "doctor": doctor,
 }
 

@@ -28,7 +28,8 @@ NONCE_BYTES: Final = 16
 MAC_BYTES: Final = 32
 MAX_SEEN_NONCES: Final = 65_536  # of proven calls; strangers cannot add to them
 
-Role = Literal["router", "worker", "leader"]  # leader: of a worker's tensor-parallel ranks
+# leader: of a worker's tensor-parallel ranks; rank: one that joins it from another host
+Role = Literal["router", "worker", "leader", "rank"]
 
 
 @final

@@ -16,10 +16,11 @@ import torch
 
 from pdserve.config import WorkerConfig, forget_secrets, parse_flags
 from pdserve.core.errors import PdserveError
+from pdserve.core.proof import ClusterSecret
 from pdserve.engine.current_device import use_device
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.opening import choose_device, open_rank, shared_bytes
-from pdserve.engine.parallel import MEET_S, OWN, STEP
+from pdserve.engine.parallel import MEET_S, OWN, STEP, gloo_host
 from pdserve.engine.ranks import Ranks, make_store
 from pdserve.engine.row_words import from_words
 from pdserve.engine.sharding import Shard
@@ -55,19 +56,25 @@ def main(serve: Serve | None = None) -> int:
         return 1
 
 
-def follow(rank: int, port: int, pool: str, config: WorkerConfig, serve: Serve | None = None) -> int:
+def follow(
+    rank: int, port: int, pool: str, config: WorkerConfig, serve: Serve | None = None, index: int | None = None
+) -> int:
+    """`index`: of a rank on another host than its leader, which of the host's GPUs it takes. Its groups meet the others
+    at `config.host`."""
     shard = Shard(rank, config.tensor_parallel)
     store = make_store(port, shard.size, is_leader=False, timeout_s=MEET_S)
     store.set(f"here/{rank}", "")
     memory = None if pool == OWN else HostMemory(shared_bytes(config), int(pool))
-    device = choose_device(config.device, rank)
+    device = choose_device(config.device, rank if index is None else index)
     use_device(device)
-    ranks = Ranks(shard, store, device, config.stall_s)
-    engine = open_rank(config, lambda _read, _all: None, shard, ranks, memory)
+    secret = ClusterSecret(config.cluster_secret) if config.rendezvous else None
+    host = gloo_host(config) if index is None else config.host
+    ranks = Ranks(shard, store, device, config.stall_s, host, secret)
+    engine = open_rank(config, lambda _read, _all: None, shard, ranks, memory, device=device)
     served = None if serve is None else serve(engine, config, device)
     if served is not None:
         store.set(f"address/{rank}", served.address)
-    store.set(f"loaded/{rank}", "")
+    store.set(f"loaded/{rank}", engine.spec.weights_hash)
     while True:
         order = ranks.hear()
         if order[0] != STEP:

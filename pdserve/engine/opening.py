@@ -106,20 +106,22 @@ def open_rank(
     *,
     graphs: MeasureGraphs | None = None,
     meter: Meter | None = None,
+    device: torch.device | None = None,
 ) -> TorchEngine:
     """The part of the model that a tensor-parallel rank holds; alone, all of it.
 
     `config` has a value for what depends on the device (with_device_defaults).
     `memory`: of the pool that all ranks share (`shared_bytes`), where each stores its heads of whole blocks. Without it
     the rank has a pool of its own, whose blocks hold its heads alone. `graphs` tells what the decode graphs take, where
-    the pool is what is left beside them. `meter`: of the device's memory; that of a CUDA device where None.
+    the pool is what is left beside them. `meter`: of the device's memory; that of a CUDA device where None. `device`:
+    where None, the GPU of this host that has the rank's number, if any.
     """
     began_s = time.monotonic()
     if config.threads > 0:
         torch.set_num_threads(config.threads)
     folder = Path(config.model)
     model_config = read_config(folder)
-    device, dtype = choose_device(config.device, shard.rank), choose_dtype(config.dtype, config.device)
+    device, dtype = device or choose_device(config.device, shard.rank), choose_dtype(config.dtype, config.device)
     use_device(device)
     if device.type == "cuda":
         meter = meter or CudaMeter(device)
@@ -137,7 +139,9 @@ def open_rank(
         make_spec, config, model_config, dtype, shape, name, shard if memory is None else WHOLE
     )  # of a number of blocks
     num_bytes = weight_bytes(model_config, dtype, rounding=rounding_of(config), shard=shard)
-    num_together = 1 if device.type == "cuda" else shard.size  # ranks of a host share its memory
+    num_together = (
+        1 if device.type == "cuda" else min(config.ranks_here, shard.size)
+    )  # ranks of a host share its memory
     free = available_bytes(device)
     num_blocks = explicit_blocks(config.kv_blocks, config.kv_memory_bytes, unit)
     if num_blocks is None and meter is None:

@@ -1,4 +1,7 @@
-"""One engine on several ranks of one host: this process leads, a follower process computes beside it for each other.
+"""One engine on several ranks: this process leads, a follower process computes beside it for each other.
+
+The leader starts the followers of its own host. Those of other hosts join at the rendezvous address, where there is one
+(pdserve/engine/rendezvous.py).
 
 The leader tells its followers the rows of each step, computes its own part and draws all tokens. On a CPU all ranks
 store their heads in one pool of whole blocks, which the leader made: whoever moves, caches or names blocks sees those
@@ -18,10 +21,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, Final, final
+from typing import IO, Any, Final, Protocol, final
 
 from pdserve.config import SECRET_ENV, WorkerConfig, to_flags
 from pdserve.core.errors import ConfigError, InternalError
+from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.config import read_config
@@ -31,7 +35,8 @@ from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut
 from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.engine.opening import choose_device, open_rank, shared_bytes, warmed, with_host_blocks
 from pdserve.engine.pool import TorchPool
-from pdserve.engine.ranks import Ranks, make_store
+from pdserve.engine.ranks import LOOPBACK, Ranks, make_store
+from pdserve.engine.rendezvous import Rendezvous
 from pdserve.engine.row_words import to_words
 from pdserve.engine.rows import check_rows
 from pdserve.engine.sharding import Shard, rank_config
@@ -51,16 +56,45 @@ _POLL_S: Final = 0.05
 _TAIL_BYTES: Final = 2000
 
 
+class RankProcess(Protocol):
+    """Another rank's process, on this host or another."""
+
+    rank: int
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    def check(self) -> None:
+        """Raises ConfigError with its last words where it has ended."""
+        ...
+
+    def silence(self, timeout_s: float) -> ConfigError:
+        """What to say where it has not got on for so long."""
+        ...
+
+    def end(self) -> None:
+        """Waits for its end."""
+        ...
+
+    def kill(self) -> None: ...
+
+
 @final
 class ParallelEngine:
     """`spec` and `pool` are the leader's: of whole blocks, or where ranks have pools of their own, of blocks that hold
     its heads only."""
 
     def __init__(
-        self, engine: TorchEngine, ranks: Ranks, followers: Sequence[Follower], rank_addresses: Sequence[str] = ()
+        self,
+        engine: TorchEngine,
+        ranks: Ranks,
+        followers: Sequence[RankProcess],
+        rank_addresses: Sequence[str] = (),
+        rendezvous: Rendezvous | None = None,
     ) -> None:
         """`rank_addresses`: HOST:PORT of each follower's RankService, where it has a pool of its own."""
         self._engine, self._ranks, self._followers = engine, ranks, followers
+        self._rendezvous = rendezvous
         self.rank_addresses = tuple(rank_addresses)
         self._stamps: BlockStamps | None = None
         self._broken = ""
@@ -119,6 +153,8 @@ class ParallelEngine:
             log.warning("a tensor-parallel rank was gone already")
         for follower in self._followers:
             follower.end()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         self._engine.close()
 
 
@@ -170,6 +206,9 @@ class Follower:
         if not self.is_alive:
             raise ConfigError("tensor_parallel", f"rank {self.rank} ended: {self._last_words()}", "a rank that starts")
 
+    def silence(self, timeout_s: float) -> ConfigError:
+        return ConfigError("tensor_parallel", f"rank {self.rank} silent for {timeout_s:.0f} s", "an answer")
+
     def end(self) -> None:
         try:
             self._process.wait(_JOIN_S)
@@ -193,38 +232,65 @@ def open_parallel_engine(
     config: WorkerConfig, progress: Progress | None = None, role: Role = Role.DECODE
 ) -> ParallelEngine:
     """Starts the followers and loads this rank's part. Raises ConfigError and ModelError as one rank alone would."""
-    size = config.tensor_parallel
-    rank_config(read_config(Path(config.model)), Shard(0, size))  # before anything starts
+    size, model_config = config.tensor_parallel, read_config(Path(config.model))
+    rank_config(model_config, Shard(0, size))  # before anything starts
+    secret = ClusterSecret(config.cluster_secret) if config.rendezvous else None
     store = make_store(0, size, is_leader=True, timeout_s=MEET_S)
     device = choose_device(config.device)
     config = with_device_defaults(config, role, is_gpu=device.type == "cuda")
     if device.type == "cpu":
         config = with_host_blocks(config)
-    each = dataclasses.replace(config, threads=max(1, config.threads // size) if config.threads else 0)
-    is_shared = device.type == "cpu" and config.rank_pools != "own"
+    each = dataclasses.replace(config, threads=max(1, config.threads // config.ranks_here) if config.threads else 0)
+    is_shared = device.type == "cpu" and config.rank_pools != "own" and not config.rendezvous
     memory = _shared_memory(config) if is_shared else None
     descriptor = None if memory is None else memory.descriptor
-    followers = [Follower(each, rank, store.port, descriptor) for rank in range(1, size)]
+    # First the rendezvous: where its address is not to be had, nothing else has started.
+    rendezvous = None
+    if secret is not None:
+        others = range(config.ranks_here, size)
+        rendezvous = Rendezvous(config.rendezvous, secret, store.port, others, to_flags(each))
+    followers: list[RankProcess] = [
+        Follower(each, rank, store.port, descriptor) for rank in range(1, config.ranks_here)
+    ]
+    if rendezvous is not None:
+        followers += rendezvous.ranks.values()
     try:
         _meet(store, followers)
         shard = Shard(0, size)
-        ranks = Ranks(shard, store, device, config.stall_s)
+        ranks = Ranks(shard, store, device, config.stall_s, gloo_host(config), secret)
         engine = open_rank(each, progress, shard, ranks, memory)
         _meet(store, followers, "loaded", MEET_S + config.stall_s)
+        check_weights(store, followers, engine.spec.weights_hash)
     except BaseException:
         for follower in followers:
             follower.kill()
+        if rendezvous is not None:
+            rendezvous.close()
         raise
     if memory is not None:
         engine.pool.seal()
-    log.info("tensor-parallel ranks stand", extra={"ranks": size, "pids": [one.pid for one in followers]})
+    log.info("tensor-parallel ranks stand", extra={"ranks": size, "here": config.ranks_here})
     addresses = (
         []
         if is_shared or not config.cluster_secret
         else [store.get(f"address/{one.rank}").decode() for one in followers]
     )
-    together = ParallelEngine(engine, ranks, followers, addresses)
+    together = ParallelEngine(engine, ranks, followers, addresses, rendezvous)
     return together if device.type == "cpu" else warmed(together)
+
+
+def gloo_host(config: WorkerConfig) -> str:
+    """The address of the leader's host by which its ranks' groups meet."""
+    return config.rendezvous.rpartition(":")[0].strip("[]") or LOOPBACK
+
+
+def check_weights(store: Any, followers: Sequence[RankProcess], weights_hash: str) -> None:
+    """Parts of two checkpoints would compute without an error. Raises ConfigError."""
+    for follower in followers:
+        theirs = store.get(f"loaded/{follower.rank}").decode()
+        if theirs != weights_hash:
+            seen = f"a checkpoint on rank {follower.rank} ({theirs[:16]}) that is not rank 0's ({weights_hash[:16]})"
+            raise ConfigError("model", seen, "the same files on every host")
 
 
 def _shared_memory(config: WorkerConfig) -> HostMemory:
@@ -234,12 +300,16 @@ def _shared_memory(config: WorkerConfig) -> HostMemory:
     return memory
 
 
-def _meet(store: Any, followers: Sequence[Follower], what: str = "here", timeout_s: float = MEET_S) -> None:
+def _meet(store: Any, followers: Sequence[RankProcess], what: str = "here", timeout_s: float | None = None) -> None:
     """Waits until every follower has said so, or one has ended."""
+    timeout_s = MEET_S if timeout_s is None else timeout_s
     ends_s = time.monotonic() + timeout_s
-    for follower in followers:
-        while not store.check([f"{what}/{follower.rank}"]):
+    waiting = list(followers)
+    while waiting:
+        waiting = [one for one in waiting if not store.check([f"{what}/{one.rank}"])]
+        for follower in waiting:
             follower.check()
-            if time.monotonic() > ends_s:
-                raise ConfigError("tensor_parallel", f"rank {follower.rank} silent for {timeout_s:.0f} s", "an answer")
+        if waiting and time.monotonic() > ends_s:
+            raise waiting[0].silence(timeout_s)
+        if waiting:
             time.sleep(_POLL_S)

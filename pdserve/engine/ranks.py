@@ -8,6 +8,7 @@ else over gloo. Every rank makes the same calls in the same order; one that fail
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,9 +19,11 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.core.errors import Unauthenticated
+from pdserve.core.proof import MAC_BYTES, NONCE_BYTES, ClusterSecret
 from pdserve.engine.sharding import Shard
 
-HOST: Final = "127.0.0.1"  # ranks share a host: what they exchange in each layer bears no network
+LOOPBACK: Final = "127.0.0.1"
 _FIRST_WORDS: Final = 4096  # of an order that go in one message; 32 KiB
 _dist: Any = torch.distributed  # its groups and stores are made in C++, and its stubs leave them out
 _FOREVER: Final = timedelta(days=365)  # an idle rank waits for orders; it dies with its leader
@@ -34,24 +37,42 @@ def make_store(port: int, size: int, *, is_leader: bool, timeout_s: float) -> An
     """
     timeout = timedelta(seconds=timeout_s)
     if not is_leader:
-        return _dist.TCPStore(HOST, port, size, False, timeout, wait_for_workers=False)
-    listener = socket.create_server((HOST, 0))
+        return _dist.TCPStore(LOOPBACK, port, size, False, timeout, wait_for_workers=False)
+    listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
-    return _dist.TCPStore(HOST, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+    return _dist.TCPStore(
+        LOOPBACK, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 @final
 class Ranks:
     """One rank's end of all groups. Raises RuntimeError where another rank is gone, or silent for `timeout_s`."""
 
-    def __init__(self, shard: Shard, store: Any, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        store: Any,
+        device: torch.device,
+        timeout_s: float,
+        host: str = LOOPBACK,
+        secret: ClusterSecret | None = None,
+    ) -> None:
+        """`host`: an address of this host that the others reach. With `secret`, each pair of ranks proves that both
+        know it, since gloo takes whoever connects first. Raises Unauthenticated."""
         self.shard = shard
-        self._orders = _gloo(_dist.PrefixStore("orders", store), shard, _FOREVER)
+        timeout = timedelta(seconds=timeout_s)
+        self._orders = _gloo(_dist.PrefixStore("orders", store), shard, _FOREVER, host)
+        groups = {"orders": self._orders}
         self._tensors: Any
         if device.type == "cuda":
-            self._tensors = _nccl(_dist.PrefixStore("tensors", store), shard, timedelta(seconds=timeout_s))
+            self._tensors = _nccl(_dist.PrefixStore("tensors", store), shard, timeout)
         else:
-            self._tensors = _gloo(_dist.PrefixStore("tensors", store), shard, timedelta(seconds=timeout_s))
+            self._tensors = groups["tensors"] = _gloo(_dist.PrefixStore("tensors", store), shard, timeout, host)
+        if secret is not None:
+            session = _session(store, shard)
+            for name, group in groups.items():
+                _prove(group, shard, secret, (name, session), timeout)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' tensors, in the place of this one's."""
@@ -103,9 +124,9 @@ class Ranks:
         self._orders.broadcast([x], options).wait()
 
 
-def _gloo(store: Any, shard: Shard, timeout: timedelta) -> Any:
+def _gloo(store: Any, shard: Shard, timeout: timedelta, host: str) -> Any:
     options = _dist.ProcessGroupGloo._Options()
-    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=HOST)]
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
     return _dist.ProcessGroupGloo(store, shard.rank, shard.size, options)
 
@@ -114,3 +135,26 @@ def _nccl(store: Any, shard: Shard, timeout: timedelta) -> Any:
     options = _dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return _dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)
+
+
+def _session(store: Any, shard: Shard) -> bytes:
+    """The same random bytes on every rank, new for each life of the worker."""
+    if shard.rank == 0:
+        store.set("session", secrets.token_hex(NONCE_BYTES))
+    found: bytes = store.get("session")
+    return found
+
+
+def _prove(group: Any, shard: Shard, secret: ClusterSecret, about: tuple[str, bytes], timeout: timedelta) -> None:
+    """Raises Unauthenticated where a stranger stands in the place of a rank, and RuntimeError as the group does."""
+    others = [rank for rank in range(shard.size) if rank != shard.rank]
+    heard = {rank: torch.empty(MAC_BYTES, dtype=torch.uint8) for rank in others}
+    works = []
+    for rank in others:
+        mac = secret.mac("ranks", *about, f"{shard.rank} to {rank}")
+        works += [group.send([torch.tensor(list(mac), dtype=torch.uint8)], rank, 0), group.recv([heard[rank]], rank, 0)]
+    for work in works:
+        work.wait(timeout)
+    for rank, mac_M in heard.items():
+        if not secret.matches(bytes(mac_M.tolist()), "ranks", *about, f"{rank} to {shard.rank}"):
+            raise Unauthenticated(f"what connected as rank {rank} does not know the cluster's secret")

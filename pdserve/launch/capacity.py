@@ -79,11 +79,11 @@ def footprint(
 
     A pool that is left to the worker is sized from the `free` bytes, as the worker will do.
     """
-    threads = max(1, config.threads) * config.tensor_parallel if is_on_cpu else 1
+    threads = max(1, config.threads) * config.ranks_here if is_on_cpu else 1
     if model is None:
         pool = toy_blocks(config) * CELL_BYTES * config.block_size
         return Footprint(weights=0, pool=pool, process=_TOY_PROCESS_BYTES, threads=threads)
-    process = _PROCESS_BYTES * config.tensor_parallel
+    process = _PROCESS_BYTES * config.ranks_here
     if not is_on_cpu:
         return Footprint(weights=0, pool=0, process=process, threads=threads)
     weights = 0 if stored is None else weight_bytes(config, stored)

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -76,7 +76,7 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         cores=usable_cores(),
         gpus=_gpus(),
         inject_faults=faults,
-        cluster_secret=from_env(SECRET_ENV) or secrets.token_hex(32),
+        cluster_secret=from_env(SECRET_ENV) or _own_secret(tables.values()),
         settings=tables,
         **{name: found[name] for name in ("prefill", "decode", "host", "port", "redis", "cluster") if name in found},
     )
@@ -94,6 +94,15 @@ def _check_reports(started: Sequence[Process]) -> None:
         if worker.heartbeat_s >= router.worker_silence_s:
             expected = f"less than router.worker_silence_s, which is {router.worker_silence_s:g}"
             raise ConfigError("worker.heartbeat_s", worker.heartbeat_s, expected)
+
+
+def _own_secret(tables: Iterable[Mapping[str, Any]]) -> str:
+    """A random one. Raises ConfigError where processes that we do not start need it too."""
+    if any(values.get("rendezvous") for values in tables):
+        raise ConfigError(
+            "cluster_secret", "nothing", f"one in {SECRET_ENV}, here and where ranks join the rendezvous from"
+        )
+    return secrets.token_hex(32)
 
 
 def bundled_model() -> Path:

@@ -87,7 +87,12 @@ def fixed_ports(spec: ClusterSpec, *, are_workers_here: bool) -> dict[int, tuple
     for process in processes(spec) if are_workers_here else [router(spec, ())]:
         config = process.config
         own_port = ("port", config.port) if process.module == "router" else ("port", 0)
-        for name, port in (own_port, (f"{process.module}.metrics_port", config.metrics_port)):
+        rendezvous = config.rendezvous if isinstance(config, WorkerConfig) else ""
+        for name, port in (
+            own_port,
+            (f"{process.module}.metrics_port", config.metrics_port),
+            (f"{process.module}.rendezvous", int(rendezvous.rpartition(":")[2] or 0)),
+        ):
             if port in found:
                 raise ConfigError(name, port, f"a port of its own: {found[port][0]} asks for the same")
             if port:
@@ -122,6 +127,11 @@ def worker_config(spec: ClusterSpec, index: int) -> tuple[Role, WorkerConfig]:
     given.setdefault("threads", max(1, spec.cores // (spec.prefill + spec.decode)))
     if given.get("metrics_port"):
         given["metrics_port"] = int(str(given["metrics_port"])) + index  # one host, one port for each
+    if rendezvous := str(given.get("rendezvous", "")):
+        host, _, port = rendezvous.rpartition(":")
+        given["host"] = host.strip("[]")  # ranks on other hosts meet the worker here, and move KV to and from it
+        if port.isdecimal():
+            given["rendezvous"] = f"{host}:{int(port) + index}"
     config = WorkerConfig(
         model=spec.model,
         worker_id=worker_id,
@@ -152,14 +162,14 @@ def _worker(spec: ClusterSpec, index: int) -> Process:
 
 
 def gpus_of(spec: ClusterSpec, index: int) -> tuple[str, ...]:
-    """The GPUs of worker `index`: one for each of its tensor-parallel ranks, dealt out in turn; none on a CPU.
+    """The GPUs of worker `index`: one for each of its ranks on this host, dealt out in turn; none on a CPU.
 
     Raises ConfigError where this host has fewer than the worker has ranks.
     """
     first = 0
     for at in range(index + 1):
         _, config = worker_config(spec, at)
-        wanted = 0 if config.device == "cpu" or not spec.gpus else config.tensor_parallel
+        wanted = 0 if config.device == "cpu" or not spec.gpus else config.ranks_here
         if wanted > len(spec.gpus):
             expected = f"at most {len(spec.gpus)} ranks: each needs a GPU of this host"
             raise ConfigError("tensor_parallel", wanted, expected)
@@ -169,9 +179,10 @@ def gpus_of(spec: ClusterSpec, index: int) -> tuple[str, ...]:
 
 
 def ray_resources(config: WorkerConfig, *, has_gpus: bool) -> dict[str, float]:
-    """What Ray reserves for a worker: little of a CPU, since its threads are a setting, and a GPU for each rank."""
+    """What Ray reserves for a worker: little of a CPU, since its threads are a setting, and a GPU for each rank of its
+    host."""
     takes_gpus = config.device == "cuda" or (config.device == "auto" and has_gpus)
-    return {"CPU": WORKER_CPUS, **({"GPU": float(config.tensor_parallel)} if takes_gpus else {})}
+    return {"CPU": WORKER_CPUS, **({"GPU": float(config.ranks_here)} if takes_gpus else {})}
 
 
 def _sharing(spec: ClusterSpec, index: int, config: WorkerConfig) -> WorkerConfig:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import transfer_pb2 as pdserve_dot_v1_dot_transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pdserve/v1/rank.proto\x12\npdserve.v1\x1a\x19pdserve/v1/transfer.proto\"\xf3\x01\n\rFollowRequest\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.OpenEndpointH\x00\x12,\n\x06\x65xpect\x18\x02 \x01(\x0b\x32\x1a.pdserve.v1.ExpectTransferH\x00\x12*\n\x05start\x18\x03 \x01(\x0b\x32\x19.pdserve.v1.StartTransferH\x00\x12&\n\x04push\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.PushBlocksH\x00\x12-\n\x07give_up\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.GiveUpTransferH\x00\x42\x07\n\x05order\"\x8e\x02\n\x0e\x46ollowResponse\x12,\n\x06opened\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.EndpointOpenedH\x00\x12\x30\n\x08\x65xpected\x18\x02 \x01(\x0b\x32\x1c.pdserve.v1.TransferExpectedH\x00\x12.\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x1d.pdserve.v1.RankTransferEndedH\x00\x12\x34\n\x05stats\x18\x04 \x03(\x0b\x32%.pdserve.v1.FollowResponse.StatsEntry\x1a,\n\nStatsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x08\n\x06report\"6\n\x0cOpenEndpoint\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x11\n\tis_sender\x18\x02 \x01(\x08\"1\n\x0e\x45ndpointOpened\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"K\n\x0fRankTransferKey\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"\x8d\x01\n\x0e\x45xpectTransfer\x12 \n\x05grant\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Grant\x12\r\n\x05lives\x18\x02 \x03(\x04\x12\x0e\n\x06\x63hains\x18\x03 \x03(\x06\x12\x12\n\nhas_chains\x18\x04 \x01(\x08\x12\x17\n\ndeadline_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_deadline_s\"<\n\x10TransferExpected\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.RankTransferKey\"\x91\x01\n\rStartTransfer\x12 \n\x05grant\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Grant\x12\x17\n\ndeadline_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06groups\x18\x03 \x01(\r\x12&\n\x04text\x18\x04 \x01(\x0b\x32\x18.pdserve.v1.SequenceTextB\r\n\x0b_deadline_s\"?\n\x0cSequenceText\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x0b\n\x03own\x18\x02 \x03(\x06\x12\x0e\n\x06theirs\x18\x03 \x03(\x06\"\xaf\x01\n\nPushBlocks\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.RankTransferKey\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\x12\r\n\x05lives\x18\x04 \x03(\x04\x12\x0e\n\x06\x63hains\x18\x05 \x03(\x06\x12\x0f\n\x07is_last\x18\x06 \x01(\x08\x12\x13\n\x0b\x66irst_group\x18\x07 \x01(\r\x12\x11\n\tend_group\x18\x08 \x01(\r\"I\n\x0eGiveUpTransfer\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.RankTransferKey\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"\xdf\x01\n\x11RankTransferEnded\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.RankTransferKey\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x65\x61rly_bytes\x18\x04 \x01(\x04\x12\x12\n\ntransfer_s\x18\x05 \x01(\x01\x12\x0e\n\x06\x62usy_s\x18\x06 \x01(\x01\x12\x11\n\texposed_s\x18\x07 \x01(\x01\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\r\n\x05\x66\x61ult\x18\t \x01(\t\x12\x12\n\nwire_dtype\x18\n \x01(\t2R\n\x0bRankService\x12\x43\n\x06\x46ollow\x12\x19.pdserve.v1.FollowRequest\x1a\x1a.pdserve.v1.FollowResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pdserve/v1/rank.proto\x12\npdserve.v1\x1a\x19pdserve/v1/transfer.proto\"-\n\x0bJoinRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"+\n\x0cJoinResponse\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05\x66lags\x18\x02 \x03(\t\"!\n\x11ReachStoreRequest\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\"\n\x12ReachStoreResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xf3\x01\n\rFollowRequest\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.OpenEndpointH\x00\x12,\n\x06\x65xpect\x18\x02 \x01(\x0b\x32\x1a.pdserve.v1.ExpectTransferH\x00\x12*\n\x05start\x18\x03 \x01(\x0b\x32\x19.pdserve.v1.StartTransferH\x00\x12&\n\x04push\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.PushBlocksH\x00\x12-\n\x07give_up\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.GiveUpTransferH\x00\x42\x07\n\x05order\"\x8e\x02\n\x0e\x46ollowResponse\x12,\n\x06opened\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.EndpointOpenedH\x00\x12\x30\n\x08\x65xpected\x18\x02 \x01(\x0b\x32\x1c.pdserve.v1.TransferExpectedH\x00\x12.\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x1d.pdserve.v1.RankTransferEndedH\x00\x12\x34\n\x05stats\x18\x04 \x03(\x0b\x32%.pdserve.v1.FollowResponse.StatsEntry\x1a,\n\nStatsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x08\n\x06report\"6\n\x0cOpenEndpoint\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x11\n\tis_sender\x18\x02 \x01(\x08\"1\n\x0e\x45ndpointOpened\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"K\n\x0fRankTransferKey\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"\x8d\x01\n\x0e\x45xpectTransfer\x12 \n\x05grant\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Grant\x12\r\n\x05lives\x18\x02 \x03(\x04\x12\x0e\n\x06\x63hains\x18\x03 \x03(\x06\x12\x12\n\nhas_chains\x18\x04 \x01(\x08\x12\x17\n\ndeadline_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_deadline_s\"<\n\x10TransferExpected\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.RankTransferKey\"\x91\x01\n\rStartTransfer\x12 \n\x05grant\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Grant\x12\x17\n\ndeadline_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06groups\x18\x03 \x01(\r\x12&\n\x04text\x18\x04 \x01(\x0b\x32\x18.pdserve.v1.SequenceTextB\r\n\x0b_deadline_s\"?\n\x0cSequenceText\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x0b\n\x03own\x18\x02 \x03(\x06\x12\x0e\n\x06theirs\x18\x03 \x03(\x06\"\xaf\x01\n\nPushBlocks\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.RankTransferKey\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\x12\r\n\x05lives\x18\x04 \x03(\x04\x12\x0e\n\x06\x63hains\x18\x05 \x03(\x06\x12\x0f\n\x07is_last\x18\x06 \x01(\x08\x12\x13\n\x0b\x66irst_group\x18\x07 \x01(\r\x12\x11\n\tend_group\x18\x08 \x01(\r\"I\n\x0eGiveUpTransfer\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.RankTransferKey\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"\xdf\x01\n\x11RankTransferEnded\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.RankTransferKey\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x65\x61rly_bytes\x18\x04 \x01(\x04\x12\x12\n\ntransfer_s\x18\x05 \x01(\x01\x12\x0e\n\x06\x62usy_s\x18\x06 \x01(\x01\x12\x11\n\texposed_s\x18\x07 \x01(\x01\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\r\n\x05\x66\x61ult\x18\t \x01(\t\x12\x12\n\nwire_dtype\x18\n \x01(\t2R\n\x0bRankService\x12\x43\n\x06\x46ollow\x12\x19.pdserve.v1.FollowRequest\x1a\x1a.pdserve.v1.FollowResponse(\x01\x30\x01\x32\xa3\x01\n\x11RendezvousService\x12=\n\x04Join\x12\x17.pdserve.v1.JoinRequest\x1a\x18.pdserve.v1.JoinResponse(\x01\x30\x01\x12O\n\nReachStore\x12\x1d.pdserve.v1.ReachStoreRequest\x1a\x1e.pdserve.v1.ReachStoreResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,32 +34,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FOLLOWRESPONSE_STATSENTRY']._loaded_options = None
   _globals['_FOLLOWRESPONSE_STATSENTRY']._serialized_options = b'8\001'
-  _globals['_FOLLOWREQUEST']._serialized_start=65
-  _globals['_FOLLOWREQUEST']._serialized_end=308
-  _globals['_FOLLOWRESPONSE']._serialized_start=311
-  _globals['_FOLLOWRESPONSE']._serialized_end=581
-  _globals['_FOLLOWRESPONSE_STATSENTRY']._serialized_start=527
-  _globals['_FOLLOWRESPONSE_STATSENTRY']._serialized_end=571
-  _globals['_OPENENDPOINT']._serialized_start=583
-  _globals['_OPENENDPOINT']._serialized_end=637
-  _globals['_ENDPOINTOPENED']._serialized_start=639
-  _globals['_ENDPOINTOPENED']._serialized_end=688
-  _globals['_RANKTRANSFERKEY']._serialized_start=690
-  _globals['_RANKTRANSFERKEY']._serialized_end=765
-  _globals['_EXPECTTRANSFER']._serialized_start=768
-  _globals['_EXPECTTRANSFER']._serialized_end=909
-  _globals['_TRANSFEREXPECTED']._serialized_start=911
-  _globals['_TRANSFEREXPECTED']._serialized_end=971
-  _globals['_STARTTRANSFER']._serialized_start=974
-  _globals['_STARTTRANSFER']._serialized_end=1119
-  _globals['_SEQUENCETEXT']._serialized_start=1121
-  _globals['_SEQUENCETEXT']._serialized_end=1184
-  _globals['_PUSHBLOCKS']._serialized_start=1187
-  _globals['_PUSHBLOCKS']._serialized_end=1362
-  _globals['_GIVEUPTRANSFER']._serialized_start=1364
-  _globals['_GIVEUPTRANSFER']._serialized_end=1437
-  _globals['_RANKTRANSFERENDED']._serialized_start=1440
-  _globals['_RANKTRANSFERENDED']._serialized_end=1663
-  _globals['_RANKSERVICE']._serialized_start=1665
-  _globals['_RANKSERVICE']._serialized_end=1747
+  _globals['_JOINREQUEST']._serialized_start=64
+  _globals['_JOINREQUEST']._serialized_end=109
+  _globals['_JOINRESPONSE']._serialized_start=111
+  _globals['_JOINRESPONSE']._serialized_end=154
+  _globals['_REACHSTOREREQUEST']._serialized_start=156
+  _globals['_REACHSTOREREQUEST']._serialized_end=189
+  _globals['_REACHSTORERESPONSE']._serialized_start=191
+  _globals['_REACHSTORERESPONSE']._serialized_end=225
+  _globals['_FOLLOWREQUEST']._serialized_start=228
+  _globals['_FOLLOWREQUEST']._serialized_end=471
+  _globals['_FOLLOWRESPONSE']._serialized_start=474
+  _globals['_FOLLOWRESPONSE']._serialized_end=744
+  _globals['_FOLLOWRESPONSE_STATSENTRY']._serialized_start=690
+  _globals['_FOLLOWRESPONSE_STATSENTRY']._serialized_end=734
+  _globals['_OPENENDPOINT']._serialized_start=746
+  _globals['_OPENENDPOINT']._serialized_end=800
+  _globals['_ENDPOINTOPENED']._serialized_start=802
+  _globals['_ENDPOINTOPENED']._serialized_end=851
+  _globals['_RANKTRANSFERKEY']._serialized_start=853
+  _globals['_RANKTRANSFERKEY']._serialized_end=928
+  _globals['_EXPECTTRANSFER']._serialized_start=931
+  _globals['_EXPECTTRANSFER']._serialized_end=1072
+  _globals['_TRANSFEREXPECTED']._serialized_start=1074
+  _globals['_TRANSFEREXPECTED']._serialized_end=1134
+  _globals['_STARTTRANSFER']._serialized_start=1137
+  _globals['_STARTTRANSFER']._serialized_end=1282
+  _globals['_SEQUENCETEXT']._serialized_start=1284
+  _globals['_SEQUENCETEXT']._serialized_end=1347
+  _globals['_PUSHBLOCKS']._serialized_start=1350
+  _globals['_PUSHBLOCKS']._serialized_end=1525
+  _globals['_GIVEUPTRANSFER']._serialized_start=1527
+  _globals['_GIVEUPTRANSFER']._serialized_end=1600
+  _globals['_RANKTRANSFERENDED']._serialized_start=1603
+  _globals['_RANKTRANSFERENDED']._serialized_end=1826
+  _globals['_RANKSERVICE']._serialized_start=1828
+  _globals['_RANKSERVICE']._serialized_end=1910
+  _globals['_RENDEZVOUSSERVICE']._serialized_start=1913
+  _globals['_RENDEZVOUSSERVICE']._serialized_end=2076
 # @@protoc_insertion_point(module_scope)

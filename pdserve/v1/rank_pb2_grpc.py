@@ -99,3 +99,124 @@ class RankService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class RendezvousServiceStub:
+    """Served by the leader of a worker whose ranks live on several hosts, at the worker's rendezvous address.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Join = channel.stream_stream(
+                '/pdserve.v1.RendezvousService/Join',
+                request_serializer=pdserve_dot_v1_dot_rank__pb2.JoinRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_rank__pb2.JoinResponse.FromString,
+                _registered_method=True)
+        self.ReachStore = channel.stream_stream(
+                '/pdserve.v1.RendezvousService/ReachStore',
+                request_serializer=pdserve_dot_v1_dot_rank__pb2.ReachStoreRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_rank__pb2.ReachStoreResponse.FromString,
+                _registered_method=True)
+
+
+class RendezvousServiceServicer:
+    """Served by the leader of a worker whose ranks live on several hosts, at the worker's rendezvous address.
+    """
+
+    def Join(self, request_iterator, context):
+        """A rank's process joins the worker. The stream lasts as long as both processes do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReachStore(self, request_iterator, context):
+        """One connection to the store by which the ranks' process groups are made. The store itself asks for no proof, and
+        listens on the leader's loopback.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RendezvousServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Join': grpc.stream_stream_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=pdserve_dot_v1_dot_rank__pb2.JoinRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_rank__pb2.JoinResponse.SerializeToString,
+            ),
+            'ReachStore': grpc.stream_stream_rpc_method_handler(
+                    servicer.ReachStore,
+                    request_deserializer=pdserve_dot_v1_dot_rank__pb2.ReachStoreRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_rank__pb2.ReachStoreResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pdserve.v1.RendezvousService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pdserve.v1.RendezvousService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class RendezvousService:
+    """Served by the leader of a worker whose ranks live on several hosts, at the worker's rendezvous address.
+    """
+
+    @staticmethod
+    def Join(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pdserve.v1.RendezvousService/Join',
+            pdserve_dot_v1_dot_rank__pb2.JoinRequest.SerializeToString,
+            pdserve_dot_v1_dot_rank__pb2.JoinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReachStore(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pdserve.v1.RendezvousService/ReachStore',
+            pdserve_dot_v1_dot_rank__pb2.ReachStoreRequest.SerializeToString,
+            pdserve_dot_v1_dot_rank__pb2.ReachStoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import inspect
 import secrets
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Literal, final
 
@@ -28,6 +29,8 @@ STATUS_S: Final = 1.0  # that a rejected call gets to say why
 ATTACH: Final = "/pdserve.v1.WorkerService/Attach"
 OPEN: Final = "/pdserve.v1.TransferService/Open"
 FOLLOW: Final = "/pdserve.v1.RankService/Follow"
+JOIN: Final = "/pdserve.v1.RendezvousService/Join"
+REACH_STORE: Final = "/pdserve.v1.RendezvousService/ReachStore"
 ANYONE: Final = "anyone"
 POLICY: Final[Mapping[str, Role | Literal["anyone"]]] = {
     "/grpc.health.v1.Health/Check": ANYONE,
@@ -36,6 +39,8 @@ POLICY: Final[Mapping[str, Role | Literal["anyone"]]] = {
     ATTACH: "router",
     OPEN: "worker",
     FOLLOW: "leader",
+    JOIN: "rank",
+    REACH_STORE: "rank",
 }
 OnRejected = Callable[[PdserveError], None]  # to count it
 
@@ -168,6 +173,25 @@ async def check_call(introduction: Introduction, call: Any) -> None:
                 if await call.code() is grpc.StatusCode.UNAUTHENTICATED:
                     raise Unauthenticated(str(await call.details())) from error
         raise
+
+
+def check_call_blocking(introduction: Introduction, call: Any, timeout_s: float) -> None:
+    """`check_call` over a blocking channel; a callee that is silent for `timeout_s` has proven nothing."""
+    late = threading.Timer(timeout_s, call.cancel)
+    late.start()
+    try:
+        check_answer(introduction, call.initial_metadata())
+    except Unauthenticated as error:
+        has_ended = threading.Event()
+        if call.add_callback(has_ended.set) and not has_ended.wait(STATUS_S):
+            raise
+        if call.code() is grpc.StatusCode.UNAUTHENTICATED:
+            raise Unauthenticated(call.details()) from error
+        if call.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise call from error
+        raise
+    finally:
+        late.cancel()
 
 
 def check_answer(introduction: Introduction, initial_metadata: Any) -> None:

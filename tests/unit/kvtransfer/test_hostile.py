@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, encode_text
-from kvtransfer.log_limit import LogLimit
 from kvtransfer.parts import Part
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome
+from pdserve.core.log_limit import LogLimit
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for
 from tests.unit.kvtransfer.raw import GARBAGE, RawSender, assert_still_serves, connect, expected, numbers
 

@@ -73,6 +73,17 @@ def test_each_start_makes_a_cluster_secret_of_its_own(tmp_path: Path, monkeypatc
     assert min(map(len, made)) == 64
 
 
+def test_ranks_on_other_hosts_need_a_cluster_secret_that_they_can_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PDSERVE_CLUSTER_SECRET", raising=False)
+    remote = {"tensor_parallel": 2, "local_ranks": 1, "rendezvous": "10.0.0.1:7000"}
+    with pytest.raises(ConfigError, match="cluster_secret: got nothing, expected one in PDSERVE_CLUSTER_SECRET, here"):
+        read({"worker": remote}, folder=tmp_path)
+    monkeypatch.setenv("PDSERVE_CLUSTER_SECRET", "one that both hosts know")
+    assert read({"worker": remote}, folder=tmp_path).spec.cluster_secret == "one that both hosts know"
+
+
 def test_the_cluster_secret_may_come_from_the_environment_or_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

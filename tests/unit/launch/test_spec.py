@@ -89,6 +89,23 @@ def test_each_rank_has_a_gpu() -> None:
         parallel("01", 4, 1)
 
 
+def test_ranks_on_other_hosts_take_no_gpu_here_and_a_port_for_each_worker() -> None:
+    remote = {"tensor_parallel": 4, "local_ranks": 2, "rendezvous": "10.0.0.1:7000"}
+    one = spec(prefill=1, decode=2, gpus=tuple("012345"), worker_ports=(1, 2, 3), settings={"decode_worker": remote})
+    *workers, router = processes(one)
+    assert [dict(each.env)["CUDA_VISIBLE_DEVICES"] for each in workers] == ["0", "1,2", "3,4"]
+    configs = [each.config for each in workers]
+    assert [(each.host, getattr(each, "rendezvous", "")) for each in configs] == [
+        ("127.0.0.1", ""),
+        ("10.0.0.1", "10.0.0.1:7001"),
+        ("10.0.0.1", "10.0.0.1:7002"),
+    ]
+    assert isinstance(router.config, RouterConfig)
+    assert router.config.workers == ("127.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3")
+    assert fixed_ports(one, are_workers_here=True)[7001] == ("decode_worker.rendezvous", "10.0.0.1")
+    assert ray_resources(worker_config(one, 1)[1], has_gpus=True)["GPU"] == 2.0
+
+
 def test_workers_on_one_gpu_divide_its_memory() -> None:
     assert parallel("0", 1, 1) == [("0", 0.45), ("0", 0.45)]
     assert parallel("012", 2, 2) == [("0,1", 0.45), ("2,0", 0.45)]

@@ -1,0 +1,75 @@
+"""A tensor-parallel rank on another host than its leader: joins, then does what kvtransfer.follower does.
+
+python -m kvtransfer.joining_follower HOST:PORT INDEX [FLAG ...]      started by `pdserve rank`
+
+INDEX is the GPU of this host that the rank takes. The leader tells rank and settings; flags say what differs here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from kvtransfer.follower import serve
+from pdserve.config import SECRET_ENV, WorkerConfig, forget_secrets, from_env, parse_flags
+from pdserve.core.errors import PdserveError
+from pdserve.core.proof import ClusterSecret
+from pdserve.engine.follower import follow
+from pdserve.engine.joining import Membership, own_address
+from pdserve.engine.parallel import MEET_S, OWN
+from pdserve.telemetry.logs import log_to_stderr
+
+REJECTED: Final = 2  # exit status: another try would end alike
+LOST: Final = 1  # the leader or another rank is gone
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvtransfer.joining_follower", allow_abbrev=False)
+    parser.add_argument("rendezvous")
+    parser.add_argument("index", type=int)
+    parser.add_argument("--host")
+    parser.add_argument("--advertise", default="")
+    parser.add_argument("--model")
+    parser.add_argument("--count", type=int, default=1, help="ranks of the worker on this host")
+    parser.add_argument("--wait-s", type=float, default=MEET_S)
+    args = parser.parse_args(argv)
+    log_to_stderr("rank")
+    membership: Membership | None = None
+    try:
+        secret = from_env(SECRET_ENV)
+        forget_secrets()
+        host = args.host or own_address(args.rendezvous)
+        membership = Membership(args.rendezvous, ClusterSecret(secret), args.wait_s, _lost)
+        config = dataclasses.replace(
+            parse_flags(WorkerConfig, membership.flags, "the leader"),
+            host=host,
+            local_ranks=args.count,
+            advertise=args.advertise,
+            cluster_secret=secret,
+        )
+        if args.model:
+            config = dataclasses.replace(config, model=args.model)
+        status = follow(membership.rank, membership.store_port, OWN, config, serve, args.index)
+    except (PdserveError, RuntimeError) as error:
+        text = error.message if isinstance(error, PdserveError) else str(error)
+        sys.stderr.write(f"rank: {text}\n")
+        if membership is not None:
+            membership.leave(text)
+        return REJECTED if isinstance(error, PdserveError) else LOST
+    membership.leave()
+    return status
+
+
+def _lost(why: str) -> None:
+    """An idle rank waits for the leader's next order, without end."""
+    sys.stderr.write(f"rank: the leader is gone ({why})\n")
+    sys.stderr.flush()
+    os._exit(LOST)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

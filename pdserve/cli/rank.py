@@ -1,0 +1,71 @@
+"""`pdserve rank`: the ranks of a tensor-parallel worker that live on this host, while its leader lives on another."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from typing import Final
+
+from pdserve.config import SECRET_ENV, from_env
+from pdserve.core.errors import ConfigError
+
+HELP = "join a worker whose first rank runs on another host, with ranks of this host"
+PROGRAM: Final = "kvtransfer.joining_follower"
+MAX_COUNT: Final = 63
+LOST: Final = 1  # of the program: the leader or another rank is gone
+_POLL_S: Final = 0.1
+_END_S: Final = 20.0  # that ranks get to notice that another is gone
+_AGAIN_S: Final = 1.0
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("rendezvous", metavar="HOST:PORT", help="the worker's --rendezvous")
+    add("--count", type=int, default=1, help="ranks to start, each on a GPU of its own, if there are any (1)")
+    add("--host", metavar="ADDRESS", help="address of this host that other hosts reach (the one towards HOST)")
+    add("--advertise", metavar="HOST", help="what others dial instead of --host")
+    add("--model", metavar="DIR", help="the model's folder on this host (as on the leader's)")
+    add("--wait-s", type=float, default=120.0, help="seconds to wait for a leader that is not there yet (120)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves one life of the worker after another, until the worker ends or rejects a rank."""
+    if not 1 <= args.count <= MAX_COUNT:
+        raise ConfigError("count", args.count, f"1 to {MAX_COUNT} ranks")
+    if not 0.0 < args.wait_s <= 86_400.0:
+        raise ConfigError("wait-s", args.wait_s, "seconds up to a day")
+    if not from_env(SECRET_ENV):
+        raise ConfigError(
+            "cluster_secret", "nothing", f"the cluster's secret in {SECRET_ENV}, or its file's name there"
+        )
+    while True:
+        statuses = _one_life(args)
+        if any(status not in (0, LOST) for status in statuses):
+            return 1
+        if not any(statuses):
+            return 0
+        print("the worker has lost a rank or its leader; joining again", file=sys.stderr, flush=True)
+        time.sleep(_AGAIN_S)
+
+
+def _one_life(args: argparse.Namespace) -> list[int]:
+    """Exit statuses of all ranks here: when one ends, so do the others."""
+    flags = [f"--count={args.count}", f"--wait-s={args.wait_s}"]
+    flags += [f"--{name}={value}" for name in ("host", "advertise", "model") if (value := getattr(args, name))]
+    tether = [sys.executable, "-m", "pdserve.launch.tether", str(os.getpid()), "module", PROGRAM, args.rendezvous]
+    ranks = [subprocess.Popen([*tether, str(index), *flags], stdin=subprocess.DEVNULL) for index in range(args.count)]
+    try:
+        while all(rank.poll() is None for rank in ranks):
+            time.sleep(_POLL_S)
+        ends_s = time.monotonic() + _END_S
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < ends_s:
+            time.sleep(_POLL_S)
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+    statuses = [rank.wait() for rank in ranks]
+    return [LOST if status < 0 else status for status in statuses]  # a killed one may join again

@@ -1,0 +1,158 @@
+"""The side of a rank on another host than its leader's: joins at the rendezvous address, and reaches the store by it.
+
+What the leader does: pdserve/engine/rendezvous.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final, final
+
+import grpc
+
+from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.core.proof import ClusterSecret, Identity
+from pdserve.core.version import VERSION
+from pdserve.engine.ranks import LOOPBACK
+from pdserve.engine.rendezvous import MAX_MESSAGE_BYTES, PIECE_BYTES
+from pdserve.v1 import rank_pb2, rank_pb2_grpc
+from pdserve.wire import peers
+from pdserve.wire.peer_server import channel_options
+
+log = logging.getLogger(__name__)
+
+CALL_S: Final = 10.0  # that the leader may take to answer a call
+RETRY_S: Final = 0.5  # between calls to a leader that does not listen yet
+_LAST_WORDS_S: Final = 1.0
+# While a leader is not there yet, or is there and starting.
+_NOT_YET: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+@final
+class Membership:
+    """A place among the ranks of a worker: `rank`, the leader's `flags`, and `store_port` of this host's loopback."""
+
+    def __init__(self, address: str, secret: ClusterSecret, wait_s: float, on_lost: Callable[[str], None]) -> None:
+        """Waits `wait_s` for a leader that does not listen yet. `on_lost` is called on a thread of its own, with the
+        reason, once the leader is gone, and never after leave().
+
+        Raises ConfigError where nobody listens at `address`, where it is no rendezvous, or where it has no place left;
+        and Unauthenticated where one side does not know the cluster's secret.
+        """
+        self._address, self._on_lost = address, on_lost
+        self._identity = Identity.of(secret, "rank", "rank", secrets.token_hex(8))
+        self._requests: queue.SimpleQueue[rank_pb2.JoinRequest | None] = queue.SimpleQueue()
+        self._is_leaving = False
+        self._channel = grpc.insecure_channel(self._target(peers.JOIN).target, channel_options(MAX_MESSAGE_BYTES))
+        try:
+            self._call, answer = self._join(wait_s)
+        except BaseException:
+            self._channel.close()
+            raise
+        self.rank, self.flags = int(answer.rank), list(answer.flags)
+        self._listener = socket.create_server((LOOPBACK, 0))
+        self.store_port = int(self._listener.getsockname()[1])
+        for work in (self._watch, self._accept):
+            threading.Thread(target=work, name=f"rank-{work.__name__.strip('_')}", daemon=True).start()
+
+    def leave(self, error: str = "") -> None:
+        """Tells the leader why, where something went wrong."""
+        self._is_leaving = True
+        if error:
+            self._requests.put(rank_pb2.JoinRequest(error=error))
+        self._requests.put(None)
+        ended = threading.Event()
+        if self._call.add_callback(ended.set):
+            ended.wait(_LAST_WORDS_S)
+        self._listener.close()
+        self._channel.close()
+
+    def _target(self, method: str) -> Any:
+        return peers.introduce(self._identity, method, self._address)
+
+    def _join(self, wait_s: float) -> tuple[Any, rank_pb2.JoinResponse]:
+        ends_s, has_said = time.monotonic() + wait_s, False
+        while True:
+            try:
+                call = self._proven(peers.JOIN, "Join", iter(self._requests.get, None))
+                self._requests.put(rank_pb2.JoinRequest(version=VERSION))
+                return call, next(call)
+            except grpc.RpcError as error:
+                why = f"{error.code().name}: {error.details()}"  # type: ignore[attr-defined]
+                if error.code() not in _NOT_YET:  # type: ignore[attr-defined]
+                    raise ConfigError(
+                        "rendezvous", f"{self._address}: {why}", "a worker with room for a rank"
+                    ) from None
+                if time.monotonic() > ends_s:
+                    seen = f"{self._address}: nobody answers in {wait_s:.0f} s ({why})"
+                    expected = "the --rendezvous address of a worker that is starting"
+                    raise ConfigError("rendezvous", seen, expected) from None
+            if not has_said:
+                log.info("waiting for the leader", extra={"rendezvous": self._address, "why": why})
+                has_said = True
+            time.sleep(RETRY_S)
+
+    def _proven(self, method: str, name: str, requests: Iterator[Any]) -> Any:
+        """A call whose callee has proven itself. Raises Unauthenticated and grpc.RpcError."""
+        introduction = self._target(method)
+        metadata = peers.prove_blocking(self._channel, introduction, CALL_S)
+        call = getattr(rank_pb2_grpc.RendezvousServiceStub(self._channel), name)(requests, metadata=metadata)
+        peers.check_call_blocking(introduction, call, CALL_S)
+        return call
+
+    def _watch(self) -> None:
+        why = "the leader has ended the stream"
+        try:
+            for _ in self._call:
+                pass
+        except grpc.RpcError as error:
+            why = f"{error.code().name}: {error.details()}"  # type: ignore[attr-defined]
+        if not self._is_leaving:
+            self._on_lost(why)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed by leave()
+                return
+            threading.Thread(target=self._carry, args=(connection,), name="rank-store", daemon=True).start()
+
+    def _carry(self, connection: socket.socket) -> None:
+        """One connection of torch's client to the leader's store."""
+        with connection:
+            try:
+                for response in self._proven(peers.REACH_STORE, "ReachStore", _pieces(connection)):
+                    connection.sendall(response.data)
+            except (OSError, grpc.RpcError, PdserveError) as error:  # the client sees its connection closed
+                if not self._is_leaving:
+                    log.warning("a connection to the ranks' store broke", extra={"error": str(error)})
+
+
+def own_address(rendezvous: str) -> str:
+    """The address of this host by which it reaches the leader's. Raises ConfigError."""
+    host, _, port = rendezvous.rpartition(":")
+    try:
+        [(family, *_, where), *_] = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise ConfigError("rendezvous", rendezvous, f"HOST:PORT that this host reaches ({error})") from None
+
+
+def _pieces(connection: socket.socket) -> Iterator[rank_pb2.ReachStoreRequest]:
+    while True:
+        try:
+            data = connection.recv(PIECE_BYTES)
+        except OSError:
+            return
+        if not data:
+            return
+        yield rank_pb2.ReachStoreRequest(data=data)

@@ -1,0 +1,221 @@
+"""Ranks that join from another host, for which 127.0.0.2 stands: who is let in, and what everybody is told."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from pdserve.config import WorkerConfig
+from pdserve.core.errors import ConfigError, PdserveError, Unauthenticated
+from pdserve.core.proof import ClusterSecret
+from pdserve.engine import joining, parallel, rendezvous
+from pdserve.engine.joining import Membership, own_address
+from pdserve.engine.parallel import check_weights
+from pdserve.engine.ranks import Ranks, make_store
+from pdserve.engine.rendezvous import Rendezvous
+from pdserve.engine.sharding import Shard
+from pdserve.v1 import rank_pb2_grpc
+
+TEXT = "a secret of the tests, 32 letters"
+SECRET = ClusterSecret(TEXT)
+OTHER = ClusterSecret("another secret, of another cluster")
+FLAGS = ("--model=m", "--worker-id=d0")
+
+
+def free_address(host: str = "127.0.0.1") -> str:
+    with socket.create_server((host, 0)) as probe:
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+class Leader:
+    """A store and its rendezvous, for ranks 1 to `size` - 1."""
+
+    def __init__(self, size: int = 2, address: str = "") -> None:
+        self.store = make_store(0, size, is_leader=True, timeout_s=20.0)
+        self.rejected: list[PdserveError] = []
+        self.rendezvous = Rendezvous(
+            address or free_address(), SECRET, self.store.port, range(1, size), FLAGS, self.rejected.append
+        )
+        self.address = self.rendezvous.address
+        self.ranks = self.rendezvous.ranks
+
+
+@pytest.fixture
+def lead() -> Iterator[Callable[..., Leader]]:
+    made: list[Leader] = []
+
+    def make(*args: Any) -> Leader:
+        made.append(Leader(*args))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.rendezvous.close()
+
+
+class Joined:
+    """A membership, and why its leader was lost."""
+
+    def __init__(self, address: str, secret: ClusterSecret = SECRET, wait_s: float = 20.0) -> None:
+        self.lost: list[str] = []
+        self.is_lost = threading.Event()
+        self.membership = Membership(address, secret, wait_s, self._on_lost)
+
+    def _on_lost(self, why: str) -> None:
+        self.lost.append(why)
+        self.is_lost.set()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+
+
+def test_joined_ranks_get_places_settings_and_the_store(lead: Callable[..., Leader]) -> None:
+    leader = lead(3)
+    one, two = Joined(leader.address).membership, Joined(leader.address).membership
+    assert (one.rank, two.rank) == (1, 2)
+    assert tuple(one.flags) == FLAGS
+    store = make_store(one.store_port, 3, is_leader=False, timeout_s=20.0)
+    store.set("big", "x" * 300_000)
+    assert leader.store.get("big") == b"x" * 300_000
+    with pytest.raises(ConfigError, match="all 2 ranks from other hosts have joined already"):
+        Joined(leader.address)
+    one.leave("the model is not here")
+    wait_for(lambda: not leader.ranks[1].is_alive)
+    with pytest.raises(ConfigError, match=r"rank 1 of .* left: the model is not here"):
+        leader.ranks[1].check()
+    leader.ranks[2].check()
+    two.leave()
+
+
+def test_the_leaders_end_is_told_to_its_ranks_and_a_ranks_end_to_its_leader(lead: Callable[..., Leader]) -> None:
+    leader = lead(3)
+    one, two = Joined(leader.address), Joined(leader.address)
+    one.membership._channel.close()  # as the end of its process does
+    wait_for(lambda: not leader.ranks[1].is_alive)
+    leader.rendezvous.close()
+    assert two.is_lost.wait(30.0)
+    assert len(two.lost) == 1
+    two.membership.leave()
+    assert len(two.lost) == 1
+
+
+def test_nobody_joins_or_reaches_the_store_without_the_secret(lead: Callable[..., Leader]) -> None:
+    leader = lead()
+    with pytest.raises(Unauthenticated, match="did not prove"):
+        Joined(leader.address, OTHER)
+    with grpc.insecure_channel(leader.address) as channel:
+        stub = rank_pb2_grpc.RendezvousServiceStub(channel)
+        for call in (stub.Join, stub.ReachStore):
+            with pytest.raises(grpc.RpcError) as caught:
+                next(call(iter(())))
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
+    assert [one.reason for one in leader.rejected] == ["UNAUTHENTICATED"] * 2
+    assert not leader.ranks[1].peer
+
+
+def test_what_cannot_be_joined_says_so_in_time(lead: Callable[..., Leader], monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = free_address()
+    with pytest.raises(ConfigError, match=f"{nobody}: nobody answers in 0 s"):
+        Joined(nobody, wait_s=0.0)
+    leader = lead()
+    with pytest.raises(ConfigError, match=r"rendezvous: .*\(port in use\)"):
+        Rendezvous(leader.address, SECRET, leader.store.port, [1], FLAGS)
+    with pytest.raises(ConfigError, match="an address of this machine"):
+        Rendezvous("192.0.2.1:7000", SECRET, leader.store.port, [1], FLAGS)
+    monkeypatch.setattr(joining, "VERSION", "0.0.1")
+    monkeypatch.setattr(rendezvous, "VERSION", "0.0.2")
+    with pytest.raises(ConfigError, match=r"version: got .0\.0\.1., expected .0\.0\.2."):
+        Joined(leader.address)
+
+
+def test_a_leader_that_starts_later_is_joined(lead: Callable[..., Leader]) -> None:
+    address = free_address()
+    with ThreadPoolExecutor(1) as threads:
+        joined = threads.submit(Joined, address)
+        time.sleep(0.2)  # whether the first call comes before or after it, it is joined
+        leader = lead(2, address)
+        assert joined.result(30.0).membership.rank == 1
+    assert leader.ranks[1].peer
+
+
+def test_a_host_knows_its_address_towards_another() -> None:
+    assert own_address("127.0.0.1:7000") == "127.0.0.1"
+    with pytest.raises(ConfigError, match="HOST:PORT that this host reaches"):
+        own_address("nowhere")
+
+
+@pytest.mark.parametrize("secrets", [(SECRET, SECRET), (SECRET, OTHER)])
+def test_groups_take_no_process_without_the_secret(secrets: Sequence[ClusterSecret]) -> None:
+    """gloo takes whoever connects: a rank that found the store through a stranger, or a stranger in its place."""
+    leader = make_store(0, 2, is_leader=True, timeout_s=20.0)
+
+    def meet(rank: int) -> int:
+        store = make_store(leader.port, 2, is_leader=False, timeout_s=20.0) if rank else leader
+        host = f"127.0.0.{1 + rank}"
+        ranks = Ranks(Shard(rank, 2), store, torch.device("cpu"), 20.0, host, secrets[rank])
+        return ranks.least(7 - rank)
+
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(meet, rank) for rank in (0, 1)]
+        if secrets[0] is secrets[1]:
+            assert [one.result(60.0) for one in found] == [6, 6]
+        else:
+            for one in found:
+                with pytest.raises(Unauthenticated, match="does not know the cluster's secret"):
+                    one.result(60.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"local_ranks": 1}, "local_ranks: got 1, expected 2 ranks, or a rendezvous"),
+        ({"rendezvous": "h", "local_ranks": 1}, "rendezvous: got 'h', expected HOST:PORT"),
+        ({"rendezvous": "h:0", "local_ranks": 1}, "a port from 1 to 65535"),
+        ({"rendezvous": "127.0.0.1:7"}, "local_ranks: got 0, expected 1 to 1 of 2"),
+        ({"rendezvous": "127.0.0.1:7", "local_ranks": 2}, "local_ranks: got 2, expected 1 to 1 of 2"),
+        ({"rendezvous": "10.0.0.1:7", "local_ranks": 1}, "host: got 127.0.0.1, expected an address that other hosts"),
+    ],
+)
+def test_settings_that_no_rank_could_join_by_are_rejected(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        WorkerConfig(model="toy", worker_id="w", tensor_parallel=2, **settings)
+
+
+BUNDLED = Path(__file__).parents[3] / "pdserve/models/stdlib-5m"
+
+
+def test_a_rank_that_never_comes_ends_the_start(
+    open_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "MEET_S", 0.2)
+    address = free_address()
+    remote = {"tensor_parallel": 2, "local_ranks": 1, "rendezvous": address}
+    with pytest.raises(ConfigError, match=f"rank 1 has not joined at {address} in 0 s, expected `pdserve rank"):
+        open_engine(BUNDLED, cluster_secret=TEXT, **remote)
+    with pytest.raises(ConfigError, match="cluster_secret"):
+        open_engine(BUNDLED, **remote)
+    assert isinstance(Leader(2, address).rendezvous, Rendezvous), "the address is free again"
+
+
+def test_another_checkpoint_on_another_host_is_rejected(lead: Callable[..., Leader]) -> None:
+    """Parts of two models would compute together, and say nonsense."""
+    leader = lead(3)
+    for rank, name in ((1, "a" * 64), (2, "b" * 64)):
+        leader.store.set(f"loaded/{rank}", name)
+    ranks = list(leader.ranks.values())
+    check_weights(leader.store, ranks[:1], "a" * 64)
+    with pytest.raises(ConfigError, match=r"rank 2 \(bbbbbbbbbbbbbbbb\) .*, expected the same files on every host"):
+        check_weights(leader.store, ranks, "a" * 64)
