@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from typing import final
 
 from decode_worker.resident import Resident
-from decode_worker.step import Step
+from decode_worker.step import Chain, Step, places_in
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.effects import StepAccount
+from pdserve.engine.interface import NEW_ROW
 
 
 def step_after(
-    step: Step, running: Sequence[Resident], blocks: BlockAllocator, *, block_size: int, max_batch: int
+    step: Step, running: Sequence[Resident], blocks: BlockAllocator, *, number: int, block_size: int, max_batch: int
 ) -> Step | None:
     """The step that follows `step`, which runs; None where it must wait for what that draws.
 
@@ -28,48 +29,55 @@ def step_after(
     """
     if step.reading or step.drafts is not None or len(running) > max_batch:
         return None
-    rows_of = {id(resident): index for index, resident in enumerate(step.decoding)}
-    decoding: list[Resident] = []
-    follows: list[int | None] = []
-    for resident in running:
-        index, num_tokens = rows_of.get(id(resident)), len(resident.tokens)
-        if num_tokens - resident.computed != 1:
+    places = places_in(step, running)
+    starts = [len(each.tokens) for each in running]
+    # The others have a block for their next position, and more than one token to go.
+    unsure = [
+        index
+        for index, (resident, start, place) in enumerate(zip(running, starts, places, strict=True))
+        if start >= resident.plain_until or place == NEW_ROW
+    ]
+    leaving: set[int] = set()
+    short: list[Resident] = []
+    for index in unsure:
+        resident, is_new = running[index], places[index] == NEW_ROW
+        if resident.remaining != 1:
             return None
-        if index is not None:
-            if resident.attempt.sampling.needs_history:
-                return None
-            if num_tokens + 1 >= resident.ends_at:
-                continue  # this draw is its last
-        decoding.append(resident)
-        follows.append(index)
-    if not any(index is not None for index in follows) or not _extend(decoding, follows, blocks, block_size):
+        if is_new:
+            starts[index] -= 1
+        elif starts[index] + 1 >= resident.ends_at:
+            leaving.add(index)  # the draw of the running step is its last
+            continue
+        if starts[index] == len(resident.blocks) * block_size:
+            short.append(resident)
+    decoding = list(running)
+    if leaving:
+        staying = [index for index in range(len(running)) if index not in leaving]
+        decoding = [running[index] for index in staying]
+        places, starts = [places[index] for index in staying], [starts[index] for index in staying]
+    if list(places).count(NEW_ROW) == len(places):
         return None
-    computed = sum(each.computed + (index is not None) for each, index in zip(decoding, follows, strict=True))
+    fresh = blocks.allocate(len(short))
+    if fresh is None:
+        return None
+    for resident, block in zip(short, fresh, strict=True):
+        resident.blocks.append(block)
     account = StepAccount(
         decode_rows=len(decoding),
-        context_tokens=computed,
+        context_tokens=sum(starts),
         prefill_tokens=0,
         prefill_token_context=0.0,
         draft_tokens=0,
     )
-    return Step(decoding=decoding, drafts=None, reading=[], account=account, block_size=block_size, follows=follows)
-
-
-def _extend(
-    decoding: Sequence[Resident], follows: Sequence[int | None], blocks: BlockAllocator, block_size: int
-) -> bool:
-    """Gives each row a block for the position that it computes; nothing changes where there are too few."""
-    short = [
-        each
-        for each, index in zip(decoding, follows, strict=True)
-        if each.computed + (index is not None) == len(each.blocks) * block_size
-    ]
-    fresh = blocks.allocate(len(short))
-    if fresh is None:
-        return False
-    for each, block in zip(short, fresh, strict=True):
-        each.blocks.append(block)
-    return True
+    return Step(
+        decoding=decoding,
+        drafts=None,
+        reading=[],
+        account=account,
+        block_size=block_size,
+        number=number,
+        chain=Chain(before=step.number, places=places, starts=starts, is_ahead=True),
+    )
 
 
 @final

@@ -279,6 +279,7 @@ class DecodeBatching:
 
     def dropped(self, step: Step) -> None:
         """A launched step has ended and its draws are not wanted; its positions will be computed again."""
+        self._planner.dropped()
         self.roster.lending.ended(step)
 
     # -- many steps at once: for who has the time of a step in closed form, and no engine --------------------------
@@ -296,14 +297,12 @@ class DecodeBatching:
         drawn = [token.token_id] * count
         for resident in step.decoding:
             tokens, computed = resident.tokens, resident.computed
-            is_plain = resident.num_drawn > 0 and resident.preempted_at_s is None
+            is_plain = resident.decoding_since_s is not None and resident.preempted_at_s is None
             if is_plain and len(tokens) + count < resident.ends_at and computed % size + count < size:
                 tokens += drawn  # nearly every row of a run
-                resident.num_drawn += count
                 resident.computed = computed + count
                 continue
             tokens += drawn[1:]
-            resident.num_drawn += count - 1
             self.roster.advance(resident, count)
             self._draw(resident, token, now_s, effects)
         return effects
@@ -350,8 +349,7 @@ class DecodeBatching:
     ) -> tuple[PlainDrawn, list[RowOut], list[tuple[Resident, int]]]:
         """Adds the tokens that only lengthen a text: nearly all. The other rows' outputs, and whose they are, are left
         for `apply`."""
-        keys: list[AttemptKey] = []
-        output_indexes: list[int] = []
+        told: list[Resident] = []
         plain_ids: list[int] = []
         outs: list[RowOut] = []
         shares: list[tuple[Resident, int]] = []
@@ -364,17 +362,19 @@ class DecodeBatching:
                 continue
             tokens.append(token_id)
             resident.computed = num_tokens
-            resident.num_drawn += 1
-            keys.append(resident.key)
-            output_indexes.append(num_tokens - resident.prompt_len)
+            told.append(resident)
             plain_ids.append(token_id)
-        return PlainDrawn(keys=keys, output_indexes=output_indexes, token_ids=plain_ids), outs, shares
+        drawn = PlainDrawn(
+            keys=[each.key for each in told],
+            output_indexes=[each.computed - each.prompt_len for each in told],
+            token_ids=plain_ids,
+        )
+        return drawn, outs, shares
 
     def _draw(self, resident: Resident, token: TokenOut, now_s: float, effects: list[DecodeEffect]) -> None:
         """Adds what the token means."""
         attempt, tokens = resident.attempt, resident.tokens
         tokens.append(token.token_id)
-        resident.num_drawn += 1
         num_tokens = len(tokens)
         num_output = num_tokens - resident.prompt_len
         finish = self._end_rule.finish(attempt.sampling, token.token_id, num_output, num_tokens)

@@ -15,7 +15,7 @@ from decode_worker.chunking import ChunkRule
 from decode_worker.drafter import Drafter
 from decode_worker.resident import Resident, Stage
 from decode_worker.roster import Roster
-from decode_worker.step import Step
+from decode_worker.step import Chain, Step, places_in
 from pdserve.core.effects import StepAccount
 from pdserve.core.memory_price import held_share
 
@@ -28,30 +28,38 @@ class Planner:
         self._chunks = chunks
         self._drafter = drafter
         self._is_short = False  # memory ended in the last plan, so that nobody could start
+        self._num_steps = 0
+        self._last: Step | None = None  # the newest one, if it had plain decode rows alone
         self.is_starved = False  # the oldest waiting one finds no memory
 
     def plan(self, now_s: float) -> Step:
         """The next step. No rows: nothing can be computed now."""
         roster = self._roster
         decoding, self._is_short = self._grow(now_s)
-        context_tokens = sum(resident.computed for resident in decoding)
-        tpot_s = min((each.attempt.tpot_s for each in decoding if each.attempt.tpot_s is not None), default=None)
+        starts = [resident.computed for resident in decoding]
+        context_tokens = sum(starts)
+        tpot_s = None
+        if roster.num_with_tpot:
+            tpot_s = min((each.attempt.tpot_s for each in decoding if each.attempt.tpot_s is not None), default=None)
+        reading: list[tuple[Resident, int]] = []
         everyone_decodes = len(decoding) == len(roster.running)
         unread = [] if everyone_decodes else [each for each in roster.running[: self._max_batch] if each.remaining > 1]
-        budget = self._chunks.tokens(
-            rows=len(decoding),
-            context_tokens=context_tokens,
-            tpot_s=tpot_s,
-            cached=unread[0].computed if unread else 0,
-            held_share=held_share(context_tokens, len(decoding), roster.blocks.num_blocks, roster.block_size),
-        )
-        reading: list[tuple[Resident, int]] = []
-        for resident in self._readers(unread, now_s, may_start=not self._is_short):
-            count = min(resident.remaining, budget)
-            reading.append((resident, count))
-            budget -= count
-            if budget == 0:
-                break
+        if unread or roster.waiting:
+            budget = self._chunks.tokens(
+                rows=len(decoding),
+                context_tokens=context_tokens,
+                tpot_s=tpot_s,
+                cached=unread[0].computed if unread else 0,
+                held_share=held_share(context_tokens, len(decoding), roster.blocks.num_blocks, roster.block_size),
+            )
+            for resident in self._readers(unread, now_s, may_start=not self._is_short):
+                count = min(resident.remaining, budget)
+                reading.append((resident, count))
+                budget -= count
+                if budget == 0:
+                    break
+        else:
+            self.is_starved = False
         drafts = None
         if self._drafter is not None and decoding and not reading:
             drafts = self._drafter.draft(decoding, context_tokens, tpot_s)
@@ -62,19 +70,49 @@ class Planner:
             prefill_token_context=sum(count * (resident.computed + count / 2) for resident, count in reading),
             draft_tokens=0 if drafts is None else sum(map(len, drafts)),
         )
-        return Step(decoding=decoding, drafts=drafts, reading=reading, account=account, block_size=roster.block_size)
+        step = Step(
+            decoding=decoding,
+            drafts=drafts,
+            reading=reading,
+            account=account,
+            block_size=roster.block_size,
+            number=self._next_number(),
+        )
+        if step.is_plain:
+            last = self._last
+            step.chain = Chain(
+                before=0 if last is None else last.number,
+                places=places_in(last, decoding),
+                starts=starts,
+                is_ahead=False,
+            )
+        self._last = step if step.is_plain else None
+        return step
 
     def plan_after(self, step: Step) -> Step | None:
         """The step that follows the running `step`, before its draws are known; None where it must wait for them."""
-        if self._drafter is not None or self._is_short or self._roster.waiting:
+        roster = self._roster
+        if self._drafter is not None or self._is_short or roster.waiting or roster.num_needing_history:
             return None
-        return step_after(
+        following = step_after(
             step,
-            self._roster.running,
-            self._roster.blocks,
-            block_size=self._roster.block_size,
+            roster.running,
+            roster.blocks,
+            number=self._next_number(),
+            block_size=roster.block_size,
             max_batch=self._max_batch,
         )
+        if following is not None:
+            self._last = following
+        return following
+
+    def dropped(self) -> None:
+        """A planned step is not computed, so none continues it."""
+        self._last = None
+
+    def _next_number(self) -> int:
+        self._num_steps += 1
+        return self._num_steps
 
     def run_length(self, step: Step) -> int:
         """How many steps of exactly these rows may follow each other, this one included; 0: it is more than rows.
@@ -89,7 +127,7 @@ class Planner:
             return 0
         longest = size
         for each in decoding:
-            if each.num_drawn == 0 or each.preempted_at_s is not None:
+            if each.decoding_since_s is None or each.preempted_at_s is not None:
                 return 0  # its next token has things to tell
             left = min(size - each.computed % size, each.ends_at - len(each.tokens))
             if left < longest:

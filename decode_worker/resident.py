@@ -8,7 +8,7 @@ from enum import Enum
 
 from decode_worker.speculation import Guesser
 from pdserve.core.attempt import Attempt, AttemptKey, blocks_for
-from pdserve.engine.interface import PENDING, Row
+from pdserve.engine.interface import Row
 
 
 class Stage(Enum):
@@ -35,7 +35,6 @@ class Resident:
     cached: int = 0  # of them, found in the prefix cache when it last started
     first_token: int | None = None  # drawn by the prefill worker
     has_landed: bool = False
-    num_drawn: int = 0  # tokens that this attempt drew here
     preemptions: int = 0
     started_s: float | None = None  # when computing first began
     ready_s: float = 0.0  # remote: when KV and first token were both there
@@ -59,18 +58,6 @@ class Resident:
     def is_scored(self) -> bool:
         """It reads its prompt for the prompt's logprobs too, from the beginning: a cache holds none."""
         return self.is_local and self.num_output == 0 and self.attempt.num_top_of_prompt is not None
-
-    def row_after(self, index: int) -> Row:
-        """The position after the one that a running step computes as its row `index`."""
-        return Row(
-            tokens=(PENDING,),
-            start=self.computed + 1,
-            blocks=self.blocks,
-            sample=self.attempt.sampling,
-            history=self.tokens,
-            prompt_len=self.prompt_len,
-            follows=index,
-        )
 
     def row(self, count: int, block_size: int, drafts: Sequence[int] = ()) -> Row:
         """Its next `count` positions; the row draws if no more remain, and may then have drafts."""

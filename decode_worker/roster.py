@@ -27,6 +27,8 @@ class Roster:
         self._check = check
         self.num_arrived = 0
         self.num_preemptions = 0
+        self.num_needing_history = 0  # running ones whose next token depends on which came before
+        self.num_with_tpot = 0  # running ones with a promised time per token
         self.num_changes = 0  # while it stands still, so does the membership of the steps
 
     # -- membership ---------------------------------------------------------------------------------------------
@@ -55,7 +57,13 @@ class Roster:
     def _run(self, resident: Resident) -> None:
         resident.stage = Stage.RUNNING
         insort(self.running, resident, key=_age)
+        self._count(resident, 1)
         self.num_changes += 1
+
+    def _count(self, resident: Resident, sign: int) -> None:
+        attempt = resident.attempt
+        self.num_needing_history += sign * attempt.sampling.needs_history
+        self.num_with_tpot += sign * (attempt.tpot_s is not None)
 
     def preempt(self, resident: Resident, now_s: float) -> None:
         """It gives its memory back and waits to be computed anew."""
@@ -67,6 +75,7 @@ class Roster:
         resident.preemptions += 1
         resident.stage = Stage.WAITING
         self.running.remove(resident)
+        self._count(resident, -1)
         insort(self.waiting, resident, key=_age)
         self.num_preemptions += 1
         self.num_changes += 1
@@ -75,9 +84,11 @@ class Roster:
         self.lending.release(resident)
         resident.plain_until = 0
         del self.residents[resident.key]
-        for group in (self.running, self.waiting):
-            if resident in group:
-                group.remove(resident)
+        if resident in self.running:
+            self.running.remove(resident)
+            self._count(resident, -1)
+        elif resident in self.waiting:
+            self.waiting.remove(resident)
         self.num_changes += 1  # what it held, another may take
 
     # -- memory -------------------------------------------------------------------------------------------------
@@ -153,6 +164,8 @@ class Roster:
             assert not resident.blocks or stage is not Stage.WAITING, resident
             assert len(resident.blocks) * size >= resident.computed, resident
             assert resident.computed <= len(resident.tokens), resident
+        assert self.num_needing_history == sum(each.attempt.sampling.needs_history for each in self.running)
+        assert self.num_with_tpot == sum(each.attempt.tpot_s is not None for each in self.running)
         for group in (self.running, self.waiting):
             assert [each.order for each in group] == sorted(each.order for each in group)
             assert all(self.residents.get(each.key) is each for each in group)

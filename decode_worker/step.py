@@ -5,14 +5,24 @@ A simulator never asks: it has no engine, and rows of a long prompt are copies o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from decode_worker.resident import Resident, Stage
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.effects import StepAccount
-from pdserve.engine.interface import Row
+from pdserve.engine.interface import NEW_ROW, PENDING, ChainedRows, Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """How the rows of a step of plain decode rows continue those of the step numbered `before`; see ChainedRows."""
+
+    before: int
+    places: Sequence[int]  # for each of `decoding`
+    starts: Sequence[int]  # the position that each of `decoding` computes
+    is_ahead: bool
 
 
 @dataclass(kw_only=True)  # no slots: of cached_property
@@ -24,11 +34,17 @@ class Step:
     reading: list[tuple[Resident, int]]
     account: StepAccount
     block_size: int
-    follows: list[int | None] | None = None  # for each of `decoding`: whose draw in the step before is its token
+    number: int
+    chain: Chain | None = None
 
     @property
     def is_empty(self) -> bool:
         return not self.decoding and not self.reading
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has decode rows of one token each and no others."""
+        return bool(self.decoding) and not self.reading and self.drafts is None
 
     def shares(self) -> Iterator[tuple[Resident, int]]:
         """Each sequence and how many of its positions are computed, drafts aside; in the order of `rows`."""
@@ -49,17 +65,41 @@ class Step:
         return again
 
     @cached_property
-    def rows(self) -> list[Row]:
+    def rows(self) -> Sequence[Row]:
         """For the engine, as of when they are first asked for: before anything else changes."""
         size = self.block_size
-        if self.follows is not None:
-            rows = [
-                resident.row(1, size) if index is None else resident.row_after(index)
-                for resident, index in zip(self.decoding, self.follows, strict=True)
-            ]
-        elif self.drafts is None:
+        if self.chain is not None:
+            chain = self.chain
+            return ChainedRows(
+                self._chained, chain.places, number=self.number, before=chain.before, is_ahead=chain.is_ahead
+            )
+        if self.drafts is None:
             rows = [resident.row(1, size) for resident in self.decoding]
         else:
             rows = [resident.row(1, size, each) for resident, each in zip(self.decoding, self.drafts, strict=True)]
         rows += [resident.row(count, size) for resident, count in self.reading]
         return rows
+
+    def _chained(self, index: int) -> Row:
+        assert self.chain is not None
+        resident, start, place = self.decoding[index], self.chain.starts[index], self.chain.places[index]
+        is_pending = self.chain.is_ahead and place != NEW_ROW
+        return Row(
+            tokens=(PENDING,) if is_pending else resident.tokens[start : start + 1],
+            start=start,
+            blocks=resident.blocks,
+            sample=resident.attempt.sampling,
+            history=resident.tokens,
+            prompt_len=resident.prompt_len,
+            follows=place if is_pending else None,
+        )
+
+
+def places_in(step: Step | None, decoding: Sequence[Resident]) -> Sequence[int]:
+    """For each of `decoding`, its place among the decode rows of `step`, or NEW_ROW."""
+    if step is None:
+        return [NEW_ROW] * len(decoding)
+    if decoding == step.decoding:  # nearly always, in a steady batch
+        return range(len(decoding))
+    place_of = {resident: place for place, resident in enumerate(step.decoding)}
+    return [place_of.get(resident, NEW_ROW) for resident in decoding]

@@ -18,7 +18,7 @@ from pdserve.engine.interface import Engine, EngineSpec, Flight, KvPool, OnLayer
 class LazyFlight:
     def __init__(self, engine: Engine, rows: Sequence[Row], after: LazyFlight | None) -> None:
         self.outs: Sequence[RowOut] | None = None
-        self._engine, self._rows, self._after = engine, rows, after
+        self._engine, self._rows, self._after = engine, list(rows), after
 
     def wait(self) -> Sequence[RowOut]:
         """Plain outputs in the short form, as engines give them that take steps ahead by themselves."""

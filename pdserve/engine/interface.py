@@ -87,6 +87,41 @@ class Row:
         return 0 if self.sample is None else 1 + len(self.drafts)
 
 
+NEW_ROW: Final = -1  # among places: the row continues none; a number, since places go to the device
+
+
+@final
+class ChainedRows(Sequence[Row]):
+    """Rows of one token each, made when they are read. An engine that keeps arrays of its last step reads only those
+    that are new.
+
+    Row i continues row `places[i]` of the step numbered `before`: the same sequence, sampling, history and list of
+    blocks, one position later, and its token is the one which that row drew. NEW_ROW: it continues none.
+    `is_ahead`: the step before still runs, so the tokens of rows that continue it are PENDING.
+    """
+
+    def __init__(
+        self, make: Callable[[int], Row], places: Sequence[int], *, number: int, before: int, is_ahead: bool
+    ) -> None:
+        self._make = make
+        self.places, self.number, self.before, self.is_ahead = places, number, before, is_ahead
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return [self._make(each) for each in range(len(self))[index]]
+        return self._make(range(len(self))[index])
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self._make, range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
 @dataclass(frozen=True, slots=True)
 class RowOut:
     """What a row of a step has given.

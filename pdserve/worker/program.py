@@ -248,7 +248,7 @@ class RoleProgram(ABC):
         started_s = self._step_ended_s if self.is_between_steps else now()
         step = begun.step
         if self._runway is None or begun.flight is None:
-            entries = self._isolation.step(step.rows, self.on_layer(step))
+            entries = self._isolation.step(list(step.rows), self.on_layer(step))
         else:
             entries = self._runway.read(begun)
         self._step_ended_s = ended_s = now()

@@ -15,16 +15,19 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pdserve.core.errors import InternalError
 from pdserve.core.types import TokenOut
 from pdserve.engine.gpu import buckets
 from pdserve.engine.gpu.graphs import Replays
 from pdserve.engine.gpu.inputs import sampling_of
+from pdserve.engine.gpu.plain_rows import PlainRows, follow, read
 from pdserve.engine.gpu.redraw import NO_EXTRAS, Extras, Redraw
 from pdserve.engine.gpu.static import StaticDecode
-from pdserve.engine.gpu.tables import TableMirror
-from pdserve.engine.interface import EngineSpec, Flight, OnLayer, PlainOuts, Row, RowOut
+from pdserve.engine.gpu.tables import TableMirror, Update
+from pdserve.engine.grammars import RowMasks
+from pdserve.engine.interface import NEW_ROW, ChainedRows, EngineSpec, Flight, OnLayer, PlainOuts, Row, RowOut
 from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rows import CheckedTables, check_rows
@@ -37,43 +40,50 @@ class GraphFlight:
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        count: int,
         host: tuple[Any, Any],
         extras: Extras,
         event: Any | None,
         *,
-        has_drafts: bool,
-        has_logprobs: bool,
+        drafted: list[Row] | None,
+        wants: list[int | None] | None,
     ) -> None:
-        """`has_logprobs`: some row's sampling asks for them."""
-        self.has_drafts, self._has_logprobs = has_drafts, has_logprobs
-        self._rows, self._host, self._extras, self._event = rows, host, extras, event
+        """`count` draws. `drafted`: the rows, of a step with drafts; `wants`: of a step in which some row's sampling
+        asks for logprobs, what each draw's asks for."""
+        self.has_drafts = drafted is not None
+        self._count, self._drafted, self._wants = count, drafted, wants
+        self._host, self._extras, self._event = host, extras, event
 
     def wait(self) -> Sequence[RowOut]:
         if self._event is not None:
             self._event.synchronize()
-        count = sum(row.num_queries for row in self._rows) if self.has_drafts else len(self._rows)
-        tokens = self._host[0][:count].tolist()
-        if not (self.has_drafts or self._has_logprobs or self._extras.masks_of):  # nearly every step
+        tokens = self._host[0][: self._count].tolist()
+        extras, masks_of = self._extras, self._extras.masks_of
+        is_plain = self._drafted is None and self._wants is None
+        if is_plain and not any(masks.failed or not masks.masks for masks in masks_of.values()):  # nearly every step
             return PlainOuts(tokens)
-        logprobs = self._host[1][:count].tolist()
-        wants = [sampling_of(row).logprobs for row in self._rows]
-        if self.has_drafts:
-            wants = [wanted for row, wanted in zip(self._rows, wants, strict=True) for _ in range(row.num_queries)]
+        wants = self._wants or [None] * self._count
+        logprobs = self._host[1][: self._count].tolist()
         drawn = [
             TokenOut(token_id=token, logprob=logprob if wanted is not None else None)
             for token, logprob, wanted in zip(tokens, logprobs, wants, strict=True)
         ]
-        extras = self._extras
         for at in extras.top_of:
             drawn[at] = replace(drawn[at], top=extras.top(at, wants[at] or 0))
-        if not self.has_drafts and not extras.masks_of:
-            return [RowOut((one,)) for one in drawn]
         left = iter(drawn)
+        if self._drafted is None:
+            return [_out(one, masks_of.get(index)) for index, one in enumerate(drawn)]
         return [
-            row_out(row, list(islice(left, row.num_queries)), extras.masks_of.get(index))
-            for index, row in enumerate(self._rows)
+            row_out(row, list(islice(left, row.num_queries)), masks_of.get(index))
+            for index, row in enumerate(self._drafted)
         ]
+
+
+def _out(token: TokenOut, masks: RowMasks | None) -> RowOut:
+    """Of a row without drafts; under a grammar its draw counts only if it had a mask."""
+    if masks is None:
+        return RowOut((token,))
+    return RowOut((token,) if masks.masks else (), failed=masks.failed)
 
 
 @final
@@ -109,6 +119,7 @@ class GraphEngine:
             for _ in range(2)
         ]
         self._turn = 0
+        self._last: PlainRows | None = None  # of the last launch, where its draws are still on the device
         self._redraw = Redraw(decode, eager.grammars, eager.spec.eos_token_ids)
         self._redraw.warm()
 
@@ -134,6 +145,12 @@ class GraphEngine:
         self._eager.close()
 
     def _launch(self, rows: Sequence[Row], after: Flight | None, on_layer: OnLayer | None) -> Flight:
+        last, self._last = self._last, None
+        number = 0
+        if isinstance(rows, ChainedRows):
+            if last is not None and last.number == rows.before and (flight := self._follow(last, rows, after)):
+                return flight
+            number, rows = rows.number, list(rows)
         if not isinstance(after, GraphFlight) or after.has_drafts:
             if any(row.follows is not None for row in rows):
                 raise InternalError("a row follows a step that does not run")
@@ -142,7 +159,7 @@ class GraphEngine:
         if not fast:
             return DoneFlight(self._eager.step(rows, on_layer))
         if len(fast) == len(rows):
-            return self._replay(rows)
+            return self._replay(rows, number)
         if any(row.follows is not None for row in rows):
             raise InternalError("a step ahead has rows that no graph takes")
         flight = self._replay([rows[index] for index in fast])
@@ -165,28 +182,72 @@ class GraphEngine:
             fast = [index for index in fast if not rows[index].drafts]
         return fast if buckets.choose(self._replays.buckets, len(fast)) is not None else []
 
+    def _follow(self, last: PlainRows, rows: ChainedRows, after: Flight | None) -> GraphFlight | None:
+        """Of rows that continue the last step; None where a row needs to be looked at otherwise."""
+        new = {index: rows[index] for index, place in enumerate(rows.places) if place == NEW_ROW}
+        is_running = isinstance(after, GraphFlight) and not after.has_drafts
+        if len(new) == len(rows) or (rows.is_ahead and not is_running):
+            return None
+        bucket = buckets.choose(self._replays.buckets, len(rows))
+        if bucket is None or not all(is_graph_row(row, self._decode.most_queries) for row in new.values()):
+            return None
+        check_rows(self._eager.spec, list(new.values()), self._tables)
+        plain, update = follow(last, rows, new, self._mirror, self._eager.spec.block_size)
+        self._decode.inputs.samplings.update(
+            [int(plain.seat_B[index]) for index in new], [sampling_of(row) for row in new.values()]
+        )
+        return self._replay_plain(rows, plain, update, bucket)
+
+    def _replay(self, rows: Sequence[Row], number: int = 0) -> GraphFlight:
+        decode = self._decode
+        if self._verify is not None and any(row.drafts for row in rows):
+            return self._replay_drafted(rows, self._verify)
+        plain, update = read(rows, self._mirror, self._eager.spec.block_size, number)
+        bucket = buckets.choose(self._replays.buckets, len(rows))
+        assert bucket is not None
+        decode.inputs.samplings.update(update.seats, [sampling_of(row) for row in rows])
+        return self._replay_plain(rows, plain, update, bucket)
+
     @torch.inference_mode()
-    def _replay(self, rows: Sequence[Row]) -> GraphFlight:
+    def _replay_plain(self, rows: Sequence[Row], plain: PlainRows, update: Update, bucket: int) -> GraphFlight:
+        decode = self._decode
+        self._send_tables(update)
+        decode.inputs.send(plain, bucket)
+        self._replays.replay(bucket)
+        asking, has_logprobs = self._asking(plain.seat_B, plain.start_B + 1 - plain.prompt_len_B)
+        extras = self._redraw.launch(rows, range(len(rows)), asking) if asking else NO_EXTRAS
+        wants = decode.inputs.samplings.logprobs(plain.seat_B.tolist()) if has_logprobs else None
+        host, event = self._fetch(len(rows))
+        self._last = plain if plain.number else None
+        return GraphFlight(len(rows), host, extras, event, drafted=None, wants=wants)
+
+    @torch.inference_mode()
+    def _replay_drafted(self, rows: Sequence[Row], verify: Replays) -> GraphFlight:
         decode = self._decode
         update = self._mirror.update([row.blocks for row in rows])
-        if update.at:
-            change = torch.tensor([update.at, update.block], pin_memory=self._is_cuda)
-            change = change.to(decode.table_SP.device, non_blocking=True)
-            decode.table_SP.view(-1).index_copy_(0, change[0], change[1].to(torch.int32))
-        firsts: Sequence[int] = range(len(rows))
-        replays, send, count = self._replays, decode.inputs.send, len(rows)
-        has_drafts = self._verify is not None and any(row.drafts for row in rows)
-        if has_drafts:
-            assert self._verify is not None
-            *firsts, count = accumulate((row.num_queries for row in rows), initial=0)
-            replays, send = self._verify, decode.inputs.send_drafted
-        bucket = buckets.choose(replays.buckets, count)
+        self._send_tables(update)
+        *firsts, count = accumulate((row.num_queries for row in rows), initial=0)
+        bucket = buckets.choose(verify.buckets, count)
         assert bucket is not None
-        send(rows, update.seats, bucket)
-        replays.replay(bucket)
-        asking, has_logprobs = self._asking(rows, update.seats)
+        decode.inputs.send_drafted(rows, update.seats, bucket)
+        verify.replay(bucket)
+        num_output_B = np.array([row.start + 1 - row.prompt_len for row in rows], np.int64)
+        asking, has_logprobs = self._asking(np.array(update.seats, np.int64), num_output_B)
         extras = self._redraw.launch(rows, firsts, asking) if asking else NO_EXTRAS
-        host = self._hosts[self._turn]
+        wants = [sampling_of(row).logprobs for row in rows for _ in range(row.num_queries)] if has_logprobs else None
+        host, event = self._fetch(count)
+        return GraphFlight(count, host, extras, event, drafted=list(rows), wants=wants)
+
+    def _send_tables(self, update: Update) -> None:
+        if update.at:
+            table_SP = self._decode.table_SP
+            change = torch.tensor([update.at, update.block], pin_memory=self._is_cuda)
+            change = change.to(table_SP.device, non_blocking=True)
+            table_SP.view(-1).index_copy_(0, change[0], change[1].to(torch.int32))
+
+    def _fetch(self, count: int) -> tuple[tuple[Tensor, Tensor], Any | None]:
+        """Where the first `count` draws will be on the host, and the event behind which they are there."""
+        decode, host = self._decode, self._hosts[self._turn]
         self._turn = 1 - self._turn
         host[0][:count].copy_(decode.drawn_B[:count], non_blocking=True)
         host[1][:count].copy_(decode.logprob_B[:count], non_blocking=True)
@@ -194,14 +255,13 @@ class GraphEngine:
         if self._is_cuda:
             event = torch.cuda.Event()
             event.record()
-        return GraphFlight(list(rows), host, extras, event, has_drafts=has_drafts, has_logprobs=has_logprobs)
+        return host, event
 
-    def _asking(self, rows: Sequence[Row], seats: Sequence[int]) -> tuple[list[int], bool]:
+    def _asking(self, seat_B: Any, num_output_B: Any) -> tuple[list[int], bool]:
         """The rows that ask for more than a graph draws, and whether a row asks for logprobs."""
-        samplings, seat_B = self._decode.inputs.samplings, np.array(seats, np.int64)
+        samplings = self._decode.inputs.samplings
         asks_B, min_tokens_B = samplings.asks_S[seat_B], samplings.min_tokens_S[seat_B]
         if min_tokens_B.any():
-            num_output_B = np.array([row.start + 1 - row.prompt_len for row in rows], np.int64)
             asks_B |= num_output_B < min_tokens_B
         return np.flatnonzero(asks_B).tolist(), bool(samplings.has_logprobs_S[seat_B].any())
 

@@ -9,6 +9,7 @@ from typing import Protocol, final
 
 import torch
 
+from pdserve.engine.gpu.plain_rows import no_rows
 from pdserve.engine.gpu.static import StaticDecode
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,10 @@ class GraphReplays:
         stream.wait_stream(torch.cuda.current_stream())  # which may still zero the buffers
         with torch.cuda.stream(stream):
             for bucket in reversed(self.buckets):
-                (decode.inputs.send if num_queries == 1 else decode.inputs.send_drafted)([], [], bucket)
+                if num_queries == 1:
+                    decode.inputs.send(no_rows(), bucket)
+                else:
+                    decode.inputs.send_drafted([], [], bucket)
                 decode.run(
                     bucket, num_queries
                 )  # compiles kernels and lets cuBLAS choose, neither of which may happen in a capture

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu.place import NOWHERE
+from pdserve.engine.gpu.plain_rows import PlainRows
 from pdserve.engine.gpu.sampling import Draws
 from pdserve.engine.gpu.samplings import FIELDS as DRAW_FIELDS
 from pdserve.engine.gpu.samplings import Samplings
@@ -93,23 +94,20 @@ class Inputs:
             **{one.name: getattr(every, one.name).index_select(0, token_S) for one in dataclasses.fields(Draws)}
         )
 
-    def send(self, rows: Sequence[Row], seats: Sequence[int], bucket: int) -> None:
-        """Queues the copy for these rows and the padding behind them, which attends to nothing and stores nothing."""
-        fields, size = self._host_fields[self._turn], self._block_size
-        starts = [row.start for row in rows]
-        start = np.array(starts, np.int64)
-        block = np.array([row.blocks[at // size] for row, at in zip(rows, starts, strict=True)], np.int64)
-        seat = np.array(seats, np.int64)
-        self._fill(fields, "token", np.maximum(np.array([row.tokens[0] for row in rows], np.int64), 0), bucket, 0)
-        self._fill(fields, "follows", [-1 if row.follows is None else row.follows for row in rows], bucket, -1)
-        self._fill(fields, "seat", seat, bucket, 0)
-        self._fill(fields, "start", start, bucket, 0)
-        self._fill(fields, "length", start + 1, bucket, 0)
-        self.samplings.update(seats, [sampling_of(row) for row in rows])
-        self._fill_draws(fields, seat, start, block, bucket)
+    def send(self, rows: PlainRows, bucket: int) -> None:
+        """Queues the copy for these rows and the padding behind them, which attends to nothing and stores nothing.
+        `samplings` must know how each seat draws."""
+        fields = self._host_fields[self._turn]
+        self._fill(fields, "token", rows.token_B, bucket, 0)
+        self._fill(fields, "follows", rows.follows_B, bucket, -1)
+        self._fill(fields, "seat", rows.seat_B, bucket, 0)
+        self._fill(fields, "start", rows.start_B, bucket, 0)
+        self._fill(fields, "length", rows.start_B + 1, bucket, 0)
+        self._fill_draws(fields, rows.seat_B, rows.start_B, rows.block_B, bucket)
 
     def send_drafted(self, rows: Sequence[Row], seats: Sequence[int], bucket: int) -> None:
         """As `send`, for rows with drafts behind their tokens; `bucket` is of tokens. Each token that pads is a row."""
+        self.samplings.update(seats, [sampling_of(row) for row in rows])
         fields, size = self._host_fields[self._turn], self._block_size
         start = np.fromiter((row.start for row in rows), np.int64, len(rows))
         count = np.fromiter((row.num_queries for row in rows), np.int64, len(rows))
@@ -127,7 +125,6 @@ class Inputs:
         self._fill(fields, "length", start + count, bucket, 0)
         padding = np.arange(num_tokens, num_tokens + bucket + 1 - len(rows))
         fields["first"][: bucket + 1] = np.minimum(np.concatenate([end - count, padding]), bucket)
-        self.samplings.update(seats, [sampling_of(row) for row in rows])
         self._fill_draws(fields, np.array(seats, np.int64)[row_of], position, block, bucket)
 
     def _fill_draws(self, fields: dict[str, Any], seat: Any, position: Any, block: Any, bucket: int) -> None:

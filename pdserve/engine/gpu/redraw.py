@@ -79,13 +79,14 @@ class Redraw:
 
     def launch(self, rows: Sequence[Row], firsts: Sequence[int], asking: Sequence[int]) -> Extras:
         """Behind the replay of `rows`, for those of them that ask for more; `firsts`: the first token of each row."""
-        masks_by_number = self._grammars.masks_of([rows[index] for index in asking])
+        asked = [rows[index] for index in asking]
+        masks_by_number = self._grammars.masks_of(asked)
         masks_of = {asking[number]: masks for number, masks in masks_by_number.items()}
         told: dict[int, Row] = {}  # by token of the step, as all below
         words_of: dict[int, Any] = {}
-        for index in asking:
+        for index, asked_row in zip(asking, asked, strict=True):
             masks = masks_of.get(index)
-            for at, row in enumerate(draws_of(rows[index])):
+            for at, row in enumerate(draws_of(asked_row)):
                 # Behind a draft that the grammar forbids nothing counts.
                 if masks is not None and at >= len(masks.masks):
                     break

@@ -37,6 +37,10 @@ class Samplings:
             if held[seat] is not sampling:
                 self._set(seat, sampling)
 
+    def logprobs(self, seats: Sequence[int]) -> list[int | None]:
+        """What each asks for of logprobs."""
+        return [None if one is None else one.logprobs for one in map(self._held.__getitem__, seats)]
+
     def field(self, name: str, seat_B: Any) -> Any:
         return self._fields[name][seat_B]
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
+
+import numpy as np
 
 from pdserve.core.errors import InternalError
 
@@ -38,13 +40,20 @@ class TableMirror:
         self._seat_of: dict[int, int] = {}  # by identity of the list
         self._free = list(range(num_seats - 1, -1, -1))
         self._step = 0
+        self._is_kept_S = np.zeros(num_seats, bool)  # in this step, without a look at its table
 
-    def update(self, tables: Sequence[Sequence[int]]) -> Update:
+    def update(self, tables: Sequence[Sequence[int]], kept_R: Any | None = None) -> Update:
         """For the tables of a step's rows. A seat is given up only when another row needs it: a step that still runs
-        may read what is in it, and what is sent for this one comes after it on the same stream."""
+        may read what is in it, and what is sent for this one comes after it on the same stream.
+
+        `kept_R`: seats of further rows of the step, whose tables are as the step before had them.
+        """
         self._step += 1
+        self._is_kept_S[:] = False
+        if kept_R is not None:
+            self._is_kept_S[kept_R] = True
         seats = [self._seat(table) for table in tables]
-        if len(set(seats)) != len(seats):
+        if len(set(seats)) != len(seats) or self._is_kept_S[seats].any():
             raise InternalError("two rows of a step share a list of blocks")
         at: list[int] = []
         block: list[int] = []
@@ -80,7 +89,7 @@ class TableMirror:
     def _give_up_oldest(self) -> None:
         """All seats that this step does not use, the sequences of which have most likely left."""
         for number, seat in list(self._seats.items()):
-            if seat.step < self._step:
+            if seat.step < self._step and not self._is_kept_S[number]:
                 del self._seats[number], self._seat_of[id(seat.blocks)]
                 self._free.append(number)
         if not self._free:

@@ -11,6 +11,7 @@ import torch
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu import prefill
+from pdserve.engine.gpu.plain_rows import no_rows
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.interface import Row
 from pdserve.engine.opening import open_torch_engine
@@ -89,7 +90,7 @@ def test_torch_takes_every_operation(
             most_queries=4,
         )
         for num_queries in (1, 4):
-            decode.inputs.send([], [], 4)
+            decode.inputs.send(no_rows(), 4)
             decode.run(4, num_queries)
         assert {"_attend", "_merge", "_place", "_look", "_finish"} <= set(cuda.launches)
 

@@ -11,7 +11,7 @@ import pytest
 from pdserve.core.errors import InternalError
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu.engine import DoneFlight, GraphFlight, is_graph_row
-from pdserve.engine.interface import PENDING, Engine, Flight, Row
+from pdserve.engine.interface import NEW_ROW, PENDING, ChainedRows, Engine, Flight, Row
 from tests.unit.engine.conftest import GREEDY, Request
 from tests.unit.engine.gpu.conftest import MOST_ROWS
 
@@ -96,6 +96,98 @@ def test_a_step_ahead_takes_tokens_that_nobody_has_read(make_pair: Callable[...,
 def read(flight: tuple[Flight, list[int]], texts: list[list[int]]) -> None:
     for which, out in zip(flight[1], flight[0].wait(), strict=True):
         texts[which].append(out.drawn[0].token_id)
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_chained_rows_are_read_once(make_pair: Callable[..., Any], is_ahead: bool) -> None:
+    """Rows join, leave and begin blocks; only those that continue none are looked at. Tokens are the eager engine's."""
+    eager, graph = make_pair("llama")
+    samplings = [GREEDY, SEEDED, Sampling(temperature=0.0, min_tokens=9, max_tokens=30)]
+    prompts = [[3 + (7 * i + j) % 380 for j in range(5 + 3 * i)] for i in range(3)]
+    tables = [list(range(20 * i, 20 * i + 1)) for i in range(3)]
+    expected, texts = [], []
+    for prompt, table, sampling in zip(prompts, tables, samplings, strict=True):
+        blocks = [*table, *range(table[-1] + 1, table[-1] + 19)]
+        text = [*prompt, prefill(eager, prompt, blocks)]
+        assert prefill(graph, prompt, blocks) == text[-1]
+        texts.append(list(text))
+        for _ in range(12):
+            row = Row(
+                tokens=text[-1:],
+                start=len(text) - 1,
+                blocks=blocks,
+                sample=sampling,
+                history=text,
+                prompt_len=len(prompt),
+            )
+            text.append(eager.step([row])[0].drawn[0].token_id)
+        expected.append(text)
+
+    num_steps, size = 10, graph.spec.block_size
+    members = [
+        [0, 1, 2] if 2 <= step < 6 else [0, 2] if step == 6 else [1, 0] if step < 2 else [0]
+        for step in range(num_steps)
+    ]
+    made: list[int] = []
+    flights: list[tuple[Flight, list[int]]] = []
+    before: list[int] = []
+    launched = [len(text) for text in texts]  # tokens once every launched step has drawn
+    for step, chosen in enumerate(members):
+        for which in chosen:
+            while len(tables[which]) * size < launched[which]:
+                tables[which].append(tables[which][-1] + 1)
+        places = [before.index(which) if which in before else NEW_ROW for which in chosen]
+        starts = [launched[which] - 1 for which in chosen]
+
+        def make(index: int, chosen: Any = chosen, places: Any = places, starts: Any = starts) -> Row:
+            which, is_pending = chosen[index], is_ahead and places[index] != NEW_ROW
+            made.append(which)
+            return Row(
+                tokens=(PENDING,) if is_pending else texts[which][-1:],
+                start=starts[index],
+                blocks=tables[which],
+                sample=samplings[which],
+                history=texts[which],
+                prompt_len=len(prompts[which]),
+                follows=places[index] if is_pending else None,
+            )
+
+        rows = ChainedRows(make, places, number=step + 1, before=step, is_ahead=is_ahead and step > 0)
+        flights.append((graph.launch(rows, flights[-1][0] if is_ahead and flights else None), chosen))
+        for which in chosen:
+            launched[which] += 1
+        before = chosen
+        for flight, drawn_of in flights[-2:-1] if is_ahead else flights[-1:]:
+            for which, out in zip(drawn_of, flight.wait(), strict=True):
+                texts[which].append(out.drawn[0].token_id)
+    if is_ahead:
+        for which, out in zip(members[-1], flights[-1][0].wait(), strict=True):
+            texts[which].append(out.drawn[0].token_id)
+    for text, full in zip(texts, expected, strict=True):
+        assert text == full[: len(text)]
+    # The first step's rows, the one that joins, and the one that asks for more than a graph draws while it does.
+    assert (made.count(0), made.count(1)) == (1, 1)
+    assert 1 <= made.count(2) <= 6
+
+
+def test_rows_that_continue_another_step_than_the_last_are_read(make_pair: Callable[..., Any]) -> None:
+    eager, graph = make_pair("llama")
+    text, blocks = [5, 6, 7], [0, 1]
+    text.append(prefill(eager, text, blocks))
+    assert prefill(graph, text[:3], blocks) == text[3]
+
+    def make(index: int) -> Row:
+        return Row(tokens=text[-1:], start=len(text) - 1, blocks=blocks, sample=GREEDY, history=text, prompt_len=3)
+
+    for number, before in ((1, 0), (3, 2), (4, 1)):
+        expected = eager.step([make(0)])[0].drawn[0].token_id
+        rows = ChainedRows(make, [0 if before else NEW_ROW], number=number, before=before, is_ahead=False)
+        assert graph.step(rows)[0].drawn[0].token_id == expected
+        text.append(expected)
+    pending = Row(tokens=(PENDING,), start=6, blocks=blocks, sample=GREEDY, history=text, prompt_len=3, follows=0)
+    ahead = ChainedRows(lambda _: pending, [0], number=5, before=4, is_ahead=True)
+    with pytest.raises(InternalError, match="does not run"):
+        graph.launch(ahead, None)
 
 
 def test_what_no_graph_draws(make_pair: Callable[..., Any]) -> None:
