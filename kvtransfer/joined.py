@@ -7,7 +7,6 @@ the ranks' processes (kvtransfer/rank_link.py), or in tests of this process too.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, TypeVar, final
@@ -16,6 +15,7 @@ from kvtransfer.commands import OnSent
 from kvtransfer.grants import check_movable
 from kvtransfer.joint import End, GiveUp, JointTransfers, Member, Opened, Report, join_received, join_sent
 from kvtransfer.rank_grants import rank_grant, rank_key, rank_pairs
+from kvtransfer.reports import Reports
 from kvtransfer.shape import KvShape, check_convertible
 from kvtransfer.stats import TransferStats, total
 from kvtransfer.transport import (
@@ -43,10 +43,8 @@ class _Joined(Generic[Rank, Member, End]):
     def __init__(self, ranks: Sequence[Rank], book: JointTransfers[Member, End]) -> None:
         self._ranks: Sequence[Rank] = ranks
         self._book: JointTransfers[Member, End] = book
-        self._lock = threading.Lock()  # guards the book, the owners and the queue of reports
-        self._owners: dict[TransferKey, Callable[[End], None]] = {}
-        self._reports: deque[End] = deque()
-        self._delivery = threading.Lock()  # held while reports are handed out
+        self._lock = threading.Lock()  # guards the book and the reports
+        self._reports: Reports[End] = Reports(self._lock)
         self._is_closed = False
 
     @property
@@ -82,19 +80,21 @@ class _Joined(Generic[Rank, Member, End]):
             if self._is_closed:
                 raise Unavailable("the KV endpoints of the worker's ranks are closed")
             self._book.open(key, members, members)
-            self._owners[key] = on_end
+            self._reports.own(key, on_end)
 
     def _forget(self, key: TransferKey) -> None:
         with self._lock:
             self._book.forget(key)
-            self._owners.pop(key, None)
+            self._reports.disown(key)
 
     def _ended(self, key: TransferKey, member: Member, end: End) -> None:
         with self._lock:
             actions = self._book.ended(key, member, end)
-            self._reports.extend(action.end for action in actions if isinstance(action, Report))
+            for report in actions:
+                if isinstance(report, Report):
+                    self._reports.add(report.end)
         self._act([action for action in actions if isinstance(action, GiveUp)])
-        self._deliver()
+        self._reports.deliver()
 
     def _act(self, actions: Sequence[GiveUp[Member]]) -> None:
         for action in actions:
@@ -108,19 +108,6 @@ class _Joined(Generic[Rank, Member, End]):
 
     def _give_up(self, action: GiveUp[Member]) -> None:
         raise NotImplementedError
-
-    def _deliver(self) -> None:
-        if not self._reports:
-            return
-        with self._delivery:
-            while True:
-                with self._lock:
-                    if not self._reports:
-                        return
-                    end = self._reports.popleft()
-                    keeps = end.outcome is ReceiveOutcome.QUARANTINED
-                    owner = self._owners[end.key] if keeps else self._owners.pop(end.key)
-                owner(end)
 
 
 def _end_rank(rank: RankReceiver | RankSender, key: TransferKey, error: str) -> None:
@@ -208,7 +195,7 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
 
     @property
     def moved_bytes(self) -> int:
-        return self.stats.moved_bytes
+        return sum(rank.moved_bytes for rank in self._ranks)
 
     def start(
         self,

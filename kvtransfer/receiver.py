@@ -12,7 +12,6 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -30,9 +29,10 @@ from kvtransfer.memory import host_view
 from kvtransfer.parts import Part
 from kvtransfer.paths.registry import TRANSPORTS, fence_of
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
+from kvtransfer.reports import Reports
 from kvtransfer.service import TransferServicer
 from kvtransfer.stats import TransferStats
-from kvtransfer.transport import Fingerprint, Grant, OnOpen, Received, ReceiveOutcome, TransferKey
+from kvtransfer.transport import Fingerprint, Grant, OnOpen, Received, TransferKey
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.log_limit import LogLimit
@@ -85,12 +85,10 @@ class StreamReceiver:
             unclaimed_s=lease.unclaimed_s,
         )
         self.lease = lease
-        self._lock = threading.Lock()  # guards the book, the owners, the connections and the queue of reports
-        self._owners: dict[TransferKey, OnReceived] = {}
+        self._lock = threading.Lock()  # guards the book, the connections and the reports
+        self._reports: Reports[Received] = Reports(self._lock)
         self._connections: dict[int, Inbound] = {}
         self._ending: list[Inbound] = []  # they write no more, but their threads have yet to report and to close
-        self._reports: deque[Received] = deque()
-        self._delivery = threading.Lock()  # held while reports are handed out, so that they stay in order
         self._is_closed = False
         self._refusals = LogLimit()
         self._number = 0
@@ -160,7 +158,7 @@ class StreamReceiver:
                 raise Unavailable("the KV receiver is closed")
             deadline_at_s = None if deadline_s is None else now_s + deadline_s
             actions = self._book.expect(grant, now_s, deadline_at_s, chains, after)
-            self._owners[grant.key] = on_end
+            self._reports.own(grant.key, on_end)
             self._do(actions)
         self._waker.set()  # the clock has a new alarm, or something to deliver
         return True
@@ -187,7 +185,7 @@ class StreamReceiver:
             thread.join(_JOIN_S)
         with self._lock:
             self._do(self._book.fail_all("the receiver is closed", self.clock()))
-        self._deliver()
+        self._reports.deliver()
         for door in self._doors.values():
             door.close()
         self._waker.close()
@@ -219,7 +217,7 @@ class StreamReceiver:
             claim = self._book.claim(frame.tag, writer, frame.first, stamps, self.clock(), frame.part)
             if claim is None:
                 self._do(self._book.review(frame.tag, self.clock()))
-        self._deliver()
+        self._reports.deliver()
         return claim
 
     def enter(self, claim: Claim) -> bool:
@@ -227,23 +225,23 @@ class StreamReceiver:
             if self._book.enter(claim):
                 return True
             self._do(self._book.review(claim.landing.tag, self.clock()))
-        self._deliver()
+        self._reports.deliver()
         return False
 
     def leave(self, claim: Claim) -> None:
         with self._lock:
             self._do(self._book.leave(claim, self.clock()))
-        self._deliver()
+        self._reports.deliver()
 
     def settle(self, claim: Claim, num_bytes: int, matches: bool, is_last: bool) -> None:
         with self._lock:
             self._do(self._book.settle(claim, num_bytes, matches, is_last, self.clock()))
-        self._deliver()
+        self._reports.deliver()
 
     def retract(self, tag: Tag, writer: int, error: str, *, is_cancelled: bool) -> None:
         with self._lock:
             self._do(self._book.retract(tag, writer, error, self.clock(), is_cancelled=is_cancelled))
-        self._deliver()
+        self._reports.deliver()
 
     def ended(self, inbound: Inbound, error: str, *, is_peers_fault: bool, is_silent: bool) -> None:
         who = inbound.peer.sender_id if inbound.peer else "unknown"
@@ -259,7 +257,7 @@ class StreamReceiver:
         if inbound.peer is not None:
             level = logging.WARNING if is_peers_fault else logging.INFO
             log.log(level, "kv sender disconnected", extra={"sender_id": who, "error": error})
-        self._deliver()
+        self._reports.deliver()
 
     # Inside.
 
@@ -274,23 +272,7 @@ class StreamReceiver:
                 if (writer := self._connections.get(action.writer)) is not None:
                     writer.stop("a write of it did not end in time after its transfer was given up")
             else:
-                self._reports.append(action.received)
-
-    def _deliver(self) -> None:
-        if not self._reports:
-            return
-        with self._delivery:
-            while True:
-                with self._lock:
-                    if not self._reports:
-                        return
-                    received = self._reports.popleft()
-                    keeps = received.outcome is ReceiveOutcome.QUARANTINED
-                    owner = self._owners[received.key] if keeps else self._owners.pop(received.key)
-                try:
-                    owner(received)
-                except Exception:  # the owner's fault must not end the other owners' transfers
-                    log.exception("on_end of a transfer raised", extra={"transfer_id": received.key.transfer_id})
+                self._reports.add(action.received)
 
     def _run(self) -> None:
         try:
@@ -305,7 +287,7 @@ class StreamReceiver:
             with self._lock:
                 self._is_closed = True
                 self._do(self._book.fail_all("the receiver's thread died", self.clock()))
-            self._deliver()
+            self._reports.deliver()
 
     def _tick(self, selector: selectors.BaseSelector) -> None:
         with self._lock:
@@ -317,7 +299,7 @@ class StreamReceiver:
         self._waker.clear()
         with self._lock:
             self._do(self._book.expire(self.clock()))
-        self._deliver()
+        self._reports.deliver()
 
     def _accept(self, door: socket.socket, kind: int) -> None:
         sock: socket.socket | None = None

@@ -29,7 +29,7 @@ def kept(pair: Pair) -> dict[str, int]:
     outbounds = list(pair.sender.plain._pairs.values())
     return {
         "grants": len(book._open),
-        "owners of landings": len(pair.receiver._owners),
+        "owners of landings": len(pair.receiver._reports),
         "transfers of the sender": len(pair.sender.plain._transfers),
         "departures": sum(len(one._book._open) for one in outbounds),
         "owners of departures": sum(len(one._owners) for one in outbounds),

@@ -1,0 +1,59 @@
+"""Tells owners how their transfers ended: in the order in which a book decided, and not under the book's lock."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar, final
+
+from kvtransfer.transport import Received, ReceiveOutcome, Sent, TransferKey
+
+log = logging.getLogger(__name__)
+
+End = TypeVar("End", Received, Sent)
+
+
+@final
+class Reports(Generic[End]):
+    """`lock` guards the book, and what is here."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._owners: dict[TransferKey, Callable[[End], None]] = {}
+        self._ends: deque[End] = deque()
+        self._delivery = threading.Lock()  # held while ends are handed out, so that they stay in order
+
+    def __len__(self) -> int:
+        """Transfers that have an owner."""
+        return len(self._owners)
+
+    def own(self, key: TransferKey, owner: Callable[[End], None]) -> None:
+        """With the lock held."""
+        self._owners[key] = owner
+
+    def disown(self, key: TransferKey) -> None:
+        """With the lock held."""
+        self._owners.pop(key, None)
+
+    def add(self, end: End) -> None:
+        """With the lock held."""
+        self._ends.append(end)
+
+    def deliver(self) -> None:
+        """Without the lock."""
+        if not self._ends:
+            return
+        with self._delivery:
+            while True:
+                with self._lock:
+                    if not self._ends:
+                        return
+                    end = self._ends.popleft()
+                    keeps = end.outcome is ReceiveOutcome.QUARANTINED
+                    owner = self._owners[end.key] if keeps else self._owners.pop(end.key)
+                try:
+                    owner(end)
+                except Exception:  # the owner's fault must not end the other owners' transfers
+                    log.exception("on_end of a transfer raised", extra={"transfer_id": end.key.transfer_id})
