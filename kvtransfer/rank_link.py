@@ -127,14 +127,12 @@ class RankLink:
             log.error("a tensor-parallel rank is gone", extra={"rank": self.rank, "error": error})
 
 
-@final
-class RemoteReceiver:
-    """A RankReceiver in another process. `stamps`: of the leader, by which the rank counts lives."""
+class _RemoteEnd:
+    """What both ends of a rank in another process share. `stamps`: the leader's, which has blocks' lives and names."""
 
     def __init__(self, link: RankLink, stamps: BlockStamps) -> None:
         self._link, self._stamps = link, stamps
-        self._lock = threading.Lock()
-        self._owners: dict[TransferKey, tuple[Callable[[Received], None], OnOpen | None]] = {}
+        self._lock = threading.Lock()  # guards the owners
         link.on_report = self._report
 
     @property
@@ -144,6 +142,27 @@ class RemoteReceiver:
     @property
     def stats(self) -> TransferStats:
         return self._link.stats
+
+    def abort(self, key: TransferKey) -> None:
+        self._link.order(give_up_order(key))
+
+    def fail(self, key: TransferKey, error: str) -> None:
+        self._link.order(give_up_order(key, error))
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _report(self, report: rank_pb2.FollowResponse) -> None:
+        raise NotImplementedError
+
+
+@final
+class RemoteReceiver(_RemoteEnd):
+    """A RankReceiver in another process."""
+
+    def __init__(self, link: RankLink, stamps: BlockStamps) -> None:
+        self._owners: dict[TransferKey, tuple[Callable[[Received], None], OnOpen | None]] = {}
+        super().__init__(link, stamps)
 
     @property
     def rank_endpoints(self) -> tuple[str, ...]:
@@ -166,15 +185,6 @@ class RemoteReceiver:
         self._link.order(expect_order(grant, self._stamps.lives(grant.blocks), chains, deadline_s))
         return False
 
-    def abort(self, key: TransferKey) -> None:
-        self._link.order(give_up_order(key))
-
-    def fail(self, key: TransferKey, error: str) -> None:
-        self._link.order(give_up_order(key, error))
-
-    def close(self) -> None:
-        self._link.close()
-
     def _report(self, report: rank_pb2.FollowResponse) -> None:
         if report.WhichOneof("report") == "expected":
             with self._lock:
@@ -191,24 +201,14 @@ class RemoteReceiver:
 
 
 @final
-class RemoteSender:
-    """A RankSender in another process. `stamps`: of the leader, which knows lives and names of blocks."""
+class RemoteSender(_RemoteEnd):
+    """A RankSender in another process."""
 
     divides_blocks = True  # the leader's own sender says whether it may be asked for
 
     def __init__(self, link: RankLink, stamps: BlockStamps) -> None:
-        self._link, self._stamps = link, stamps
-        self._lock = threading.Lock()
         self._owners: dict[TransferKey, OnSent] = {}
-        link.on_report = self._report
-
-    @property
-    def is_healthy(self) -> bool:
-        return self._link.is_alive
-
-    @property
-    def stats(self) -> TransferStats:
-        return self._link.stats
+        super().__init__(link, stamps)
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -239,15 +239,6 @@ class RemoteSender:
         self, key: TransferKey, blocks: Sequence[tuple[int, int]], is_last: bool, groups: range | None = None
     ) -> None:
         self._link.order(push_order(key, blocks, self._stamps, is_last, groups))
-
-    def abort(self, key: TransferKey) -> None:
-        self._link.order(give_up_order(key))
-
-    def fail(self, key: TransferKey, error: str) -> None:
-        self._link.order(give_up_order(key, error))
-
-    def close(self) -> None:
-        self._link.close()
 
     def _report(self, report: rank_pb2.FollowResponse) -> None:
         end = read_sent(report.ended)
