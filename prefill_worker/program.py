@@ -180,11 +180,8 @@ class PrefillProgram(RoleProgram):
     def _send_aborted(self, effect: fx.SendAborted) -> None:
         self._sender.abort(self._grants[effect.key][0].key)
 
-    def kv_links(self) -> list[worker_pb2.KvLink]:
-        links = sorted(self._sender.links, key=lambda link: (link.worker_id, link.endpoint))
-        return [
-            worker_pb2.KvLink(decode_worker=one.worker_id, transport=one.transport, reason=one.reason) for one in links
-        ]
+    def kv_links(self) -> list[tuple[str, str, str]]:
+        return sorted((link.worker_id, link.transport, link.reason) for link in self._sender.links)
 
     def _sent(self, key: AttemptKey, sent: Sent) -> None:
         held = self._grants.get(key)

@@ -70,7 +70,7 @@ class RoleProgram(ABC):
         calibrate.draw_one_token(engine)
         self.cost = load_profile(config.profile).cost if config.profile else self._measure_cost()
         self.tracks: dict[AttemptKey, Track] = {}
-        self._links: list[worker_pb2.KvLink] = []  # as routers were told
+        self._links: list[tuple[str, str, str]] = []  # as routers were told
         self._measure = Measure(context.metrics)
         self._isolation = Isolation(engine, self._probe)
         self._runway: Runway | None = None  # of a role that takes one step ahead
@@ -315,8 +315,8 @@ class RoleProgram(ABC):
 
     # -- for roles ----------------------------------------------------------------------------------------------
 
-    def kv_links(self) -> list[worker_pb2.KvLink]:
-        """The workers that this one sends KV to now, in a fixed order."""
+    def kv_links(self) -> list[tuple[str, str, str]]:
+        """(worker, transport, reason) of each connection by which this worker sends KV, in a fixed order."""
         return []
 
     def emit(self, session: int, **message: Any) -> None:
@@ -446,13 +446,13 @@ class RoleProgram(ABC):
         since_s = now_s - self._beat_at_s
         if since_s < heartbeat_s / 5:
             return
-        links = self.kv_links()
-        if links != self._links:
-            self._links = links
-            self._tell_links(list(self._routers))
         load = self.batching.load()
         if since_s < heartbeat_s and load == self._told:
             return
+        links = self.kv_links()
+        if links != self._links:
+            self._links = links
+            self._tell_links(self._routers)
         self._beat_at_s, self._told = now_s, load
         message = self._load(load)
         for session in self._routers:
@@ -466,9 +466,10 @@ class RoleProgram(ABC):
             load, steps=self.num_steps, is_draining=self.batching.is_draining, is_drained=self.is_drained
         )
 
-    def _tell_links(self, sessions: Sequence[int]) -> None:
+    def _tell_links(self, sessions: Iterable[int]) -> None:
+        links = [worker_pb2.KvLink(decode_worker=one[0], transport=one[1], reason=one[2]) for one in self._links]
         for session in sessions:
-            self.emit(session, kv_links=worker_pb2.KvLinks(links=self._links))
+            self.emit(session, kv_links=worker_pb2.KvLinks(links=links))
 
     def _tell_cache(self, change: CacheChange, sessions: Sequence[int]) -> None:
         for session in sessions:
