@@ -124,13 +124,10 @@ class EndRule:
 
     def finish(self, sampling: Sampling, token_id: int, num_output: int, num_tokens: int) -> FinishReason | None:
         """After `token_id` was drawn as output token number `num_output`, token number `num_tokens` of all."""
-        if token_id in self.eos_token_ids or token_id in sampling.stop_token_ids:  # nearly never
-            if sampling.grammar is not None and token_id in self.eos_token_ids:
-                return (
-                    FinishReason.STOP
-                )  # the grammar lets nothing follow, so neither min_tokens nor ignore_eos has a say
-            if self.is_end(sampling, token_id) and num_output > sampling.min_tokens:
-                return FinishReason.STOP
+        if sampling.grammar is not None and token_id in self.eos_token_ids:
+            return FinishReason.STOP  # the grammar lets nothing follow, so neither min_tokens nor ignore_eos has a say
+        if self.is_end(sampling, token_id) and num_output > sampling.min_tokens:
+            return FinishReason.STOP
         if num_output >= sampling.max_tokens or num_tokens >= self.max_context_tokens:
             return FinishReason.LENGTH
         return None

@@ -156,9 +156,8 @@ class KvMistaken:
     error: str
 
 
-@dataclass(
-    slots=True, kw_only=True
-)  # not frozen, which doubles the time to make one: there is one for each row and step
+# Not frozen, which doubles the time to make one: there is one for each row and step.
+@dataclass(slots=True, kw_only=True)
 class Drawn:
     """One token of one step. Durations and counts come with the row that knows them, else 0."""
 
