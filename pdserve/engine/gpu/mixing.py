@@ -24,6 +24,7 @@ from pdserve.engine.gpu.attention import MOST_QUERIES, Rows, Scratch
 from pdserve.engine.gpu.flatten import flatten
 from pdserve.engine.gpu.layers import LayerKernels
 from pdserve.engine.gpu.prefill import ChunkPlan, attend_chunks, plan_chunks
+from pdserve.engine.gpu.splits import edges
 from pdserve.engine.interface import OnLayer
 from pdserve.engine.mixing import Heads
 from pdserve.engine.parameters import LayerWeights
@@ -54,9 +55,7 @@ class TritonRows:
         """One copy to the device: tables, starts, lengths and first tokens lie in one tensor."""
         num_rows, width = len(tables), max(len(table) for table in tables)
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        firsts = [0]
-        for count in counts:
-            firsts.append(firsts[-1] + count)
+        firsts = edges(counts)
         flat = [block for table in tables for block in (*table, *[0] * (width - len(table)))]
         parts = (flat, starts, lengths, firsts)
         # Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for every mixture of those that do not.

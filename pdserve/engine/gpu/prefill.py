@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.gpu.flatten import flatten
+from pdserve.engine.gpu.splits import edges
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.sending import to_device
 
@@ -150,7 +151,7 @@ def _call(
     first: int, pages: Sequence[Sequence[int]], queries: Sequence[int], keys: Sequence[int], device: torch.device
 ) -> Call:
     width = max(map(len, pages))
-    query_of, key_of = _edges(queries), _edges(keys)
+    query_of, key_of = edges(queries), edges(keys)
     return Call(
         first=first,
         num_tokens=query_of[-1],
@@ -161,10 +162,3 @@ def _call(
         most_tokens=max(queries),
         most_positions=max(keys),
     )
-
-
-def _edges(counts: Sequence[int]) -> list[int]:
-    edges = [0]
-    for count in counts:
-        edges.append(edges[-1] + count)
-    return edges

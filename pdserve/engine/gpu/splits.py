@@ -44,7 +44,7 @@ def tile_range(start: int, length: int, tile: int, window: int = 0) -> tuple[int
 
 
 def edges(counts: Sequence[int]) -> list[int]:
-    """Where the tiles of each row begin in the sequence of all, and its end."""
+    """Where what each row has begins in the sequence of all, and its end."""
     return list(accumulate(counts, initial=0))
 
 
