@@ -25,15 +25,15 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from kvtransfer.departure import Job
-from kvtransfer.departures import StaleSource
 from kvtransfer.device import Blocks, Copying, Device, Lane, Lanes
 from kvtransfer.frames import BadFrame, Frame, Kind, Tag
 from kvtransfer.landing import Claim
 from kvtransfer.paths.local import TAKEN, await_taken, receive_patiently
-from kvtransfer.paths.on_device import DeviceOf, OnDevice, check_part
+from kvtransfer.paths.on_device import DeviceOf, OnDevice, announce_packed, extents_of
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.paths.slots import give_back
 from kvtransfer.paths.tcp import TcpDoor
+from kvtransfer.plan import blocks_per_chunk
 from kvtransfer.seats import Seat, Seats
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.gpu.extent import Extent
@@ -121,19 +121,11 @@ class NcclSend:
         self._link.wake()
 
     def _announce(self, slot: int, job: Job, digest: bytes) -> None:
-        link = self._link
-        try:
-            head = link.head(job, digest, slot=slot) if job.departure.session.is_open else b""
-        except StaleSource as stale:
-            self._free.append(slot)
-            link.stale(job, str(stale))
-            return
-        if head:
-            self._announced[slot] = job.chunk.count * link.extent_of(job).num_bytes
-            link.writer.say(head)
-        else:
-            self._free.append(slot)
-        link.finished(job)
+        def say(head: bytes) -> None:
+            self._announced[slot] = job.chunk.count * self._link.extent_of(job).num_bytes
+            self._link.writer.say(head)
+
+        announce_packed(self._link, job, digest, self._free, slot, say, told_slot=slot)
 
 
 @dataclass(slots=True)
@@ -157,7 +149,7 @@ class NcclReceive:
         seat.ask = self._ask
 
     def check(self, frame: Frame) -> None:
-        check_part(self._link, frame.part)
+        extents_of(self._link, frame.part)
         is_too_long = self._link.size_of(frame) > self._slot_blocks * self._link.block_bytes
         if frame.length or frame.slot >= SLOTS or is_too_long or frame.slot in self._next:
             raise BadFrame(f"{frame.count} blocks in slot {frame.slot} with {frame.length} bytes behind the header")
@@ -199,8 +191,7 @@ class NcclReceive:
         if claim is None or not link.enter(claim):
             self._end(number)
             return
-        into = link.target.extent(frame.part)
-        assert into is not None, "checked"
+        _, into = extents_of(link, frame.part)
         packed = self._staging.cut(number * self._slot_blocks, self._slot_blocks, into.num_bytes)
         wake, after = link.channel.waker.set, claim.landing.after
         sources, target = range(frame.count), self._pool.narrowed(into)
@@ -304,7 +295,7 @@ def _close(device: Device, lane: Lane, seat: Seat, staging: Blocks) -> None:
 
 
 def slot_blocks(block_bytes: int) -> int:
-    return max(1, SLOT_BYTES // block_bytes)
+    return blocks_per_chunk(block_bytes, SLOT_BYTES)
 
 
 def _padded(version: str) -> bytes:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
+from kvtransfer.departure import Job
+from kvtransfer.departures import StaleSource
 from kvtransfer.device import Device, Fence
 from kvtransfer.frames import BadFrame
 from kvtransfer.parts import Part
-from kvtransfer.paths.path import ReceiveLink
+from kvtransfer.paths.path import ReceiveLink, SendLink
 from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool
 
 DeviceOf = Callable[[KvPool], Device]
 
 
-def _nobody() -> None:
-    """Waits: the copies are drained."""
+def wake_nobody() -> None:
+    """Of work that is drained, or followed by other work that wakes."""
 
 
 class OnDevice:
     is_for_hosts, is_for_devices = False, True
-    divides_blocks = True  # where a part of a block is one run of bytes
+    divides_blocks = True  # where a part of a block is equal runs of bytes
     packages: tuple[str, ...] = ()  # that it needs beside torch and Triton
 
     def __init__(self, device_of: DeviceOf | None = None) -> None:
@@ -44,14 +47,14 @@ class OnDevice:
         device = self._device(pool)
         source, scratch = device.pool(), device.staging(2)
         try:
-            device.copy(source, [0], None, (), _nobody, None)
-            device.copy(source, [0], scratch, [0], _nobody, None)
+            device.copy(source, [0], None, (), wake_nobody, None)
+            device.copy(source, [0], scratch, [0], wake_nobody, None)
             for run in _one_of_each(runs):
                 part, dense, placed = source.narrowed(run), scratch.cut(0, 1, run.num_bytes), scratch.narrowed(run)
-                device.copy(part, [0], None, (), _nobody, None)
+                device.copy(part, [0], None, (), wake_nobody, None)
                 for one, sources, other, targets in ((part, [0], placed, [1]), (part, [0], dense, [0])):
-                    device.copy(one, sources, other, targets, _nobody, None)
-                device.copy(dense, [0], placed, [1], _nobody, None)
+                    device.copy(one, sources, other, targets, wake_nobody, None)
+                device.copy(dense, [0], placed, [1], wake_nobody, None)
         finally:
             device.drain()
             scratch.close()
@@ -68,11 +71,39 @@ class OnDevice:
         return device_of(pool)
 
 
-def check_part(link: ReceiveLink, part: Part) -> None:
-    """Raises BadFrame unless the part is as many bytes of the blocks of both sides, in equal runs."""
+def extents_of(link: ReceiveLink, part: Part) -> tuple[Extent, Extent]:
+    """The part's bytes in the blocks of the sender and of the receiver. Raises BadFrame unless these are as many, in
+    equal runs."""
     source, target = link.source.extent(part), link.target.extent(part)
     if source is None or target is None or source.num_bytes != target.num_bytes:
         raise BadFrame(f"{part}: between devices a part of a block is equal runs of bytes")
+    return source, target
+
+
+def announce_packed(
+    link: SendLink,
+    job: Job,
+    digest: bytes,
+    free: deque[int],
+    slot: int,
+    say: Callable[[bytes], None],
+    *,
+    told_slot: int = 0,
+    length: int = 0,
+) -> None:
+    """Of a chunk that has been copied into a slot of staging: says its frame, or frees the slot where its transfer is
+    over. `told_slot` and `length` are the frame's."""
+    try:
+        head = link.head(job, digest, slot=told_slot, length=length) if job.departure.session.is_open else b""
+    except StaleSource as stale:
+        free.append(slot)
+        link.stale(job, str(stale))
+        return
+    if head:
+        say(head)
+    else:
+        free.append(slot)
+    link.finished(job)
 
 
 def _one_of_each(runs: Sequence[Extent]) -> list[Extent]:

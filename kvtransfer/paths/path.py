@@ -56,7 +56,7 @@ class SendLink(Protocol):
         ...
 
     def extent_of(self, job: Job) -> Extent:
-        """The same, of each block, for a pool on a device, where a part is one run of bytes."""
+        """The same, of each block, for a pool on a device, where a part is equal runs of bytes."""
         ...
 
     def finished(self, job: Job) -> None:

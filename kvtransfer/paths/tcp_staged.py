@@ -17,13 +17,12 @@ from collections import deque
 from typing import Final, final
 
 from kvtransfer.departure import Job
-from kvtransfer.departures import StaleSource
 from kvtransfer.device import Copying, Device
 from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.host_device import HostDevice
 from kvtransfer.landing import Claim
 from kvtransfer.memory import host_view
-from kvtransfer.paths.on_device import OnDevice, check_part
+from kvtransfer.paths.on_device import OnDevice, announce_packed, extents_of, wake_nobody
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.paths.tcp import WAKE_BYTES, TcpDoor, discard
 from kvtransfer.plan import blocks_per_chunk
@@ -38,7 +37,7 @@ SLOTS: Final = 3  # one is filled, one is on the wire, one waits for its turn
 
 
 @final
-class Slots:
+class StagingSlots:
     """Staging on the device and as much pinned memory beside it, in slots of whole blocks."""
 
     def __init__(self, device: Device, block_bytes: int) -> None:
@@ -64,7 +63,7 @@ class Slots:
 @final
 class TcpStagedSend:
     def __init__(self, device: Device, block_bytes: int) -> None:
-        self._device, self._pool, self._slots = device, device.pool(), Slots(device, block_bytes)
+        self._device, self._pool, self._slots = device, device.pool(), StagingSlots(device, block_bytes)
         self._filling: deque[tuple[int, Job, Copying, Copying]] = deque()
         self._filled: deque[tuple[int, bytes, memoryview]] = deque()  # slot, head, bytes: wait for the writer
 
@@ -85,7 +84,7 @@ class TcpStagedSend:
         first, at, num_bytes = slot * slots.blocks, slot * slots.num_bytes, job.chunk.count * extent.num_bytes
         dense = slots.staging.cut(first, slots.blocks, extent.num_bytes)
         source, targets = self._pool.narrowed(extent), range(job.chunk.count)
-        gathering = self._device.copy(source, job.chunk.sources, dense, targets, _ignore, job.after)
+        gathering = self._device.copy(source, job.chunk.sources, dense, targets, wake_nobody, job.after)
         moving = self._device.move(slots.staging, first, slots.host, at, num_bytes, link.wake, is_to_host=True)
         self._filling.append((slot, job, gathering, moving))
 
@@ -109,28 +108,22 @@ class TcpStagedSend:
 
     def _announce(self, slot: int, job: Job, digest: bytes) -> None:
         link, num_bytes = self._link, job.chunk.count * self._link.extent_of(job).num_bytes
-        try:
-            head = link.head(job, digest, length=num_bytes) if job.departure.session.is_open else b""
-        except StaleSource as stale:
-            self._slots.free.append(slot)
-            link.stale(job, str(stale))
-            return
-        if head:
+
+        def say(head: bytes) -> None:
             self._filled.append((slot, head, self._slots.view(slot, num_bytes)))
-        else:
-            self._slots.free.append(slot)
-        link.finished(job)
+
+        announce_packed(link, job, digest, self._slots.free, slot, say, length=num_bytes)
 
 
 @final
 class TcpStagedReceive:
     def __init__(self, link: ReceiveLink, device: Device) -> None:
         self._link, self._device, self._pool = link, device, device.pool()
-        self._slots = Slots(device, link.block_bytes)
+        self._slots = StagingSlots(device, link.block_bytes)
         self._scattering: deque[tuple[int, Frame, Claim, Copying]] = deque()
 
     def check(self, frame: Frame) -> None:
-        check_part(self._link, frame.part)
+        extents_of(self._link, frame.part)
         size = self._link.size_of(frame)
         if frame.length != size or size > self._slots.num_bytes:
             raise BadFrame(f"a chunk of {frame.count} blocks with {frame.length} bytes, expected {size}")
@@ -148,10 +141,9 @@ class TcpStagedReceive:
         if not link.enter(claim):
             slots.free.append(slot)
             return
-        into = link.target.extent(frame.part)
-        assert into is not None, "checked"
+        _, into = extents_of(link, frame.part)
         first, at = slot * slots.blocks, slot * slots.num_bytes
-        device.move(slots.staging, first, slots.host, at, frame.length, _ignore, is_to_host=False)
+        device.move(slots.staging, first, slots.host, at, frame.length, wake_nobody, is_to_host=False)
         dense, target = slots.staging.cut(first, slots.blocks, into.num_bytes), self._pool.narrowed(into)
         wake, after = link.channel.waker.set, claim.landing.after
         scattering = device.copy(dense, range(frame.count), target, claim.blocks, wake, after)
@@ -189,7 +181,3 @@ class TcpStaged(OnDevice, TcpDoor):
 
     def _end(self, pool: KvPool, memory: memoryview, block_bytes: int) -> Device:
         return HostDevice(memory, block_bytes) if pool.is_on_host else self._device(pool)
-
-
-def _ignore() -> None:
-    """The work that is queued after it wakes."""
