@@ -10,7 +10,7 @@ processors and batch shapes: it may decide a near-tie, and nothing else. So a ve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
@@ -68,6 +68,7 @@ class Oracle:
         )
         self._model = self._model.double().eval()
         self._known: dict[tuple[int, ...], Tensor] = {}  # by the tokens and the first row, the latest last
+        self._judged: dict[str, list[tuple[int, int, int, float]]] = {}  # what is not the choice of float64
 
     def logits(self, tokens: Sequence[int], first: int = 0) -> Tensor:
         """[T - first, V] in float64: row i is what follows tokens[: first + i + 1]. Not to be written to.
@@ -115,22 +116,41 @@ class Oracle:
         each = [sampling] * len(answers) if sampling is None or isinstance(sampling, Sampling) else sampling
         verdict = Verdict()
         for number, (prompt, answer, asked) in enumerate(zip(prompts, answers, each, strict=True)):
-            tokens = [*prompt, *answer]
-            logits_PV = self.logits(tokens[:-1], len(prompt) - 1)
-            for at, (ours, logits_V) in enumerate(zip(answer, logits_PV, strict=True)):
-                history = tokens[: len(prompt) + at]
-                std = float(logits_V.std())
-                for process in processors:
-                    logits_V = process(torch.tensor([history]), logits_V[None])[0]
-                best, gap = (
-                    _greedy(logits_V, ours, std)
-                    if asked is None
-                    else _sampled(logits_V, ours, tie * std, Draw(asked, history, len(prompt)), self._end_ids())
-                )
-                if ours != best:
-                    (verdict.ties if gap < tie else verdict.wrong).append(Position(number, at, ours, best, gap))
+            # Runs that are compared give equal answers: each is judged once.
+            key = "" if processors else repr((list(prompt), list(answer), asked, tie))
+            others = self._judged.get(key) if key else None
+            if others is None:
+                others = list(self._others(prompt, answer, asked, processors, tie))
+                if key:
+                    self._judged[key] = others
+            for at, ours, best, gap in others:
+                (verdict.ties if gap < tie else verdict.wrong).append(Position(number, at, ours, best, gap))
             verdict.num_positions += len(answer)
         return verdict
+
+    def _others(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        asked: Sampling | None,
+        processors: Sequence[Processor],
+        tie: float,
+    ) -> Iterator[tuple[int, int, int, float]]:
+        """(position, our token, the choice of float64, gap) where the two differ."""
+        tokens = [*prompt, *answer]
+        logits_PV = self.logits(tokens[:-1], len(prompt) - 1)
+        for at, (ours, logits_V) in enumerate(zip(answer, logits_PV, strict=True)):
+            history = tokens[: len(prompt) + at]
+            std = float(logits_V.std())
+            for process in processors:
+                logits_V = process(torch.tensor([history]), logits_V[None])[0]
+            best, gap = (
+                _greedy(logits_V, ours, std)
+                if asked is None
+                else _sampled(logits_V, ours, tie * std, Draw(asked, history, len(prompt)), self._end_ids())
+            )
+            if ours != best:
+                yield at, ours, best, gap
 
     def logprob(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
         """Of the whole answer."""

@@ -1,4 +1,7 @@
-"""Both roles in two tensor-parallel ranks, as a user starts them: token-exact, also when a rank of each is killed."""
+"""Both roles in two tensor-parallel ranks, as a user starts them: token-exact, also when a rank of each is killed.
+
+The kills are slow: tests/unit/worker/test_tensor_parallel.py kills ranks of workers every time.
+"""
 
 import os
 import signal
@@ -16,17 +19,21 @@ LENGTHS = (1, 16, 17, 64, 200, 350, 511, 700)
 
 
 @pytest.mark.timeout(400)
-def test_two_ranks_of_both_roles_answer_as_transformers_does_and_may_die(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_decode", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_two_ranks_of_both_roles_answer_as_transformers_does_and_may_die(num_decode: int, tmp_path: Path) -> None:
+    """Two decode workers: a rank of one, and of the prefill worker, is killed."""
     folder = build("llama-3", tmp_path / "model")
     texts = prompts(LENGTHS)
     oracle = Oracle(folder)
     options = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    flags = ("--model", str(folder), "--decode", "2", "--set", "worker.tensor_parallel=2")
+    flags = ("--model", str(folder), "--decode", str(num_decode), "--set", "worker.tensor_parallel=2")
     with Cluster(*flags, "--set", "worker.max_batch_tokens=96", "--set", "worker.kv_check=step") as cluster:
         done = generate_all(cluster, texts, **options)
         oracle.assert_exact(texts, tokens_of(done, TOKENS))
         assert {one.timings.path for one in done} == {"remote", "local"}
         cluster.wait_until_idle()
+        if num_decode == 1:
+            return
 
         def kill_ranks(request_id: str) -> None:
             kill_rank(cluster, cluster.decode_worker_of(request_id))
