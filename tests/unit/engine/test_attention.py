@@ -164,7 +164,15 @@ def cut(qkv_TND: Tensor) -> list[Tensor]:
 
 
 @needs_numba
-@pytest.mark.parametrize(("block_size", "num_kv_heads", "head_dim"), [(1, 1, 8), (7, 3, 24), (64, 1, 96), (16, 6, 64)])
+@pytest.mark.parametrize(
+    ("block_size", "num_kv_heads", "head_dim"),
+    [  # each shape is a kernel to compile
+        (1, 1, 8),
+        (64, 1, 96),
+        pytest.param(7, 3, 24, marks=pytest.mark.slow),
+        pytest.param(16, 6, 64, marks=pytest.mark.slow),
+    ],
+)
 def test_any_shape_of_block_can_be_read_in_place(block_size: int, num_kv_heads: int, head_dim: int) -> None:
     pool = filled_pool(block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
     [table] = scattered(pool, [130])

@@ -25,6 +25,7 @@ from router.model import ModelFacts, difference
 BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
 GREEDY = Sampling(temperature=0.0, max_tokens=64)
 CPU = torch.device("cpu")
+EVERY_TIME = (("mistral-window", "int8", True), ("llama", "int8", False), ("qwen2-window-by-layer", "fp8", False))
 
 Tiny = Callable[[str], Path]
 OpenEngine = Callable[..., Engine]
@@ -104,8 +105,16 @@ def test_memory_holds_nearly_four_times_the_blocks(open_engine: OpenEngine) -> N
     assert counts[1] / counts[0] > 3.5
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-window-by-layer"])
-@pytest.mark.parametrize(("kv_dtype", "is_paged"), [("int8", True), ("int8", False), ("fp8", False)])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype", "is_paged"),
+    [  # every name and every way of reading once; the other pairs are slow
+        pytest.param(
+            name, kv_dtype, is_paged, marks=() if (name, kv_dtype, is_paged) in EVERY_TIME else pytest.mark.slow
+        )
+        for name in ("llama", "mistral-window", "qwen2-window-by-layer")
+        for kv_dtype, is_paged in (("int8", True), ("int8", False), ("fp8", False))
+    ],
+)
 def test_chunks_blocks_and_company_change_nothing(
     name: str,
     kv_dtype: str,

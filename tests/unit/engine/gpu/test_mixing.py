@@ -104,7 +104,10 @@ def flash(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: Call, window: int |
 
 
 @pytest.mark.gpu_checks
-@pytest.mark.parametrize(("name", "most_positions", "most_calls"), [("llama", 1024, 1), ("mistral-window", 40, 2)])
+@pytest.mark.parametrize(
+    ("name", "most_positions", "most_calls"),
+    [pytest.param("llama", 1024, 1, marks=pytest.mark.slow), ("mistral-window", 40, 2)],
+)
 def test_all_chunks_of_a_step_attend_by_one_call_a_layer(
     name: str,
     most_positions: int,

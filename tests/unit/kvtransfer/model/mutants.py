@@ -23,7 +23,7 @@ Apply = Callable[[pytest.MonkeyPatch], None]
 ONE: Final = scenario(transfers=1, faults=1)
 LEASED: Final = scenario(transfers=1, faults=1, deadline_s=None)
 SMALL: Final = scenario(faults=1)
-TWO_CONNECTIONS: Final = scenario(landings=2, faults=2, kinds=frozenset(("cut", "duplicates")))
+TWO_CONNECTIONS: Final = scenario(faults=2, kinds=frozenset(("cut", "duplicates")))
 TWO_BLOCKS: Final = scenario(blocks=2, transfers=1, faults=1)
 
 

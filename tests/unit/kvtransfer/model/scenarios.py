@@ -35,12 +35,14 @@ BOTH_WITH_MORE: Final = scenario(sources=2, slices=2, faults=2)
 
 EVERY_TIME: Final = {
     "reuse, one fault": SHORT_REUSE,
-    "both at once, cut or given up": SHORT_BOTH,
     "one of two, two faults": SHORT_ONE_OF_TWO,
     "one, no deadline": SHORT_LEASED,
 }
+#: By `make test-slow`: a fifth of the time of all the others.
+SLOW: Final = {"both at once, cut or given up": SHORT_BOTH}
 DEEP: Final = {
     **EVERY_TIME,
+    **SLOW,
     "reuse": REUSE,
     "both at once": BOTH_AT_ONCE,
     "one of two": ONE_OF_TWO,

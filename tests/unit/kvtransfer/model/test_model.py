@@ -7,15 +7,15 @@ import pytest
 from tests.unit.kvtransfer.model.invariants import INVARIANTS
 from tests.unit.kvtransfer.model.mutants import MUTANTS, Mutant
 from tests.unit.kvtransfer.model.report import run
-from tests.unit.kvtransfer.model.scenarios import EVERY_TIME, scenario
+from tests.unit.kvtransfer.model.scenarios import EVERY_TIME, SLOW, scenario
 
 pytestmark = pytest.mark.timeout(600)  # half a minute of CPU, however busy the machine is
 ALL_ENDS = {"D: verified", "D: failed", "D: drained", "D: quarantined", "P: sent", "P: failed"}
 
 
-@pytest.mark.parametrize("name", EVERY_TIME)
+@pytest.mark.parametrize("name", [*EVERY_TIME, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)])
 def test_no_reachable_state_breaks_an_invariant(name: str) -> None:
-    result = run(EVERY_TIME[name])
+    result = run((EVERY_TIME | SLOW)[name])
     assert result.violated is None, f"\n{result.story()}"
     assert set(result.ends) == ALL_ENDS, "the exploration has not seen what it is about"
     print(f"{name}: {result.num_states} states, {result.num_steps} steps, {result.cpu_s:.1f} s of CPU")
