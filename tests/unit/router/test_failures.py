@@ -111,18 +111,19 @@ def test_an_invalid_sequence_is_tried_nowhere_else(given: Given) -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "field", "seen"),
+    ("message", "field", "seen", "expected"),
     [
-        ("json_schema: stuck after 3 tokens", "json_schema", "stuck after 3 tokens"),
-        ("grammar: 0.7 s for a mask", "grammar", "0.7 s for a mask"),
-        ("prompt_token_ids: none", "request", "prompt_token_ids: none"),
+        ("json_schema: stuck after 3 tokens", "json_schema", "stuck after 3 tokens", "compiles"),
+        ("grammar: 0.7 s for a mask", "grammar", "0.7 s for a mask", "compiles"),
+        ("prompt_token_ids: none", "request", "prompt_token_ids: none", "a worker can run"),
     ],
 )
-def test_a_failed_grammar_names_its_field(given: Given, message: str, field: str, seen: str) -> None:
+def test_a_failed_grammar_names_its_field(given: Given, message: str, field: str, seen: str, expected: str) -> None:
     given.prefilling()
     error = failure(given.failed("p0", FailureKind.INVALID, message=message)).to_error()
     assert isinstance(error, InvalidRequest)
     assert (error.field, error.seen) == (field, seen)
+    assert expected in str(error)
 
 
 def test_a_deadline_that_a_worker_noticed_first_ends_the_request(given: Given) -> None:

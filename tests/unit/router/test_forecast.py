@@ -108,6 +108,7 @@ def test_a_burst_is_no_demand_that_lasts() -> None:
 
 
 def test_demand_is_uncertain_where_few_requests_are_most_of_it() -> None:
+    assert Demand().error == 1.0
     even, uneven = Demand(), Demand()
     for index in range(500):
         even.arrived(0.2, 1.0, index / 10)
