@@ -20,7 +20,8 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.proof import ClusterSecret
 from pdserve.engine.follower import follow
 from pdserve.engine.joining import Membership, own_address
-from pdserve.engine.parallel import MEET_S, OWN
+from pdserve.engine.parallel import MEET_S
+from pdserve.engine.rank_processes import OWN
 from pdserve.telemetry.logs import log_to_stderr
 
 REJECTED: Final = 2  # exit status: another try would end alike

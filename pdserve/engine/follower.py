@@ -20,7 +20,8 @@ from pdserve.core.proof import ClusterSecret
 from pdserve.engine.current_device import use_device
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.opening import choose_device, open_rank, shared_bytes
-from pdserve.engine.parallel import MEET_S, OWN, STEP, gloo_host
+from pdserve.engine.parallel import MEET_S, STEP, gloo_host
+from pdserve.engine.rank_processes import OWN
 from pdserve.engine.ranks import Ranks, make_store
 from pdserve.engine.row_words import from_words
 from pdserve.engine.sharding import Shard

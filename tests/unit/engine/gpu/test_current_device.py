@@ -17,6 +17,7 @@ from pdserve.engine import follower, parallel
 from pdserve.engine.gpu.norms import rms_norm
 from pdserve.engine.interface import Row
 from pdserve.engine.opening import open_rank
+from pdserve.engine.rank_processes import OWN
 from pdserve.engine.ranks import Ranks
 from pdserve.engine.row_words import to_words
 from pdserve.engine.sharding import Shard
@@ -70,7 +71,7 @@ def test_a_follower_process_launches_on_its_own_gpu(
     monkeypatch.setattr(follower, "Ranks", Alone)
     folder = tiny("llama")
     with fake_cuda(num_devices=2) as cuda:
-        assert follower.follow(1, 0, parallel.OWN, config(folder)) == 0
+        assert follower.follow(1, 0, OWN, config(folder)) == 0
         assert cuda.current_device() == 1
         assert "_attend" in cuda.launches
 
