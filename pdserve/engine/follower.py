@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
@@ -20,12 +20,15 @@ from pdserve.core.proof import ClusterSecret
 from pdserve.engine.current_device import use_device
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.opening import choose_device, open_rank, shared_bytes
-from pdserve.engine.parallel import MEET_S, STEP, gloo_host
+from pdserve.engine.parallel import GRAPHS, MEET_S, STEP, gloo_host
 from pdserve.engine.rank_processes import OWN
 from pdserve.engine.ranks import Ranks, make_store
 from pdserve.engine.row_words import from_words
 from pdserve.engine.sharding import Shard
 from pdserve.engine.torch_engine import TorchEngine
+
+if TYPE_CHECKING:
+    from pdserve.engine.gpu.engine import GraphEngine
 
 PROGRAM: Final = "python -m pdserve.engine.follower"
 
@@ -71,11 +74,27 @@ def follow(
     secret = ClusterSecret(config.cluster_secret) if config.rendezvous else None
     host = gloo_host(config) if index is None else config.host
     ranks = Ranks(shard, store, device, config.stall_s, host, secret)
-    engine = open_rank(config, lambda _read, _all: None, shard, ranks, memory, device=device)
+    has_graphs = store.get(GRAPHS) == b"on"
+    graphs, replaying = None, None
+    if has_graphs:
+        from pdserve.engine.gpu import opening as gpu_opening  # Triton is not for CPUs
+
+        graphs = gpu_opening.graphs_meter(config)
+    engine = open_rank(config, lambda _read, _all: None, shard, ranks, memory, device=device, graphs=graphs)
     served = None if serve is None else serve(engine, config, device)
     if served is not None:
         store.set(f"address/{rank}", served.address)
     store.set(f"loaded/{rank}", engine.spec.weights_hash)
+    if has_graphs:
+        replaying = gpu_opening.open_graphs(engine, config)
+    return obey(ranks, engine, replaying, served)
+
+
+def obey(ranks: Ranks, engine: TorchEngine, replaying: GraphEngine | None, served: Served | None) -> int:
+    """Takes part in each step that the leader orders, until it ends; the process's exit status.
+
+    `replaying` where the steps are those of graphs.
+    """
     while True:
         order = ranks.hear()
         if order[0] != STEP:
@@ -84,7 +103,10 @@ def follow(
         begun = order[2:rows_at]
         if served is not None:
             served.reached(list(zip(begun[::2], begun[1::2], strict=True)))
-        engine.follow(from_words(order[rows_at:]))
+        if replaying is None:
+            engine.follow(from_words(order[rows_at:]))
+        else:
+            replaying.follow(order[rows_at:])
 
 
 if __name__ == "__main__":

@@ -46,6 +46,16 @@ class Decoder:
         self._tokens_of = tuple(one.span(whole.vocab_size, whole.vocab_size) for one in shards)  # by rank
 
     @property
+    def is_leader(self) -> bool:
+        """Whether this rank draws the tokens."""
+        return self._ranks is None or self._ranks.shard.rank == 0
+
+    def spread(self, x: Tensor) -> None:
+        """Every rank's tensor becomes the leader's."""
+        if self._ranks is not None:
+            self._ranks.spread(x)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of what is computed."""
         return self._weights.dtype
@@ -79,12 +89,11 @@ class Decoder:
         return x_TE if delta_TE is None else x_TE.add_(delta_TE)
 
     def logits(self, x_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
-        """float32, [T, V]; in `out_TV` where it is given, which whoever has ranks cannot."""
+        """float32, [T, V]; in `out_TV` where it is given."""
         logits_TV = self._weights.head(self._norm(x_TE, self._weights.norm_E))
-        logits_TV = logits_TV.float() if out_TV is None else out_TV.copy_(logits_TV)
         if self._ranks is not None:
-            assert out_TV is None
-            logits_TV = self._ranks.join(logits_TV, [end - begin for begin, end in self._tokens_of])
+            logits_TV = self._ranks.join(logits_TV.float(), [end - begin for begin, end in self._tokens_of])
+        logits_TV = logits_TV.float() if out_TV is None else out_TV.copy_(logits_TV)
         softcap = self._config.logit_softcap
         return logits_TV if softcap is None else logits_TV.div_(softcap).tanh_().mul_(softcap)
 

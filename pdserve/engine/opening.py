@@ -65,18 +65,11 @@ def open_engine(config: WorkerConfig, role: Role) -> Engine:
     config = with_device_defaults(config, role, is_gpu=is_gpu)
     if not is_gpu:
         return open_torch_engine(config)
-    if role is not Role.DECODE or not config.cuda_graphs:
-        return warmed(open_torch_engine(config))
-    from pdserve.engine.gpu.opening import measure_graphs, why_no_graphs, with_graphs
+    from pdserve.engine.gpu.opening import graphs_meter, open_graphs, takes_graphs
 
-    reason = why_no_graphs(read_config(Path(config.model)), config.block_size, config.tensor_parallel)
-    if reason:
-        log.warning("decode steps run without CUDA graphs", extra={"reason": reason})
+    if not takes_graphs(config, role):
         return warmed(open_torch_engine(config))
-    most_drafts = config.max_drafts if config.speculation == "ngram" else 0
-    graphs = partial(measure_graphs, most_rows=config.max_batch, most_drafts=most_drafts)
-    engine = warmed(open_rank(config, None, WHOLE, None, graphs=graphs))
-    return with_graphs(engine, engine.model, config.max_batch, config.worker_id, most_drafts)
+    return open_graphs(warmed(open_rank(config, None, WHOLE, None, graphs=graphs_meter(config))), config)
 
 
 def warmed(engine: AnyEngine) -> AnyEngine:

@@ -15,9 +15,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from pdserve.config import WorkerConfig, to_flags
 from pdserve.core.errors import ConfigError, InternalError
@@ -27,7 +28,7 @@ from pdserve.core.types import Role
 from pdserve.engine.config import read_config
 from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.host_memory import HostMemory
-from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut
+from pdserve.engine.interface import EngineSpec, Flight, OnLayer, Row, RowOut
 from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.engine.opening import choose_device, open_rank, shared_bytes, warmed, with_host_blocks
 from pdserve.engine.pool import TorchPool
@@ -40,33 +41,37 @@ from pdserve.engine.sharding import Shard, rank_config
 from pdserve.engine.torch_engine import TorchEngine
 from pdserve.engine.weights import Progress
 
+if TYPE_CHECKING:
+    from pdserve.engine.gpu.engine import GraphEngine
+
 log = logging.getLogger(__name__)
 
 MEET_S: Final = 120.0  # until all ranks stand; loading comes after
 STOP: Final = 0  # orders: their first word
 STEP: Final = 1
+GRAPHS: Final = "graphs"  # in the store: whether ranks run decode steps as graphs
 _POLL_S: Final = 0.05
 
 
-@final
-class ParallelEngine:
-    """`spec` and `pool` are the leader's: of whole blocks, or where ranks have pools of their own, of blocks that hold
-    its heads only."""
+class _Leading:
+    """What engines of several ranks share. `spec` and `pool` are the leader's: of whole blocks, or where ranks have
+    pools of their own, of blocks that hold its heads only."""
 
     def __init__(
         self,
-        engine: TorchEngine,
+        engine: TorchEngine | GraphEngine,
         ranks: Ranks,
         followers: Sequence[RankProcess],
         rank_addresses: Sequence[str] = (),
         rendezvous: Rendezvous | None = None,
     ) -> None:
         """`rank_addresses`: HOST:PORT of each follower's RankService, where it has a pool of its own."""
-        self._engine, self._ranks, self._followers = engine, ranks, followers
+        self._inner, self._ranks, self._followers = engine, ranks, followers
         self._rendezvous = rendezvous
         self.rank_addresses = tuple(rank_addresses)
         self._stamps: BlockStamps | None = None
         self._broken = ""
+        self._is_told = False  # what is computed now
 
     def tell_lives(self, stamps: BlockStamps) -> None:
         """From the next step on, ranks hear before they compute which blocks were handed out anew."""
@@ -75,39 +80,42 @@ class ParallelEngine:
 
     @property
     def spec(self) -> EngineSpec:
-        return self._engine.spec
+        return self._inner.spec
 
     @property
     def pool(self) -> TorchPool:
-        return self._engine.pool
+        return self._inner.pool
 
     @property
     def memory(self) -> MemoryPlan | None:
         """The leader's rank."""
-        return self._engine.memory
+        return self._inner.memory
 
     @property
     def is_healthy(self) -> bool:
         """False once a rank has died, in a step or while all were idle."""
         return not self._broken and all(follower.is_alive for follower in self._followers)
 
-    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
-        """Raises InternalError for ever once a rank has failed in mid-step."""
+    @contextmanager
+    def _all_ranks(self) -> Iterator[None]:
+        """Around what every rank computes. Raises InternalError for ever once a rank has failed in mid-step; what
+        fails before a rank was told breaks nothing."""
+        self._check_whole()
+        self._is_told = False
+        try:
+            yield
+        except Exception as error:
+            if self._is_told:
+                self._broken = f"{type(error).__name__}: {error}"
+            raise
+
+    def _check_whole(self) -> None:
         if self._broken:
             raise InternalError(f"a tensor-parallel rank failed before: {self._broken}")
-        check_rows(self.spec, rows)
-        if not rows:
-            return []
-        try:
-            self._ranks.tell([STEP, *self._begun_words(), *to_words(rows)])
-            if on_layer is None:
-                return self._engine.step(rows)
-            outs = self._engine.step(rows, _everywhere(on_layer))
-            on_layer(self.spec.num_layers)
-            return outs
-        except Exception as error:
-            self._broken = f"{type(error).__name__}: {error}"
-            raise
+
+    def _order_step(self, words: Sequence[int]) -> None:
+        self._is_told = True
+        self._ranks.tell([STEP, *self._begun_words(), *words])
 
     def _begun_words(self) -> list[int]:
         """How many numbers follow; the blocks that were handed out since the last step, each with its life."""
@@ -124,7 +132,62 @@ class ParallelEngine:
             follower.end()
         if self._rendezvous is not None:
             self._rendezvous.close()
-        self._engine.close()
+        self._inner.close()
+
+
+@final
+class ParallelEngine(_Leading):
+    """Computes a step before it returns."""
+
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sequence[RowOut]:
+        with self._all_ranks():
+            check_rows(self.spec, rows)
+            if not rows:
+                return []
+            self._order_step(to_words(rows))
+            if on_layer is None:
+                return self._inner.step(rows)
+            outs = self._inner.step(rows, _everywhere(on_layer))
+            on_layer(self.spec.num_layers)
+            return outs
+
+
+@final
+class ParallelFlight:
+    """A launched step of all ranks."""
+
+    def __init__(self, flight: Flight, engine: ParallelGraphEngine) -> None:
+        self.flight, self._engine = flight, engine
+
+    def wait(self) -> Sequence[RowOut]:
+        return self._engine.wait(self.flight)
+
+
+@final
+class ParallelGraphEngine(_Leading):
+    """Every rank replays the same graphs; steps are launched ahead."""
+
+    def __init__(self, engine: GraphEngine, *others: Any) -> None:
+        super().__init__(engine, *others)
+        self._graphs = engine
+        engine.tell_ranks(self._order_step)
+
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sequence[RowOut]:
+        """`on_layer` is told of all layers at once: only decode workers have graphs."""
+        outs = self.launch(rows, None).wait()
+        if on_layer is not None:
+            on_layer(self.spec.num_layers)
+        return outs
+
+    def launch(self, rows: Sequence[Row], after: Flight | None) -> ParallelFlight:
+        before = after.flight if isinstance(after, ParallelFlight) else None
+        with self._all_ranks():
+            return ParallelFlight(self._graphs.launch(rows, before), self)
+
+    def wait(self, flight: Flight) -> Sequence[RowOut]:
+        with self._all_ranks():
+            self._is_told = True
+            return flight.wait()
 
 
 def _everywhere(on_layer: OnLayer) -> OnLayer:
@@ -139,7 +202,7 @@ def _everywhere(on_layer: OnLayer) -> OnLayer:
 
 def open_parallel_engine(
     config: WorkerConfig, progress: Progress | None = None, role: Role = Role.DECODE
-) -> ParallelEngine:
+) -> ParallelEngine | ParallelGraphEngine:
     """Starts the followers and loads this rank's part. Raises ConfigError and ModelError as one rank alone would."""
     size, model_config = config.tensor_parallel, read_config(Path(config.model))
     rank_config(model_config, Shard(0, size))  # before anything starts
@@ -149,6 +212,8 @@ def open_parallel_engine(
     config = with_device_defaults(config, role, is_gpu=device.type == "cuda")
     if device.type == "cpu":
         config = with_host_blocks(config)
+    has_graphs = device.type == "cuda" and _gpu_opening().takes_graphs(config, role)
+    store.set(GRAPHS, "on" if has_graphs else "off")
     each = dataclasses.replace(config, threads=max(1, config.threads // config.ranks_here) if config.threads else 0)
     is_shared = device.type == "cpu" and config.rank_pools != "own" and not config.rendezvous
     memory = _shared_memory(config) if is_shared else None
@@ -167,9 +232,12 @@ def open_parallel_engine(
         _meet(store, followers)
         shard = Shard(0, size)
         ranks = Ranks(shard, store, device, config.stall_s, gloo_host(config), secret)
-        engine = open_rank(each, progress, shard, ranks, memory)
+        engine = open_rank(
+            each, progress, shard, ranks, memory, graphs=_gpu_opening().graphs_meter(each) if has_graphs else None
+        )
         _meet(store, followers, "loaded", MEET_S + config.stall_s)
         check_weights(store, followers, engine.spec.weights_hash)
+        graphs = _gpu_opening().open_graphs(engine, each) if has_graphs else None
     except BaseException:
         for follower in followers:
             follower.kill()
@@ -184,8 +252,16 @@ def open_parallel_engine(
         if is_shared or not config.cluster_secret
         else [store.get(f"address/{one.rank}").decode() for one in followers]
     )
+    if graphs is not None:
+        return warmed(ParallelGraphEngine(graphs, ranks, followers, addresses, rendezvous))
     together = ParallelEngine(engine, ranks, followers, addresses, rendezvous)
     return together if device.type == "cpu" else warmed(together)
+
+
+def _gpu_opening() -> Any:
+    from pdserve.engine.gpu import opening  # Triton is not for CPUs
+
+    return opening
 
 
 def gloo_host(config: WorkerConfig) -> str:

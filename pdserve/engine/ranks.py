@@ -88,6 +88,10 @@ class Ranks:
         self._tensors.allgather([parts], [mine]).wait()
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
+    def spread(self, x: Tensor) -> None:
+        """The leader's tensor, in the place of this rank's."""
+        self._tensors.broadcast([x], _from_leader()).wait()
+
     def least(self, count: int) -> int:
         """The least of all ranks' numbers."""
         one = torch.tensor([count], dtype=torch.int64)
@@ -119,9 +123,13 @@ class Ranks:
         return words
 
     def _broadcast(self, x: Tensor) -> None:
-        options = _dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        self._orders.broadcast([x], options).wait()
+        self._orders.broadcast([x], _from_leader()).wait()
+
+
+def _from_leader() -> Any:
+    options = _dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return options
 
 
 def _gloo(store: Any, shard: Shard, timeout: timedelta, host: str) -> Any:

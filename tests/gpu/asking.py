@@ -20,7 +20,8 @@ from pdserve.config import WorkerConfig
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import Sampling, TokenOut
 from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
-from pdserve.engine.gpu.engine import GraphEngine, GraphFlight
+from pdserve.engine.gpu.engine import GraphEngine
+from pdserve.engine.gpu.flights import GraphFlight
 from pdserve.engine.gpu.graphs import EagerReplays, GraphReplays
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.grammars import RowMasks

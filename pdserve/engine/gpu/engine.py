@@ -8,9 +8,9 @@ computed when they are launched, prompts among them, and the rows of a mixed ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate, islice
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, final
 
 import numpy as np
@@ -18,83 +18,22 @@ import torch
 from torch import Tensor
 
 from pdserve.core.errors import InternalError
-from pdserve.core.types import TokenOut
 from pdserve.engine.gpu import buckets
+from pdserve.engine.gpu.flights import DoneFlight, GraphFlight
 from pdserve.engine.gpu.graphs import Replays
 from pdserve.engine.gpu.inputs import sampling_of
 from pdserve.engine.gpu.plain_rows import PlainRows, follow, read
-from pdserve.engine.gpu.redraw import NO_EXTRAS, Extras, Redraw
+from pdserve.engine.gpu.rank_words import drafted_words, from_words, plain_words, row_words
+from pdserve.engine.gpu.redraw import NO_EXTRAS, Redraw
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.gpu.tables import TableMirror, Update
-from pdserve.engine.grammars import RowMasks
-from pdserve.engine.interface import NEW_ROW, ChainedRows, EngineSpec, Flight, OnLayer, PlainOuts, Row, RowOut
+from pdserve.engine.interface import NEW_ROW, ChainedRows, EngineSpec, Flight, OnLayer, Row, RowOut
 from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rows import CheckedTables, check_rows
-from pdserve.engine.torch_engine import TorchEngine, row_out
+from pdserve.engine.torch_engine import TorchEngine
 
-
-@final
-class GraphFlight:
-    """A step whose draws are on their way to the host."""
-
-    def __init__(
-        self,
-        count: int,
-        host: tuple[Any, Any],
-        extras: Extras,
-        event: Any | None,
-        *,
-        drafted: list[Row] | None,
-        wants: list[int | None] | None,
-    ) -> None:
-        """`count` draws. `drafted`: the rows, of a step with drafts; `wants`: of a step in which some row's sampling
-        asks for logprobs, what each draw's asks for."""
-        self.has_drafts = drafted is not None
-        self._count, self._drafted, self._wants = count, drafted, wants
-        self._host, self._extras, self._event = host, extras, event
-
-    def wait(self) -> Sequence[RowOut]:
-        if self._event is not None:
-            self._event.synchronize()
-        tokens = self._host[0][: self._count].tolist()
-        extras, masks_of = self._extras, self._extras.masks_of
-        is_plain = self._drafted is None and self._wants is None
-        if is_plain and not any(masks.failed or not masks.masks for masks in masks_of.values()):  # nearly every step
-            return PlainOuts(tokens)
-        wants = self._wants or [None] * self._count
-        logprobs = self._host[1][: self._count].tolist()
-        drawn = [
-            TokenOut(token_id=token, logprob=logprob if wanted is not None else None)
-            for token, logprob, wanted in zip(tokens, logprobs, wants, strict=True)
-        ]
-        for at in extras.top_of:
-            drawn[at] = replace(drawn[at], top=extras.top(at, wants[at] or 0))
-        left = iter(drawn)
-        if self._drafted is None:
-            return [_out(one, masks_of.get(index)) for index, one in enumerate(drawn)]
-        return [
-            row_out(row, list(islice(left, row.num_queries)), masks_of.get(index))
-            for index, row in enumerate(self._drafted)
-        ]
-
-
-def _out(token: TokenOut, masks: RowMasks | None) -> RowOut:
-    """Of a row without drafts; under a grammar its draw counts only if it had a mask."""
-    if masks is None:
-        return RowOut((token,))
-    return RowOut((token,) if masks.masks else (), failed=masks.failed)
-
-
-@final
-class DoneFlight:
-    """A step that was computed when it was launched."""
-
-    def __init__(self, outs: list[RowOut]) -> None:
-        self._outs = outs
-
-    def wait(self) -> list[RowOut]:
-        return self._outs
+Tell = Callable[[Sequence[int]], None]
 
 
 @final
@@ -119,9 +58,12 @@ class GraphEngine:
             for _ in range(2)
         ]
         self._turn = 0
+        self._tell: Tell | None = None
+        self._followed: deque[Any] = deque(maxlen=2)  # events of the last graphs that this rank has followed
         self._last: PlainRows | None = None  # of the last launch, where its draws are still on the device
         self._redraw = Redraw(decode, eager.grammars, eager.spec.eos_token_ids)
-        self._redraw.warm()
+        if decode.is_leader:  # other ranks draw nothing
+            self._redraw.warm()
 
     @property
     def spec(self) -> EngineSpec:
@@ -141,6 +83,27 @@ class GraphEngine:
     def launch(self, rows: Sequence[Row], after: Flight | None) -> Flight:
         return self._launch(rows, after, None)
 
+    def tell_ranks(self, tell: Tell) -> None:
+        """Of the leader of tensor-parallel ranks: `tell` is called before all that the others take part in, with what
+        their `follow` needs."""
+        self._tell = tell
+
+    @torch.inference_mode()
+    def follow(self, words: Sequence[int]) -> None:
+        """Takes part in what another rank draws from, and returns while the device computes it."""
+        part = from_words(words, self._eager.spec.block_size)
+        if part.rows:
+            self._eager.follow(part.rows)
+            return
+        if len(self._followed) == self._followed.maxlen and self._is_cuda:
+            self._followed[0].synchronize()  # pinned inputs take turns; nobody waits for a follower's flights
+        if part.plain is not None:
+            self._begin_plain(part.plain, part.update, self._bucket(self._replays, len(part.plain.seat_B)))
+        else:
+            assert self._verify is not None
+            self._begin_drafted(part.drafted, part.update, self._verify)
+        self._followed.append(self._recorded())
+
     def close(self) -> None:
         self._eager.close()
 
@@ -157,7 +120,7 @@ class GraphEngine:
             check_rows(self._eager.spec, rows, self._tables)
         fast = self._takes(rows)
         if not fast:
-            return DoneFlight(self._eager.step(rows, on_layer))
+            return DoneFlight(self._compute(rows, on_layer))
         if len(fast) == len(rows):
             return self._replay(rows, number)
         if any(row.follows is not None for row in rows):
@@ -166,11 +129,17 @@ class GraphEngine:
         taken = set(fast)
         slow = [index for index in range(len(rows)) if index not in taken]
         outs: list[RowOut] = [RowOut()] * len(rows)
-        for index, out in zip(slow, self._eager.step([rows[index] for index in slow], on_layer), strict=True):
+        for index, out in zip(slow, self._compute([rows[index] for index in slow], on_layer), strict=True):
             outs[index] = out
         for index, out in zip(fast, flight.wait(), strict=True):
             outs[index] = out
         return DoneFlight(outs)
+
+    def _compute(self, rows: Sequence[Row], on_layer: OnLayer | None) -> list[RowOut]:
+        """Without a graph."""
+        if self._tell is not None and rows:
+            self._tell(row_words(rows))
+        return self._eager.step(rows, on_layer)
 
     def _takes(self, rows: Sequence[Row]) -> list[int]:
         """The rows that go through a graph together."""
@@ -203,17 +172,16 @@ class GraphEngine:
         if self._verify is not None and any(row.drafts for row in rows):
             return self._replay_drafted(rows, self._verify)
         plain, update = read(rows, self._mirror, self._eager.spec.block_size, number)
-        bucket = buckets.choose(self._replays.buckets, len(rows))
-        assert bucket is not None
+        bucket = self._bucket(self._replays, len(rows))
         decode.inputs.samplings.update(update.seats, [sampling_of(row) for row in rows])
         return self._replay_plain(rows, plain, update, bucket)
 
     @torch.inference_mode()
     def _replay_plain(self, rows: Sequence[Row], plain: PlainRows, update: Update, bucket: int) -> GraphFlight:
         decode = self._decode
-        self._send_tables(update)
-        decode.inputs.send(plain, bucket)
-        self._replays.replay(bucket)
+        if self._tell is not None:
+            self._tell(plain_words(plain, update))
+        self._begin_plain(plain, update, bucket)
         asking, has_logprobs = self._asking(plain.seat_B, plain.start_B + 1 - plain.prompt_len_B)
         extras = self._redraw.launch(rows, range(len(rows)), asking) if asking else NO_EXTRAS
         wants = decode.inputs.samplings.logprobs(plain.seat_B.tolist()) if has_logprobs else None
@@ -223,20 +191,35 @@ class GraphEngine:
 
     @torch.inference_mode()
     def _replay_drafted(self, rows: Sequence[Row], verify: Replays) -> GraphFlight:
-        decode = self._decode
         update = self._mirror.update([row.blocks for row in rows])
-        self._send_tables(update)
-        *firsts, count = accumulate((row.num_queries for row in rows), initial=0)
-        bucket = buckets.choose(verify.buckets, count)
-        assert bucket is not None
-        decode.inputs.send_drafted(rows, update.seats, bucket)
-        verify.replay(bucket)
+        if self._tell is not None:
+            self._tell(drafted_words(rows, update, self._eager.spec.block_size))
+        firsts, count = self._begin_drafted(rows, update, verify)
         num_output_B = np.array([row.start + 1 - row.prompt_len for row in rows], np.int64)
         asking, has_logprobs = self._asking(np.array(update.seats, np.int64), num_output_B)
         extras = self._redraw.launch(rows, firsts, asking) if asking else NO_EXTRAS
         wants = [sampling_of(row).logprobs for row in rows for _ in range(row.num_queries)] if has_logprobs else None
         host, event = self._fetch(count)
         return GraphFlight(count, host, extras, event, drafted=list(rows), wants=wants)
+
+    def _begin_plain(self, plain: PlainRows, update: Update, bucket: int) -> None:
+        self._send_tables(update)
+        self._decode.inputs.send(plain, bucket)
+        self._replays.replay(bucket)
+
+    def _begin_drafted(self, rows: Sequence[Row], update: Update, verify: Replays) -> tuple[Sequence[int], int]:
+        """The first token of each row, and the number of tokens."""
+        *firsts, count = accumulate((row.num_queries for row in rows), initial=0)
+        bucket = self._bucket(verify, count)
+        self._send_tables(update)
+        self._decode.inputs.send_drafted(rows, update.seats, bucket)
+        verify.replay(bucket)
+        return firsts, count
+
+    def _bucket(self, replays: Replays, count: int) -> int:
+        bucket = buckets.choose(replays.buckets, count)
+        assert bucket is not None
+        return bucket
 
     def _send_tables(self, update: Update) -> None:
         if update.at:
@@ -251,11 +234,15 @@ class GraphEngine:
         self._turn = 1 - self._turn
         host[0][:count].copy_(decode.drawn_B[:count], non_blocking=True)
         host[1][:count].copy_(decode.logprob_B[:count], non_blocking=True)
-        event = None
-        if self._is_cuda:
-            event = torch.cuda.Event()
-            event.record()
-        return host, event
+        return host, self._recorded()
+
+    def _recorded(self) -> Any | None:
+        """An event behind what is queued; None without a device."""
+        if not self._is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _asking(self, seat_B: Any, num_output_B: Any) -> tuple[list[int], bool]:
         """The rows that ask for more than a graph draws, and whether a row asks for logprobs."""

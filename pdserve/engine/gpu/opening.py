@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 import torch
 
-from pdserve.engine.config import ModelConfig
+from pdserve.config import WorkerConfig
+from pdserve.core.types import Role
+from pdserve.engine.config import ModelConfig, read_config
 from pdserve.engine.current_device import use_device
 from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
 from pdserve.engine.gpu.engine import GraphEngine
 from pdserve.engine.gpu.graphs import GraphReplays
 from pdserve.engine.gpu.penalties import penalty_bytes
 from pdserve.engine.gpu.static import StaticDecode
-from pdserve.engine.measure_memory import Meter
+from pdserve.engine.measure_memory import MeasureGraphs, Meter
 from pdserve.engine.memory_plan import graph_bytes
 from pdserve.engine.model import Decoder
 from pdserve.engine.progress import counting_line
@@ -25,12 +29,34 @@ _MEASURED: Final = 2  # captures that tell what all take
 log = logging.getLogger(__name__)
 
 
-def why_no_graphs(config: ModelConfig, block_size: int, num_ranks: int) -> str:
+def takes_graphs(config: WorkerConfig, role: Role) -> bool:
+    """Whether a worker on a GPU runs its decode steps as graphs; a warning says why it cannot."""
+    if role is not Role.DECODE or not config.cuda_graphs:
+        return False
+    reason = why_no_graphs(read_config(Path(config.model)), config.block_size)
+    if reason:
+        log.warning("decode steps run without CUDA graphs", extra={"reason": reason})
+    return not reason
+
+
+def graphs_meter(config: WorkerConfig) -> MeasureGraphs:
+    """Measures what `open_graphs` will take."""
+    return partial(measure_graphs, most_rows=config.max_batch, most_drafts=_most_drafts(config))
+
+
+def open_graphs(eager: TorchEngine, config: WorkerConfig) -> GraphEngine:
+    """Tensor-parallel ranks call it together, since their graphs hold the sums of all."""
+    return with_graphs(eager, eager.model, config.max_batch, config.worker_id, _most_drafts(config))
+
+
+def _most_drafts(config: WorkerConfig) -> int:
+    return config.max_drafts if config.speculation == "ngram" else 0
+
+
+def why_no_graphs(config: ModelConfig, block_size: int) -> str:
     """Empty where decode steps of the model can be captured."""
     if config.experts is not None:
         return "experts: how many tokens each one gets is decided on the host"
-    if num_ranks > 1:
-        return "tensor parallel: ranks meet in every layer"
     if block_size < 8 or block_size & (block_size - 1):
         return f"block_size {block_size}: the kernels take powers of two from 8 on"
     return ""

@@ -80,6 +80,11 @@ class StaticDecode:
         self._scratches: dict[int, Scratch] = {}  # by queries of a row; captured graphs hold their addresses
         self.sampler = Sampler(most_tokens, vocab_size, device, num_processors)
 
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank draws."""
+        return self._model.is_leader
+
     def _scratch(self, num_queries: int) -> Scratch:
         if num_queries not in self._scratches:
             self._scratches[num_queries] = self._kernels.make_scratch(num_queries, self._num_processors)
@@ -90,9 +95,11 @@ class StaticDecode:
         """Computes the step that `inputs` describe, of rows with up to `num_queries` tokens, `bucket` in all.
 
         Rows 0 .. bucket - 1 of `logits_BV`, and what they draw if nothing more is asked of them, in `drawn_B` and
-        `logprob_B`.
+        `logprob_B`. Of tensor-parallel ranks the first one draws, and tells the others with the next step: a row that
+        follows another needs its token on all of them, also one that was drawn again behind the step.
         """
         field = self.inputs.field
+        self._model.spread(self.drawn_B)
         follows_B, token_B = field("follows", bucket), field("token", bucket)
         token_B = torch.where(follows_B >= 0, self.drawn_B[follows_B.clamp(min=0)], token_B)
         rows = Rows(
@@ -111,6 +118,8 @@ class StaticDecode:
             field("position", bucket),
         )
         logits_BV = self._model.logits(self._model.hidden(mixer), self.logits_BV[:bucket])
+        if not self._model.is_leader:
+            return
         drawn_B, logprob_B = self.sampler.draw(logits_BV, self.inputs.draws(bucket))
         self.drawn_B[:bucket] = drawn_B
         self.logprob_B[:bucket] = logprob_B

@@ -49,6 +49,9 @@ class Alone:
 class Store:
     def set(self, key: str, value: str) -> None: ...
 
+    def get(self, key: str) -> bytes:
+        return b"off"
+
 
 def config(folder: Path) -> WorkerConfig:
     return WorkerConfig(model=str(folder), worker_id="w", device="cuda", load="dummy", tensor_parallel=2, kv_blocks=8)

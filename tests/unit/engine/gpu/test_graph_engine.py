@@ -10,7 +10,8 @@ import pytest
 
 from pdserve.core.errors import InternalError
 from pdserve.core.types import Sampling
-from pdserve.engine.gpu.engine import DoneFlight, GraphFlight, is_graph_row
+from pdserve.engine.gpu.engine import is_graph_row
+from pdserve.engine.gpu.flights import DoneFlight, GraphFlight
 from pdserve.engine.interface import NEW_ROW, PENDING, ChainedRows, Engine, Flight, Row
 from tests.unit.engine.conftest import GREEDY, Request
 from tests.unit.engine.gpu.conftest import MOST_ROWS

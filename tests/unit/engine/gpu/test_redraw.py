@@ -11,7 +11,7 @@ import pytest
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu.bans import Bans
-from pdserve.engine.gpu.engine import GraphFlight
+from pdserve.engine.gpu.flights import GraphFlight
 from pdserve.engine.grammars import RowMasks
 from pdserve.engine.interface import PENDING, Engine, Flight, Row
 

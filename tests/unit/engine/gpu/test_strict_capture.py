@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,16 @@ import torch
 from torch import Tensor
 
 from pdserve.config import WorkerConfig
+from pdserve.core.types import Role
+from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
 from pdserve.engine.gpu.forbid import forbid
 from pdserve.engine.gpu.opening import measure_graphs, with_graphs
 from pdserve.engine.gpu.redraw import Redraw
-from pdserve.engine.opening import open_torch_engine
-from tests.gpu.strict_capture import ForbiddenInCapture, strict_capture
+from pdserve.engine.opening import open_rank, open_torch_engine
+from pdserve.engine.ranks import Ranks
+from pdserve.engine.sharding import Shard
+from tests.gpu.strict_capture import Captures, ForbiddenInCapture, strict_capture
 
 pytestmark = pytest.mark.gpu_checks
 
@@ -59,6 +64,44 @@ def test_decode_graphs_are_captured(
         captures.num_graphs = 0
         with_graphs(eager, eager.model, MOST_ROWS, "w", most_drafts)
         assert captures.num_graphs == num_graphs
+
+
+class Group:
+    """What a rank asks of the others, and whether in a capture."""
+
+    def __init__(self, captures: Captures) -> None:
+        self.asked: list[tuple[str, tuple[int, ...], bool]] = []
+        self._captures = captures
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(tensors: Any, *others: Any) -> Any:
+            x = others[0][0] if name == "allgather" else tensors[0]
+            self.asked.append((name, tuple(x.shape), self._captures.is_on))
+            return SimpleNamespace(wait=lambda: None)
+
+        return ask
+
+
+def test_ranks_capture_the_same_sums_in_the_same_order(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each graph holds the sums of all ranks: a rank that captured another order would wait for ever."""
+    folder, asked = tiny("llama"), []
+    monkeypatch.setattr(Redraw, "warm", lambda self: None)
+    for rank in range(2):
+        with strict_capture(num_devices=2) as captures:
+            ranks = object.__new__(Ranks)
+            ranks.shard, group = Shard(rank, 2), Group(captures)
+            ranks._tensors = group
+            settings = config(folder, tensor_parallel=2)
+            eager = open_rank(with_device_defaults(settings, Role.DECODE, is_gpu=True), None, ranks.shard, ranks)
+            with_graphs(eager, eager.model, MOST_ROWS, "w")
+            assert captures.num_graphs == len(buckets_for(MOST_ROWS))
+            asked.append(group.asked)
+    assert asked[0] == asked[1]
+    captured = [name for name, _, is_captured in asked[0] if is_captured]
+    layers = ["allreduce"] * 4  # two layers of attention and mlp
+    assert captured == ["broadcast", "allreduce", *layers, "allgather"] * len(buckets_for(MOST_ROWS))
 
 
 def forbidden(act: Callable[[Tensor], object], kind: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from pdserve.core.errors import InternalError
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
-from pdserve.engine.gpu.engine import DoneFlight, GraphFlight
+from pdserve.engine.gpu.flights import DoneFlight, GraphFlight
 from pdserve.engine.interface import PENDING, Row, RowOut
 from tests.unit.engine.conftest import Request
 from tests.unit.engine.gpu.test_redraw import GRAMMAR, RIVALS, SEEDED, EveryThird, Text, assert_same, texts_of

@@ -1,0 +1,68 @@
+"""A rank whose decode steps go through static buffers, as a GPU's do, on a CPU: kernel by kernel, over gloo.
+
+python -m tests.unit.engine.gpu.graph_rank RANK PORT FOLDER      follows
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.gpu.interpreter import prepare
+
+if __name__ == "__main__":
+    prepare()  # before Triton is imported; among tests conftest.py has done it
+
+from pdserve.config import WorkerConfig
+from pdserve.engine.follower import obey
+from pdserve.engine.gpu.buckets import buckets_for
+from pdserve.engine.gpu.engine import GraphEngine
+from pdserve.engine.gpu.graphs import EagerReplays
+from pdserve.engine.gpu.static import StaticDecode
+from pdserve.engine.opening import open_rank
+from pdserve.engine.ranks import Ranks, make_store
+from pdserve.engine.sharding import Shard
+
+SIZE = 2
+BLOCK_SIZE = 8
+MOST_ROWS = 3
+TIMEOUT_S = 60.0
+
+
+def open_graph_rank(folder: Path, rank: int, store: Any) -> tuple[Ranks, Any, GraphEngine]:
+    """Its groups, its eager engine, and the one of static buffers over the same pool."""
+    torch.set_num_threads(1)
+    ranks = Ranks(Shard(rank, SIZE), store, torch.device("cpu"), TIMEOUT_S)
+    config = WorkerConfig(
+        model=str(folder),
+        worker_id="w",
+        device="cpu",
+        tensor_parallel=SIZE,
+        rank_pools="own",
+        kv_blocks=64,
+        block_size=BLOCK_SIZE,
+        max_context_tokens=128,
+        max_batch=MOST_ROWS,
+        max_batch_tokens=64,
+        threads=1,
+    )
+    eager = open_rank(config, None, Shard(rank, SIZE), ranks)
+    decode = StaticDecode(
+        eager.model,
+        eager.pool,
+        most_rows=MOST_ROWS,
+        max_context_tokens=eager.spec.max_context_tokens,
+        vocab_size=eager.spec.vocab_size,
+        num_processors=4,
+    )
+    return ranks, eager, GraphEngine(eager, decode, EagerReplays(decode, buckets_for(MOST_ROWS)))
+
+
+if __name__ == "__main__":
+    rank, port, folder = sys.argv[1:]
+    store = make_store(int(port), SIZE, is_leader=False, timeout_s=TIMEOUT_S)
+    groups, eager, graphs = open_graph_rank(Path(folder), int(rank), store)
+    sys.exit(obey(groups, eager, graphs, None))
