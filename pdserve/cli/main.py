@@ -10,27 +10,40 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Final, NoReturn
+from importlib import import_module
+from typing import Final, NoReturn, Protocol, cast
 
 import pdserve
-from pdserve.cli import chat, doctor, drain, explain, generate, plan, rank, replay, simulate, topology, undrain, up
 from pdserve.core.errors import PdserveError, Unauthenticated
 from pdserve.core.extras import missing
 
+#: Modules by command. Rooms above pdserve bring their own commands, which are loaded by name.
 COMMANDS: Final = {
-    "up": up,
-    "generate": generate,
-    "chat": chat,
-    "topology": topology,
-    "drain": drain,
-    "undrain": undrain,
-    "explain": explain,
-    "replay": replay,
-    "simulate": simulate,
-    "plan": plan,
-    "rank": rank,
-    "doctor": doctor,
+    "up": "pdserve.cli.up",
+    "generate": "pdserve.cli.generate",
+    "chat": "pdserve.cli.chat",
+    "topology": "pdserve.cli.topology",
+    "drain": "pdserve.cli.drain",
+    "undrain": "pdserve.cli.undrain",
+    "explain": "pdserve.cli.explain",
+    "replay": "router.replay_command",
+    "simulate": "simulator.commands.simulate",
+    "plan": "simulator.commands.plan",
+    "rank": "pdserve.cli.rank",
+    "doctor": "pdserve.cli.doctor",
 }
+
+
+class Command(Protocol):
+    """What a command's module defines."""
+
+    HELP: str
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int:
+        """The exit status."""
+        ...
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"pdserve {pdserve.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, module in COMMANDS.items():
-        module.add_flags(commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False))
+    loaded: dict[str, Command] = {name: cast(Command, import_module(path)) for name, path in COMMANDS.items()}
+    for name, command in loaded.items():
+        command.add_flags(commands.add_parser(name, help=command.HELP, description=command.HELP, allow_abbrev=False))
     args = parser.parse_args(argv)
     try:
-        status: int = COMMANDS[args.command].run(args)
-        return status
+        return loaded[args.command].run(args)
     except PdserveError as error:
         print(f"pdserve {args.command}: error: {one_line(error)}{hint(error)}", file=sys.stderr)
         return 1

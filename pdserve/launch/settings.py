@@ -11,19 +11,20 @@ import secrets
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 import pdserve
-from kvtransfer.faults import parse as parse_faults
 from pdserve.config import REDIS_ENV, SECRET_ENV, TOKEN_ENV, RouterConfig, WorkerConfig, from_env
 from pdserve.core.errors import ConfigError
+from pdserve.core.policies import POLICIES
 from pdserve.engine.config import read_config
 from pdserve.engine.host_limits import usable_cores
 from pdserve.launch.keys import KINDS, check_command_line, check_settings, check_top
 from pdserve.launch.spec import ClusterSpec, Process, processes
-from router.policy import POLICIES
 
+FAULTS: Final = "kvtransfer.faults"  # loaded by name: pdserve imports no room above it
 _OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load", "otlp")
 _TOY_MODELS: Final = ("toy", "toy-marked")
 
@@ -50,7 +51,7 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
     found.update(flags)
     faults = found.pop("inject_faults", "")
     if faults:
-        parse_faults(faults)
+        import_module(FAULTS).parse(faults)
     tables = {kind: _table(kind, found.pop(kind)) for kind in KINDS if kind in found}
     for name, value in found.items():
         check_top(name, value)

@@ -89,11 +89,12 @@ def test_every_command_is_one_that_can_be_given(page: str) -> None:
 @cache
 def flags_of(command: str) -> str:
     import argparse
+    from importlib import import_module
 
     from pdserve.cli.main import COMMANDS
 
     if command not in COMMANDS:
         return ""
     parser = argparse.ArgumentParser()
-    COMMANDS[command].add_flags(parser)
+    import_module(COMMANDS[command]).add_flags(parser)
     return parser.format_help()

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from pdserve.cli.disturb import add_disturbance_flags, disturbances
 from pdserve.cli.progress import Progress, bar
 from pdserve.core.errors import ConfigError
+from simulator.commands.disturb import add_disturbance_flags, disturbances
 from simulator.model import Disturbance, DisturbanceKind
 
 

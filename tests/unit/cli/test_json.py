@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -48,7 +49,7 @@ def with_json() -> set[str]:
     found = set()
     for name, module in COMMANDS.items():
         parser = argparse.ArgumentParser()
-        module.add_flags(parser)
+        import_module(module).add_flags(parser)
         if "--json" in parser._option_string_actions:
             found.add(name)
     return found

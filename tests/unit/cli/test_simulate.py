@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli.main import main
-from pdserve.cli.simulate import FORMAT_NAMES, POLICY_NAMES, RULE_NAMES, WORKLOAD_NAMES
 from router.policy import POLICIES
 from router.policy.rules import RULES
+from simulator.commands.simulate import FORMAT_NAMES, POLICY_NAMES, RULE_NAMES, WORKLOAD_NAMES
 from simulator.traces import FORMATS
 from simulator.workloads import WORKLOADS
 from tests.unit.router.test_random_runs import run

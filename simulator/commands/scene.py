@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pdserve.cli.disturb import disturbances
-from pdserve.cli.simulate import DEFAULT_PROFILE, DEFAULT_SLO_TPOT_S, DEFAULT_SLO_TTFT_S, DEFAULT_WORKERS
 from pdserve.core.errors import ConfigError
+from pdserve.core.policies import POLICIES
 from pdserve.core.types import Role, Slo
 from pdserve.profiles import load_profile
-from router.policy import POLICIES
 from router.policy.rules import check_rules
 from router.settings import RouterSettings
 from simulator.cluster import make_workers
+from simulator.commands import defaults
+from simulator.commands.disturb import disturbances
 from simulator.model import SimConfig, Trace
 from simulator.reshape import Reshaped, Step, first, jittered
 from simulator.traces import FileTrace
@@ -58,7 +58,7 @@ def make_scene(args: argparse.Namespace) -> Scene:
     check_rules(rules_off)
     file = FileTrace(args.trace) if args.trace else None
     recorded = file.cluster() if file is not None else None
-    slo = recorded.slo if recorded is not None else Slo(ttft_s=DEFAULT_SLO_TTFT_S, tpot_s=DEFAULT_SLO_TPOT_S)
+    slo = recorded.slo if recorded is not None else Slo(ttft_s=defaults.SLO_TTFT_S, tpot_s=defaults.SLO_TPOT_S)
     slo = Slo(
         ttft_s=slo.ttft_s if args.slo_ttft is None else args.slo_ttft,
         tpot_s=slo.tpot_s if args.slo_tpot is None else args.slo_tpot,
@@ -90,8 +90,8 @@ def make_scene(args: argparse.Namespace) -> Scene:
         rules_off = rules_off or recorded.router.rules_off
         base, cluster = recorded.config(**common, disturbances=broken), "the recorded cluster"
     else:
-        profile = load_profile(args.profile or DEFAULT_PROFILE)
-        counts = (DEFAULT_WORKERS if count is None else count for count in (args.prefill, args.decode))
+        profile = load_profile(args.profile or defaults.PROFILE)
+        counts = (defaults.WORKERS if count is None else count for count in (args.prefill, args.decode))
         workers = make_workers(profile, *counts, link=args.link or "")
         base = SimConfig(
             workers=workers,

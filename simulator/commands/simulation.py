@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pdserve.cli.progress import Progress
-from pdserve.cli.scene import make_scene
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
+from simulator.commands.scene import make_scene
 from simulator.comparison import Run, as_json, highest_held, rows_of
 from simulator.metrics import summarise
 from simulator.model import RequestRow, SimConfig, Trace

@@ -9,15 +9,13 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from pdserve.cli.disturb import add_disturbance_flags
+from pdserve.core.policies import POLICIES
+from simulator.commands import defaults
+from simulator.commands.disturb import add_disturbance_flags
 
 HELP = "run a trace through a simulated cluster"
-DEFAULT_PROFILE: Final = "h100-sxm.llama-3.1-8b.bf16"
-DEFAULT_WORKERS: Final = 1  # of each role
-DEFAULT_SLO_TTFT_S: Final = 1.0
-DEFAULT_SLO_TPOT_S: Final = 0.02
-# Written out: to import the router's policies would slow down every command of pdserve. A test compares.
-POLICY_NAMES: Final = "goodput, least-ttft, round-robin, least-loaded, colocated, dynamo, lmetric, mooncake"
+POLICY_NAMES: Final = ", ".join(POLICIES)
+# Written out, because importing the rules, workloads and formats would slow down every command. A test compares.
 RULE_NAMES: Final = (
     "path-choice, most-loaded, tandem, least-slack, ageing, fairness, priority, refusal, "
     "shortest, deadline-drop, transfer-price, prefix-value"
@@ -39,9 +37,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     rate.add_argument("--rate-scale", type=float, metavar="X", help="X times its arrivals per second (1)")
     rate.add_argument("--rates", type=_floats, metavar="X,Y,..", help="a run for each of several rate scales")
     where = parser.add_argument_group("where it arrives")
-    where.add_argument("--profile", metavar="NAME", help=f"of each worker, or a file ({DEFAULT_PROFILE})")
-    where.add_argument("--prefill", type=int, metavar="N", help=f"prefill workers ({DEFAULT_WORKERS})")
-    where.add_argument("--decode", type=int, metavar="M", help=f"decode workers ({DEFAULT_WORKERS})")
+    where.add_argument("--profile", metavar="NAME", help=f"of each worker, or a file ({defaults.PROFILE})")
+    where.add_argument("--prefill", type=int, metavar="N", help=f"prefill workers ({defaults.WORKERS})")
+    where.add_argument("--decode", type=int, metavar="M", help=f"decode workers ({defaults.WORKERS})")
     where.add_argument("--link", metavar="NAME", help="between them; one of the profile's (its first)")
     where.add_argument("--routers", type=int, default=1, metavar="K", help="each sees the others' work late (1)")
     add_disturbance_flags(where)
@@ -49,9 +47,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--policy", metavar="NAME[,..]", help=f"one or several of {POLICY_NAMES} (goodput)")
     how.add_argument("--rules-off", default="", metavar="A,B", help=f"goodput without {RULE_NAMES}")
     how.add_argument(
-        "--slo-ttft", type=float, metavar="S", help=f"promised time to first token ({DEFAULT_SLO_TTFT_S:g})"
+        "--slo-ttft", type=float, metavar="S", help=f"promised time to first token ({defaults.SLO_TTFT_S:g})"
     )
-    how.add_argument("--slo-tpot", type=float, metavar="S", help=f"promised time per token ({DEFAULT_SLO_TPOT_S:g})")
+    how.add_argument("--slo-tpot", type=float, metavar="S", help=f"promised time per token ({defaults.SLO_TPOT_S:g})")
     how.add_argument("--noise", type=float, default=0.0, metavar="X", help="relative spread of a step's time (0)")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="of everything that is drawn (0)")
     shown = parser.add_argument_group("what is shown")
@@ -61,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pdserve.cli.simulation import carry_out
+    from simulator.commands.simulation import carry_out
 
     carry_out(args)
     return 0

@@ -9,7 +9,8 @@ import argparse
 import os
 from typing import Final
 
-from pdserve.cli.simulate import DEFAULT_PROFILE, FORMAT_NAMES, POLICY_NAMES
+from simulator.commands import defaults
+from simulator.commands.simulate import FORMAT_NAMES, POLICY_NAMES
 
 HELP = "find the best split of workers into prefill and decode ones"
 DEFAULT_REQUESTS: Final = 2000
@@ -21,7 +22,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--requests", type=int, default=DEFAULT_REQUESTS, metavar="N", help=f"only its first N ({DEFAULT_REQUESTS})"
     )
     parser.add_argument(
-        "--profile", default=DEFAULT_PROFILE, metavar="NAME", help=f"of a worker, or a file ({DEFAULT_PROFILE})"
+        "--profile", default=defaults.PROFILE, metavar="NAME", help=f"of a worker, or a file ({defaults.PROFILE})"
     )
     parser.add_argument("--link", default="", metavar="NAME", help="between workers; one of the profile's (its first)")
     parser.add_argument("--workers", type=int, required=True, metavar="K", help="to be split")
@@ -37,6 +38,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Status 1: no split meets the targets at any rate. Status 3: the requests are too few for a verdict."""
-    from pdserve.cli.planning import carry_out
+    from simulator.commands.planning import carry_out
 
     return carry_out(args)

@@ -14,9 +14,9 @@ from typing import Any, Final, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
+from pdserve.core.policies import POLICIES
 from pdserve.core.types import Slo
 from pdserve.profiles import load_profile
-from router.policy import POLICIES
 from router.settings import RouterSettings
 from simulator.goodput import Goodput, cut
 from simulator.plan import MARGIN, Plan, Question, measure, sweep, workers_for

@@ -1,0 +1,16 @@
+"""Names of the router's placement policies, for those that check or list them without importing the router. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+POLICIES: Final = (
+    "goodput",
+    "least-ttft",
+    "round-robin",
+    "least-loaded",
+    "colocated",
+    "dynamo",
+    "lmetric",
+    "mooncake",
+)

@@ -1,0 +1,1 @@
+"""The commands `pdserve simulate` and `pdserve plan`. `simulate.py` and `plan.py` hold the flags and import little."""
