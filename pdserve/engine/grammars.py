@@ -11,6 +11,7 @@ again from a fresh compilation before its row is given up: what another request 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -18,18 +19,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
+import numpy as np
+
 from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.core.grammar import Grammar
 from pdserve.engine.interface import EngineSpec, Row
 
 if TYPE_CHECKING:  # a machine without llguidance serves what has no grammar
-    from llguidance import LLMatcher
+    from llguidance import LLExecutor, LLMatcher
 
     from pdserve.structured.compile import Compiler
 
 MAX_COMPILED: Final = 64  # grammars
 MAX_MATCHERS: Final = 512  # some 150 bytes for each token of output
 MAX_ROW_S: Final = 0.5  # of CPU for a row in one step: over it the row is given up, as the others wait for it
+MAX_THREADS: Final = 8  # that compute the masks of a step
 MAX_STEP_TOKENS: Final = 17  # that one step may have added to a row: one, and the accepted drafts
 
 
@@ -40,8 +44,18 @@ log = logging.getLogger(__name__)
 class RowMasks:
     """One bit per token, little-endian, for each of a row's draws that counts: none behind a draft that cannot be."""
 
-    masks: tuple[bytes, ...] = ()
+    masks: tuple[bytes | memoryview, ...] = ()
     failed: str | None = None  # why no token can be drawn
+
+
+@dataclass(slots=True, kw_only=True)
+class _Going:
+    """A text that was masked in the last steps, known by the list of its tokens, which only grows."""
+
+    history: Sequence[int]  # kept, so that its identity is not another's
+    grammar: Grammar
+    num_tokens: int  # of the list, that its matcher has seen
+    matcher: LLMatcher | None  # None: it is still among those that are found by their output
 
 
 @final
@@ -53,25 +67,96 @@ class Grammars:
         self._compiler = compiler
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._matchers: OrderedDict[tuple[Grammar, tuple[int, ...]], LLMatcher] = OrderedDict()
+        self._going: OrderedDict[int, _Going] = OrderedDict()  # by identity of the list
+        self._executor: LLExecutor | None = None
+        self._words_RW = np.zeros((0, 0), np.int32)
         self.num_replays = 0
 
     def masks_of(self, rows: Sequence[Row]) -> dict[int, RowMasks]:
-        """By number of the row, of those that draw under a grammar."""
-        masks = {}
+        """By number of the row, of those that draw under a grammar. Masks stand until the next call.
+
+        Rows without drafts whose list of tokens has grown since the last step are masked together, by several threads.
+        """
+        masks: dict[int, RowMasks] = {}
+        together: dict[int, LLMatcher] = {}
         for index, row in enumerate(rows):
-            if row.sample is not None and row.sample.grammar is not None:
-                output = tuple(row.history[row.prompt_len :])
-                masks[index] = self.masks(row.sample.grammar, output, row.drafts)
+            sampling = row.sample
+            if sampling is None or sampling.grammar is None:
+                continue
+            matcher = None if row.drafts else self._advanced(row, sampling.grammar)
+            if matcher is not None:
+                together[index] = matcher
+            else:
+                masks[index] = self._by_output(row, sampling.grammar)
+        for index, mask in zip(together, self._compute(list(together.values())), strict=True):
+            grammar = self._going[id(rows[index].history)].grammar
+            masks[index] = self._by_output(rows[index], grammar) if mask is None else mask
+        while len(self._going) > MAX_MATCHERS:
+            self._going.popitem(last=False)
         return masks
+
+    def _advanced(self, row: Row, grammar: Grammar) -> LLMatcher | None:
+        """The matcher of a text that was masked before, moved on to its end; None where it must be found by output."""
+        going = self._going.get(id(row.history))
+        if going is None or going.grammar != grammar or len(row.history) < going.num_tokens:
+            return None
+        if going.matcher is None:
+            going.matcher = self._matchers.pop((grammar, tuple(row.history[row.prompt_len : going.num_tokens])), None)
+        matcher = going.matcher
+        new = list(row.history[going.num_tokens :])
+        if matcher is None or len(new) > MAX_STEP_TOKENS or (new and not matcher.consume_tokens(new)):
+            return None
+        going.num_tokens = len(row.history)
+        self._going.move_to_end(id(row.history))
+        return matcher
+
+    def _by_output(self, row: Row, grammar: Grammar) -> RowMasks:
+        """Finds the matcher by the output, or makes it again; the next step may find it by the list."""
+        going = self._going.pop(id(row.history), None)
+        output = tuple(row.history[row.prompt_len :])
+        if going is not None and going.matcher is not None and not going.matcher.is_error():
+            self._matchers[grammar, output[: going.num_tokens - row.prompt_len]] = going.matcher
+        masks = self.masks(grammar, output, row.drafts)
+        self._going[id(row.history)] = _Going(
+            history=row.history, grammar=grammar, num_tokens=len(row.history), matcher=None
+        )
+        return masks
+
+    def _compute(self, matchers: Sequence[LLMatcher]) -> list[RowMasks | None]:
+        """None where nothing may follow, or a matcher took too long: such rows are looked at alone."""
+        if not matchers:
+            return []
+        assert self._compiler is not None
+        num_words = self._compiler.num_words
+        if len(self._words_RW) < len(matchers):
+            self._words_RW = np.zeros((len(matchers), num_words), np.int32)
+        words_RW = self._words_RW[: len(matchers)]
+        began_s = time.perf_counter()
+        if len(matchers) == 1:
+            matchers[0].unsafe_compute_mask_ptr(words_RW.ctypes.data, 4 * num_words)
+        else:
+            if self._executor is None:
+                self._executor = _executor()
+            pairs = [(matcher, index) for index, matcher in enumerate(matchers)]
+            self._executor.unsafe_compute_mask_ptr(pairs, words_RW.ctypes.data, 4 * num_words, len(matchers))
+        if time.perf_counter() - began_s > MAX_ROW_S:
+            return [None] * len(matchers)
+        most_R: list[int] = words_RW.view(np.uint32).max(axis=1).tolist()  # sooner than any()
+        views = words_RW.data.cast("B")
+        size = 4 * num_words
+        return [
+            RowMasks((views[size * index : size * (index + 1)],)) if most and not matcher.is_error() else None
+            for index, (matcher, most) in enumerate(zip(matchers, most_R, strict=True))
+        ]
 
     def masks(self, grammar: Grammar, output: tuple[int, ...], drafts: Sequence[int]) -> RowMasks:
         began_s = time.thread_time()
         try:
             matcher = self._at(grammar, output)
-            masks = () if matcher is None else _masks(matcher, drafts)
+            masks = () if matcher is None else self._masks(matcher, drafts)
             if matcher is None or not masks:
                 matcher = self._replayed(grammar, output, is_fresh=True)
-                masks = _masks(matcher, drafts)
+                masks = self._masks(matcher, drafts)
         except InvalidRequest as error:
             return RowMasks(failed=str(error))
         if not masks:
@@ -111,6 +196,33 @@ class Grammars:
             matcher.consume_tokens(list(output))
         return matcher
 
+    def _masks(self, matcher: LLMatcher, drafts: Sequence[int]) -> tuple[bytes, ...]:
+        """Leaves the matcher where it stands, or in error. No mask at all where nothing may follow."""
+        assert self._compiler is not None
+        word_W = np.empty(self._compiler.num_words, np.int32)
+        masks: list[bytes] = []
+        num_consumed = 0
+        for draft in (*drafts, None):
+            matcher.unsafe_compute_mask_ptr(word_W.ctypes.data, word_W.nbytes)
+            if matcher.is_error() or not word_W.any():
+                break  # behind some drafts: the row fails when it comes here, if it ever does
+            mask = word_W.tobytes()
+            masks.append(mask)
+            if draft is None or matcher.is_stopped() or not _is_allowed(mask, draft):
+                break
+            if not matcher.consume_token(draft):
+                break
+            num_consumed += 1
+        if num_consumed:
+            matcher.rollback(num_consumed)
+        return tuple(masks)
+
+
+def _executor() -> LLExecutor:
+    from llguidance import LLExecutor
+
+    return LLExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))))
+
 
 def open_grammars(folder: Path, spec: EngineSpec) -> Grammars:
     try:
@@ -121,25 +233,6 @@ def open_grammars(folder: Path, spec: EngineSpec) -> Grammars:
         # The model is served all the same; the router refuses grammars for the same reason.
         log.warning("no grammar can be followed", extra={"reason": str(error)})
         return Grammars(None)
-
-
-def _masks(matcher: LLMatcher, drafts: Sequence[int]) -> tuple[bytes, ...]:
-    """Leaves the matcher where it stands, or in error. No mask at all where nothing may follow."""
-    masks: list[bytes] = []
-    num_consumed = 0
-    for draft in (*drafts, None):
-        mask = matcher.compute_bitmask()
-        if matcher.is_error() or not any(mask):
-            break  # behind some drafts: the row fails when it comes here, if it ever does
-        masks.append(mask)
-        if draft is None or matcher.is_stopped() or not _is_allowed(mask, draft):
-            break
-        if not matcher.consume_token(draft):
-            break
-        num_consumed += 1
-    if num_consumed:
-        matcher.rollback(num_consumed)
-    return tuple(masks)
 
 
 def _is_allowed(mask: bytes, token_id: int) -> bool:

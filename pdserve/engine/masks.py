@@ -34,7 +34,7 @@ class Draw:
     sampling: Sampling
     history: Sequence[int]
     prompt_len: int
-    allowed: bytes | None = None  # by the row's grammar: one bit per token, little-endian (grammars.py)
+    allowed: bytes | memoryview | None = None  # by the row's grammar: one bit per token, little-endian (grammars.py)
 
     @property
     def num_output(self) -> int:
@@ -65,6 +65,11 @@ def forbid(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
         return logits_BV.masked_fill(is_banned_RV, -math.inf)
     row_R = torch.tensor(rows, device=logits_BV.device)
     return logits_BV.index_copy(0, row_R, logits_BV[row_R].masked_fill_(is_banned_RV, -math.inf))
+
+
+def may_ban(sampling: Sampling) -> bool:
+    """Whether a ban can apply to any row of the sampling."""
+    return bool(sampling.allowed_token_ids or sampling.bad_token_ids or sampling.min_tokens)
 
 
 def is_masked(draw: Draw) -> bool:

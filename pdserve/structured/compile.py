@@ -57,6 +57,11 @@ class Compiler:
             verbose_errors=False,
         )
 
+    @property
+    def num_words(self) -> int:
+        """Words of 32 tokens in a mask."""
+        return -(-self._tokenizer.vocab_size // 32)
+
     def compile(self, grammar: Grammar) -> LLMatcher:
         """A matcher at the start of the document. Raises InvalidRequest with the reason."""
         try:

@@ -17,7 +17,7 @@ import torch
 
 from pdserve.core.types import Sampling
 from pdserve.engine.interface import Row
-from pdserve.engine.masks import BANS, Draw, forbid, mask
+from pdserve.engine.masks import BANS, Draw, forbid, mask, may_ban
 
 
 @final
@@ -30,13 +30,15 @@ class Bans:
         # By identity, and the sampling itself so that its identity is not another's: hashing one may take longer.
         self._still: OrderedDict[tuple[int, bool], tuple[Sampling, Any]] = OrderedDict()
 
-    def words(self, row: Row, allowed: bytes | None) -> Any | None:
+    def words(self, row: Row, allowed: bytes | memoryview | None) -> Any | None:
         """Bit t % 32 of word t // 32 is set where token t may be drawn, uint32 [W]; None where any may.
 
         `allowed`: what the row's grammar says, if it has one.
         """
         sampling = row.sample
         assert sampling is not None
+        if not may_ban(sampling):  # nearly every row
+            return None if allowed is None else self._padded(np.frombuffer(allowed, np.uint8))
         # Of a row whose last token nobody knows yet only the number of tokens is asked.
         history = row.history if row.follows is None else range(row.start + 1)
         draw = Draw(sampling, history, row.prompt_len, allowed)
@@ -60,6 +62,8 @@ class Bans:
 
     def _padded(self, given: Any) -> Any:
         """As masks.forbid has it: a mask that is short bans the rest, one that is long says nothing by it."""
+        if len(given) == 4 * self.num_words:
+            return given.view(np.uint32)
         words = np.zeros(self.num_words, np.uint32)
         count = min(len(given), 4 * self.num_words)
         words.view(np.uint8)[:count] = given[:count]

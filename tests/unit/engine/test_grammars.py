@@ -192,6 +192,38 @@ def test_a_matcher_made_again_from_the_output_gives_the_same_masks() -> None:
     assert [at for at in range(8 * len(end)) if end[at // 8] >> at % 8 & 1] == [EOS]
 
 
+def test_growing_texts_are_masked_together_as_alone() -> None:
+    """Some take drafts meanwhile, end in a dead end, or come with another list."""
+    compiler, rng = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)), random.Random(2)
+    going = Grammars(compiler)
+    dead = Grammar(GrammarKind.LARK, 'start: "a" | "b" X\nX: /a/ & /b/')
+    texts = {Sampling(grammar=one, seed=n): [*PROMPT] for n, one in enumerate([json_schema(PERSON)] * 3 + [dead] * 2)}
+    for step in range(14):
+        rows = []
+        for sampling, text in texts.items():
+            if (step, sampling.seed) == (9, 1):
+                text = texts[sampling] = [*text]
+            drafts = TOKENIZER.encode('{"na')[: step % 3] if (step, sampling.seed) in ((3, 0), (4, 0)) else ()
+            row = Row(tokens=text[-1:], start=len(text) - 1, blocks=[0], sample=sampling, history=text, drafts=drafts)
+            rows.append(dataclasses.replace(row, prompt_len=len(PROMPT)))
+        for index, masks in going.masks_of(rows).items():
+            row, sampling = rows[index], rows[index].sample
+            assert sampling is not None
+            assert sampling.grammar is not None
+            alone = Grammars(compiler).masks(sampling.grammar, tuple(row.history[len(PROMPT) :]), row.drafts)
+            assert masks.failed == alone.failed
+            assert [bytes(one) for one in masks.masks] == list(alone.masks)
+            if masks.failed is not None:
+                del texts[sampling]
+                continue
+            bits = np.unpackbits(np.frombuffer(alone.masks[0], np.uint8), bitorder="little")
+            texts[sampling].append(int(rng.choice(np.flatnonzero(bits))))
+            if texts[sampling][-1] == EOS:
+                del texts[sampling]
+    assert len(texts) >= 3
+    assert going.num_replays < 8, "texts that grow are made again"
+
+
 def test_a_mask_behind_drafts_is_that_of_their_text_and_leaves_the_matcher_where_it_stood() -> None:
     compiler, grammar = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)), Grammar(GrammarKind.REGEX, "[ab][bc][ad][a-d]")
     a, b, c = (TOKENIZER.encode(letter)[0] for letter in "abc")
