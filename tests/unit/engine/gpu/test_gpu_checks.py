@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[4]
 @pytest.mark.parametrize(
     ("name", "num_right", "told"),
     [
-        ("transfer", 2 * 3 + 1, "| nccl | killed in mid-transfer | right |"),
+        ("transfer", 3 * 3 + 1, "| nccl | killed in mid-transfer | right |"),
         ("graphs", 1, "| llama | float32 | 2 |"),
     ],
 )
