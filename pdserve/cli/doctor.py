@@ -36,6 +36,7 @@ class Finding:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="look at this folder, or toy; the bundled model when absent")
+    parser.add_argument("--skip-pairs", action="store_true", help="do not measure how KV travels between two processes")
     parser.add_argument("--port", type=int, default=50051, help="look whether this port is free (50051)")
 
 
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
         _redis,
         lambda: _torch(args.model),
         lambda: _model(args.model),
+        *(() if args.skip_pairs else (_pairs,)),
     ]
     findings: list[Finding] = []
     for check in checks:
@@ -141,6 +143,38 @@ def _shm() -> Iterator[Finding]:
     # Words as in "always within_size [advise] never": the one in brackets holds.
     chosen = next((word.strip("[]") for word in setting.split() if word.startswith("[")), "unknown")
     yield Finding("ok", "shm", f"workers of this host read each other's KV in place; huge pages for it: {chosen}")
+
+
+def _pairs() -> Iterator[Finding]:
+    """What each path between two workers of this host does, and which one they would take."""
+    try:
+        from kvtransfer.pair_probe import AUTO, probe
+    except ModuleNotFoundError as error:
+        absent = missing(error)
+        if absent is None:
+            raise
+        yield Finding("warn", "kv", f"not measured: {absent.field} is not installed", advice(EXTRAS[absent.field]))
+        return
+    for where, devices in (("kv", ("cpu", "cpu")), *_gpu_pairs()):
+        for found in probe(*devices):
+            is_choice = found.asked == AUTO
+            name = f"{where} choice" if is_choice else f"{where} {found.asked}"
+            if found.error:
+                repair = "start a worker with --transport tcp to see why" if is_choice else ""
+                yield Finding("fail" if is_choice else "warn", name, found.error, repair)
+                continue
+            speed = f"{found.block_s * 1e3:.2f} ms for 256 KiB, {found.bytes_per_s / 1e9:.2f} GB/s"
+            yield Finding("ok", name, f"{found.transport}: {found.reason}" if is_choice else speed)
+
+
+def _gpu_pairs() -> Iterator[tuple[str, tuple[str, str]]]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        other = min(1, torch.cuda.device_count() - 1)
+        yield f"gpu 0-{other}", ("cuda:0", f"cuda:{other}")
 
 
 def _redis() -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -244,11 +245,18 @@ def test_topology_json_is_one_object(target: str, capsys: pytest.CaptureFixture[
     assert {worker["worker_id"] for worker in json.loads(capsys.readouterr().out)["workers"]} == {"p0", "d0"}
 
 
+KV_PATHS = ("shm", "tcp", "choice")
+
+
 def test_doctor_finds_this_host_able(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[1] for line in lines[:-1]} >= {"python", "torch", "redis", "port", "shm", "ray", "tokenizer"}
     assert lines[-1] == "this host can run a cluster"
+    shm, tcp, choice = (next(line for line in lines if line[6:].startswith(f"kv {name} ")) for name in KV_PATHS)
+    for line in (shm, tcp):
+        assert re.match(r"ok    kv \w+ +\d+\.\d\d ms for 256 KiB, \d+\.\d\d GB/s$", line), line
+    assert re.match(r"ok    kv choice +shm: the sender's first choice$", choice), choice
 
 
 def test_doctor_looks_for_what_a_gpu_needs(
@@ -261,7 +269,7 @@ def test_doctor_looks_for_what_a_gpu_needs(
     for name, call in stands_in.items():
         monkeypatch.setattr(torch.cuda, name, call)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    main(["doctor"])
+    main(["doctor", "--skip-pairs"])
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "NVIDIA H200, 141 GiB" in line]
     [compiler], [cupy] = ([line for line in lines if line[6:].startswith(name)] for name in ("compiler", "cupy"))
@@ -269,12 +277,12 @@ def test_doctor_looks_for_what_a_gpu_needs(
     assert cupy.startswith("warn")
     assert "run pip install -c constraints.txt '.[cuda13]'" in cupy
     monkeypatch.setenv("CC", str(tmp_path / "cc"))
-    assert main(["doctor"]) == 1
+    assert main(["doctor", "--skip-pairs"]) == 1
     assert "FAIL  compiler" in capsys.readouterr().out
 
 
 def test_doctor_fails_on_a_folder_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--model", str(tmp_path)]) == 1
+    assert main(["doctor", "--skip-pairs", "--model", str(tmp_path)]) == 1
     assert any(
         line.startswith("FAIL  model") and "config.json" in line for line in capsys.readouterr().out.splitlines()
     )
