@@ -4,61 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, cast, final
+from typing import Any, Self, TypeVar, Unpack, final
 
 import grpc
 import grpc.aio
 
-from pdserve.client import beam, connect, results
+from pdserve.client import base, beam, calls
 from pdserve.client.answer import Answer
-from pdserve.client.beam import Beam, BeamSearch, EarlyStopping, Tops
-from pdserve.client.connect import Target, Tls
-from pdserve.client.request import (
-    Options,
-    Prompt,
-    checked_timeout_s,
-    detokenize_request,
-    generate_request,
-    token_ids_of,
-    tokenize_request,
-)
-from pdserve.client.results import Completion, Explanation, Model, Piece, TokenLogprob, Topology
-from pdserve.client.retry import Retries
-from pdserve.client.sync import DEFAULT_TARGET
+from pdserve.client.base import Attempts, BaseClient, BaseStream
+from pdserve.client.beam import Beam, EarlyStopping, Tops
+from pdserve.client.calls import Call
+from pdserve.client.connect import Target
+from pdserve.client.request import Options, Prompt, token_ids_of
+from pdserve.client.results import Completion, Explanation, Model, Piece, Topology
 from pdserve.core.errors import PdserveError
-from pdserve.telemetry import propagate
-from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pdserve.v1 import inference_pb2
 from pdserve.wire import status
 
-Reply = TypeVar("Reply")
+Result = TypeVar("Result")
 
 
 @final
-class AsyncClient:
-    """A connection to a cluster; arguments as those of Client."""
-
-    def __init__(
-        self,
-        target: str = DEFAULT_TARGET,
-        *,
-        token: str | None = None,
-        tls: Tls | bool | None = None,
-        timeout_s: float = connect.TIMEOUT_S,
-        connect_timeout_s: float = connect.CONNECT_S,
-        retries: Retries | None = None,
-    ) -> None:
-        self._timeout_s = checked_timeout_s("timeout_s", timeout_s)
-        self._target = connect.target(
-            target, tls=tls, token=token, connect_timeout_s=checked_timeout_s("connect_timeout_s", connect_timeout_s)
-        )
-        self._retries = retries or Retries()
-        self._channel: grpc.aio.Channel | None = None  # opened on first use, inside the loop that uses it
-
+class AsyncClient(BaseClient):
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole answer at once. A prompt is text, token ids, or messages with role and content."""
         async with self._start(prompt, options, "generate") as stream:
@@ -86,14 +57,15 @@ class AsyncClient:
         model = await self.model()
         ids = token_ids_of(prompt)
         if ids is None:
-            ids = await self.tokenize(cast("str | Sequence[Mapping[str, str]]", prompt))
-        search = BeamSearch(
+            ids = await self.tokenize(base.as_text(prompt))
+        search = base.beam_search(
+            model,
+            ids,
             width=width,
             max_tokens=max_tokens,
             length_penalty=length_penalty,
             early_stopping=early_stopping,
-            end_ids=() if ignore_eos else model.eos_token_ids,
-            room=model.max_context_tokens - len(ids),
+            ignore_eos=ignore_eos,
         )
         while not search.is_over:
             options = search.options(deadline_s - time.monotonic())
@@ -113,38 +85,29 @@ class AsyncClient:
                 stream.close()
 
     async def model(self) -> Model:
-        stub = inference_pb2_grpc.InferenceServiceStub(self._connection())
-        return results.model(await self._call(stub.GetModel, inference_pb2.GetModelRequest()))
+        return await self._ask(calls.model())
 
     async def tokenize(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        stub = inference_pb2_grpc.InferenceServiceStub(self._connection())
-        return list((await self._call(stub.Tokenize, tokenize_request(prompt))).token_ids)
+        return await self._ask(calls.tokenize(prompt))
 
     async def detokenize(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
         """The text that `token_ids` add to that of the token ids `prompt`; special tokens have none."""
-        stub = inference_pb2_grpc.InferenceServiceStub(self._connection())
-        return str((await self._call(stub.Detokenize, detokenize_request(token_ids, prompt))).text)
+        return await self._ask(calls.detokenize(token_ids, prompt))
 
     async def topology(self) -> Topology:
-        stub = cluster_pb2_grpc.ClusterServiceStub(self._connection())
-        return results.topology(await self._call(stub.GetTopology, cluster_pb2.GetTopologyRequest()))
+        return await self._ask(calls.topology())
 
     async def drain(self, worker_id: str) -> None:
         """Stops new work on a worker, and lets its requests finish, until undrain(). Raises NotFound."""
-        stub = cluster_pb2_grpc.ClusterServiceStub(self._connection())
-        await self._call(stub.Drain, cluster_pb2.DrainRequest(worker_id=worker_id))
+        await self._ask(calls.drain(worker_id))
 
     async def undrain(self, worker_id: str) -> None:
         """Gives new work to a drained worker again. Raises NotFound."""
-        stub = cluster_pb2_grpc.ClusterServiceStub(self._connection())
-        await self._call(stub.Undrain, cluster_pb2.UndrainRequest(worker_id=worker_id))
+        await self._ask(calls.undrain(worker_id))
 
     async def explain(self, request_id: str) -> Explanation:
         """Why a recent request was placed where it was. Raises NotFound once the router has forgotten it."""
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be str, not {type(request_id).__name__}")
-        stub = cluster_pb2_grpc.ClusterServiceStub(self._connection())
-        return results.explanation(await self._call(stub.Explain, cluster_pb2.ExplainRequest(request_id=request_id)))
+        return await self._ask(calls.explain(request_id))
 
     async def close(self) -> None:
         """Ends the connection; streams that are still open are cancelled."""
@@ -159,69 +122,37 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
+    def _connect(self) -> None:
+        self._channel: grpc.aio.Channel | None = None  # opened on first use, inside the loop that uses it
+
     def _connection(self) -> grpc.aio.Channel:
         if self._channel is None:
             self._channel = _open(self._target)
         return self._channel
 
     def _start(self, prompt: Prompt, options: Options, call: str) -> AsyncStream:
-        request = generate_request(prompt, options, call)
-        timeout_s = options.get("timeout_s") or self._timeout_s
-        stub = inference_pb2_grpc.InferenceServiceStub(self._connection())
+        return AsyncStream(*self._begin(self._connection(), prompt, options, call))
 
-        answer = Answer(request)
-        metadata = self._target.metadata(answer.traceparent)
-
-        def begin(remaining_s: float) -> Any:
-            return stub.Generate(request, timeout=remaining_s, metadata=metadata)
-
-        return AsyncStream(begin, answer, timeout_s, self._retries)
-
-    async def _call(self, method: Callable[..., Any], request: Any) -> Any:
-        deadline_s = time.monotonic() + self._timeout_s
-        tries = 0
+    async def _ask(self, call: Call[Result]) -> Result:
+        method, attempts = getattr(call.stub(self._connection()), call.method), self._attempts()
         while True:
-            remaining_s = max(deadline_s - time.monotonic(), 0.0)
             try:
-                return await method(
-                    request, timeout=remaining_s, metadata=self._target.metadata(propagate.current_traceparent())
-                )
+                return call.read(await method(call.request, timeout=attempts.remaining_s, metadata=self._metadata()))
             except grpc.RpcError as error:
-                tries += 1
                 failure = status.from_rpc_error(error)
-                delay_s = self._retries.delay_s(failure, tries, deadline_s - time.monotonic(), random.random())
+                delay_s = attempts.delay_s(failure)
                 if delay_s is None:
                     raise failure from None
             await asyncio.sleep(delay_s)
 
 
 @final
-class AsyncStream(AsyncIterator[Piece]):
+class AsyncStream(BaseStream, AsyncIterator[Piece]):
     """Pieces of one answer. Iterate it with `async for`; `completion` is there after the last piece."""
 
-    def __init__(self, begin: Callable[[float], Any], answer: Answer, timeout_s: float, retries: Retries) -> None:
-        self._begin = begin
-        self._deadline_s = time.monotonic() + timeout_s
-        self._retries = retries
-        self._tries = 0
-        self._answer = answer
+    def __init__(self, begin: Callable[[float], Any], answer: Answer, attempts: Attempts) -> None:
         self._is_closed = False
-        self._call: Any = begin(timeout_s)
-
-    @property
-    def request_id(self) -> str:
-        """Known once the server has accepted the request; empty before."""
-        return self._answer.request_id
-
-    @property
-    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
-        """Of each prompt token, None for the first; there with the first piece, where they were asked for."""
-        return self._answer.prompt_logprobs
-
-    @property
-    def completion(self) -> Completion:
-        """The whole answer. Raises RuntimeError unless the stream was read to its end."""
-        return self._answer.completion
+        super().__init__(begin, answer, attempts)
 
     async def __anext__(self) -> Piece:
         while not self._is_closed:
@@ -248,18 +179,14 @@ class AsyncStream(AsyncIterator[Piece]):
         raise StopAsyncIteration
 
     async def _try_again(self, failure: PdserveError) -> None:
-        self._tries += 1
-        delay_s = None
-        if not self._answer.has_begun:
-            remaining_s = self._deadline_s - time.monotonic()
-            delay_s = self._retries.delay_s(failure, self._tries, remaining_s, random.random())
+        delay_s = self._delay_s(failure)
         if delay_s is None:
             self._is_closed = True
             self._answer.fail(failure)
             raise failure from None
         await asyncio.sleep(delay_s)
         if not self._is_closed:
-            self._call = self._begin(max(self._deadline_s - time.monotonic(), 0.0))
+            self._call = self._begin(self._attempts.remaining_s)
 
     def close(self) -> None:
         """Cancels the request if it still runs. Safe to call twice."""

@@ -3,67 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar, Unpack, cast, final
+from typing import Any, Self, TypeVar, Unpack, final
 
 import grpc
 
-from pdserve.client import beam, connect, results
+from pdserve.client import base, beam, calls
 from pdserve.client.answer import Answer
-from pdserve.client.beam import Beam, BeamSearch, EarlyStopping, Tops
-from pdserve.client.connect import Target, Tls
-from pdserve.client.request import (
-    Options,
-    Prompt,
-    checked_timeout_s,
-    detokenize_request,
-    generate_request,
-    token_ids_of,
-    tokenize_request,
-)
-from pdserve.client.results import Completion, Explanation, Model, Piece, TokenLogprob, Topology
-from pdserve.client.retry import Retries
+from pdserve.client.base import Attempts, BaseClient, BaseStream
+from pdserve.client.beam import Beam, EarlyStopping, Tops
+from pdserve.client.calls import Call
+from pdserve.client.connect import Target
+from pdserve.client.request import Options, Prompt, token_ids_of
+from pdserve.client.results import Completion, Explanation, Model, Piece, Topology
 from pdserve.core.errors import PdserveError
-from pdserve.telemetry import propagate
-from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
 
-Reply = TypeVar("Reply")
-DEFAULT_TARGET: Final = "localhost:50051"
+Result = TypeVar("Result")
 
 
 @final
-class Client:
-    """A connection to a cluster.
-
-    `timeout_s` bounds a whole call, retries included; `connect_timeout_s` one connection attempt. A call is tried
-    again (`retries`) only while no token has arrived. `token` travels over TLS or to this host only.
-    """
-
-    def __init__(
-        self,
-        target: str = DEFAULT_TARGET,
-        *,
-        token: str | None = None,
-        tls: Tls | bool | None = None,
-        timeout_s: float = connect.TIMEOUT_S,
-        connect_timeout_s: float = connect.CONNECT_S,
-        retries: Retries | None = None,
-    ) -> None:
-        self._timeout_s = checked_timeout_s("timeout_s", timeout_s)
-        self._target = connect.target(
-            target, tls=tls, token=token, connect_timeout_s=checked_timeout_s("connect_timeout_s", connect_timeout_s)
-        )
-        self._retries = retries or Retries()
-        self._channel = _open(self._target)
-        self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._cluster = cluster_pb2_grpc.ClusterServiceStub(self._channel)
-
+class Client(BaseClient):
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole answer at once. A prompt is text, token ids, or messages with role and content."""
         with self._start(prompt, options, "generate") as stream:
@@ -96,14 +60,15 @@ class Client:
         model = self.model()
         ids = token_ids_of(prompt)
         if ids is None:
-            ids = self.tokenize(cast("str | Sequence[Mapping[str, str]]", prompt))
-        search = BeamSearch(
+            ids = self.tokenize(base.as_text(prompt))
+        search = base.beam_search(
+            model,
+            ids,
             width=width,
             max_tokens=max_tokens,
             length_penalty=length_penalty,
             early_stopping=early_stopping,
-            end_ids=() if ignore_eos else model.eos_token_ids,
-            room=model.max_context_tokens - len(ids),
+            ignore_eos=ignore_eos,
         )
         while not search.is_over:
             options = search.options(deadline_s - time.monotonic())
@@ -123,31 +88,29 @@ class Client:
                 stream.close()
 
     def model(self) -> Model:
-        return results.model(self._call(self._inference.GetModel, inference_pb2.GetModelRequest()))
+        return self._ask(calls.model())
 
     def tokenize(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        return list(self._call(self._inference.Tokenize, tokenize_request(prompt)).token_ids)
+        return self._ask(calls.tokenize(prompt))
 
     def detokenize(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
         """The text that `token_ids` add to that of the token ids `prompt`; special tokens have none."""
-        return str(self._call(self._inference.Detokenize, detokenize_request(token_ids, prompt)).text)
+        return self._ask(calls.detokenize(token_ids, prompt))
 
     def topology(self) -> Topology:
-        return results.topology(self._call(self._cluster.GetTopology, cluster_pb2.GetTopologyRequest()))
+        return self._ask(calls.topology())
 
     def drain(self, worker_id: str) -> None:
         """Stops new work on a worker, and lets its requests finish, until undrain(). Raises NotFound."""
-        self._call(self._cluster.Drain, cluster_pb2.DrainRequest(worker_id=worker_id))
+        self._ask(calls.drain(worker_id))
 
     def undrain(self, worker_id: str) -> None:
         """Gives new work to a drained worker again. Raises NotFound."""
-        self._call(self._cluster.Undrain, cluster_pb2.UndrainRequest(worker_id=worker_id))
+        self._ask(calls.undrain(worker_id))
 
     def explain(self, request_id: str) -> Explanation:
         """Why a recent request was placed where it was. Raises NotFound once the router has forgotten it."""
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be str, not {type(request_id).__name__}")
-        return results.explanation(self._call(self._cluster.Explain, cluster_pb2.ExplainRequest(request_id=request_id)))
+        return self._ask(calls.explain(request_id))
 
     def close(self) -> None:
         """Ends the connection; streams that are still open are cancelled."""
@@ -161,63 +124,32 @@ class Client:
     ) -> None:
         self.close()
 
+    def _connect(self) -> None:
+        self._channel = _open(self._target)
+
     def _start(self, prompt: Prompt, options: Options, call: str) -> Stream:
-        request = generate_request(prompt, options, call)
-        timeout_s = options.get("timeout_s") or self._timeout_s
+        return Stream(*self._begin(self._channel, prompt, options, call))
 
-        answer = Answer(request)
-        metadata = self._target.metadata(answer.traceparent)
-
-        def begin(remaining_s: float) -> Any:
-            return self._inference.Generate(request, timeout=remaining_s, metadata=metadata)
-
-        return Stream(begin, answer, timeout_s, self._retries)
-
-    def _call(self, method: Callable[..., Reply], request: Any) -> Reply:
-        deadline_s = time.monotonic() + self._timeout_s
-        tries = 0
+    def _ask(self, call: Call[Result]) -> Result:
+        method, attempts = getattr(call.stub(self._channel), call.method), self._attempts()
         while True:
-            remaining_s = max(deadline_s - time.monotonic(), 0.0)
             try:
-                return method(
-                    request, timeout=remaining_s, metadata=self._target.metadata(propagate.current_traceparent())
-                )
+                return call.read(method(call.request, timeout=attempts.remaining_s, metadata=self._metadata()))
             except grpc.RpcError as error:
-                tries += 1
                 failure = status.from_rpc_error(error)
-                delay_s = self._retries.delay_s(failure, tries, deadline_s - time.monotonic(), random.random())
+                delay_s = attempts.delay_s(failure)
                 if delay_s is None:
                     raise failure from None
             time.sleep(delay_s)
 
 
 @final
-class Stream(Iterator[Piece]):
+class Stream(BaseStream, Iterator[Piece]):
     """Pieces of one answer. Iterate it; `completion` is there after the last piece."""
 
-    def __init__(self, begin: Callable[[float], Any], answer: Answer, timeout_s: float, retries: Retries) -> None:
-        self._begin = begin
-        self._deadline_s = time.monotonic() + timeout_s
-        self._retries = retries
-        self._tries = 0
-        self._answer = answer
+    def __init__(self, begin: Callable[[float], Any], answer: Answer, attempts: Attempts) -> None:
         self._closed = threading.Event()
-        self._call: Any = begin(timeout_s)
-
-    @property
-    def request_id(self) -> str:
-        """Known once the server has accepted the request; empty before."""
-        return self._answer.request_id
-
-    @property
-    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
-        """Of each prompt token, None for the first; there with the first piece, where they were asked for."""
-        return self._answer.prompt_logprobs
-
-    @property
-    def completion(self) -> Completion:
-        """The whole answer. Raises RuntimeError unless the stream was read to its end."""
-        return self._answer.completion
+        super().__init__(begin, answer, attempts)
 
     def __next__(self) -> Piece:
         while not self._closed.is_set():
@@ -238,17 +170,13 @@ class Stream(Iterator[Piece]):
         raise StopIteration
 
     def _try_again(self, failure: PdserveError) -> None:
-        self._tries += 1
-        delay_s = None
-        if not self._answer.has_begun:
-            remaining_s = self._deadline_s - time.monotonic()
-            delay_s = self._retries.delay_s(failure, self._tries, remaining_s, random.random())
+        delay_s = self._delay_s(failure)
         if delay_s is None:
             self._closed.set()
             self._answer.fail(failure)
             raise failure from None
         if not self._closed.wait(delay_s):
-            self._call = self._begin(max(self._deadline_s - time.monotonic(), 0.0))
+            self._call = self._begin(self._attempts.remaining_s)
 
     def close(self) -> None:
         """Cancels the request if it still runs. Safe to call twice and from another thread."""

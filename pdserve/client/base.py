@@ -1,0 +1,141 @@
+"""What Client and AsyncClient, and their streams, have in common: everything but waiting."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, cast
+
+from pdserve.client import connect
+from pdserve.client.answer import Answer
+from pdserve.client.beam import BeamSearch, EarlyStopping
+from pdserve.client.connect import Tls
+from pdserve.client.request import Options, Prompt, checked_timeout_s, generate_request
+from pdserve.client.results import Completion, Model, TokenLogprob
+from pdserve.client.retry import Retries
+from pdserve.core.errors import PdserveError
+from pdserve.telemetry import propagate
+from pdserve.v1 import inference_pb2_grpc
+
+DEFAULT_TARGET: Final = "localhost:50051"
+
+
+class Attempts:
+    """One call's deadline, and the attempts that were made before it."""
+
+    def __init__(self, timeout_s: float, retries: Retries) -> None:
+        self._deadline_s = time.monotonic() + timeout_s
+        self._retries = retries
+        self._count = 0
+
+    @property
+    def remaining_s(self) -> float:
+        return max(self._deadline_s - time.monotonic(), 0.0)
+
+    def delay_s(self, failure: PdserveError) -> float | None:
+        """How long to wait before the next attempt; None if there should be none."""
+        self._count += 1
+        return self._retries.delay_s(failure, self._count, self._deadline_s - time.monotonic(), random.random())
+
+
+class BaseClient:
+    """A connection to a cluster.
+
+    `timeout_s` bounds a whole call, retries included; `connect_timeout_s` bounds one connection attempt. A call is
+    retried (`retries`) only while no token has arrived. `token` is sent over TLS or to this host only.
+    """
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        token: str | None = None,
+        tls: Tls | bool | None = None,
+        timeout_s: float = connect.TIMEOUT_S,
+        connect_timeout_s: float = connect.CONNECT_S,
+        retries: Retries | None = None,
+    ) -> None:
+        self._timeout_s = checked_timeout_s("timeout_s", timeout_s)
+        self._target = connect.target(
+            target, tls=tls, token=token, connect_timeout_s=checked_timeout_s("connect_timeout_s", connect_timeout_s)
+        )
+        self._retries = retries or Retries()
+        self._connect()
+
+    def _connect(self) -> None:
+        """Prepares the channel."""
+        raise NotImplementedError
+
+    def _attempts(self) -> Attempts:
+        return Attempts(self._timeout_s, self._retries)
+
+    def _metadata(self) -> Any:
+        return self._target.metadata(propagate.current_traceparent())
+
+    def _begin(
+        self, channel: Any, prompt: Prompt, options: Options, call: str
+    ) -> tuple[Callable[[float], Any], Answer, Attempts]:
+        """What a stream is made of. Raises TypeError and InvalidRequest on arguments of the wrong type."""
+        request = generate_request(prompt, options, call)
+        answer = Answer(request)
+        metadata = self._target.metadata(answer.traceparent)
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+
+        def begin(remaining_s: float) -> Any:
+            return stub.Generate(request, timeout=remaining_s, metadata=metadata)
+
+        return begin, answer, Attempts(options.get("timeout_s") or self._timeout_s, self._retries)
+
+
+def beam_search(
+    model: Model,
+    prompt_ids: Sequence[int],
+    *,
+    width: int,
+    max_tokens: int,
+    length_penalty: float,
+    early_stopping: EarlyStopping,
+    ignore_eos: bool,
+) -> BeamSearch:
+    """Raises InvalidRequest."""
+    return BeamSearch(
+        width=width,
+        max_tokens=max_tokens,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        end_ids=() if ignore_eos else model.eos_token_ids,
+        room=model.max_context_tokens - len(prompt_ids),
+    )
+
+
+def as_text(prompt: Prompt) -> str | Sequence[Mapping[str, str]]:
+    """A prompt that is not token ids."""
+    return cast("str | Sequence[Mapping[str, str]]", prompt)
+
+
+class BaseStream:
+    """One answer and the attempts at it."""
+
+    def __init__(self, begin: Callable[[float], Any], answer: Answer, attempts: Attempts) -> None:
+        self._begin, self._answer, self._attempts = begin, answer, attempts
+        self._call: Any = begin(attempts.remaining_s)
+
+    @property
+    def request_id(self) -> str:
+        """Known once the server has accepted the request; empty before."""
+        return self._answer.request_id
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        """Of each prompt token, None for the first. They arrive with the first piece, if they were asked for."""
+        return self._answer.prompt_logprobs
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer. Raises RuntimeError unless the stream was read to its end."""
+        return self._answer.completion
+
+    def _delay_s(self, failure: PdserveError) -> float | None:
+        """Before the next attempt; None once a token has arrived, or if there should be none."""
+        return None if self._answer.has_begun else self._attempts.delay_s(failure)

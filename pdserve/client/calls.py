@@ -1,0 +1,63 @@
+"""Calls with one request and one response, as data: Client and AsyncClient carry them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pdserve.client import results
+from pdserve.client.request import detokenize_request, tokenize_request
+from pdserve.client.results import Explanation, Model, Topology
+from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[Result]):
+    """`read` turns the response into what the caller gets."""
+
+    stub: Callable[[Any], Any]  # made from a channel
+    method: str
+    request: Any
+    read: Callable[[Any], Result]
+
+
+def model() -> Call[Model]:
+    return _inference("GetModel", inference_pb2.GetModelRequest(), results.model)
+
+
+def tokenize(prompt: str | Sequence[Mapping[str, str]]) -> Call[list[int]]:
+    return _inference("Tokenize", tokenize_request(prompt), lambda response: list(response.token_ids))
+
+
+def detokenize(token_ids: Sequence[int], prompt: Sequence[int]) -> Call[str]:
+    return _inference("Detokenize", detokenize_request(token_ids, prompt), lambda response: str(response.text))
+
+
+def topology() -> Call[Topology]:
+    return _cluster("GetTopology", cluster_pb2.GetTopologyRequest(), results.topology)
+
+
+def drain(worker_id: str) -> Call[None]:
+    return _cluster("Drain", cluster_pb2.DrainRequest(worker_id=worker_id), lambda _: None)
+
+
+def undrain(worker_id: str) -> Call[None]:
+    return _cluster("Undrain", cluster_pb2.UndrainRequest(worker_id=worker_id), lambda _: None)
+
+
+def explain(request_id: str) -> Call[Explanation]:
+    """Raises TypeError."""
+    if not isinstance(request_id, str):
+        raise TypeError(f"request_id must be str, not {type(request_id).__name__}")
+    return _cluster("Explain", cluster_pb2.ExplainRequest(request_id=request_id), results.explanation)
+
+
+def _inference(method: str, request: Any, read: Callable[[Any], Result]) -> Call[Result]:
+    return Call(inference_pb2_grpc.InferenceServiceStub, method, request, read)
+
+
+def _cluster(method: str, request: Any, read: Callable[[Any], Result]) -> Call[Result]:
+    return Call(cluster_pb2_grpc.ClusterServiceStub, method, request, read)
