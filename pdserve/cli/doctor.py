@@ -10,28 +10,20 @@ import platform
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.extras import EXTRAS, advice, missing
+from pdserve.core.finding import Finding, Level
 from pdserve.image_check import compiler_is_there, cupy_is_there
 from pdserve.text.tokenizer import TOYS
 
 HELP = "check whether this host can run a cluster"
-Level = Literal["ok", "warn", "fail"]
 _MARKS: Final[dict[Level, str]] = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
-_SHARED_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_KV: Final = "kvtransfer.checks"  # loaded by name: pdserve imports no room above it
 _FILES_WANTED: Final = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    level: Level
-    name: str
-    text: str
-    advice: str = ""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +39,11 @@ def run(args: argparse.Namespace) -> int:
         _memory,
         _limits,
         lambda: _port(args.port),
-        _shm,
+        import_module(_KV).shared_memory,
         _redis,
         lambda: _torch(args.model),
         lambda: _model(args.model),
-        *(() if args.skip_pairs else (_pairs,)),
+        *(() if args.skip_pairs else (import_module(_KV).pairs,)),
     ]
     findings: list[Finding] = []
     for check in checks:
@@ -128,53 +120,6 @@ def _port(port: int) -> Iterator[Finding]:
         yield Finding("ok", "port", f"{port} is free")
     else:
         yield Finding("warn", "port", f"{port} is in use", "give up another one with --port, or 0 for any")
-
-
-def _shm() -> Iterator[Finding]:
-    from kvtransfer.paths.shm import Shm
-
-    if why_not := Shm().why_not():
-        yield Finding("warn", "shm", why_not, "KV will travel by tcp between workers of this host too")
-        return
-    try:
-        setting = _SHARED_HUGE_PAGES.read_text()
-    except OSError:
-        setting = ""
-    # Words as in "always within_size [advise] never": the one in brackets holds.
-    chosen = next((word.strip("[]") for word in setting.split() if word.startswith("[")), "unknown")
-    yield Finding("ok", "shm", f"workers of this host read each other's KV in place; huge pages for it: {chosen}")
-
-
-def _pairs() -> Iterator[Finding]:
-    """What each path between two workers of this host does, and which one they would take."""
-    try:
-        from kvtransfer.pair_probe import AUTO, probe
-    except ModuleNotFoundError as error:
-        absent = missing(error)
-        if absent is None:
-            raise
-        yield Finding("warn", "kv", f"not measured: {absent.field} is not installed", advice(EXTRAS[absent.field]))
-        return
-    for where, devices in (("kv", ("cpu", "cpu")), *_gpu_pairs()):
-        for found in probe(*devices):
-            is_choice = found.asked == AUTO
-            name = f"{where} choice" if is_choice else f"{where} {found.asked}"
-            if found.error:
-                repair = "start a worker with --transport tcp to see why" if is_choice else ""
-                yield Finding("fail" if is_choice else "warn", name, found.error, repair)
-                continue
-            speed = f"{found.block_s * 1e3:.2f} ms for 256 KiB, {found.bytes_per_s / 1e9:.2f} GB/s"
-            yield Finding("ok", name, f"{found.transport}: {found.reason}" if is_choice else speed)
-
-
-def _gpu_pairs() -> Iterator[tuple[str, tuple[str, str]]]:
-    if importlib.util.find_spec("torch") is None:
-        return
-    import torch
-
-    if torch.cuda.is_available():
-        other = min(1, torch.cuda.device_count() - 1)
-        yield f"gpu 0-{other}", ("cuda:0", f"cuda:{other}")
 
 
 def _redis() -> Iterator[Finding]:

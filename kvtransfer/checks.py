@@ -1,0 +1,60 @@
+"""What `pdserve doctor` checks of KV transfers on this host."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from pdserve.core.extras import EXTRAS, advice, missing
+from pdserve.core.finding import Finding
+
+_SHARED_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+
+def shared_memory() -> Iterator[Finding]:
+    from kvtransfer.paths.shm import Shm  # here: doctor runs without the packages of the extra `server`
+
+    if why_not := Shm().why_not():
+        yield Finding("warn", "shm", why_not, "KV will travel by tcp between workers of this host too")
+        return
+    try:
+        setting = _SHARED_HUGE_PAGES.read_text()
+    except OSError:
+        setting = ""
+    # Words as in "always within_size [advise] never": the one in brackets holds.
+    chosen = next((word.strip("[]") for word in setting.split() if word.startswith("[")), "unknown")
+    yield Finding("ok", "shm", f"workers of this host read each other's KV in place; huge pages for it: {chosen}")
+
+
+def pairs() -> Iterator[Finding]:
+    """What each path between two workers of this host does, and which one they would take."""
+    try:
+        from kvtransfer.pair_probe import AUTO, probe
+    except ModuleNotFoundError as error:
+        absent = missing(error)
+        if absent is None:
+            raise
+        yield Finding("warn", "kv", f"not measured: {absent.field} is not installed", advice(EXTRAS[absent.field]))
+        return
+    for where, devices in (("kv", ("cpu", "cpu")), *_gpu_pairs()):
+        for found in probe(*devices):
+            is_choice = found.asked == AUTO
+            name = f"{where} choice" if is_choice else f"{where} {found.asked}"
+            if found.error:
+                repair = "start a worker with --transport tcp to see why" if is_choice else ""
+                yield Finding("fail" if is_choice else "warn", name, found.error, repair)
+                continue
+            speed = f"{found.block_s * 1e3:.2f} ms for 256 KiB, {found.bytes_per_s / 1e9:.2f} GB/s"
+            yield Finding("ok", name, f"{found.transport}: {found.reason}" if is_choice else speed)
+
+
+def _gpu_pairs() -> Iterator[tuple[str, tuple[str, str]]]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        other = min(1, torch.cuda.device_count() - 1)
+        yield f"gpu 0-{other}", ("cuda:0", f"cuda:{other}")
