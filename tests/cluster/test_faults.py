@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ from redis import Redis
 from pdserve import AsyncClient, Retries
 from pdserve.engine.toy import answer
 from pdserve.prefix.embedded import EmbeddedRedis
-from tests.cluster.cluster import Cluster, pid_listening_on
+from tests.cluster.cluster import Cluster
 from tests.cluster.faults import a_decode_worker_dies_in_mid_stream, a_prefill_worker_dies_while_it_prefills
 from tests.cluster.suite import toy_prompt
 
@@ -91,20 +89,3 @@ async def _ask_until_back(cluster: Cluster, redis: EmbeddedRedis, away_s: float)
 def _index_keys(url: str) -> int:
     with Redis.from_url(url) as client:
         return sum(1 for _ in client.scan_iter("*:b:*", count=1000))
-
-
-def test_an_orphan_does_not_outlive_its_launcher(tmp_path: Path) -> None:
-    with Cluster("--model", "toy") as cluster:
-        pids = [cluster.pid_of(worker) for worker in cluster.workers()]
-        pids.append(pid_listening_on(cluster.port))
-        cluster.process.send_signal(signal.SIGKILL)
-        cluster.process.wait(10)
-        deadline = time.monotonic() + 10
-        while alive := [pid for pid in pids if _is_alive(pid)]:
-            assert time.monotonic() < deadline, f"{alive} outlived their launcher"
-            time.sleep(0.05)
-
-
-def _is_alive(pid: int) -> bool:
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
-    return bool(state.strip()) and not state.startswith("Z")

@@ -177,13 +177,6 @@ def test_wrong_settings_are_a_usage_error() -> None:
     assert "router.max_que" in done.stderr.splitlines()[-1]
 
 
-def test_logs_go_to_a_folder_when_one_is_named(tmp_path: Path) -> None:
-    with Running.start("--model", "toy", "--log-dir", str(tmp_path)) as cluster:
-        ask(cluster)
-        assert not any(" | " in line for line in cluster.lines)
-    assert {path.name for path in tmp_path.iterdir()} == {"p0.log", "d0.log", "router.log"}
-
-
 def test_a_token_is_asked_for_when_one_is_set() -> None:
     with Running.start("--model", "toy", env={"PDSERVE_TOKEN": "secret-of-callers"}) as cluster:
         with Client(cluster.target, token="secret-of-callers") as client:
@@ -201,19 +194,11 @@ def test_a_token_is_asked_for_when_one_is_set() -> None:
             assert b"redis://" not in line
 
 
-def test_more_workers_of_each_role_serve_together() -> None:
-    with (
-        Running.start("--model", "toy", "--prefill", "2", "--decode", "2") as cluster,
-        Client(cluster.target) as client,
-    ):
-        assert len(client.topology().of_role("prefill")) == 2
-        assert len(client.topology().of_role("decode")) == 2
-        assert len(ask(cluster).token_ids) == 8
-
-
-def test_decode_workers_alone_serve_locally() -> None:
-    with Running.start("--model", "toy", "--prefill", "0") as cluster:
+def test_decode_workers_alone_serve_locally_and_logs_go_to_a_folder(tmp_path: Path) -> None:
+    with Running.start("--model", "toy", "--prefill", "0", "--log-dir", str(tmp_path)) as cluster:
         assert ask(cluster).timings.path == "local"
+        assert not any(" | " in line for line in cluster.lines)
+    assert {path.name for path in tmp_path.iterdir()} == {"d0.log", "router.log"}
 
 
 def up(*flags: str) -> subprocess.CompletedProcess[str]:
