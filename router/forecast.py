@@ -25,6 +25,7 @@ SHORTEST_S: Final = 1e-6  # of prefills that are told apart
 SIZES: Final = 4  # classes of request sizes in a factor of two
 BINS: Final = 128  # of the horizon: requests that come within one of them are remembered together
 GAIN: Final = 0.05  # of each new promise in the mean
+STRETCH_GAIN: Final = 0.2  # of each new stretch in the error of the predicted drain
 
 
 @final
@@ -56,6 +57,21 @@ class Capacity:
             at_s, rate = free_in_s, rate + more
         return at_s + (work_s - done_s) / rate if rate > 0.0 else math.inf
 
+    def done_in_s(self, start_s: float, own_s: float) -> float:
+        """When a request is done that can start at `start_s` and takes `own_s` on the fastest worker.
+
+        What waits ahead is divisible, but a request runs on one worker: a slow worker that is free may finish it later
+        than a fast one that is busy.
+        """
+        fastest = max((rate for _, rate in self._openings), default=0.0)
+        best_s = math.inf
+        for free_in_s, rate in self._openings:
+            begin_s = max(start_s, free_in_s)
+            if begin_s + own_s >= best_s:
+                break
+            best_s = min(best_s, begin_s + own_s * fastest / rate)
+        return best_s
+
 
 def capacity(
     prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float, pace: float, *, with_local: bool
@@ -76,12 +92,51 @@ def capacity(
 
 
 @final
+class DrainError:
+    """How far the drain of the queue was off its prediction, over stretches that each last one TTFT target.
+
+    A full decode worker takes nothing until answers end, and then much at once. The standard error of the mean drain
+    rate does not show these waves, but a request that waits for less than a wave is late because of them.
+    """
+
+    __slots__ = ("_contended_s", "_offered_s", "_predicted", "_square", "_used_s")
+
+    def __init__(self) -> None:
+        self._contended_s = self._offered_s = self._used_s = 0.0  # of the present stretch
+        self._predicted = 0.0  # share of what is offered, as predicted when the stretch began; 0: by nothing yet
+        self._square = 0.0  # moving mean of the squared relative errors; a drain is taken to be steady at first
+
+    @property
+    def relative(self) -> float:
+        """Root mean square."""
+        return math.sqrt(self._square)
+
+    def offered(self, work_s: float, for_s: float) -> None:
+        self._offered_s += work_s
+        self._contended_s += for_s
+
+    def used(self, work_s: float) -> None:
+        self._used_s += work_s
+
+    def end_stretch(self, share: float, target_s: float) -> None:
+        """Ends the stretch if it has lasted for `target_s`. `share`: what is predicted of the next one."""
+        if not 0.0 < target_s <= self._contended_s:
+            return
+        predicted_s = self._predicted * self._offered_s
+        if predicted_s > 0.0:
+            miss = min(self._used_s / predicted_s - 1.0, 1.0)
+            self._square += STRETCH_GAIN * (miss * miss - self._square)
+        self._contended_s = self._offered_s = self._used_s = 0.0
+        self._predicted = share
+
+
+@final
 class Pace:
     """The share of the predicted capacity that the router has used of late while requests waited: the observed drain
     rate of the queue over the predicted one. Above 1 where batches of several prompts take less than their sum.
 
     The error of single steps says little about this ratio: it is a mean over many requests, and its standard error is
-    told by how much they differed.
+    told by how much they differed. `variation` is how far single stretches of time were off this mean.
     """
 
     __slots__ = (
@@ -94,9 +149,13 @@ class Pace:
         "_rate",
         "_since_s",
         "_used_s",
+        "standstill_s",
+        "variation",
     )
 
     def __init__(self) -> None:
+        self.variation = DrainError()
+        self.standstill_s = 0.0  # while requests waited, since one was placed
         self._offered_s = self._used_s = self._mean_s = 0.0
         self._open_s = 0.0  # offered since the last request that was placed
         self._products = (0.0, 0.0, 0.0)  # sums of used^2, used * offered and offered^2, per request
@@ -124,15 +183,18 @@ class Pace:
         squares = squared_used - 2.0 * share * mixed + share * share * (squared_offered + offered_s * offered_s)
         return min(math.sqrt(max(squares, 0.0) + prior_s * prior_s) / used_s, 1.0)
 
-    def offers(self, rate: float, now_s: float) -> None:
-        """So much work per second could be done at the full pace, from now on."""
+    def offers(self, rate: float, now_s: float, target_s: float = 0.0) -> None:
+        """So much work per second could be done at the full pace, from now on. `target_s`: mean TTFT target."""
         self._pass(now_s)
         self._rate = rate
+        self.variation.end_stretch(self.share, target_s)
 
     def placed(self, prefill_s: float, now_s: float) -> None:
         self._pass(now_s)
+        self.standstill_s = 0.0
         self._mean_s += 0.05 * (prefill_s - self._mean_s) if self._mean_s else prefill_s
         if self._is_contended:
+            self.variation.used(prefill_s)
             offered_s, self._open_s = self._open_s, 0.0
             self._used_s = MEMORY * self._used_s + prefill_s
             self._offered_s = MEMORY * self._offered_s + offered_s
@@ -147,7 +209,10 @@ class Pace:
 
     def _pass(self, now_s: float) -> None:
         if self._is_contended:
-            self._open_s += self._rate * (now_s - self._since_s)
+            waited_s = now_s - self._since_s
+            self.standstill_s += waited_s
+            self._open_s += self._rate * waited_s
+            self.variation.offered(self._rate * waited_s, waited_s)
         self._since_s = now_s
 
 

@@ -7,13 +7,17 @@ their target. What it leaves in the prefix caches serves the next turn of its se
 forecast.py predicts when a request starts, from what is ahead of it in the order of queue.py:
 
     start(r) = when the capacity has done what is ahead of r, at the observed drain rate
-    ttft(r)  = waited + start(r) + its prefill where that is fastest
+    ttft(r)  = waited + its prefill on the worker that ends it first, which begins at start(r) or when it is free
+
+While decode workers are full, nothing starts. This standstill is expected to last as long again as it has lasted.
 
 How sure that is: the errors of single prefills are independent, so their sum is relatively more certain the more wait.
 The error of the drain rate is common to all. It is the standard error of the observed drain rate, or, where no queue
-was seen yet, the relative error of the model, if that has seen enough batches.
+was seen yet, the relative error of the model, if that has seen enough batches. The drain also varies around its mean,
+above all where decode workers are full and nothing starts until answers end (forecast.DrainError).
 
-    error(start) = start * hypot(error of the drain rate, error of one prefill / sqrt(requests ahead + 1))
+    error(start) = start * hypot(error of the drain rate, variation of the drain over one target TTFT,
+                                 error of one prefill / sqrt(requests ahead + 1))
     error(ttft)  = hypot(error(start), error of one prefill * own prefill)
 
 If more comes than can be done, for certain, then some must be rejected, the sooner the better. A request is rejected if
@@ -49,7 +53,7 @@ from router.commands import FailKind
 from router.ending import turn_away
 from router.forecast import HORIZON, Capacity, capacity
 from router.ledger import Ledger
-from router.policy.interface import Decision, Outlook
+from router.policy.interface import Decision, Obstacle, Outlook
 from router.policy.outlook import SIGMAS
 from router.queue import Entry, Queue
 from router.request import Request
@@ -97,9 +101,10 @@ def admit(ledger: Ledger, request: Request) -> None:
     entry, free = queue.entry(request.request_id), _capacity(ledger)
     is_too_much = _is_too_much(ledger, outlook, free)
     ahead = around(entry, queue, free, ledger.now_s)
-    start_s, own_s = free.start_in_s(ahead.work_s), outlook.ttft_s
-    predicted_s = waited_s + start_s + own_s
-    error_s = _error_s(ledger, outlook, start_s, ahead.count)
+    start_s, own_s = free.start_in_s(ahead.work_s) + _standstill_s(ledger), outlook.ttft_s
+    done_s = free.done_in_s(start_s, own_s)
+    predicted_s = waited_s + done_s
+    error_s = _error_s(ledger, outlook, max(done_s - own_s, 0.0), ahead.count)
     longest_s = max(slo.ttft_s - waited_s - start_s - error_s, 0.0) / ROOM
     benefit_s = _benefit_of_doubt(ledger, outlook, free) * error_s if error_s < math.inf else math.inf
     surely_late_s = predicted_s - benefit_s
@@ -259,8 +264,15 @@ def _error_s(ledger: Ledger, outlook: Outlook, start_s: float, num_ahead: int) -
     if drain >= 1.0:
         return math.inf
     single = outlook.band_s / outlook.ttft_s / SIGMAS if outlook.ttft_s > 0.0 else 0.0
-    own_s = single * outlook.ttft_s
-    return math.hypot(start_s * drain, start_s * single / math.sqrt(num_ahead + 1), own_s)
+    own_s, variation = single * outlook.ttft_s, ledger.pace.variation.relative
+    return math.hypot(start_s * drain, start_s * variation, start_s * single / math.sqrt(num_ahead + 1), own_s)
+
+
+def _standstill_s(ledger: Ledger) -> float:
+    """How much longer nothing is expected to start since decode workers are full: as long again as it has lasted."""
+    head = ledger.queue.first()
+    is_decode_full = head is not None and ledger.requests[head].waits_for in (Obstacle.ROOM, Obstacle.DECODE)
+    return ledger.pace.standstill_s if is_decode_full else 0.0
 
 
 def _misses_tpot(outlook: Outlook, tpot_s: float) -> bool:
@@ -283,7 +295,7 @@ def _refuse_late(ledger: Ledger, request: Request, message: str, retry_after_s: 
 def _capacity(ledger: Ledger) -> Capacity:
     prefills, decodes = ledger.fleet.usable(ledger.now_s)
     fluid = capacity(prefills, decodes, ledger.now_s, ledger.pace.share, with_local="path-choice" in ledger.rules)
-    ledger.pace.offers(fluid.rate / ledger.pace.share, ledger.now_s)
+    ledger.pace.offers(fluid.rate / ledger.pace.share, ledger.now_s, ledger.demand.target_s)
     return fluid
 
 

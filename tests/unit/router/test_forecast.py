@@ -17,8 +17,10 @@ from router.forecast import (
     MEMORY,
     PRIOR_REQUESTS,
     SLOWEST,
+    STRETCH_GAIN,
     Capacity,
     Demand,
+    DrainError,
     Pace,
 )
 
@@ -40,6 +42,91 @@ def test_where_nobody_works_nothing_starts() -> None:
 def test_start_and_done_are_each_others_inverse(openings: list[tuple[float, float]], work_s: float) -> None:
     fluid = Capacity(openings)
     assert fluid.done_by(fluid.start_in_s(work_s)) == pytest.approx(work_s, abs=1e-6)
+
+
+def test_a_request_is_done_by_the_worker_that_ends_it_first() -> None:
+    fluid = Capacity([(0.0, 0.25), (0.5, 1.0)])
+    assert fluid.done_in_s(0.0, 0.1) == pytest.approx(0.4), "by the slow worker, which is free"
+    assert fluid.done_in_s(0.0, 0.6) == pytest.approx(1.1), "by the fast worker; the slow one takes 2.4 s"
+    assert fluid.done_in_s(0.7, 0.6) == pytest.approx(1.3)
+    assert Capacity([]).done_in_s(0.0, 0.1) == math.inf
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.1, 2.0)), min_size=1, max_size=6),
+    st.floats(0.0, 10.0),
+    st.floats(0.0, 10.0),
+)
+def test_no_worker_ends_a_request_sooner(openings: list[tuple[float, float]], start_s: float, own_s: float) -> None:
+    fastest = max(rate for _, rate in openings)
+    ends_s = [max(start_s, free_in_s) + own_s * fastest / rate for free_in_s, rate in openings]
+    assert Capacity(openings).done_in_s(start_s, own_s) == pytest.approx(min(ends_s))
+
+
+def test_a_steady_drain_does_not_vary() -> None:
+    drain = drained([0.5] * 20)
+    assert drain.relative == 0.0
+
+
+def test_a_drain_that_stands_still_every_other_second_varies_by_its_mean() -> None:
+    assert drained([1.0, 0.0] * 20).relative == pytest.approx(1.0, abs=0.01)
+
+
+def test_the_first_stretch_is_compared_with_nothing() -> None:
+    assert drained([0.0]).relative == 0.0
+    assert drained([0.5, 1.0]).relative == pytest.approx(STRETCH_GAIN**0.5)
+
+
+def test_a_stretch_lasts_one_target() -> None:
+    drain = DrainError()
+    for target_s in (2.0, 0.0):
+        drain.end_stretch(1.0, target_s)
+    drain.offered(1.0, 1.0)
+    drain.end_stretch(1.0, 2.0)
+    drain.used(1.0)
+    drain.offered(1.0, 1.0)
+    drain.end_stretch(1.0, 2.0)
+    drain.offered(2.0, 2.0)
+    drain.end_stretch(1.0, 2.0)
+    assert drain.relative == pytest.approx(STRETCH_GAIN**0.5), "one stretch of two seconds in which nothing was used"
+
+
+def drained(used_s: list[float]) -> DrainError:
+    """After stretches of one second in which half of what was offered was predicted to be used."""
+    drain = DrainError()
+    for one_s in used_s:
+        drain.offered(1.0, 1.0)
+        drain.used(one_s)
+        drain.end_stretch(0.5, 1.0)
+    return drain
+
+
+def test_waves_do_not_show_in_the_mean_of_the_drain_rate() -> None:
+    pace, now_s = Pace(), 0.0
+    pace.offers(1.0, now_s, 1.0)
+    pace.contended(True, now_s)
+    for _ in range(30):
+        for _ in range(10):
+            now_s += 0.1
+            pace.placed(0.1, now_s)
+        pace.offers(1.0, now_s, 1.0)
+        now_s += 1.0
+        pace.offers(1.0, now_s, 1.0)
+    assert pace.share == pytest.approx(0.5, abs=0.1)
+    assert pace.error < 0.3
+    assert pace.variation.relative > 0.8
+
+
+def test_a_standstill_lasts_while_requests_wait_and_none_is_placed() -> None:
+    pace = Pace()
+    pace.contended(False, 0.0)
+    pace.contended(True, 5.0)
+    pace.offers(1.0, 7.0)
+    assert pace.standstill_s == 2.0
+    pace.placed(0.1, 8.0)
+    assert pace.standstill_s == 0.0
+    pace.offers(1.0, 8.5)
+    assert pace.standstill_s == 0.5
 
 
 def test_pace_is_full_until_something_else_is_measured() -> None:

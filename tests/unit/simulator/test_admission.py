@@ -1,7 +1,8 @@
-"""Admission control in a simulated cluster whose steps vary as a busy live machine's do.
+"""Admission control in simulated clusters that are as hard to predict as live ones.
 
-The cost model is then as uncertain as it was live: its band is over half of the predicted TTFT. Judged by single steps,
-rejections took 4.1 s in the median here, four TTFT targets.
+In one, steps vary as a busy machine's do: the cost model's band is over half of the predicted TTFT. In the other, steps
+are exact, but a batch takes a quarter of the TTFT target, and decode workers are full: requests start in waves, as
+answers end.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from pdserve.core.types import Role, Slo
 from router.settings import RouterSettings
 from simulator.metrics import nearest_rank
 from simulator.model import RequestRow, SimConfig, SimResult, WorkerShape
-from simulator.synthetic import Poisson
+from simulator.synthetic import Poisson, lengths_of
 from simulator.world import World
 
 NOISE = 0.3  # relative: error bands of 0.6, twice the standard deviation
 WARM_S, END_S = 8.0, 14.0
 OVERLOAD_RPS, LIGHT_RPS = 150.0, 25.0  # it serves 37 requests/s of this mix
+SLOW_WARM_S, SLOW_END_S = 14.0, 30.0
 COST = CostPrior(
     prefill_base_s=4e-3,
     prefill_per_token_s=1e-4,
@@ -35,7 +37,7 @@ def prompts(rng: random.Random) -> int:
     return rng.randint(400, 1000) if rng.random() < 0.25 else rng.randint(24, 160)
 
 
-def world_at(rate_rps: float) -> World:
+def world_at(rate_rps: float, seed: int = 0) -> World:
     workers = tuple(
         WorkerShape(
             worker_id=name,
@@ -60,6 +62,7 @@ def world_at(rate_rps: float) -> World:
     trace = Poisson(
         rate_rps=rate_rps,
         duration_s=END_S,
+        seed=seed,
         prompts=prompts,
         outputs=lambda rng: rng.randint(16, 64),
         block_tokens=16,
@@ -72,32 +75,93 @@ def measured(result: SimResult) -> list[RequestRow]:
 
 
 @pytest.fixture(scope="module")
-def overloaded() -> World:
-    world = world_at(OVERLOAD_RPS)
-    world.run()
-    return world
+def overloaded() -> list[World]:
+    worlds = [world_at(OVERLOAD_RPS, seed) for seed in range(3)]
+    for world in worlds:
+        world.run()
+    return worlds
 
 
-def test_the_model_is_as_uncertain_as_it_was_live(overloaded: World) -> None:
-    views = overloaded.fronts[0].state._ledger.fleet.views.values()
-    assert min(view.cost.prefill_error for view in views) > 0.25
-
-
-def test_an_uncertain_model_rejects_within_milliseconds(overloaded: World) -> None:
-    gone = [row for row in measured(overloaded.result()) if row.outcome == "refused"]
-    waits_s = sorted(row.ended_s - row.arrival_s for row in gone if row.ended_s is not None)
-    assert len(waits_s) > 300
-    assert nearest_rank(waits_s, 0.5) <= 0.02
-    assert nearest_rank(waits_s, 0.95) <= 0.2
+def rejected_after_s(rows: list[RequestRow]) -> list[float]:
+    """Sorted."""
+    gone = [row for row in rows if row.outcome == "refused"]
     assert all(row.retry_after_s is not None for row in gone)
+    return sorted(row.ended_s - row.arrival_s for row in gone if row.ended_s is not None)
 
 
-def test_an_uncertain_model_keeps_the_capacity(overloaded: World) -> None:
-    rows = measured(overloaded.result())
-    assert sum(row.has_met_slo for row in rows) / (END_S - WARM_S) > 37.0
+def test_the_model_is_as_uncertain_as_it_was_live(overloaded: list[World]) -> None:
+    worlds = [world.fronts[0].state._ledger.fleet.views.values() for world in overloaded]
+    errors = [min(view.cost.prefill_error for view in views) for views in worlds]
+    assert sum(errors) / len(errors) > 0.25
+
+
+def test_an_uncertain_model_rejects_within_milliseconds(overloaded: list[World]) -> None:
+    for world in overloaded:
+        waits_s = rejected_after_s(measured(world.result()))
+        assert len(waits_s) > 300
+        assert nearest_rank(waits_s, 0.5) <= 0.02
+        assert nearest_rank(waits_s, 0.95) <= 0.2
+
+
+def test_an_uncertain_model_keeps_the_capacity(overloaded: list[World]) -> None:
+    rows = [row for world in overloaded for row in measured(world.result())]
+    assert sum(row.has_met_slo for row in rows) / len(overloaded) / (END_S - WARM_S) > 37.0
     assert sum(row.outcome == "late" for row in rows) <= 0.02 * len(rows)
 
 
 def test_an_uncertain_model_rejects_nothing_at_a_load_that_can_be_served() -> None:
     result = world_at(LIGHT_RPS).run()
     assert [row for row in result.requests if row.outcome == "refused"] == []
+
+
+def slow_world(rate_rps: float) -> World:
+    """1+1 workers like a live cluster of two cores, where a prompt of 1,000 tokens takes half of its target TTFT."""
+    cost = CostPrior(
+        prefill_base_s=5e-3,
+        prefill_per_token_s=5e-4,
+        prefill_per_token_context_s=1.2e-7,
+        decode_base_s=8e-3,
+        decode_per_row_s=1.2e-3,
+        decode_per_context_token_s=1.5e-6,
+    )
+    workers = tuple(
+        WorkerShape(
+            worker_id=name,
+            role=role,
+            cost=cost,
+            kv_capacity_tokens=400_000,
+            kv_bytes_per_token=2048,
+            max_batch_tokens=512,
+            max_context_tokens=4096,
+        )
+        for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE))
+    )
+    config = SimConfig(
+        workers=workers,
+        slo=Slo(ttft_s=1.0, tpot_s=0.15),
+        router=RouterSettings(policy="goodput", is_strict=True),
+        block_size=16,
+        message_s=1e-3,
+        report_s=0.0,
+        max_tokens=40,
+    )
+    trace = Poisson(
+        rate_rps=rate_rps,
+        duration_s=SLOW_END_S,
+        prompts=lengths_of((40, 60, 90, 120, 160, 400, 700, 1000)),
+        outputs=lambda rng: 40,
+        block_tokens=16,
+    )
+    return World(trace, config)
+
+
+@pytest.mark.parametrize("rate_rps", [16.0, 50.0])
+def test_rejections_are_fast_where_answers_end_in_waves(rate_rps: float) -> None:
+    """It serves 12 requests/s of this mix. 9.5 % and 8.0 % of these rejections took longer than 0.2 s when the wait was
+    predicted from the mean drain rate, and of a slow worker that was free."""
+    rows = [row for row in slow_world(rate_rps).run().requests if row.arrival_s >= SLOW_WARM_S]
+    assert sum(row.has_met_slo for row in rows) / (SLOW_END_S - SLOW_WARM_S) > 10.0
+    assert sum(row.outcome == "late" for row in rows) <= 0.01 * len(rows)
+    waits_s = rejected_after_s(rows)
+    assert len(waits_s) > 50
+    assert nearest_rank(waits_s, 0.95) <= 0.2
