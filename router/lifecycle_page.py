@@ -9,33 +9,33 @@ from typing import Final
 from router.lifecycle import ENDED, LIVE, MOVES, WITH_WORKERS, Move, Stage
 
 MEANING: Final[dict[Stage, str]] = {
-    Stage.QUEUED: "No worker has it, for the first time or again after a lost attempt.",
-    Stage.RESERVING: "The decode worker was asked for a landing place and has not answered.",
+    Stage.QUEUED: "The request waits for a placement: its first, or another one after a lost attempt.",
+    Stage.RESERVING: "The decode worker was asked to grant blocks and has not answered.",
     Stage.PREFILLING: "The prefill worker has the sequence and the grant.",
-    Stage.MOVING: "The first token is with the client; the KV is not committed on the decode worker.",
-    Stage.LANDED: "The KV is committed; the first token is still on its way to the router.",
+    Stage.MOVING: "The first token was sent to the client; the KV is not committed on the decode worker.",
+    Stage.LANDED: "The KV is committed; the first token has not reached the router.",
     Stage.DECODING: "The decode worker has both and sends tokens step by step.",
-    Stage.SEATING: "The decode worker was asked to compute everything and has not answered.",
-    Stage.LOCAL: "The decode worker reads the prompt itself and decodes.",
+    Stage.SEATING: "The decode worker was asked to compute prompt and answer, and has not answered.",
+    Stage.LOCAL: "The decode worker prefills the prompt itself and decodes.",
     Stage.FINISHED: "The answer is complete.",
-    Stage.CANCELLED: "The client left.",
+    Stage.CANCELLED: "The client disconnected.",
     Stage.EXPIRED: "The deadline passed.",
-    Stage.REFUSED: "Never placed: overload, or nobody there.",
-    Stage.FAILED: "Attempts are used up, or the request itself is at fault.",
-    Stage.FORGOTTEN: "Nobody holds anything for it.",
+    Stage.REFUSED: "Never placed: overload, or no worker is available.",
+    Stage.FAILED: "All attempts were used, or the request itself is assumed to cause the failures.",
+    Stage.FORGOTTEN: "No worker holds anything for it.",
 }
 
 
 def page() -> str:
     """The whole of docs/lifecycle.md."""
     lines = [
-        "# Life of a request",
+        "# Request lifecycle",
         "",
         "<!-- Made by `python -m router.lifecycle_page > docs/lifecycle.md` from router/lifecycle.py. Not edited. -->",
         "",
         "The router moves every request through this table (`MOVES` in `router/lifecycle.py`). An event that is not in",
-        "it raises in tests, and is counted and dropped in production. Messages of an older attempt are late: they are",
-        "counted and never reach the table.",
+        "it raises in tests, and is counted and dropped in production. Messages of an older attempt are counted and",
+        "dropped before they reach the table.",
         "",
         "```mermaid",
         "stateDiagram-v2",
@@ -44,7 +44,7 @@ def page() -> str:
         "    forgotten --> [*]",
         "```",
         "",
-        "Left out of the figure, because they hold for many stages at once:",
+        "Transitions that apply to many stages are not in the figure:",
         "",
         *_general_rules(),
         "",
