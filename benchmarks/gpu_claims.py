@@ -11,11 +11,13 @@ from typing import Final
 from benchmarks.gpu_floor import (
     ATTENTION_SHARE,
     COPY_GB_S,
+    CUTOFF_S,
     LLAMA_8B,
     START_S,
     attention_kernels,
     attention_parts,
     decode_floor,
+    truncated_draw_s,
 )
 from pdserve.engine.gpu.splits import imbalance
 
@@ -78,6 +80,9 @@ def claims() -> str:
         f"| idle between steps | 2 % | {queued_us * 1e-6 / one.step_s:.1%} | the next step is queued while this one "
         f"runs: the host has {one.step_s * 1e3:.1f} ms for its {HOST_STEP_S * 1e3:.0f}; the inputs' copy and a graph's "
         f"start take some {queued_us:.0f} us |",
+        f"| top-p draw, b=1 and 128 | 150 us | {truncated_draw_s(shape, 1) * 1e6:.0f}, "
+        f"{truncated_draw_s(shape, 128) * 1e6:.0f} | three starts, two gaps, the logits read twice, and "
+        f"{CUTOFF_S * 1e6:.0f} us for eight rounds and the draw among 1,024 candidates; as much for each 1,024 more |",
         f"| prefill of 4k | 40,000 tok/s | {PROMPT / total_s:,.0f} | ms: {parts_ms}; with FA3 {PROMPT / fa3:,.0f} |",
         f"| step beside a transfer | 1.05 | {cached:.2f} to {uncached:.2f} | {LINK_GB_S:.0f} GB/s read, written and "
         f"summed twice: {4 * LINK_GB_S:.0f} of {COPY_GB_S:.0f} GB/s, {3 * LINK_GB_S:.0f} where one "

@@ -147,11 +147,25 @@ def decode_floor(shape: Shape, rows: int, context: int, copy_gb_s: float = COPY_
             product("down", mlp, hidden),
             product("head", hidden, vocab, 1),
             Kernel("logits to float32", 1, 0, 6 * rows * vocab),
-            Kernel("sampler", 4, rows, rows * vocab),  # its first launch reads the logits, the others little
+            Kernel(
+                "sampler", 3, rows, 4 * rows * vocab / 3
+            ),  # of greedy rows its first launch reads all, the others little
             Kernel("tokens, tables, embedding, draws", 10, 0, 4 * rows * hidden),
         ),
         copy_gb_s,
     )
+
+
+#: Of finding a cutoff among 1,024 candidates or fewer: eight rounds and the draw, each two loads that wait for each
+#: other and a sum over a program.
+CUTOFF_S: Final = 9 * 1.0e-6
+
+
+def truncated_draw_s(shape: Shape, rows: int, copy_gb_s: float = COPY_GB_S) -> float:
+    """Of rows with top-p: the logits are read twice, by as many programs as fill the device; then one program a row,
+    in rounds of one for each processor."""
+    read_s = 2 * 4 * rows * shape.vocab / (copy_gb_s * 1e9)
+    return 3 * START_S + 2 * GAP_S + read_s + ceil(rows / PROCESSORS) * CUTOFF_S
 
 
 def table(batches: Sequence[int] = (1, 128), context: int = 1024) -> str:

@@ -91,6 +91,14 @@ _MIXED = [
 ]
 
 
+_FLAT = [
+    *_samplings(1, temperature=3.0, top_p=0.98),
+    *_samplings(1, temperature=2.0, top_k=2500),
+    *_samplings(1, temperature=2.0, top_k=2500, top_p=0.97),
+    *_samplings(1, temperature=2.0, top_p=0.9, min_p=0.02),
+]
+
+
 def _ties() -> Tensor:
     """Equal logits: at the best, at the k-th and around the edge of top_p; and banned tokens."""
     logits_BV = draw((len(_MIXED), 3000), torch.float32, 2).mul(4).round().div(2)
@@ -104,6 +112,8 @@ CASES = [
     _agreement("one part", 3000, _MIXED[:5], draw((5, 3000), torch.float32, 1, size=3.0), 1),
     _agreement("ties", 3000, _MIXED, _ties(), 132),
     _agreement("bfloat16", 1025, _MIXED, draw((len(_MIXED), 1025), torch.bfloat16, 3, size=3.0), 132),
+    _agreement("truncated in one part", 3000, _MIXED[5:9], draw((4, 3000), torch.float32, 5, size=3.0), 1),
+    _agreement("more candidates than one look holds", 5000, _FLAT, draw((len(_FLAT), 5000), torch.float32, 6), 132),
     _agreement("few tokens", 7, _MIXED[4:10], draw((6, 7), torch.float32, 4), 132),
 ]
 

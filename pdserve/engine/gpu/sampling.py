@@ -5,8 +5,9 @@ that cutoff.py leaves, and take the best: a token does not depend on where, when
 equal logits it is the CPU's token, up to the float64 logarithms of noise.py and the mass of cutoff.py; best and
 scaled logits are the same float32 bits. Logprobs are those of the model: log-softmax of the raw logits.
 
-Four launches: statistics of parts of the vocabulary; cutoffs; draws of parts; and their merge. The results do not
-depend on the number of parts, but for the last bits of the logprob.
+Three launches. Statistics of parts of the vocabulary; of rows with noise each part's best score or, where top_k or
+top_p is on, its candidates (cutoff.py); and for each row the merge, or the cutoff and the best of the candidates. The
+results do not depend on the number of parts, but for the last bits of the logprob.
 """
 
 # Shapes: B rows, V vocabulary, S parts, G groups of tokens.
@@ -24,12 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.core.errors import InternalError
-from pdserve.engine.gpu.cutoff import EVERYTHING, GROUP, depth_key, find_cutoff
+from pdserve.engine.gpu.cutoff import EVERYTHING, GROUP, bound_of, candidate, depth_key, find_cutoff, mass_of
 from pdserve.engine.gpu.noise import gumbel, stream
 from pdserve.engine.sampling import LEAST_TEMPERATURE
 
 _BLOCK: Final = 1024
-_CUTOFF_BLOCK: Final = 4096
+_CANDIDATES: Final = 1024  # of a row that are looked at together
 _MOST_PARTS: Final = 64
 KEEP_ALL: Final = int(EVERYTHING.value)  # a floor that min_p does not raise
 
@@ -107,104 +108,102 @@ def _look(
 
 
 @triton.jit
-def _cut(
+def _sift(
     logits,
     best_in,
     group_best,
+    seed_of,
+    position_of,
     temperature_of,
     top_k_of,
     top_p_of,
     floor_of,
-    cutoff_out,
-    keys,
-    group_keys,
+    score_out,
+    token_out,
+    candidates,
+    count_out,
+    mass_out,
     stride,
     group_stride,
     size,
-    num_groups,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature_of + row)
-    top_k = tl.load(top_k_of + row)
-    top_p = tl.load(top_p_of + row)
-    cutoff = tl.load(floor_of + row)
-    if (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0)):
-        cutoff = find_cutoff(
-            logits + row * stride,
-            tl.max(tl.load(best_in + row * PARTS + tl.arange(0, PARTS)), axis=0),
-            tl.maximum(temperature, _LEAST),
-            top_k,
-            top_p,
-            cutoff,
-            group_best + row * group_stride,
-            keys + row * size,
-            group_keys + row * group_stride,
-            size,
-            num_groups,
-            BLOCK,
-        )
-    tl.store(cutoff_out + row, cutoff)
-
-
-@triton.jit
-def _draw(
-    logits,
-    best_in,
-    cutoff_in,
-    seed_of,
-    position_of,
-    temperature_of,
-    score_out,
-    token_out,
-    stride,
-    size,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Of a part: the best score among the kept tokens, and its first token."""
+    """Of a part of a row with noise: the best score and its first token; where the row is truncated the candidates,
+    how many there are, and the mass of all tokens that the floor keeps."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_of + row)
     if temperature <= 0.0:
         return
     temperature = tl.maximum(temperature, _LEAST)
-    state = stream(tl.load(seed_of + row), tl.load(position_of + row))
     best_logit = tl.max(tl.load(best_in + row * PARTS + tl.arange(0, PARTS)), axis=0)
-    cutoff = tl.load(cutoff_in + row)
+    top_k, top_p, floor = tl.load(top_k_of + row), tl.load(top_p_of + row), tl.load(floor_of + row)
     begin, end = _part(size, PARTS, BLOCK)
-    best = tl.full([1], float("-inf"), tl.float64)
-    token = tl.zeros([1], tl.int32)
-    for first in range(begin, end, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        logit = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf")).to(tl.float32)
-        key = depth_key(logit, best_logit, temperature)
-        is_kept = (at < end) & (key <= cutoff)
-        if tl.max(is_kept.to(tl.int32), axis=0) > 0:  # most blocks of a truncated row keep nothing
-            depth = key.to(tl.float32, bitcast=True)
-            score = tl.where(is_kept, gumbel(state, at) - depth.to(tl.float64), float("-inf"))
-            here = tl.max(score, axis=0, keep_dims=True)
-            first_token = tl.min(tl.where(score == here, at, size - 1), axis=0, keep_dims=True)
-            token = tl.where(here > best, first_token, token)
-            best = tl.maximum(best, here)
-    at = row * PARTS + tl.program_id(1) + tl.arange(0, 1)
-    tl.store(score_out + at, best)
-    tl.store(token_out + at, token)
+    out = row * PARTS + tl.program_id(1) + tl.arange(0, 1)
+    if (top_k > 0) | (top_p < 1.0):
+        groups = group_best + row * group_stride
+        bound = bound_of(groups, best_logit, temperature, top_k, top_p, floor, size, group_stride, BLOCK)
+        count = 0
+        mass = tl.zeros([BLOCK], tl.int64)
+        for first in range(begin, end, BLOCK):
+            group = first // _GROUP + tl.arange(0, BLOCK // _GROUP)
+            group_logit = tl.load(groups + group, mask=group < group_stride, other=float("-inf"))
+            has_candidates = tl.min(depth_key(group_logit, best_logit, temperature), axis=0) <= bound
+            if has_candidates | (top_k == 0):  # without top_k, every token counts in the mass
+                at = first + tl.arange(0, BLOCK)
+                logit = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf")).to(tl.float32)
+                key = depth_key(logit, best_logit, temperature)
+                mass += tl.where((at < end) & (key <= floor), mass_of(key), 0)
+                is_candidate = ((at < end) & (key <= bound)).to(tl.int32)
+                place = begin + count + tl.cumsum(is_candidate, axis=0) - 1
+                tl.store(candidates + row * size + place, at, mask=is_candidate > 0)
+                count += tl.sum(is_candidate, axis=0)
+        tl.store(count_out + out, count + tl.zeros([1], tl.int32))
+        tl.store(mass_out + out, tl.sum(mass, axis=0, keep_dims=True))
+    else:
+        state = stream(tl.load(seed_of + row), tl.load(position_of + row))
+        best = tl.full([1], float("-inf"), tl.float64)
+        token = tl.zeros([1], tl.int32)
+        for first in range(begin, end, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            logit = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf")).to(tl.float32)
+            key = depth_key(logit, best_logit, temperature)
+            is_kept = (at < end) & (key <= floor)
+            if tl.max(is_kept.to(tl.int32), axis=0) > 0:  # with min_p most blocks keep nothing
+                depth = key.to(tl.float32, bitcast=True)
+                score = tl.where(is_kept, gumbel(state, at) - depth.to(tl.float64), float("-inf"))
+                here = tl.max(score, axis=0, keep_dims=True)
+                first_token = tl.min(tl.where(score == here, at, size - 1), axis=0, keep_dims=True)
+                token = tl.where(here > best, first_token, token)
+                best = tl.maximum(best, here)
+        tl.store(score_out + out, best)
+        tl.store(token_out + out, token)
 
 
 @triton.jit
-def _finish(
+def _settle(
     logits,
     best_in,
     sum_in,
     greedy_in,
     score_in,
     drawn_in,
+    candidates,
+    count_in,
+    mass_in,
+    seed_of,
+    position_of,
     temperature_of,
+    top_k_of,
+    top_p_of,
+    floor_of,
     token_out,
     logprob_out,
     stride,
+    size,
     PARTS: tl.constexpr,
+    PART_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
@@ -212,14 +211,48 @@ def _finish(
     best = tl.max(best_S, axis=0)
     anchor = tl.where(best == float("-inf"), 0.0, best)
     total = tl.sum(tl.load(sum_in + row * PARTS + part) * tl.exp2((best_S - anchor) * _LOG2_E), axis=0)
-    greedy_S = tl.load(greedy_in + row * PARTS + part)
-    # Parts are in the order of tokens, so the first part with the best has the lowest token.
-    first = tl.min(tl.where(best_S == best, part, PARTS - 1), axis=0)
-    token = tl.sum(tl.where(part == first, greedy_S, 0), axis=0)
-    if tl.load(temperature_of + row) > 0.0:
+    temperature = tl.load(temperature_of + row)
+    top_k, top_p = tl.load(top_k_of + row), tl.load(top_p_of + row)
+    if temperature <= 0.0:
+        # Parts are in the order of tokens, so the first part with the best has the lowest token.
+        first_part = tl.min(tl.where(best_S == best, part, PARTS - 1), axis=0)
+        token = tl.load(greedy_in + row * PARTS + first_part)
+    elif (top_k > 0) | (top_p < 1.0):
+        temperature = tl.maximum(temperature, _LEAST)
+        row_logits, row_candidates = logits + row * stride, candidates + row * size
+        counts = count_in + row * PARTS
+        length = tl.cdiv(tl.cdiv(size, PART_BLOCK), PARTS) * PART_BLOCK
+        cutoff = find_cutoff(
+            row_logits,
+            row_candidates,
+            counts,
+            best,
+            temperature,
+            top_k,
+            top_p,
+            tl.load(floor_of + row),
+            tl.sum(tl.load(mass_in + row * PARTS + part), axis=0),
+            length,
+            PARTS,
+            BLOCK,
+        )
+        state = stream(tl.load(seed_of + row), tl.load(position_of + row))
+        best_score = tl.full([], float("-inf"), tl.float64)
+        token = 0
+        for first in range(0, tl.sum(tl.load(counts + part), axis=0), BLOCK):
+            at, exists = candidate(row_candidates, counts, first, length, PARTS, BLOCK)
+            logit = tl.load(row_logits + at, mask=exists, other=float("-inf")).to(tl.float32)
+            key = depth_key(logit, best, temperature)
+            depth = key.to(tl.float32, bitcast=True)
+            score = tl.where(exists & (key <= cutoff), gumbel(state, at) - depth.to(tl.float64), float("-inf"))
+            here = tl.max(score, axis=0)
+            first_token = tl.min(tl.where(score == here, at, size - 1), axis=0)
+            token = tl.where(here > best_score, first_token, token)
+            best_score = tl.maximum(best_score, here)
+    else:
         score_S = tl.load(score_in + row * PARTS + part)
-        first = tl.min(tl.where(score_S == tl.max(score_S, axis=0), part, PARTS - 1), axis=0)
-        token = tl.sum(tl.where(part == first, tl.load(drawn_in + row * PARTS + part), 0), axis=0)
+        first_part = tl.min(tl.where(score_S == tl.max(score_S, axis=0), part, PARTS - 1), axis=0)
+        token = tl.load(drawn_in + row * PARTS + first_part)
     logit = tl.load(logits + row * stride + token).to(tl.float32)
     tl.store(token_out + row, token.to(tl.int64))
     tl.store(logprob_out + row, logit - anchor - tl.log2(total) * _LN_2)
@@ -243,10 +276,10 @@ class Sampler:
         self._greedy = scratch(torch.int32, most_rows, _MOST_PARTS)
         self._score = scratch(torch.float64, most_rows, _MOST_PARTS)
         self._drawn = scratch(torch.int32, most_rows, _MOST_PARTS)
-        self._cutoff = scratch(torch.int32, most_rows)
-        self._keys = scratch(torch.int32, most_rows, vocab_size)
+        self._candidates = scratch(torch.int32, most_rows, vocab_size)
+        self._count = scratch(torch.int32, most_rows, _MOST_PARTS)
+        self._mass = scratch(torch.int64, most_rows, _MOST_PARTS)
         self._group_best = scratch(torch.float32, most_rows, self._num_groups)
-        self._group_keys = scratch(torch.int32, most_rows, self._num_groups)
 
     def draw(self, logits_BV: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """Tokens, int64, and their logprobs, float32: [B] each. Logits are of any float dtype, and are not changed."""
@@ -271,52 +304,51 @@ class Sampler:
             PARTS=parts,
             BLOCK=_BLOCK,
         )
-        _cut[(num_rows,)](
+        _sift[grid](
             logits_BV,
             self._best,
             self._group_best,
+            draws.seed,
+            draws.position,
             draws.temperature,
             draws.top_k,
             draws.top_p,
             draws.floor,
-            self._cutoff,
-            self._keys,
-            self._group_keys,
-            stride,
-            self._num_groups,
-            size,
-            self._num_groups,
-            PARTS=parts,
-            BLOCK=_CUTOFF_BLOCK,
-            num_warps=16,
-        )
-        _draw[grid](
-            logits_BV,
-            self._best,
-            self._cutoff,
-            draws.seed,
-            draws.position,
-            draws.temperature,
             self._score,
             self._drawn,
+            self._candidates,
+            self._count,
+            self._mass,
             stride,
+            self._num_groups,
             size,
             PARTS=parts,
             BLOCK=_BLOCK,
         )
-        _finish[(num_rows,)](
+        _settle[(num_rows,)](
             logits_BV,
             self._best,
             self._sum,
             self._greedy,
             self._score,
             self._drawn,
+            self._candidates,
+            self._count,
+            self._mass,
+            draws.seed,
+            draws.position,
             draws.temperature,
+            draws.top_k,
+            draws.top_p,
+            draws.floor,
             token_B,
             logprob_B,
             stride,
+            size,
             PARTS=parts,
-            num_warps=1,
+            PART_BLOCK=_BLOCK,
+            BLOCK=_CANDIDATES,
+            num_warps=16,
         )
         return token_B, logprob_B
 

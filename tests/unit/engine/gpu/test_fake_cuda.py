@@ -92,7 +92,7 @@ def test_torch_takes_every_operation(
         for num_queries in (1, 4):
             decode.inputs.send(no_rows(), 4)
             decode.run(4, num_queries)
-        assert {"_attend", "_merge", "_place", "_look", "_finish"} <= set(cuda.launches)
+        assert {"_attend", "_merge", "_place", "_look", "_settle"} <= set(cuda.launches)
 
 
 def test_the_rules_are_torchs_own() -> None:
