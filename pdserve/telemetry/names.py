@@ -23,21 +23,14 @@ OPERATION: Final = "gen_ai.operation.name"  # CHAT or TEXT_COMPLETION
 PROVIDER: Final = "gen_ai.provider.name"
 REQUEST_MODEL: Final = "gen_ai.request.model"
 RESPONSE_MODEL: Final = "gen_ai.response.model"  # a cluster serves one model: the same as of the request
-REQUEST_STREAM: Final = "gen_ai.request.stream"
 REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
-REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
-REQUEST_TOP_P: Final = "gen_ai.request.top_p"
-REQUEST_TOP_K: Final = "gen_ai.request.top_k"
-REQUEST_SEED: Final = "gen_ai.request.seed"
 RESPONSE_ID: Final = "gen_ai.response.id"
 RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
-RESPONSE_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"  # seconds
 INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 ERROR_TYPE: Final = "error.type"  # PdserveError.reason; a span that carries it is marked as failed
 RPC_STATUS: Final = "rpc.response.status_code"
-SERVER_ADDRESS: Final = "server.address"
 
 REQUEST_ID: Final = "pdserve.request.id"
 ATTEMPT: Final = "pdserve.attempt"
@@ -56,7 +49,6 @@ TRANSFER_S: Final = "pdserve.transfer.duration_s"  # first byte to commit, by th
 TRANSFER_BUSY_S: Final = "pdserve.transfer.busy_s"  # of it, with bytes on their way
 TRANSFER_KIND: Final = "pdserve.transfer.transport"
 TRANSFER_REASON: Final = "pdserve.transfer.transport_reason"  # why no other
-PREEMPTIONS: Final = "pdserve.preemptions"
 PREFIX_BLOCKS: Final = "pdserve.prefix.blocks"  # leading blocks that some worker holds
 
 # Lists by the conventions; one answer per request makes them lists of one.
