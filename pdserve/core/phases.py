@@ -43,18 +43,18 @@ MEASURED_BY: Final[Mapping[Phase, Literal["router", "worker"]]] = {
     Phase.LOST: "router",
 }
 MEANING: Final[Mapping[Phase, str]] = {
-    Phase.PREPARE: "validate, tokenize, compile a grammar, hash blocks",
-    Phase.PREFIX_LOOKUP: "ask which workers hold the prompt's leading blocks",
-    Phase.QUEUE: "wait in the router for a placement, backoff included",
-    Phase.RESERVE: "wait for the decode worker's grant",
+    Phase.PREPARE: "validate and tokenize the prompt, compile its grammar, hash its blocks",
+    Phase.PREFIX_LOOKUP: "look up which workers hold the prompt's leading blocks",
+    Phase.QUEUE: "wait in the router for a placement, including backoff",
+    Phase.RESERVE: "wait for the decode worker to reserve KV blocks",
     Phase.PREFILL_QUEUE: "wait on the worker that computes the prompt",
-    Phase.PREFILL: "compute the prompt, first chunk to first token",
-    Phase.TRANSFER_WAIT: "first token to committed KV: the part of the transfer that prefill did not hide",
-    Phase.DECODE_QUEUE: "wait on the decode worker, with KV and first token there, for the first step",
-    Phase.DECODE: "decode steps, to the last token",
-    Phase.PREEMPTED: "evicted for want of memory, until the next token",
-    Phase.MESSAGES: "between router and workers: no worker accounts for it",
-    Phase.LOST: "in attempts that failed, after their last token",
+    Phase.PREFILL: "compute the prompt, from the first chunk to the first token",
+    Phase.TRANSFER_WAIT: "wait from the first token to committed KV: the part of the transfer after the prefill",
+    Phase.DECODE_QUEUE: "wait on the decode worker for the first decode step",
+    Phase.DECODE: "run decode steps, up to the last token",
+    Phase.PREEMPTED: "wait after an eviction for lack of KV blocks, up to the next token",
+    Phase.MESSAGES: "messages between router and workers, and other time that no worker reports",
+    Phase.LOST: "time in failed attempts after their last token",
 }
 
 

@@ -109,7 +109,7 @@ def make_metrics(by: Process, port: int, host: str = "127.0.0.1") -> Metrics:
 def _declared(prometheus: Any, spec: MetricSpec, registry: Any) -> Any:
     if spec.kind == "histogram":
         return prometheus.Histogram(
-            spec.name, spec.help, labelnames=spec.labels, registry=registry, buckets=spec.buckets
+            spec.name, spec.help, labelnames=tuple(spec.labels), registry=registry, buckets=spec.buckets
         )
     kind = prometheus.Counter if spec.kind == "counter" else prometheus.Gauge
-    return kind(spec.name, spec.help, labelnames=spec.labels, registry=registry)
+    return kind(spec.name, spec.help, labelnames=tuple(spec.labels), registry=registry)

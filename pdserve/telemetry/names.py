@@ -2,15 +2,21 @@
 
 Names of the OpenTelemetry GenAI conventions are used where they exist. Those are in development and have
 left the main repository after 1.41; SCHEMA_URL pins the last release that holds them.
-Standard library only: whoever reads a name pays for no exporter.
+docs/reference/metrics.md is generated from this table (`make reference`).
+Standard library and pdserve.core only: reading a name loads no exporter.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from pdserve.core import errors
+from pdserve.core.attempt import RefusalReason
+from pdserve.core.errors import PdserveError
 from pdserve.core.phases import MEANING, MEASURED_BY, Phase
+from pdserve.core.types import Path, Role
 
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.41.1"
 SCOPE: Final = "pdserve"
@@ -19,37 +25,59 @@ Process = Literal["client", "router", "worker"]
 
 # --- attributes -----------------------------------------------------------------------------------------------
 
-OPERATION: Final = "gen_ai.operation.name"  # CHAT or TEXT_COMPLETION
-PROVIDER: Final = "gen_ai.provider.name"
-REQUEST_MODEL: Final = "gen_ai.request.model"
-RESPONSE_MODEL: Final = "gen_ai.response.model"  # a cluster serves one model: the same as of the request
-REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
-RESPONSE_ID: Final = "gen_ai.response.id"
-RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
-INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
-OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
-CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
-ERROR_TYPE: Final = "error.type"  # PdserveError.reason; a span that carries it is marked as failed
-RPC_STATUS: Final = "rpc.response.status_code"
+ATTRIBUTES: Final[dict[str, str]] = {}  # what each attribute means, by its name
 
-REQUEST_ID: Final = "pdserve.request.id"
-ATTEMPT: Final = "pdserve.attempt"
-PATH: Final = "pdserve.path"  # Path.value
-WORKER_ID: Final = "pdserve.worker.id"
-WORKER_ROLE: Final = "pdserve.worker.role"  # Role.value
-PREFILL_WORKER: Final = "pdserve.prefill_worker.id"
-DECODE_WORKER: Final = "pdserve.decode_worker.id"
-TTFT_S: Final = "pdserve.ttft_s"
-TPOT_S: Final = "pdserve.tpot_s"
-QUEUE_S: Final = "pdserve.queue_s"
-SLO_TTFT_S: Final = "pdserve.slo.ttft_s"
-SLO_TPOT_S: Final = "pdserve.slo.tpot_s"
-TRANSFER_BYTES: Final = "pdserve.transfer.bytes"
-TRANSFER_S: Final = "pdserve.transfer.duration_s"  # first byte to commit, by the receiver; overlaps the prefill
-TRANSFER_BUSY_S: Final = "pdserve.transfer.busy_s"  # of it, with bytes on their way
-TRANSFER_KIND: Final = "pdserve.transfer.transport"
-TRANSFER_REASON: Final = "pdserve.transfer.transport_reason"  # why no other
-PREFIX_BLOCKS: Final = "pdserve.prefix.blocks"  # leading blocks that some worker holds
+
+def _attribute(name: str, help_text: str) -> str:
+    ATTRIBUTES[name] = help_text
+    return name
+
+
+OPERATION: Final = _attribute("gen_ai.operation.name", "`chat` or `text_completion`")
+PROVIDER: Final = _attribute("gen_ai.provider.name", "always `pdserve`")
+REQUEST_MODEL: Final = _attribute("gen_ai.request.model", "name of the model")
+RESPONSE_MODEL: Final = _attribute("gen_ai.response.model", "name of the model; a cluster serves only one")
+REQUEST_MAX_TOKENS: Final = _attribute("gen_ai.request.max_tokens", "maximum number of tokens to generate")
+RESPONSE_ID: Final = _attribute("gen_ai.response.id", "request id in the response")
+RESPONSE_FINISH_REASONS: Final = _attribute(
+    "gen_ai.response.finish_reasons", "why generation ended: `stop` or `length`"
+)
+INPUT_TOKENS: Final = _attribute("gen_ai.usage.input_tokens", "number of prompt tokens")
+OUTPUT_TOKENS: Final = _attribute("gen_ai.usage.output_tokens", "number of generated tokens")
+CACHED_TOKENS: Final = _attribute(
+    "gen_ai.usage.cache_read.input_tokens", "number of prompt tokens whose KV came from a prefix cache"
+)
+# A span that carries it is marked as failed.
+ERROR_TYPE: Final = _attribute("error.type", "reason of the error; set only on failed spans")
+RPC_STATUS: Final = _attribute("rpc.response.status_code", "name of the gRPC status code")
+
+REQUEST_ID: Final = _attribute("pdserve.request.id", "request id")
+ATTEMPT: Final = _attribute(
+    "pdserve.attempt", "attempt that the span belongs to, from 1; on `pdserve.request` the number of attempts"
+)
+PATH: Final = _attribute(
+    "pdserve.path", "`remote` (a prefill worker computed the prompt) or `local` (the decode worker did)"
+)
+WORKER_ID: Final = _attribute("pdserve.worker.id", "name of the worker that recorded the span")
+WORKER_ROLE: Final = _attribute("pdserve.worker.role", "role of that worker: `prefill` or `decode`")
+PREFILL_WORKER: Final = _attribute("pdserve.prefill_worker.id", "name of the last attempt's prefill worker")
+DECODE_WORKER: Final = _attribute("pdserve.decode_worker.id", "name of the last attempt's decode worker")
+TTFT_S: Final = _attribute("pdserve.ttft_s", "time to first token, in seconds")
+TPOT_S: Final = _attribute("pdserve.tpot_s", "mean time per output token after the first, in seconds")
+QUEUE_S: Final = _attribute("pdserve.queue_s", "time that the request waited for a placement, in seconds")
+SLO_TTFT_S: Final = _attribute("pdserve.slo.ttft_s", "TTFT target, in seconds")
+SLO_TPOT_S: Final = _attribute("pdserve.slo.tpot_s", "TPOT target, in seconds")
+TRANSFER_BYTES: Final = _attribute("pdserve.transfer.bytes", "number of KV bytes transferred")
+TRANSFER_S: Final = _attribute(
+    "pdserve.transfer.duration_s",
+    "time from the first byte to commit, measured by the receiver, in seconds; overlaps the prefill",
+)
+TRANSFER_BUSY_S: Final = _attribute("pdserve.transfer.busy_s", "part of that time with bytes in flight, in seconds")
+TRANSFER_KIND: Final = _attribute("pdserve.transfer.transport", "transport that carried the KV")
+TRANSFER_REASON: Final = _attribute("pdserve.transfer.transport_reason", "why that transport was chosen and no other")
+PREFIX_BLOCKS: Final = _attribute(
+    "pdserve.prefix.blocks", "largest number of the prompt's leading KV blocks that one worker holds"
+)
 
 # Lists by the conventions; one answer per request makes them lists of one.
 LISTS: Final = frozenset({RESPONSE_FINISH_REASONS})
@@ -70,6 +98,7 @@ class SpanSpec:
     kind: SpanKind
     parent: str | None  # name of the span above it
     help: str
+    attributes: tuple[str, ...]  # those that it may have
 
 
 SPAN_CLIENT: Final = "pdserve.client"
@@ -78,25 +107,68 @@ SPAN_DELIVER: Final = "pdserve.deliver"
 PHASE_SPANS: Final[dict[Phase, str]] = {phase: f"pdserve.{phase.value}" for phase in Phase}
 
 
-def _span(name: str, by: Process, kind: SpanKind, parent: str | None, help_text: str) -> tuple[str, SpanSpec]:
-    return name, SpanSpec(name=name, by=by, kind=kind, parent=parent, help=help_text)
+def _span(
+    name: str, by: Process, kind: SpanKind, parent: str | None, help_text: str, attributes: tuple[str, ...]
+) -> tuple[str, SpanSpec]:
+    return name, SpanSpec(name=name, by=by, kind=kind, parent=parent, help=help_text, attributes=attributes)
 
+
+_BY_WORKER: Final = (REQUEST_ID, ATTEMPT, WORKER_ID, WORKER_ROLE)
+_TRANSPORT: Final = (TRANSFER_KIND, TRANSFER_REASON)
+_OF_CALL: Final = (
+    OPERATION, PROVIDER, REQUEST_MODEL, RESPONSE_MODEL, REQUEST_MAX_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS, REQUEST_ID,
+    ERROR_TYPE,
+)  # fmt: skip
+_OF_REQUEST: Final = (
+    *_OF_CALL, RPC_STATUS, RESPONSE_FINISH_REASONS, CACHED_TOKENS, ATTEMPT, PATH, PREFILL_WORKER, DECODE_WORKER, TTFT_S,
+    TPOT_S, QUEUE_S, SLO_TTFT_S, SLO_TPOT_S, TRANSFER_BYTES, *_TRANSPORT,
+)  # fmt: skip
+_OF_PHASE: Final[Mapping[Phase, tuple[str, ...]]] = {
+    Phase.PREPARE: (),
+    Phase.PREFIX_LOOKUP: (PREFIX_BLOCKS,),
+    Phase.PREFILL: (*_BY_WORKER, CACHED_TOKENS),
+    Phase.TRANSFER_WAIT: (ATTEMPT, TRANSFER_S, TRANSFER_BUSY_S, *_TRANSPORT),
+}
 
 SPANS: Final[dict[str, SpanSpec]] = dict(
     (
-        _span(SPAN_CLIENT, "client", "client", None, "one call of the SDK, retries included"),
-        _span(SPAN_REQUEST, "router", "server", SPAN_CLIENT, "one Generate call, from arrival to its last message"),
+        _span(
+            SPAN_CLIENT, "client", "client", None, "one call of the SDK, including retries", (*_OF_CALL, RESPONSE_ID)
+        ),
+        _span(
+            SPAN_REQUEST,
+            "router",
+            "server",
+            SPAN_CLIENT,
+            "one Generate call, from arrival to its last message",
+            _OF_REQUEST,
+        ),
         *(
-            _span(name, MEASURED_BY[phase], "internal", SPAN_REQUEST, MEANING[phase])
+            _span(
+                name,
+                MEASURED_BY[phase],
+                "internal",
+                SPAN_REQUEST,
+                MEANING[phase],
+                _OF_PHASE.get(phase, _BY_WORKER if MEASURED_BY[phase] == "worker" else (ATTEMPT,)),
+            )
             for phase, name in PHASE_SPANS.items()
         ),
-        _span(SPAN_DELIVER, "router", "internal", SPAN_REQUEST, "the answer's end to the last message written"),
+        _span(
+            SPAN_DELIVER,
+            "router",
+            "internal",
+            SPAN_REQUEST,
+            "write the last messages to the client after the end of the response",
+            (),
+        ),
     )
 )
 
 # --- metrics --------------------------------------------------------------------------------------------------
 
 MetricKind = Literal["counter", "gauge", "histogram"]
+LabelValues = tuple[str, ...] | str  # all values, or what an open set of values holds
 
 # Prescribed by the GenAI conventions for the two server histograms.
 GEN_AI_TTFT_BUCKETS: Final = (
@@ -128,7 +200,7 @@ class MetricSpec:
     kind: MetricKind
     by: Process
     help: str
-    labels: tuple[str, ...] = ()
+    labels: Mapping[str, LabelValues] = field(default_factory=dict)
     buckets: tuple[float, ...] = ()  # histograms only; in the unit of the name
 
 
@@ -140,52 +212,73 @@ def _metric(
     kind: MetricKind,
     by: Process,
     help_text: str,
-    labels: tuple[str, ...] = (),
+    labels: Mapping[str, LabelValues] | None = None,
     buckets: tuple[float, ...] = (),
 ) -> MetricSpec:
-    spec = MetricSpec(name=name, kind=kind, by=by, help=help_text, labels=labels, buckets=buckets)
+    spec = MetricSpec(name=name, kind=kind, by=by, help=help_text, labels=labels or {}, buckets=buckets)
     METRICS[name] = spec
     return spec
 
 
-# Router. An outcome is served, late, refused, cancelled, expired or failed.
+# Values that labels take from enumerations.
+_PATHS: Final = tuple(one.value for one in Path)
+_REASONS: Final = tuple(
+    sorted({one.reason for one in vars(errors).values() if isinstance(one, type) and issubclass(one, PdserveError)})
+)
+_OUTCOMES: Final = ("served", "late", "refused", "cancelled", "expired", "failed")
+_TRANSFER_EVENTS: Final = (
+    "cancelled", "expired", "cut", "quarantined", "late_messages", "duplicate_chunks", "silent", "severed",
+    "checksum_mismatches", "stamp_mismatches", "stale_source", "stale_landing", "refused_opens", "refused_connections",
+    "unproven", "protocol_errors", "stuck_nccl_calls", "layer_groups_withheld",
+)  # fmt: skip
+
+# Router.
 REQUESTS: Final = _metric(
-    "pdserve_requests_total", "counter", "router", "requests that ended, by outcome", ("outcome",)
+    "pdserve_requests_total", "counter", "router", "requests that ended, by outcome", {"outcome": _OUTCOMES}
 )
 REQUEST_ERRORS: Final = _metric(
-    "pdserve_request_errors_total", "counter", "router", "requests that ended in an error, by its reason", ("reason",)
+    "pdserve_request_errors_total",
+    "counter",
+    "router",
+    "requests that ended with an error, by the error's reason",
+    {"reason": _REASONS},
 )
 CLIENT_DISCONNECTS: Final = _metric(
-    "pdserve_client_disconnects_total", "counter", "router", "Generate calls whose client left before the end"
+    "pdserve_client_disconnects_total",
+    "counter",
+    "router",
+    "Generate calls whose client disconnected before the end of the response",
 )
 CONNECTIONS: Final = _metric(
-    "pdserve_connections", "gauge", "router", "connections to the router's port, of max_connections at most"
+    "pdserve_connections", "gauge", "router", "open connections to the router's port; router.max_connections limits it"
 )
-QUEUED: Final = _metric("pdserve_requests_queued", "gauge", "router", "requests that wait in the router")
-RUNNING: Final = _metric("pdserve_requests_running", "gauge", "router", "requests that are placed on workers")
-PLACEMENTS: Final = _metric("pdserve_placements_total", "counter", "router", "requests placed, by path", ("path",))
+QUEUED: Final = _metric("pdserve_requests_queued", "gauge", "router", "requests waiting in the router")
+RUNNING: Final = _metric("pdserve_requests_running", "gauge", "router", "requests running on workers")
+PLACEMENTS: Final = _metric(
+    "pdserve_placements_total", "counter", "router", "placements of requests on workers, by path", {"path": _PATHS}
+)
 REPLACEMENTS: Final = _metric(
-    "pdserve_replacements_total", "counter", "router", "placements after the first of a request"
+    "pdserve_replacements_total", "counter", "router", "placements of a request after its first one"
 )
-GEN_AI_LABELS: Final = (
-    "gen_ai_operation_name",
-    "gen_ai_provider_name",
-    "gen_ai_request_model",
-    "gen_ai_response_model",
-)
+GEN_AI_LABELS: Final[Mapping[str, LabelValues]] = {
+    "gen_ai_operation_name": (CHAT, TEXT_COMPLETION),
+    "gen_ai_provider_name": (PROVIDER_NAME,),
+    "gen_ai_request_model": "name of the model",
+    "gen_ai_response_model": "name of the model",
+}
 GEN_AI_DURATION: Final = _metric(
     "gen_ai_server_request_duration_seconds",
     "histogram",
     "router",
-    "arrival to the end, of requests that failed too",
-    (*GEN_AI_LABELS, "error_type"),
+    "time from arrival to the end of the response, including failed requests",
+    {**GEN_AI_LABELS, "error_type": ("", *_REASONS)},
     GEN_AI_DURATION_BUCKETS,
 )
 GEN_AI_TTFT: Final = _metric(
     "gen_ai_server_time_to_first_token_seconds",
     "histogram",
     "router",
-    "arrival to the first token, in the conventions' buckets",
+    "time to first token, in the buckets of the GenAI conventions",
     GEN_AI_LABELS,
     GEN_AI_TTFT_BUCKETS,
 )
@@ -193,37 +286,64 @@ GEN_AI_TPOT: Final = _metric(
     "gen_ai_server_time_per_output_token_seconds",
     "histogram",
     "router",
-    "mean seconds per token after the first, in the conventions' buckets",
+    "mean time per output token after the first, in the buckets of the GenAI conventions",
     GEN_AI_LABELS,
     GEN_AI_TPOT_BUCKETS,
 )
 TTFT: Final = _metric(
-    "pdserve_ttft_seconds", "histogram", "router", "arrival to the first token", ("path",), TTFT_BUCKETS
+    "pdserve_ttft_seconds", "histogram", "router", "time to first token", {"path": _PATHS}, TTFT_BUCKETS
 )
 TPOT: Final = _metric(
-    "pdserve_tpot_seconds", "histogram", "router", "mean seconds per token after the first", ("path",), TPOT_BUCKETS
+    "pdserve_tpot_seconds",
+    "histogram",
+    "router",
+    "mean time per output token after the first",
+    {"path": _PATHS},
+    TPOT_BUCKETS,
 )
 QUEUE_TIME: Final = _metric(
-    "pdserve_queue_seconds", "histogram", "router", "time of a request that waits for a placement", (), TTFT_BUCKETS
+    "pdserve_queue_seconds",
+    "histogram",
+    "router",
+    "time that a request waits in the router for a placement",
+    buckets=TTFT_BUCKETS,
 )
 SLO_KEPT: Final = _metric(
-    "pdserve_slo_total", "counter", "router", "requests by which of their promised times they kept", ("kept",)
-)  # kept: both, ttft, tpot, none
-PROMPT_TOKENS: Final = _metric("pdserve_prompt_tokens_total", "counter", "router", "prompt tokens of served requests")
+    "pdserve_slo_total",
+    "counter",
+    "router",
+    "finished requests, by the SLO targets that they met",
+    {"kept": ("both", "ttft", "tpot", "none")},
+)
+PROMPT_TOKENS: Final = _metric("pdserve_prompt_tokens_total", "counter", "router", "prompt tokens of finished requests")
 CACHED_PROMPT_TOKENS: Final = _metric(
     "pdserve_cached_prompt_tokens_total", "counter", "router", "prompt tokens whose KV came from a prefix cache"
 )
 GENERATED_TOKENS: Final = _metric("pdserve_output_tokens_total", "counter", "router", "tokens sent to clients")
 DECISION_TIME: Final = _metric(
-    "pdserve_decision_seconds", "histogram", "router", "one event through the router's state", (), SHORT_BUCKETS
+    "pdserve_decision_seconds",
+    "histogram",
+    "router",
+    "time to process one event in the router's state",
+    buckets=SHORT_BUCKETS,
 )
 PREFIX_LOOKUPS: Final = _metric(
-    "pdserve_prefix_lookups_total", "counter", "router", "index lookups: hit, miss or unavailable", ("outcome",)
+    "pdserve_prefix_lookups_total",
+    "counter",
+    "router",
+    "lookups in the prefix index, by outcome",
+    {"outcome": ("hit", "miss", "unavailable")},
 )
 PREFIX_LOOKUP_TIME: Final = _metric(
-    "pdserve_prefix_lookup_seconds", "histogram", "router", "one index lookup", (), SHORT_BUCKETS
+    "pdserve_prefix_lookup_seconds",
+    "histogram",
+    "router",
+    "time of one lookup in the prefix index",
+    buckets=SHORT_BUCKETS,
 )
-WORKERS: Final = _metric("pdserve_workers", "gauge", "router", "workers attached to this router", ("role",))
+WORKERS: Final = _metric(
+    "pdserve_workers", "gauge", "router", "workers connected to this router", {"role": tuple(one.value for one in Role)}
+)
 UNPROVEN_WORKERS: Final = _metric(
     "pdserve_unproven_workers_total",
     "counter",
@@ -232,106 +352,141 @@ UNPROVEN_WORKERS: Final = _metric(
     "rejected the router's proof",
 )
 DROPPED_MESSAGES: Final = _metric(
-    "pdserve_dropped_messages_total", "counter", "router", "late or unknown messages of workers", ("kind",)
+    "pdserve_dropped_messages_total",
+    "counter",
+    "router",
+    "messages of workers that the router ignored: late, illegal in the request's state, or with invalid values",
+    {"kind": ("late", "illegal", "invalid")},
 )
 
 # Worker, whatever its role.
-STEPS: Final = _metric("pdserve_engine_steps_total", "counter", "worker", "engine steps finished")
-STEP_TIME: Final = _metric("pdserve_engine_step_seconds", "histogram", "worker", "one engine step", (), TPOT_BUCKETS)
+STEPS: Final = _metric("pdserve_engine_steps_total", "counter", "worker", "engine steps completed")
+STEP_TIME: Final = _metric(
+    "pdserve_engine_step_seconds", "histogram", "worker", "time of one engine step", buckets=TPOT_BUCKETS
+)
 WORKER_RUNNING: Final = _metric("pdserve_worker_running", "gauge", "worker", "sequences in the batch")
-WORKER_WAITING: Final = _metric("pdserve_worker_waiting", "gauge", "worker", "sequences that wait for the engine")
+WORKER_WAITING: Final = _metric("pdserve_worker_waiting", "gauge", "worker", "sequences waiting for the engine")
 KV_BLOCKS: Final = _metric(
-    "pdserve_kv_blocks", "gauge", "worker", "KV blocks: free, cached (nobody uses them) or used", ("state",)
+    "pdserve_kv_blocks",
+    "gauge",
+    "worker",
+    "KV blocks of the pool, by state; a cached block holds a prefix that no sequence uses now",
+    {"state": ("free", "cached", "used")},
 )
 PREFILLED_TOKENS: Final = _metric("pdserve_prefilled_tokens_total", "counter", "worker", "prompt tokens computed")
-REUSED_TOKENS: Final = _metric("pdserve_reused_tokens_total", "counter", "worker", "prompt tokens found in the cache")
-DRAWN_TOKENS: Final = _metric("pdserve_drawn_tokens_total", "counter", "worker", "tokens drawn")
+REUSED_TOKENS: Final = _metric(
+    "pdserve_reused_tokens_total", "counter", "worker", "prompt tokens found in the prefix cache"
+)
+DRAWN_TOKENS: Final = _metric("pdserve_drawn_tokens_total", "counter", "worker", "tokens sampled")
 DRAFT_TOKENS: Final = _metric(
     "pdserve_draft_tokens_total",
     "counter",
     "worker",
-    "guessed tokens that were computed, and proved right or wrong",
-    ("outcome",),
-)  # outcome: accepted, rejected
-SPECULATED_STEPS: Final = _metric("pdserve_speculated_steps_total", "counter", "worker", "steps that carried drafts")
-PREEMPTED: Final = _metric("pdserve_preemptions_total", "counter", "worker", "sequences recomputed for want of memory")
+    "draft tokens of speculative decoding that were verified, by outcome",
+    {"outcome": ("accepted", "rejected")},
+)
+SPECULATED_STEPS: Final = _metric(
+    "pdserve_speculated_steps_total", "counter", "worker", "engine steps that verified draft tokens"
+)
+PREEMPTED: Final = _metric(
+    "pdserve_preemptions_total", "counter", "worker", "sequences evicted for lack of KV blocks and computed again"
+)
 REJECTED_CALLS: Final = _metric(
     "pdserve_worker_rejected_calls_total",
     "counter",
     "worker",
-    "calls rejected before their handler, by the error's reason",
-    ("reason",),
+    "calls rejected before their handler ran, by the error's reason",
+    {"reason": _REASONS},
 )
 REFUSED_BY_WORKER: Final = _metric(
-    "pdserve_worker_refusals_total", "counter", "worker", "reservations and prefills refused", ("reason",)
+    "pdserve_worker_refusals_total",
+    "counter",
+    "worker",
+    "reservations and prefills that the worker rejected, by reason",
+    {"reason": tuple(one.value for one in RefusalReason)},
 )
 INVALID_MESSAGES: Final = _metric(
-    "pdserve_invalid_messages_total", "counter", "worker", "messages of routers with a value out of bounds", ("field",)
+    "pdserve_invalid_messages_total",
+    "counter",
+    "worker",
+    "messages of routers that were rejected for a value out of range",
+    {"field": "name of the message's field"},
 )
 TRANSFERS: Final = _metric(
-    "pdserve_kv_transfers_total", "counter", "worker", "KV transfers that ended, by outcome", ("outcome",)
-)  # outcome: committed, failed, or cancelled: given up since nobody needed it any more
+    "pdserve_kv_transfers_total",
+    "counter",
+    "worker",
+    "KV transfers that ended, by outcome; a cancelled one was no longer needed",
+    {"outcome": ("committed", "failed", "cancelled")},
+)
 KV_MISTAKEN: Final = _metric(
-    "pdserve_kv_mistaken_total", "counter", "worker", "texts recomputed since a block was not theirs (kv_check)"
+    "pdserve_kv_mistaken_total",
+    "counter",
+    "worker",
+    "sequences computed again because a KV block held other content than expected (worker.kv_check)",
 )
 TRANSFER_EVENTS: Final = _metric(
     "pdserve_kv_transfer_events_total",
     "counter",
     "worker",
-    "what a worker's KV transfers met: late messages, mismatches, reused blocks, silent peers (kvtransfer.stats), "
-    "stuck calls of NCCL, and prompts from which layer groups were withheld because they had failed",
-    ("event",),
+    "unusual events in KV transfers, such as late messages, checksum mismatches and lost connections",
+    {"event": _TRANSFER_EVENTS},
 )
 TRANSFER_BYTES_TOTAL: Final = _metric(
-    "pdserve_kv_transfer_bytes_total", "counter", "worker", "bytes of KV received and committed"
+    "pdserve_kv_transfer_bytes_total", "counter", "worker", "KV bytes received and committed"
 )
 TRANSFER_SAVED_BYTES: Final = _metric(
     "pdserve_kv_transfer_saved_bytes_total",
     "counter",
     "worker",
-    "bytes of KV that the receiver had, and did not travel",
+    "KV bytes that were not transferred because the receiver already had them",
 )
 PUSHES: Final = _metric(
-    "pdserve_kv_pushes_total", "counter", "worker", "prompts by how their KV was planned to leave", ("plan",)
-)  # plan: end, chunk, layers
+    "pdserve_kv_pushes_total",
+    "counter",
+    "worker",
+    "prompts by when their KV was planned to be sent (worker.push)",
+    {"plan": ("end", "chunk", "layers")},
+)
 TRANSFER_SENT_BYTES: Final = _metric(
     "pdserve_kv_sent_bytes_total",
     "counter",
     "worker",
-    "bytes of KV, by whether the receiver's host had them when the prompt's last chunk was computed",
-    ("when",),
-)  # when: early, late
+    "KV bytes sent: early ones reached the receiver's host before the prompt's last chunk was computed",
+    {"when": ("early", "late")},
+)
 TRANSFER_WIRE_BYTES: Final = _metric(
     "pdserve_kv_wire_bytes_total",
     "counter",
     "worker",
-    "bytes of KV sent, by the dtype as which they travelled",
-    ("dtype",),
-)  # int8 between pools of floats: kv_wire
+    "KV bytes sent, by their dtype during the transfer (worker.kv_wire)",
+    {"dtype": "dtype of the KV during the transfer"},
+)
 TRANSFER_EXPOSED_TIME: Final = _metric(
     "pdserve_kv_exposed_seconds",
     "histogram",
     "worker",
-    "prompt computed to the receiver's word that all is there, by the sender: what no computing hid",
-    (),
-    TTFT_BUCKETS,
+    "time from the end of the prefill until the receiver confirmed the transfer, measured by the sender",
+    buckets=TTFT_BUCKETS,
 )
 TRANSFER_BUSY_TIME: Final = _metric(
     "pdserve_kv_busy_seconds",
     "histogram",
     "worker",
-    "of a transfer the time with chunks on their way, by the receiver",
-    (),
-    TTFT_BUCKETS,
+    "part of a transfer's time with chunks in flight, measured by the receiver",
+    buckets=TTFT_BUCKETS,
 )
 TRANSFER_HIDDEN_SHARE: Final = _metric(
     "pdserve_kv_hidden_ratio",
     "histogram",
     "worker",
-    "1 - exposed / busy seconds of a transfer: what of it was hidden behind the prompt's computing",
-    (),
-    SHARE_BUCKETS,
+    "share of a transfer's time that overlapped with the prefill: 1 - exposed / busy",
+    buckets=SHARE_BUCKETS,
 )
 TRANSFER_TIME: Final = _metric(
-    "pdserve_kv_transfer_seconds", "histogram", "worker", "first byte to commit, by the receiver", (), TTFT_BUCKETS
+    "pdserve_kv_transfer_seconds",
+    "histogram",
+    "worker",
+    "time of a transfer from its first byte to commit, measured by the receiver",
+    buckets=TTFT_BUCKETS,
 )

@@ -12,6 +12,8 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from pdserve.telemetry.names import SPANS
+
 
 @dataclass(frozen=True, slots=True)
 class SeenSpan:
@@ -122,7 +124,10 @@ class _Service(trace_service_pb2_grpc.TraceServiceServicer):
 
 @contextmanager
 def running_sink() -> Iterator[OtlpSink]:
-    """A sink on a free port of loopback, for a fixture or a with statement."""
+    """A sink on a free port of loopback, for a fixture or a with statement.
+
+    At the end, it fails for a span with an attribute that names.SPANS does not list.
+    """
     sink = OtlpSink()
     server = grpc.server(futures.ThreadPoolExecutor(4))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(_Service(sink), server)
@@ -132,3 +137,6 @@ def running_sink() -> Iterator[OtlpSink]:
         yield sink
     finally:
         server.stop(grace=0.2).wait()
+    for span in sink.spans:
+        if span.name in SPANS:
+            assert set(span.attributes) <= set(SPANS[span.name].attributes), span
