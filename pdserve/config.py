@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 
 from pdserve.core.durations import DAY_S
 from pdserve.core.errors import ConfigError
+from pdserve.core.policies import POLICIES
 from pdserve.core.setting import LARGEST_COUNT, PORTS, check_fields, is_hidden, setting
 from pdserve.core.urls import hide_password
 
@@ -41,108 +42,136 @@ TOKEN_ENV: Final = "PDSERVE_TOKEN"
 RAY_TOKEN_ENV: Final = "RAY_AUTH_TOKEN"  # Ray's own
 REDIS_ENV: Final = "PDSERVE_REDIS"
 SECRET_ENV: Final = "PDSERVE_CLUSTER_SECRET"
-SECRET_HELP: Final = "secret of the cluster: routers and workers prove to each other that they know it"
+SECRET_HELP: Final = "cluster secret, with which routers and workers authenticate each other"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """One prefill or decode worker process."""
 
-    model: str = setting("folder of a Hugging Face checkpoint, or toy for integer arithmetic")
+    model: str = setting("folder of a Hugging Face checkpoint, or toy for a test model without weights")
     worker_id: str = setting("name of this worker, unique in the cluster", is_name=True)
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("gRPC port; 0 picks a free one", 0, within=PORTS)
-    advertise: str = setting("HOST that others reach this worker at; the listening host when empty", "")
+    advertise: str = setting("host name or address at which other processes reach this worker; host when empty", "")
     redis: str = setting(
         "Redis URL of the registry and the prefix index; none when empty", "", env=REDIS_ENV, is_url=True
     )
-    cluster: str = setting("name that keeps clusters on one Redis apart", "default", is_name=True)
-    transport: str = setting("how KV travels: " + ", ".join(TRANSPORTS), "auto", choices=TRANSPORTS)
-    device: str = setting("auto, cpu or cuda", "auto", choices=DEVICES)
+    cluster: str = setting(
+        "name of the cluster; clusters that share one Redis need different names", "default", is_name=True
+    )
+    transport: str = setting(
+        "transport for KV blocks; auto chooses one for each pair of workers", "auto", choices=TRANSPORTS
+    )
+    device: str = setting("device of the model; auto takes CUDA if a GPU is there", "auto", choices=DEVICES)
     dtype: str = setting(
-        "auto (float32 on CPU, bfloat16 on CUDA), float32, bfloat16, int8 weights on a CPU, fp8 on CUDA",
+        "dtype of weights and activations: auto (float32 on a CPU, bfloat16 on CUDA), float32, bfloat16, "
+        "int8 (int8 weights, on a CPU) or fp8 (on CUDA)",
         "auto",
         choices=DTYPES,
     )
     tensor_parallel: int = setting(
-        "ranks that hold the model together: processes with a GPU each, if any", 1, within=(1, 64)
+        "number of tensor-parallel ranks; each is a process, with its own GPU if there are GPUs", 1, within=(1, 64)
     )
     rendezvous: str = setting(
-        "HOST:PORT of this worker's host at which ranks from other hosts join (`pdserve rank HOST:PORT`); none when "
-        "empty: all ranks are here",
+        "HOST:PORT of this worker's host at which ranks from other hosts join (`pdserve rank HOST:PORT`); when empty, "
+        "all ranks run on this host",
         "",
     )
-    local_ranks: int = setting("ranks on this worker's own host; 0 means all of them", 0, within=(0, 64))
+    local_ranks: int = setting("number of ranks on this worker's host; 0 means all", 0, within=(0, 64))
     rank_pools: str = setting(
-        "where ranks keep KV: auto (on a CPU in one pool that all share, on GPUs each in its own), or own",
+        "KV pools of the ranks: auto (one shared pool on a CPU, one pool per rank on GPUs) or own (one pool per rank)",
         "auto",
         choices=RANK_POOLS,
     )
-    cuda_graphs: bool = setting("decode steps on CUDA are captured once and replayed", True)
-    deterministic: bool = setting("logits have the same bits whatever the batch; a CPU with float32 or int8", False)
+    cuda_graphs: bool = setting("capture decode steps as CUDA graphs and replay them", True)
+    deterministic: bool = setting(
+        "compute bitwise identical logits for any batch; only on a CPU with float32 or int8", False
+    )
     load: str = setting(
-        "auto reads the folder's weights; dummy makes them up from config.json, to measure speed", "auto", choices=LOADS
+        "auto reads the weights from the folder; dummy generates random weights from config.json, for benchmarks",
+        "auto",
+        choices=LOADS,
     )
-    kv_dtype: str = setting(
-        "of stored keys and values: auto (the compute dtype), or a byte each: int8 or fp8", "auto", choices=KV_DTYPES
-    )
+    kv_dtype: str = setting("dtype of the KV cache: auto (the compute dtype), int8 or fp8", "auto", choices=KV_DTYPES)
     block_size: int = setting("tokens per KV block", 16, within=(1, 4096))
-    kv_blocks: int = setting("KV blocks in the pool; 0 sizes it from kv_memory_bytes", 0, within=(0, LARGEST_COUNT))
+    kv_blocks: int = setting(
+        "number of KV blocks in the pool; 0 computes it from kv_memory_bytes", 0, within=(0, LARGEST_COUNT)
+    )
     kv_memory_bytes: int = setting(
-        "bytes of the KV pool where kv_blocks is 0; 0 takes what gpu_memory_share leaves on a GPU, and on a CPU an "
-        "eighth of the memory that is free beside the weights, at most 8 GiB",
+        "size of the KV pool if kv_blocks is 0; 0 takes the rest of gpu_memory_share on a GPU, and on a CPU an eighth "
+        "of the memory that the weights leave free, at most 8 GiB",
         0,
         within=(0, 2**46),
     )
     gpu_memory_share: float = setting(
-        "part of a GPU's memory for this worker: weights, activations, graphs and KV pool", 0.9, within=(0.01, 1.0)
+        "share of a GPU's memory for this worker: weights, activations, CUDA graphs and KV pool",
+        0.9,
+        within=(0.01, 1.0),
     )
-    max_context_tokens: int = setting("longest sequence; 0 takes the model's own limit", 0, within=(0, LARGEST_COUNT))
-    max_batch: int = setting("sequences in one decode step; 0 takes 256 on a GPU, 64 on a CPU", 0, within=(0, 65_536))
+    max_context_tokens: int = setting(
+        "maximum length of a sequence, prompt and output; 0 takes the model's limit", 0, within=(0, LARGEST_COUNT)
+    )
+    max_batch: int = setting(
+        "maximum number of sequences in one decode step; 0 takes 256 on a GPU and 64 on a CPU", 0, within=(0, 65_536)
+    )
     max_batch_tokens: int = setting(
-        "prompt tokens in one prefill step; 0 takes 2048 on a GPU that prefills, else 512", 0, within=(0, 2**20)
+        "maximum number of prompt tokens in one step; 0 takes 2048 on a prefill worker with a GPU, else 512",
+        0,
+        within=(0, 2**20),
     )
     push: str = setting(
-        "when KV leaves a prefill worker: auto (what the measured costs say), end, chunk or layers",
+        "when a prefill worker sends KV: end (after the prompt), chunk (after each chunk), layers (after each group of "
+        "layers), or auto (chosen by measured costs)",
         "auto",
         choices=PUSHES,
     )
     speculation: str = setting(
-        "guesses that decode steps verify: ngram (what followed before in the text), off, or auto (ngram on a CPU, off "
-        "on a GPU)",
+        "speculative decoding: ngram (drafts from the request's own text), off, or auto (ngram on a CPU, off on a GPU)",
         "auto",
         choices=SPECULATIONS,
     )
     ahead: str = setting(
-        "launch a decode step before the last one is read, where nobody speculates: auto (engines on a GPU), on, off",
+        "launch a decode step before the results of the last one are read, unless speculative decoding runs: on, off, "
+        "or auto (on with a GPU)",
         "auto",
         choices=AHEADS,
     )
-    max_drafts: int = setting("guessed tokens of one sequence in one step, at most", 8, within=(1, MOST_DRAFTS))
+    max_drafts: int = setting("maximum number of draft tokens of one sequence in one step", 8, within=(1, MOST_DRAFTS))
     kv_wire: str = setting(
-        "as what float KV leaves a prefill worker: exact, int8 (off by 1/254 of a head's largest value at most) or "
-        "auto (int8 where the link is slow)",
+        "dtype of float KV during a transfer: exact, int8 (the error is at most 1/254 of the largest value of a head), "
+        "or auto (int8 if the link is slow)",
         "exact",
         choices=KV_WIRES,
     )
     kv_check: str = setting(
-        "step compares every block of every text with its stamp at each decode step; or off", "off", choices=KV_CHECKS
+        "step verifies every KV block of every sequence before each decode step; off does not", "off", choices=KV_CHECKS
     )
-    inbox_depth: int = setting("requests that may wait on the worker before it refuses", 16, within=(1, 65_536))
-    threads: int = setting("compute threads; 0 shares the cores among this host's workers", 0, within=(0, 4096))
-    heartbeat_s: float = setting("seconds between load reports", 0.25, within=(0.001, 60.0))
-    lease_s: float = setting("seconds that the registry keeps a silent worker", 5.0, within=(0.1, 3600.0))
+    inbox_depth: int = setting(
+        "maximum number of requests that wait on the worker; it rejects more", 16, within=(1, 65_536)
+    )
+    threads: int = setting(
+        "number of compute threads; 0 divides all cores among the workers of this host", 0, within=(0, 4096)
+    )
+    heartbeat_s: float = setting("time between two load reports to routers", 0.25, within=(0.001, 60.0))
+    lease_s: float = setting(
+        "time after which the registry removes a worker that does not renew its entry", 5.0, within=(0.1, 3600.0)
+    )
     stall_s: float = setting(
-        "seconds without progress after which a busy worker ends itself", 30.0, within=(0.01, DAY_S)
+        "time without progress after which a busy worker stops itself, so that it is restarted",
+        30.0,
+        within=(0.01, DAY_S),
     )
-    drain_s: float = setting("seconds that residents get to finish on SIGTERM", 30.0, within=(0.0, DAY_S))
-    metrics_port: int = setting("Prometheus port; 0 serves none", 0, within=PORTS)
-    otlp: str = setting("OTLP gRPC endpoint for traces; none when empty", "")
-    is_prefix_cache_on: bool = setting("keep finished blocks for later prompts", True)
-    profile: str = setting("what steps are believed to take: a known worker's name or a file; measured when empty", "")
+    drain_s: float = setting("time that running requests have to finish after SIGTERM", 30.0, within=(0.0, DAY_S))
+    metrics_port: int = setting("port for Prometheus metrics; 0 serves none", 0, within=PORTS)
+    otlp: str = setting("OTLP gRPC endpoint for traces (HOST:PORT); no traces when empty", "")
+    is_prefix_cache_on: bool = setting("keep KV blocks of finished requests as a prefix cache", True)
+    profile: str = setting(
+        "profile with the expected step times: a bundled profile's name or a file; measured at start when empty", ""
+    )
     cluster_secret: str = setting(SECRET_HELP, "", env=SECRET_ENV)
-    toy_step_s: float = setting("seconds that a toy step takes", 0.0, within=(0.0, 3600.0))
-    inject_faults: str = setting("for tests: faults that KV transfers meet, as kvtransfer.faults reads them", "")
+    toy_step_s: float = setting("duration of one step of the toy model", 0.0, within=(0.0, 3600.0))
+    inject_faults: str = setting("for tests: faults to inject into KV transfers, such as seed=7,share=0.1", "")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -158,53 +187,61 @@ class WorkerConfig:
 class RouterConfig:
     """One router process."""
 
-    model: str = setting("the workers' model folder (for its tokenizer), or toy")
+    model: str = setting("model folder of the workers (for its tokenizer), or toy")
     router_id: str = setting("name of this router", "router-0", is_name=True)
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("gRPC port; 0 picks a free one", 50051, within=PORTS)
-    workers: tuple[str, ...] = setting("HOST:PORT of workers that are known without a registry", ())
+    workers: tuple[str, ...] = setting("HOST:PORT of workers that are connected without a registry", ())
     redis: str = setting(
         "Redis URL of the registry and the prefix index; none when empty", "", env=REDIS_ENV, is_url=True
     )
-    cluster: str = setting("name that keeps clusters on one Redis apart", "default", is_name=True)
-    policy: str = setting("placement policy", "goodput")
-    slo_ttft_s: float = setting("promised time to first token where a request names none", 2.0, within=(0.001, DAY_S))
-    slo_tpot_s: float = setting(
-        "promised time per output token where a request names none", 0.2, within=(0.0001, DAY_S)
+    cluster: str = setting(
+        "name of the cluster; clusters that share one Redis need different names", "default", is_name=True
     )
+    policy: str = setting("placement policy", "goodput", choices=POLICIES)
+    slo_ttft_s: float = setting("default TTFT target, for requests that set none", 2.0, within=(0.001, DAY_S))
+    slo_tpot_s: float = setting("default TPOT target, for requests that set none", 0.2, within=(0.0001, DAY_S))
     local_max_uncached_tokens: int = setting(
-        "uncached prompt tokens that decode workers rather read themselves", 16, within=(0, LARGEST_COUNT)
+        "maximum number of uncached prompt tokens that a decode worker computes itself, without a prefill worker",
+        16,
+        within=(0, LARGEST_COUNT),
     )
-    max_queue: int = setting("requests that may wait in the router before it refuses", 1024, within=(0, 2**20))
-    max_new_tokens: int = setting("most tokens that one request may ask for", 4096, within=(1, LARGEST_COUNT))
-    max_message_bytes: int = setting("largest gRPC message that is accepted", 4 * 2**20, within=(1024, LARGEST_COUNT))
+    max_queue: int = setting(
+        "maximum number of requests that wait in the router; it rejects more", 1024, within=(0, 2**20)
+    )
+    max_new_tokens: int = setting("maximum max_tokens of one request", 4096, within=(1, LARGEST_COUNT))
+    max_message_bytes: int = setting("maximum size of a gRPC message", 4 * 2**20, within=(1024, LARGEST_COUNT))
     max_held_bytes: int = setting(
-        "bytes of all requests that are being served; one that comes beside them is rejected",
+        "maximum total size of all requests in progress; the router rejects more",
         256 * 2**20,
         within=(1024, 2**40),
     )
     max_connections: int = setting(
-        "connections that may be open; needs a file descriptor each", 512, within=(1, LARGEST_COUNT)
+        "maximum number of open connections; each needs a file descriptor", 512, within=(1, LARGEST_COUNT)
     )
     connection_idle_s: float = setting(
-        "seconds after which a connection without a call is closed", 120.0, within=(0.1, DAY_S)
+        "time after which a connection without a call is closed", 120.0, within=(0.1, DAY_S)
     )
     connection_age_s: float = setting(
-        "seconds after which a connection takes no more calls; those that run may finish", 3600.0, within=(0.1, DAY_S)
+        "time after which a connection accepts no more calls; running calls may finish", 3600.0, within=(0.1, DAY_S)
     )
-    request_timeout_s: float = setting("deadline of a request that brings none", 600.0, within=(0.001, DAY_S))
-    prefix_lookup_s: float = setting("time that the prefix index may take", 0.01, within=(0.0, 60.0))
+    request_timeout_s: float = setting("default deadline, for requests that set none", 600.0, within=(0.001, DAY_S))
+    prefix_lookup_s: float = setting("maximum time of a lookup in the prefix index", 0.01, within=(0.0, 60.0))
     worker_silence_s: float = setting(
-        "seconds without a load report after which a worker is routed around", 5.0, within=(0.01, 3600.0)
+        "time without a load report after which a worker gets no more requests", 5.0, within=(0.01, 3600.0)
     )
-    max_attempts: int = setting("placements of one request before it fails", 4, within=(1, 1000))
-    token: str = setting("bearer token that every call must bring; none when empty", "", env=TOKEN_ENV)
+    max_attempts: int = setting(
+        "maximum number of placements of one request; it fails after the last one", 4, within=(1, 1000)
+    )
+    token: str = setting("bearer token that callers must present; none when empty", "", env=TOKEN_ENV)
     cluster_secret: str = setting(SECRET_HELP, "", env=SECRET_ENV)
-    metrics_port: int = setting("Prometheus port; 0 serves none", 0, within=PORTS)
-    otlp: str = setting("OTLP gRPC endpoint for traces; none when empty", "")
-    record: str = setting("file that events and commands are recorded to, without prompts; none when empty", "")
-    record_mib: int = setting("the recording ends at this size, serving goes on", 1024, within=(1, 2**20))
-    drain_s: float = setting("seconds that running requests get to finish on SIGTERM", 30.0, within=(0.0, DAY_S))
+    metrics_port: int = setting("port for Prometheus metrics; 0 serves none", 0, within=PORTS)
+    otlp: str = setting("OTLP gRPC endpoint for traces (HOST:PORT); no traces when empty", "")
+    record: str = setting("file for a recording of all events and commands, without prompts; none when empty", "")
+    record_mib: int = setting(
+        "maximum size of the recording; the router then stops recording and continues to serve", 1024, within=(1, 2**20)
+    )
+    drain_s: float = setting("time that running requests have to finish after SIGTERM", 30.0, within=(0.0, DAY_S))
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -14,13 +14,13 @@ from typing import Final
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
 
-HELP = "check that a recorded router's decisions come out the same"
+HELP = "replay a recording and check that the router decides the same"
 SHOWN: Final = 5  # differences that are printed
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="what pdserve up --record wrote")
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("file", metavar="FILE", help="recording of `pdserve up --record`")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

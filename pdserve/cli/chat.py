@@ -15,13 +15,13 @@ from pdserve.client.request import Prompt
 from pdserve.client.sync import Client
 from pdserve.core.errors import PdserveError
 
-HELP = "talk to the model"
+HELP = "chat with the model"
 _WORDS: Final = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops a reply"
 _WORD: Final = re.compile(r"/[a-z]+")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--system", metavar="TEXT", help="message that every conversation begins with")
+    parser.add_argument("--system", metavar="TEXT", help="system message of every conversation")
     add_sampling_flags(parser)
     add_target_flags(parser)
 

@@ -27,9 +27,9 @@ _FILES_WANTED: Final = 1024
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="DIR", help="look at this folder, or toy; the bundled model when absent")
-    parser.add_argument("--skip-pairs", action="store_true", help="do not measure how KV travels between two processes")
-    parser.add_argument("--port", type=int, default=50051, help="look whether this port is free (50051)")
+    parser.add_argument("--model", metavar="DIR", help="model folder to check, or toy; the bundled model when absent")
+    parser.add_argument("--skip-pairs", action="store_true", help="do not measure KV transfers between two processes")
+    parser.add_argument("--port", type=int, default=50051, help="port to check (50051)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,11 +6,11 @@ import argparse
 
 from pdserve.cli.target import add_target_flags, connect
 
-HELP = "stop new work on a worker and let its requests finish, until undrain or its next start"
+HELP = "send no new requests to a worker, until undrain or its next start; running requests finish"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("worker", metavar="WORKER", help="as `pdserve topology` names it")
+    parser.add_argument("worker", metavar="WORKER", help="name of the worker, as in `pdserve topology`")
     add_target_flags(parser)
 
 

@@ -16,15 +16,19 @@ from pdserve.client.results import Candidate, Explanation
 from pdserve.core.errors import ConfigError, NotFound, PdserveError
 from pdserve.core.json_text import to_json
 
-HELP = "show why a request was placed where it was"
+HELP = "explain the placement of a request"
 HEAD: Final = ("", "PREFILL", "DECODE", "TTFT", "TPOT", "SLACK", "KEEPS TPOT")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "request", metavar="REQUEST", help="its id, as generate --json prints it; ID#0, ID#1 ... of several answers"
+        "request",
+        metavar="REQUEST",
+        help="request id, as `pdserve generate --json` prints it; ID#0, ID#1 .. if it had several completions",
     )
-    parser.add_argument("--json", action="store_true", help="print one object for each router that knows it")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object for each router that knows the request"
+    )
     add_target_flags(parser, are_several=True)
 
 

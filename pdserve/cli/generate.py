@@ -19,32 +19,41 @@ from pdserve.client.sync import Stream
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.json_text import to_json
 
-HELP = "answer one prompt"
+HELP = "generate a completion of one prompt"
 _NUMBERS: Final = {
-    "n": "answers, 1 to 16; over 1 only with a temperature",
-    "best_of": "draw so many and print the -n likeliest per token",
-    "logprobs": "of each token of the answer, and of the N most likely in its place; at most 64",
-    "prompt_logprobs": "the same of the prompt's tokens; at most 20",
-    "beams": "beam search of that width, with --max-tokens and --ignore-eos",
+    "n": "number of completions, 1 to 16; more than 1 needs a temperature",
+    "best_of": "sample N completions and print the -n with the highest mean logprob",
+    "logprobs": "print the logprob of each output token and of the N most likely tokens; at most 64",
+    "prompt_logprobs": "the same for the prompt's tokens; at most 20",
+    "beams": "beam search with N beams, with --max-tokens and --ignore-eos",
 }
 _STOPPING: Final[dict[str, EarlyStopping]] = {"no": False, "yes": True, "never": "never"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", metavar="PROMPT", help="the text, or - to read it from stdin")
-    parser.add_argument("--json", action="store_true", help="print one object with text, token ids, usage and timings")
-    parser.add_argument("--stats", action="store_true", help="print lines of times on stderr after the answer")
+    parser.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from stdin")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object with text, token ids, usage and timings"
+    )
+    parser.add_argument("--stats", action="store_true", help="print timings on stderr after the completion")
     parser.add_argument("--truncate-prompt-tokens", type=int, metavar="N", help="keep only the last N prompt tokens")
     add_sampling_flags(parser)
-    many = parser.add_argument_group("several answers, and logprobs (with --json)")
+    many = parser.add_argument_group("several completions, and logprobs (with --json)")
     for name, text in _NUMBERS.items():
         flags = [f"--{name.replace('_', '-')}"] if len(name) > 1 else [f"-{name}"]
         many.add_argument(*flags, dest=name, type=int, metavar="N", help=text)
     many.add_argument(
-        "--length-penalty", type=float, metavar="X", default=1.0, help="of beams; above 0 favours long ones"
+        "--length-penalty",
+        type=float,
+        metavar="X",
+        default=1.0,
+        help="length penalty of beam search; above 0 favours long beams (1)",
     )
     many.add_argument(
-        "--early-stopping", choices=list(_STOPPING), default="no", help="of beams: at the first --beams finished ones"
+        "--early-stopping",
+        choices=list(_STOPPING),
+        default="no",
+        help="end beam search as soon as --beams beams have finished (no)",
     )
     add_target_flags(parser)
 

@@ -12,7 +12,7 @@ from typing import Final
 from pdserve.config import SECRET_ENV, from_env
 from pdserve.core.errors import ConfigError
 
-HELP = "join a worker whose first rank runs on another host, with ranks of this host"
+HELP = "start ranks on this host that join a worker on another host"
 PROGRAM: Final = "kvtransfer.joining_follower"
 MAX_COUNT: Final = 63
 LOST: Final = 1  # of the program: the leader or another rank is gone
@@ -23,12 +23,12 @@ _AGAIN_S: Final = 1.0
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("rendezvous", metavar="HOST:PORT", help="the worker's --rendezvous")
-    add("--count", type=int, default=1, help="ranks to start, each on a GPU of its own, if there are any (1)")
-    add("--host", metavar="ADDRESS", help="address of this host that other hosts reach (the one towards HOST)")
-    add("--advertise", metavar="HOST", help="what others dial instead of --host")
-    add("--model", metavar="DIR", help="the model's folder on this host (as on the leader's)")
-    add("--wait-s", type=float, default=120.0, help="seconds to wait for a leader that is not there yet (120)")
+    add("rendezvous", metavar="HOST:PORT", help="value of the worker's rendezvous setting")
+    add("--count", type=int, default=1, help="number of ranks to start; each takes its own GPU if there are GPUs (1)")
+    add("--host", metavar="ADDRESS", help="address of this host that other hosts reach (the one used to reach HOST)")
+    add("--advertise", metavar="HOST", help="host name or address that others use instead of --host")
+    add("--model", metavar="DIR", help="model folder on this host (the same path as on the worker's host)")
+    add("--wait-s", type=float, default=120.0, help="time to wait until the worker listens, in seconds (120)")
 
 
 def run(args: argparse.Namespace) -> int:

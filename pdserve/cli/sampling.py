@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any, Final
 
 _FLAGS: Final = (
-    ("--max-tokens", int, "N", "most tokens of the answer"),
-    ("--min-tokens", int, "N", "tokens before the answer may end"),
-    ("--temperature", float, "T", "0 is greedy"),
-    ("--top-k", int, "K", "keep the K most likely tokens; 0 keeps all"),
-    ("--top-p", float, "P", "keep the most likely tokens up to this mass"),
-    ("--min-p", float, "P", "keep tokens at least so likely, relative to the likeliest"),
-    ("--repetition-penalty", float, "X", "over prompt and answer; 1 is none"),
-    ("--presence-penalty", float, "X", "over the answer; 0 is none"),
-    ("--frequency-penalty", float, "X", "over the answer; 0 is none"),
-    ("--seed", int, "N", "same seed, same text"),
+    ("--max-tokens", int, "N", "maximum number of generated tokens"),
+    ("--min-tokens", int, "N", "minimum number of generated tokens"),
+    ("--temperature", float, "T", "sampling temperature; 0 is greedy"),
+    ("--top-k", int, "K", "sample from the K most likely tokens; 0 means all"),
+    ("--top-p", float, "P", "sample from the most likely tokens with total probability P"),
+    ("--min-p", float, "P", "sample from tokens with at least P times the largest probability"),
+    ("--repetition-penalty", float, "X", "repetition penalty over prompt and output; 1 means none"),
+    ("--presence-penalty", float, "X", "presence penalty over the output; 0 means none"),
+    ("--frequency-penalty", float, "X", "frequency penalty over the output; 0 means none"),
+    ("--seed", int, "N", "seed of the sampling"),
 )
 
 _LISTS: Final = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
@@ -27,22 +27,32 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for flag, kind, metavar, text in _FLAGS:
         group.add_argument(flag, type=kind, metavar=metavar, help=text)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be given again")
-    group.add_argument("--stop-token-ids", type=_ids, metavar="ID,...", help="tokens that end the answer")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="stop string; repeatable")
+    group.add_argument("--stop-token-ids", type=_ids, metavar="ID,...", help="stop tokens")
     group.add_argument(
-        "--logit-bias", action="append", type=_bias, metavar="ID=X", help="added to a token's logit, -100 to 100; again"
+        "--logit-bias",
+        action="append",
+        type=_bias,
+        metavar="ID=X",
+        help="add X (-100 to 100) to a token's logit; repeatable",
     )
-    group.add_argument("--allowed-token-ids", type=_ids, metavar="ID,...", help="no other token is drawn")
-    group.add_argument("--bad-words", action="append", metavar="TEXT", help="never written; may be given again")
-    group.add_argument("--ignore-eos", action="store_const", const=True, help="go on past the end of sequence")
+    group.add_argument("--allowed-token-ids", type=_ids, metavar="ID,...", help="sample only these tokens")
+    group.add_argument(
+        "--bad-words", action="append", metavar="TEXT", help="text that the output must not contain; repeatable"
+    )
+    group.add_argument("--ignore-eos", action="store_const", const=True, help="continue after an end-of-sequence token")
     shape = group.add_mutually_exclusive_group()
-    shape.add_argument("--json-schema", type=_text, metavar="JSON", help="the answer is a document of it; or @FILE")
-    shape.add_argument("--json-object", action="store_const", const=True, help="the answer is any JSON object")
-    shape.add_argument("--regex", metavar="REGEX", help="the whole answer matches it")
-    shape.add_argument("--choice", action="append", metavar="TEXT", help="the answer is one of them; give it again")
-    shape.add_argument("--grammar", type=_text, metavar="LARK", help="the answer follows it; or @FILE")
-    group.add_argument("--slo-ttft", type=float, metavar="SECONDS", help="promised time to the first token")
-    group.add_argument("--slo-tpot", type=float, metavar="SECONDS", help="promised time per token after it")
+    shape.add_argument(
+        "--json-schema", type=_text, metavar="JSON", help="JSON schema that the output must match; or @FILE"
+    )
+    shape.add_argument("--json-object", action="store_const", const=True, help="the output must be a JSON object")
+    shape.add_argument("--regex", metavar="REGEX", help="regular expression that the whole output must match")
+    shape.add_argument(
+        "--choice", action="append", metavar="TEXT", help="the output must be one of the given texts; repeatable"
+    )
+    shape.add_argument("--grammar", type=_text, metavar="LARK", help="grammar that the output must match; or @FILE")
+    group.add_argument("--slo-ttft", type=float, metavar="SECONDS", help="TTFT target of the request")
+    group.add_argument("--slo-tpot", type=float, metavar="SECONDS", help="TPOT target of the request")
 
 
 def _text(value: str) -> str:

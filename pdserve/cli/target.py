@@ -20,12 +20,14 @@ def add_target_flags(parser: argparse.ArgumentParser, *, are_several: bool = Fal
         "--target",
         default=os.environ.get("PDSERVE_TARGET", DEFAULT_TARGET),
         metavar="HOST:PORT[,...]" if are_several else "HOST:PORT",
-        help=f"the cluster's router{'s' if are_several else ''} (or PDSERVE_TARGET; {DEFAULT_TARGET})",
+        help=f"address of the router{'s' if are_several else ''}, also in PDSERVE_TARGET ({DEFAULT_TARGET})",
     )
-    parser.epilog = "A token that the cluster asks for comes from PDSERVE_TOKEN, or from the file PDSERVE_TOKEN_FILE."
-    parser.add_argument("--tls", action="store_true", help="encrypt, with the system's root certificates")
-    parser.add_argument("--root-certs", metavar="FILE", help="encrypt, with these root certificates (PEM)")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one request (600)")
+    parser.epilog = (
+        "The token of the cluster is read from PDSERVE_TOKEN, or from the file that PDSERVE_TOKEN_FILE names."
+    )
+    parser.add_argument("--tls", action="store_true", help="use TLS with the system's root certificates")
+    parser.add_argument("--root-certs", metavar="FILE", help="use TLS with the root certificates in FILE (PEM)")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="timeout of one request (600)")
 
 
 def connect(args: argparse.Namespace) -> Client:

@@ -12,7 +12,7 @@ HELP = "show the workers of a cluster"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_target_flags(parser)
 
 

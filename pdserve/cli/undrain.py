@@ -6,11 +6,11 @@ import argparse
 
 from pdserve.cli.target import add_target_flags, connect
 
-HELP = "give new work to a drained worker again"
+HELP = "send new requests to a drained worker again"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("worker", metavar="WORKER", help="as `pdserve topology` names it")
+    parser.add_argument("worker", metavar="WORKER", help="name of the worker, as in `pdserve topology`")
     add_target_flags(parser)
 
 

@@ -11,40 +11,74 @@ from pdserve.config import DEVICES, DTYPES, KV_DTYPES, LOADS, TRANSPORTS
 from pdserve.core.errors import ConfigError
 
 HELP = "start a cluster"
-SETTINGS = "`python -m router --help` and `python -m decode_worker --help` list what the tables may set, with defaults."
+SETTINGS = (
+    "`python -m router --help` and `python -m decode_worker --help` list the keys of these tables with their defaults."
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = f"{SETTINGS} A token in PDSERVE_TOKEN is asked of every caller."
+    parser.epilog = f"{SETTINGS} If PDSERVE_TOKEN is set, callers must present that token."
     keep = argparse.SUPPRESS  # a flag that is not given leaves the file's value
     add = parser.add_argument
-    add("--model", default=keep, metavar="DIR", help="a Hugging Face checkpoint, or toy; the bundled model when absent")
-    add("--prefill", type=int, default=keep, metavar="N", help="prefill workers (1)")
-    add("--decode", type=int, default=keep, metavar="M", help="decode workers (1)")
+    add(
+        "--model",
+        default=keep,
+        metavar="DIR",
+        help="folder of a Hugging Face checkpoint, or toy; the bundled model when absent",
+    )
+    add("--prefill", type=int, default=keep, metavar="N", help="number of prefill workers (1)")
+    add("--decode", type=int, default=keep, metavar="M", help="number of decode workers (1)")
     add("--host", default=keep, help="address that the router listens on (127.0.0.1)")
-    add("--port", type=int, default=keep, help="gRPC port of the router; 0 picks a free one (50051)")
-    add("--redis", default=keep, metavar="URL", help="a Redis server; one is started here when absent")
-    add("--ray", nargs="?", const="", default=keep, metavar="ADDRESS", help="make the workers Ray actors")
-    add("--transport", choices=TRANSPORTS, default=keep, help="how KV travels (auto)")
-    add("--device", choices=DEVICES, default=keep, help="where the model runs (auto)")
-    add("--load", choices=LOADS, default=keep, help="dummy makes weights up, to measure speed without any (auto)")
-    add("--dtype", choices=DTYPES, default=keep, help="of weights and activations (auto)")
-    add("--kv-dtype", choices=KV_DTYPES, default=keep, help="of stored keys and values (auto)")
-    add("--otlp", default=keep, metavar="HOST:PORT", help="OpenTelemetry collector that traces go to")
-    add("--record", default=keep, metavar="FILE", help="record what the router hears and decides; without prompts")
-    add("--log-dir", default=keep, metavar="DIR", help="write each process's log there instead of to stderr")
-    add("--inject-faults", default=keep, metavar="PLAN", help="for tests: break KV transfers, as in seed=7,share=0.1")
+    add("--port", type=int, default=keep, help="gRPC port of the router; 0 picks a free port (50051)")
+    add("--redis", default=keep, metavar="URL", help="URL of a Redis server; one is started on this host when absent")
+    add(
+        "--ray",
+        nargs="?",
+        const="",
+        default=keep,
+        metavar="ADDRESS",
+        help="run the workers as Ray actors, on the Ray cluster at ADDRESS; without it, Ray is started on this host",
+    )
+    add("--transport", choices=TRANSPORTS, default=keep, help="transport for KV blocks (auto)")
+    add("--device", choices=DEVICES, default=keep, help="device of the model (auto)")
+    add(
+        "--load",
+        choices=LOADS,
+        default=keep,
+        help="auto reads the weights; dummy generates random ones, for benchmarks (auto)",
+    )
+    add("--dtype", choices=DTYPES, default=keep, help="dtype of weights and activations (auto)")
+    add("--kv-dtype", choices=KV_DTYPES, default=keep, help="dtype of the KV cache (auto)")
+    add("--otlp", default=keep, metavar="HOST:PORT", help="OpenTelemetry collector that receives traces")
+    add(
+        "--record",
+        default=keep,
+        metavar="FILE",
+        help="record the router's events and commands in FILE, without prompts",
+    )
+    add(
+        "--log-dir",
+        default=keep,
+        metavar="DIR",
+        help="write the log of each process to a file in DIR instead of stderr",
+    )
+    add(
+        "--inject-faults",
+        default=keep,
+        metavar="PLAN",
+        help="for tests: inject faults into KV transfers, such as seed=7,share=0.1",
+    )
     add(
         "--config",
         metavar="FILE",
-        help="TOML with the same names, and tables [worker], [prefill_worker], [decode_worker], [router]",
+        help="TOML file with the same names, and tables [worker], [prefill_worker], [decode_worker], [router]",
     )
     add(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="one line of that file, such as router.max_queue=4; may be given again",
+        help="one line of that file, such as router.max_queue=4; repeatable",
     )
 
 

@@ -18,7 +18,6 @@ from typing import Any, Final
 import pdserve
 from pdserve.config import REDIS_ENV, SECRET_ENV, TOKEN_ENV, RouterConfig, WorkerConfig, from_env
 from pdserve.core.errors import ConfigError
-from pdserve.core.policies import POLICIES
 from pdserve.engine.config import read_config
 from pdserve.engine.host_limits import usable_cores
 from pdserve.launch.keys import KINDS, check_command_line, check_settings, check_top
@@ -57,9 +56,6 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         check_top(name, value)
     for kind, values in tables.items():
         check_settings(kind, values)
-    policy = tables.get("router", {}).get("policy")
-    if policy is not None and policy not in POLICIES:  # the router would say so, after the workers have loaded
-        raise ConfigError("router.policy", policy, "one of " + ", ".join(sorted(POLICIES)))
     for name in _OF_WORKERS:
         if name in found:
             tables.setdefault("worker", {}).setdefault(name, found[name])

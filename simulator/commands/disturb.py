@@ -17,9 +17,9 @@ _FORMS: Final = {
     "stall": "WORKER@AT:FOR",
 }
 _HELP: Final = {
-    "kill": "that worker dies AT seconds; its successor is there FOR seconds later (never)",
-    "slow": "its steps take FACTOR times as long, for FOR seconds (to the end)",
-    "stall": "nothing moves in it for FOR seconds",
+    "kill": "kill a worker after AT seconds and restart it FOR seconds later (never); repeatable",
+    "slow": "make the steps of a worker FACTOR times as long, for FOR seconds (to the end); repeatable",
+    "stall": "stop all work of a worker for FOR seconds; repeatable",
 }
 _KINDS: Final = {"kill": DisturbanceKind.DIE, "slow": DisturbanceKind.SLOW, "stall": DisturbanceKind.STALL}
 _SHAPE: Final = re.compile(r"(?P<worker>[^@]+)@(?P<at>[\d.]+)(?::(?P<for>[\d.]+))?(?:x(?P<factor>[\d.]+))?")

@@ -12,28 +12,43 @@ from typing import Final
 from simulator.commands import defaults
 from simulator.commands.simulate import FORMAT_NAMES, POLICY_NAMES
 
-HELP = "find the best split of workers into prefill and decode ones"
+HELP = "find the best numbers of prefill and decode workers"
 DEFAULT_REQUESTS: Final = 2000
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trace", metavar="FILE", required=True, help=FORMAT_NAMES)
+    parser.add_argument("--trace", metavar="FILE", required=True, help=f"trace: {FORMAT_NAMES}")
     parser.add_argument(
-        "--requests", type=int, default=DEFAULT_REQUESTS, metavar="N", help=f"only its first N ({DEFAULT_REQUESTS})"
+        "--requests",
+        type=int,
+        default=DEFAULT_REQUESTS,
+        metavar="N",
+        help=f"use only the first N requests ({DEFAULT_REQUESTS})",
     )
     parser.add_argument(
-        "--profile", default=defaults.PROFILE, metavar="NAME", help=f"of a worker, or a file ({defaults.PROFILE})"
+        "--profile",
+        default=defaults.PROFILE,
+        metavar="NAME",
+        help=f"profile of the workers: a name or a file ({defaults.PROFILE})",
     )
-    parser.add_argument("--link", default="", metavar="NAME", help="between workers; one of the profile's (its first)")
-    parser.add_argument("--workers", type=int, required=True, metavar="K", help="to be split")
-    parser.add_argument("--slo-ttft", type=float, required=True, metavar="S", help="promised time to first token")
-    parser.add_argument("--slo-tpot", type=float, required=True, metavar="S", help="promised time per token")
-    parser.add_argument("--policy", default="goodput", metavar="NAME", help=f"one of {POLICY_NAMES} (goodput)")
-    parser.add_argument("--rate", type=float, metavar="R", help="also: how many workers hold R requests/s")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs at each rate, pooled (1)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first of them (0)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (all cores)")
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument(
+        "--link", default="", metavar="NAME", help="link between workers, one of the profile (its first)"
+    )
+    parser.add_argument("--workers", type=int, required=True, metavar="K", help="total number of workers")
+    parser.add_argument("--slo-ttft", type=float, required=True, metavar="S", help="TTFT target in seconds")
+    parser.add_argument("--slo-tpot", type=float, required=True, metavar="S", help="TPOT target in seconds")
+    parser.add_argument("--policy", default="goodput", metavar="NAME", help=f"policy: {POLICY_NAMES} (goodput)")
+    parser.add_argument(
+        "--rate", type=float, metavar="R", help="also compute how many workers serve R requests per second"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="number of runs at each rate, whose results are pooled (1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the first run (0)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="number of processes (all cores)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

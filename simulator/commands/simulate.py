@@ -13,7 +13,7 @@ from pdserve.core.policies import POLICIES
 from simulator.commands import defaults
 from simulator.commands.disturb import add_disturbance_flags
 
-HELP = "run a trace through a simulated cluster"
+HELP = "simulate a cluster on a trace"
 POLICY_NAMES: Final = ", ".join(POLICIES)
 # Written out, because importing the rules, workloads and formats would slow down every command. A test compares.
 RULE_NAMES: Final = (
@@ -25,37 +25,50 @@ FORMAT_NAMES: Final = "Mooncake JSONL, Azure CSV, pdserve recording"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("what arrives")
-    what.add_argument("--trace", metavar="FILE", help=f"{FORMAT_NAMES} (a built-in workload)")
-    what.add_argument("--workload", metavar="NAME", help=f"a built-in one: {WORKLOAD_NAMES} (chat)")
-    what.add_argument("--duration", type=float, metavar="S", help="of the built-in workload (20)")
-    what.add_argument("--limit", type=int, metavar="N", help="only its first N requests")
+    what = parser.add_argument_group("workload")
+    what.add_argument("--trace", metavar="FILE", help=f"trace: {FORMAT_NAMES} (a built-in workload)")
+    what.add_argument("--workload", metavar="NAME", help=f"built-in workload: {WORKLOAD_NAMES} (chat)")
+    what.add_argument("--duration", type=float, metavar="S", help="duration of the built-in workload in seconds (20)")
+    what.add_argument("--limit", type=int, metavar="N", help="use only the first N requests")
     what.add_argument(
-        "--jitter", type=int, metavar="SEED", help="spread arrivals that a trace rounded (Mooncake's 3 s)"
+        "--jitter",
+        type=int,
+        metavar="SEED",
+        help="spread arrival times that the trace rounded, such as the 3 s of Mooncake",
     )
     rate = what.add_mutually_exclusive_group()
-    rate.add_argument("--rate-scale", type=float, metavar="X", help="X times its arrivals per second (1)")
-    rate.add_argument("--rates", type=_floats, metavar="X,Y,..", help="a run for each of several rate scales")
-    where = parser.add_argument_group("where it arrives")
-    where.add_argument("--profile", metavar="NAME", help=f"of each worker, or a file ({defaults.PROFILE})")
-    where.add_argument("--prefill", type=int, metavar="N", help=f"prefill workers ({defaults.WORKERS})")
-    where.add_argument("--decode", type=int, metavar="M", help=f"decode workers ({defaults.WORKERS})")
-    where.add_argument("--link", metavar="NAME", help="between them; one of the profile's (its first)")
-    where.add_argument("--routers", type=int, default=1, metavar="K", help="each sees the others' work late (1)")
-    add_disturbance_flags(where)
-    how = parser.add_argument_group("how it is placed and judged")
-    how.add_argument("--policy", metavar="NAME[,..]", help=f"one or several of {POLICY_NAMES} (goodput)")
-    how.add_argument("--rules-off", default="", metavar="A,B", help=f"goodput without {RULE_NAMES}")
-    how.add_argument(
-        "--slo-ttft", type=float, metavar="S", help=f"promised time to first token ({defaults.SLO_TTFT_S:g})"
+    rate.add_argument("--rate-scale", type=float, metavar="X", help="multiply the arrival rate by X (1)")
+    rate.add_argument("--rates", type=_floats, metavar="X,Y,..", help="simulate each of several rate scales")
+    where = parser.add_argument_group("cluster")
+    where.add_argument(
+        "--profile", metavar="NAME", help=f"profile of the workers: a name or a file ({defaults.PROFILE})"
     )
-    how.add_argument("--slo-tpot", type=float, metavar="S", help=f"promised time per token ({defaults.SLO_TPOT_S:g})")
-    how.add_argument("--noise", type=float, default=0.0, metavar="X", help="relative spread of a step's time (0)")
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="of everything that is drawn (0)")
-    shown = parser.add_argument_group("what is shown")
-    shown.add_argument("--json", action="store_true", help="print one object")
-    shown.add_argument("--rows", metavar="FILE", help="write a line for each request: CSV if so named, else JSON lines")
-    shown.add_argument("--html", metavar="FILE", help="write a page with plots; it needs no network")
+    where.add_argument("--prefill", type=int, metavar="N", help=f"number of prefill workers ({defaults.WORKERS})")
+    where.add_argument("--decode", type=int, metavar="M", help=f"number of decode workers ({defaults.WORKERS})")
+    where.add_argument("--link", metavar="NAME", help="link between workers, one of the profile (its first)")
+    where.add_argument(
+        "--routers",
+        type=int,
+        default=1,
+        metavar="K",
+        help="number of routers; each learns of the others' placements with a delay (1)",
+    )
+    add_disturbance_flags(where)
+    how = parser.add_argument_group("scheduling and targets")
+    how.add_argument("--policy", metavar="NAME[,..]", help=f"one or more policies: {POLICY_NAMES} (goodput)")
+    how.add_argument("--rules-off", default="", metavar="A,B", help=f"rules of goodput to turn off: {RULE_NAMES}")
+    how.add_argument("--slo-ttft", type=float, metavar="S", help=f"TTFT target in seconds ({defaults.SLO_TTFT_S:g})")
+    how.add_argument("--slo-tpot", type=float, metavar="S", help=f"TPOT target in seconds ({defaults.SLO_TPOT_S:g})")
+    how.add_argument(
+        "--noise", type=float, default=0.0, metavar="X", help="relative standard deviation of step times (0)"
+    )
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (0)")
+    shown = parser.add_argument_group("output")
+    shown.add_argument("--json", action="store_true", help="print one JSON object")
+    shown.add_argument(
+        "--rows", metavar="FILE", help="write one row per request to FILE: CSV if FILE ends in .csv, else JSON lines"
+    )
+    shown.add_argument("--html", metavar="FILE", help="write an HTML page with plots, which needs no network")
 
 
 def run(args: argparse.Namespace) -> int:
