@@ -11,10 +11,12 @@ from typing import Final
 
 from pdserve.config import RouterConfig, WorkerConfig, to_env, to_flags
 from pdserve.core.errors import ConfigError
+from pdserve.core.setting import Range
 from pdserve.core.types import Role
 from pdserve.launch.keys import Kind, Value, check_settings
 
 MAX_WORKERS: Final = 256
+NUM_WORKERS: Final[Mapping[str, Range]] = {"prefill": Range(0, MAX_WORKERS), "decode": Range(1, MAX_WORKERS)}
 # Small on purpose: the engine's threads are set by WorkerConfig, and any N + M workers fit on a laptop.
 WORKER_CPUS: Final = 0.01
 MODULES: Final[Mapping[Role, Kind]] = {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"}
@@ -40,10 +42,8 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         for name, count in (("prefill", self.prefill), ("decode", self.decode)):
-            if not 0 <= count <= MAX_WORKERS:
-                raise ConfigError(name, count, f"between 0 and {MAX_WORKERS} workers")
-        if self.decode == 0:
-            raise ConfigError("decode", 0, "at least 1: only decode workers write answers")
+            if count not in NUM_WORKERS[name]:
+                raise ConfigError(name, count, str(NUM_WORKERS[name]))
         for kind, values in self.settings.items():
             check_settings(kind, values)
 
