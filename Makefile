@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test gpu-checks test-newest test-isa mutants test-slow fault-storm rank-storm kill-storm model protocol-coverage check format proto bench clean
+.PHONY: demo test gpu-checks test-newest test-isa mutants test-slow fault-storm rank-storm kill-storm model protocol-coverage check format reference proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -78,11 +78,18 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	cd proto && ../$(BIN)/buf lint
+	$(BIN)/python scripts/reference.py --check
 	scripts/check_stubs.sh
 
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Pages that are generated from the code.
+reference: $(STAMP)
+	$(BIN)/python scripts/reference.py
+	$(BIN)/python -m router.phases_page
+	$(BIN)/python -m router.lifecycle_page > docs/lifecycle.md
 
 proto: $(STAMP)
 	scripts/proto.sh

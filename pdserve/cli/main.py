@@ -53,16 +53,26 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    _read_and_print_anything()
+def make_parsers() -> tuple[Parser, dict[str, Parser], dict[str, Command]]:
+    """The parser of `pdserve`, and the parser and the module of each command."""
     parser = Parser(
         prog="pdserve", description="Serve a large language model with separate prefill and decode workers."
     )
     parser.add_argument("--version", action="version", version=f"pdserve {pdserve.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     loaded: dict[str, Command] = {name: cast(Command, import_module(path)) for name, path in COMMANDS.items()}
+    of_command = {
+        name: commands.add_parser(name, help=command.HELP, description=command.HELP, allow_abbrev=False)
+        for name, command in loaded.items()
+    }
     for name, command in loaded.items():
-        command.add_flags(commands.add_parser(name, help=command.HELP, description=command.HELP, allow_abbrev=False))
+        command.add_flags(of_command[name])
+    return parser, of_command, loaded
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    _read_and_print_anything()
+    parser, _, loaded = make_parsers()
     args = parser.parse_args(argv)
     try:
         return loaded[args.command].run(args)

@@ -16,7 +16,7 @@ Kind = Literal["worker", "prefill_worker", "decode_worker", "router"]
 KINDS: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decode_worker", "router")
 
 # The launcher computes these itself. A file that set one as well would be obeyed by half of the cluster.
-_COMPUTED: Final = frozenset(
+COMPUTED: Final = frozenset(
     {
         "model",
         "worker_id",
@@ -72,7 +72,7 @@ def check_settings(kind: str, values: Mapping[str, Value]) -> None:
     fields = _fields(kind)
     for name, value in values.items():
         where = f"{kind}.{name}"
-        if name in _COMPUTED:
+        if name in COMPUTED:
             raise ConfigError(where, "a value", "none here: the launcher sets it for all processes")
         if name not in fields:
             raise ConfigError(where, repr(value), _unknown(name, kind))
@@ -111,7 +111,7 @@ def _unknown(name: str, kind: str = "") -> str:
 
 def _nearest(name: str, kind: str) -> list[str]:
     """The same name in another table comes first, then a similar name in this table, then one in another."""
-    tables: dict[str, Iterable[str]] = {"": TOP, **{one: _fields(one).keys() - _COMPUTED for one in KINDS}}
+    tables: dict[str, Iterable[str]] = {"": TOP, **{one: _fields(one).keys() - COMPUTED for one in KINDS}}
     tables = {kind: tables.pop(kind), **tables}
     whole = {f"{table}.{key}" if table else key: key for table, keys in tables.items() for key in sorted(keys)}
     same = [full for full, key in whole.items() if key == name]

@@ -1,0 +1,313 @@
+"""Writes the pages of docs/reference from the code: settings, commands, metrics and spans. `make reference` runs it.
+
+    python scripts/reference.py [--check] [--root DIR]
+
+With --check it writes nothing, names each page that is stale, and fails. Pages have no value of this machine: a default
+that depends on the host is described in the meaning of its setting or flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from pdserve.cli.main import make_parsers
+from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.core.setting import NAME, Range
+from pdserve.launch.keys import COMPUTED, TOP
+from pdserve.launch.spec import NUM_WORKERS, ClusterSpec
+from pdserve.telemetry.names import ATTRIBUTES, METRICS, SPANS, LabelValues, MetricSpec
+
+COMMAND: Final = "make reference"
+FOLDER: Final = "docs/reference"
+ROOT: Final = Path(__file__).resolve().parent.parent
+# By the end of a name, as CONTRIBUTING.md has it.
+UNITS: Final[Mapping[str, str]] = {
+    "_s": "seconds",
+    "_bytes": "bytes",
+    "_mib": "MiB",
+    "_tokens": "tokens",
+    "_blocks": "blocks",
+    "_share": "fraction",
+    "block_size": "tokens",
+}
+METRIC_UNITS: Final[Mapping[str, str]] = {
+    "_seconds": "seconds",
+    "_bytes": "bytes",
+    "_ratio": "fraction",
+    "_tokens": "tokens",
+    "_blocks": "blocks",
+}
+Field = dataclasses.Field[Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare only")
+    parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="root of the repository")
+    args = parser.parse_args()
+    stale = 0
+    for name, render in PAGES.items():
+        page, text = args.root / name, render()
+        if page.exists() and page.read_text(encoding="utf-8") == text:
+            continue
+        if args.check:
+            print(f"{name} is stale: run `{COMMAND}` and commit the page", file=sys.stderr)
+            stale += 1
+        else:
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(text, encoding="utf-8")
+            print(f"wrote {name}")
+    return 1 if stale else 0
+
+
+# --- settings -------------------------------------------------------------------------------------------------
+
+
+def settings_page() -> str:
+    return page(
+        "Settings",
+        "pdserve/config.py",
+        "`pdserve up` reads settings from a TOML file (`--config FILE`), from `--set KEY=VALUE` and from flags. Flags "
+        "override `--set`, and `--set` overrides the file. In the file, `router.max_queue` is the key `max_queue` of "
+        "the table `[router]`. An unknown key or a value outside its range is an error.",
+        "",
+        "## Cluster",
+        "These keys stand outside all tables. Most of them are also flags of [`pdserve up`](cli.md#pdserve-up).",
+        "",
+        *settings_table(cluster_rows()),
+        "",
+        "## Router",
+        *settings_table(config_rows(RouterConfig, "router.")),
+        "",
+        "## Workers",
+        "`worker.KEY` sets a key for all workers. `prefill_worker.KEY` and `decode_worker.KEY` override it for one "
+        "role.",
+        "",
+        *settings_table(config_rows(WorkerConfig, "worker.")),
+        "",
+        "## Flags of single processes",
+        "`pdserve up` computes these settings itself and rejects them in tables. They are flags of `python -m router`, "
+        "`python -m prefill_worker` and `python -m decode_worker`, for deployments that start processes one by one. "
+        "All keys above are flags of these programs too: `max_queue` is `--max-queue`.",
+        "",
+        *settings_table(flag_rows()),
+        "",
+        "## Secrets",
+        "A secret is not accepted on a command line; a Redis URL is a secret if it holds a password. Each variable can "
+        "be replaced with `NAME_FILE`, which names a file that holds the value. See [secrets](../secrets.md).",
+        "",
+        *table(("variable", "setting", "meaning"), secret_rows()),
+    )
+
+
+def settings_table(rows: Iterable[Sequence[str]]) -> list[str]:
+    return table(("key", "type", "default", "allowed", "unit", "meaning"), rows)
+
+
+def cluster_rows() -> Iterator[Sequence[str]]:
+    """TOP: the meaning is the flag's where `pdserve up` has one, else that of the setting with the same name."""
+    of_config = {one.name: one for kind in (RouterConfig, WorkerConfig) for one in dataclasses.fields(kind)}
+    of_spec = {one.name: one for one in dataclasses.fields(ClusterSpec)}
+    flags = {action.dest: action for action in actions(make_parsers()[1]["up"])}
+    for key, kind in TOP.items():
+        field = of_config.get(key)
+        default = next((one.default for one in (of_spec.get(key), field) if one is not None), "")
+        meaning = flags[key].help if key in flags else field.metadata["help"] if field is not None else ""
+        shown = "" if default is dataclasses.MISSING else value(default)
+        yield (
+            code(key),
+            kind.__name__,
+            shown or "none",
+            interval(NUM_WORKERS[key]) if key in NUM_WORKERS else "" if field is None else allowed(field),
+            unit(key, UNITS),
+            (meaning or "").removesuffix(f" ({default})"),
+        )
+
+
+def config_rows(kind: type, prefix: str) -> Iterator[Sequence[str]]:
+    for one in dataclasses.fields(kind):
+        if one.name not in COMPUTED:
+            yield setting_row(one, kind, code(prefix + one.name))
+
+
+def flag_rows() -> Iterator[Sequence[str]]:
+    for program, kind in (("router", RouterConfig), ("workers", WorkerConfig)):
+        for one in dataclasses.fields(kind):
+            if one.name in COMPUTED and one.name != "cluster_secret":
+                flag = code("--" + one.name.replace("_", "-"))
+                yield setting_row(one, kind, f"{flag} ({program})")
+
+
+def secret_rows() -> Iterator[Sequence[str]]:
+    found = {
+        one.metadata["env"]: one
+        for kind in (RouterConfig, WorkerConfig)
+        for one in dataclasses.fields(kind)
+        if one.metadata["env"]
+    }
+    for env, one in found.items():
+        yield code(env), code(one.name), one.metadata["help"]
+
+
+def setting_row(one: Field, kind: type, key: str) -> Sequence[str]:
+    hint = typing.get_type_hints(kind)[one.name]
+    type_name = "list of str" if hint == tuple[str, ...] else hint.__name__
+    default = "required" if one.default is dataclasses.MISSING else value(one.default) or "none"
+    meaning = one.metadata["help"]
+    if env := one.metadata["env"]:
+        meaning += (
+            f" (with a password in {code(env)} only)" if one.metadata["is_url"] else f" (in {code(env)}; see below)"
+        )
+    return key, type_name, default, allowed(one), unit(one.name, UNITS), meaning
+
+
+def allowed(one: Field) -> str:
+    if one.metadata["choices"]:
+        return ", ".join(code(choice) for choice in one.metadata["choices"])
+    if one.metadata["is_name"]:
+        return code(NAME.pattern)
+    within = one.metadata["range"]
+    return interval(within) if isinstance(within, Range) else ""
+
+
+def interval(within: Range) -> str:
+    return f"{within.low:.15g} to {within.high:.15g}"
+
+
+def value(default: Any) -> str:
+    """As TOML writes it; empty for an empty text."""
+    if isinstance(default, bool):
+        return code("true" if default else "false")
+    return code(str(default)) if default not in ("", (), None) else ""
+
+
+# --- commands -------------------------------------------------------------------------------------------------
+
+
+def cli_page() -> str:
+    _, of_command, loaded = make_parsers()
+    lines = [
+        "`pdserve COMMAND --help` prints the flags of a command. A default is in parentheses at the end of a meaning. "
+        "A command exits with status 1 if it failed, 2 for a wrong command line, and 130 if it was interrupted.",
+        "",
+        *table(
+            ("command", "meaning"),
+            ((f"[{code(name)}](#pdserve-{name})", command.HELP) for name, command in loaded.items()),
+        ),
+    ]
+    for name, parser in of_command.items():
+        lines += ["", f"## pdserve {name}", f"{sentence(loaded[name].HELP)}", ""]
+        lines += table(("argument", "meaning"), (flag_row(parser, action) for action in actions(parser)))
+        if parser.epilog:
+            lines += ["", parser.epilog]
+    return page("Commands", "pdserve/cli/main.py", *lines)
+
+
+def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in parser._actions if action.dest != "help"]
+
+
+def flag_row(parser: argparse.ArgumentParser, action: argparse.Action) -> Sequence[str]:
+    name = action.metavar if isinstance(action.metavar, str) else action.dest
+    if not action.option_strings:
+        return code(name), action.help or ""
+    words = name if action.metavar else "|".join(map(str, action.choices)) if action.choices else name.upper()
+    shown = "" if action.nargs == 0 else f" [{words}]" if action.nargs == "?" else f" {words}"
+    required = " (required)" if action.required else ""
+    return ", ".join(code(flag + shown) for flag in action.option_strings), (action.help or "") + required
+
+
+# --- metrics and spans ----------------------------------------------------------------------------------------
+
+
+def metrics_page() -> str:
+    by: dict[str, list[MetricSpec]] = {}
+    for spec in METRICS.values():
+        by.setdefault(spec.by, []).append(spec)
+    lines = [
+        "Each process serves its metrics at `/metrics` on its port for metrics: [`router.metrics_port` and "
+        "`worker.metrics_port`](settings.md). [Telemetry](../telemetry.md) explains how the numbers are measured.",
+    ]
+    for process, specs in by.items():
+        lines += ["", f"## Metrics of {'the router' if process == 'router' else 'workers'}"]
+        lines += table(("name", "type", "labels", "unit", "meaning"), map(metric_row, specs))
+    lines += ["", "### Buckets", "Upper bounds of the buckets of each histogram, in its unit.", ""]
+    lines += table(("histogram", "bounds"), bucket_rows())
+    lines += ["", "## Spans", "Spans are sent to the OTLP endpoint that the setting `otlp` names.", ""]
+    lines += table(
+        ("name", "process", "kind", "parent", "meaning", "attributes"),
+        (
+            (
+                code(span.name),
+                span.by,
+                span.kind,
+                code(span.parent) if span.parent else "",
+                span.help,
+                ", ".join(map(code, span.attributes)),
+            )
+            for span in SPANS.values()
+        ),
+    )
+    lines += ["", "### Attributes"]
+    lines += table(("name", "meaning"), ((code(name), text) for name, text in ATTRIBUTES.items()))
+    return page("Metrics and spans", "pdserve/telemetry/names.py", *lines)
+
+
+def metric_row(spec: MetricSpec) -> Sequence[str]:
+    labels = "<br>".join(f"{code(name)}: {label_values(values)}" for name, values in spec.labels.items())
+    of = unit(spec.name.removesuffix("_total"), METRIC_UNITS) or "count"
+    return code(spec.name), spec.kind, labels, of, spec.help
+
+
+def label_values(values: LabelValues) -> str:
+    return values if isinstance(values, str) else ", ".join(code(one) if one else "empty" for one in values)
+
+
+def bucket_rows() -> Iterator[Sequence[str]]:
+    found: dict[tuple[float, ...], list[str]] = {}
+    for spec in METRICS.values():
+        if spec.buckets:
+            found.setdefault(spec.buckets, []).append(spec.name)
+    for buckets, names in found.items():
+        yield "<br>".join(map(code, names)), ", ".join(f"{bound:g}" for bound in buckets)
+
+
+# --- markdown -------------------------------------------------------------------------------------------------
+
+
+def page(title: str, source: str, *lines: str) -> str:
+    note = f"<!-- Made by `{COMMAND}` from {source}. Not edited. -->"
+    return "\n".join((f"# {title}", note, "", *lines)) + "\n"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    cells = (" | ".join(one.replace("|", "\\|") for one in row) for row in rows)
+    return [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {row} |" for row in cells)]
+
+
+def code(text: str) -> str:
+    return f"`{text}`"
+
+
+def sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + "."
+
+
+def unit(name: str, units: Mapping[str, str]) -> str:
+    return next((text for end, text in units.items() if name.endswith(end)), "")
+
+
+PAGES: Final[Mapping[str, Callable[[], str]]] = {
+    f"{FOLDER}/settings.md": settings_page,
+    f"{FOLDER}/cli.md": cli_page,
+    f"{FOLDER}/metrics.md": metrics_page,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
