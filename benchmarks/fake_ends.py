@@ -24,6 +24,12 @@ def stand_in(pool: Any, trouble: Trouble = PLAIN) -> FakeDevice:
     return device
 
 
+def stand_in_each(trouble: Trouble = PLAIN) -> None:
+    """For the whole life of a process whose tensor-parallel ranks have a pool each, on a device of its own."""
+    made: dict[int, FakeDevice] = {}
+    install(lambda pool: made.setdefault(id(pool), FakeDevice(pool, trouble)), trouble)
+
+
 def install(device_of: DeviceOf, trouble: Trouble = PLAIN) -> None:
     TRANSPORTS[CUDA_IPC], TRANSPORTS[NCCL] = CudaIpc(device_of), Nccl(device_of, FakeLanes(trouble=trouble))
     TRANSPORTS[TCP_STAGED] = TcpStaged(device_of)

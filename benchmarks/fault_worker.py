@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.fake_device import Trouble
-from benchmarks.fake_ends import stand_in
+from benchmarks.fake_ends import stand_in_each
 from benchmarks.fault_cases import Case, OwnerFault, case_of, fault_of
 from benchmarks.fault_ranks import RANKS_PATIENCE, RankedStorage, Ranks, fingerprint_of_ranks, in_order, text_of
 from benchmarks.fault_report import kind_of
@@ -75,9 +75,12 @@ class Worker:
 
     def __init__(self, setup: Setup, driver: Connection) -> None:
         self.setup, self.driver = setup, driver
-        self.storage = RankedStorage(setup.ranks) if setup.ranks else Storage(SHAPES[setup.shape], setup.memory)
+        if setup.ranks:
+            self.storage: Storage = RankedStorage(setup.ranks, setup.memory)
+        else:
+            self.storage = Storage(SHAPES[setup.shape], setup.memory)
         if setup.memory == "stand-in":
-            stand_in(self.storage.pool, trouble_of(setup))
+            stand_in_each(trouble_of(setup))
         if setup.ranks:
             self.fingerprint = fingerprint_of_ranks(setup.ranks)
         else:
@@ -300,7 +303,8 @@ class Prefill(Worker):
         deadline_s = self.setup.deadline_s(case)
         self._sending[number] = (case, grant, blocks, time.monotonic() + deadline_s)
         text = text_of(number, case.count) if self.setup.ranks else None
-        self.end.start(grant, self.on_end, deadline_s, text, groups=1 + number % NUM_LAYERS)
+        groups = 1 + number % NUM_LAYERS if self.end.divides_blocks else 1
+        self.end.start(grant, self.on_end, deadline_s, text, groups=groups)
         self._push(number, 0)
 
     def _push(self, number: int, piece: int) -> None:

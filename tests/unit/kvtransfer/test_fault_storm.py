@@ -46,11 +46,16 @@ def test_a_storm_between_devices_that_are_slow_fail_hang_and_lose_their_peers(tr
 
 
 @pytest.mark.parametrize(
-    ("transport", "ranks"), [("tcp", (2, 1, 2, 4)), pytest.param("shm", (4, 2, 2, 1), marks=pytest.mark.slow)]
+    ("transport", "ranks"),
+    [
+        ("tcp", (2, 1, 2, 4)),
+        *(pytest.param(transport, (4, 2, 2, 1), marks=pytest.mark.slow) for transport in ("shm", *DEVICE_TRANSPORTS)),
+    ],
 )
 def test_storm_between_ranks(transport: str, ranks: tuple[int, ...]) -> None:
-    """Workers whose ranks have pools of their own: two prefill and two decode workers, in these degrees."""
-    result = Storm(transport, seed=37, ranks=ranks).run(200)
+    """Workers whose ranks have pools of their own, on devices over stand-ins: two prefill and two decode workers, in
+    these degrees."""
+    result = Storm(transport, seed=37, ranks=ranks, device_kills=0.002).run(200)
     assert_nothing_was_wrong(result, 200)
     assert result.kills >= 1
     assert result.ends[NO_FAULT, "committed"] >= 10
