@@ -95,7 +95,8 @@ class Ranks:
         self._storage = storage
         self._identity = Identity.of(SECRET, "leader", name, incarnation)
         self._incarnation = incarnation
-        config = WorkerConfig(model="m", worker_id=name, transport=transport, cluster_secret=TEXT)
+        plain = transport.removesuffix("_staged")  # as the setting calls it
+        config = WorkerConfig(model="m", worker_id=name, transport=plain, cluster_secret=TEXT)
         degree = len(storage.pools)
         storage.servers = [
             RankServer(pool, _spec(degree, rank, pool), config, disturbance=disturb)
