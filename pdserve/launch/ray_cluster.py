@@ -17,15 +17,24 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, final
 
 from pdserve.config import REDIS_ENV, SECRET_ENV, WorkerConfig, forget_secrets, from_env, parse_flags, to_env, to_flags
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.launch import own_ray
 from pdserve.launch.child import StartFailed
+from pdserve.launch.driver_words import Health, last_line, tell
 from pdserve.launch.open_ports import listeners, session_of
-from pdserve.launch.spec import MODULES, WORKER_CPUS, ClusterSpec, ray_resources, worker_config
+from pdserve.launch.rank_actor import RankActor
+from pdserve.launch.spec import (
+    MODULES,
+    WORKER_CPUS,
+    ClusterSpec,
+    ray_bundles,
+    ray_resources,
+    remote_ranks,
+    worker_config,
+)
 from pdserve.launch.with_ray import spec_from_json
 from pdserve.owned_folder import OwnedFolder
 
@@ -51,17 +60,6 @@ _QUIET_S: Final = 10.0  # between two reports that Ray does not answer
 _LOOPBACK: Final = re.compile(r"unix:|rediss?://(.*@)?(127\.|localhost|\[::1\])")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
-    """What an actor says of itself; `error` is why its worker could not start."""
-
-    pid: int
-    address: str
-    is_healthy: bool
-    error: str
-    memory: str = ""  # how it is divided, as JSON
-
-
 class WorkerActor:
     """One worker process under Ray. The constructor runs again at each restart; health has a thread of its own."""
 
@@ -71,8 +69,12 @@ class WorkerActor:
         self._error = ""
         try:
             config = parse_flags(WorkerConfig, flags, prog=module, environ=hidden)
+            here = ray.util.get_node_ip_address()
             if is_on_many_hosts:
-                config = dataclasses.replace(config, host=ray.util.get_node_ip_address())
+                config = dataclasses.replace(config, host=here)
+            if config.rendezvous:  # nobody knew before on which node this would be
+                rendezvous = f"{here}:{config.rendezvous.rpartition(':')[2]}"
+                config = dataclasses.replace(config, host=here, rendezvous=rendezvous)
             self._host = importlib.import_module(f"{module}.program").make_host(config)
             self._address = self._host.start()
         except PdserveError as error:  # told by health(): Ray would wrap it in its own traceback
@@ -101,7 +103,9 @@ class Driver:
         self._address = address
         self._folder = folder
         self._configs = {spec.worker_ids[index]: worker_config(spec, index) for index in range(len(spec.worker_ids))}
+        self._bundles = ray_bundles(spec)
         self._actors: dict[str, Any] = {}
+        self._ranks: dict[str, tuple[str, list[Any]]] = {}  # of workers with ranks on other nodes: where they join, who
         self._last: dict[str, Health] = {}
         self._group: Any = None
         self._is_on_many_hosts = False
@@ -146,7 +150,7 @@ class Driver:
             os._exit(0)
 
     def _give_back(self) -> None:
-        for actor in self._actors.values():
+        for actor in [*self._actors.values(), *(rank for _, ranks in self._ranks.values() for rank in ranks)]:
             ray.kill(actor, no_restart=True)
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
@@ -178,7 +182,7 @@ class Driver:
         return [f"raylet on {node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in nodes]
 
     def _place(self) -> None:
-        bundles = [self._resources(worker_id) for worker_id in self._configs]
+        bundles = [self._resources(worker_id, count) for worker_id, count in self._bundles]
         self._group = placement_group(bundles, strategy="PACK", name=f"pdserve-{self._spec.cluster}")
         if not self._group.wait(PLACE_S):
             has = ray.cluster_resources().get("GPU", 0)
@@ -197,11 +201,42 @@ class Driver:
             num_gpus=self._resources(worker_id).get("GPU", 0),
             max_restarts=-1,
             max_task_retries=0,  # a generation is not idempotent
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, list(self._configs).index(worker_id)),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, self._bundles.index((worker_id, 0))),
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
         )
         self._actors[worker_id] = options.remote(
             MODULES[role], to_flags(config), to_env(config), self._is_on_many_hosts
+        )
+        self._see_to_ranks(worker_id)
+
+    def _see_to_ranks(self, worker_id: str) -> None:
+        """Its ranks on other nodes, which must know the node of the first: it is another one after that was lost."""
+        _, config = self._configs[worker_id]
+        if not config.rendezvous:
+            return
+        first = self._bundles.index((worker_id, 0))
+        node = ray.util.placement_group_table(self._group)["bundles_to_node_id"].get(first)
+        where = next((one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node and one["Alive"]), None)
+        address = f"{where}:{config.rendezvous.rpartition(':')[2]}"
+        before, ranks = self._ranks.get(worker_id, ("", []))
+        if where is None or address == before:
+            return
+        for rank in ranks:
+            ray.kill(rank, no_restart=True)
+        self._ranks[worker_id] = (
+            address,
+            [
+                ray.remote(RankActor)
+                .options(
+                    num_cpus=WORKER_CPUS,
+                    num_gpus=self._resources(worker_id, count).get("GPU", 0),
+                    max_restarts=-1,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, first + number),
+                    runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
+                )
+                .remote(address, count, config.model, to_env(config), START_S)
+                for number, count in enumerate(remote_ranks(config), 1)
+            ],
         )
 
     def _wait_for_workers(self) -> None:
@@ -212,6 +247,7 @@ class Driver:
             self._note(worker_id, health)
 
     def _look(self, worker_id: str) -> None:
+        self._see_to_ranks(worker_id)
         try:
             health = self._health(worker_id, _HEALTH_S)
         except ray.exceptions.ActorUnavailableError:  # it is being started again
@@ -235,9 +271,10 @@ class Driver:
         health: Health = ray.get(self._actors[worker_id].health.remote(), timeout=timeout_s)
         return health
 
-    def _resources(self, worker_id: str) -> dict[str, float]:
+    def _resources(self, worker_id: str, ranks: int = 0) -> dict[str, float]:
+        """Of so many ranks on one node; 0: of those on the worker's first."""
         _, config = self._configs[worker_id]
-        return ray_resources(config, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
+        return ray_resources(config, has_gpus=ray.cluster_resources().get("GPU", 0) > 0, ranks=ranks or None)
 
     def _lost(self, worker_id: str) -> None:
         health = self._last.pop(worker_id, None)
@@ -252,16 +289,6 @@ class Driver:
             if health.memory:
                 tell(worker_id, f"memory {health.memory}")
         self._last[worker_id] = health
-
-
-def tell(name: str, text: str) -> None:
-    sys.stdout.write(f"@{name} {text}\n")
-    sys.stdout.flush()
-
-
-def last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
 
 
 def main(address: str, spec: str, folder: OwnedFolder | None) -> int:

@@ -178,11 +178,24 @@ def gpus_of(spec: ClusterSpec, index: int) -> tuple[str, ...]:
     return tuple(spec.gpus[(first + rank) % len(spec.gpus)] for rank in range(wanted))
 
 
-def ray_resources(config: WorkerConfig, *, has_gpus: bool) -> dict[str, float]:
-    """What Ray reserves for a worker: little of a CPU, since its threads are a setting, and a GPU for each rank of its
-    host."""
+def ray_resources(config: WorkerConfig, *, has_gpus: bool, ranks: int | None = None) -> dict[str, float]:
+    """What Ray reserves for `ranks` of a worker on one node; None: those of its first rank's. Little of a CPU, since
+    its threads are a setting, and a GPU for each rank."""
     takes_gpus = config.device == "cuda" or (config.device == "auto" and has_gpus)
-    return {"CPU": WORKER_CPUS, **({"GPU": float(config.ranks_here)} if takes_gpus else {})}
+    count = config.ranks_here if ranks is None else ranks
+    return {"CPU": WORKER_CPUS, **({"GPU": float(count)} if takes_gpus else {})}
+
+
+def remote_ranks(config: WorkerConfig) -> list[int]:
+    """The worker's ranks that are not on its first rank's node: how many on each further node, at most as many."""
+    left, here = config.tensor_parallel - config.ranks_here, config.ranks_here
+    return [min(here, left - done) for done in range(0, left, here)]
+
+
+def ray_bundles(spec: ClusterSpec) -> list[tuple[str, int]]:
+    """What is placed on one node each: a worker with its first rank, marked 0, and behind it further ranks of it."""
+    configs = [worker_config(spec, index)[1] for index in range(len(spec.worker_ids))]
+    return [(config.worker_id, count) for config in configs for count in (0, *remote_ranks(config))]
 
 
 def _sharing(spec: ClusterSpec, index: int, config: WorkerConfig) -> WorkerConfig:

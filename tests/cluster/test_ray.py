@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from pdserve import Client
+from pdserve import Client, PdserveError
 from pdserve.client.results import Completion
 from pdserve.launch.open_ports import listeners, session_of
 from pdserve.launch.running import Running
@@ -121,3 +122,35 @@ def test_losing_the_control_plane_stops_no_request_and_no_process_is_left(cluste
     assert cluster.running.stop() == 0
     until(lambda: not any(is_alive(pid) for pid in {*pids.values(), *members}), WAIT_S)
     assert not folder.exists()
+
+
+@pytest.mark.slow  # pdserve rank itself: tests/unit/worker/test_remote_ranks.py
+def test_further_ranks_of_a_worker_are_actors_of_their_own_and_join_again() -> None:
+    """On one node here, which stands for two."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    settings = {"tensor_parallel": 2, "local_ranks": 1, "rendezvous": f"127.0.0.1:{port - 1}"}
+    flags = [f"--set=decode_worker.{name}={value}" for name, value in settings.items()]
+    env = {"PDSERVE_TOKEN": "", "PDSERVE_CLUSTER_SECRET": SECRET}
+    sizes = ("--set=worker.kv_blocks=128", "--set=worker.max_context_tokens=512")
+    with Cluster("--ray", *flags, *sizes, start_s=280, env=env) as cluster:
+        assert ask(cluster, 16).text
+        [rank] = [pid for pid in session_of(cluster.running.pid("ray")) if is_rank(pid)]
+        os.kill(rank, signal.SIGKILL)
+        until(lambda: not is_alive(rank))
+        until(lambda: bool(answers(cluster)), 200.0)
+
+
+def is_rank(pid: int) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"kvtransfer.joining_follower" in words
+
+
+def answers(cluster: Cluster) -> str:
+    try:
+        return ask(cluster, 16).text
+    except PdserveError:
+        return ""

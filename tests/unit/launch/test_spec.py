@@ -9,7 +9,7 @@ import pytest
 from pdserve.config import RouterConfig, WorkerConfig, parse_flags
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
-from pdserve.launch.spec import ClusterSpec, fixed_ports, processes, ray_resources, worker_config
+from pdserve.launch.spec import ClusterSpec, fixed_ports, processes, ray_resources, remote_ranks, worker_config
 
 
 def spec(**changes: Any) -> ClusterSpec:
@@ -104,6 +104,14 @@ def test_ranks_on_other_hosts_take_no_gpu_here_and_a_port_for_each_worker() -> N
     assert router.config.workers == ("127.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3")
     assert fixed_ports(one, are_workers_here=True)[7001] == ("decode_worker.rendezvous", "10.0.0.1")
     assert ray_resources(worker_config(one, 1)[1], has_gpus=True)["GPU"] == 2.0
+
+
+@pytest.mark.parametrize(("ranks", "here", "others"), [(8, 4, [4]), (8, 2, [2, 2, 2]), (8, 3, [3, 2]), (4, 0, [])])
+def test_ranks_on_further_nodes_are_at_most_as_many_as_on_the_first(ranks: int, here: int, others: list[int]) -> None:
+    remote = {"local_ranks": here, "rendezvous": "ray:7000"} if here else {}
+    config = worker_config(spec(settings={"worker": {"tensor_parallel": ranks, **remote}}), 0)[1]
+    assert remote_ranks(config) == others
+    assert [ray_resources(config, has_gpus=True, ranks=count)["GPU"] for count in others] == others
 
 
 def test_workers_on_one_gpu_divide_its_memory() -> None:

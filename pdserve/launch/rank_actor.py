@@ -1,0 +1,29 @@
+"""An actor of Ray that holds ranks of a worker whose first rank is on another node. It imports no ray."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Final
+
+_AGAIN_S: Final = 0.5
+
+
+class RankActor:
+    """Runs `pdserve rank`, which ends with this process, and this process with it."""
+
+    def __init__(self, rendezvous: str, count: int, model: str, hidden: Mapping[str, str], wait_s: float) -> None:
+        """`hidden`: environment variables of secrets."""
+        tether = [sys.executable, "-m", "pdserve.launch.tether", str(os.getpid()), "module", "pdserve"]
+        command = [*tether, "rank", rendezvous, f"--count={count}", f"--model={model}", f"--wait-s={wait_s}"]
+        self._process = subprocess.Popen(command, env={**os.environ, **hidden}, stdin=subprocess.DEVNULL)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        self._process.wait()
+        time.sleep(_AGAIN_S)
+        os._exit(1)  # Ray starts it again
