@@ -132,6 +132,10 @@ class Rendezvous:
             text = f"version: got {seen}, expected {VERSION!r}, the leader's: install the same on all hosts"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         place = next((one for one in self.ranks.values() if not one.peer), None)
+        if any(not one.is_alive for one in self.ranks.values()):
+            # The worker ends, and is started again: the process asks until it is.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "a rank has left, so this worker ends")
+            return
         if place is None:
             text = f"all {len(self.ranks)} ranks from other hosts have joined already: start fewer, or another worker"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)

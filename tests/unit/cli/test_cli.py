@@ -288,6 +288,17 @@ def test_doctor_fails_on_a_folder_that_cannot_be_served(tmp_path: Path, capsys: 
     )
 
 
+def test_rank_says_what_it_lacks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PDSERVE_CLUSTER_SECRET", raising=False)
+    for words, expected in (
+        (["--count", "0"], "count: got 0, expected 1 to 63 ranks"),
+        (["--wait-s", "nan"], "wait-s: got nan, expected seconds up to a day"),
+        ([], "cluster_secret: got nothing, expected the cluster's secret in PDSERVE_CLUSTER_SECRET"),
+    ):
+        assert main(["rank", "127.0.0.1:1", *words]) == 1
+        assert expected in capsys.readouterr().err
+
+
 def test_the_module_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pdserve", "--version"], capture_output=True, text=True, timeout=60, check=True

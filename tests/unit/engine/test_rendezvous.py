@@ -97,6 +97,8 @@ def test_joined_ranks_get_places_settings_and_the_store(lead: Callable[..., Lead
     with pytest.raises(ConfigError, match=r"rank 1 of .* left: the model is not here"):
         leader.ranks[1].check()
     leader.ranks[2].check()
+    with pytest.raises(ConfigError, match=r"nobody answers in 0 s .*a rank has left, so this worker ends"):
+        Joined(leader.address, wait_s=0.0)  # and goes on asking, where it has time to
     two.leave()
 
 
