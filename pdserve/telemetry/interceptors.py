@@ -1,8 +1,7 @@
-"""Carries trace context through grpc.aio calls: in the client's metadata, into a span on the server.
+"""Opens a span on the server around each call, under the trace context in the call's metadata.
 
-Our own, because the contrib instrumentation swallows cancellation in aio client interceptors
-(opentelemetry-python-contrib #3271) and loses its context on streamed answers (#2357). Here a client
-interceptor hands on the very call that gRPC made, and a server span is never the current context.
+We do not use the contrib instrumentation, because it loses its context on streamed answers
+(opentelemetry-python-contrib #2357). Here a server span is never the current context.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import grpc
 import grpc.aio
 
 from pdserve.telemetry import names
-from pdserve.telemetry.propagate import AttributeValue, current_traceparent, extract, inject
+from pdserve.telemetry.propagate import AttributeValue, extract
 from pdserve.telemetry.tracing import OpenSpan, Tracing
 
 _NO_SPAN: Final = OpenSpan(None, "")
@@ -112,45 +111,6 @@ class TracingServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc
                 raise
             else:
                 span.set(names.RPC_STATUS, _status_name(context, True))
-
-
-def client_interceptors(traceparent: Callable[[], str | None] = current_traceparent) -> list[Any]:
-    """For grpc.aio.*_channel(interceptors=...): every call carries `traceparent()` in its metadata.
-
-    A call whose caller has put a traceparent in already keeps that.
-    """
-    return [kind(traceparent) for kind in (_UnaryUnary, _UnaryStream, _StreamUnary, _StreamStream)]
-
-
-class _Carrier:
-    def __init__(self, traceparent: Callable[[], str | None]) -> None:
-        self._traceparent = traceparent
-
-    def _with_context(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
-        metadata = inject(details.metadata, self._traceparent())
-        return grpc.aio.ClientCallDetails(
-            details.method, details.timeout, grpc.aio.Metadata(*metadata), details.credentials, details.wait_for_ready
-        )
-
-
-class _UnaryUnary(_Carrier, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc,type-arg]
-    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await continuation(self._with_context(client_call_details), request)
-
-
-class _UnaryStream(_Carrier, grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[misc,type-arg]
-    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await continuation(self._with_context(client_call_details), request)
-
-
-class _StreamUnary(_Carrier, grpc.aio.StreamUnaryClientInterceptor):  # type: ignore[misc,type-arg]
-    async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        return await continuation(self._with_context(client_call_details), request_iterator)
-
-
-class _StreamStream(_Carrier, grpc.aio.StreamStreamClientInterceptor):  # type: ignore[misc,type-arg]
-    async def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        return await continuation(self._with_context(client_call_details), request_iterator)
 
 
 def _status_name(context: Any, has_returned: bool) -> str:

@@ -10,11 +10,12 @@ import grpc.aio
 import pytest
 
 from pdserve.telemetry import names
-from pdserve.telemetry.interceptors import TracingServerInterceptor, client_interceptors, current_span
+from pdserve.telemetry.interceptors import TracingServerInterceptor, current_span
 from pdserve.telemetry.tracing import Tracing, make_tracing
 from tests.unit.telemetry.otlp_sink import OtlpSink
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TRACED = (("traceparent", PARENT),)
 
 
 class Service:
@@ -87,8 +88,8 @@ async def tracing(sink: OtlpSink):
     await asyncio.to_thread(tracing.close)
 
 
-def channel(address: str, traceparent: str | None = PARENT) -> Any:
-    return grpc.aio.insecure_channel(address, interceptors=client_interceptors(lambda: traceparent))
+def channel(address: str) -> Any:
+    return grpc.aio.insecure_channel(address)
 
 
 async def flushed(tracing: Tracing, sink: OtlpSink) -> dict[str, Any]:
@@ -98,11 +99,14 @@ async def flushed(tracing: Tracing, sink: OtlpSink) -> dict[str, Any]:
 
 async def test_every_kind_of_call_carries_the_context_into_a_span(sink: OtlpSink, tracing: Tracing) -> None:
     async with serving(tracing) as (service, address), channel(address) as client:
-        assert await client.unary_unary("/t/echo")(b"x") == b"x"
-        assert [one async for one in client.unary_stream("/t/write")(b"w")] == [b"w"]
-        assert await client.stream_unary("/t/sum")(iter([b"a", b"b"])) == b"ab"
-        assert [one async for one in client.stream_stream("/t/mirror")(iter([b"a", b"b"]))] == [b"a", b"b"]
-        assert await client.unary_unary("/t/blocking")(b"b") == b"b"
+        assert await client.unary_unary("/t/echo")(b"x", metadata=TRACED) == b"x"
+        assert [one async for one in client.unary_stream("/t/write")(b"w", metadata=TRACED)] == [b"w"]
+        assert await client.stream_unary("/t/sum")(iter([b"a", b"b"]), metadata=TRACED) == b"ab"
+        assert [one async for one in client.stream_stream("/t/mirror")(iter([b"a", b"b"]), metadata=TRACED)] == [
+            b"a",
+            b"b",
+        ]
+        assert await client.unary_unary("/t/blocking")(b"b", metadata=TRACED) == b"b"
         spans = await flushed(tracing, sink)
     assert set(spans) == {"t.echo", "t.write", "t.sum", "t.mirror"}
     assert {span.parent_id for span in spans.values()} == {"b7ad6b7169203331"}
@@ -112,7 +116,7 @@ async def test_every_kind_of_call_carries_the_context_into_a_span(sink: OtlpSink
 
 async def test_a_cancelled_stream_ends_the_handler_and_the_span(sink: OtlpSink, tracing: Tracing) -> None:
     async with serving(tracing) as (service, address), channel(address) as client:
-        call = client.unary_stream("/t/count")(b"x")
+        call = client.unary_stream("/t/count")(b"x", metadata=TRACED)
         assert await call.read() == b"x"
         call.cancel()
         await asyncio.wait_for(service.has_ended.wait(), 5.0)
@@ -128,7 +132,7 @@ async def test_a_task_that_is_cancelled_cancels_its_call(tracing: Tracing) -> No
     async with serving(tracing) as (service, address), channel(address) as client:
 
         async def read() -> None:
-            async for _ in client.unary_stream("/t/count")(b"x"):
+            async for _ in client.unary_stream("/t/count")(b"x", metadata=TRACED):
                 is_reading.set()
 
         is_reading = asyncio.Event()
@@ -143,9 +147,9 @@ async def test_a_task_that_is_cancelled_cancels_its_call(tracing: Tracing) -> No
 async def test_an_abort_and_an_exception_reach_the_client_and_the_span(sink: OtlpSink, tracing: Tracing) -> None:
     async with serving(tracing) as (_, address), channel(address) as client:
         with pytest.raises(grpc.aio.AioRpcError) as aborted:
-            await client.unary_unary("/t/echo")(b"abort")
+            await client.unary_unary("/t/echo")(b"abort", metadata=TRACED)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await client.unary_unary("/t/echo")(b"raise")
+            await client.unary_unary("/t/echo")(b"raise", metadata=TRACED)
         await asyncio.to_thread(tracing.close)
     assert (aborted.value.code(), raised.value.code()) == (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNKNOWN)
     assert sorted((span.attributes["error.type"], span.is_failed) for span in sink.spans) == [
@@ -157,24 +161,22 @@ async def test_an_abort_and_an_exception_reach_the_client_and_the_span(sink: Otl
 
 async def test_a_method_that_is_not_named_passes_untouched(sink: OtlpSink, tracing: Tracing) -> None:
     async with serving(tracing, untraced=METHODS) as (service, address), channel(address) as client:
-        assert await client.unary_unary("/t/echo")(b"x") == b"x"
+        assert await client.unary_unary("/t/echo")(b"x", metadata=TRACED) == b"x"
         with pytest.raises(grpc.aio.AioRpcError) as missing:
-            await client.unary_unary("/t/nothing")(b"x")
+            await client.unary_unary("/t/nothing")(b"x", metadata=TRACED)
         assert missing.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert service.seen == [""]
     assert await flushed(tracing, sink) == {}
 
 
-async def test_the_callers_own_traceparent_wins_and_none_is_none(sink: OtlpSink, tracing: Tracing) -> None:
-    mine = PARENT.replace("b7ad6b7169203331", "1111111111111111")
-    async with serving(tracing) as (_, address), channel(address) as client, channel(address, None) as silent:
-        await client.unary_unary("/t/echo")(b"x", metadata=(("traceparent", mine), ("other", "kept")))
-        await silent.unary_unary("/t/echo")(b"x")
-        await asyncio.to_thread(tracing.close)
-    assert [span.parent_id for span in sorted(sink.spans, key=lambda span: span.start_ns)] == ["1" * 16, ""]
+async def test_a_call_without_context_begins_a_trace(sink: OtlpSink, tracing: Tracing) -> None:
+    async with serving(tracing) as (_, address), channel(address) as client:
+        await client.unary_unary("/t/echo")(b"x")
+        spans = await flushed(tracing, sink)
+    assert spans["t.echo"].parent_id == ""
 
 
 async def test_with_tracing_off_the_handler_still_sees_the_callers_context() -> None:
     async with serving(Tracing.off()) as (service, address), channel(address) as client:
-        await client.unary_unary("/t/echo")(b"x")
+        await client.unary_unary("/t/echo")(b"x", metadata=TRACED)
     assert service.seen == [PARENT]
