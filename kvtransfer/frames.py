@@ -179,5 +179,3 @@ def _require_version(magic: bytes, version: int) -> None:
 
 
 TEXT_KINDS: Final = (Kind.RETRACT, Kind.REFUSE)
-SENDER_KINDS: Final = (Kind.ANNOUNCE, Kind.CHUNK, Kind.RETRACT, Kind.BEAT)
-RECEIVER_KINDS: Final = (Kind.DONE, Kind.REFUSE, Kind.CREDIT, Kind.BEAT)

@@ -6,7 +6,7 @@ Each side maps indices to its own block numbers, and runs of consecutive numbers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -49,10 +49,6 @@ def extents_of(blocks: Sequence[int]) -> list[Extent]:
         return []
     starts = [0, *(i for i, (left, right) in enumerate(pairwise(blocks), start=1) if right != left + 1)]
     return [Extent(blocks[a], b - a) for a, b in pairwise([*starts, len(blocks)])]
-
-
-def blocks_of(extents: Iterable[Extent]) -> tuple[int, ...]:
-    return tuple(block for e in extents for block in range(e.first, e.first + e.count))
 
 
 def byte_ranges(blocks: Sequence[int], block_bytes: int) -> list[tuple[int, int]]:

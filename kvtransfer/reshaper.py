@@ -50,7 +50,6 @@ class Passage:
     groups: int  # of layers, in which blocks are pushed; they are converted once the last has come
     sources: list[int] = field(default_factory=list)  # own blocks, from the first that holds a token to send
     lives: list[int] = field(default_factory=list)  # theirs, when they were pushed
-    is_all_pushed: bool = False
     last_pushed_at_s: float | None = None
     num_ready: int = 0  # granted blocks whose tokens have all been pushed
     num_packed: int = 0

@@ -47,10 +47,6 @@ class Loss:
     relative: float = 0.0
     of_largest: float = 0.0
 
-    @property
-    def is_none(self) -> bool:
-        return self.relative == 0.0 and self.of_largest == 0.0
-
 
 _ROUNDING: Final = 1 + 2**-12  # float32's own, on the way
 # By what is stored in the end. bfloat16 keeps 8 significant bits, fp8 4 and below 2^-6 steps of 2^-9, where a row's

@@ -130,7 +130,6 @@ class CudaIpcReceive:
 class CudaIpc(OnDevice, UnixDoor):
     kind: int = CUDA_IPC
     name = "cuda_ipc"
-    proves_quiescence = True  # the receiver's own copies are the only writes, and are waited for
 
     def prepare(self, pool: KvPool, runs: Sequence[Extent] = ()) -> None:
         super().prepare(pool, runs)

@@ -209,7 +209,6 @@ class Nccl(OnDevice, TcpDoor):
     kind: int = NCCL
     name = "nccl"
     packages = ("cupy",)
-    proves_quiescence = True  # of live pages: the library writes into staging alone
 
     def __init__(
         self, device_of: DeviceOf | None = None, lanes: Lanes | None = None, most_pairs: int = MOST_PAIRS

@@ -147,7 +147,6 @@ class Nixl(TcpDoor):
     name = "nixl"
     is_for_hosts, is_for_devices = True, False
     divides_blocks = True
-    proves_quiescence = True  # of live pages: the library writes into staging alone
 
     def __init__(self, make: MakeLibrary | None = None) -> None:
         """`make` stands in for the library."""

@@ -174,9 +174,6 @@ class Transport(Protocol):
     is_for_hosts: bool  # a pool in host memory may be at an end of it
     is_for_devices: bool  # a pool on a GPU may be
     divides_blocks: bool  # it sends blocks in groups of layers, too
-    # Whether nobody writes any more, wherever a write may be under way, once `enter` has been refused. Where it is
-    # not so, an aborted transfer is quarantined until the connection is closed.
-    proves_quiescence: bool
 
     def why_not(self, *, is_on_host: bool = True) -> str:
         """What this system lacks for it with a pool there; empty where it can be had."""

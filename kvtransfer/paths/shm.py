@@ -124,7 +124,6 @@ class Shm(UnixDoor):
     name = "shm"
     is_for_hosts, is_for_devices = True, False
     divides_blocks = True
-    proves_quiescence = True  # the receiver's own thread is the only writer
 
     def why_not(self, *, is_on_host: bool = True) -> str:
         return "" if can_share_memory() else "shm needs Linux"

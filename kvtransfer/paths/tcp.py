@@ -143,7 +143,6 @@ class Tcp(TcpDoor):
     name = "tcp"
     is_for_hosts, is_for_devices = True, False
     divides_blocks = True
-    proves_quiescence = True  # the receiver's own thread is the only writer
 
     def why_not(self, *, is_on_host: bool = True) -> str:
         return ""

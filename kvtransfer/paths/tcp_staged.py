@@ -168,7 +168,6 @@ class TcpStaged(OnDevice, TcpDoor):
     kind: int = TCP_STAGED
     name = "tcp_staged"
     is_for_hosts = True  # where the other end is on a device
-    proves_quiescence = True  # the receiver's own copies are the only writes, and are waited for
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
         try:

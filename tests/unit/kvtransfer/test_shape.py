@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.convert import Blocks
-from kvtransfer.shape import LOSSES, MOST, KvShape, check_convertible, is_same_bytes
+from kvtransfer.shape import LOSSES, MOST, KvShape, Loss, check_convertible, is_same_bytes
 from pdserve.core.errors import ConfigError
 from pdserve.engine.pool import BlockShape, TorchPool
 from pdserve.engine.toy import CELL_BYTES, ToyEngine
@@ -113,9 +113,9 @@ def test_what_must_be_equal_is_named(changes: dict[str, Any], field: str) -> Non
 
 
 def test_block_size_dtype_and_degree_may_differ() -> None:
-    assert check_convertible(PLAIN, replace(PLAIN, block_size=33)).is_none
-    assert check_convertible(PLAIN, replace(PLAIN, tp_degree=16, tp_rank=5)).is_none
-    assert check_convertible(SMALL, PLAIN).is_none
+    assert check_convertible(PLAIN, replace(PLAIN, block_size=33)) == Loss()
+    assert check_convertible(PLAIN, replace(PLAIN, tp_degree=16, tp_rank=5)) == Loss()
+    assert check_convertible(SMALL, PLAIN) == Loss()
     assert check_convertible(PLAIN, SMALL).of_largest == pytest.approx(1 / 254, rel=1e-3)
     assert check_convertible(PLAIN, replace(PLAIN, dtype="bfloat16")).relative == 1 / 256
 
@@ -130,9 +130,9 @@ def test_every_pair_of_dtypes_that_check_lets_pass_has_a_stated_loss() -> None:
 
 def test_fp8_blocks_are_as_large_as_int8_ones_and_less_exact() -> None:
     fp8 = replace(SMALL, layout="block-major-fp8.v1", dtype="float8_e4m3fn")
-    assert check_convertible(fp8, replace(fp8, block_size=32)).is_none
+    assert check_convertible(fp8, replace(fp8, block_size=32)) == Loss()
     assert fp8.block_bytes == SMALL.block_bytes
-    assert check_convertible(fp8, PLAIN).is_none
+    assert check_convertible(fp8, PLAIN) == Loss()
     assert check_convertible(PLAIN, fp8).relative == pytest.approx(1 / 16, rel=1e-3)
 
 
