@@ -95,17 +95,6 @@ class BlockAllocator:
             blocks.append(block)
         return blocks
 
-    def count_match(self, hashes: Sequence[bytes]) -> tuple[int, int]:
-        """(length of the longest findable prefix, how many of its blocks nobody references), taking nothing."""
-        length = unreferenced = 0
-        for one in hashes:
-            block = self._block_of.get(one)
-            if block is None:
-                break
-            length += 1
-            unreferenced += self._references[block] == 0
-        return length, unreferenced
-
     def publish(self, block: int, block_hash: bytes) -> bool:
         """Makes a referenced block, whose contents are final, findable.
 
@@ -142,16 +131,6 @@ class BlockAllocator:
                     self._evictable[block] = None
                 else:
                     self._free.add(block)
-
-    def clear_cache(self) -> int:
-        """Frees every cached block and forgets the hashes of referenced ones; the number of hashes forgotten."""
-        count = len(self._hash_of)
-        for block in list(self._hash_of):
-            self._forget(block)
-        for block in self._evictable:
-            self._free.add(block)
-        self._evictable.clear()
-        return count
 
     def take_changes(self) -> CacheChange | None:
         """Changes since the last call, numbered; None when there are none. One that undid another is not told."""

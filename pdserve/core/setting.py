@@ -58,13 +58,6 @@ def is_hidden(one: dataclasses.Field[Any], value: str) -> bool:
     return bool(one.metadata["env"]) and (not one.metadata["is_url"] or has_password(value))
 
 
-def range_of(config: type, name: str) -> Range:
-    """The range of the setting `name`, for a value of the same meaning that comes from elsewhere."""
-    [found] = (one.metadata["range"] for one in dataclasses.fields(config) if one.name == name)
-    assert isinstance(found, Range)
-    return found
-
-
 def check_fields(config: Any) -> None:
     """Raises ConfigError for the first field that is outside its range or its choices."""
     for one in dataclasses.fields(config):

@@ -120,10 +120,6 @@ def slo_from_proto(message: inference_pb2.Slo, default: Slo) -> Slo:
     )
 
 
-def slo_to_proto(slo: Slo) -> inference_pb2.Slo:
-    return inference_pb2.Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s)
-
-
 def token_from_proto(message: worker_pb2.Token) -> TokenOut:
     return TokenOut(
         token_id=message.token_id,
@@ -142,14 +138,6 @@ def add_token(tokens: Any, token: TokenOut) -> None:
         tokens.add(token_id=token.token_id)
     else:
         tokens.append(token_to_proto(token))
-
-
-def logprobs_from_proto(message: inference_pb2.TokenLogprobs) -> TokenOut:
-    return TokenOut(
-        token_id=message.token_id,
-        logprob=message.logprob,
-        top=tuple((one.token_id, one.logprob) for one in message.top),
-    )
 
 
 def logprobs_to_proto(token: TokenOut) -> inference_pb2.TokenLogprobs:
@@ -175,10 +163,6 @@ def finish_from_proto(value: int) -> FinishReason | None:
 
 def finish_to_proto(reason: FinishReason | None) -> inference_pb2.FinishReason:
     return inference_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISHES[reason]
-
-
-def path_from_proto(value: int) -> Path | None:
-    return None if value == inference_pb2.PATH_UNSPECIFIED else _back(_PATHS, value, "path")
 
 
 def path_to_proto(path: Path | None) -> inference_pb2.Path:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.setting import Range, check_fields, is_hidden, range_of, setting
+from pdserve.core.setting import check_fields, is_hidden, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +49,6 @@ def test_a_value_outside_is_rejected_with_what_is_allowed(
     with pytest.raises(ConfigError) as raised:
         check_fields(Config(**changes))  # type: ignore[arg-type]
     assert (raised.value.field, raised.value.expected) == (field, expected)
-
-
-def test_the_range_of_a_setting_can_be_asked_for() -> None:
-    assert range_of(Config, "rate") == Range(0.5, 2.0)
-    with pytest.raises(AssertionError):
-        range_of(Config, "mode")
 
 
 def test_secrets_are_hidden_and_an_address_only_with_its_password() -> None:

@@ -15,7 +15,6 @@ def test_blocks_that_are_being_sent_are_not_evicted_whatever_comes(bench: Bench)
     sources = {block for push in pushed for _, block in push.blocks}
     assert len(sources) == 4
     blocks = bench.batching.blocks
-    blocks.clear_cache()
     taken = blocks.allocate(blocks.num_available)
     assert taken is not None
     assert not sources & set(taken)
