@@ -305,7 +305,8 @@ def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Map
             parser.add_argument(flag, type=_words, default=one.default, help=help_text + " (comma-separated)")
         else:
             default = None if required or env else one.default
-            parser.add_argument(flag, type=hint, required=required, default=default, help=help_text)
+            metavar = "|".join(one.metadata["choices"]) or None
+            parser.add_argument(flag, type=hint, required=required, default=default, help=help_text, metavar=metavar)
     parser.epilog = (
         f"Secrets come from the environment, or from files: {'; '.join(told)}. NAME_FILE names a file of it."
     )

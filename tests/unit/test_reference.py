@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtransfer import issuer
 from kvtransfer.stats import EVENTS
-from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.config import RouterConfig, WorkerConfig, parse_flags
 from pdserve.core.errors import ConfigError
 from pdserve.launch import settings
 from pdserve.launch.keys import KINDS, TOP
@@ -167,3 +167,13 @@ def test_literal_labels_are_listed() -> None:
                 seen += len(texts)
                 assert isinstance(values, str) or {one for one in texts if isinstance(one, str)} <= set(values), path
     assert seen >= 10
+
+
+@pytest.mark.parametrize("kind", [RouterConfig, WorkerConfig])
+def test_help_lists_every_choice(kind: type[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_flags(kind, ["--help"], "program")
+    shown = "".join(capsys.readouterr().out.split())
+    for one in dataclasses.fields(kind):
+        flag = "--" + one.name.replace("_", "-")
+        assert not one.metadata["choices"] or f"{flag}{'|'.join(one.metadata['choices'])}" in shown, one.name
