@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
+import numpy as np
+
 from pdserve.config import WorkerConfig, to_flags
 from pdserve.core.errors import ConfigError, InternalError
 from pdserve.core.proof import ClusterSecret
@@ -27,6 +29,7 @@ from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.config import read_config
 from pdserve.engine.device_defaults import with_device_defaults
+from pdserve.engine.gpu.rank_words import Words
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import EngineSpec, Flight, OnLayer, Row, RowOut
 from pdserve.engine.memory_plan import MemoryPlan
@@ -113,9 +116,10 @@ class _Leading:
         if self._broken:
             raise InternalError(f"a tensor-parallel rank failed before: {self._broken}")
 
-    def _order_step(self, words: Sequence[int]) -> None:
+    def _order_step(self, words: Words) -> None:
         self._is_told = True
-        self._ranks.tell([STEP, *self._begun_words(), *words])
+        head = np.array([STEP, *self._begun_words()], np.int64)
+        self._ranks.tell(np.concatenate([head, np.asarray(words, np.int64)]))
 
     def _begun_words(self) -> list[int]:
         """How many numbers follow; the blocks that were handed out since the last step, each with its life."""

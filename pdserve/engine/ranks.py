@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, final
 
+import numpy as np
 import torch
 import torch.distributed
 import torch.nn.functional as F
@@ -100,10 +101,10 @@ class Ranks:
         self._orders.allreduce([one], options).wait()
         return int(one[0])
 
-    def tell(self, words: Sequence[int]) -> None:
+    def tell(self, words: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """The leader's order to all others; 64-bit numbers."""
         order = torch.zeros(_FIRST_WORDS, dtype=torch.int64)
-        body = torch.tensor(words, dtype=torch.int64)
+        body = torch.from_numpy(np.asarray(words, np.int64))
         order[0] = len(words)
         order[1 : 1 + len(words)] = body[: _FIRST_WORDS - 1]
         self._broadcast(order)

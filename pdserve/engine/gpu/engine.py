@@ -23,7 +23,7 @@ from pdserve.engine.gpu.flights import DoneFlight, GraphFlight
 from pdserve.engine.gpu.graphs import Replays
 from pdserve.engine.gpu.inputs import sampling_of
 from pdserve.engine.gpu.plain_rows import PlainRows, follow, read
-from pdserve.engine.gpu.rank_words import drafted_words, from_words, plain_words, row_words
+from pdserve.engine.gpu.rank_words import Words, drafted_words, from_words, plain_words, row_words
 from pdserve.engine.gpu.redraw import NO_EXTRAS, Redraw
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.gpu.tables import TableMirror, Update
@@ -33,7 +33,7 @@ from pdserve.engine.pool import TorchPool
 from pdserve.engine.rows import CheckedTables, check_rows
 from pdserve.engine.torch_engine import TorchEngine
 
-Tell = Callable[[Sequence[int]], None]
+Tell = Callable[[Words], None]
 
 
 @final

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final, final
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -25,6 +25,7 @@ ROWS: Final = 0  # a part's first word: rows without a graph
 PLAIN: Final = 1
 DRAFTED: Final = 2
 _DRAWS: Final = Sampling(temperature=0.0, max_tokens=1)  # the leader draws
+Words = Sequence[int] | np.ndarray[Any, Any]
 _READ: Final = ("token_B", "follows_B", "seat_B", "start_B", "block_B")  # of PlainRows, by the graph
 
 
@@ -58,9 +59,9 @@ def row_words(rows: Sequence[Row]) -> list[int]:
     return [ROWS, *words_of_rows.to_words(rows)]
 
 
-def plain_words(plain: PlainRows, update: Update) -> list[int]:
-    words: list[int] = np.concatenate([getattr(plain, name) for name in _READ]).tolist()
-    return [PLAIN, len(plain.seat_B), len(update.at), *update.at, *update.block, *words]
+def plain_words(plain: PlainRows, update: Update) -> Words:
+    head = np.array([PLAIN, len(plain.seat_B), len(update.at), *update.at, *update.block], np.int64)
+    return np.concatenate([head, *(getattr(plain, name) for name in _READ)])
 
 
 def drafted_words(rows: Sequence[Row], update: Update, block_size: int) -> list[int]:
@@ -74,7 +75,7 @@ def drafted_words(rows: Sequence[Row], update: Update, block_size: int) -> list[
     return words
 
 
-def from_words(words: Sequence[int], block_size: int) -> Part:
+def from_words(words: Words, block_size: int) -> Part:
     """What the functions above were given, as far as a rank needs it."""
     left = iter(words)
     kind = next(left)
