@@ -1,0 +1,46 @@
+"""Parts of admission control at values that scenes of a whole cluster do not reach."""
+
+from __future__ import annotations
+
+import pytest
+
+from router import refusal
+from router.ledger import Ledger
+from router.policy.interface import Candidate, Choice, Decision, Outlook
+from router.policy.outlook import SIGMAS
+from tests.unit.router.test_refusal import cluster, short
+
+SURE = Outlook(ttft_s=1.0, band_s=0.5, is_sure=True, tpot_s=0.1, work_s=1.0)
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    """A request of 0.6 s runs, and one of 0.3 s has waited for half a second."""
+    world = cluster()
+    world.run([(0.0, short("runs", 600)), (0.01, short("waits", 300))], 0.51)
+    found = world.routers[0]._ledger
+    assert list(found.queue) == ["waits"]
+    return found
+
+
+def about_to_be_placed(ttft_s: float) -> Decision:
+    one = Candidate("p0", "d0", ttft_s=ttft_s, tpot_s=0.01, slack=0.0, is_feasible=True)
+    return Decision(choice=Choice.REMOTE, prefill_worker="p0", decode_worker="d0", candidates=(one,))
+
+
+@pytest.mark.parametrize(("ttft_s", "is_late"), [(0.45, False), (0.7, True)])
+def test_time_spent_in_the_queue_counts_when_a_request_is_placed(ledger: Ledger, ttft_s: float, is_late: bool) -> None:
+    request = ledger.requests["waits"]
+    assert ledger.now_s - request.arrived_s == pytest.approx(0.5, abs=0.02)
+    refusal.is_in_vain(ledger, request, about_to_be_placed(ttft_s))
+    assert ledger.queue.is_late("waits") is is_late
+
+
+def test_the_error_of_an_own_prefill_is_part_of_the_prediction(ledger: Ledger) -> None:
+    assert refusal._error_s(ledger, SURE, 0.0, 0) == pytest.approx(SURE.band_s / SIGMAS)
+
+
+@pytest.mark.parametrize(("tpot_s", "misses"), [(0.0499, True), (0.05, False)])
+def test_a_tpot_target_is_missed_by_more_than_the_error(tpot_s: float, misses: bool) -> None:
+    """It takes at least half of 0.1 s, so far as the model knows."""
+    assert refusal._misses_tpot(SURE, tpot_s) is misses
