@@ -150,7 +150,7 @@ def decode_floor(shape: Shape, rows: int, context: int, copy_gb_s: float = COPY_
             Kernel(
                 "sampler", 3, rows, 4 * rows * vocab / 3
             ),  # of greedy rows its first launch reads all, the others little
-            Kernel("tokens, tables, embedding, draws", 10, 0, 4 * rows * hidden),
+            Kernel("tokens and tables; embedding", 2, 0, 2 * rows * hidden),
         ),
         copy_gb_s,
     )

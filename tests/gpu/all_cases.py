@@ -14,6 +14,7 @@ from tests.gpu import (
     case_norms,
     case_penalties,
     case_place,
+    case_prepare,
     case_relay,
     case_sampling,
 )
@@ -21,6 +22,7 @@ from tests.gpu import (
 FILES = (
     case_norms,
     case_fp8,
+    case_prepare,
     case_place,
     case_attention,
     case_flatten,

@@ -281,13 +281,16 @@ class Sampler:
         self._mass = scratch(torch.int64, most_rows, _MOST_PARTS)
         self._group_best = scratch(torch.float32, most_rows, self._num_groups)
 
-    def draw(self, logits_BV: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Tokens, int64, and their logprobs, float32: [B] each. Logits are of any float dtype, and are not changed."""
+    def draw(self, logits_BV: Tensor, draws: Draws, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens, int64, and their logprobs, float32: [B] each, in `out` where given. Logits are of any float dtype,
+        and are not changed."""
         num_rows, size = logits_BV.shape
         if num_rows > self._most_rows or size != self._size:
             raise InternalError(f"logits {num_rows} x {size}: the sampler is for {self._most_rows} x {self._size}")
-        token_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
-        logprob_B = torch.empty(num_rows, dtype=torch.float32, device=logits_BV.device)
+        token_B, logprob_B = out or (
+            torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device),
+            torch.empty(num_rows, dtype=torch.float32, device=logits_BV.device),
+        )
         if not num_rows:
             return token_B, logprob_B
         parts = num_parts(num_rows, size, self._num_processors)

@@ -16,6 +16,7 @@ from torch import Tensor
 from pdserve.engine.gpu.attention import Rows, Scratch
 from pdserve.engine.gpu.inputs import Inputs
 from pdserve.engine.gpu.layers import LayerKernels
+from pdserve.engine.gpu.prepare import prepare
 from pdserve.engine.gpu.sampling import Sampler
 from pdserve.engine.model import Decoder
 from pdserve.engine.parameters import LayerWeights
@@ -71,6 +72,7 @@ class StaticDecode:
         self.num_pages = -(-max_context_tokens // pool.block_size)
         self.inputs = Inputs(most_tokens, pool.block_size, device, self.num_seats)
         self.table_SP = torch.zeros((self.num_seats, self.num_pages), dtype=torch.int32, device=device)
+        self._token_B = torch.zeros(most_tokens, dtype=torch.int64, device=device)
         self.drawn_B = torch.zeros(most_tokens, dtype=torch.int64, device=device)
         self.logprob_B = torch.zeros(most_tokens, dtype=torch.float32, device=device)
         # They outlive the step, for the rows that are drawn again behind it.
@@ -100,11 +102,18 @@ class StaticDecode:
         """
         field = self.inputs.field
         self._model.spread(self.drawn_B)
-        follows_B, token_B = field("follows", bucket), field("token", bucket)
-        token_B = torch.where(follows_B >= 0, self.drawn_B[follows_B.clamp(min=0)], token_B)
+        token_B = self._token_B[:bucket]
+        table_BP = prepare(
+            field("follows", bucket),
+            self.drawn_B,
+            field("token", bucket),
+            field("seat", bucket),
+            self.table_SP,
+            token_B,
+        )
         rows = Rows(
             num_queries=num_queries,
-            table_BP=self.table_SP[field("seat", bucket)],
+            table_BP=table_BP,
             start_B=field("start", bucket),
             length_B=field("length", bucket),
             first_B1=field("first", bucket + 1) if num_queries > 1 else None,
@@ -120,6 +129,5 @@ class StaticDecode:
         logits_BV = self._model.logits(self._model.hidden(mixer), self.logits_BV[:bucket])
         if not self._model.is_leader:
             return
-        drawn_B, logprob_B = self.sampler.draw(logits_BV, self.inputs.draws(bucket))
-        self.drawn_B[:bucket] = drawn_B
-        self.logprob_B[:bucket] = logprob_B
+        out = self.drawn_B[:bucket], self.logprob_B[:bucket]
+        self.sampler.draw(logits_BV, self.inputs.draws(bucket), out)
