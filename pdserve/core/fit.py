@@ -96,7 +96,9 @@ class Fit:
         explained = sum(theta * one for theta, one in zip(self._theta, x, strict=True))
         self._correct(x, believed - known_s / predicted - explained)
         shown = _clip(ratio, CLIP_SIGMAS * self.error)
-        gain = max(BAND_GAIN, 1.0 / (self._recent + 3))
+        # The first residuals are of a model that is still learning, and FIRST_ERROR is no evidence: the n-th sample
+        # weighs as n, so that they count for little by the time that the band is used.
+        gain = max(BAND_GAIN, 2.0 / (self._recent + 3))
         variance = (1.0 - gain) * self.error**2 + gain * shown**2 / CLIPPED_SHARE
         self.error = min(max(math.sqrt(variance), SMALLEST_ERROR), WIDEST_ERROR)
         self.num_samples += 1

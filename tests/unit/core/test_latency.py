@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.core.fit import LONGEST_S, Fit
+from pdserve.core.fit import KNOWN_SAMPLES, LONGEST_S, Fit
 from pdserve.core.latency import CostModel, CostPrior, LinkModel
 
 TRUTH = CostPrior(
@@ -181,6 +181,15 @@ def test_a_wrong_prior_is_forgotten_within_some_hundred_batches(seed: int) -> No
     assert model.prefill_s(10) == pytest.approx(truth.prefill_s(10), rel=0.1)
     assert model.decode_error < 0.1
     assert model.prefill_error < 0.1
+
+
+def test_the_band_is_that_of_the_samples_once_there_are_enough_of_them() -> None:
+    model = CostModel(CostPrior())
+    for _ in range(KNOWN_SAMPLES):
+        model.observe(
+            rows=16, prefill_tokens=0, prefill_token_context=0, context_tokens=8000, step_s=model.decode_s(16, 8000)
+        )
+    assert model.decode_error < 0.05, "they are all exact; what was believed before any of them is no evidence"
 
 
 @pytest.mark.parametrize("seed", range(5))
