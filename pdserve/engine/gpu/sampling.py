@@ -61,9 +61,14 @@ def floor_key(min_p: float) -> int:
 
 
 @triton.jit
+def _part_length(size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    return tl.cdiv(tl.cdiv(size, BLOCK), PARTS) * BLOCK
+
+
+@triton.jit
 def _part(size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """First and end of this program's tokens."""
-    length = tl.cdiv(tl.cdiv(size, BLOCK), PARTS) * BLOCK
+    length = _part_length(size, PARTS, BLOCK)
     begin = tl.program_id(1) * length
     return begin, tl.minimum(begin + length, size)
 
@@ -221,7 +226,7 @@ def _settle(
         temperature = tl.maximum(temperature, _LEAST)
         row_logits, row_candidates = logits + row * stride, candidates + row * size
         counts = count_in + row * PARTS
-        length = tl.cdiv(tl.cdiv(size, PART_BLOCK), PARTS) * PART_BLOCK
+        length = _part_length(size, PARTS, PART_BLOCK)
         cutoff = find_cutoff(
             row_logits,
             row_candidates,
