@@ -8,6 +8,7 @@ answers end.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -37,28 +38,35 @@ def prompts(rng: random.Random) -> int:
     return rng.randint(400, 1000) if rng.random() < 0.25 else rng.randint(24, 160)
 
 
-def world_at(rate_rps: float, seed: int = 0) -> World:
-    workers = tuple(
+def one_and_one(cost: CostPrior, *, kv_capacity_tokens: int, max_context_tokens: int) -> tuple[WorkerShape, ...]:
+    """A prefill and a decode worker."""
+    return tuple(
         WorkerShape(
             worker_id=name,
             role=role,
-            cost=COST,
-            kv_capacity_tokens=60_000,
+            cost=cost,
+            kv_capacity_tokens=kv_capacity_tokens,
             kv_bytes_per_token=2048,
             max_batch_tokens=512,
-            max_context_tokens=2048,
+            max_context_tokens=max_context_tokens,
         )
         for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE))
     )
-    config = SimConfig(
+
+
+def config_of(workers: tuple[WorkerShape, ...], **more: Any) -> SimConfig:
+    return SimConfig(
         workers=workers,
         slo=Slo(ttft_s=1.0, tpot_s=0.15),
         router=RouterSettings(policy="goodput", is_strict=True),
         block_size=16,
-        noise=NOISE,
         message_s=1e-3,
-        max_tokens=64,
+        **more,
     )
+
+
+def world_at(rate_rps: float, seed: int = 0) -> World:
+    workers = one_and_one(COST, kv_capacity_tokens=60_000, max_context_tokens=2048)
     trace = Poisson(
         rate_rps=rate_rps,
         duration_s=END_S,
@@ -67,7 +75,7 @@ def world_at(rate_rps: float, seed: int = 0) -> World:
         outputs=lambda rng: rng.randint(16, 64),
         block_tokens=16,
     )
-    return World(trace, config)
+    return World(trace, config_of(workers, noise=NOISE, max_tokens=64))
 
 
 def measured(result: SimResult) -> list[RequestRow]:
@@ -124,27 +132,7 @@ def slow_world(rate_rps: float) -> World:
         decode_per_row_s=1.2e-3,
         decode_per_context_token_s=1.5e-6,
     )
-    workers = tuple(
-        WorkerShape(
-            worker_id=name,
-            role=role,
-            cost=cost,
-            kv_capacity_tokens=400_000,
-            kv_bytes_per_token=2048,
-            max_batch_tokens=512,
-            max_context_tokens=4096,
-        )
-        for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE))
-    )
-    config = SimConfig(
-        workers=workers,
-        slo=Slo(ttft_s=1.0, tpot_s=0.15),
-        router=RouterSettings(policy="goodput", is_strict=True),
-        block_size=16,
-        message_s=1e-3,
-        report_s=0.0,
-        max_tokens=40,
-    )
+    workers = one_and_one(cost, kv_capacity_tokens=400_000, max_context_tokens=4096)
     trace = Poisson(
         rate_rps=rate_rps,
         duration_s=SLOW_END_S,
@@ -152,7 +140,7 @@ def slow_world(rate_rps: float) -> World:
         outputs=lambda rng: 40,
         block_tokens=16,
     )
-    return World(trace, config)
+    return World(trace, config_of(workers, report_s=0.0, max_tokens=40))
 
 
 @pytest.mark.parametrize("rate_rps", [16.0, 50.0])
