@@ -17,7 +17,7 @@ from kvtransfer.device import Blocks, Copying, Device
 from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.landing import Claim
 from kvtransfer.paths.local import TAKEN, UnixDoor, await_taken, receive_patiently
-from kvtransfer.paths.on_device import OnDevice, extents_of
+from kvtransfer.paths.on_device import OnDevice, extents_of_part
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.paths.slots import Slots, check_numbers, give_back, read_numbers
 from kvtransfer.plan import DEVICE_CHUNK_BYTES
@@ -97,7 +97,7 @@ class CudaIpcReceive:
         self._copying: list[tuple[Frame, Claim, Copying]] = []
 
     def check(self, frame: Frame) -> None:
-        extents_of(self._link, frame.part)
+        extents_of_part(self._link, frame.part)
         check_numbers(frame, WINDOW)
 
     def land(self, frame: Frame, claim: Claim | None) -> None:
@@ -107,7 +107,7 @@ class CudaIpcReceive:
             give_back(self._link, frame)
             return
         wake, after = link.channel.waker.set, claim.landing.after
-        out_of, into = extents_of(link, frame.part)
+        out_of, into = extents_of_part(link, frame.part)
         source, target = self._source.narrowed(out_of), self._pool.narrowed(into)
         copying = self._device.copy(source, sources, target, claim.blocks, wake, after)
         self._copying.append((frame, claim, copying))

@@ -29,7 +29,7 @@ from kvtransfer.device import Blocks, Copying, Device, Lane, Lanes
 from kvtransfer.frames import BadFrame, Frame, Kind, Tag
 from kvtransfer.landing import Claim
 from kvtransfer.paths.local import TAKEN, await_taken, receive_patiently
-from kvtransfer.paths.on_device import DeviceOf, OnDevice, announce_packed, extents_of
+from kvtransfer.paths.on_device import DeviceOf, OnDevice, announce_packed, extents_of_part
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.paths.slots import give_back
 from kvtransfer.paths.tcp import TcpDoor
@@ -149,7 +149,7 @@ class NcclReceive:
         seat.ask = self._ask
 
     def check(self, frame: Frame) -> None:
-        extents_of(self._link, frame.part)
+        extents_of_part(self._link, frame.part)
         is_too_long = self._link.size_of(frame) > self._slot_blocks * self._link.block_bytes
         if frame.length or frame.slot >= SLOTS or is_too_long or frame.slot in self._next:
             raise BadFrame(f"{frame.count} blocks in slot {frame.slot} with {frame.length} bytes behind the header")
@@ -191,7 +191,7 @@ class NcclReceive:
         if claim is None or not link.enter(claim):
             self._end(number)
             return
-        _, into = extents_of(link, frame.part)
+        _, into = extents_of_part(link, frame.part)
         packed = self._staging.cut(number * self._slot_blocks, self._slot_blocks, into.num_bytes)
         wake, after = link.channel.waker.set, claim.landing.after
         sources, target = range(frame.count), self._pool.narrowed(into)

@@ -71,7 +71,7 @@ class OnDevice:
         return device_of(pool)
 
 
-def extents_of(link: ReceiveLink, part: Part) -> tuple[Extent, Extent]:
+def extents_of_part(link: ReceiveLink, part: Part) -> tuple[Extent, Extent]:
     """The part's bytes in the blocks of the sender and of the receiver. Raises BadFrame unless these are as many, in
     equal runs."""
     source, target = link.source.extent(part), link.target.extent(part)

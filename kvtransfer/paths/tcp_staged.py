@@ -22,7 +22,7 @@ from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.host_device import HostDevice
 from kvtransfer.landing import Claim
 from kvtransfer.memory import host_view
-from kvtransfer.paths.on_device import OnDevice, announce_packed, extents_of, wake_nobody
+from kvtransfer.paths.on_device import OnDevice, announce_packed, extents_of_part, wake_nobody
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.paths.tcp import WAKE_BYTES, TcpDoor, discard
 from kvtransfer.plan import blocks_per_chunk
@@ -123,7 +123,7 @@ class TcpStagedReceive:
         self._scattering: deque[tuple[int, Frame, Claim, Copying]] = deque()
 
     def check(self, frame: Frame) -> None:
-        extents_of(self._link, frame.part)
+        extents_of_part(self._link, frame.part)
         size = self._link.size_of(frame)
         if frame.length != size or size > self._slots.num_bytes:
             raise BadFrame(f"a chunk of {frame.count} blocks with {frame.length} bytes, expected {size}")
@@ -141,7 +141,7 @@ class TcpStagedReceive:
         if not link.enter(claim):
             slots.free.append(slot)
             return
-        _, into = extents_of(link, frame.part)
+        _, into = extents_of_part(link, frame.part)
         first, at = slot * slots.blocks, slot * slots.num_bytes
         device.move(slots.staging, first, slots.host, at, frame.length, wake_nobody, is_to_host=False)
         dense, target = slots.staging.cut(first, slots.blocks, into.num_bytes), self._pool.narrowed(into)

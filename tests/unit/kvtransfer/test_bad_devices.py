@@ -21,7 +21,7 @@ from kvtransfer.parts import Lanes, Part
 from kvtransfer.paths import cuda_ipc, nccl
 from kvtransfer.paths.cuda_ipc import CUDA_IPC
 from kvtransfer.paths.nccl import NCCL, Nccl
-from kvtransfer.paths.on_device import extents_of
+from kvtransfer.paths.on_device import extents_of_part
 from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.stamping import pack
 from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome, TransferKey
@@ -64,10 +64,10 @@ def test_scattered_parts_are_refused() -> None:
             sides = SimpleNamespace(source=Lanes.to_send(source, target), target=Lanes.to_receive(source, target))
         link: Any = sides
         if is_taken:
-            extents_of(link, part)
+            extents_of_part(link, part)
         else:
             with pytest.raises(BadFrame, match="between devices a part of a block is equal runs of bytes"):
-                extents_of(link, part)
+                extents_of_part(link, part)
 
 
 @PATHS
