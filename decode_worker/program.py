@@ -29,7 +29,7 @@ from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names, names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
 from pdserve.wire.convert import add_token, finish_to_proto
@@ -258,17 +258,17 @@ class DecodeProgram(RoleProgram):
             saved_bytes=saved_bytes,
         )
         self.emit(key.router, transfer_ended=ended)
-        metrics.add(names.TRANSFERS, outcome="committed")
-        metrics.add(names.TRANSFER_BYTES_TOTAL, effect.num_bytes)
-        metrics.add(names.TRANSFER_SAVED_BYTES, saved_bytes)
-        metrics.observe(names.TRANSFER_TIME, effect.transfer_s)
-        metrics.observe(names.TRANSFER_BUSY_TIME, effect.busy_s)
+        metrics.add(metric_names.TRANSFERS, outcome="committed")
+        metrics.add(metric_names.TRANSFER_BYTES_TOTAL, effect.num_bytes)
+        metrics.add(metric_names.TRANSFER_SAVED_BYTES, saved_bytes)
+        metrics.observe(metric_names.TRANSFER_TIME, effect.transfer_s)
+        metrics.observe(metric_names.TRANSFER_BUSY_TIME, effect.busy_s)
 
     def _transfer_cancelled(self, effect: fx.TransferCancelled) -> None:
-        self.context.metrics.add(names.TRANSFERS, outcome="cancelled")
+        self.context.metrics.add(metric_names.TRANSFERS, outcome="cancelled")
 
     def _kv_mistaken(self, effect: fx.KvMistaken) -> None:
-        self.context.metrics.add(names.KV_MISTAKEN)
+        self.context.metrics.add(metric_names.KV_MISTAKEN)
         log.error("a block does not hold what it should; its text is computed anew", extra={"error": effect.error})
 
     def _tell(self, drawn: Iterable[fx.Drawn], plain: Iterable[fx.PlainDrawn]) -> None:
@@ -309,7 +309,7 @@ class DecodeProgram(RoleProgram):
         row.preemptions = one.preemptions
         self._count(one)
         if one.prefill_s > 0.0:
-            self.context.metrics.add(names.REUSED_TOKENS, one.cached_tokens)
+            self.context.metrics.add(metric_names.REUSED_TOKENS, one.cached_tokens)
 
     def _lengthen(self, row: worker_pb2.TokenRow, one: fx.Drawn) -> None:
         add_token(row.tokens, one.token)
@@ -331,7 +331,7 @@ class DecodeProgram(RoleProgram):
 
     def _count(self, one: fx.Drawn) -> None:
         if one.preemptions:
-            self.context.metrics.add(names.PREEMPTED, one.preemptions)
+            self.context.metrics.add(metric_names.PREEMPTED, one.preemptions)
 
     def _gone(self, effect: fx.Released) -> None:
         self._landings.pop(effect.key, None)

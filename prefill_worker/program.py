@@ -27,7 +27,7 @@ from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine, OnLayer
 from pdserve.engine.load import load_engine
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names, names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.wire.convert import finish_to_proto, token_to_proto
 from pdserve.worker.context import ProgramContext
@@ -163,7 +163,7 @@ class PrefillProgram(RoleProgram):
     def _send_started(self, effect: fx.SendStarted) -> None:
         key = effect.key
         grant, deadline_at_s, text = self._grants[key]
-        self.context.metrics.add(names.PUSHES, plan=effect.plan)
+        self.context.metrics.add(metric_names.PUSHES, plan=effect.plan)
         remaining_s = None if deadline_at_s is None else max(0.0, deadline_at_s - self.context.now())
         post = self.context.post
         try:
@@ -200,11 +200,11 @@ class PrefillProgram(RoleProgram):
         took_s = sent.busy_s if sent.early_bytes else sent.exposed_s
         self._batching.pushing.sent(grant.worker_id, sent.num_bytes, took_s)
         metrics = self.context.metrics
-        metrics.observe(names.TRANSFER_EXPOSED_TIME, sent.exposed_s)
-        metrics.observe(names.TRANSFER_HIDDEN_SHARE, hidden_share(sent.busy_s, sent.exposed_s))
-        metrics.add(names.TRANSFER_WIRE_BYTES, sent.num_bytes, dtype=sent.wire_dtype or self._shape.dtype)
-        metrics.add(names.TRANSFER_SENT_BYTES, sent.early_bytes, when="early")
-        metrics.add(names.TRANSFER_SENT_BYTES, sent.num_bytes - sent.early_bytes, when="late")
+        metrics.observe(metric_names.TRANSFER_EXPOSED_TIME, sent.exposed_s)
+        metrics.observe(metric_names.TRANSFER_HIDDEN_SHARE, hidden_share(sent.busy_s, sent.exposed_s))
+        metrics.add(metric_names.TRANSFER_WIRE_BYTES, sent.num_bytes, dtype=sent.wire_dtype or self._shape.dtype)
+        metrics.add(metric_names.TRANSFER_SENT_BYTES, sent.early_bytes, when="early")
+        metrics.add(metric_names.TRANSFER_SENT_BYTES, sent.num_bytes - sent.early_bytes, when="late")
         ended = worker_pb2.TransferEnded(
             request_id=key.request_id,
             attempt=key.attempt,
@@ -225,7 +225,7 @@ class PrefillProgram(RoleProgram):
             finish=finish_to_proto(effect.finish),
         )
         self.emit(key.router, first_token=first)
-        self.context.metrics.add(names.REUSED_TOKENS, effect.cached_tokens)
+        self.context.metrics.add(metric_names.REUSED_TOKENS, effect.cached_tokens)
         self.record_span(Phase.PREFILL_QUEUE, key, effect.queue_s, ended_ago_s=effect.prefill_s)
         self.record_span(Phase.PREFILL, key, effect.prefill_s, {names.CACHED_TOKENS: effect.cached_tokens})
 

@@ -1,4 +1,4 @@
-"""What a router tells Prometheus and the trace about requests. Names are those of pdserve.telemetry.names."""
+"""What a router tells Prometheus and the trace about requests. Names: metric_names.py and names.py of telemetry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import final
 from pdserve.core.errors import Cancelled, PdserveError
 from pdserve.core.phases import Phase
 from pdserve.core.types import Slo
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names, names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.telemetry.tracing import OpenSpan, Tracing
 from pdserve.v1 import worker_pb2
@@ -59,16 +59,16 @@ class Measure:
         blocks = {} if most_blocks is None else {names.PREFIX_BLOCKS: most_blocks}
         self.tracing.record(names.PHASE_SPANS[Phase.PREFIX_LOOKUP], span.traceparent, seconds, blocks)
         outcome = "unavailable" if most_blocks is None else "hit" if most_blocks else "miss"
-        self.metrics.add(names.PREFIX_LOOKUPS, outcome=outcome)
-        self.metrics.observe(names.PREFIX_LOOKUP_TIME, seconds)
+        self.metrics.add(metric_names.PREFIX_LOOKUPS, outcome=outcome)
+        self.metrics.observe(metric_names.PREFIX_LOOKUP_TIME, seconds)
 
     def placed(self, path: str, attempt: int) -> None:
-        self.metrics.add(names.PLACEMENTS, path=path)
+        self.metrics.add(metric_names.PLACEMENTS, path=path)
         if attempt > 1:
-            self.metrics.add(names.REPLACEMENTS)
+            self.metrics.add(metric_names.REPLACEMENTS)
 
     def emitted(self, num_tokens: int) -> None:
-        self.metrics.add(names.GENERATED_TOKENS, num_tokens)
+        self.metrics.add(metric_names.GENERATED_TOKENS, num_tokens)
 
     def finished(self, told: Told, end: FinishRequest) -> None:
         timings, metrics = end.timings, self.metrics
@@ -79,18 +79,18 @@ class Measure:
         if not metrics.is_on:
             return
         path = timings.path.value if timings.path is not None else ""
-        metrics.observe(names.TTFT, timings.ttft_s, path=path)
+        metrics.observe(metric_names.TTFT, timings.ttft_s, path=path)
         labels = _labels(told)
-        metrics.observe(names.GEN_AI_TTFT, timings.ttft_s, **labels)
-        metrics.observe(names.GEN_AI_DURATION, timings.total_s, error_type="", **labels)
+        metrics.observe(metric_names.GEN_AI_TTFT, timings.ttft_s, **labels)
+        metrics.observe(metric_names.GEN_AI_DURATION, timings.total_s, error_type="", **labels)
         if end.usage.completion_tokens > 1:
-            metrics.observe(names.TPOT, timings.tpot_s, path=path)
-            metrics.observe(names.GEN_AI_TPOT, timings.tpot_s, **labels)
-        metrics.add(names.SLO_KEPT, kept=_kept(timings, told.slo))
+            metrics.observe(metric_names.TPOT, timings.tpot_s, path=path)
+            metrics.observe(metric_names.GEN_AI_TPOT, timings.tpot_s, **labels)
+        metrics.add(metric_names.SLO_KEPT, kept=_kept(timings, told.slo))
         if told.is_sibling:
             return
-        metrics.add(names.PROMPT_TOKENS, end.usage.prompt_tokens)
-        metrics.add(names.CACHED_PROMPT_TOKENS, end.usage.cached_prompt_tokens)
+        metrics.add(metric_names.PROMPT_TOKENS, end.usage.prompt_tokens)
+        metrics.add(metric_names.CACHED_PROMPT_TOKENS, end.usage.cached_prompt_tokens)
 
     def failed(self, told: Told, end: FailRequest) -> None:
         self._ended(told, end.outcome, end.timings)
@@ -102,26 +102,26 @@ class Measure:
         told.span.set(names.OUTPUT_TOKENS, end.num_output_tokens)
 
     def error(self, reason: str) -> None:
-        self.metrics.add(names.REQUEST_ERRORS, reason=reason)
+        self.metrics.add(metric_names.REQUEST_ERRORS, reason=reason)
 
     def rejected(self, error: PdserveError) -> None:
         """A call that was rejected before its handler."""
         self.error(error.reason)
 
     def disconnected(self) -> None:
-        self.metrics.add(names.CLIENT_DISCONNECTS)
+        self.metrics.add(metric_names.CLIENT_DISCONNECTS)
 
     def population(self, queued: int, running: int) -> None:
-        self.metrics.set(names.QUEUED, queued)
-        self.metrics.set(names.RUNNING, running)
+        self.metrics.set(metric_names.QUEUED, queued)
+        self.metrics.set(metric_names.RUNNING, running)
 
     def _ended(self, told: Told, outcome: Outcome, timings: Timings | None) -> None:
-        self.metrics.add(names.REQUESTS, outcome=outcome.value)
+        self.metrics.add(metric_names.REQUESTS, outcome=outcome.value)
         if timings is None:
             return
         self._trace(told, timings)
         if timings.attempts:
-            self.metrics.observe(names.QUEUE_TIME, timings.phases.queue_s)
+            self.metrics.observe(metric_names.QUEUE_TIME, timings.phases.queue_s)
         span = told.span
         span.set(names.TTFT_S, timings.ttft_s)
         span.set(names.TPOT_S, timings.tpot_s)
@@ -142,7 +142,7 @@ class Measure:
 
     def _failed_after(self, told: Told, timings: Timings | None, reason: str) -> None:
         if timings is not None and self.metrics.is_on:
-            self.metrics.observe(names.GEN_AI_DURATION, timings.total_s, error_type=reason, **_labels(told))
+            self.metrics.observe(metric_names.GEN_AI_DURATION, timings.total_s, error_type=reason, **_labels(told))
 
     def _trace(self, told: Told, timings: Timings) -> None:
         """A span of each slice that no worker and no earlier part of the router has recorded."""
@@ -162,7 +162,7 @@ class Measure:
 
 
 def _labels(told: Told) -> dict[str, str]:
-    """names.GEN_AI_LABELS."""
+    """metric_names.GEN_AI_LABELS."""
     return {
         "gen_ai_operation_name": told.operation,
         "gen_ai_provider_name": names.PROVIDER_NAME,

@@ -16,7 +16,7 @@ from typing import final
 
 from pdserve.core.durations import clamped_s
 from pdserve.core.types import Path
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 from pdserve.v1 import worker_pb2
 from router import messages
 from router.answer import Answer
@@ -137,7 +137,7 @@ class Runtime:
         commands = self.state.handle(event, now_s)
         metrics = self._measure.metrics
         if metrics.is_on:
-            metrics.observe(names.DECISION_TIME, self._clock() - now_s)
+            metrics.observe(metric_names.DECISION_TIME, self._clock() - now_s)
         if self._on_step is not None:
             self._on_step(now_s, event, commands)
         for command in commands:

@@ -23,7 +23,7 @@ from pdserve.core.types import Role, Slo
 from pdserve.listening import bind_error
 from pdserve.prefix.index import PrefixIndex
 from pdserve.prefix.lookup import MemoryLookup, PrefixLookup
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names, names
 from pdserve.telemetry.interceptors import TracingServerInterceptor
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import make_tracing
@@ -119,7 +119,7 @@ class RouterServer:
             silence_s=max(HANG_UP * config.worker_silence_s, 1.0),
             on_change=self._workers_changed,
             on_scored=self._runtime.scored,
-            on_unproven=partial(self._metrics.add, names.UNPROVEN_WORKERS),
+            on_unproven=partial(self._metrics.add, metric_names.UNPROVEN_WORKERS),
             on_crash=self._crashed,
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
@@ -286,13 +286,13 @@ class RouterServer:
             self._measure.population(state.num_queued, state.num_running)
             for role in Role:
                 attached = sum(one is role for one in self._workers.roles.values())
-                self._metrics.set(names.WORKERS, attached, role=role.value)
-            self._metrics.set(names.CONNECTIONS, await asyncio.to_thread(num_connections, self._port))
+                self._metrics.set(metric_names.WORKERS, attached, role=role.value)
+            self._metrics.set(metric_names.CONNECTIONS, await asyncio.to_thread(num_connections, self._port))
             for kind in DROPPED:
-                self._metrics.add(names.DROPPED_MESSAGES, state.counters[kind] - self._counted[kind], kind=kind)
+                self._metrics.add(metric_names.DROPPED_MESSAGES, state.counters[kind] - self._counted[kind], kind=kind)
                 self._counted[kind] = state.counters[kind]
             invalid = self._workers.num_invalid
-            self._metrics.add(names.DROPPED_MESSAGES, invalid - self._counted["invalid"], kind="invalid")
+            self._metrics.add(metric_names.DROPPED_MESSAGES, invalid - self._counted["invalid"], kind="invalid")
             self._counted["invalid"] = invalid
             await asyncio.sleep(MEASURE_EVERY_S)
 

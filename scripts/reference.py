@@ -21,7 +21,8 @@ from pdserve.config import RouterConfig, WorkerConfig
 from pdserve.core.setting import NAME, Range
 from pdserve.launch.keys import COMPUTED, TOP
 from pdserve.launch.spec import NUM_WORKERS, ClusterSpec
-from pdserve.telemetry.names import ATTRIBUTES, METRICS, SPANS, LabelValues, MetricSpec
+from pdserve.telemetry.metric_names import METRICS, LabelValues, MetricSpec
+from pdserve.telemetry.names import ATTRIBUTES, SPANS
 
 COMMAND: Final = "make reference"
 FOLDER: Final = "docs/reference"
@@ -256,7 +257,7 @@ def metrics_page() -> str:
     )
     lines += ["", "### Attributes"]
     lines += table(("name", "meaning"), ((code(name), text) for name, text in ATTRIBUTES.items()))
-    return page("Metrics and spans", "pdserve/telemetry/names.py", *lines)
+    return page("Metrics and spans", "metric_names.py and names.py in pdserve/telemetry", *lines)
 
 
 def metric_row(spec: MetricSpec) -> Sequence[str]:

@@ -14,7 +14,7 @@ import grpc
 
 from benchmarks.attacks.row import Finding, Row, Target
 from benchmarks.attacks.watching import LogWatch
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 
 ROUTER: Final = (
     "pdserve.v1.InferenceService/Generate",
@@ -69,8 +69,8 @@ def attack(target: Target) -> Finding:
 
 
 def _counted(target: Target) -> float:
-    by_router = target.metric("router", names.REQUEST_ERRORS.name)
-    return by_router + sum(target.metric(name, names.REJECTED_CALLS.name) for name in ("p0", "d0"))
+    by_router = target.metric("router", metric_names.REQUEST_ERRORS.name)
+    return by_router + sum(target.metric(name, metric_names.REJECTED_CALLS.name) for name in ("p0", "d0"))
 
 
 def _status(call: Any, message: bytes, metadata: tuple[tuple[str, str], ...]) -> str:

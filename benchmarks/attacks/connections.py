@@ -13,7 +13,7 @@ from typing import Final
 
 from benchmarks.attacks.row import Finding, Row, Target
 from pdserve.config import RouterConfig
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 from pdserve.wire.port_options import HANDSHAKE_S
 
 NUM_EACH: Final = 300
@@ -35,7 +35,7 @@ def attack(target: Target) -> Finding:
             one.setblocking(False)
         time.sleep(2.0)
         num_accepted = sum(not _is_closed(one) for one in made)
-        shown = target.metric("router", names.CONNECTIONS.name)
+        shown = target.metric("router", metric_names.CONNECTIONS.name)
         while any(not _is_closed(one) for one in made) and time.monotonic() < began_s + HANDSHAKE_S + LATE_S:
             time.sleep(0.1)
         half_open, idle = (sum(not _is_closed(one) for one in part) for part in (made[:NUM_EACH], made[NUM_EACH:]))

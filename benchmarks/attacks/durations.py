@@ -16,7 +16,7 @@ import grpc
 
 from benchmarks.attacks.row import Finding, Row, Target
 from pdserve import Client, PdserveError
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 NO_TARGETS: Final = (math.nan, math.inf, -math.inf, -1.0, 0.0, 5e-324, 1e300)
@@ -26,7 +26,7 @@ ANSWER_S: Final = 10.0
 
 
 def attack(target: Target) -> Finding:
-    before = target.metric("router", names.REQUEST_ERRORS.name, reason="INVALID_REQUEST")
+    before = target.metric("router", metric_names.REQUEST_ERRORS.name, reason="INVALID_REQUEST")
     errors: Counter[str] = Counter()
     complaints: list[str] = []
     with grpc.insecure_channel(target.router) as channel:
@@ -48,7 +48,7 @@ def attack(target: Target) -> Finding:
         errors[said] += 1
         if said not in ("FAILURE_KIND_INVALID", "UNAUTHENTICATED", "PERMISSION_DENIED"):
             complaints.append(f"a reservation with deadline_s = {seconds} ended in {said}")
-    counted = target.metric("router", names.REQUEST_ERRORS.name, reason="INVALID_REQUEST") - before
+    counted = target.metric("router", metric_names.REQUEST_ERRORS.name, reason="INVALID_REQUEST") - before
     if counted < 2 * len(NO_TARGETS):
         complaints.append(f"{counted:.0f} of {2 * len(NO_TARGETS)} invalid requests were counted")
     attempts = errors.total()

@@ -14,7 +14,7 @@ import grpc
 
 from benchmarks.attacks.row import Finding, Row, Target
 from benchmarks.attacks.watching import LogWatch
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 
 NUM_READERS: Final = 200
@@ -28,7 +28,7 @@ SMALL_WINDOW: Final = (
 
 
 def attack(target: Target) -> Finding:
-    before = target.metric("router", names.CLIENT_DISCONNECTS.name)
+    before = target.metric("router", metric_names.CLIENT_DISCONNECTS.name)
     log = LogWatch(target)
     metadata = (("authorization", f"Bearer {target.token}"),)
     ends_s = time.monotonic() + target.seconds
@@ -55,7 +55,7 @@ def attack(target: Target) -> Finding:
         errors = Counter(pool.map(leave, range(NUM_READERS)))
     num_left = errors["disconnected"]
     settled_s = time.monotonic() + SETTLE_S
-    while (counted := target.metric("router", names.CLIENT_DISCONNECTS.name) - before) < num_left:
+    while (counted := target.metric("router", metric_names.CLIENT_DISCONNECTS.name) - before) < num_left:
         if time.monotonic() > settled_s:
             break
         time.sleep(0.2)

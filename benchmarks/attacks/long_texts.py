@@ -17,7 +17,7 @@ import grpc
 from benchmarks.attacks.row import Finding, Row, Target
 from benchmarks.attacks.watching import MemoryPeak
 from pdserve import Client, PdserveError, Retries
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 
 TEXT: Final = "def fib(n):\n    return n if n < 2 else fib(n - 1)\n" * 78_000  # 3.9 MB
@@ -30,7 +30,7 @@ BESIDE: Final = "x = 1\n" * 70  # 420 characters: in a thread, as the long ones
 
 
 def attack(target: Target) -> Finding:
-    before = target.metric("router", names.REQUEST_ERRORS.name)
+    before = target.metric("router", metric_names.REQUEST_ERRORS.name)
     metadata = (("authorization", f"Bearer {target.token}"),)
     errors: Counter[str] = Counter()
     lock = threading.Lock()
@@ -86,7 +86,7 @@ def attack(target: Target) -> Finding:
             num_sent += NUM_CALLERS
         is_over.set()
         thread.join(ANSWER_S)
-    counted = target.metric("router", names.REQUEST_ERRORS.name) - before
+    counted = target.metric("router", metric_names.REQUEST_ERRORS.name) - before
     rejected = errors["INVALID_ARGUMENT"] + errors["RESOURCE_EXHAUSTED"] + errors["truncated: RESOURCE_EXHAUSTED"]
     taken = errors["truncated: OK"]
     complaints = []

@@ -21,7 +21,7 @@ import grpc
 
 from benchmarks.attacks.row import Finding, Row, Target
 from kvtransfer.frames import Greeting
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 from pdserve.v1 import (
     cluster_pb2,
     cluster_pb2_grpc,
@@ -110,7 +110,7 @@ def _status(call: Callable[[], Any]) -> str:
 
 
 def _rejected(target: Target, name: str) -> float:
-    return target.metric(name, names.REJECTED_CALLS.name, reason="UNAUTHENTICATED")
+    return target.metric(name, metric_names.REJECTED_CALLS.name, reason="UNAUTHENTICATED")
 
 
 def _connect(target: Target, errors: Counter[str], complaints: list[str]) -> int:

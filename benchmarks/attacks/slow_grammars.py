@@ -14,7 +14,7 @@ from typing import Final
 
 from benchmarks.attacks.row import Finding, Row, Target
 from pdserve import Client, PdserveError, Retries
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 
 NUM_CALLERS: Final = 24
 MAX_WAIT_S: Final = 3.0
@@ -23,7 +23,7 @@ JOIN_S: Final = 60.0
 
 
 def attack(target: Target) -> Finding:
-    before = target.metric("router", names.REQUEST_ERRORS.name)
+    before = target.metric("router", metric_names.REQUEST_ERRORS.name)
     errors: Counter[str] = Counter()
     lock = threading.Lock()
     is_over = threading.Event()
@@ -62,7 +62,7 @@ def attack(target: Target) -> Finding:
     is_over.set()
     for caller in callers:
         caller.join(JOIN_S)
-    counted = target.metric("router", names.REQUEST_ERRORS.name) - before
+    counted = target.metric("router", metric_names.REQUEST_ERRORS.name) - before
     rejected = errors["INVALID_REQUEST"] + errors["OVERLOADED"]
     complaints = []
     if rejected + errors["served"] != errors.total():  # some numbers make a quick schema

@@ -13,7 +13,8 @@ from typing import Any, Self, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.listening import bind_error
-from pdserve.telemetry.names import METRICS, MetricSpec, Process
+from pdserve.telemetry.metric_names import METRICS, MetricSpec
+from pdserve.telemetry.names import Process
 
 log = logging.getLogger(__name__)
 

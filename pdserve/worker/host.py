@@ -25,7 +25,7 @@ from pdserve.core.durations import clamped_s
 from pdserve.core.errors import PdserveError
 from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret
 from pdserve.core.types import Role
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 from pdserve.telemetry.tracing import Tracing, make_tracing
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
@@ -189,7 +189,7 @@ class WorkerHost:
         return listen(self._server, self._config.host, self._config.port, "port")
 
     def _rejected(self, error: PdserveError) -> None:
-        self._metrics.add(names.REJECTED_CALLS, reason=error.reason)
+        self._metrics.add(metric_names.REJECTED_CALLS, reason=error.reason)
 
     async def _serve(self, program: RoleProgram) -> None:
         self._publisher = make_publisher(

@@ -27,7 +27,7 @@ from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.interface import AheadEngine, Engine, OnLayer, PlainOuts, Row, RowOut
 from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.profiles import load_profile
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names, names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.wire.convert import role_to_proto
 from pdserve.worker import calibrate, messages
@@ -197,7 +197,7 @@ class RoleProgram(ABC):
         except InvalidRequest as error:
             # No attempt can be named, so nobody can be told.
             self.counts["unusable message"] += 1
-            self.context.metrics.add(names.INVALID_MESSAGES, field=error.field)
+            self.context.metrics.add(metric_names.INVALID_MESSAGES, field=error.field)
             log.warning("a message was dropped", extra={"field": error.field, "expected": error.expected})
 
     @property
@@ -346,7 +346,7 @@ class RoleProgram(ABC):
         try:
             attempt = read_sequence(message, key, self.limits, self.received_s)
         except InvalidRequest as error:
-            self.context.metrics.add(names.INVALID_MESSAGES, field=error.field)
+            self.context.metrics.add(metric_names.INVALID_MESSAGES, field=error.field)
             self._failed(fx.Failed(key=key, kind=FailureKind.INVALID, message=error.message))
             self._released(fx.Released(key=key))
             return None
@@ -380,7 +380,7 @@ class RoleProgram(ABC):
 
     def _refused(self, effect: fx.Refused) -> None:
         self._forget(effect.key)
-        self.context.metrics.add(names.REFUSED_BY_WORKER, reason=effect.reason.value)
+        self.context.metrics.add(metric_names.REFUSED_BY_WORKER, reason=effect.reason.value)
         self.emit(effect.key.router, refused=messages.refused(effect))
 
     def _failed(self, effect: fx.Failed) -> None:
@@ -394,7 +394,7 @@ class RoleProgram(ABC):
             log.debug("a KV transfer was cancelled", extra=extra)
         else:
             log.warning("KV was not moved", extra=extra)
-        self.context.metrics.add(names.TRANSFERS, outcome="cancelled" if effect.is_cancelled else "failed")
+        self.context.metrics.add(metric_names.TRANSFERS, outcome="cancelled" if effect.is_cancelled else "failed")
         self.emit(effect.key.router, transfer_ended=messages.transfer_lost(effect))
 
     def _released(self, effect: fx.Released) -> None:

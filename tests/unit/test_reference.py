@@ -22,7 +22,7 @@ from pdserve.config import RouterConfig, WorkerConfig, parse_flags
 from pdserve.core.errors import ConfigError
 from pdserve.launch import settings
 from pdserve.launch.keys import KINDS, TOP
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from router.commands import Outcome
 
@@ -144,20 +144,20 @@ def test_metrics_page_lists_what_a_scrape_shows() -> None:
 
 
 def test_label_values_are_those_of_the_code() -> None:
-    assert names.REQUESTS.labels["outcome"] == tuple(one.value for one in Outcome)
+    assert metric_names.REQUESTS.labels["outcome"] == tuple(one.value for one in Outcome)
     events = {*EVENTS, *issuer.events(), "layer_groups_withheld"}
-    assert set(names.TRANSFER_EVENTS.labels["event"]) == events
+    assert set(metric_names.TRANSFER_EVENTS.labels["event"]) == events
 
 
 def test_literal_labels_are_listed() -> None:
-    """Each call such as metrics.add(names.KV_BLOCKS, 1, state="free")."""
+    """Each call such as metrics.add(metric_names.KV_BLOCKS, 1, state="free")."""
     seen = 0
     for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Attribute)):
                 continue
-            spec = getattr(names, node.args[0].attr, None)
-            if not isinstance(spec, names.MetricSpec):
+            spec = getattr(metric_names, node.args[0].attr, None)
+            if not isinstance(spec, metric_names.MetricSpec):
                 continue
             for word in node.keywords:
                 if word.arg is None or word.arg == "trace_id":

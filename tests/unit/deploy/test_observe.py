@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 from tests.unit.deploy.manifests import KUBERAY, ROOT, load, pod_templates
 
 OBSERVE = ROOT / "deploy/observe"
@@ -29,10 +29,10 @@ def expressions() -> Iterator[str]:
         yield from (target["expr"] for target in panel.get("targets", []))
 
 
-def samples() -> dict[str, names.MetricSpec]:
+def samples() -> dict[str, metric_names.MetricSpec]:
     """What Prometheus stores, by the name that a query uses."""
     found = {}
-    for spec in names.METRICS.values():
+    for spec in metric_names.METRICS.values():
         suffixes = ("_bucket", "_sum", "_count") if spec.kind == "histogram" else ("",)
         found.update({spec.name + suffix: spec for suffix in suffixes})
     return found
@@ -44,13 +44,15 @@ def used(expression: str) -> set[str]:
 
 def test_every_metric_exists_and_is_emitted_by_its_process() -> None:
     known = samples()
-    constants = {spec.name: name for name, spec in vars(names).items() if isinstance(spec, names.MetricSpec)}
+    constants = {
+        spec.name: name for name, spec in vars(metric_names).items() if isinstance(spec, metric_names.MetricSpec)
+    }
     for expression in expressions():
         for name in used(expression):
             assert name in known, f"{name} in {expression}"
             spec = known[name]
             sources = [path for folder in EMITTERS[spec.by] for path in (ROOT / folder).rglob("*.py")]
-            word = re.compile(rf"\bnames\.{constants[spec.name]}\b")
+            word = re.compile(rf"\bmetric_names\.{constants[spec.name]}\b")
             assert any(word.search(path.read_text()) for path in sources), f"nobody emits {name}"
 
 

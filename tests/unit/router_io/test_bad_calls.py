@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from pdserve.core.errors import InvalidRequest, PdserveError, UnknownMethod
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import inference_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
@@ -71,7 +71,7 @@ async def test_a_message_that_does_not_parse_is_a_bad_request(
         assert method in error.message
     assert raised(caplog) == []
     assert [one.getMessage() for one in caplog.records].count("messages do not parse") == 1
-    count = f'{names.REQUEST_ERRORS.name}{{reason="{InvalidRequest.reason}"}} {float(len(methods))}'
+    count = f'{metric_names.REQUEST_ERRORS.name}{{reason="{InvalidRequest.reason}"}} {float(len(methods))}'
     assert count in metrics.text()
     assert await front.health("") == "SERVING"
 
@@ -170,7 +170,9 @@ def request(max_tokens: int, **sampling: Any) -> inference_pb2.GenerateRequest:
 
 
 def num_disconnects(metrics: Metrics) -> float:
-    line = next(one for one in metrics.text().splitlines() if one.startswith(names.CLIENT_DISCONNECTS.name + " "))
+    line = next(
+        one for one in metrics.text().splitlines() if one.startswith(metric_names.CLIENT_DISCONNECTS.name + " ")
+    )
     return float(line.split()[1])
 
 

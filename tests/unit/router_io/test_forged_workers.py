@@ -17,7 +17,7 @@ from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError
 from pdserve.engine.toy import answer
 from pdserve.prefix.embedded import EmbeddedRedis
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import peer_pb2, peer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router.server import RouterServer
@@ -89,7 +89,9 @@ async def forge() -> AsyncIterator[Callable[..., Any]]:
 
 async def unproven(front: Any, metrics: Metrics, at_least: int) -> None:
     def count() -> float:
-        [line] = [one for one in metrics.text().splitlines() if one.startswith(names.UNPROVEN_WORKERS.name + " ")]
+        [line] = [
+            one for one in metrics.text().splitlines() if one.startswith(metric_names.UNPROVEN_WORKERS.name + " ")
+        ]
         return float(line.rpartition(" ")[2])
 
     await until(lambda: count() >= at_least)

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.core.errors import ConfigError
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 
 
@@ -35,10 +35,10 @@ def served():
 
 def test_what_was_counted_is_scraped(served) -> None:
     metrics, port = served
-    metrics.add(names.REQUESTS, outcome="served")
-    metrics.add(names.REQUESTS, 2, outcome="served")
-    metrics.set(names.QUEUED, 5)
-    metrics.observe(names.TTFT, 0.055, path="remote")
+    metrics.add(metric_names.REQUESTS, outcome="served")
+    metrics.add(metric_names.REQUESTS, 2, outcome="served")
+    metrics.set(metric_names.QUEUED, 5)
+    metrics.observe(metric_names.TTFT, 0.055, path="remote")
     found = samples(scrape(port))
     assert found["pdserve_requests_total{outcome=served}"] == 3
     assert found["pdserve_requests_queued"] == 5
@@ -48,7 +48,7 @@ def test_what_was_counted_is_scraped(served) -> None:
 
 def test_a_bucket_leads_to_a_trace(served) -> None:
     metrics, port = served
-    metrics.observe(names.TTFT, 0.055, path="local", trace_id="ab" * 16)
+    metrics.observe(metric_names.TTFT, 0.055, path="local", trace_id="ab" * 16)
     assert f'trace_id="{"ab" * 16}"' in scrape(port, "application/openmetrics-text; version=1.0.0")
 
 
@@ -58,12 +58,12 @@ def test_each_process_shows_its_own_metrics_only() -> None:
     assert "pdserve_engine_steps_total" not in router
     assert "pdserve_requests_queued" in router
     with pytest.raises(KeyError):
-        Metrics("router").add(names.STEPS)
+        Metrics("router").add(metric_names.STEPS)
 
 
 def test_two_registries_live_in_one_process() -> None:
     one, other = Metrics("worker"), Metrics("worker")
-    one.add(names.STEPS)
+    one.add(metric_names.STEPS)
     assert samples(one.text())["pdserve_engine_steps_total"] == 1
     assert samples(other.text())["pdserve_engine_steps_total"] == 0
 
@@ -81,10 +81,11 @@ def test_close_frees_the_port() -> None:
 def test_off_costs_no_import() -> None:
     code = """
 import sys
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics, make_metrics
 for metrics in (Metrics.off(), make_metrics("worker", 0)):
-    metrics.add(names.STEPS); metrics.set(names.QUEUED, 1); metrics.observe(names.TTFT, 1.0, path="x")
+    metrics.add(metric_names.STEPS); metrics.set(metric_names.QUEUED, 1)
+    metrics.observe(metric_names.TTFT, 1.0, path="x")
     assert metrics.text() == "" and metrics.serve(0) == 0 and not metrics.is_on
     metrics.close()
 print("prometheus_client" in sys.modules)
@@ -104,10 +105,10 @@ def test_a_taken_port_is_an_error() -> None:
 
 
 def test_names_units_and_buckets_are_well_formed() -> None:
-    for spec in names.METRICS.values():
+    for spec in metric_names.METRICS.values():
         assert spec.name.startswith(("pdserve_", "gen_ai_server_")), spec
         assert (spec.kind == "counter") == spec.name.endswith("_total"), spec
         assert (spec.kind == "histogram") == spec.name.endswith(("_seconds", "_ratio")) == bool(spec.buckets), spec
         assert list(spec.buckets) == sorted(set(spec.buckets)), spec
-    for fine in (names.TTFT_BUCKETS, names.TPOT_BUCKETS):
+    for fine in (metric_names.TTFT_BUCKETS, metric_names.TPOT_BUCKETS):
         assert max(high / low for low, high in itertools.pairwise(fine) if 0.02 <= low <= 0.5) < 1.6

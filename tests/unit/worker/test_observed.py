@@ -18,7 +18,7 @@ from pdserve.engine.toy import answer
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.redis_index import RedisIndex
 from pdserve.prefix.registry import Registry
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names, names
 from tests.unit.telemetry.otlp_sink import OtlpSink, running_sink
 
 PROMPT = list(range(10, 31))
@@ -156,6 +156,6 @@ async def test_what_transfers_meet_is_counted_once_for_each_time(start: Any, mon
     await d.on_engine(lambda one: one._measure.transferred({"late_messages": 2, "silent": 0}))
     await d.on_engine(lambda one: one._measure.transferred({"late_messages": 2, "silent": 0}))
     await d.on_engine(lambda one: one._measure.transferred({"late_messages": 5, "silent": 1}))
-    name = names.TRANSFER_EVENTS.name
+    name = metric_names.TRANSFER_EVENTS.name
     assert seen == [(name, 2, "late_messages"), (name, 3, "late_messages"), (name, 1, "silent")]
     assert set(program.transfer_events()) == {*EVENTS, "stuck_nccl_calls"}

@@ -18,7 +18,7 @@ from pdserve.core.errors import ConfigError, Unauthenticated
 from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.core.types import Role
 from pdserve.engine.toy import answer
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.v1 import peer_pb2, peer_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from pdserve.wire import peers
@@ -133,7 +133,7 @@ async def test_a_stranger_is_rejected_and_counted(start: Any, attach: Any, ask: 
             await asyncio.wait_for(attack(channel, d.address), 20)
     error = caught.value
     assert isinstance(error, Unauthenticated) or error.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert f'{names.REJECTED_CALLS.name}{{reason="UNAUTHENTICATED"}} 1.0' in metrics.text()
+    assert f'{metric_names.REJECTED_CALLS.name}{{reason="UNAUTHENTICATED"}} 1.0' in metrics.text()
     assert not await d.on_engine(lambda program: program.is_draining)
     router = await attach(d)  # and the cluster goes on
     assert await router.local(ask("r", PROMPT)) == answer(PROMPT, 8)
@@ -146,7 +146,7 @@ async def test_a_call_that_nothing_declares_is_rejected(start: Any) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary("/pdserve.v1.WorkerService/Format")(b"")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert f'{names.REJECTED_CALLS.name}{{reason="UNKNOWN_METHOD"}} 1.0' in metrics.text()
+    assert f'{metric_names.REJECTED_CALLS.name}{{reason="UNKNOWN_METHOD"}} 1.0' in metrics.text()
 
 
 async def test_health_needs_no_proof(start: Any) -> None:

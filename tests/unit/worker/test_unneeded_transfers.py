@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.core.types import Role
 from pdserve.engine.toy import answer
-from pdserve.telemetry import names
+from pdserve.telemetry import metric_names
 from pdserve.v1 import worker_pb2
 
 PROMPT = list(range(10, 71))
@@ -24,7 +24,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[str]]:
         seen: Counter[str] = Counter()
 
         def add(metric: Any, amount: float = 1, **labels: str) -> None:
-            if metric is names.TRANSFERS:
+            if metric is metric_names.TRANSFERS:
                 seen[labels["outcome"]] += int(amount)
 
         for worker in workers:
