@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, final
+from typing import NamedTuple, cast, final
 
 from pdserve.core.hashing import extend_hashes, tail_hash
 from pdserve.core.stamps import chain64
@@ -14,11 +14,25 @@ from pdserve.core.types import FinishReason, Sampling
 
 
 class AttemptKey(NamedTuple):
-    """Names an attempt on a worker. `router` numbers the stream that it came by, not the router process."""
+    """Names an attempt on one stream between a router and a worker.
 
-    router: int
+    `peer` names the other end of the stream: on a worker the number of the router's stream (not of the router's
+    process), on a router the worker's id.
+    """
+
+    peer: int | str
     request_id: str
     attempt: int
+
+    @property
+    def router(self) -> int:
+        """The peer, on a worker."""
+        return cast("int", self.peer)
+
+    @property
+    def worker_id(self) -> str:
+        """The peer, on a router."""
+        return cast("str", self.peer)
 
 
 class RefusalReason(Enum):
