@@ -14,13 +14,13 @@ BEGIN: Final = "<!-- States: made by `python -m kvtransfer.states_page` from kvt
 END: Final = "<!-- End of what is made. -->"
 
 MEANING: Final[dict[State, str]] = {
-    State.GRANTED: "Opened; the other side has not been heard of.",
-    State.SENDING: "Blocks are on their way.",
-    State.SENT: "Every block has landed (receiver) or is on the wire (sender).",
+    State.GRANTED: "Opened; nothing has arrived from the other side.",
+    State.SENDING: "Blocks are being sent.",
+    State.SENT: "Every block has arrived (receiver) or was sent (sender).",
     State.VERIFIED: "Every checksum and stamp matched: the receiver's owner may commit, the sender's may reuse.",
-    State.ABORTING: "The receiver's owner gave up; a write may still be under way.",
-    State.QUARANTINED: "The same for longer than the grace time. The blocks stay held.",
-    State.DRAINED: "Given up, and nobody writes any more.",
+    State.ABORTING: "The receiver's owner aborted; a write may still be under way.",
+    State.QUARANTINED: "Aborting for longer than the grace time. The blocks stay reserved.",
+    State.DRAINED: "Aborted, and no access is open.",
     State.FAILING: "Cannot complete; an access may still be open.",
     State.FAILED: "Cannot complete, and no access is open.",
 }
@@ -38,7 +38,7 @@ def section() -> str:
         *_arrows(RECEIVER_MOVES),
         "```",
         "",
-        f"Left out of the figure: {', '.join(state.value for state in OPEN)} -- any of {faults} --> failing.",
+        f"Not in the figure: from {', '.join(state.value for state in OPEN)}, any of {faults} leads to failing.",
         *_difference(),
         "",
         "| state | meaning |",
@@ -67,7 +67,7 @@ def _arrows(moves: Moves) -> list[str]:
 def _difference() -> list[str]:
     """What the sender's table has otherwise."""
     others = sorted({after.value for (_, event), after in SENDER_MOVES.items() if event is Event.ABORTED})
-    return [f"The sender's table has the same moves, but for an abort, which leads to {' or '.join(others)}."]
+    return [f"The sender's table has the same moves, except that an abort leads to {' or '.join(others)}."]
 
 
 if __name__ == "__main__":
