@@ -20,10 +20,10 @@ Decoder: TypeAlias = Callable[[Any], Any]
 
 def encode(value: Any) -> Any:
     """The JSON-able form of `value`. Dataclasses become objects without their class's name."""
+    if isinstance(value, Enum):  # before str, which some enums are
+        return value.value
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Enum):
-        return value.value
     if isinstance(value, bytes):
         return value.hex()
     if dataclasses.is_dataclass(value):

@@ -18,7 +18,7 @@ from typing import Final, Literal, final
 
 from pdserve.client.request import Options
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.types import MAX_LOGPROBS
+from pdserve.core.types import MAX_LOGPROBS, FinishReason
 
 EarlyStopping = bool | Literal["never"]
 Tops = Sequence[tuple[int, float]]  # (token id, logprob), most likely first
@@ -35,12 +35,12 @@ class Beam:
     token_ids: tuple[int, ...]
     logprob: float  # sum over its tokens
     score: float
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     text: str = ""
 
     @property
     def text_ids(self) -> tuple[int, ...]:
-        return self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids
+        return self.token_ids[:-1] if self.finish_reason is FinishReason.STOP else self.token_ids
 
 
 @final
@@ -116,7 +116,7 @@ class BeamSearch:
 
     def _finish(self, tokens: tuple[int, ...], logprob: float) -> None:
         score = logprob / len(tokens) ** self._length_penalty
-        reason: Literal["stop", "length"] = "stop" if tokens[-1] in self._ends else "length"
+        reason = FinishReason.STOP if tokens[-1] in self._ends else FinishReason.LENGTH
         self._finished.append(Beam(token_ids=tokens, logprob=logprob, score=score, finish_reason=reason))
         self._finished.sort(key=lambda one: -one.score)
         del self._finished[self._width :]

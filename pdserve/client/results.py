@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Final, Literal
+from typing import Final
 
 from pdserve.core.phases import Phases
+from pdserve.core.types import FinishReason, Path, Role
 from pdserve.v1 import cluster_pb2, inference_pb2, worker_pb2
 
-FinishReason = Literal["stop", "length"]
-Path = Literal["remote", "local"]
-Role = Literal["prefill", "decode"]
-
 _REASONS: Final[dict[int, FinishReason]] = {
-    inference_pb2.FINISH_REASON_STOP: "stop",
-    inference_pb2.FINISH_REASON_LENGTH: "length",
+    inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
 }
-_PATHS: Final[dict[int, Path]] = {inference_pb2.PATH_REMOTE: "remote", inference_pb2.PATH_LOCAL: "local"}
-_ROLES: Final[dict[int, Role]] = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
+_PATHS: Final[dict[int, Path]] = {inference_pb2.PATH_REMOTE: Path.REMOTE, inference_pb2.PATH_LOCAL: Path.LOCAL}
+_ROLES: Final[dict[int, Role]] = {worker_pb2.ROLE_PREFILL: Role.PREFILL, worker_pb2.ROLE_DECODE: Role.DECODE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +148,7 @@ class Topology:
     running_requests: int
     uptime_s: float
 
-    def of_role(self, role: Role) -> tuple[Worker, ...]:
+    def of_role(self, role: Role | str) -> tuple[Worker, ...]:
         return tuple(worker for worker in self.workers if worker.role == role)
 
 
@@ -227,7 +224,7 @@ def choice(pieces: Sequence[Piece], finished: inference_pb2.Finished) -> Choice:
         index=finished.index,
         text="".join(one.text for one in pieces),
         token_ids=tuple(token_id for one in pieces for token_id in one.token_ids),
-        finish_reason=_REASONS.get(finished.reason, "stop"),
+        finish_reason=_REASONS.get(finished.reason, FinishReason.STOP),
         logprobs=tuple(logprob for one in pieces for logprob in one.logprobs),
         stop=finished.stop if finished.HasField("stop") else None,
         stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,

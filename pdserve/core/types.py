@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Final
 
 from pdserve.core.durations import SHORTEST_SLO_S, check_duration
@@ -34,17 +34,17 @@ _COUNTS: Final = (
 MAX_SEED: Final = 2**64 - 1
 
 
-class Role(Enum):
+class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-class FinishReason(Enum):
+class FinishReason(StrEnum):
     STOP = "stop"  # end of sequence, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context window
 
 
-class Path(Enum):
+class Path(StrEnum):
     REMOTE = "remote"  # prefill on a prefill worker, KV moved to the decode worker
     LOCAL = "local"  # the decode worker reads the prompt itself
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
@@ -9,6 +10,8 @@ import grpc
 import pytest
 
 from pdserve import Client, DeadlineExceeded, InternalError, InvalidRequest, NoWorkers, Overloaded, Retries, Unavailable
+from pdserve.core.json_text import to_json
+from pdserve.core.types import FinishReason, Path, Role
 from pdserve.v1 import inference_pb2
 
 from .conftest import WAIT_S, Script, delta, fail, finished, started
@@ -35,6 +38,18 @@ def test_a_completion_holds_the_whole_answer(script: Script, target: str) -> Non
     assert (done.finish_reason, done.stop, done.stop_token_id) == ("stop", "\n", None)
     assert (done.usage.total_tokens, done.usage.cached_prompt_tokens) == (9, 2)
     assert (done.timings.ttft_s, done.timings.path, done.timings.prefill_worker) == (0.5, "remote", "p0")
+
+
+def test_reasons_and_paths_read_as_their_words(script: Script, target: str) -> None:
+    timings = inference_pb2.Timings(path=inference_pb2.PATH_LOCAL)
+    script.says(started(), delta("a", 1), finished(reason=inference_pb2.FINISH_REASON_LENGTH, timings=timings))
+    with Client(target) as client:
+        done = client.generate("hi")
+        roles = [worker.role for worker in client.topology().workers]
+    assert done.finish_reason is FinishReason.LENGTH and done.timings.path is Path.LOCAL
+    assert f"{done.finish_reason} {done.timings.path}" == "length local"
+    assert json.loads(to_json(done))["finish_reason"] == json.loads(json.dumps(done.finish_reason)) == "length"
+    assert roles == [Role.PREFILL] == ["prefill"]
 
 
 def test_a_stream_yields_pieces_and_then_its_completion(script: Script, target: str) -> None:
