@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from typing import Final, final
 
 from pdserve.core.errors import Cancelled, InternalError, PdserveError
-from pdserve.core.phases import Phases
+from pdserve.core.results import Usage
 from pdserve.core.types import FinishReason, Sampling, TokenOut
 from pdserve.text.detokenize import Detokenizer
 from pdserve.text.stops import StopMatcher
 from pdserve.v1 import inference_pb2
 from pdserve.wire import convert
+from pdserve.wire.results import TIMINGS, USAGE
 from router.commands import FinishRequest
 
 MAX_PENDING_TOKENS: Final = 8192  # a reader so far behind is taken for gone
@@ -43,7 +44,7 @@ class Answer:
         self.changed = asyncio.Event() if changed is None else changed
         self.error: PdserveError | None = None
         self.is_over = False  # its last message is pending or taken, or `error` is set
-        self.usage = inference_pb2.Usage()  # with its last message
+        self.usage: Usage | None = None  # with its last message
         self.num_tokens = 0
         self.model = model
         self.ended_s: float | None = None  # when the state ended it, by the runtime's clock
@@ -102,20 +103,16 @@ class Answer:
             self._write(self._stops.finish())
         is_stopped = self._stop is not None
         reason = FinishReason.STOP if is_stopped else end.reason
-        self.usage = inference_pb2.Usage(
-            prompt_tokens=end.usage.prompt_tokens,
-            completion_tokens=self.num_tokens if is_stopped else end.usage.completion_tokens,
-            cached_prompt_tokens=end.usage.cached_prompt_tokens,
-        )
+        usage = dataclasses.replace(end.usage, completion_tokens=self.num_tokens) if is_stopped else end.usage
         self._finished = inference_pb2.Finished(
             reason=convert.finish_to_proto(reason),
-            usage=self.usage,
-            timings=_timings(end),
+            usage=USAGE.encode(usage),
+            timings=TIMINGS.encode(end.timings),
             stop=self._stop,
             stop_token_id=self._last_id if reason is FinishReason.STOP and not is_stopped else None,
             cumulative_logprob=self._logprob_sum if self._has_logprobs else None,
         )
-        self.is_over = True
+        self.usage, self.is_over = usage, True
         self.changed.set()
 
     def fail(self, error: PdserveError) -> None:
@@ -181,24 +178,3 @@ class Answer:
         piece = self._stops.push(text)
         self._stop = piece.stop
         return piece.text
-
-
-def _timings(end: FinishRequest) -> inference_pb2.Timings:
-    timings = end.timings
-    phases = {field.name: getattr(timings.phases, field.name) for field in dataclasses.fields(Phases)}
-    return inference_pb2.Timings(
-        ttft_s=timings.ttft_s,
-        tpot_s=timings.tpot_s,
-        total_s=timings.total_s,
-        phases=inference_pb2.Phases(**phases),
-        transfer_s=timings.transfer_s,
-        transfer_busy_s=timings.transfer_busy_s,
-        transfer_exposed_s=timings.transfer_exposed_s,
-        path=convert.path_to_proto(timings.path),
-        prefill_worker=timings.prefill_worker,
-        decode_worker=timings.decode_worker,
-        attempts=timings.attempts,
-        preemptions=timings.preemptions,
-        transfer_bytes=timings.transfer_bytes,
-        transfer_saved_bytes=timings.transfer_saved_bytes,
-    )

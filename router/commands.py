@@ -12,8 +12,9 @@ from enum import Enum
 
 from kvtransfer.transport import Grant
 from pdserve.core import errors
-from pdserve.core.phases import NO_PHASES, Phases, Slice
-from pdserve.core.types import FinishReason, Path, TokenOut
+from pdserve.core.phases import Slice
+from pdserve.core.results import Timings, Usage
+from pdserve.core.types import FinishReason, TokenOut
 
 
 class Outcome(Enum):
@@ -38,37 +39,6 @@ class FailKind(Enum):
     TRANSFER = "transfer"
     KV_LOST = "kv_lost"
     INTERNAL = "internal"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int
-    cached_prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timings:
-    """ttft_s, tpot_s and total_s by the router's clock. `phases` add up to total_s; `slices` are the same, in order.
-
-    What is said of transfers is by the workers and overlaps the phases; it adds up over the attempts that got so far.
-    """
-
-    ttft_s: float
-    tpot_s: float  # (last token - first token) / (tokens - 1); 0 for a single token
-    total_s: float
-    phases: Phases = NO_PHASES
-    slices: tuple[Slice, ...] = ()
-    transfer_s: float = 0.0  # first byte to commit; overlaps the prefill
-    transfer_busy_s: float = 0.0  # of it, with bytes on their way
-    transfer_exposed_s: float = 0.0  # after the prefill: what it did not hide
-    path: Path | None = None  # of the last attempt
-    prefill_worker: str = ""  # empty on the local path
-    decode_worker: str = ""
-    attempts: int = 0
-    transfer_bytes: int = 0
-    transfer_saved_bytes: int = 0  # that the decode worker had already
-    preemptions: int = 0
 
 
 # -- to workers --------------------------------------------------------------------------------------------------
@@ -151,6 +121,7 @@ class FinishRequest:
     usage: Usage
     timings: Timings
     outcome: Outcome
+    slices: tuple[Slice, ...] = ()  # the phases in order; they become spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +137,7 @@ class FailRequest:
     stage: str = ""  # where the request was, with DEADLINE
     field: str = ""  # of the request, with INVALID
     timings: Timings | None = None
+    slices: tuple[Slice, ...] = ()
 
     def to_error(self) -> errors.PdserveError:
         match self.kind:
@@ -197,6 +169,7 @@ class EndCancelled:
     request_id: str
     num_output_tokens: int
     timings: Timings
+    slices: tuple[Slice, ...] = ()
 
 
 # -- to the clock ------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ def finish(
             usage=request.usage(count),
             timings=timings,
             outcome=outcome,
+            slices=request.timeline.slices,
         )
     )
     _end(ledger, request, outcome, was_queued=queued, cancel=cancel)
@@ -47,6 +48,7 @@ def cancel(ledger: Ledger, request: Request) -> None:
             request_id=request.request_id,
             num_output_tokens=len(request.output),
             timings=request.timings(ledger.now_s),
+            slices=request.timeline.slices,
         )
     )
     _end(ledger, request, Outcome.CANCELLED, was_queued=queued, cancel=True, why="the client left")
@@ -127,6 +129,7 @@ def _fail(
             stage=stage.value if stage is not None else "",
             field=field,
             timings=request.timings(ledger.now_s),
+            slices=request.timeline.slices,
         )
     )
 

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.results import Usage
 from pdserve.core.types import Sampling
 from pdserve.v1 import inference_pb2
+from pdserve.wire.results import USAGE
 from router.answer import Answer
 
 MAX_ANSWERS: Final = 16
@@ -85,16 +87,12 @@ class Group:
                 messages.append(message)
         if self.is_over and not self._is_told and self.error is None:
             self._is_told = True
-            messages[-1].finished.total_usage.CopyFrom(self._total())
+            messages[-1].finished.total_usage.CopyFrom(USAGE.encode(self._total()))
         return messages
 
-    def _total(self) -> inference_pb2.Usage:
-        used = [one.usage for one in self.answers]
-        return inference_pb2.Usage(
-            prompt_tokens=used[0].prompt_tokens,
-            completion_tokens=sum(one.completion_tokens for one in used),
-            cached_prompt_tokens=used[0].cached_prompt_tokens,
-        )
+    def _total(self) -> Usage:
+        used = [one.usage for one in self.answers if one.usage is not None]
+        return dataclasses.replace(used[0], completion_tokens=sum(one.completion_tokens for one in used))
 
 
 def _sibling_seed(seed: int, index: int) -> int:

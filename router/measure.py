@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from pdserve.core.errors import Cancelled, PdserveError
-from pdserve.core.phases import Phase
+from pdserve.core.phases import Phase, Slice
+from pdserve.core.results import Timings
 from pdserve.core.types import Slo
 from pdserve.telemetry import metric_names, names
 from pdserve.telemetry.metrics import Metrics
 from pdserve.telemetry.tracing import OpenSpan, Tracing
 from pdserve.v1 import worker_pb2
-from router.commands import EndCancelled, FailRequest, FinishRequest, Outcome, Timings
+from router.commands import EndCancelled, FailRequest, FinishRequest, Outcome
 
 LinkOf = Callable[[str, str], worker_pb2.KvLink | None]  # prefill worker, decode worker
 
@@ -72,7 +73,7 @@ class Measure:
 
     def finished(self, told: Told, end: FinishRequest) -> None:
         timings, metrics = end.timings, self.metrics
-        self._ended(told, end.outcome, timings)
+        self._ended(told, end.outcome, timings, end.slices)
         told.span.set(names.RESPONSE_FINISH_REASONS, end.reason.value)
         told.span.set(names.OUTPUT_TOKENS, end.usage.completion_tokens)
         told.span.set(names.CACHED_TOKENS, end.usage.cached_prompt_tokens)
@@ -93,11 +94,11 @@ class Measure:
         metrics.add(metric_names.CACHED_PROMPT_TOKENS, end.usage.cached_prompt_tokens)
 
     def failed(self, told: Told, end: FailRequest) -> None:
-        self._ended(told, end.outcome, end.timings)
+        self._ended(told, end.outcome, end.timings, end.slices)
         self._failed_after(told, end.timings, end.to_error().reason)
 
     def cancelled(self, told: Told, end: EndCancelled) -> None:
-        self._ended(told, Outcome.CANCELLED, end.timings)
+        self._ended(told, Outcome.CANCELLED, end.timings, end.slices)
         self._failed_after(told, end.timings, Cancelled.reason)
         told.span.set(names.OUTPUT_TOKENS, end.num_output_tokens)
 
@@ -115,11 +116,11 @@ class Measure:
         self.metrics.set(metric_names.QUEUED, queued)
         self.metrics.set(metric_names.RUNNING, running)
 
-    def _ended(self, told: Told, outcome: Outcome, timings: Timings | None) -> None:
+    def _ended(self, told: Told, outcome: Outcome, timings: Timings | None, slices: Sequence[Slice]) -> None:
         self.metrics.add(metric_names.REQUESTS, outcome=outcome.value)
         if timings is None:
             return
-        self._trace(told, timings)
+        self._trace(told, timings, slices)
         if timings.attempts:
             self.metrics.observe(metric_names.QUEUE_TIME, timings.phases.queue_s)
         span = told.span
@@ -144,12 +145,12 @@ class Measure:
         if timings is not None and self.metrics.is_on:
             self.metrics.observe(metric_names.GEN_AI_DURATION, timings.total_s, error_type=reason, **_labels(told))
 
-    def _trace(self, told: Told, timings: Timings) -> None:
+    def _trace(self, told: Told, timings: Timings, slices: Sequence[Slice]) -> None:
         """A span of each slice that no worker and no earlier part of the router has recorded."""
         if not self.tracing.is_on:
             return
         now_ns = time.time_ns()
-        for one in timings.slices:
+        for one in slices:
             if one.is_reported:
                 continue
             attributes: dict[str, int | float | str] = {names.ATTEMPT: one.attempt} if one.attempt else {}

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdserve.core.results import Timings, Usage
 from pdserve.core.types import Path
-from router.commands import Timings, Usage
 from router.events import RequestArrived
 from router.lifecycle import Stage
 from router.policy.interface import Obstacle, Outlook
@@ -139,7 +139,6 @@ class Request:
             tpot_s=self.tpot_s(),
             total_s=now_s - self.arrived_s,
             phases=self.timeline.phases,
-            slices=self.timeline.slices,
             transfer_s=self.transfer_s,
             transfer_busy_s=self.transfer_busy_s,
             transfer_exposed_s=self.transfer_exposed_s,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, final
 
 from pdserve.core.attempt import AttemptKey
+from pdserve.core.results import Timings
 from router import commands, events
 from router.policy.interface import Choice
 from router.state import RouterState
@@ -160,7 +161,7 @@ class Front:
     def _row(self, name: str) -> RequestRow:
         return self._calls[name].row
 
-    def _end(self, name: str, outcome: commands.Outcome, timings: commands.Timings | None) -> None:
+    def _end(self, name: str, outcome: commands.Outcome, timings: Timings | None) -> None:
         row = self._calls.pop(name).row
         row.outcome = outcome.value
         row.ended_s = self._agenda.now_s

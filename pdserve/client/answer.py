@@ -46,7 +46,7 @@ class Answer:
             for name in (names.REQUEST_MODEL, names.RESPONSE_MODEL):
                 self._span.set(name, message.started.model)
         elif event == "delta" and (message.delta.text or message.delta.token_ids):
-            piece = results.piece(message.delta)
+            piece = results.PIECE.decode(message.delta)
             self._pieces.append(piece)
             return piece
         elif event == "prompt_logprobs":
@@ -64,7 +64,7 @@ class Answer:
 
     def _scored(self, message: inference_pb2.PromptLogprobs) -> None:
         del self._prompt_logprobs[message.first_position :]
-        self._prompt_logprobs += map(results.token_logprob, message.tokens)
+        self._prompt_logprobs += map(results.TOKEN_LOGPROB.decode, message.tokens)
 
     def _complete(self) -> Completion:
         choices = [

@@ -25,7 +25,7 @@ class Call(Generic[Result]):
 
 
 def model() -> Call[Model]:
-    return _inference("GetModel", inference_pb2.GetModelRequest(), results.model)
+    return _inference("GetModel", inference_pb2.GetModelRequest(), results.MODEL.decode)
 
 
 def tokenize(prompt: str | Sequence[Mapping[str, str]]) -> Call[list[int]]:
@@ -52,7 +52,7 @@ def explain(request_id: str) -> Call[Explanation]:
     """Raises TypeError."""
     if not isinstance(request_id, str):
         raise TypeError(f"request_id must be str, not {type(request_id).__name__}")
-    return _cluster("Explain", cluster_pb2.ExplainRequest(request_id=request_id), results.explanation)
+    return _cluster("Explain", cluster_pb2.ExplainRequest(request_id=request_id), results.EXPLANATION.decode)
 
 
 def _inference(method: str, request: Any, read: Callable[[Any], Result]) -> Call[Result]:

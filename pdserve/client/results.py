@@ -1,21 +1,18 @@
-"""What calls return: plain frozen values, no protobuf. Also the reading of each from its message. No I/O."""
+"""What calls return: plain frozen values, no protobuf. Also the codec that reads each from its message. No I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
-from pdserve.core.phases import Phases
-from pdserve.core.types import FinishReason, Path, Role
+from pdserve.core.results import Timings as Timings
+from pdserve.core.results import Usage as Usage
+from pdserve.core.types import FinishReason, Role
 from pdserve.v1 import cluster_pb2, inference_pb2, worker_pb2
-
-_REASONS: Final[dict[int, FinishReason]] = {
-    inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-}
-_PATHS: Final[dict[int, Path]] = {inference_pb2.PATH_REMOTE: Path.REMOTE, inference_pb2.PATH_LOCAL: Path.LOCAL}
-_ROLES: Final[dict[int, Role]] = {worker_pb2.ROLE_PREFILL: Role.PREFILL, worker_pb2.ROLE_DECODE: Role.DECODE}
+from pdserve.wire import convert
+from pdserve.wire.codec import Codec, Special
+from pdserve.wire.results import TIMINGS, USAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,39 +32,6 @@ class Piece:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     index: int = 0  # which of the n answers it belongs to
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Of a whole call: the prompt once, and the tokens of all answers that were drawn."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_prompt_tokens: int  # of the prompt's tokens, those whose KV came from a prefix cache
-
-    @property
-    def total_tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timings:
-    """Where the time went: `phases` add up to total_s. What is said of transfers overlaps them."""
-
-    ttft_s: float  # arrival at the router to the first token
-    tpot_s: float  # mean per token after the first
-    total_s: float
-    phases: Phases
-    transfer_s: float  # first byte to commit; overlaps prefill
-    transfer_busy_s: float  # of it, with bytes on their way
-    transfer_exposed_s: float  # after the prefill: what it did not hide
-    path: Path | None
-    prefill_worker: str
-    decode_worker: str
-    attempts: int  # placements tried; 1 when nothing went wrong
-    transfer_bytes: int
-    transfer_saved_bytes: int  # that the decode worker had already
-    preemptions: int  # times that memory ended and the sequence was recomputed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,32 +167,41 @@ class Explanation:
         return None if chosen is None else chosen.predicted_tpot_s
 
 
-def piece(delta: inference_pb2.Delta) -> Piece:
-    return Piece(
-        text=delta.text,
-        token_ids=tuple(delta.token_ids),
-        logprobs=tuple(map(token_logprob, delta.logprobs)),
-        index=delta.index,
-    )
-
-
-def token_logprob(seen: inference_pb2.TokenLogprobs) -> TokenLogprob:
-    return TokenLogprob(
-        token_id=seen.token_id, logprob=seen.logprob, top=tuple((top.token_id, top.logprob) for top in seen.top)
-    )
+TOKEN_LOGPROB: Final = Codec(
+    TokenLogprob,
+    inference_pb2.TokenLogprobs,
+    special={"top": Special(convert.tops_to_proto, convert.tops_from_proto)},
+)
+PIECE: Final = Codec(Piece, inference_pb2.Delta, nested=(TOKEN_LOGPROB,))
+_CHOICE: Final = Codec(
+    Choice,
+    inference_pb2.Finished,
+    given=("text", "token_ids", "logprobs"),
+    ignored=("usage", "timings", "total_usage"),
+    renamed={"finish_reason": "reason"},
+    unknown={"finish_reason": FinishReason.STOP},
+)
+MODEL: Final = Codec(Model, inference_pb2.GetModelResponse, renamed={"name": "model"})
+_KV_LINK: Final = Codec(KvLink, worker_pb2.KvLink)
+# Worker has these fields itself, its message in a message of their own.
+_LOAD: Final = ("running", "waiting", "free_blocks", "evictable_blocks", "context_tokens", "steps")
+_WORKER: Final = Codec(
+    Worker, cluster_pb2.WorkerView, nested=(_KV_LINK,), given=_LOAD, ignored=("load",), is_lenient=True
+)
+_TOPOLOGY: Final = Codec(
+    Topology, cluster_pb2.GetTopologyResponse, given=("workers",), ignored=("workers",), is_lenient=True
+)
+_CANDIDATE: Final = Codec(Candidate, cluster_pb2.Candidate, is_lenient=True)
+EXPLANATION: Final = Codec(Explanation, cluster_pb2.ExplainResponse, nested=(_CANDIDATE,), is_lenient=True)
 
 
 def choice(pieces: Sequence[Piece], finished: inference_pb2.Finished) -> Choice:
     """`pieces` of this answer alone."""
-    return Choice(
-        index=finished.index,
+    return _CHOICE.decode(
+        finished,
         text="".join(one.text for one in pieces),
         token_ids=tuple(token_id for one in pieces for token_id in one.token_ids),
-        finish_reason=_REASONS.get(finished.reason, FinishReason.STOP),
         logprobs=tuple(logprob for one in pieces for logprob in one.logprobs),
-        stop=finished.stop if finished.HasField("stop") else None,
-        stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
-        cumulative_logprob=finished.cumulative_logprob if finished.HasField("cumulative_logprob") else None,
     )
 
 
@@ -240,19 +213,14 @@ def completion(
 ) -> Completion:
     """`choices` by index; `finished` as they came: the last one knows the total where there are several."""
     first, last = choices[0], finished[-1]
-    used = last.total_usage if last.HasField("total_usage") else last.usage
     timings = next(one.timings for one in finished if one.index == first.index)
     return Completion(
         request_id=request_id,
         text=first.text,
         token_ids=first.token_ids,
         finish_reason=first.finish_reason,
-        usage=Usage(
-            prompt_tokens=used.prompt_tokens,
-            completion_tokens=used.completion_tokens,
-            cached_prompt_tokens=used.cached_prompt_tokens,
-        ),
-        timings=_timings(timings),
+        usage=USAGE.decode(last.total_usage if last.HasField("total_usage") else last.usage),
+        timings=TIMINGS.decode(timings),
         logprobs=first.logprobs,
         stop=first.stop,
         stop_token_id=first.stop_token_id,
@@ -261,98 +229,9 @@ def completion(
     )
 
 
-def _timings(seen: inference_pb2.Timings) -> Timings:
-    return Timings(
-        ttft_s=seen.ttft_s,
-        tpot_s=seen.tpot_s,
-        total_s=seen.total_s,
-        phases=Phases(**{field.name: getattr(seen.phases, field.name) for field in fields(Phases)}),
-        transfer_s=seen.transfer_s,
-        transfer_busy_s=seen.transfer_busy_s,
-        transfer_exposed_s=seen.transfer_exposed_s,
-        path=_PATHS.get(seen.path),
-        prefill_worker=seen.prefill_worker,
-        decode_worker=seen.decode_worker,
-        attempts=seen.attempts,
-        transfer_bytes=seen.transfer_bytes,
-        transfer_saved_bytes=seen.transfer_saved_bytes,
-        preemptions=seen.preemptions,
-    )
-
-
-def model(seen: inference_pb2.GetModelResponse) -> Model:
-    return Model(
-        name=seen.model,
-        max_context_tokens=seen.max_context_tokens,
-        max_new_tokens=seen.max_new_tokens,
-        vocab_size=seen.vocab_size,
-        eos_token_ids=tuple(seen.eos_token_ids),
-        has_chat_template=seen.has_chat_template,
-    )
-
-
 def topology(seen: cluster_pb2.GetTopologyResponse) -> Topology:
-    return Topology(
-        router_id=seen.router_id,
-        workers=tuple(_worker(one) for one in seen.workers),
-        queued_requests=seen.queued_requests,
-        running_requests=seen.running_requests,
-        uptime_s=seen.uptime_s,
-    )
+    return _TOPOLOGY.decode(seen, workers=tuple(map(_worker, seen.workers)))
 
 
 def _worker(seen: cluster_pb2.WorkerView) -> Worker:
-    return Worker(
-        worker_id=seen.worker_id,
-        incarnation=seen.incarnation,
-        role=_ROLES.get(seen.role),
-        endpoint=seen.endpoint,
-        is_connected=seen.is_connected,
-        is_draining=seen.is_draining,
-        is_drained=seen.is_drained,
-        running=seen.load.running,
-        waiting=seen.load.waiting,
-        num_blocks=seen.num_blocks,
-        free_blocks=seen.load.free_blocks,
-        evictable_blocks=seen.load.evictable_blocks,
-        context_tokens=seen.load.context_tokens,
-        steps=seen.load.steps,
-        kv_links=tuple(
-            KvLink(decode_worker=one.decode_worker, transport=one.transport, reason=one.reason) for one in seen.kv_links
-        ),
-    )
-
-
-def explanation(seen: cluster_pb2.ExplainResponse) -> Explanation:
-    return Explanation(
-        request_id=seen.request_id,
-        decision=seen.decision,
-        reason=seen.reason,
-        candidates=tuple(
-            Candidate(
-                prefill_worker=one.prefill_worker,
-                decode_worker=one.decode_worker,
-                predicted_ttft_s=one.predicted_ttft_s,
-                predicted_tpot_s=one.predicted_tpot_s,
-                slack=one.slack if one.HasField("slack") else None,
-                is_feasible=one.is_feasible,
-                is_chosen=one.is_chosen,
-            )
-            for one in seen.candidates
-        ),
-        actual_ttft_s=seen.actual_ttft_s if seen.HasField("actual_ttft_s") else None,
-        actual_tpot_s=seen.actual_tpot_s if seen.HasField("actual_tpot_s") else None,
-        router_id=seen.router_id,
-        waited_s=seen.waited_s,
-        slo_ttft_s=seen.slo_ttft_s,
-        slo_tpot_s=seen.slo_tpot_s,
-        tenant=seen.tenant,
-        priority=seen.priority,
-        prompt_tokens=seen.prompt_tokens,
-        attempt=seen.attempt,
-        is_resumed=seen.is_resumed,
-        stage=seen.stage,
-        outcome=seen.outcome,
-        ended_because=seen.ended_because,
-        retry_after_s=seen.retry_after_s if seen.HasField("retry_after_s") else None,
-    )
+    return _WORKER.decode(seen, **{name: getattr(seen.load, name) for name in _LOAD})

@@ -84,13 +84,16 @@ class Codec(Generic[Value, Wire]):
         given: Collection[str] = (),
         ignored: Collection[str] = (),
         unknown: Mapping[str, Enum] | None = None,
+        is_lenient: bool = False,
     ) -> None:
         """`renamed` maps fields of the dataclass to fields of the message. `given` are fields of the dataclass that
         `decode` is told, and `ignored` fields of the message that another function reads. `unknown` is what an enum
         field becomes where the other end is newer and sends a value that has no name here; without it decoding
-        raises InvalidRequest. Raises TypeError where the two sides do not fit."""
+        raises InvalidRequest. With `is_lenient`, for what a client reads from its server, durations have no bound,
+        and an enum value that has no name here is None where the field may be None. Raises TypeError where the two
+        sides do not fit."""
         self.kind, self.message = kind, message
-        self._special, self._unknown = special or {}, unknown or {}
+        self._special, self._unknown, self._is_lenient = special or {}, unknown or {}, is_lenient
         self._nested = {one.kind: one for one in nested}
         renamed = renamed or {}
         descriptors: dict[str, Any] = {one.name: one for one in message.DESCRIPTOR.fields}
@@ -183,7 +186,7 @@ class Codec(Generic[Value, Wire]):
         self, name: str, hint: Any, field: FieldDescriptor, is_optional: bool
     ) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
         if _is_enum(hint):
-            return _enum_pair(hint, field, is_optional, self._unknown.get(name))
+            return _enum_pair(hint, field, is_optional, self._unknown.get(name), self._is_lenient)
         if dataclasses.is_dataclass(hint):
             inner = self._nested.get(cast("type[Any]", hint))
             if inner is None or inner.message.DESCRIPTOR is not field.message_type:
@@ -191,7 +194,7 @@ class Codec(Generic[Value, Wire]):
             return inner.encode, inner.decode
         if field.cpp_type not in _SCALARS.get(hint, ()):
             raise TypeError(f"{self.kind.__name__}.{name} is {hint}, which {field.full_name} cannot hold")
-        if hint is float and name.endswith("_s"):
+        if hint is float and name.endswith("_s") and not self._is_lenient:
             return None, _duration(field.name)
         return None, None
 
@@ -210,7 +213,7 @@ def _is_enum(hint: Any) -> bool:
 
 
 def _enum_pair(
-    kind: type[Enum], field: Any, is_optional: bool, unknown: Enum | None
+    kind: type[Enum], field: Any, is_optional: bool, unknown: Enum | None, is_lenient: bool
 ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Members by name: FinishReason.STOP is FINISH_REASON_STOP, and the value 0 is unspecified."""
     numbers = {one.name: one.number for one in field.enum_type.values}
@@ -226,7 +229,7 @@ def _enum_pair(
 
     def decode(number: int) -> Enum | None:
         member = to_member.get(number, unknown)
-        if member is None and (number != 0 or not is_optional):
+        if member is None and not (is_optional and (number == 0 or is_lenient)):
             raise InvalidRequest(field.name, number, "a value that the .proto names")
         return member
 

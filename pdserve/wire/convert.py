@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.grammar import Grammar, GrammarKind, choice
-from pdserve.core.types import FinishReason, Path, Role, Sampling, Slo, TokenOut, check_counts
+from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut, check_counts
 from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
 
 _SCALARS: Final = (
@@ -41,10 +41,6 @@ _ROLES: Final[Mapping[Role, worker_pb2.Role]] = {
 _FINISHES: Final[Mapping[FinishReason, inference_pb2.FinishReason]] = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
-}
-_PATHS: Final[Mapping[Path, inference_pb2.Path]] = {
-    Path.REMOTE: inference_pb2.PATH_REMOTE,
-    Path.LOCAL: inference_pb2.PATH_LOCAL,
 }
 
 
@@ -124,12 +120,12 @@ def token_from_proto(message: worker_pb2.Token) -> TokenOut:
     return TokenOut(
         token_id=message.token_id,
         logprob=message.logprob if message.HasField("logprob") else None,
-        top=tuple((one.token_id, one.logprob) for one in message.top),
+        top=tops_from_proto(message.top),
     )
 
 
 def token_to_proto(token: TokenOut) -> worker_pb2.Token:
-    return worker_pb2.Token(token_id=token.token_id, logprob=token.logprob, top=_top(token))
+    return worker_pb2.Token(token_id=token.token_id, logprob=token.logprob, top=tops_to_proto(token.top))
 
 
 def add_token(tokens: Any, token: TokenOut) -> None:
@@ -143,7 +139,15 @@ def add_token(tokens: Any, token: TokenOut) -> None:
 def logprobs_to_proto(token: TokenOut) -> inference_pb2.TokenLogprobs:
     """For the client; `token.logprob` must be there."""
     assert token.logprob is not None
-    return inference_pb2.TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=_top(token))
+    return inference_pb2.TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=tops_to_proto(token.top))
+
+
+def tops_to_proto(top: Iterable[tuple[int, float]]) -> list[inference_pb2.TopLogprob]:
+    return [inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in top]
+
+
+def tops_from_proto(top: Iterable[inference_pb2.TopLogprob]) -> tuple[tuple[int, float], ...]:
+    return tuple([(one.token_id, one.logprob) for one in top])
 
 
 def role_from_proto(value: int) -> Role:
@@ -165,10 +169,6 @@ def finish_to_proto(reason: FinishReason | None) -> inference_pb2.FinishReason:
     return inference_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISHES[reason]
 
 
-def path_to_proto(path: Path | None) -> inference_pb2.Path:
-    return inference_pb2.PATH_UNSPECIFIED if path is None else _PATHS[path]
-
-
 def extents_from_blocks(blocks: Sequence[int]) -> list[transfer_pb2.Extent]:
     """Runs of consecutive block numbers, in order."""
     extents: list[transfer_pb2.Extent] = []
@@ -187,10 +187,6 @@ def blocks_from_extents(extents: Iterable[transfer_pb2.Extent]) -> tuple[int, ..
             raise InvalidRequest("extents", f"over {len(blocks)} blocks", f"at most {MAX_EXTENT_BLOCKS} blocks")
         blocks.extend(range(extent.first_block, extent.first_block + extent.num_blocks))
     return tuple(blocks)
-
-
-def _top(token: TokenOut) -> list[inference_pb2.TopLogprob]:
-    return [inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top]
 
 
 def _back(table: Mapping[Word, int], value: int, field: str) -> Word:

@@ -46,7 +46,8 @@ def test_reasons_and_paths_read_as_their_words(script: Script, target: str) -> N
     with Client(target) as client:
         done = client.generate("hi")
         roles = [worker.role for worker in client.topology().workers]
-    assert done.finish_reason is FinishReason.LENGTH and done.timings.path is Path.LOCAL
+    assert done.finish_reason is FinishReason.LENGTH
+    assert done.timings.path is Path.LOCAL
     assert f"{done.finish_reason} {done.timings.path}" == "length local"
     assert json.loads(to_json(done))["finish_reason"] == json.loads(json.dumps(done.finish_reason)) == "length"
     assert roles == [Role.PREFILL] == ["prefill"]

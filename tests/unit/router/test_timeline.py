@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.core.phases import MEANING, MEASURED_BY, Phase, Phases
 from pdserve.core.types import FinishReason, TokenOut
-from router.commands import EndCancelled, FailRequest, FinishRequest, Timings
+from router.commands import EndCancelled, FailRequest, FinishRequest
 from router.events import ClientLeft, FirstToken, StopMatched, TokenRow, TokensArrived
 from router.lifecycle import LIVE, Move, Stage
 from router.settings import RouterSettings
@@ -17,19 +17,21 @@ from router.timeline import MOST_SLICES, STANDS_FOR, Timeline
 from tests.unit.router.given import Given
 
 Make = Callable[[], Given]
+End = FinishRequest | FailRequest | EndCancelled
 
 
-def ended(commands: list[object]) -> Timings:
-    [timings] = [one.timings for one in commands if isinstance(one, FinishRequest | FailRequest | EndCancelled)]
-    assert timings is not None
-    return timings
+def ended(commands: list[object]) -> End:
+    [end] = [one for one in commands if isinstance(one, FinishRequest | FailRequest | EndCancelled)]
+    return end
 
 
-def adds_up(timings: Timings) -> Phases:
+def adds_up(end: End) -> Phases:
     """Checks what every request must have: the phases add up, and their slices cover its life without a gap."""
+    timings = end.timings
+    assert timings is not None
     assert timings.phases.total_s == pytest.approx(timings.total_s, abs=1e-9)
     at_s = 0.0
-    for one in timings.slices:
+    for one in end.slices:
         assert one.begin_s == pytest.approx(at_s, abs=1e-9)
         assert one.seconds > 0.0
         at_s += one.seconds
@@ -95,8 +97,8 @@ def test_a_remote_request_is_divided_by_what_its_workers_report(remote: Given) -
     later(remote, 0.25)
     row(remote, 1, decode_queue_s=0.0625)
     later(remote, 0.5)
-    timings = ended(row(remote, 2, decode_s=0.5, finish=FinishReason.STOP))
-    assert adds_up(timings) == Phases(
+    end = ended(row(remote, 2, decode_s=0.5, finish=FinishReason.STOP))
+    assert adds_up(end) == Phases(
         prepare_s=pytest.approx(0.2),  # type: ignore[arg-type]
         prefix_lookup_s=pytest.approx(0.05),  # type: ignore[arg-type]
         reserve_s=0.5,
@@ -107,7 +109,8 @@ def test_a_remote_request_is_divided_by_what_its_workers_report(remote: Given) -
         decode_s=0.5,
         messages_s=0.25 + 0.1875,
     )
-    assert timings.ttft_s == 1.75
+    assert end.timings is not None
+    assert end.timings.ttft_s == 1.75
 
 
 def test_kv_that_lands_before_the_first_token_exposes_no_transfer(remote: Given) -> None:
@@ -171,9 +174,9 @@ def test_a_retried_request_counts_what_was_lost(remote: Given) -> None:
         ]
         if isinstance(one, FinishRequest)
     ]
-    phases = adds_up(finished.timings)
+    phases = adds_up(finished)
     assert (phases.decode_s, phases.lost_s, phases.reserve_s) == (0.5, 2.0, 0.75)
-    assert [one.attempt for one in finished.timings.slices] == sorted(one.attempt for one in finished.timings.slices)
+    assert [one.attempt for one in finished.slices] == sorted(one.attempt for one in finished.slices)
 
 
 def test_an_attempt_that_is_lost_while_it_prefills_is_lost_whole(remote: Given) -> None:
@@ -197,7 +200,7 @@ def test_a_rejected_request_has_only_waited(given: Given) -> None:
     given.arrives("a", spent_s=0.25)
     [failed] = [one for one in given.at(given.now_s + 60.0) if isinstance(one, FailRequest)]
     assert failed.timings is not None
-    phases = adds_up(failed.timings)
+    phases = adds_up(failed)
     assert phases == Phases(prepare_s=0.25, queue_s=phases.queue_s)
     assert phases.queue_s > 0.0
 
@@ -205,7 +208,7 @@ def test_a_rejected_request_has_only_waited(given: Given) -> None:
 def test_a_request_that_nobody_can_take_has_only_waited(given: Given) -> None:
     [failed] = [one for one in given.arrives("a", spent_s=0.25) if isinstance(one, FailRequest)]
     assert failed.timings is not None
-    assert adds_up(failed.timings) == Phases(prepare_s=0.25)
+    assert adds_up(failed) == Phases(prepare_s=0.25)
 
 
 def test_a_stop_string_leaves_the_rest_to_the_phase_it_was_in(remote: Given) -> None:

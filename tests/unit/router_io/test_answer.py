@@ -6,11 +6,12 @@ import pytest
 
 from pdserve.core.errors import Cancelled, InternalError, KvLost
 from pdserve.core.grammar import Grammar, GrammarKind
+from pdserve.core.results import Timings, Usage
 from pdserve.core.types import FinishReason, Sampling, TokenOut
 from pdserve.text.tokenizer import ToyTokenizer
 from pdserve.v1 import inference_pb2
 from router.answer import Answer
-from router.commands import FinishRequest, Outcome, Timings, Usage
+from router.commands import FinishRequest, Outcome
 
 
 def tokens(text: str) -> list[TokenOut]:

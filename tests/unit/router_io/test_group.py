@@ -8,11 +8,12 @@ import pytest
 
 from pdserve import Piece
 from pdserve.core.errors import DeadlineExceeded, InternalError, Overloaded
+from pdserve.core.results import Timings, Usage
 from pdserve.core.types import FinishReason, Sampling, TokenOut
 from pdserve.text.tokenizer import ToyTokenizer
 from router import group
 from router.answer import Answer
-from router.commands import FinishRequest, Outcome, Timings, Usage
+from router.commands import FinishRequest, Outcome
 from router.group import Group
 from tests.unit.router_io.conftest import SLOW_STEP_S, Connect, until
 from tests.unit.router_io.processes import Program, Start

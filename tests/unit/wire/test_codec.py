@@ -114,6 +114,14 @@ def test_an_unknown_finish_is_rejected_and_an_unspecified_one_is_none() -> None:
         FIRST.decode(message, "p0")
 
 
+def test_a_client_takes_durations_and_names_that_it_does_not_know() -> None:
+    lenient = Codec(First, worker_pb2.FirstToken, nested=(SCORED,), renamed={"waited_s": "queue_s"}, is_lenient=True)
+    message = worker_pb2.FirstToken(queue_s=90_000.0)
+    message.finish = 99  # type: ignore[assignment]
+    first = lenient.decode(message, "p0")
+    assert (first.waited_s, first.finish) == (90_000.0, None)
+
+
 def test_special_fields_and_given_ones() -> None:
     double = Special(lambda value: value * 2, lambda value: value // 2)
     codec = Codec(Logprob, inference_pb2.TopLogprob, special={"token_id": double})

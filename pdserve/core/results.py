@@ -1,0 +1,45 @@
+"""What a finished request reports beside its text: token counts and times. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.core.phases import NO_PHASES, Phases
+from pdserve.core.types import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Of a whole call: the prompt once, and the sampled tokens of all answers. In the router, of one answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int  # prompt tokens whose KV came from a prefix cache
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Where the time of a request went. ttft_s, tpot_s and total_s are by the router's clock.
+
+    `phases` add up to total_s. The workers report the transfer times, which overlap the phases; both transfer times
+    and bytes are sums over the attempts that reached the transfer.
+    """
+
+    ttft_s: float  # arrival at the router to the first token
+    tpot_s: float  # (last token - first token) / (tokens - 1); 0 for a single token
+    total_s: float
+    phases: Phases = NO_PHASES
+    transfer_s: float = 0.0  # first byte to commit; overlaps the prefill
+    transfer_busy_s: float = 0.0  # part of transfer_s with bytes in flight
+    transfer_exposed_s: float = 0.0  # after the prefill: the part that it did not hide
+    path: Path | None = None  # of the last attempt
+    prefill_worker: str = ""  # empty on the local path
+    decode_worker: str = ""
+    attempts: int = 0  # placements tried; 1 when nothing went wrong
+    transfer_bytes: int = 0
+    transfer_saved_bytes: int = 0  # that the decode worker already had
+    preemptions: int = 0  # times that the sequence was evicted for lack of blocks, and recomputed

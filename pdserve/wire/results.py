@@ -1,0 +1,14 @@
+"""Codecs of what the router tells a client when a request ends: encoded by the router, decoded by the SDK."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdserve.core.phases import Phases
+from pdserve.core.results import Timings, Usage
+from pdserve.v1 import inference_pb2
+from pdserve.wire.codec import Codec
+
+USAGE: Final = Codec(Usage, inference_pb2.Usage)
+PHASES: Final = Codec(Phases, inference_pb2.Phases, is_lenient=True)
+TIMINGS: Final = Codec(Timings, inference_pb2.Timings, nested=(PHASES,), is_lenient=True)
