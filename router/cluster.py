@@ -5,18 +5,44 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 from pdserve.core.errors import NotFound
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
-from pdserve.wire import convert, status
+from pdserve.wire import status
+from pdserve.wire.codec import Codec, Special
 from router import messages
+from router.commands import Outcome
 from router.events import DrainRequested, UndrainRequested
-from router.explaining import is_chosen
+from router.explaining import Explanation, is_chosen
 from router.links import KvLinks
 from router.policy.interface import Candidate, Decision
 from router.runtime import Runtime
 from router.snapshot import WorkerFacts
+
+# `given` fields of the dataclass do not travel, or travel in another shape; `ignored` fields of the message hold those.
+_WORKER: Final = Codec(
+    WorkerFacts,
+    cluster_pb2.WorkerView,
+    given=(
+        "report",
+        "is_usable",
+        "silent_s",
+        "booked_requests",
+        "booked_blocks",
+        "cost",
+        "prefill_error",
+        "decode_error",
+    ),
+    ignored=("load", "kv_links"),
+)
+_EXPLANATION: Final = Codec(
+    Explanation,
+    cluster_pb2.ExplainResponse,
+    special={"outcome": Special(lambda outcome: outcome.value, Outcome)},
+    given=("decision", "decided_s", "slo"),
+    ignored=("decision", "reason", "candidates", "slo_ttft_s", "slo_tpot_s", "router_id"),
+)
 
 
 @final
@@ -42,28 +68,12 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         found = self._runtime.state.explain(request.request_id)
         if found is None:
             return await status.abort(context, NotFound("recent request", request.request_id[:128]))
-        decision = found.decision
-        return cluster_pb2.ExplainResponse(
-            request_id=found.request_id,
-            candidates=[_candidate(one, decision) for one in decision.candidates],
-            decision=decision.choice.value,
-            reason=decision.reason,
-            actual_ttft_s=found.actual_ttft_s,
-            actual_tpot_s=found.actual_tpot_s,
-            waited_s=found.waited_s,
-            slo_ttft_s=found.slo.ttft_s,
-            slo_tpot_s=found.slo.tpot_s,
-            tenant=found.tenant,
-            priority=found.priority,
-            prompt_tokens=found.prompt_tokens,
-            attempt=found.attempt,
-            is_resumed=found.is_resumed,
-            stage=found.stage,
-            outcome=found.outcome.value if found.outcome is not None else "",
-            ended_because=found.ended_because,
-            retry_after_s=found.retry_after_s,
-            router_id=self._router_id,
-        )
+        response = _EXPLANATION.encode(found)
+        response.router_id = self._router_id
+        response.slo_ttft_s, response.slo_tpot_s = found.slo.ttft_s, found.slo.tpot_s
+        response.decision, response.reason = found.decision.choice.value, found.decision.reason
+        response.candidates.extend(_candidate(one, found.decision) for one in found.decision.candidates)
+        return response
 
     async def Drain(self, request: cluster_pb2.DrainRequest, context: Any) -> cluster_pb2.DrainResponse:
         await self._require(request.worker_id, context)
@@ -82,18 +92,10 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
 
 
 def _worker(facts: WorkerFacts, links: Sequence[worker_pb2.KvLink]) -> cluster_pb2.WorkerView:
-    return cluster_pb2.WorkerView(
-        kv_links=links,
-        worker_id=facts.worker_id,
-        incarnation=facts.incarnation,
-        role=convert.role_to_proto(facts.role),
-        endpoint=facts.endpoint,
-        is_connected=facts.is_connected,
-        is_draining=facts.is_draining,
-        is_drained=facts.is_drained,
-        load=messages.load_to_proto(facts.report),
-        num_blocks=facts.num_blocks,
-    )
+    view = _WORKER.encode(facts)
+    view.load.CopyFrom(messages.load_to_proto(facts.report))
+    view.kv_links.extend(links)
+    return view
 
 
 def _candidate(candidate: Candidate, decision: Decision) -> cluster_pb2.Candidate:
