@@ -3,6 +3,10 @@
 So the device finds its next work waiting, and what the host does with tokens costs no step. Only plain decoding goes
 ahead: each row's token is the one that the step before draws for it, which the engine knows and we do not yet.
 
+The forward pass needs no more than that. Sampling may: what a grammar or bad words allow depends on that token. The
+engine names those rows (`Flight.unsampled`). They are sampled once the step before is read (`Step.known_rows`), while
+the device computes the forward pass.
+
 A text may end with a token that is not read yet; its row in the step ahead is computed for nothing, and what that
 draws is passed over. It still writes KV, so the blocks of whoever leaves are lent on until the step has ended.
 """
@@ -24,8 +28,7 @@ def step_after(
 ) -> Step | None:
     """The step that follows `step`, which runs; None where it must wait for what that draws.
 
-    It waits where anybody reads a prompt or needs the last token on the host, and where memory is short: a
-    preemption is decided on tokens that are known.
+    It waits where anybody reads a prompt, and where memory is short: a preemption is decided on tokens that are known.
     """
     if step.reading or step.drafts is not None or len(running) > max_batch:
         return None

@@ -92,7 +92,7 @@ class Planner:
     def plan_after(self, step: Step) -> Step | None:
         """The step that follows the running `step`, before its draws are known; None where it must wait for them."""
         roster = self._roster
-        if self._drafter is not None or self._is_short or roster.waiting or roster.num_needing_history:
+        if self._drafter is not None or self._is_short or roster.waiting:
             return None
         following = step_after(
             step,

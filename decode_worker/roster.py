@@ -27,7 +27,6 @@ class Roster:
         self._check = check
         self.num_arrived = 0
         self.num_preemptions = 0
-        self.num_needing_history = 0  # running ones whose next token depends on which came before
         self.num_with_tpot = 0  # running ones with a promised time per token
         self.num_changes = 0  # while it stands still, so does the membership of the steps
 
@@ -61,9 +60,7 @@ class Roster:
         self.num_changes += 1
 
     def _count(self, resident: Resident, sign: int) -> None:
-        attempt = resident.attempt
-        self.num_needing_history += sign * attempt.sampling.needs_history
-        self.num_with_tpot += sign * (attempt.tpot_s is not None)
+        self.num_with_tpot += sign * (resident.attempt.tpot_s is not None)
 
     def preempt(self, resident: Resident, now_s: float) -> None:
         """It gives its memory back and waits to be computed anew."""
@@ -164,7 +161,6 @@ class Roster:
             assert not resident.blocks or stage is not Stage.WAITING, resident
             assert len(resident.blocks) * size >= resident.computed, resident
             assert resident.computed <= len(resident.tokens), resident
-        assert self.num_needing_history == sum(each.attempt.sampling.needs_history for each in self.running)
         assert self.num_with_tpot == sum(each.attempt.tpot_s is not None for each in self.running)
         for group in (self.running, self.waiting):
             assert [each.order for each in group] == sorted(each.order for each in group)

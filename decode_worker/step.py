@@ -5,7 +5,7 @@ A simulator never asks: it has no engine, and rows of a long prompt are copies o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,6 +63,18 @@ class Step:
             is_here = resident.stage is Stage.RUNNING and bool(resident.blocks)
             again.append(resident.row(count, self.block_size) if is_here else None)
         return again
+
+    def known_rows(self, indexes: Iterable[int]) -> dict[int, Row]:
+        """Those of `decoding` at `indexes`, of a step ahead whose step before was read: their histories hold the tokens
+        that were pending. Sequences that have left are missing."""
+        assert self.chain is not None
+        starts, known = self.chain.starts, dict[int, Row]()
+        for index in indexes:
+            resident, start = self.decoding[index], starts[index]
+            is_here = resident.stage is Stage.RUNNING and bool(resident.blocks)
+            if is_here and resident.computed == start == len(resident.tokens) - 1:
+                known[index] = resident.row(1, self.block_size)
+        return known
 
     @cached_property
     def rows(self) -> Sequence[Row]:

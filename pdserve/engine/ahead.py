@@ -6,7 +6,7 @@ without a GPU, token for token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -19,9 +19,21 @@ class LazyFlight:
     def __init__(self, engine: Engine, rows: Sequence[Row], after: LazyFlight | None) -> None:
         self.outs: Sequence[RowOut] | None = None
         self._engine, self._rows, self._after = engine, list(rows), after
+        self.unsampled: Sequence[int] = [
+            index
+            for index, row in enumerate(self._rows)
+            if row.follows is not None and row.sample is not None and row.sample.needs_history
+        ]
+
+    def sample(self, rows: Mapping[int, Row]) -> None:
+        for index in self.unsampled:
+            self._rows[index] = rows.get(index) or replace(self._rows[index], sample=None)
+        self.unsampled = ()
 
     def wait(self) -> Sequence[RowOut]:
         """Plain outputs in the short form, as engines give them that take steps ahead by themselves."""
+        if self.unsampled:
+            raise InternalError(f"rows {list(self.unsampled)} were not sampled before they are waited for")
         outs = self._engine.step([self._known(row) for row in self._rows])
         token_ids = [out.drawn[0].token_id for out in outs if out.drawn]
         is_plain = len(token_ids) == len(outs) and all(out == plain_out(out.drawn[0].token_id) for out in outs)
@@ -34,7 +46,10 @@ class LazyFlight:
             return row
         if self._after is None or self._after.outs is None:
             raise InternalError("a step is waited for before the one that it follows")
-        token = self._after.outs[row.follows].drawn[0].token_id
+        drawn = self._after.outs[row.follows].drawn
+        if not drawn:  # the sequence has ended: nothing of the row counts
+            return replace(row, tokens=(0,), follows=None, sample=None)
+        token = drawn[0].token_id
         return replace(row, tokens=(token,), history=[*row.history[: row.start], token], follows=None)
 
 

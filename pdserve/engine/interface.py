@@ -6,7 +6,7 @@ sequence, and the blocks that hold its KV. So preemption, migration and recovery
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, Protocol, final, overload
@@ -61,8 +61,9 @@ class Row:
     gets its logprob and those of the `num_top` most likely tokens in its place.
 
     `follows`, of a row whose one token is PENDING: the index of the row in the step before that draws it. Only the
-    first `start` tokens of its history count, which lack that one: its sampling must not need it. A row with penalties
-    must have been a row of the step before, with the same list as its history.
+    first `start` tokens of its history count, which lack that one: a row whose sampling needs it is sampled later
+    (`Flight.unsampled`). A row with penalties must have been a row of the step before, with the same list as its
+    history.
     """
 
     tokens: Sequence[int]
@@ -203,6 +204,19 @@ class KvPool(Protocol):
 
 class Flight(Protocol):
     """A step that was launched."""
+
+    @property
+    def unsampled(self) -> Sequence[int]:
+        """Rows whose forward pass was launched and whose sampling was not: it needs tokens that are not known yet."""
+        ...
+
+    def sample(self, rows: Mapping[int, Row]) -> None:
+        """Launches the sampling of the unsampled rows. Their histories now hold the tokens that they follow.
+
+        Called once if any rows are unsampled: after the step before was waited for, before the next launch, and before
+        `wait`. Sequences that have ended are missing from `rows`; their outputs mean nothing. Does not wait.
+        """
+        ...
 
     def wait(self) -> Sequence[RowOut]:
         """What `Engine.step` would have returned; each flight is waited for once, in the order of launching.

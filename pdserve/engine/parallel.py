@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
@@ -163,6 +163,13 @@ class ParallelFlight:
     def __init__(self, flight: Flight, engine: ParallelGraphEngine) -> None:
         self.flight, self._engine = flight, engine
 
+    @property
+    def unsampled(self) -> Sequence[int]:
+        return self.flight.unsampled
+
+    def sample(self, rows: Mapping[int, Row]) -> None:
+        self._engine.sample(self.flight, rows)
+
     def wait(self) -> Sequence[RowOut]:
         return self._engine.wait(self.flight)
 
@@ -187,6 +194,12 @@ class ParallelGraphEngine(_Leading):
         before = after.flight if isinstance(after, ParallelFlight) else None
         with self._all_ranks():
             return ParallelFlight(self._graphs.launch(rows, before), self)
+
+    def sample(self, flight: Flight, rows: Mapping[int, Row]) -> None:
+        """Only this rank samples; the others hear the tokens with the next step."""
+        with self._all_ranks():
+            self._is_told = True
+            flight.sample(rows)
 
     def wait(self, flight: Flight) -> Sequence[RowOut]:
         with self._all_ranks():

@@ -43,7 +43,7 @@ class Runway:
         return begun
 
     def read(self, begun: Begun) -> Sequence[RowOut | RowFailed]:
-        """Launches what can follow, then waits for the step's own rows.
+        """Samples rows that waited for the step before, launches what can follow, then waits for the step's own rows.
 
         After a failure the step ahead is dropped, since it follows draws that never were, and the rows are tried one
         by one. Raises EngineBroken.
@@ -53,6 +53,8 @@ class Runway:
         following = self._batching.plan_after(begun.step)
 
         def compute() -> Sequence[RowOut]:
+            if flight.unsampled:
+                flight.sample(begun.step.known_rows(flight.unsampled))
             if following is not None:
                 self._next = self.launch(following, flight)
             return flight.wait()
@@ -68,5 +70,7 @@ class Runway:
         dropped = self.take_next()
         if dropped is not None and dropped.flight is not None:
             with contextlib.suppress(Exception):  # as the step before, whose failure is told
+                if dropped.flight.unsampled:
+                    dropped.flight.sample({})
                 dropped.flight.wait()
             self._batching.dropped(dropped.step)

@@ -4,12 +4,17 @@ A graph row has one token, or one and its drafts where the engine was opened for
 of rows of several tokens. What rows ask for beyond a plain draw follows behind the graph (redraw.py). A step of graph
 rows alone is launched and not waited for until its flight is, and without drafts it can be launched ahead. Others are
 computed when they are launched, prompts among them, and the rows of a mixed step that can still take the graph.
+
+Of a step ahead the graph computes the logits and draws for rows that ask for nothing more. Where a row's sampling needs
+the token of the step before (a grammar, bad words), what follows behind the graph waits until the host knows it; the
+device computes meanwhile.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, final
 
@@ -19,7 +24,7 @@ from torch import Tensor
 
 from pdserve.core.errors import InternalError
 from pdserve.engine.gpu import buckets
-from pdserve.engine.gpu.flights import DoneFlight, GraphFlight
+from pdserve.engine.gpu.flights import DoneFlight, GraphFlight, Sampled
 from pdserve.engine.gpu.graphs import Replays
 from pdserve.engine.gpu.inputs import sampling_of
 from pdserve.engine.gpu.plain_rows import PlainRows, follow, read
@@ -108,6 +113,10 @@ class GraphEngine:
         self._eager.close()
 
     def _launch(self, rows: Sequence[Row], after: Flight | None, on_layer: OnLayer | None) -> Flight:
+        if isinstance(after, GraphFlight) and after.unsampled:
+            raise InternalError(
+                f"{len(after.unsampled)} rows of the step before were not sampled before the next launch"
+            )
         last, self._last = self._last, None
         number = 0
         if isinstance(rows, ChainedRows):
@@ -183,11 +192,33 @@ class GraphEngine:
             self._tell(plain_words(plain, update))
         self._begin_plain(plain, update, bucket)
         asking, has_logprobs = self._asking(plain.seat_B, plain.start_B + 1 - plain.prompt_len_B)
-        extras = self._redraw.launch(rows, range(len(rows)), asking) if asking else NO_EXTRAS
         wants = decode.inputs.samplings.logprobs(plain.seat_B.tolist()) if has_logprobs else None
-        host, event = self._fetch(len(rows))
         self._last = plain if plain.number else None
-        return GraphFlight(len(rows), host, extras, event, drafted=None, wants=wants)
+        if asking and self._awaits_tokens(rows, plain):
+            later = partial(self._sample_known, len(rows))
+            return GraphFlight(len(rows), later, wants=wants, unsampled=asking)
+        return GraphFlight(len(rows), self._sample(rows, range(len(rows)), asking, len(rows)), wants=wants)
+
+    def _awaits_tokens(self, rows: Sequence[Row], plain: PlainRows) -> bool:
+        """Whether the sampling of any row needs a token that the step before draws."""
+        if isinstance(rows, ChainedRows) and not rows.is_ahead:
+            return False
+        needs_history_B = self._decode.inputs.samplings.needs_history_S[plain.seat_B]
+        return bool((needs_history_B & (plain.follows_B != NEW_ROW)).any())
+
+    @torch.inference_mode()
+    def _sample_known(self, count: int, rows: Mapping[int, Row]) -> Sampled:
+        """The rest of a step of `count` rows of one token, behind its graph: `rows` by number, with their histories."""
+        every = [Row(tokens=(), start=0, blocks=())] * count
+        for index, row in rows.items():
+            every[index] = row
+        return self._sample(every, range(count), sorted(rows), count)
+
+    def _sample(self, rows: Sequence[Row], firsts: Sequence[int], asking: Sequence[int], count: int) -> Sampled:
+        """Launches what the rows ask for beyond the graph, and the copy of all draws to the host."""
+        extras = self._redraw.launch(rows, firsts, asking) if asking else NO_EXTRAS
+        host, event = self._fetch(count)
+        return Sampled(host, event, extras)
 
     @torch.inference_mode()
     def _replay_drafted(self, rows: Sequence[Row], verify: Replays) -> GraphFlight:
@@ -197,10 +228,8 @@ class GraphEngine:
         firsts, count = self._begin_drafted(rows, update, verify)
         num_output_B = np.array([row.start + 1 - row.prompt_len for row in rows], np.int64)
         asking, has_logprobs = self._asking(np.array(update.seats, np.int64), num_output_B)
-        extras = self._redraw.launch(rows, firsts, asking) if asking else NO_EXTRAS
         wants = [sampling_of(row).logprobs for row in rows for _ in range(row.num_queries)] if has_logprobs else None
-        host, event = self._fetch(count)
-        return GraphFlight(count, host, extras, event, drafted=list(rows), wants=wants)
+        return GraphFlight(count, self._sample(rows, firsts, asking, count), drafted=list(rows), wants=wants)
 
     def _begin_plain(self, plain: PlainRows, update: Update, bucket: int) -> None:
         self._send_tables(update)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, final
 
+from pdserve.core.errors import InternalError
 from pdserve.core.types import TokenOut
 from pdserve.engine.gpu.redraw import Extras
 from pdserve.engine.grammars import RowMasks
@@ -14,36 +15,53 @@ from pdserve.engine.interface import PlainOuts, Row, RowOut
 from pdserve.engine.torch_engine import row_out
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Draws of a step on their way to the host."""
+
+    host: tuple[Any, Any]  # tokens and logprobs
+    event: Any | None  # behind which they are there; None without a device
+    extras: Extras
+
+
 @final
 class GraphFlight:
-    """A step whose draws are on their way to the host."""
+    """A step whose draws are on their way to the host, or whose forward pass runs and whose sampling follows."""
 
     def __init__(
         self,
         count: int,
-        host: tuple[Any, Any],
-        extras: Extras,
-        event: Any | None,
+        sampled: Sampled | Callable[[Mapping[int, Row]], Sampled],
         *,
-        drafted: list[Row] | None,
-        wants: list[int | None] | None,
+        drafted: list[Row] | None = None,
+        wants: list[int | None] | None = None,
+        unsampled: Sequence[int] = (),
     ) -> None:
         """`count` draws. `drafted`: the rows, of a step with drafts; `wants`: of a step in which some row's sampling
-        asks for logprobs, what each draw's asks for."""
+        asks for logprobs, what each draw's asks for. `sampled`: of a step with unsampled rows, what samples them."""
         self.has_drafts = drafted is not None
+        self.unsampled = unsampled
         self._count, self._drafted, self._wants = count, drafted, wants
-        self._host, self._extras, self._event = host, extras, event
+        self._sampled = sampled
+
+    def sample(self, rows: Mapping[int, Row]) -> None:
+        assert not isinstance(self._sampled, Sampled), "it was sampled before"
+        self._sampled = self._sampled(rows)
+        self.unsampled = ()
 
     def wait(self) -> Sequence[RowOut]:
-        if self._event is not None:
-            self._event.synchronize()
-        tokens = self._host[0][: self._count].tolist()
-        extras, masks_of = self._extras, self._extras.masks_of
+        sampled = self._sampled
+        if not isinstance(sampled, Sampled):
+            raise InternalError(f"{len(self.unsampled)} rows were not sampled before they are waited for")
+        if sampled.event is not None:
+            sampled.event.synchronize()
+        tokens = sampled.host[0][: self._count].tolist()
+        extras, masks_of = sampled.extras, sampled.extras.masks_of
         is_plain = self._drafted is None and self._wants is None
         if is_plain and not any(masks.failed or not masks.masks for masks in masks_of.values()):  # nearly every step
             return PlainOuts(tokens)
         wants = self._wants or [None] * self._count
-        logprobs = self._host[1][: self._count].tolist()
+        logprobs = sampled.host[1][: self._count].tolist()
         drawn = [
             TokenOut(token_id=token, logprob=logprob if wanted is not None else None)
             for token, logprob, wanted in zip(tokens, logprobs, wants, strict=True)
@@ -70,8 +88,13 @@ def _out(token: TokenOut, masks: RowMasks | None) -> RowOut:
 class DoneFlight:
     """A step that was computed when it was launched."""
 
+    unsampled: Sequence[int] = ()
+
     def __init__(self, outs: list[RowOut]) -> None:
         self._outs = outs
+
+    def sample(self, rows: Mapping[int, Row]) -> None:
+        raise InternalError("every row of the step was sampled when it was launched")
 
     def wait(self) -> list[RowOut]:
         return self._outs

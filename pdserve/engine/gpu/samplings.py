@@ -27,6 +27,7 @@ class Samplings:
         self._held: list[Sampling | None] = [None] * num_seats
         self._fields = {name: np.zeros(num_seats, kind) for name, kind, _ in FIELDS}
         self.asks_S = np.zeros(num_seats, bool)  # for more than a graph draws, at every token
+        self.needs_history_S = np.zeros(num_seats, bool)
         self.min_tokens_S = np.zeros(num_seats, np.int64)
         self.has_logprobs_S = np.zeros(num_seats, bool)
 
@@ -51,6 +52,7 @@ class Samplings:
         fields["top_p"][seat], fields["top_k"][seat] = sampling.top_p, sampling.top_k
         fields["floor"][seat], fields["temperature"][seat] = floor_key(sampling.min_p), sampling.temperature
         self.asks_S[seat] = asks_for_more(sampling)
+        self.needs_history_S[seat] = sampling.needs_history
         self.min_tokens_S[seat] = sampling.min_tokens
         self.has_logprobs_S[seat] = sampling.logprobs is not None
 

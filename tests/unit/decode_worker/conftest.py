@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from pdserve.core.effects import DecodeEffect, Drawn, LandingHeld, PlainDrawn, S
 from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.types import Sampling
 from pdserve.engine.ahead import LazyAhead
-from pdserve.engine.interface import Flight, Row
+from pdserve.engine.interface import Flight, OnLayer, Row, RowOut
 from pdserve.engine.toy import EOS, NUM_ANSWERS, ToyEngine
 
 BLOCK_SIZE = 4
@@ -32,6 +32,23 @@ PRIOR = CostPrior(
     decode_per_context_token_s=0.0,
 )
 CHEAP_DRAFTS = replace(PRIOR, prefill_per_token_s=0.0001)
+
+
+class KnownHistories:
+    """The toy, which is only asked to sample by a history that is known to its end."""
+
+    def __init__(self, toy: ToyEngine) -> None:
+        self._toy, self.spec, self.pool = toy, toy.spec, toy.pool
+
+    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> list[RowOut]:
+        for row in rows:
+            if row.sample is not None and row.sample.needs_history:
+                assert len(row.history) == row.start + len(row.tokens)
+                assert list(row.history[row.start :]) == list(row.tokens)
+        return self._toy.step(rows, on_layer)
+
+    def close(self) -> None:
+        self._toy.close()
 
 
 class Bench:
@@ -50,6 +67,7 @@ class Bench:
     ) -> None:
         self.is_ahead = is_ahead
         self.num_ahead = 0  # steps that were launched before the one before them was read
+        self.num_sampled_late = 0  # rows whose sampling waited for the step before
         self.flight: tuple[Step, Flight] | None = None
         self.num_answers = num_answers
         self.engine = ToyEngine(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_answers=num_answers)
@@ -135,7 +153,7 @@ class Bench:
 
     def _step_ahead(self) -> list[DecodeEffect]:
         """One step is read, and the next one may have been launched before."""
-        engine, before = LazyAhead(self.engine), list[DecodeEffect]()
+        engine, before = LazyAhead(KnownHistories(self.engine)), list[DecodeEffect]()
         if self.flight is None:
             plan, before = self.batching.plan(self.now_s)
             if not plan.rows:
@@ -143,6 +161,9 @@ class Bench:
             self.flight = plan, engine.launch(plan.rows, None)
             self.batching.launched(plan)
         (plan, flight), self.flight = self.flight, None
+        if flight.unsampled:
+            self.num_sampled_late += len(flight.unsampled)
+            flight.sample(plan.known_rows(flight.unsampled))
         following = self.batching.plan_after(plan)
         if following is not None:
             self.num_ahead += 1

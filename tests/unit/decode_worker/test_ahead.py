@@ -8,6 +8,7 @@ import pytest
 
 from decode_worker.resident import Stage
 from pdserve.core.effects import Drawn, PlainDrawn, Released
+from pdserve.core.errors import InternalError
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import EOT, answer
 
@@ -89,12 +90,52 @@ def test_a_dropped_step_gives_back_what_was_lent(make_bench: Any) -> None:
     bench.batching.dropped(step)
 
 
-def test_what_needs_the_last_token_waits_for_it(make_bench: Any) -> None:
+def test_rows_that_need_the_last_token_are_sampled_late(make_bench: Any) -> None:
+    """Beside rows that do not; one of them ends by itself, with a row in the step ahead."""
     bench = make_bench(is_ahead=True)
-    bench.offer("a", LONG, max_tokens=9, bad_token_ids=((40, 41),))
+    ends = [*b"hi", 5, EOT]
+    bench.offer("a", LONG, max_tokens=15, bad_token_ids=((1, 2),))
+    bench.offer("b", [*LONG, 7], max_tokens=12)
+    bench.offer("c", ends, max_tokens=20, bad_token_ids=((1, 2),))
     bench.run()
-    assert bench.num_ahead == 0
-    assert len(bench.drawn["a"]) == 9
+    assert bench.num_ahead > 8
+    assert bench.num_sampled_late > 8
+    assert bench.drawn["a"] == answer(LONG, 15)
+    assert bench.drawn["b"] == answer([*LONG, 7], 12)
+    assert bench.drawn["c"] == answer(ends, 6)
+
+
+def test_sequences_that_have_left_are_not_sampled_late(make_bench: Any) -> None:
+    bench = make_bench(is_ahead=True)
+    for name in "abc":
+        bench.offer(name, [*LONG, ord(name)], max_tokens=20, bad_token_ids=((1, 2),))
+    while bench.num_ahead == 0:
+        bench.step()
+    step, flight = bench.flight
+    assert list(flight.unsampled) == list(range(len(step.decoding)))
+    bench.batching.cancel(step.decoding[1].key)
+    known = step.known_rows(flight.unsampled)
+    assert list(known) == [0, 2]
+    for index, row in known.items():
+        resident = step.decoding[index]
+        assert (row.follows, row.history) == (None, resident.tokens)
+        assert list(row.tokens) == resident.tokens[-1:]
+        assert row.start == len(resident.tokens) - 1
+    bench.run()
+    for name in {"a", "b", "c"} - {step.decoding[1].key.request_id}:
+        assert bench.drawn[name] == answer([*LONG, ord(name)], 20)
+
+
+def test_a_step_that_was_not_sampled_cannot_be_waited_for(make_bench: Any) -> None:
+    bench = make_bench(is_ahead=True)
+    bench.offer("a", LONG, max_tokens=9, bad_token_ids=((1, 2),))
+    while bench.num_ahead == 0:
+        bench.step()
+    _, flight = bench.flight
+    with pytest.raises(InternalError, match="not sampled"):
+        flight.wait()
+    bench.run()
+    assert bench.drawn["a"] == answer(LONG, 9)
 
 
 @pytest.mark.parametrize("sampling", [{"repetition_penalty": 1.2}, {"frequency_penalty": 0.5}, {"min_tokens": 4}])

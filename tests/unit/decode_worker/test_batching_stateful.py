@@ -83,7 +83,15 @@ def live(make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is
             bench.drawn.pop(name, None)
             max_tokens += 1  # so that the first token never ends the text
             expected[name] = answer(prompt, max_tokens, num_answers=num_answers)[: num_blocks * 4 - length]
-            effects = bench.offer(name, prompt, is_local=move == "local", attempt=attempts[name], max_tokens=max_tokens)
+            bad = ((1, 2),) if which % 2 else ()  # never drawn; sampled late in a step ahead
+            effects = bench.offer(
+                name,
+                prompt,
+                is_local=move == "local",
+                attempt=attempts[name],
+                max_tokens=max_tokens,
+                bad_token_ids=bad,
+            )
             if isinstance(effects[0], LandingHeld):
                 first[name] = bench.write(name, attempts[name])
             see(effects)

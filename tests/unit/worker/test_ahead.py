@@ -55,7 +55,8 @@ async def test_failed_steps_drop_the_one_ahead_and_no_token_is_wrong(start: Any,
     router = await attach(d)
     lengths = {"a": 40, "b": 25, "c": 33}
     for name, length in lengths.items():
-        sequence = ask(name, [*PROMPT, ord(name)], max_tokens=length)
+        bad = {} if name == "a" else {"bad_token_ids": ((1, 2),)}  # sampled late in a step ahead
+        sequence = ask(name, [*PROMPT, ord(name)], max_tokens=length, **bad)
         await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence, is_local=True))
     for name, length in lengths.items():
         assert await router.finished(name) == answer([*PROMPT, ord(name)], length), name
@@ -77,6 +78,7 @@ def test_steps_that_succeed_ahead_clear_the_engine_of_suspicion() -> None:
 
     class Flying:
         is_failing = True
+        unsampled = ()
 
         def wait(self) -> list[RowOut]:
             if self.is_failing:

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.gpu_checks
 
 SEEDED = Sampling(temperature=0.8, top_p=0.95, seed=5, max_tokens=16)
 PENALISED = Sampling(temperature=0.0, repetition_penalty=1.4, max_tokens=16)
+BAD_WORDS = Sampling(temperature=0.0, bad_token_ids=tuple((token,) for token in range(0, 384, 2)), max_tokens=16)
 STEPS = 5
 
 
@@ -81,13 +82,14 @@ def engine(folder: Path) -> Iterator[ParallelGraphEngine]:
 def test_ranks_draw_the_tokens_of_one_also_one_step_ahead(
     engine: ParallelGraphEngine, folder: Path, serve: Callable[..., list[list[int]]]
 ) -> None:
-    """Rows leave and change places between the steps, and a token that was drawn again behind a step is followed."""
+    """Rows leave and change places between the steps, and a token that was drawn again behind a step is followed, also
+    where that had to wait for the token before it."""
     oracle = Oracle(folder)
     made = [dataclasses.replace(one, sampling=short(one.sampling)) for one in requests()[1:3]]
     tokens = serve(engine, made, chunk=8)  # prompts beside decode rows
     oracle.assert_exact([one.prompt for one in made], tokens, sampling=[one.sampling for one in made])
 
-    rng, samplings = random.Random(1), [GREEDY, SEEDED, PENALISED]
+    rng, samplings = random.Random(1), [BAD_WORDS, SEEDED, PENALISED]
     prompts = [[3 + (7 * index + at) % 380 for at in range(4 + 3 * index)] for index in range(MOST_ROWS)]
     blocks = [[4 * index + 20 + at for at in range(4)] for index in range(MOST_ROWS)]
     texts = []
@@ -97,6 +99,7 @@ def test_ranks_draw_the_tokens_of_one_also_one_step_ahead(
     flight: Flight | None = None
     flights: list[tuple[Flight, list[int]]] = []
     order = list(range(MOST_ROWS))
+    num_late = 0
     for step in range(STEPS):
         chosen = rng.sample(order, MOST_ROWS if step < STEPS - 2 else 2)
         rows = [
@@ -119,14 +122,22 @@ def test_ranks_draw_the_tokens_of_one_also_one_step_ahead(
         flights.append((flight, chosen))
         if len(flights) == 2:
             read(flights.pop(0), texts)
+        num_late += len(flight.unsampled)
+        if flight.unsampled:
+            flight.sample({index: known(rows[index], texts[chosen[index]]) for index in flight.unsampled})
         order = chosen
     read(flights.pop(), texts)
     answers = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
     assert sorted(map(len, answers))[-2:] == [STEPS + 1] * 2
+    assert num_late >= STEPS - 1
     oracle.assert_exact(prompts, answers, sampling=samplings)
     with pytest.raises(InternalError, match="follows a step that does not run"):
         engine.launch([Row(tokens=(PENDING,), start=1, blocks=[0], sample=GREEDY, follows=0)], None)
     assert engine.is_healthy, "a row that is refused reaches no rank"
+
+
+def known(row: Row, text: list[int]) -> Row:
+    return dataclasses.replace(row, tokens=text[-1:], follows=None)
 
 
 def short(sampling: Sampling) -> Sampling:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pdserve.core.errors import InternalError
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu.bans import Bans
@@ -126,9 +127,20 @@ def test_they_draw_as_in_the_eager_engine_beside_plain_rows(make_pair: Callable[
     assert all(40 <= token < 60 for token in ours[4].tokens[len(ours[4].prompt) :])
 
 
-def test_they_go_one_step_ahead_where_the_last_token_does_not_matter(make_pair: Callable[..., Any]) -> None:
+def test_they_go_one_step_ahead(make_pair: Callable[..., Any]) -> None:
     eager, graph = make_pair("llama", most_rows=8)
-    theirs, ours = texts_of(eager, WITHOUT_HISTORY), texts_of(graph, WITHOUT_HISTORY)
+    go_ahead(eager, graph, WITHOUT_HISTORY, num_unsampled=0)
+
+
+def test_rows_that_need_the_last_token_go_ahead_and_are_sampled_behind_it(make_pair: Callable[..., Any]) -> None:
+    """Beside rows that do not; all that ask for more than the graph draws wait with them."""
+    eager, graph = make_pair("llama", most_rows=13, grammars=EveryThird())
+    kinds = (*WITHOUT_HISTORY, *WITH_HISTORY)
+    go_ahead(eager, graph, kinds, num_unsampled=len(kinds) - 2)
+
+
+def go_ahead(eager: Any, graph: Any, kinds: Sequence[dict[str, Any]], num_unsampled: int) -> None:
+    theirs, ours = texts_of(eager, kinds), texts_of(graph, kinds)
     for _ in range(4):
         for text, out in zip(theirs, eager.step([text.row() for text in theirs]), strict=True):
             text.take(out)
@@ -138,12 +150,43 @@ def test_they_go_one_step_ahead_where_the_last_token_does_not_matter(make_pair: 
         before, was = flight, order
         order = order[1:] + order[:1] if step % 2 else order[::-1]
         flight = graph.launch([ours[which].row(1, was.index(which)) for which in order], before)
+        assert abs(len(flight.unsampled) - num_unsampled) <= 1  # min_tokens are asked for at first only
         for which, out in zip(was, before.wait(), strict=True):
             ours[which].take(out)
+        if num_unsampled:
+            flight.sample({index: ours[order[index]].row() for index in flight.unsampled})
     for which, out in zip(order, flight.wait(), strict=True):
         ours[which].take(out)
     for mine, other in zip(ours, theirs, strict=True):
         assert_same(mine, other)
+
+
+def test_a_step_is_sampled_before_it_is_waited_for_or_followed(make_pair: Callable[..., Any]) -> None:
+    """A sequence that has ended is not sampled, and the row beside it draws what it draws alone."""
+    eager, graph = make_pair("llama", grammars=EveryThird())
+    kinds: tuple[dict[str, Any], ...] = ({"grammar": GRAMMAR, **SEEDED}, {"grammar": GRAMMAR}, {})
+    theirs, ours = texts_of(eager, kinds), texts_of(graph, kinds)
+    for _ in range(3):
+        for text, out in zip(theirs, eager.step([text.row() for text in theirs]), strict=True):
+            text.take(out)
+    before = graph.launch([text.row() for text in ours], None)
+    flight = graph.launch([text.row(1, index) for index, text in enumerate(ours)], before)
+    assert list(flight.unsampled) == [0, 1]
+    for text, out in zip(ours, before.wait(), strict=True):
+        text.take(out)
+    with pytest.raises(InternalError, match="2 rows were not sampled"):
+        flight.wait()
+    with pytest.raises(InternalError, match="before the next launch"):
+        graph.launch([ours[2].row(1, 2)], flight)
+    flight.sample({1: ours[1].row()})
+    following = graph.launch([ours[which].row(1, which) for which in (1, 2)], flight)
+    outs = flight.wait()
+    for which in (1, 2):
+        ours[which].take(outs[which])
+    following.sample({0: ours[1].row()})
+    for which, out in zip((1, 2), following.wait(), strict=True):
+        ours[which].take(out)
+        assert_same(ours[which], theirs[which])
 
 
 def test_a_row_whose_grammar_is_stuck_fails_alone(make_pair: Callable[..., Any]) -> None:
