@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-_FLAGS: Final = (
-    ("--max-tokens", int, "N", "maximum number of generated tokens"),
-    ("--min-tokens", int, "N", "minimum number of generated tokens"),
-    ("--temperature", float, "T", "sampling temperature; 0 is greedy"),
-    ("--top-k", int, "K", "sample from the K most likely tokens; 0 means all"),
-    ("--top-p", float, "P", "sample from the most likely tokens with total probability P"),
-    ("--min-p", float, "P", "sample from tokens with at least P times the largest probability"),
-    ("--repetition-penalty", float, "X", "repetition penalty over prompt and output; 1 means none"),
-    ("--presence-penalty", float, "X", "presence penalty over the output; 0 means none"),
-    ("--frequency-penalty", float, "X", "frequency penalty over the output; 0 means none"),
-    ("--seed", int, "N", "seed of the sampling"),
-)
+from pdserve.client.request import SAMPLING_SCALARS, Scalar
+from pdserve.core.types import Sampling, Slo
 
+_PRINTED: Final = ("logprobs", "prompt_logprobs")  # flags of the command that prints them
 _LISTS: Final = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
+_METAVARS: Final = {int: "N", float: "X"}
+_DEFAULTS: Final = {one.name: one.default for one in fields(Sampling)}
 SHAPES: Final = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
-    for flag, kind, metavar, text in _FLAGS:
-        group.add_argument(flag, type=kind, metavar=metavar, help=text)
+    for scalar in _scalars():
+        flag = scalar.name.replace("_", "-")
+        if scalar.kind is not bool:
+            group.add_argument(f"--{flag}", type=scalar.kind, metavar=_METAVARS[scalar.kind], help=scalar.text)
+        elif _DEFAULTS[scalar.name]:
+            group.add_argument(
+                f"--no-{flag}", dest=scalar.name, action="store_const", const=False, help=f"do not {scalar.text}"
+            )
+        else:
+            group.add_argument(f"--{flag}", action="store_const", const=True, help=scalar.text)
     group.add_argument("--stop", action="append", metavar="TEXT", help="stop string; repeatable")
     group.add_argument("--stop-token-ids", type=_ids, metavar="ID,...", help="stop tokens")
     group.add_argument(
@@ -40,7 +42,6 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bad-words", action="append", metavar="TEXT", help="text that the output must not contain; repeatable"
     )
-    group.add_argument("--ignore-eos", action="store_const", const=True, help="continue after an end-of-sequence token")
     shape = group.add_mutually_exclusive_group()
     shape.add_argument(
         "--json-schema", type=_text, metavar="JSON", help="JSON schema that the output must match; or @FILE"
@@ -53,6 +54,10 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--grammar", type=_text, metavar="LARK", help="grammar that the output must match; or @FILE")
     group.add_argument("--slo-ttft", type=float, metavar="SECONDS", help="TTFT target of the request")
     group.add_argument("--slo-tpot", type=float, metavar="SECONDS", help="TPOT target of the request")
+
+
+def _scalars() -> list[Scalar]:
+    return [scalar for scalar in SAMPLING_SCALARS if scalar.name not in _PRINTED]
 
 
 def _text(value: str) -> str:
@@ -75,9 +80,7 @@ def _bias(value: str) -> tuple[int, float]:
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    from pdserve.core.types import Slo
-
-    names = [flag[2:].replace("-", "_") for flag, *_ in _FLAGS] + [*_LISTS, "ignore_eos", *SHAPES]
+    names = [*(scalar.name for scalar in _scalars()), *_LISTS, *SHAPES]
     found = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.logit_bias is not None:
         found["logit_bias"] = dict(args.logit_bias)

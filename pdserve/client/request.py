@@ -7,9 +7,13 @@ server's to say, once for every client; only what the wire itself cannot carry i
 from __future__ import annotations
 
 import json
+import typing
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Final, TypedDict
+from typing import Annotated, Any, Final, TypedDict
+
+from google.protobuf.descriptor import FieldDescriptor
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import Slo
@@ -17,7 +21,14 @@ from pdserve.v1 import inference_pb2
 
 MAX_TIMEOUT_S: Final = 1e9  # gRPC turns much larger ones into the past
 
-_WHOLE_OF_REQUEST: Final = ("priority", "truncate_prompt_tokens", "n", "best_of")
+_OF_REQUEST: Final = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
+_OF_SAMPLING: Final = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+_OF_OUTPUT: Final = inference_pb2.StructuredOutput.DESCRIPTOR.fields_by_name
+_WHOLE: Final = {
+    FieldDescriptor.CPPTYPE_INT32: "a signed 32-bit integer",
+    FieldDescriptor.CPPTYPE_UINT32: "an unsigned 32-bit integer",
+    FieldDescriptor.CPPTYPE_UINT64: "an unsigned 64-bit integer",
+}
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -25,41 +36,52 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 class Options(TypedDict, total=False):
     """Keyword arguments of generate() and stream(). Absent (or None) is not zero: the server's default holds.
 
-    The server checks the ranges. docs/sampling.md tells in which order they are applied.
+    The server checks the ranges. docs/sampling.md lists the order in which the arguments apply. An option sets the
+    field of its name in GenerateRequest or SamplingParams. The text of a scalar is also the help of its command-line
+    flag (pdserve/cli/sampling.py).
     """
 
-    max_tokens: int | None  # 1 to the server's limit
-    min_tokens: int | None  # 0 to max_tokens; neither end of sequence nor stop counts before
-    temperature: float | None  # 0 (greedy) to 100
-    top_k: int | None  # 0 keeps every token
-    top_p: float | None  # above 0, to 1
-    min_p: float | None  # 0 to 1
-    repetition_penalty: float | None  # 0.01 to 100; over prompt and output
-    presence_penalty: float | None  # -2 to 2; over the output
-    frequency_penalty: float | None  # -2 to 2; over the output
-    seed: int | None  # unsigned, 64 bits; drawn where absent
+    max_tokens: Annotated[int | None, "maximum number of generated tokens; 1 to the server's limit"]
+    min_tokens: Annotated[int | None, "minimum number of generated tokens; 0 to max_tokens"]
+    temperature: Annotated[float | None, "sampling temperature, 0 to 100; 0 is greedy"]
+    top_k: Annotated[int | None, "sample from the N most likely tokens; 0 means all"]
+    top_p: Annotated[float | None, "sample from the most likely tokens with total probability X; above 0, to 1"]
+    min_p: Annotated[float | None, "sample from tokens with at least X times the largest probability; 0 to 1"]
+    repetition_penalty: Annotated[float | None, "repetition penalty over prompt and output, 0.01 to 100; 1 means none"]
+    presence_penalty: Annotated[float | None, "presence penalty over the output, -2 to 2; 0 means none"]
+    frequency_penalty: Annotated[float | None, "frequency penalty over the output, -2 to 2; 0 means none"]
+    seed: Annotated[int | None, "seed of the sampling, unsigned 64-bit; random if absent"]
+    ignore_eos: Annotated[bool | None, "continue after an end-of-sequence token"]
+    logprobs: Annotated[int | None, "logprobs of the output tokens and of the N most likely tokens; 0 to 64"]
+    include_stop_in_output: Annotated[bool | None, "keep the stop string or stop token in the text"]
+    skip_special_tokens: Annotated[bool | None, "leave special tokens out of the text"]  # True where absent
+    prompt_logprobs: Annotated[int | None, "logprobs of the prompt tokens and of the N most likely tokens; 0 to 20"]
     stop: str | Sequence[str] | None  # at most 16 strings of 1 to 256 characters
     stop_token_ids: Sequence[int] | None  # at most 64
-    ignore_eos: bool | None
-    logprobs: int | None  # 0: of the drawn token; k, at most 64: and of the k most likely ones
-    include_stop_in_output: bool | None
-    skip_special_tokens: bool | None  # False spells them out in the text
     logit_bias: Mapping[int, float] | None  # token id to -100 to 100, added to its logit; at most 1024
-    allowed_token_ids: Sequence[int] | None  # no other token is drawn; 1 to 8192
-    bad_words: str | Sequence[str] | None  # texts that are not written; at most 128, of 1 to 256 characters
-    prompt_logprobs: int | None  # as logprobs, of the prompt's own tokens; 0 to 20
+    allowed_token_ids: Sequence[int] | None  # no other token is sampled; 1 to 8192
+    bad_words: str | Sequence[str] | None  # texts that the output never contains; at most 128, of 1 to 256 characters
     json_schema: Mapping[str, Any] | bool | str | None  # the answer is a document of it; docs/structured-output.md
     json_object: bool | None  # the answer is any JSON object
     regex: str | None  # the whole answer matches it
     choice: Sequence[str] | None  # the answer is one of them
     grammar: str | None  # Lark; of these five at most one
     n: int | None  # answers, 1 to 16; over 1 only with a temperature
-    best_of: int | None  # n to 16: draws so many and gives the n likeliest per token, at the end
+    best_of: int | None  # n to 16: samples so many and returns the n with the largest mean logprob, at the end
     slo: Slo | None
     timeout_s: float | None  # of the whole call, its retries included
     request_id: str | None
     priority: int | None  # larger goes first among requests of equal slack
     truncate_prompt_tokens: int | None  # keeps the last so many prompt tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A sampling option with one value."""
+
+    name: str
+    kind: type[int] | type[float] | type[bool]
+    text: str
 
 
 def generate_request(
@@ -134,38 +156,42 @@ def _chat(messages: Sequence[Any]) -> inference_pb2.ChatPrompt:
 def _set_whole(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
     if not _is_whole(value):
         raise _wrong(name, "int", value)
-    target = request if name in _WHOLE_OF_REQUEST else request.sampling
     try:
-        setattr(target, name, int(value))
+        setattr(_holder(request, name), name, int(value))
     except ValueError:
-        bits = 64 if name == "seed" else 32
-        expected = "a signed 32-bit integer" if name == "priority" else f"an unsigned {bits}-bit integer"
-        raise InvalidRequest(name, value, expected) from None
+        field = (_OF_REQUEST if name in _OF_REQUEST else _OF_SAMPLING)[name]
+        raise InvalidRequest(name, value, _WHOLE[field.cpp_type]) from None
 
 
 def _set_real(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise _wrong(name, "float", value)
-    setattr(request.sampling, name, float(value))
+    setattr(_holder(request, name), name, float(value))
 
 
 def _set_flag(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise _wrong(name, "bool", value)
-    setattr(request.sampling, name, value)
+    setattr(_holder(request, name), name, value)
+
+
+def _set_text(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise _wrong(name, "str", value)
+    setattr(_holder(request, name), name, _utf8(name, value))
 
 
 def _set_texts(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
     words = [value] if isinstance(value, str) else value
     if not _is_list(words) or not all(isinstance(word, str) for word in words):
         raise _wrong(name, "str or a list of str", value)
-    getattr(request.sampling, name).extend(_utf8(name, word) for word in words)
+    getattr(_holder(request, name), name).extend(_utf8(name, word) for word in words)
 
 
 def _set_token_ids(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
     if not _is_list(value):
         raise _wrong(name, "a list of int", value)
-    getattr(request.sampling, name).extend(_token_ids(name, value))
+    getattr(_holder(request, name), name).extend(_token_ids(name, value))
 
 
 def _set_allowed(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
@@ -214,12 +240,6 @@ def _set_slo(request: inference_pb2.GenerateRequest, name: str, value: Any) -> N
     request.slo.tpot_s = value.tpot_s
 
 
-def _set_request_id(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise _wrong(name, "str", value)
-    request.request_id = _utf8(name, value)
-
-
 def _check_timeout(_request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
     checked_timeout_s(name, value)
 
@@ -233,21 +253,51 @@ def checked_timeout_s(name: str, value: object) -> float:
 
 
 _Setter = Callable[[inference_pb2.GenerateRequest, str, Any], None]
-_SETTERS: Final[dict[str, _Setter]] = {
-    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"), _set_whole),
-    **dict.fromkeys(_WHOLE_OF_REQUEST, _set_whole),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), _set_real),
-    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _set_real),
-    **dict.fromkeys(("ignore_eos", "include_stop_in_output", "skip_special_tokens"), _set_flag),
-    **dict.fromkeys(("stop", "bad_words"), _set_texts),
-    "stop_token_ids": _set_token_ids,
+_BY_NAME: Final[Mapping[str, _Setter]] = {
     "allowed_token_ids": _set_allowed,
     "logit_bias": _set_logit_bias,
-    **dict.fromkeys(("json_schema", "json_object", "regex", "choice", "grammar"), _set_structured),
+    **dict.fromkeys(_OF_OUTPUT, _set_structured),
     "slo": _set_slo,
     "timeout_s": _check_timeout,
-    "request_id": _set_request_id,
 }
+_BY_TYPE: Final[Mapping[Any, _Setter]] = {
+    int | None: _set_whole,
+    float | None: _set_real,
+    bool | None: _set_flag,
+    str | None: _set_text,
+    str | Sequence[str] | None: _set_texts,
+    Sequence[int] | None: _set_token_ids,
+}
+_SCALAR_TYPES: Final[Mapping[Any, type[int] | type[float] | type[bool]]] = {
+    int | None: int,
+    float | None: float,
+    bool | None: bool,
+}
+
+
+def _holder(request: inference_pb2.GenerateRequest, name: str) -> Any:
+    """The message that has the option's field."""
+    return request if name in _OF_REQUEST else request.sampling
+
+
+def _setters() -> dict[str, _Setter]:
+    """One for each option, by its type where its name has none. Raises TypeError on an option without a field."""
+    found: dict[str, _Setter] = {}
+    for name, hint in typing.get_type_hints(Options).items():
+        if name not in _BY_NAME and name not in _OF_REQUEST and name not in _OF_SAMPLING:
+            raise TypeError(f"the option {name} has no field of its name in inference.proto")
+        found[name] = _BY_NAME[name] if name in _BY_NAME else _BY_TYPE[hint]
+    return found
+
+
+def _scalars() -> tuple[Scalar, ...]:
+    hints = typing.get_type_hints(Options, include_extras=True)
+    annotated = {name: hint for name, hint in hints.items() if typing.get_origin(hint) is Annotated}
+    return tuple(Scalar(name, _SCALAR_TYPES[hint.__origin__], hint.__metadata__[0]) for name, hint in annotated.items())
+
+
+_SETTERS: Final = _setters()
+SAMPLING_SCALARS: Final = _scalars()
 
 
 def _token_ids(name: str, values: Sequence[Any]) -> list[int]:

@@ -5,6 +5,7 @@ Pure in effect: no I/O. Bad values raise InvalidRequest, naming the field as the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -13,23 +14,6 @@ from pdserve.core.grammar import Grammar, GrammarKind, choice
 from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut, check_counts
 from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
 
-_SCALARS: Final = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "ignore_eos",
-    "logprobs",
-    "include_stop_in_output",
-    "prompt_logprobs",
-    "skip_special_tokens",
-)
 Word = TypeVar("Word")
 # More landing blocks than any pool has; a larger extent is nonsense or an attack on the reader's memory.
 MAX_EXTENT_BLOCKS: Final = 2**24
@@ -42,6 +26,19 @@ _FINISHES: Final[Mapping[FinishReason, inference_pb2.FinishReason]] = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
 }
+
+
+def _scalars() -> tuple[str, ...]:
+    """The fields with one value, which Sampling and its message name alike. Raises TypeError where they do not."""
+    message = inference_pb2.SamplingParams.DESCRIPTOR.fields
+    scalars = [one.name for one in message if not one.is_repeated and one.message_type is None]
+    if missing := {one.name for one in dataclasses.fields(Sampling)} ^ {*scalars, *_NOT_SCALARS}:
+        raise TypeError(f"Sampling and SamplingParams differ in {sorted(missing)}")
+    return tuple(scalars)
+
+
+_NOT_SCALARS: Final = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_token_ids", "grammar")
+_SCALARS: Final = _scalars()
 
 
 def sampling_from_proto(

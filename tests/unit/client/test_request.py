@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.client.request import detokenize_request, generate_request, token_ids_of, tokenize_request
+from pdserve.client.request import Options, detokenize_request, generate_request, token_ids_of, tokenize_request
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import Slo
 from pdserve.v1 import inference_pb2
@@ -99,6 +99,13 @@ def test_every_option_reaches_its_field() -> None:
         priority=-3,
         truncate_prompt_tokens=4,
     )
+
+
+def test_every_field_of_a_request_is_an_option() -> None:
+    sampling = set(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"bad_token_ids", "structured_output"}
+    request = set(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - {"text", "token_ids", "chat", "sampling"}
+    output = set(inference_pb2.StructuredOutput.DESCRIPTOR.fields_by_name)
+    assert Options.__annotations__.keys() == {*sampling, *request, *output, "timeout_s"}
 
 
 def test_one_stop_string_needs_no_list() -> None:
