@@ -25,7 +25,7 @@ class Departure:
     lives: list[int]  # of the source blocks when they were first pushed, by grant index
     began_at_s: float | None = None
     pending: deque[tuple[Chunk, int, Fence | None]] = field(default_factory=deque)  # layer group, what to wait for
-    num_taken: int = 0  # pieces of chunks that were taken to be sent
+    num_stamped: int = 0  # pieces of chunks whose frames were made
     num_bytes: int = 0
     early_bytes: int = 0
     last_pushed_at_s: float | None = None
@@ -33,6 +33,11 @@ class Departure:
     is_announced: bool = False
     lease_at_s: float | None = None  # when it ends for want of progress: without a deadline, or once it is sent
     given_up_at_s: float | None = None  # while its source blocks are still read
+
+    @property
+    def is_stamped(self) -> bool:
+        """The frame of every piece was made. Copies end in any order: the last chunk taken may not be the last sent."""
+        return self.num_stamped == self.session.size
 
     def at(self, index: int, group: int) -> int:
         """The session's number of a block's part."""
@@ -45,7 +50,6 @@ class Job:
 
     departure: Departure
     chunk: Chunk
-    is_last: bool
     part: Part
     after: Fence | None  # what may still write the source blocks, where they lie on a device
 

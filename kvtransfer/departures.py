@@ -189,19 +189,21 @@ class Departures:
                 self._ready.append(tag)
             if departure.began_at_s is None:
                 departure.began_at_s = now_s
-            departure.num_taken += chunk.count
             part = Part(departure.lane, group, departure.groups)
-            return Job(departure, chunk, departure.num_taken == departure.session.size, part, after)
+            return Job(departure, chunk, part, after)
         return None
 
     def stamp(self, job: Job) -> bytes:
         """The stamps of a chunk, once its bytes have been copied or their checksum taken. Raises StaleSource.
+
+        Called once for each chunk, in the order in which their frames are written.
 
         In this order a block that is reused is noticed: before the copy by its life, after it by the checksum.
         """
         chains = self.stamps.chains(job.chunk.sources)
         if stale := self._reused(job):
             raise StaleSource(stale)
+        job.departure.num_stamped += job.chunk.count
         return stamping.pack(chains, job.departure.tag.generation, job.part.mask)
 
     def stale(self, job: Job, error: str, now_s: float) -> list[Action]:

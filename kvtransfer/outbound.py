@@ -133,9 +133,11 @@ class Outbound(threading.Thread):
         return self._digest(views)
 
     def head(self, job: Job, checksum: bytes, *, slot: int = 0, length: int = 0) -> bytes:
-        chunk, tag = job.chunk, job.departure.tag
-        frame = Frame(Kind.CHUNK, tag, chunk.first, chunk.count, slot, length, checksum, job.is_last, job.part)
-        return frame.encode() + self._book.stamp(job)
+        chunk, departure = job.chunk, job.departure
+        stamps = self._book.stamp(job)
+        is_last = departure.is_stamped
+        frame = Frame(Kind.CHUNK, departure.tag, chunk.first, chunk.count, slot, length, checksum, is_last, job.part)
+        return frame.encode() + stamps
 
     def views(self, job: Job) -> list[memoryview]:
         assert self._lanes is not None

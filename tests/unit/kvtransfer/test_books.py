@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -168,7 +169,8 @@ class World:
         job, self.job = self.job, None
         values = [self.source[source] for source in job.chunk.sources]
         assert SCRIBBLE not in values, "read after it was handed back"
-        chunk = Chunk(job.departure.tag, job.chunk.first, values, hash(tuple(values)), job.is_last)
+        self.out.stamp(job)
+        chunk = Chunk(job.departure.tag, job.chunk.first, values, hash(tuple(values)), job.departure.is_stamped)
         if self.fault(0.05):
             chunk.payload[self.rng.randrange(len(values))] += 1
         self.to_receiver.append(chunk)
@@ -414,9 +416,28 @@ def test_chunks_of_two_transfers_take_turns() -> None:
         out.push(grant.key, [(i, i) for i in range(4)], True, 0.0)
     order = []
     while (job := out.take(2, 0.0)) is not None:
-        order.append((job.departure.grant.key.transfer_id, job.chunk.first, job.is_last))
+        out.stamp(job)
+        order.append((job.departure.grant.key.transfer_id, job.chunk.first, job.departure.is_stamped))
         out.written(job, 0.0)
     assert order == [("long", 0, False), ("short", 0, False), ("long", 2, True), ("short", 2, True)]
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_the_last_chunk_is_the_last_one_sent(order: tuple[int, ...]) -> None:
+    """Copies on several streams end in any order. A receiver that hears "last" too early reports missing blocks."""
+    out = Departures(1, STAMPS)
+    out.linked()
+    grant = grant_of("t", 1, 1, tuple(range(6)))
+    out.start(grant, 0.0, None)
+    out.push(grant.key, [(i, i) for i in range(6)], True, 0.0)
+    jobs = [out.take(2, 0.0) for _ in range(3)]
+    says_last = []
+    for number in order:
+        job = jobs[number]
+        assert job is not None
+        out.stamp(job)
+        says_last.append(job.departure.is_stamped)
+    assert says_last == [False, False, True]
 
 
 def test_a_connection_that_ends_closes_the_writes_that_it_had_open() -> None:

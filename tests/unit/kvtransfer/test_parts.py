@@ -265,14 +265,16 @@ def test_groups_leave_as_they_are_pushed_and_the_last_is_the_last() -> None:
     out.push(key, [(0, 3), (1, 4)], False, 0.0, groups=range(1))
     first = out.take(1, 0.0)
     assert first is not None
-    assert (first.part, first.chunk.sources, first.is_last) == (Part(1, 0, 2), (3, 4), False)
+    assert (first.part, first.chunk.sources) == (Part(1, 0, 2), (3, 4))
     assert out.stamp(first) == pack([0, 0], 5, 1)
+    assert not first.departure.is_stamped
     out.written(first, 0.0)
     out.push(key, [(0, 3), (1, 4)], True, 0.0, groups=range(1, 2))
     second = out.take(1, 0.0)
     assert second is not None
-    assert (second.part.group, second.is_last) == (1, True)
+    assert second.part.group == 1
     assert out.stamp(second) == pack([0, 0], 5, 2)
+    assert second.departure.is_stamped
     out.written(second, 0.0)
     [report] = out.done(tag_of(key), 0.0)
     assert report.sent.num_bytes == 200  # type: ignore[union-attr]

@@ -151,7 +151,7 @@ class PrefillSide:
         payload = self._read(job)
         self.job, self.stamps, self.checksum = None, b"", ()
         origin = job.departure.grant.key.generation
-        chunk = Chunk(job.departure.tag, job.chunk.first, stamps, payload, checksum, job.is_last, origin)
+        chunk = Chunk(job.departure.tag, job.chunk.first, stamps, payload, checksum, job.departure.is_stamped, origin)
         return [("send", chunk), *self._do(self.book.written(job, self.now_s))]
 
     def _read(self, job: Job) -> tuple[Content, ...]:
