@@ -1,8 +1,9 @@
-"""A stand-in for a CUDA device in memory files: work is done by a thread, later, in the order of its stream.
+"""A stand-in for a CUDA device in memory files: a thread for each stream does the work, later, in the stream's order.
 
-What it keeps of the real one: calls return before the bytes have moved, in time that nobody can foresee; another
-process opens a pool by what `export` said, and may or may not read it once its owner was killed. `Trouble` makes it as
-bad as a device can be and still be right.
+What it keeps of the real one: calls return before the bytes have moved, in time that nobody can foresee; streams run
+side by side, and work of one overtakes earlier work of another unless it was asked for behind it; another process
+opens a pool by what `export` said, and may or may not read it once its owner was killed. `Trouble` makes it as bad as
+a device can be and still be right.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.transfer_ends import HostPool
-from kvtransfer.device import COPY_S, Blocks, Wake
+from kvtransfer.copy_streams import CopyLimits, StreamLoads
+from kvtransfer.device import COPY_S, Blocks, Copying, Wake
 from kvtransfer.host_device import HostBlocks, PlainBytes, digest_of, move_bytes, word_sum
+from kvtransfer.staging_budget import StagingBudget
 from pdserve.core.errors import InternalError, TransferFailed
 
 DRAIN_S = 30.0
@@ -126,8 +129,9 @@ class OpenedBlocks(FakeBlocks):
 
 
 class FakeCopying:
-    def __init__(self, limit_s: float = COPY_S) -> None:
+    def __init__(self, limit_s: float = COPY_S, stream: int | None = None) -> None:
         self.state: tuple[bool, str, bytes] = (False, "", b"")
+        self.stream = stream  # the number of the device's that it is queued on
         self._limit_s, self._ends_s = limit_s, time.monotonic() + limit_s
 
     @property
@@ -153,8 +157,10 @@ class Stream:
         self._thread = threading.Thread(target=self._run, name=f"fake-{name}", daemon=True)
         self._thread.start()
 
-    def queue(self, work: Callable[[], bytes], wake: Wake, limit_s: float = COPY_S) -> FakeCopying:
-        copying = FakeCopying(limit_s)
+    def queue(
+        self, work: Callable[[], bytes], wake: Wake, limit_s: float = COPY_S, number: int | None = None
+    ) -> FakeCopying:
+        copying = FakeCopying(limit_s, number)
 
         def run() -> None:
             try:
@@ -186,8 +192,15 @@ class Stream:
 class FakeDevice:
     name = "fake"
 
-    def __init__(self, pool: Any, trouble: Trouble = PLAIN) -> None:
-        self._pool, self._stream, self.trouble = pool, Stream("device", trouble), trouble
+    def __init__(self, pool: Any, trouble: Trouble = PLAIN, limits: CopyLimits | None = None) -> None:
+        limits = limits or CopyLimits()
+        self._pool, self.trouble = pool, trouble
+        self.streams = [Stream(f"device {number}", trouble) for number in range(limits.num_streams)]
+        self.loads, self.budget = StreamLoads(limits.num_streams), StagingBudget(limits.staging_bytes)
+        self._under_way: set[int] = set()  # numbers of copies that have not ended
+        self._num_queued = 0
+        self._lock = threading.Lock()  # guards these two and the count of overtakings
+        self.num_overtakings = 0  # copies that ended before an earlier one, which was on another stream
         self._rng = random.Random(f"{trouble.seed} kills")
         self._steps: list[threading.Event] = []  # of the engine, that may not have ended
         self.num_copies = 0
@@ -223,6 +236,7 @@ class FakeDevice:
         targets: Sequence[int],
         wake: Wake,
         after: Any | None,
+        behind: Copying | None = None,
     ) -> FakeCopying:
         assert isinstance(source, FakeBlocks)
         self.num_copies += 1
@@ -242,24 +256,56 @@ class FakeDevice:
                     target.write(targets[index], data)
             return digest_of(sums)
 
-        return self._stream.queue(work, wake)
+        return self._queue(work, wake, len(sources) * source.block_bytes, behind)
 
     def pinned(self, num_bytes: int) -> PlainBytes:
         return PlainBytes(num_bytes)
 
     def move(
-        self, staging: Blocks, first: int, host: Any, at: int, num_bytes: int, wake: Wake, *, is_to_host: bool
+        self,
+        staging: Blocks,
+        host: Any,
+        num_bytes: int,
+        wake: Wake,
+        *,
+        is_to_host: bool,
+        behind: Copying | None = None,
     ) -> FakeCopying:
         assert isinstance(staging, FakeBlocks)
 
         def work() -> bytes:
-            move_bytes(staging, first, host, at, num_bytes, is_to_host=is_to_host)
+            move_bytes(staging, host, num_bytes, is_to_host=is_to_host)
             return b""
 
-        return self._stream.queue(work, wake)
+        return self._queue(work, wake, num_bytes, behind)
 
     def drain(self) -> None:
-        self._stream.drain()
+        for stream in self.streams:
+            stream.drain()
 
     def end(self) -> None:
-        self._stream.end()
+        for stream in self.streams:
+            stream.end()
+
+    def stream_for(self, num_bytes: int, behind: Copying | None) -> int:
+        """A test may take this order away."""
+        if behind is None:
+            return self.loads.begin(num_bytes)
+        assert isinstance(behind, FakeCopying)
+        return self.loads.begin(num_bytes, behind.stream)
+
+    def _queue(self, work: Callable[[], bytes], wake: Wake, num_bytes: int, behind: Copying | None) -> FakeCopying:
+        index = self.stream_for(num_bytes, behind)
+        with self._lock:
+            self._num_queued += 1
+            number = self._num_queued
+            self._under_way.add(number)
+
+        def ended() -> None:
+            with self._lock:
+                self._under_way.remove(number)
+                self.num_overtakings += min(self._under_way, default=number) < number
+            self.loads.end(index, num_bytes)
+            wake()
+
+        return self.streams[index].queue(work, ended, number=index)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 from benchmarks.fake_device import PLAIN, FakeDevice, Trouble
 from benchmarks.fake_lane import FakeLanes
+from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
 from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.on_device import DeviceOf
@@ -24,10 +26,20 @@ def stand_in(pool: Any, trouble: Trouble = PLAIN) -> FakeDevice:
     return device
 
 
-def stand_in_each(trouble: Trouble = PLAIN) -> None:
-    """For the whole life of a process whose tensor-parallel ranks have a pool each, on a device of its own."""
+def stand_in_each(trouble: Trouble = PLAIN, limits: CopyLimits | None = None) -> dict[int, FakeDevice]:
+    """For the whole life of a process whose tensor-parallel ranks have a pool each, on a device of its own: these
+    devices, by the identity of their pools, as they are made."""
     made: dict[int, FakeDevice] = {}
-    install(lambda pool: made.setdefault(id(pool), FakeDevice(pool, trouble)), trouble)
+    lock = threading.Lock()
+
+    def device_of(pool: Any) -> FakeDevice:
+        with lock:
+            if id(pool) not in made:
+                made[id(pool)] = FakeDevice(pool, trouble, limits)
+            return made[id(pool)]
+
+    install(device_of, trouble)
+    return made
 
 
 def install(device_of: DeviceOf, trouble: Trouble = PLAIN) -> None:

@@ -65,9 +65,9 @@ class FakeLane:
         self._stream = Stream("lane", trouble)
         self._is_closed = False
 
-    def send(self, source: Blocks, block: int, num_bytes: int, wake: Wake) -> FakeCopying:
+    def send(self, source: Blocks, num_bytes: int, wake: Wake) -> FakeCopying:
         assert isinstance(source, FakeBlocks)
-        view = source.view(block, -(-num_bytes // source.block_bytes))[:num_bytes]
+        view = source.view(0, -(-num_bytes // source.block_bytes))[:num_bytes]
         flip = self._rng.randrange(num_bytes) if self._rng.random() < self._trouble.flipped else None
 
         def work() -> None:
@@ -79,9 +79,9 @@ class FakeLane:
 
         return self._queue(work, wake)
 
-    def receive(self, target: Blocks, block: int, num_bytes: int, wake: Wake) -> FakeCopying:
+    def receive(self, target: Blocks, num_bytes: int, wake: Wake) -> FakeCopying:
         assert isinstance(target, FakeBlocks)
-        view = target.view(block, -(-num_bytes // target.block_bytes))[:num_bytes]
+        view = target.view(0, -(-num_bytes // target.block_bytes))[:num_bytes]
 
         def work() -> None:
             size = bytearray(_SIZE.size)

@@ -172,6 +172,8 @@ class Storm:
                 self.result.wrong.append(f"{member.setup.name} did not end")
                 member.process.kill()
                 member.process.join()
+            elif member.process.exitcode not in (0, -signal.SIGKILL):
+                self.result.wrong.append(f"{member.setup.name} ended with {member.process.exitcode}")
 
     # -- transfers ------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import heapq
 import logging
 import os
 import secrets
+import sys
 import threading
 import time
 from collections import deque
@@ -28,6 +29,7 @@ from benchmarks.netns import enter
 from benchmarks.secret import SECRET
 from benchmarks.transfer_ends import GrpcHost, fingerprint
 from kvtransfer.channel import Waker
+from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.grants import grant_from_proto, grant_to_proto
@@ -54,6 +56,9 @@ class Setup:
 
 
 DEVICE_KILLS: Final = 0.0002  # share of the copies on a device in whose middle the process is killed
+#: Less staging than all connections want: some have one slot, and nccl's two ends disagree.
+LIMITS: Final = CopyLimits(num_streams=3, staging_bytes=200 * 2**20)
+STAGING_BACK_S: Final = 8.0  # a handshake's longest wait, and less than the driver's patience
 NUM_LAYERS: Final = 2  # of a block, as the fingerprint has it: every other transfer comes in so many layer groups
 
 
@@ -79,8 +84,7 @@ class Worker:
             self.storage: Storage = RankedStorage(setup.ranks, setup.memory)
         else:
             self.storage = Storage(SHAPES[setup.shape], setup.memory)
-        if setup.memory == "stand-in":
-            stand_in_each(trouble_of(setup))
+        self.devices = stand_in_each(trouble_of(setup), LIMITS) if setup.memory == "stand-in" else {}
         if setup.ranks:
             self.fingerprint = fingerprint_of_ranks(setup.ranks)
         else:
@@ -136,6 +140,14 @@ class Worker:
         pauses = sum(max(0.0, min(end, now_s) - max(begin, deadline_at_s)) for begin, end in self.disturbance.pauses)
         return max(0.0, now_s - deadline_at_s - pauses)
 
+    def _check_staging(self) -> None:
+        """Every connection has ended: none may hold a slot. Handshakes that nobody waits for end by themselves."""
+        ends_s = time.monotonic() + STAGING_BACK_S
+        while held := sum(device.budget.taken_bytes for device in self.devices.values()):
+            if time.monotonic() > ends_s:
+                sys.exit(f"{self.setup.name} leaked {held} bytes of staging")
+            time.sleep(0.01)
+
     def _tell(self, *news: Any) -> None:
         self._news.append(news)
 
@@ -148,11 +160,13 @@ class Worker:
         if command == "rest":
             self.storage.check_rest(self.held())
             stats = asdict(self.end.stats)
+            stats["overtakings"] = sum(device.num_overtakings for device in self.devices.values())
             facts = (len(os.listdir("/proc/self/fd")), threading.active_count())
             self._tell("rest", self.storage.wrong[:20], [repr(key) for key in self.end.open_keys], stats, facts)
             self.storage.wrong.clear()
         elif command == "quit":
             self.close()
+            self._check_staging()
             return False
         else:
             getattr(self, command)(*arguments)

@@ -13,6 +13,7 @@ from decode_worker.checking import KvCheck
 from decode_worker.chunking import ChunkRule
 from decode_worker.drafting import DraftRule
 from kvtransfer import issuer
+from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_receiver
 from kvtransfer.grants import check_movable, fingerprint_of, fingerprint_to_proto, grant_to_proto
@@ -357,6 +358,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         transport=config.transport,
         disturbance=make_disturbance(config.inject_faults, engine.pool.block_bytes),
         stamps=stamps,
+        limits=CopyLimits(num_streams=config.kv_copy_streams, staging_bytes=config.kv_staging_bytes),
     )
     add_servicers = partial(add_TransferServiceServicer_to_server, receiver.servicer)
     ranks = joined_receiver(receiver, engine, stamps, context.secret, config.worker_id, context.incarnation)

@@ -1,11 +1,11 @@
-"""A CUDA device as the device paths see it: block copies on a stream of their own, and pools opened across processes.
+"""A CUDA device as the device paths see it: block copies on streams of their own, and pools opened across processes.
 
 Needs torch, Triton and the CUDA driver. The pool must be one allocation, which a driver's handle names. A copy waits
 for the event that it is given and for nothing else of the engine's; whoever reads a landed block was told by the host.
 
 Staging is memory of our own. torch's allocator would take it from the engine's stream: it hands out memory that a
 queued kernel of that stream still uses, which is right for later work on that stream alone, and staging is used on
-other streams. What is allocated inside `copy` belongs to the copy stream, and is used there only.
+other streams. What is allocated inside `copy` belongs to the stream of that copy, and is used there only.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ import math
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Final, final
 
 import torch
 
+from kvtransfer.copy_streams import CopyLimits, StreamLoads
 from kvtransfer.cuda_driver import driver, tensor_at
-from kvtransfer.device import COPY_S, Blocks, Pinned, Wake
+from kvtransfer.device import COPY_S, Blocks, Copying, Pinned, Wake
+from kvtransfer.staging_budget import StagingBudget
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool
@@ -115,8 +118,9 @@ def moved(
 
 @final
 class CudaCopying:
-    def __init__(self, event: Any, sums: Any | None, limit_s: float) -> None:
-        self._event, self._sums = event, sums
+    def __init__(self, event: Any, sums: Any | None, limit_s: float, stream: int | None = None) -> None:
+        """`stream`: the number of the device's copy stream that it is queued on."""
+        self._event, self._sums, self.stream = event, sums, stream
         self.began_s = time.monotonic()
         self._limit_s, self._ends_s = limit_s, self.began_s + limit_s
 
@@ -204,12 +208,15 @@ def _passes(event: Any, limit_s: float) -> bool:
 
 @final
 class CudaDevice:
-    """One engine's pool and a stream for its transfers. Any thread may call it."""
+    """One engine's pool and the streams for its transfers. Any thread may call it."""
 
-    def __init__(self, raw: torch.Tensor) -> None:
+    def __init__(self, raw: torch.Tensor, limits: CopyLimits | None = None) -> None:
+        limits = limits or CopyLimits()
         self.device = raw.device
         self.name = str(torch.cuda.get_device_properties(raw.device).uuid)
-        self.stream = torch.cuda.Stream(raw.device)
+        self.streams = [torch.cuda.Stream(raw.device) for _ in range(limits.num_streams)]
+        self.loads = StreamLoads(limits.num_streams)
+        self.budget = StagingBudget(limits.staging_bytes)
         self.watcher = Watcher()
         self._pool = CudaBlocks(raw)
         self._index = raw.device.index or 0
@@ -266,13 +273,14 @@ class CudaDevice:
         targets: Sequence[int],
         wake: Wake,
         after: torch.cuda.Event | None,
+        behind: Copying | None = None,
     ) -> CudaCopying:
         from pdserve.engine.gpu.relay import relay
 
         assert isinstance(source, CudaBlocks)
-        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+        with self._queued(len(sources) * source.block_bytes, behind) as (index, num_bytes):
             if after is not None:
-                self.stream.wait_event(after)
+                self.streams[index].wait_event(after)
             count, padding = len(sources), [0] * (-len(sources) % _WORDS)  # both rows at multiples of 16 bytes, as
             rows = [[*sources, *padding], [*(targets or sources), *padding]]  # Triton would else compile anew
             numbers = torch.tensor(rows, dtype=torch.int32).pin_memory()
@@ -281,31 +289,37 @@ class CudaDevice:
             sums_B = moved(source.tensor, on_device[0], into, on_device[1], relay)
             host_B = torch.empty(len(sources), dtype=torch.int64, pin_memory=True)
             host_B.copy_(sums_B, non_blocking=True)
-            return self.watched(host_B, wake)
+            return self._watched(index, num_bytes, host_B, wake)
 
     def pinned(self, num_bytes: int) -> PinnedBytes:
         return PinnedBytes(num_bytes)
 
     def move(
-        self, staging: Blocks, first: int, host: Pinned, at: int, num_bytes: int, wake: Wake, *, is_to_host: bool
+        self,
+        staging: Blocks,
+        host: Pinned,
+        num_bytes: int,
+        wake: Wake,
+        *,
+        is_to_host: bool,
+        behind: Copying | None = None,
     ) -> CudaCopying:
         assert isinstance(staging, CudaBlocks)
         assert isinstance(host, PinnedBytes)
         assert host.tensor is not None, "closed"
-        there = staging.tensor[first:].view(-1)[:num_bytes]
-        here = host.tensor[at : at + num_bytes]
-        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+        there, here = staging.tensor.view(-1)[:num_bytes], host.tensor[:num_bytes]
+        with self._queued(num_bytes, behind) as (index, _):
             if is_to_host:
                 here.copy_(there, non_blocking=True)
             else:
                 there.copy_(here, non_blocking=True)
-            return self.watched(None, wake)
+            return self._watched(index, num_bytes, None, wake)
 
-    def watched(self, sums: Any | None, wake: Wake, stream: Any | None = None, limit_s: float = COPY_S) -> CudaCopying:
-        """What has been queued on the stream so far; the device's own where none is named."""
+    def watched(self, wake: Wake, stream: Any, limit_s: float) -> CudaCopying:
+        """What has been queued so far on a stream that is not one of the device's copy streams."""
         event = torch.cuda.Event()
-        event.record(stream or self.stream)
-        copying = CudaCopying(event, sums, limit_s)
+        event.record(stream)
+        copying = CudaCopying(event, None, limit_s)
         self.watcher.add(copying, wake)
         return copying
 
@@ -314,9 +328,33 @@ class CudaDevice:
         return _passes(self._recorded(stream), limit_s)
 
     def drain(self) -> None:
-        event, began_s = self._recorded(self.stream), time.monotonic()
-        while not _passes(event, COPY_S):
-            log.error("the device does not drain", extra={"since_s": round(time.monotonic() - began_s)})
+        events, began_s = [self._recorded(stream) for stream in self.streams], time.monotonic()
+        for event in events:
+            while not _passes(event, COPY_S):
+                log.error("the device does not drain", extra={"since_s": round(time.monotonic() - began_s)})
+
+    @contextmanager
+    def _queued(self, num_bytes: int, behind: Copying | None) -> Iterator[tuple[int, int]]:
+        """Makes the stream for so many bytes current; yields its number and the bytes."""
+        index = self.loads.begin(num_bytes, None if behind is None else _stream_of(behind))
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.streams[index]):
+                yield index, num_bytes
+        except BaseException:
+            self.loads.end(index, num_bytes)
+            raise
+
+    def _watched(self, index: int, num_bytes: int, sums: Any | None, wake: Wake) -> CudaCopying:
+        event = torch.cuda.Event()
+        event.record(self.streams[index])
+        copying = CudaCopying(event, sums, COPY_S, index)
+
+        def ended() -> None:
+            self.loads.end(index, num_bytes)
+            wake()
+
+        self.watcher.add(copying, ended)
+        return copying
 
     def _recorded(self, stream: Any) -> torch.cuda.Event:
         with torch.cuda.device(self.device):
@@ -337,16 +375,22 @@ class CudaDevice:
             self._spare[size].append(pointer)
 
 
+def _stream_of(copying: Copying) -> int:
+    assert isinstance(copying, CudaCopying)
+    assert copying.stream is not None, "not queued on a copy stream"
+    return copying.stream
+
+
 _devices: dict[int, CudaDevice] = {}
 _lock = threading.Lock()
 
 
-def device_of(pool: KvPool) -> CudaDevice:
-    """The same for every connection of a pool: one stream issues all of its transfers."""
+def device_of(pool: KvPool, limits: CopyLimits | None = None) -> CudaDevice:
+    """The same for every connection of a pool, which share its streams. The first call sets its limits."""
     raw: Any = getattr(pool, "raw", None)
     if raw is None or raw.device.type != "cuda":
         raise TransferFailed("the KV pool does not lie on a CUDA device")
     with _lock:
         if raw.data_ptr() not in _devices:
-            _devices[raw.data_ptr()] = CudaDevice(raw)
+            _devices[raw.data_ptr()] = CudaDevice(raw, limits)
         return _devices[raw.data_ptr()]

@@ -1,8 +1,9 @@
 """What the paths between GPUs ask of a device. Pure.
 
-Every call queues work on a stream of the device's own and returns; whoever asked is woken when it is done. That stream
-waits for the engine's only where a fence says so, and then only for what was queued before it. So one protocol serves
-CUDA and a stand-in of plain memory, by which it is tested where there is no GPU.
+Every call queues work on one of the device's own streams and returns; whoever asked is woken when it is done. Work has
+an order only where it is asked for: `behind` other work, and after what the engine had queued at a fence. All else runs
+side by side and ends in any order. So one protocol serves CUDA and a stand-in of plain memory, by which it is tested
+where there is no GPU.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
+from kvtransfer.staging_budget import StagingBudget
 from pdserve.engine.gpu.extent import Extent
 
 COPY_S: Final = 10.0  # a copy that takes longer will not end
@@ -59,6 +61,7 @@ class Pinned(Protocol):
 
 class Device(Protocol):
     name: str  # the same for all processes on one device
+    budget: StagingBudget  # of the staging that connections take
 
     def pool(self) -> Blocks:
         """The engine's."""
@@ -90,15 +93,23 @@ class Device(Protocol):
         targets: Sequence[int],
         wake: Wake,
         after: Fence | None,
+        behind: Copying | None = None,
     ) -> Copying:
-        """Source blocks to target blocks of the same size, once what the fence stands for has ended; without a target,
-        their digest."""
+        """Source blocks to target blocks of the same size, once what the fence stands for and the work in front have
+        ended; without a target, their digest."""
         ...
 
     def move(
-        self, staging: Blocks, first: int, host: Pinned, at: int, num_bytes: int, wake: Wake, *, is_to_host: bool
+        self,
+        staging: Blocks,
+        host: Pinned,
+        num_bytes: int,
+        wake: Wake,
+        *,
+        is_to_host: bool,
+        behind: Copying | None = None,
     ) -> Copying:
-        """Bytes of the staging's blocks from `first` on, to or from host memory from byte `at` on."""
+        """The first bytes of the staging, to or from host memory."""
         ...
 
     def drain(self) -> None:
@@ -110,9 +121,11 @@ class Device(Protocol):
 class Lane(Protocol):
     """Two processes' ordered channel between device memories. Both ends must ask in the same order."""
 
-    def send(self, source: Blocks, block: int, num_bytes: int, wake: Wake) -> Copying: ...
+    def send(self, source: Blocks, num_bytes: int, wake: Wake) -> Copying:
+        """The first bytes of the blocks."""
+        ...
 
-    def receive(self, target: Blocks, block: int, num_bytes: int, wake: Wake) -> Copying: ...
+    def receive(self, target: Blocks, num_bytes: int, wake: Wake) -> Copying: ...
 
     def close(self) -> None:
         """Ends what is under way; afterwards nothing of the lane touches memory of this process. Raises

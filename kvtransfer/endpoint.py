@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from kvtransfer import fused
 from kvtransfer.commands import OnRead
+from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.parts import MAX_GROUPS, Lanes, Part
@@ -34,14 +35,18 @@ def make_receiver(
     transport: str,
     disturbance: Disturbance | None = None,
     stamps: BlockStamps | None = None,
+    limits: CopyLimits | None = None,
     lease: Lease = DEFAULT_LEASE,
     clock: Callable[[], float] = time.monotonic,
 ) -> StreamReceiver:
-    """Listens at once, on `host` and free ports. Add `.servicer` to the worker's gRPC server. Raises ConfigError."""
+    """Listens at once, on `host` and free ports. Add `.servicer` to the worker's gRPC server. Raises ConfigError.
+
+    `limits`: of copies on a device, set by the first end that is made for a pool.
+    """
     if pool.is_on_host:
         fused.prepare(pool.block_bytes)
     numbers = kinds(transport, is_on_host=pool.is_on_host)
-    prepare(pool, numbers, _runs_of(fingerprint.shape))
+    prepare(pool, numbers, _runs_of(fingerprint.shape), limits)
     return StreamReceiver(
         pool,
         fingerprint,
@@ -69,6 +74,7 @@ def make_sender(
     disturbance: Disturbance | None = None,
     stamps: BlockStamps | None = None,
     kv_wire: str = "exact",
+    limits: CopyLimits | None = None,
     lease: Lease = DEFAULT_LEASE,
     clock: Callable[[], float] = time.monotonic,
 ) -> ShapedSender:
@@ -77,7 +83,7 @@ def make_sender(
     `kv_wire`: exact, int8 (between floats too) or auto (int8 where the link is slow).
     """
     numbers = kinds(transport, is_on_host=pool.is_on_host)
-    prepare(pool, numbers, _runs_of(fingerprint.shape))
+    prepare(pool, numbers, _runs_of(fingerprint.shape), limits)
 
     def make_stream(pool: KvPool, stamps: BlockStamps, on_read: OnRead | None, wire_dtype: str) -> StreamSender:
         return StreamSender(

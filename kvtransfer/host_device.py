@@ -12,7 +12,8 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from kvtransfer.device import Blocks, Wake
+from kvtransfer.device import Blocks, Copying, Wake
+from kvtransfer.staging_budget import StagingBudget
 from pdserve.core.errors import InternalError
 from pdserve.engine.gpu.extent import GOLDEN, MIX, WORD_BYTES, Extent
 
@@ -132,8 +133,8 @@ class Done:
 class HostDevice:
     name = "host"
 
-    def __init__(self, memory: memoryview, block_bytes: int) -> None:
-        self._memory, self._block_bytes = memory, block_bytes
+    def __init__(self, memory: memoryview, block_bytes: int, budget: StagingBudget) -> None:
+        self._memory, self._block_bytes, self.budget = memory, block_bytes, budget
 
     def pool(self) -> HostBlocks:
         return HostBlocks(self._memory, len(self._memory) // self._block_bytes, self._block_bytes)
@@ -161,15 +162,23 @@ class HostDevice:
         targets: Sequence[int],
         wake: Wake,
         after: Any,
+        behind: Copying | None = None,
     ) -> Done:
         assert isinstance(source, HostBlocks)
         return self._done(copy_and_sum(source, sources, target, targets), wake)
 
     def move(
-        self, staging: Blocks, first: int, host: Any, at: int, num_bytes: int, wake: Wake, *, is_to_host: bool
+        self,
+        staging: Blocks,
+        host: Any,
+        num_bytes: int,
+        wake: Wake,
+        *,
+        is_to_host: bool,
+        behind: Copying | None = None,
     ) -> Done:
         assert isinstance(staging, HostBlocks)
-        move_bytes(staging, first, host, at, num_bytes, is_to_host=is_to_host)
+        move_bytes(staging, host, num_bytes, is_to_host=is_to_host)
         return self._done(b"", wake)
 
     def drain(self) -> None:
@@ -192,10 +201,10 @@ def copy_and_sum(source: HostBlocks, sources: Sequence[int], target: Blocks | No
     return digest_of(sums)
 
 
-def move_bytes(staging: HostBlocks, first: int, host: Any, at: int, num_bytes: int, *, is_to_host: bool) -> None:
+def move_bytes(staging: HostBlocks, host: Any, num_bytes: int, *, is_to_host: bool) -> None:
     """Device.move in host memory."""
     count = -(-num_bytes // staging.block_bytes)
-    there, here = staging.view(first, count)[:num_bytes], host.view[at : at + num_bytes]
+    there, here = staging.view(0, count)[:num_bytes], host.view[:num_bytes]
     if is_to_host:
         here[:] = there
     else:

@@ -112,15 +112,15 @@ class NcclLane:
         """The first message, on the calling thread. It makes the connection, and may take as long as the communicator
         did; NCCL connects all channels of a peer then, whatever the size of the message."""
         told = threading.Event()
-        copying = self._queue("recv" if rank else "send", scratch, 0, _WARM_BYTES, told.set, JOIN_S)
+        copying = self._queue("recv" if rank else "send", scratch, _WARM_BYTES, told.set, JOIN_S)
         if not told.wait(JOIN_S) or not copying.is_done:
             raise TransferFailed("the other NCCL rank has not answered")
 
-    def send(self, source: Blocks, block: int, num_bytes: int, wake: Wake) -> CudaCopying:
-        return self._issue("send", source, block, num_bytes, wake)
+    def send(self, source: Blocks, num_bytes: int, wake: Wake) -> CudaCopying:
+        return self._issue("send", source, num_bytes, wake)
 
-    def receive(self, target: Blocks, block: int, num_bytes: int, wake: Wake) -> CudaCopying:
-        return self._issue("recv", target, block, num_bytes, wake)
+    def receive(self, target: Blocks, num_bytes: int, wake: Wake) -> CudaCopying:
+        return self._issue("recv", target, num_bytes, wake)
 
     def close(self) -> None:
         with self._closing:  # a second caller returns when the first has ended it
@@ -156,19 +156,17 @@ class NcclLane:
             return f"an NCCL kernel has not ended in {ABORT_S:g} s although its communicator was aborted"
         return ""
 
-    def _issue(self, name: str, blocks: Blocks, block: int, num_bytes: int, wake: Wake) -> CudaCopying:
+    def _issue(self, name: str, blocks: Blocks, num_bytes: int, wake: Wake) -> CudaCopying:
         if self._is_closed:
             raise TransferFailed("the NCCL pair is closed")
-        copying: CudaCopying = self._issuer.call(lambda: self._queue(name, blocks, block, num_bytes, wake))
+        copying: CudaCopying = self._issuer.call(lambda: self._queue(name, blocks, num_bytes, wake))
         return copying
 
-    def _queue(
-        self, name: str, blocks: Blocks, block: int, num_bytes: int, wake: Wake, limit_s: float = LANE_S
-    ) -> CudaCopying:
+    def _queue(self, name: str, blocks: Blocks, num_bytes: int, wake: Wake, limit_s: float = LANE_S) -> CudaCopying:
         import cupy
 
         assert isinstance(blocks, CudaBlocks)
-        pointer = blocks.tensor.data_ptr() + block * blocks.block_bytes
+        pointer = blocks.tensor.data_ptr()
         # Checked here, too: while the call waited its pair may have been closed, which frees the communicator.
         if not self._calling.acquire(blocking=False):
             raise TransferFailed("the NCCL pair is being closed")
@@ -179,7 +177,7 @@ class NcclLane:
             communicator.check_async_error()
             with cupy.cuda.Device(device.device.index):
                 getattr(communicator, name)(pointer, num_bytes, _UINT8, self._peer, self._stream.cuda_stream)
-            return device.watched(None, wake, self._stream, limit_s)
+            return device.watched(wake, self._stream, limit_s)
         finally:
             self._calling.release()
 

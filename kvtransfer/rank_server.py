@@ -22,6 +22,7 @@ from typing import Any, Final, final
 import grpc
 import grpc.aio
 
+from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.disturbance import Disturbance, make_disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.grants import fingerprint_of, grant_from_proto
@@ -91,6 +92,7 @@ class Endpoint:
             "transport": config.transport,
             "disturbance": self._disturbance,
             "stamps": self._stamps,
+            "limits": CopyLimits(num_streams=config.kv_copy_streams, staging_bytes=config.kv_staging_bytes),
         }
         facts = fingerprint_of(self._spec)
         if is_sender:

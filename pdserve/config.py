@@ -144,6 +144,17 @@ class WorkerConfig:
         "exact",
         choices=KV_WIRES,
     )
+    kv_copy_streams: int = setting(
+        "number of CUDA streams that copy KV between GPUs; 4 is as many chunks as one connection has in flight",
+        4,
+        within=(1, 16),
+    )
+    kv_staging_bytes: int = setting(
+        "GPU memory for KV on its way over nccl, or over tcp from a GPU, beside one slot of 8 to 16 MiB for each "
+        "connection",
+        2**30,
+        within=(0, 2**40),
+    )
     kv_check: str = setting(
         "step verifies every KV block of every sequence before each decode step; off does not", "off", choices=KV_CHECKS
     )

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final, final
 
 from kvtransfer import issuer
+from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_sender
 from kvtransfer.grants import check_movable, fingerprint_of, fingerprint_to_proto, grant_from_proto, shape_of
@@ -268,6 +269,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         disturbance=make_disturbance(config.inject_faults, engine.pool.block_bytes),
         stamps=stamps,
         kv_wire=config.kv_wire,
+        limits=CopyLimits(num_streams=config.kv_copy_streams, staging_bytes=config.kv_staging_bytes),
     )
     sender = joined_sender(own, engine, stamps, context.secret, config.worker_id, context.incarnation)
     program = PrefillProgram(context, engine, sender, stamps)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
+from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.departure import Job
 from kvtransfer.departures import StaleSource
 from kvtransfer.device import Blocks, Copying, Device
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     import socket
 
 CUDA_IPC: Final = transfer_pb2.TRANSPORT_KIND_CUDA_IPC
-WINDOW: Final = 4
+WINDOW: Final = 4  # chunks in flight, each on a copy stream of its own
 HANDSHAKE_S: Final = 10.0
 MAX_EXPORT_BYTES: Final = 4096
 _HELLO: Final = struct.Struct("<4sIQI")  # magic, blocks, bytes per block, bytes of the export that follows
@@ -94,7 +95,8 @@ class CudaIpcReceive:
     def __init__(self, link: ReceiveLink, device: Device, source: Blocks) -> None:
         self._link, self._device, self._source = link, device, source
         self._pool = device.pool()
-        self._copying: list[tuple[Frame, Claim, Copying]] = []
+        self._copying: dict[int, tuple[Frame, Claim, Copying]] = {}  # by number
+        self._number = 0
 
     def check(self, frame: Frame) -> None:
         extents_of_part(self._link, frame.part)
@@ -110,11 +112,14 @@ class CudaIpcReceive:
         out_of, into = extents_of_part(link, frame.part)
         source, target = self._source.narrowed(out_of), self._pool.narrowed(into)
         copying = self._device.copy(source, sources, target, claim.blocks, wake, after)
-        self._copying.append((frame, claim, copying))
+        self._number += 1
+        self._copying[self._number] = frame, claim, copying
 
     def poll(self) -> None:
-        while self._copying and self._copying[0][2].is_done:
-            frame, claim, copying = self._copying.pop(0)
+        for number, (frame, claim, copying) in list(self._copying.items()):
+            if not copying.is_done:  # another one may be: each has a stream of its own
+                continue
+            del self._copying[number]
             digest = copying.digest()
             self._link.leave(claim)
             give_back(self._link, frame)
@@ -131,8 +136,8 @@ class CudaIpc(OnDevice, UnixDoor):
     kind: int = CUDA_IPC
     name = "cuda_ipc"
 
-    def prepare(self, pool: KvPool, runs: Sequence[Extent] = ()) -> None:
-        super().prepare(pool, runs)
+    def prepare(self, pool: KvPool, runs: Sequence[Extent] = (), limits: CopyLimits | None = None) -> None:
+        super().prepare(pool, runs, limits)
         with suppress(TransferFailed):  # the next connection raises it again
             self._device(pool).export()
 

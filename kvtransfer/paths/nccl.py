@@ -6,8 +6,10 @@
                                                   received: unpack under the claim, settle
 
 So neither side waits on the device for a peer that is not there, and a late sender can only ever touch staging, never
-a live page. A receive without a claim goes to staging and no further. Each end has as many slots as the other; a
-receive is queued only once the slot's last chunk has been unpacked.
+a live page. A receive without a claim goes to staging and no further. Each end has as many slots as the other, the
+fewer that the two budgets have; a receive is queued only once the slot's last chunk has been unpacked. Slots are packed
+and unpacked side by side, on several streams. Messages have one stream and one communicator: NCCL runs what is given to
+a communicator in order, whatever its streams, and both ends must give it in the same order.
 
 A communicator takes device memory, so a process has a bounded number: the pair used longest ago makes room for a new
 one: its sender, asked by its own side or by a CREDIT for the slot LEAVE, closes the connection if no transfer is open.
@@ -24,17 +26,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, final
 
+from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.departure import Job
-from kvtransfer.device import Blocks, Copying, Device, Lane, Lanes
+from kvtransfer.device import Copying, Device, Lane, Lanes
 from kvtransfer.frames import BadFrame, Frame, Kind, Tag
 from kvtransfer.landing import Claim
 from kvtransfer.paths.local import TAKEN, await_taken, receive_patiently
 from kvtransfer.paths.on_device import DeviceOf, OnDevice, announce_packed, extents_of_part
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.paths.slots import give_back
+from kvtransfer.paths.staging_slots import StagingSlots, slot_size
 from kvtransfer.paths.tcp import TcpDoor
-from kvtransfer.plan import blocks_per_chunk
 from kvtransfer.seats import Seat, Seats
+from kvtransfer.staging_budget import StagingShare
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool
@@ -43,25 +47,24 @@ from pdserve.v1 import transfer_pb2
 log = logging.getLogger(__name__)
 
 NCCL: Final = transfer_pb2.TRANSPORT_KIND_NCCL
-SLOT_BYTES: Final = 16 * 2**20  # of staging, six times a pair; a message costs launches and words whatever its size
-SLOTS: Final = 3  # one is packed, one is sent, one is unpacked
-LEAVE: Final = SLOTS  # a credit for it: the receiver has no room left for this pair
-MOST_PAIRS: Final = 32  # of a process; each takes some 50 to 100 MB of device memory, and 48 MiB of staging at each end
+SLOT_BYTES: Final = 16 * 2**20  # of staging; a message costs launches and words whatever its size
+MOST_SLOTS: Final = 8  # of a pair at each end: 128 MiB are a link of 200 GB/s for the 0.6 ms from packing to credit
+LEAVE: Final = MOST_SLOTS  # a credit for it: the receiver has no room left for this pair
+MOST_PAIRS: Final = 32  # of a process; each takes some 50 to 100 MB of device memory beside its staging
 HANDSHAKE_S: Final = 60.0  # a first communicator takes seconds, while its kernels are loaded
 MAX_VERSION_BYTES: Final = 32
 MAX_ID_BYTES: Final = 1024
-_HELLO: Final = struct.Struct("<4s32sQI")  # magic, library version, bytes per block, bytes of the id that follows
+_HELLO: Final = struct.Struct("<4s32sQBI")  # magic, library version, bytes per block, slots, bytes of the id behind it
+_SLOTS: Final = struct.Struct("<B")  # that the pair has: what the receiver answers
 _MAGIC: Final = b"PDKN"
 
 
 @final
 class NcclSend:
-    def __init__(self, device: Device, lane: Lane, seat: Seat, block_bytes: int) -> None:
+    def __init__(self, device: Device, lane: Lane, seat: Seat, slots: StagingSlots) -> None:
         self._device, self._lane, self._seat, self._pool = device, lane, seat, device.pool()
         self._is_asked = False  # to leave
-        self._slot_blocks, self._block_bytes = slot_blocks(block_bytes), block_bytes
-        self._staging = device.staging(SLOTS * self._slot_blocks)
-        self._free = deque(range(SLOTS))
+        self._slots, self._free = slots, deque(range(len(slots)))
         self._packing: dict[int, tuple[Job, Copying]] = {}  # by slot
         self._announced: dict[int, int] = {}  # bytes, by slot
         self._sending: dict[int, Copying] = {}
@@ -72,7 +75,7 @@ class NcclSend:
 
     @property
     def chunk_bytes(self) -> int:
-        return self._slot_blocks * self._block_bytes
+        return self._slots.num_bytes
 
     @property
     def is_free(self) -> bool:
@@ -82,7 +85,7 @@ class NcclSend:
         self._seat.used()
         slot, link, sources = self._free.popleft(), self._link, job.chunk.sources
         extent = link.extent_of(job)
-        packed = self._staging.cut(slot * self._slot_blocks, self._slot_blocks, extent.num_bytes)
+        packed = self._slots.dense(slot, extent.num_bytes)
         targets = range(job.chunk.count)
         copying = self._device.copy(self._pool.narrowed(extent), sources, packed, targets, link.wake, job.after)
         self._packing[slot] = job, copying
@@ -97,8 +100,7 @@ class NcclSend:
         num_bytes = self._announced.pop(frame.slot, None)
         if num_bytes is None:
             raise BadFrame(f"credit for slot {frame.slot}, which is not announced")
-        first = frame.slot * self._slot_blocks
-        self._sending[frame.slot] = self._lane.send(self._staging, first, num_bytes, self._link.wake)
+        self._sending[frame.slot] = self._lane.send(self._slots[frame.slot], num_bytes, self._link.wake)
 
     def poll(self) -> None:
         if self._is_asked:
@@ -114,7 +116,7 @@ class NcclSend:
                 self._free.append(slot)
 
     def close(self) -> None:
-        _close(self._device, self._lane, self._seat, self._staging)
+        _close(self._device, self._lane, self._seat, self._slots)
 
     def _ask(self) -> None:
         self._is_asked = True
@@ -140,18 +142,17 @@ class _Slot:
 
 @final
 class NcclReceive:
-    def __init__(self, link: ReceiveLink, device: Device, lane: Lane, seat: Seat) -> None:
+    def __init__(self, link: ReceiveLink, device: Device, lane: Lane, seat: Seat, staging: StagingSlots) -> None:
         self._link, self._device, self._lane, self._seat = link, device, lane, seat
-        self._pool, self._slot_blocks = device.pool(), slot_blocks(link.block_bytes)
-        self._staging: Blocks = device.staging(SLOTS * self._slot_blocks)
+        self._pool, self._staging = device.pool(), staging
         self._slots: dict[int, _Slot] = {}
         self._next: dict[int, tuple[Frame, Claim | None]] = {}  # announced for a slot that is still unpacked
         seat.ask = self._ask
 
     def check(self, frame: Frame) -> None:
         extents_of_part(self._link, frame.part)
-        is_too_long = self._link.size_of(frame) > self._slot_blocks * self._link.block_bytes
-        if frame.length or frame.slot >= SLOTS or is_too_long or frame.slot in self._next:
+        is_too_long = self._link.size_of(frame) > self._staging.num_bytes
+        if frame.length or frame.slot >= len(self._staging) or is_too_long or frame.slot in self._next:
             raise BadFrame(f"{frame.count} blocks in slot {frame.slot} with {frame.length} bytes behind the header")
 
     def land(self, frame: Frame, claim: Claim | None) -> None:
@@ -180,9 +181,8 @@ class NcclReceive:
         self._link.channel.post(Frame(Kind.CREDIT, Tag(bytes(16), 0, 0), slot=LEAVE).encode())
 
     def _begin(self, frame: Frame, claim: Claim | None) -> None:
-        link, first = self._link, frame.slot * self._slot_blocks
-        num_bytes = link.size_of(frame)
-        receiving = self._lane.receive(self._staging, first, num_bytes, link.channel.waker.set)
+        link = self._link
+        receiving = self._lane.receive(self._staging[frame.slot], link.size_of(frame), link.channel.waker.set)
         self._slots[frame.slot] = _Slot(frame, claim, receiving)
         give_back(link, frame)
 
@@ -192,7 +192,7 @@ class NcclReceive:
             self._end(number)
             return
         _, into = extents_of_part(link, frame.part)
-        packed = self._staging.cut(number * self._slot_blocks, self._slot_blocks, into.num_bytes)
+        packed = self._staging.dense(number, into.num_bytes)
         wake, after = link.channel.waker.set, claim.landing.after
         sources, target = range(frame.count), self._pool.narrowed(into)
         slot.unpacking = self._device.copy(packed, sources, target, claim.blocks, wake, after)
@@ -218,49 +218,59 @@ class Nccl(OnDevice, TcpDoor):
         self._own_lanes = lanes
         self.seats = Seats(most_pairs)
 
-    def prepare(self, pool: KvPool, runs: Sequence[Extent] = ()) -> None:
-        super().prepare(pool, runs)
+    def prepare(self, pool: KvPool, runs: Sequence[Extent] = (), limits: CopyLimits | None = None) -> None:
+        super().prepare(pool, runs, limits)
         with suppress(TransferFailed):  # the next connection raises it again
             self._lanes()  # imports CuPy, which takes seconds with the GIL held
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
         seat: Seat | None = None
+        share: StagingShare | None = None
         try:
             device, lanes, seat = self._device(pool), self._lanes(), self.seats.take()
+            share = device.budget.take(slot_size(pool.block_bytes, SLOT_BYTES), MOST_SLOTS)
             lane_id = lanes.new_id()
+            hello = _HELLO.pack(_MAGIC, _padded(lanes.version), pool.block_bytes, share.num_slots, len(lane_id))
             sock.settimeout(HANDSHAKE_S)
-            sock.sendall(_HELLO.pack(_MAGIC, _padded(lanes.version), pool.block_bytes, len(lane_id)) + lane_id)
+            sock.sendall(hello + lane_id)
             # Not before the other end has said that it will come: a rank that waits alone cannot be called back.
             await_taken(sock, "communicator")
+            share.shrink(_slots_in(sock.recv(_SLOTS.size), share.num_slots))
             lane = lanes.join(device, lane_id, 0)
             with _closed_on_error(lane):
-                return NcclSend(device, lane, seat, pool.block_bytes)
+                return NcclSend(device, lane, seat, StagingSlots(device, pool.block_bytes, share))
         except BaseException as error:
             if seat is not None:
                 seat.leave()
+            if share is not None:
+                share.close()
             if isinstance(error, TransferFailed):  # another transport may do
                 raise OSError(error.message) from error
             raise
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
         lanes = self._lanes()
-        magic, version, block_bytes, size = _HELLO.unpack(receive_patiently(link, _HELLO.size, HANDSHAKE_S))
+        magic, version, block_bytes, slots, size = _HELLO.unpack(receive_patiently(link, _HELLO.size, HANDSHAKE_S))
         theirs = version.rstrip(b"\0").decode("ascii", "replace")
         expected = link.source.block_bytes
         if magic != _MAGIC or block_bytes != expected or not 0 < size <= MAX_ID_BYTES:
             raise BadFrame(f"blocks of {block_bytes} bytes, expected {expected}")
+        if not 1 <= slots <= MOST_SLOTS:
+            raise BadFrame(f"{slots} slots of staging, expected 1 to {MOST_SLOTS}")
         if theirs != lanes.version:
             raise BadFrame(f"NCCL {theirs}, expected {lanes.version}: both ranks must have the same")
         lane_id = receive_patiently(link, size, HANDSHAKE_S)
         device, seat = self._device(link.pool), self.seats.take()
+        share = device.budget.take(slot_size(link.block_bytes, SLOT_BYTES), slots)
         try:
-            link.channel.post(TAKEN)
+            link.channel.post(TAKEN + _SLOTS.pack(share.num_slots))
             link.channel.flush()
             lane = lanes.join(device, lane_id, 1)
             with _closed_on_error(lane):
-                return NcclReceive(link, device, lane, seat)
+                return NcclReceive(link, device, lane, seat, StagingSlots(device, link.block_bytes, share))
         except BaseException:
             seat.leave()
+            share.close()
             raise
 
     def _lanes(self) -> Lanes:
@@ -281,7 +291,7 @@ def _closed_on_error(lane: Lane) -> Iterator[None]:
         raise
 
 
-def _close(device: Device, lane: Lane, seat: Seat, staging: Blocks) -> None:
+def _close(device: Device, lane: Lane, seat: Seat, staging: StagingSlots) -> None:
     try:
         lane.close()
     except TransferFailed as failed:  # it may still touch staging, which it keeps as it keeps its place
@@ -293,8 +303,11 @@ def _close(device: Device, lane: Lane, seat: Seat, staging: Blocks) -> None:
     seat.leave()
 
 
-def slot_blocks(block_bytes: int) -> int:
-    return blocks_per_chunk(block_bytes, SLOT_BYTES)
+def _slots_in(answer: bytes, most: int) -> int:
+    """Raises OSError where that is no number of slots that this end has."""
+    if len(answer) != _SLOTS.size or not 1 <= answer[0] <= most:
+        raise OSError(f"the receiver answered {answer!r}, expected 1 to {most} slots of staging")
+    return answer[0]
 
 
 def _padded(version: str) -> bytes:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.departure import Job
 from kvtransfer.departures import StaleSource
-from kvtransfer.device import Device, Fence
+from kvtransfer.device import Copying, Device, Fence
 from kvtransfer.frames import BadFrame
 from kvtransfer.parts import Part
 from kvtransfer.paths.path import ReceiveLink, SendLink
@@ -37,24 +38,25 @@ class OnDevice:
 
         return why_no_cuda(*self.packages)
 
-    def prepare(self, pool: KvPool, runs: Sequence[Extent] = ()) -> None:
+    def prepare(self, pool: KvPool, runs: Sequence[Extent] = (), limits: CopyLimits | None = None) -> None:
         """The first copies of a process import, compile and load for seconds, in which its connections would be silent
         and taken for dead. Called before there are any, with all runs of a block that will be copied.
 
         A kernel is compiled for each combination of alignments, so one run of each will do: to its place in another
         block, and into blocks of its own size and back.
         """
-        device = self._device(pool)
+        device = self._device(pool, limits)
         source, scratch = device.pool(), device.staging(2)
+        last: Copying | None = None  # all use the same scratch, one behind the other
         try:
-            device.copy(source, [0], None, (), wake_nobody, None)
-            device.copy(source, [0], scratch, [0], wake_nobody, None)
+            last = device.copy(source, [0], None, (), wake_nobody, None, last)
+            last = device.copy(source, [0], scratch, [0], wake_nobody, None, last)
             for run in _one_of_each(runs):
                 part, dense, placed = source.narrowed(run), scratch.cut(0, 1, run.num_bytes), scratch.narrowed(run)
-                device.copy(part, [0], None, (), wake_nobody, None)
+                last = device.copy(part, [0], None, (), wake_nobody, None, last)
                 for one, sources, other, targets in ((part, [0], placed, [1]), (part, [0], dense, [0])):
-                    device.copy(one, sources, other, targets, wake_nobody, None)
-                device.copy(dense, [0], placed, [1], wake_nobody, None)
+                    last = device.copy(one, sources, other, targets, wake_nobody, None, last)
+                last = device.copy(dense, [0], placed, [1], wake_nobody, None, last)
         finally:
             device.drain()
             scratch.close()
@@ -63,12 +65,13 @@ class OnDevice:
         """What the pool's engine has queued until now."""
         return self._device(pool).fence()
 
-    def _device(self, pool: KvPool) -> Device:
+    def _device(self, pool: KvPool, limits: CopyLimits | None = None) -> Device:
+        """`limits` are set by the first call for a pool."""
         if self._device_of is not None:
             return self._device_of(pool)
         from kvtransfer.cuda import device_of
 
-        return device_of(pool)
+        return device_of(pool, limits)
 
 
 def extents_of_part(link: ReceiveLink, part: Part) -> tuple[Extent, Extent]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.device import Fence
 from kvtransfer.paths.cuda_ipc import CudaIpc
 from kvtransfer.paths.nccl import Nccl
@@ -48,7 +49,9 @@ def kinds(name: str, *, is_on_host: bool = True) -> tuple[int, ...]:
     return (chosen.kind,)
 
 
-def prepare(pool: KvPool, numbers: Sequence[int], runs: Sequence[Extent] = ()) -> None:
+def prepare(
+    pool: KvPool, numbers: Sequence[int], runs: Sequence[Extent] = (), limits: CopyLimits | None = None
+) -> None:
     """What would take seconds in the first transfer of a pool on a GPU, whose blocks may leave by these runs of bytes.
 
     May raise TransferFailed.
@@ -57,7 +60,7 @@ def prepare(pool: KvPool, numbers: Sequence[int], runs: Sequence[Extent] = ()) -
         return
     for transport in (TRANSPORTS[kind] for kind in numbers):
         if isinstance(transport, OnDevice):
-            transport.prepare(pool, runs)
+            transport.prepare(pool, runs, limits)
 
 
 def divides_blocks(numbers: Sequence[int]) -> bool:

@@ -5,6 +5,7 @@
     slot k to pinned memory, then CHUNK and its bytes -->  into a slot of pinned memory
     the slot is free once the socket has taken it          to the device, then scattered under the claim: settle
 
+The two steps of a slot share a stream; slots use several, so that one gathers while another is copied to the host.
 Either end may be in host memory, where a slot is filled and emptied at once: so a pair that has nothing else has this.
 The device sums blocks while it gathers and scatters them, and the two sums are compared: what happened to the bytes in
 between, in the copies of the driver too, shows.
@@ -16,16 +17,18 @@ import socket
 from collections import deque
 from typing import Final, final
 
+from kvtransfer.copy_streams import DEFAULT_STAGING_BYTES
 from kvtransfer.departure import Job
 from kvtransfer.device import Copying, Device
 from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.host_device import HostDevice
 from kvtransfer.landing import Claim
 from kvtransfer.memory import host_view
-from kvtransfer.paths.on_device import OnDevice, announce_packed, extents_of_part, wake_nobody
+from kvtransfer.paths.on_device import DeviceOf, OnDevice, announce_packed, extents_of_part, wake_nobody
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.paths.staging_slots import StagingSlots, slot_size
 from kvtransfer.paths.tcp import WAKE_BYTES, TcpDoor, discard
-from kvtransfer.plan import blocks_per_chunk
+from kvtransfer.staging_budget import StagingBudget
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
@@ -33,38 +36,15 @@ from pdserve.v1 import transfer_pb2
 TCP_STAGED: Final = transfer_pb2.TRANSPORT_KIND_TCP_STAGED
 SLOT_BYTES: Final = 8 * 2**20  # a launch and a wake take half a millisecond, as do these bytes at 16 GB/s
 _LOOK_S: Final = 0.1  # a wake may have been spent on something else
-SLOTS: Final = 3  # one is filled, one is on the wire, one waits for its turn
-
-
-@final
-class StagingSlots:
-    """Staging on the device and as much pinned memory beside it, in slots of whole blocks."""
-
-    def __init__(self, device: Device, block_bytes: int) -> None:
-        self.blocks = blocks_per_chunk(block_bytes, SLOT_BYTES)
-        self.num_bytes = self.blocks * block_bytes
-        self.free = deque(range(SLOTS))
-        self.staging = device.staging(SLOTS * self.blocks)
-        try:
-            self.host = device.pinned(SLOTS * self.num_bytes)
-        except BaseException:
-            self.staging.close()
-            raise
-
-    def view(self, slot: int, num_bytes: int) -> memoryview:
-        return self.host.view[slot * self.num_bytes : slot * self.num_bytes + num_bytes]
-
-    def close(self) -> None:
-        """Once the device has been drained."""
-        self.staging.close()
-        self.host.close()
+MOST_SLOTS: Final = 8  # of a connection at each end: 55 GB/s of PCIe for a millisecond, from launch to wake
 
 
 @final
 class TcpStagedSend:
     def __init__(self, device: Device, block_bytes: int) -> None:
-        self._device, self._pool, self._slots = device, device.pool(), StagingSlots(device, block_bytes)
-        self._filling: deque[tuple[int, Job, Copying, Copying]] = deque()
+        self._device, self._pool, self._slots = device, device.pool(), _slots_of(device, block_bytes)
+        self._free = deque(range(len(self._slots)))
+        self._filling: dict[int, tuple[Job, Copying, Copying]] = {}  # by slot
         self._filled: deque[tuple[int, bytes, memoryview]] = deque()  # slot, head, bytes: wait for the writer
 
     def attach(self, link: SendLink) -> None:
@@ -76,17 +56,18 @@ class TcpStagedSend:
 
     @property
     def is_free(self) -> bool:
-        return bool(self._slots.free)
+        return bool(self._free)
 
     def post(self, job: Job) -> None:
         slots, link = self._slots, self._link
-        slot, extent = slots.free.popleft(), link.extent_of(job)
-        first, at, num_bytes = slot * slots.blocks, slot * slots.num_bytes, job.chunk.count * extent.num_bytes
-        dense = slots.staging.cut(first, slots.blocks, extent.num_bytes)
+        slot, extent = self._free.popleft(), link.extent_of(job)
+        num_bytes, dense = job.chunk.count * extent.num_bytes, slots.dense(slot, extent.num_bytes)
         source, targets = self._pool.narrowed(extent), range(job.chunk.count)
         gathering = self._device.copy(source, job.chunk.sources, dense, targets, wake_nobody, job.after)
-        moving = self._device.move(slots.staging, first, slots.host, at, num_bytes, link.wake, is_to_host=True)
-        self._filling.append((slot, job, gathering, moving))
+        moving = self._device.move(
+            slots[slot], slots.host(slot), num_bytes, link.wake, is_to_host=True, behind=gathering
+        )
+        self._filling[slot] = job, gathering, moving
 
     def forsake(self, job: Job) -> None:
         """Gathering is short, and what is gathered reads no source block."""
@@ -95,12 +76,13 @@ class TcpStagedSend:
         raise BadFrame("credit, which tcp_staged has no use for")
 
     def poll(self) -> None:
-        while self._filling and self._filling[0][3].is_done:
-            slot, job, gathering, _ = self._filling.popleft()
-            self._announce(slot, job, gathering.digest())
+        for slot, (job, gathering, moving) in list(self._filling.items()):
+            if moving.is_done:
+                del self._filling[slot]
+                self._announce(slot, job, gathering.digest())
         if self._filled and not self._link.writer.is_streaming:
             slot, head, view = self._filled.popleft()
-            self._link.writer.stream([memoryview(head), view], lambda: self._slots.free.append(slot))
+            self._link.writer.stream([memoryview(head), view], lambda: self._free.append(slot))
 
     def close(self) -> None:
         self._device.drain()
@@ -112,15 +94,16 @@ class TcpStagedSend:
         def say(head: bytes) -> None:
             self._filled.append((slot, head, self._slots.view(slot, num_bytes)))
 
-        announce_packed(link, job, digest, self._slots.free, slot, say, length=num_bytes)
+        announce_packed(link, job, digest, self._free, slot, say, length=num_bytes)
 
 
 @final
 class TcpStagedReceive:
     def __init__(self, link: ReceiveLink, device: Device) -> None:
         self._link, self._device, self._pool = link, device, device.pool()
-        self._slots = StagingSlots(device, link.block_bytes)
-        self._scattering: deque[tuple[int, Frame, Claim, Copying]] = deque()
+        self._slots = _slots_of(device, link.block_bytes)
+        self._free = deque(range(len(self._slots)))
+        self._scattering: dict[int, tuple[Frame, Claim, Copying]] = {}  # by slot
 
     def check(self, frame: Frame) -> None:
         extents_of_part(self._link, frame.part)
@@ -133,28 +116,29 @@ class TcpStagedReceive:
             discard(self._link.channel, frame.length)
             return
         link, slots, device = self._link, self._slots, self._device
-        while not slots.free:
+        while not self._free:
             link.channel.waker.wait(_LOOK_S)  # it is set when a scatter ends
             self.poll()
-        slot = slots.free.popleft()
+        slot = self._free.popleft()
         link.channel.fill(slots.view(slot, frame.length), WAKE_BYTES)
         if not link.enter(claim):
-            slots.free.append(slot)
+            self._free.append(slot)
             return
         _, into = extents_of_part(link, frame.part)
-        first, at = slot * slots.blocks, slot * slots.num_bytes
-        device.move(slots.staging, first, slots.host, at, frame.length, wake_nobody, is_to_host=False)
-        dense, target = slots.staging.cut(first, slots.blocks, into.num_bytes), self._pool.narrowed(into)
+        moving = device.move(slots[slot], slots.host(slot), frame.length, wake_nobody, is_to_host=False)
+        dense, target = slots.dense(slot, into.num_bytes), self._pool.narrowed(into)
         wake, after = link.channel.waker.set, claim.landing.after
-        scattering = device.copy(dense, range(frame.count), target, claim.blocks, wake, after)
-        self._scattering.append((slot, frame, claim, scattering))
+        scattering = device.copy(dense, range(frame.count), target, claim.blocks, wake, after, behind=moving)
+        self._scattering[slot] = frame, claim, scattering
 
     def poll(self) -> None:
-        while self._scattering and self._scattering[0][3].is_done:
-            slot, frame, claim, scattering = self._scattering.popleft()
+        for slot, (frame, claim, scattering) in list(self._scattering.items()):
+            if not scattering.is_done:
+                continue
+            del self._scattering[slot]
             digest = scattering.digest()
             self._link.leave(claim)
-            self._slots.free.append(slot)
+            self._free.append(slot)
             self._link.settle(claim, frame, digest)
 
     def close(self) -> None:
@@ -169,6 +153,11 @@ class TcpStaged(OnDevice, TcpDoor):
     name = "tcp_staged"
     is_for_hosts = True  # where the other end is on a device
 
+    def __init__(self, device_of: DeviceOf | None = None) -> None:
+        """`device_of` stands in for CUDA."""
+        super().__init__(device_of)
+        self._host_budget = StagingBudget(DEFAULT_STAGING_BYTES)
+
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
         try:
             return TcpStagedSend(self._end(pool, host_view(pool).toreadonly(), pool.block_bytes), pool.block_bytes)
@@ -179,4 +168,10 @@ class TcpStaged(OnDevice, TcpDoor):
         return TcpStagedReceive(link, self._end(link.pool, link.memory, link.block_bytes))
 
     def _end(self, pool: KvPool, memory: memoryview, block_bytes: int) -> Device:
-        return HostDevice(memory, block_bytes) if pool.is_on_host else self._device(pool)
+        return HostDevice(memory, block_bytes, self._host_budget) if pool.is_on_host else self._device(pool)
+
+
+def _slots_of(device: Device, block_bytes: int) -> StagingSlots:
+    """Each end has its own number of slots: the socket keeps the two apart."""
+    share = device.budget.take(slot_size(block_bytes, SLOT_BYTES), MOST_SLOTS)
+    return StagingSlots(device, block_bytes, share, is_pinned=True)

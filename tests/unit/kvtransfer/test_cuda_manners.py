@@ -391,7 +391,7 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NcclLanes]:
 def device_that(copying: Any) -> Any:
     """Its messages end as `copying` does, at once."""
 
-    def watched(sums: Any, wake: Callable[[], None], *_: Any) -> Any:
+    def watched(wake: Callable[[], None], *_: Any) -> Any:
         wake()
         return copying
 

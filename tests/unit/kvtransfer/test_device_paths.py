@@ -43,15 +43,16 @@ class HeldDevice(FakeDevice):
         self.gate = threading.Event()
         self.gate.set()
 
-    def copy(self, source: Any, sources: Any, target: Any, targets: Any, wake: Any, after: Any) -> FakeCopying:
+    def copy(self, *arguments: Any, **options: Any) -> FakeCopying:
         gate = self.gate
 
         def hold() -> bytes:
             gate.wait(WAIT_S)
             return b""
 
-        self._stream.queue(hold, lambda: None)
-        return super().copy(source, sources, target, targets, wake, after)
+        for stream in self.streams:
+            stream.queue(hold, lambda: None)
+        return super().copy(*arguments, **options)
 
 
 @pytest.fixture
@@ -370,9 +371,9 @@ def test_both_ends_make_their_first_copies_before_anybody_can_wait_for_them(
     seen: list[tuple[FakeDevice, bool]] = []
     copy = FakeDevice.copy
 
-    def noted(device: FakeDevice, source: Any, sources: Any, target: Any, *rest: Any) -> FakeCopying:
+    def noted(device: FakeDevice, source: Any, sources: Any, target: Any, *rest: Any, **options: Any) -> FakeCopying:
         seen.append((device, target is not None))
-        return copy(device, source, sources, target, *rest)
+        return copy(device, source, sources, target, *rest, **options)
 
     monkeypatch.setattr(FakeDevice, "copy", noted)
     pair = make_pair(transport)
@@ -390,11 +391,11 @@ def test_all_alignments_are_prepared(
     seen: set[tuple[int, int, bool, bool]] = set()
     copy = FakeDevice.copy
 
-    def noted(device: FakeDevice, source: Any, sources: Any, target: Any, *rest: Any) -> FakeCopying:
+    def noted(device: FakeDevice, source: Any, sources: Any, target: Any, *rest: Any, **options: Any) -> FakeCopying:
         for one in (source, target):
             if one is not None:
                 seen.add((one._first % 16, one.block_bytes % 64, one is target, one._stride == one.block_bytes))
-        return copy(device, source, sources, target, *rest)
+        return copy(device, source, sources, target, *rest, **options)
 
     monkeypatch.setattr(FakeDevice, "copy", noted)
     facts = fingerprint(BLOCK_BYTES)

@@ -15,6 +15,7 @@ import torch
 from benchmarks.fake_device import FakeDevice
 from benchmarks.fake_ends import DEVICE_TRANSPORTS
 from kvtransfer import cuda
+from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from tests.unit.kvtransfer.harness import Pair, wait_for
 
@@ -111,7 +112,8 @@ class Recorder:
                 return lambda *arguments: recorder.calls.append((word, self.name, *arguments))
 
         self.Event, self.engine = Event, Stream("engine")
-        self.Stream = lambda device: Stream("transfers")
+        self._numbers = iter(range(9))
+        self.Stream = lambda device: Stream(f"transfers {next(self._numbers)}")
         self.default_stream = lambda device: self.engine
         self.device = self.stream = lambda _: nullcontext()
         self.get_device_properties = lambda device: SimpleNamespace(uuid="gpu")
@@ -129,12 +131,19 @@ def test_a_cuda_copy_asks_for_its_fence_and_for_no_other_word_with_the_engines_s
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     sums = SimpleNamespace(relay=lambda source, numbers, *_: torch.zeros(len(numbers), dtype=torch.int64))
     monkeypatch.setitem(sys.modules, "pdserve.engine.gpu.relay", sums)
-    device = cuda.CudaDevice(torch.zeros((4, 16), dtype=torch.uint8))
+    device = cuda.CudaDevice(torch.zeros((4, 16), dtype=torch.uint8), CopyLimits(num_streams=2))
+    monkeypatch.setattr(device.watcher, "add", lambda copying, wake: None)  # both streams keep their loads
     fence = device.fence()
     assert recorder.calls == [("record", "engine")]
     recorder.calls.clear()
     device.copy(device.pool(), [0, 1], device.pool(), [2, 3], lambda: None, fence)
     device.copy(device.pool(), [0, 1], None, (), lambda: None, None)
     device.drain()
-    copied = ("record", "transfers")
-    assert recorder.calls == [("wait_event", "transfers", fence), copied, copied, copied]
+    first, second = "transfers 0", "transfers 1"
+    assert recorder.calls == [
+        ("wait_event", first, fence),
+        ("record", first),
+        ("record", second),
+        ("record", first),
+        ("record", second),
+    ], "one copy on each stream, and the two of draining"

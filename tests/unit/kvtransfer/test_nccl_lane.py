@@ -50,7 +50,7 @@ class Communicator:
 
 
 def a_device(index: int = 0) -> Any:
-    def watched(sums: Any, wake: Callable[[], None], *_: Any) -> Any:
+    def watched(wake: Callable[[], None], *_: Any) -> Any:
         wake()
         return SimpleNamespace(is_done=True)
 
@@ -90,13 +90,13 @@ def nobody() -> None: ...
 def test_bytes_go_out_by_address_type_peer_and_stream(make_lane: Callable[..., NcclLane], blocks: CudaBlocks) -> None:
     communicator = Communicator()
     lane = make_lane(communicator)
-    lane.send(blocks, 2, 32, nobody)
-    lane.receive(blocks, 0, 16, nobody)
+    lane.send(blocks, 32, nobody)
+    lane.receive(blocks, 16, nobody)
     address = blocks.tensor.data_ptr()
-    assert communicator.calls == [("send", address + 32, 32, 1, 1, 77), ("recv", address, 16, 1, 1, 77)]
+    assert communicator.calls == [("send", address, 32, 1, 1, 77), ("recv", address, 16, 1, 1, 77)]
     lane.close()
     with pytest.raises(TransferFailed, match="closed"):
-        lane.send(blocks, 0, 16, nobody)
+        lane.send(blocks, 16, nobody)
 
 
 # The end of a lane.
@@ -115,7 +115,7 @@ def test_close_reports_possible_writes(
     device.has_drained = lambda stream, limit_s: what != "kernel"
     communicator = Communicator(released.wait if what == "abort" else lambda: None)
     lane = NcclLane(Issuer(), device, communicator, 1)
-    lane.receive(blocks, 0, 8, nobody)
+    lane.receive(blocks, 8, nobody)
     for _ in range(2):
         with pytest.raises(TransferFailed, match=what):
             lane.close()
@@ -129,7 +129,7 @@ def test_queued_call_skips_closed_pair(make_lane: Callable[..., NcclLane], block
     lane = make_lane(communicator, issuer)
     with ThreadPoolExecutor() as pool:
         busy = pool.submit(issuer.call, is_busy.wait)
-        late = pool.submit(lane.send, blocks, 0, 16, nobody)
+        late = pool.submit(lane.send, blocks, 16, nobody)
         wait_for(lambda: issuer._calls.qsize() == 1, "the call behind the busy one")
         lane.close()
         is_busy.set()
@@ -154,7 +154,7 @@ def test_call_that_survives_the_abort_is_reported(
     communicator.send = stuck  # type: ignore[method-assign]
     lane = make_lane(communicator)
     with ThreadPoolExecutor() as pool:
-        sending = pool.submit(lane.send, blocks, 0, 16, nobody)
+        sending = pool.submit(lane.send, blocks, 16, nobody)
         assert entered.wait(WAIT_S)
         monkeypatch.setattr(nccl_lane, "ABORT_S", 0.2)
         with pytest.raises(TransferFailed, match=r"a call of NCCL has not returned|abort has not returned"):
@@ -180,7 +180,7 @@ def test_abort_ends_a_stuck_call(
     communicator.send = stuck  # type: ignore[method-assign]
     lane = make_lane(communicator)
     with ThreadPoolExecutor() as pool:
-        sending = pool.submit(lane.send, blocks, 0, 16, nobody)
+        sending = pool.submit(lane.send, blocks, 16, nobody)
         assert entered.wait(WAIT_S)
         lane.close()
         with pytest.raises(TransferFailed, match="status 7"):
@@ -311,7 +311,7 @@ def test_crossing_pairs_connect(cupy: SimpleNamespace, blocks: CudaBlocks, seed:
     random.Random(seed).shuffle(order)
     for index in order:  # every pair is connected: no message waits for its other end any more
         lane, rank = made[index], ends[index][1]
-        assert (lane.receive if rank else lane.send)(blocks, 0, 16, nobody).is_done
+        assert (lane.receive if rank else lane.send)(blocks, 16, nobody).is_done
     for lane in made:
         lane.close()
 

@@ -1,56 +1,93 @@
-"""Device memory is used on the stream that it was allocated for, or is memory that torch's allocator never hands out.
+"""Device memory is used on the stream that it was allocated for, or is memory that torch's allocator never hands out;
+and what one stream writes, another reads or writes only behind an event, or once the host has seen the event pass.
 
 torch's allocator gives freed memory to the next allocation of the same stream at once, while kernels that were queued
 on that stream still use it: right for later work on that stream, and wrong on any other that does not wait for it. The
 stand-in remembers which stream each allocation is for, and fails a use on another one.
+
+It also keeps a vector clock for each stream and for each thread of the host, as race detectors do: queued work comes
+after what its thread has seen, a wait after what the event's stream had queued. Two uses of the same bytes, one of them
+a write, that neither clock orders are a race, whatever order they would happen to run in.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from kvtransfer import cuda, nccl_lane
+from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.cuda import CudaBlocks, CudaDevice
 from kvtransfer.cuda_driver import Driver
-from kvtransfer.issuer import Issuer
 from kvtransfer.nccl_lane import NcclLane
 from kvtransfer.paths.on_device import OnDevice
+from kvtransfer.paths.tcp_staged import TcpStagedReceive, TcpStagedSend
+from pdserve.engine.gpu.extent import Extent
 from tests.unit.kvtransfer.fake_driver import FakeLibrary
 
 pytestmark = pytest.mark.gpu_checks
 
-LANE = 77
+AT_ONCE: Any = SimpleNamespace(call=lambda function: function())  # an issuer: its thread knows what the caller knows
 KEPT = ("int32", "int64", "uint8", "Tensor", "device")
+
+Clock = Counter[str]  # how much of each stream comes before
 
 
 class Event:
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._clock: Clock = Counter()
+
     def record(self, stream: Any) -> None:
-        self.stream = stream
+        self._clock = Counter(self._streams.clock(stream.name))
 
     def query(self) -> bool:
+        """Whoever hears that it has passed queues its next work behind it."""
+        if self._streams.is_held:
+            return False
+        self._streams.merge(host(), self._clock)
         return True
+
+    def let_wait(self, stream: str) -> None:
+        self._streams.merge(stream, self._clock)
+
+
+def host() -> str:
+    return f"host {threading.get_ident()}"
 
 
 class Streams:
-    """torch's allocator and streams, by name. A wait for an event lets a stream use what its recorder allocated."""
+    """torch's allocator and streams, by name."""
 
     def __init__(self) -> None:
         self.current = "engine"
+        self.is_held = False  # no event passes meanwhile
         self._for: list[tuple[int, int, str]] = []  # begin, end, stream
-        self._waits: set[tuple[str, str]] = set()
+        self._clocks: dict[str, Clock] = {}
+        self._uses: list[tuple[int, int, str, int, bool]] = []  # begin, end, stream, its time, whether it writes
         self._kept: list[torch.Tensor] = []
+        self._lock = threading.Lock()
         self.num_uses = 0
+
+    def clock(self, name: str) -> Clock:
+        return self._clocks.setdefault(name, Counter())
+
+    def merge(self, name: str, clock: Clock) -> None:
+        with self._lock:
+            self._clocks[name] = self.clock(name) | clock
 
     def stream(self, name: str) -> Any:
         def wait_event(event: Event) -> None:
-            self._waits.add((name, event.stream.name))
+            event.let_wait(name)
 
         return SimpleNamespace(name=name, cuda_stream=name, wait_event=wait_event, wait_stream=None)
 
@@ -68,11 +105,36 @@ class Streams:
         self._kept.append(tensor)
         return tensor
 
-    def use(self, pointer: int, stream: str) -> None:
+    def use(self, pointer: int, stream: str, num_bytes: int = 1, *, writes: bool = False) -> None:
+        """Queues work on the stream that touches these bytes."""
         self.num_uses += 1
+        self.merge(stream, self.clock(host()))
+        clock = self.clock(stream)
         for begin, end, owner in self._for:
             if begin <= pointer < end and owner != stream:
-                assert (stream, owner) in self._waits, f"allocated for {owner}, used on {stream} without a wait"
+                assert clock[owner], f"allocated for {owner}, used on {stream} without a wait"
+        clock[stream] += 1
+        end = pointer + num_bytes
+        for begin, until, other, time, wrote in self._uses:
+            if begin < end and pointer < until and (writes or wrote):
+                what = f"{'written' if wrote else 'read'} on {other}, {'written' if writes else 'read'} on {stream}"
+                assert clock[other] >= time, f"{what} without a wait"
+        self._uses.append((pointer, end, stream, clock[stream], writes))
+
+
+class Copies(TorchFunctionMode):
+    """Sees what `Tensor.copy_` reads and writes, on the current stream."""
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is torch.Tensor.copy_:
+            target, source = arguments[:2]
+            self._streams.use(source.data_ptr(), self._streams.current, source.nbytes)
+            self._streams.use(target.data_ptr(), self._streams.current, target.nbytes, writes=True)
+        return function(*arguments, **(options or {}))
 
 
 class HostTensor:
@@ -90,22 +152,26 @@ class HostTensor:
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     streams = Streams()
+    numbers = iter(range(100))
 
     def empty(size: Any, *, pin_memory: bool = False, device: Any = None, dtype: Any = None) -> torch.Tensor:
         tensor = torch.empty(size, dtype=dtype)
         return tensor if pin_memory else streams.allocate(tensor)
 
     def relay(source: Any, source_B: Any, target: Any = None, target_B: Any = None) -> torch.Tensor:
-        for one in (source, source_B, target, target_B):
+        for one, blocks_B, writes in ((source, source_B, False), (target, target_B, True)):
             if one is not None:
-                streams.use(one.data_ptr(), streams.current)
+                streams.use(blocks_B.data_ptr(), streams.current, blocks_B.nbytes)
+                for block in blocks_B.tolist():
+                    pointer = one.data_ptr() + block * one.stride(0)
+                    streams.use(pointer, streams.current, one.shape[1], writes=writes)
         return streams.allocate(torch.zeros(len(source_B), dtype=torch.int64))
 
     fake_cuda = SimpleNamespace(
-        Event=Event,
-        Stream=lambda device: streams.stream("copy"),
+        Event=lambda: Event(streams),
+        Stream=lambda device: streams.stream(f"copy {next(numbers)}"),
         ExternalStream=lambda pointer, device: streams.stream("lane"),
         default_stream=lambda device: streams.stream("engine"),
         stream=streams.on,
@@ -123,7 +189,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setitem(sys.modules, "pdserve.engine.gpu.relay", SimpleNamespace(relay=relay))
     cupy_cuda = SimpleNamespace(Device=lambda index: nullcontext(), Stream=lambda non_blocking: SimpleNamespace(ptr=1))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cupy_cuda))
-    return streams
+    with Copies(streams):
+        yield streams
 
 
 @pytest.fixture
@@ -132,11 +199,13 @@ def device(streams: Streams) -> CudaDevice:
 
 
 def communicator(streams: Streams) -> Any:
-    def moves(pointer: int, num_bytes: int, dtype: int, peer: int, stream: str) -> None:
-        streams.use(pointer, stream)
-        streams.use(pointer + num_bytes - 1, stream)
+    def sends(pointer: int, num_bytes: int, dtype: int, peer: int, stream: str) -> None:
+        streams.use(pointer, stream, num_bytes)
 
-    return SimpleNamespace(send=moves, recv=moves, check_async_error=lambda: None, abort=lambda: None)
+    def receives(pointer: int, num_bytes: int, dtype: int, peer: int, stream: str) -> None:
+        streams.use(pointer, stream, num_bytes, writes=True)
+
+    return SimpleNamespace(send=sends, recv=receives, check_async_error=lambda: None, abort=lambda: None)
 
 
 def nobody() -> None: ...
@@ -147,45 +216,182 @@ def test_stand_in_detects_wrong_stream(streams: Streams) -> None:
     streams.use(mine.data_ptr(), "engine")
     with pytest.raises(AssertionError, match="allocated for engine, used on copy without a wait"):
         streams.use(mine.data_ptr() + 8, "copy")
-    event = Event()
+    event = Event(streams)
     event.record(streams.stream("engine"))
     streams.stream("copy").wait_event(event)
     streams.use(mine.data_ptr(), "copy")
 
 
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
+def test_stand_in_detects_races(streams: Streams, first: bool, second: bool) -> None:
+    """Neither a wait for an older event nor another thread's knowledge orders two streams."""
+    event = Event(streams)
+    event.record(streams.stream("a"))
+    streams.use(1000, "a", 64, writes=first)
+    streams.stream("b").wait_event(event)
+    event.record(streams.stream("a"))
+    seeing = threading.Thread(target=event.query)
+    seeing.start()
+    seeing.join()
+    with pytest.raises(AssertionError, match=r"on a, .* on b without a wait"):
+        streams.use(1063, "b", 8, writes=second)
+    streams.use(1064, "b", 8, writes=True)
+    assert event.query()
+    streams.use(1000, "b", 64, writes=second)
+
+
+def test_two_reads_are_no_race(streams: Streams) -> None:
+    streams.use(1000, "a", 64)
+    streams.use(1000, "b", 64)
+
+
 def test_staging_is_apart_from_the_engine(streams: Streams, device: CudaDevice) -> None:
     """As nccl does it: pack, send; receive, unpack."""
-    lane = NcclLane(Issuer(), device, communicator(streams), 1)
-    pool, staging, scratch = device.pool(), device.staging(6), device.staging(1)
+    lane = NcclLane(AT_ONCE, device, communicator(streams), 1)
+    pool, packed, received, scratch = device.pool(), device.staging(2), device.staging(2), device.staging(1)
     lane.warm(0, scratch)
-    assert device.copy(pool, [3, 1], staging, [2, 3], nobody, None).is_done
-    lane.send(staging, 2, 128, nobody)
-    lane.receive(staging, 4, 64, nobody)
-    assert device.copy(staging, [4], pool, [7], nobody, None).is_done
+    assert device.copy(pool, [3, 1], packed, [0, 1], nobody, None).is_done
+    assert lane.send(packed, 128, nobody).is_done
+    assert lane.receive(received, 64, nobody).is_done
+    assert device.copy(received, [0], pool, [7], nobody, None).is_done
     lane.close()
-    assert streams.num_uses == 14, "six of messages, four of each copy"
+
+
+def test_unpacking_before_the_message_is_a_race(streams: Streams, device: CudaDevice) -> None:
+    """What the host's look at the message's event is for."""
+    lane = NcclLane(AT_ONCE, device, communicator(streams), 1)
+    received = device.staging(1)
+    lane.receive(received, 64, nobody)
+    with pytest.raises(AssertionError, match="written on lane, read on copy 0 without a wait"):
+        device.copy(received, [0], device.pool(), [7], nobody, None)
+    lane.close()
 
 
 def test_a_fence_orders_copies_behind_the_engine(streams: Streams, device: CudaDevice) -> None:
     activation = CudaBlocks(streams.allocate(torch.zeros((2, 64), dtype=torch.uint8)))
-    with pytest.raises(AssertionError, match="allocated for engine, used on copy without a wait"):
+    streams.use(activation.tensor.data_ptr(), "engine", 128, writes=True)
+    with pytest.raises(AssertionError, match="allocated for engine, used on copy 0 without a wait"):
         device.copy(activation, [0], None, (), nobody, None)
     assert device.copy(activation, [0], None, (), nobody, device.fence()).is_done
+
+
+def test_each_copy_waits_for_its_own_fence(streams: Streams, device: CudaDevice) -> None:
+    """On every stream: that another stream has waited orders nothing."""
+    pool = device.pool()
+    streams.is_held = True
+    for block in range(len(device.streams)):
+        streams.use(pool.tensor[block].data_ptr(), "engine", 64, writes=True)
+        device.copy(pool, [block], None, (), nobody, device.fence())
+    streams.use(pool.tensor[6].data_ptr(), "engine", 64, writes=True)
+    with pytest.raises(AssertionError, match=r"written on engine, read on copy \d without a wait"):
+        device.copy(pool, [6], None, (), nobody, None)
+    streams.is_held = False
+
+
+def test_copies_take_the_least_loaded_stream(streams: Streams, device: CudaDevice) -> None:
+    streams.is_held = True
+    pool = device.pool()
+    numbers = [device.copy(pool, blocks, None, (), nobody, None).stream for blocks in ([0, 1, 2], [3], [4], [5], [6])]
+    assert numbers == [0, 1, 2, 3, 1]
+    assert device.loads.outstanding_bytes == (192, 128, 64, 64)
+    streams.is_held = False
+    device.drain()
+
+
+def test_work_behind_other_work_needs_no_event(streams: Streams, device: CudaDevice) -> None:
+    """And without `behind` it is a race."""
+    streams.is_held = True
+    pool, staging, host_bytes = device.pool(), device.staging(2), device.pinned(128)
+    gathering = device.copy(pool, [5, 6], staging, [0, 1], nobody, None)
+    device.move(staging, host_bytes, 128, nobody, is_to_host=True, behind=gathering)
+    with pytest.raises(AssertionError, match="written on copy 0, read on copy 1 without a wait"):
+        device.move(staging, device.pinned(128), 128, nobody, is_to_host=True)
+    streams.is_held = False
 
 
 def test_staging_moves_to_pinned_memory_and_back(streams: Streams, device: CudaDevice) -> None:
     staging, host = device.staging(3), device.pinned(200)
     staging.tensor.copy_(torch.arange(192, dtype=torch.uint8).view(3, 64))
-    assert device.move(staging, 1, host, 50, 100, nobody, is_to_host=True).is_done
-    assert bytes(host.view[50:150]) == bytes(range(64, 164))
-    host.view[50:150] = bytes(100)
-    assert device.move(staging, 1, host, 50, 100, nobody, is_to_host=False).is_done
-    assert bytes(staging.tensor.numpy()) == bytes(range(64)) + bytes(100) + bytes(range(164, 192))
+    first = Event(streams)
+    first.record(streams.stream("engine"))
+    assert first.query()
+    assert device.move(staging, host, 100, nobody, is_to_host=True).is_done
+    assert bytes(host.view[:100]) == bytes(range(100))
+    host.view[:100] = bytes(100)
+    assert device.move(staging, host, 100, nobody, is_to_host=False).is_done
+    assert bytes(staging.tensor.numpy()) == bytes(100) + bytes(range(100, 192))
     host.close()
     with pytest.raises(AssertionError, match="closed"):
-        device.move(staging, 1, host, 50, 100, nobody, is_to_host=True)
+        device.move(staging, host, 100, nobody, is_to_host=True)
 
 
 def test_prepare_uses_own_memory(streams: Streams, device: CudaDevice) -> None:
-    OnDevice(lambda pool: device).prepare(None)  # type: ignore[arg-type]
-    assert streams.num_uses == 6, "the sums of a block, and a copy"
+    streams.is_held = True
+    limits = CopyLimits(num_streams=2)
+    several = CudaDevice(torch.zeros((8, 64), dtype=torch.uint8), limits)
+    for one in (device, several):
+        transport = OnDevice(lambda pool, one=one: one)  # type: ignore[misc]
+        threading.Timer(0.1, release, (streams,)).start()  # it waits for the device
+        transport.prepare(None, [Extent(0, 16), Extent(16, 16)], limits)  # type: ignore[arg-type]
+
+
+def release(streams: Streams) -> None:
+    streams.is_held = False
+
+
+# The two steps of tcp_staged, in the product's own code.
+
+
+def staged_sender(device: CudaDevice) -> Callable[[int], None]:
+    """post(block): gathers it and copies it to the host."""
+    path = TcpStagedSend(device, 64)
+    path.attach(SimpleNamespace(extent_of=lambda job: Extent(0, 64), wake=nobody))  # type: ignore[arg-type]
+
+    def post(block: int) -> None:
+        chunk = SimpleNamespace(sources=(block,), count=1)
+        path.post(SimpleNamespace(chunk=chunk, after=device.fence()))  # type: ignore[arg-type]
+
+    return post
+
+
+def staged_receiver(device: CudaDevice) -> Callable[[int], None]:
+    """land(block): copies a chunk to the device and scatters it."""
+    lanes = SimpleNamespace(extent=lambda part: Extent(0, 64))
+    channel = SimpleNamespace(waker=SimpleNamespace(set=nobody), fill=lambda view, least: None)
+    link = SimpleNamespace(block_bytes=64, source=lanes, target=lanes, channel=channel, enter=lambda claim: True)
+    path = TcpStagedReceive(link, device)  # type: ignore[arg-type]
+
+    def land(block: int) -> None:
+        claim = SimpleNamespace(blocks=(block,), landing=SimpleNamespace(after=device.fence()))
+        path.land(SimpleNamespace(length=64, count=1, part=None), claim)  # type: ignore[arg-type]
+
+    return land
+
+
+@pytest.mark.parametrize("side", [staged_sender, staged_receiver])
+def test_chunks_in_flight_do_not_race(streams: Streams, device: CudaDevice, side: Any) -> None:
+    streams.is_held = True
+    step = side(device)
+    for block in range(6):
+        streams.use(device.pool().tensor[block].data_ptr(), "engine", 64, writes=True)
+        step(block)
+    assert all(device.loads.outstanding_bytes), "on all streams"
+    streams.is_held = False
+
+
+@pytest.mark.parametrize("side", [staged_sender, staged_receiver])
+@pytest.mark.parametrize("mutant", ["another stream", "no fence"])
+def test_a_missing_wait_is_a_race(
+    streams: Streams, device: CudaDevice, monkeypatch: pytest.MonkeyPatch, side: Any, mutant: str
+) -> None:
+    """Mutants of the product's code: a step that does not follow its first one, and a copy without its fence."""
+    if mutant == "another stream":
+        monkeypatch.setattr(cuda, "_stream_of", lambda copying: (copying.stream + 1) % len(device.streams))
+    else:
+        monkeypatch.setattr(CudaDevice, "fence", lambda device: None)
+    streams.is_held = True
+    step = side(device)
+    streams.use(device.pool().tensor[3].data_ptr(), "engine", 64, writes=True)
+    with pytest.raises(AssertionError, match="without a wait"):
+        step(3)
+    streams.is_held = False

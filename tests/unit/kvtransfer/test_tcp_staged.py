@@ -15,7 +15,8 @@ from benchmarks.transfer_ends import GrpcHost, HostPool
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.host_device import HostDevice, digest_of, word_sum
 from kvtransfer.paths.registry import TRANSPORTS, kinds, name_of
-from kvtransfer.paths.tcp_staged import SLOT_BYTES, SLOTS, TCP_STAGED, TcpStaged
+from kvtransfer.paths.tcp_staged import MOST_SLOTS, SLOT_BYTES, TCP_STAGED, TcpStaged
+from kvtransfer.staging_budget import StagingBudget
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import ConfigError, InternalError, TransferFailed
 from pdserve.core.stamps import BlockStamps
@@ -61,7 +62,7 @@ def make_ends(devices: dict[int, FakeDevice]) -> Iterator[MakeEnds]:
 def test_a_pair_of_a_gpu_and_a_host_has_a_path(make_ends: MakeEnds, ends: tuple[str, str], transport: str) -> None:
     pair = make_ends(*ends, transport=transport)
     granted, sources = (40, 3, 4, 5, 63, 0), (9, 8, 7, 50, 51, 1)
-    for _ in range(2 * SLOTS):
+    for _ in range(2 * MOST_SLOTS):
         received, sent = pair.move(pair.grant(granted), sources)
         assert (received.outcome, received.error) == (ReceiveOutcome.VERIFIED, "")
         assert sent.outcome is SendOutcome.SENT
@@ -102,10 +103,9 @@ def test_a_bit_that_changes_between_the_devices_is_seen(
     pair.move(pair.grant((1,)), (1,))
     move = FakeDevice.move
 
-    def flip(self: FakeDevice, staging: Any, first: int, host: Any, at: int, *rest: Any, is_to_host: bool) -> Any:
-        if is_to_host is (which == "gathered"):
-            return _flipped(move, self, staging, first, host, at, *rest, is_to_host=is_to_host)
-        return move(self, staging, first, host, at, *rest, is_to_host=is_to_host)
+    def flip(self: FakeDevice, staging: Any, host: Any, *rest: Any, is_to_host: bool, behind: Any = None) -> Any:
+        flipped = _flipped if is_to_host is (which == "gathered") else _plain
+        return flipped(move, self, staging, host, *rest, is_to_host=is_to_host, behind=behind)
 
     monkeypatch.setattr(FakeDevice, "move", flip)
     before = pair.landing.block(10)
@@ -118,21 +118,22 @@ def test_a_bit_that_changes_between_the_devices_is_seen(
     assert pair.move(pair.grant((10,)), (3,))[0].outcome is ReceiveOutcome.VERIFIED
 
 
-def _flipped(
-    move: Any, device: FakeDevice, staging: Any, first: int, host: Any, at: int, *rest: Any, **how: Any
-) -> Any:
+def _plain(move: Any, *rest: Any, **how: Any) -> Any:
+    return move(*rest, **how)
+
+
+def _flipped(move: Any, device: FakeDevice, staging: Any, host: Any, num_bytes: int, wake: Any, **how: Any) -> Any:
     """The move with one bit of the slot changed: after it on the way out, before it on the way in."""
     if not how["is_to_host"]:
-        host.view[at + 5] ^= 1
-        return move(device, staging, first, host, at, *rest, **how)
-    num_bytes, wake = rest
-    move(device, staging, first, host, at, num_bytes, lambda: None, **how)
+        host.view[5] ^= 1
+        return move(device, staging, host, num_bytes, wake, **how)
+    moving = move(device, staging, host, num_bytes, lambda: None, **how)
 
     def flip() -> bytes:
-        host.view[at + 5] ^= 1
+        host.view[5] ^= 1
         return b""
 
-    return device._stream.queue(flip, wake)
+    return device.streams[moving.stream].queue(flip, wake)
 
 
 def test_a_device_without_pinned_memory_leaves_the_connection_to_others(
@@ -146,7 +147,7 @@ def test_a_device_without_pinned_memory_leaves_the_connection_to_others(
     received, sent = pair.begin(pair.grant((1,)))
     end = sent.wait()
     assert end.outcome is SendOutcome.FAILED
-    assert f"the host pins no {SLOTS * SLOT_BYTES // BLOCK_BYTES * BLOCK_BYTES} bytes" in end.error
+    assert f"the host pins no {SLOT_BYTES // BLOCK_BYTES * BLOCK_BYTES} bytes" in end.error
     pair.receiver.abort(pair.receiver.open_keys[0])
     received.wait()
 
@@ -175,7 +176,7 @@ def test_sums_need_whole_words() -> None:
 
 def test_a_host_device_copies_and_sums() -> None:
     memory = memoryview(bytearray(range(96)))
-    device = HostDevice(memory, 16)
+    device = HostDevice(memory, 16, StagingBudget(0))
     staging, woken = device.staging(2), []
     copying = device.copy(
         device.pool().narrowed(Extent(4, 8)), [1, 5], staging.cut(0, 1, 8), [1, 0], lambda: woken.append(1), None

@@ -1,0 +1,56 @@
+"""Which of a device's copy streams does a piece of work, and how many copies may be queued beside each other.
+
+Work goes to the stream with the fewest outstanding bytes, so that a copy that waits for the engine holds up no other.
+Work that must run behind other work takes the stream of that work, and needs no event: a stream keeps its order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+#: As many as one connection of cuda_ipc has chunks in flight. More would share the same links: docs/gpu.md.
+DEFAULT_STREAMS: Final = 4
+DEFAULT_STAGING_BYTES: Final = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyLimits:
+    """Of one KV pool on a device."""
+
+    num_streams: int = DEFAULT_STREAMS
+    staging_bytes: int = DEFAULT_STAGING_BYTES  # beyond one slot for each connection
+
+
+def least_loaded(outstanding_bytes: Sequence[int]) -> int:
+    """The first of those with the fewest bytes. Pure."""
+    return min(range(len(outstanding_bytes)), key=outstanding_bytes.__getitem__)
+
+
+@final
+class StreamLoads:
+    """Outstanding bytes of each stream. Any thread may call it."""
+
+    def __init__(self, num_streams: int) -> None:
+        self._bytes = [0] * num_streams
+        self._lock = threading.Lock()
+
+    @property
+    def outstanding_bytes(self) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(self._bytes)
+
+    def begin(self, num_bytes: int, behind: int | None = None) -> int:
+        """The stream for so many bytes: that of the work in front of them, if there is any."""
+        with self._lock:
+            index = least_loaded(self._bytes) if behind is None else behind
+            self._bytes[index] += num_bytes
+            return index
+
+    def end(self, index: int, num_bytes: int) -> None:
+        """They have been copied, or will not be. Once for each `begin`."""
+        with self._lock:
+            assert self._bytes[index] >= num_bytes
+            self._bytes[index] -= num_bytes

@@ -1,0 +1,61 @@
+"""How much staging the connections of one KV pool may take together.
+
+A connection has one slot always, so that every pair of workers has a path. It gets more, and so more chunks in flight,
+from half of what the budget has left: the first connections get what they can use, and later ones still find some.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import final
+
+
+def num_slots(left_bytes: int, slot_bytes: int, most: int) -> int:
+    """Of a new connection that can use `most`. Pure."""
+    return max(1, min(most, left_bytes // 2 // slot_bytes))
+
+
+@final
+class StagingShare:
+    """What one connection holds."""
+
+    def __init__(self, budget: StagingBudget, slot_bytes: int, num_slots: int) -> None:
+        self.slot_bytes, self.num_slots = slot_bytes, num_slots
+        self._budget = budget
+
+    def shrink(self, num_slots: int) -> None:
+        """The other end has fewer."""
+        assert 1 <= num_slots <= self.num_slots
+        self._budget._give_back((self.num_slots - num_slots) * self.slot_bytes)
+        self.num_slots = num_slots
+
+    def close(self) -> None:
+        """Once the memory is not used any more. May be called again."""
+        self._budget._give_back(self.num_slots * self.slot_bytes)
+        self.num_slots = 0
+
+
+@final
+class StagingBudget:
+    """Any thread may call it."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._taken_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def taken_bytes(self) -> int:
+        with self._lock:
+            return self._taken_bytes
+
+    def take(self, slot_bytes: int, most: int) -> StagingShare:
+        with self._lock:
+            count = num_slots(self.limit_bytes - self._taken_bytes, slot_bytes, most)
+            self._taken_bytes += count * slot_bytes
+        return StagingShare(self, slot_bytes, count)
+
+    def _give_back(self, num_bytes: int) -> None:
+        with self._lock:
+            assert self._taken_bytes >= num_bytes
+            self._taken_bytes -= num_bytes
