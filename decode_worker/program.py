@@ -30,6 +30,7 @@ from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine
 from pdserve.engine.load import load_engine
+from pdserve.engine.rejected_joins import rejected_joins
 from pdserve.telemetry import metric_names, names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
@@ -131,6 +132,9 @@ class DecodeProgram(RoleProgram):
 
     def transfer_events(self) -> Mapping[str, int]:
         return {**events(self._receiver.stats), **issuer.events()}
+
+    def rejected_rank_joins(self) -> Mapping[str, int]:
+        return rejected_joins()
 
     def close(self) -> None:
         self._receiver.close()

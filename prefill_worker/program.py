@@ -28,6 +28,7 @@ from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine, OnLayer
 from pdserve.engine.load import load_engine
+from pdserve.engine.rejected_joins import rejected_joins
 from pdserve.telemetry import metric_names, names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.wire.convert import finish_to_proto, token_to_proto
@@ -152,6 +153,9 @@ class PrefillProgram(RoleProgram):
     def transfer_events(self) -> Mapping[str, int]:
         withheld = self._batching.pushing.num_withheld
         return {**events(self._sender.stats), **issuer.events(), "layer_groups_withheld": withheld}
+
+    def rejected_rank_joins(self) -> Mapping[str, int]:
+        return rejected_joins()
 
     def close(self) -> None:
         self._sender.close()

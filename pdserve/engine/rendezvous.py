@@ -18,7 +18,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, final
 
@@ -30,6 +30,7 @@ from pdserve.core.log_limit import LogLimit
 from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret, canonical_address
 from pdserve.core.version import VERSION
 from pdserve.engine.ranks import LOOPBACK
+from pdserve.engine.rejected_joins import count_rejected_join
 from pdserve.v1 import rank_pb2, rank_pb2_grpc
 from pdserve.wire.peer_server import listen, make_peer_server, server_options
 
@@ -95,14 +96,13 @@ class Rendezvous:
         store_port: int,
         ranks: Sequence[int],
         flags: Sequence[str],
-        on_rejected: Callable[[PdserveError], None] = lambda error: None,
     ) -> None:
         """`ranks` may join; each is told `flags`, of the leader's config. Raises ConfigError where `address` is not to
         be had: of another host, or of another leader."""
         self.address = canonical_address(address)
         self.ranks: Mapping[int, RemoteRank] = {rank: RemoteRank(rank, address) for rank in ranks}
         self._secret, self._store_port, self._flags = secret, store_port, flags
-        self._on_rejected, self._rejections = on_rejected, LogLimit()
+        self._rejections = LogLimit()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rendezvous", daemon=True)
         self._thread.start()
@@ -130,14 +130,17 @@ class Rendezvous:
         if first is EOF or first.version != VERSION:
             seen = "nothing" if first is EOF else repr(first.version[:64])
             text = f"version: got {seen}, expected {VERSION!r}, the leader's: install the same on all hosts"
+            self._reject("VERSION")
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         place = next((one for one in self.ranks.values() if not one.peer), None)
         if any(not one.is_alive for one in self.ranks.values()):
             # The worker ends, and is started again: the process asks until it is.
+            self._reject("RANK_LOST")
             await context.abort(grpc.StatusCode.UNAVAILABLE, "a rank has left, so this worker ends")
             return
         if place is None:
             text = f"all {len(self.ranks)} ranks from other hosts have joined already: start fewer, or another worker"
+            self._reject("ALL_JOINED")
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
             return
         place.peer = context.peer()
@@ -162,7 +165,7 @@ class Rendezvous:
             writer.close()
 
     async def _serve(self) -> None:
-        self._server, proofs = make_peer_server(OPTIONS, self._rejected)
+        self._server, proofs = make_peer_server(OPTIONS, self._unproven)
         host, _, port = self.address.rpartition(":")
         listen(self._server, host, int(port), "rendezvous")
         checker = CallChecker(self._secret, self.address, partial(secrets.token_bytes, NONCE_BYTES))
@@ -170,10 +173,13 @@ class Rendezvous:
         rank_pb2_grpc.add_RendezvousServiceServicer_to_server(_Servicer(self), self._server)
         await self._server.start()
 
-    def _rejected(self, error: PdserveError) -> None:
+    def _unproven(self, error: PdserveError) -> None:
+        self._reject(error.reason)
+
+    def _reject(self, reason: str) -> None:
+        count_rejected_join(reason)
         if count := self._rejections.due(time.monotonic()):
-            log.warning("calls to the ranks' rendezvous were rejected", extra={"reason": error.reason, "calls": count})
-        self._on_rejected(error)
+            log.warning("calls to the ranks' rendezvous were rejected", extra={"reason": reason, "calls": count})
 
     def _on_loop(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

@@ -246,6 +246,14 @@ REJECTED_CALLS: Final = _metric(
     "calls rejected before their handler ran, by the error's reason",
     {"reason": _REASONS},
 )
+REJECTED_RANK_JOINS: Final = _metric(
+    "pdserve_worker_rejected_rank_joins_total",
+    "counter",
+    "worker",
+    "calls to a worker's rendezvous that were rejected, by reason: the error's, or VERSION (of another release), "
+    "ALL_JOINED (no rank is missing), RANK_LOST (the worker is about to end)",
+    {"reason": (*_REASONS, "VERSION", "ALL_JOINED", "RANK_LOST")},
+)
 REFUSED_BY_WORKER: Final = _metric(
     "pdserve_worker_refusals_total",
     "counter",

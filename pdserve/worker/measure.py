@@ -7,6 +7,7 @@ from typing import final
 
 from pdserve.core import effects as fx
 from pdserve.telemetry import metric_names
+from pdserve.telemetry.metric_names import MetricSpec
 from pdserve.telemetry.metrics import Metrics
 
 
@@ -14,7 +15,7 @@ from pdserve.telemetry.metrics import Metrics
 class Measure:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._told_events: dict[str, int] = {}
+        self._told: dict[str, Mapping[str, int]] = {}  # by metric
 
     @property
     def is_on(self) -> bool:
@@ -42,8 +43,16 @@ class Measure:
 
     def transferred(self, events: Mapping[str, int]) -> None:
         """How often each thing has happened since the beginning; what is new since the last time is told."""
-        for event, count in events.items():
-            new = count - self._told_events.get(event, 0)
+        self._add_new(metric_names.TRANSFER_EVENTS, "event", events)
+
+    def rejected_rank_joins(self, by_reason: Mapping[str, int]) -> None:
+        """Since the beginning, as above."""
+        self._add_new(metric_names.REJECTED_RANK_JOINS, "reason", by_reason)
+
+    def _add_new(self, spec: MetricSpec, label: str, counts: Mapping[str, int]) -> None:
+        told = self._told.get(spec.name, {})
+        for value, count in counts.items():
+            new = count - told.get(value, 0)
             if new > 0:
-                self._metrics.add(metric_names.TRANSFER_EVENTS, new, event=event)
-        self._told_events = dict(events)
+                self._metrics.add(spec, new, **{label: value})
+        self._told[spec.name] = dict(counts)

@@ -134,6 +134,10 @@ class RoleProgram(ABC):
         """How often each thing has happened to the role's KV transfers."""
         return {}
 
+    def rejected_rank_joins(self) -> Mapping[str, int]:
+        """Calls of other hosts' ranks that were rejected since the process started, by reason."""
+        return {}
+
     def observe(self, account: fx.StepAccount, step_s: float) -> None:
         """A step took `step_s`; for roles that plan with it."""
         return
@@ -460,6 +464,7 @@ class RoleProgram(ABC):
         if self._measure.is_on:
             self._measure.loaded(load, self.blocks.num_referenced)
             self._measure.transferred(self.transfer_events())
+            self._measure.rejected_rank_joins(self.rejected_rank_joins())
 
     def _load(self, load: fx.Load) -> worker_pb2.Load:
         return messages.load(

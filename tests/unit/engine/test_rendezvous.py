@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,12 +16,13 @@ import pytest
 import torch
 
 from pdserve.config import WorkerConfig
-from pdserve.core.errors import ConfigError, PdserveError, Unauthenticated
+from pdserve.core.errors import ConfigError, Unauthenticated
 from pdserve.core.proof import ClusterSecret
 from pdserve.engine import joining, parallel, rendezvous
 from pdserve.engine.joining import Membership, own_address
 from pdserve.engine.parallel import check_weights
 from pdserve.engine.ranks import Ranks, make_store
+from pdserve.engine.rejected_joins import rejected_joins
 from pdserve.engine.rendezvous import Rendezvous
 from pdserve.engine.sharding import Shard
 from pdserve.v1 import rank_pb2_grpc
@@ -41,12 +43,14 @@ class Leader:
 
     def __init__(self, size: int = 2, address: str = "") -> None:
         self.store = make_store(0, size, is_leader=True, timeout_s=20.0)
-        self.rejected: list[PdserveError] = []
-        self.rendezvous = Rendezvous(
-            address or free_address(), SECRET, self.store.port, range(1, size), FLAGS, self.rejected.append
-        )
+        self._before = Counter(rejected_joins())
+        self.rendezvous = Rendezvous(address or free_address(), SECRET, self.store.port, range(1, size), FLAGS)
         self.address = self.rendezvous.address
         self.ranks = self.rendezvous.ranks
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        return dict(Counter(rejected_joins()) - self._before)
 
 
 @pytest.fixture
@@ -92,6 +96,7 @@ def test_joined_ranks_get_places_settings_and_the_store(lead: Callable[..., Lead
     assert leader.store.get("big") == b"x" * 300_000
     with pytest.raises(ConfigError, match="all 2 ranks from other hosts have joined already"):
         Joined(leader.address)
+    assert leader.rejected == {"ALL_JOINED": 1}
     one.leave("the model is not here")
     wait_for(lambda: not leader.ranks[1].is_alive)
     with pytest.raises(ConfigError, match=r"rank 1 of .* left: the model is not here"):
@@ -99,6 +104,7 @@ def test_joined_ranks_get_places_settings_and_the_store(lead: Callable[..., Lead
     leader.ranks[2].check()
     with pytest.raises(ConfigError, match=r"nobody answers in 0 s .*a rank has left, so this worker ends"):
         Joined(leader.address, wait_s=0.0)  # and goes on asking, where it has time to
+    assert leader.rejected == {"ALL_JOINED": 1, "RANK_LOST": 1}
     two.leave()
 
 
@@ -124,7 +130,7 @@ def test_nobody_joins_or_reaches_the_store_without_the_secret(lead: Callable[...
             with pytest.raises(grpc.RpcError) as caught:
                 next(call(iter(())))
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
-    assert [one.reason for one in leader.rejected] == ["UNAUTHENTICATED"] * 2
+    assert leader.rejected == {"UNAUTHENTICATED": 2}
     assert not leader.ranks[1].peer
 
 
@@ -141,6 +147,7 @@ def test_what_cannot_be_joined_says_so_in_time(lead: Callable[..., Leader], monk
     monkeypatch.setattr(rendezvous, "VERSION", "0.0.2")
     with pytest.raises(ConfigError, match=r"version: got .0\.0\.1., expected .0\.0\.2."):
         Joined(leader.address)
+    assert leader.rejected == {"VERSION": 1}
 
 
 def test_a_leader_that_starts_later_is_joined(lead: Callable[..., Leader]) -> None:

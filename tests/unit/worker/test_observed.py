@@ -14,11 +14,14 @@ from kvtransfer.stats import EVENTS
 from pdserve.core.hashing import block_hashes, chain_key
 from pdserve.core.phases import Phase
 from pdserve.core.types import Role
+from pdserve.engine.rejected_joins import count_rejected_join, rejected_joins
 from pdserve.engine.toy import answer
 from pdserve.prefix.embedded import EmbeddedRedis
 from pdserve.prefix.redis_index import RedisIndex
 from pdserve.prefix.registry import Registry
 from pdserve.telemetry import metric_names, names
+from pdserve.telemetry.metrics import Metrics
+from pdserve.worker.measure import Measure
 from tests.unit.telemetry.otlp_sink import OtlpSink, running_sink
 
 PROMPT = list(range(10, 31))
@@ -159,3 +162,21 @@ async def test_what_transfers_meet_is_counted_once_for_each_time(start: Any, mon
     name = metric_names.TRANSFER_EVENTS.name
     assert seen == [(name, 2, "late_messages"), (name, 3, "late_messages"), (name, 1, "silent")]
     assert set(program.transfer_events()) == {*EVENTS, "stuck_nccl_calls"}
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_rejected_rank_joins_are_counted(start: Any, role: Role) -> None:
+    """Also those from before the engine stood: a stranger calls while the leader waits for its ranks."""
+    before = rejected_joins().get("ALL_JOINED", 0)
+    count_rejected_join("ALL_JOINED")
+    worker = start(role)
+    metrics = Metrics("worker")
+    await worker.on_engine(lambda program: setattr(program, "_measure", Measure(metrics)))
+    series = f'{metric_names.REJECTED_RANK_JOINS.name}{{reason="ALL_JOINED"}}'
+    for count in (before + 1, before + 2):
+
+        async def is_told(line: str = f"{series} {count}.0") -> bool:
+            return line in metrics.text()
+
+        await eventually(is_told, f"{count} rejected joins")
+        count_rejected_join("ALL_JOINED")
