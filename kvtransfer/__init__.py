@@ -1,1 +1,1 @@
-"""KV blocks on their way from a prefill worker to a decode worker."""
+"""Transfers KV blocks from a prefill worker to a decode worker."""

@@ -1,4 +1,4 @@
-"""How long a transfer kept its link busy, pauses apart. Pure."""
+"""How long a transfer kept its link busy, without pauses. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import final
 @final
 @dataclass(slots=True)
 class Busy:
-    """Time in which at least one chunk was on its way.
+    """Time during which at least one chunk was being transferred.
 
-    A pause no longer than the chunk before it is the sender's own work between two chunks; a longer one is a sender
-    that waits for more KV to be computed, and does not count.
+    A pause that is no longer than the chunk before it counts: it is the sender's own work between two chunks. A longer
+    pause does not count: the sender waits for more KV to be computed.
     """
 
     total_s: float = 0.0

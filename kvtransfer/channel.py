@@ -1,7 +1,6 @@
 """A non-blocking stream socket that one thread serves and other threads may wake.
 
-Nothing here waits without `poll`, and nothing is written or read outside the owning thread except `post`,
-`wake` and `stop`.
+All waiting is done by `poll`. Only the owning thread may call the methods, except `post`, `wake` and `stop`.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from kvtransfer.lease import Pulse
 from kvtransfer.memory import MAX_VIEWS
 from pdserve.core.durations import clamped_s
 
-MAX_OUTBOX: Final = 16_384  # small frames that a peer has not taken; more means that it does not read
+MAX_OUTBOX: Final = 16_384  # small frames that wait to be sent; more means that the peer does not read
 _KEEPALIVE: Final = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000))
 
 
 class Gone(Exception):
-    """The connection is over; the text says how."""
+    """The connection is over; the text says why."""
 
 
 class Silent(Gone):
@@ -77,7 +76,7 @@ class Waker:
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay for small frames; a vanished host is noticed in about ten seconds."""
+    """Sends small frames without delay, and detects a vanished host in about ten seconds."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -87,7 +86,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def _milliseconds(timeout_s: float | None) -> int | None:
-    """Rounded up, so that a wait does not end just before its alarm."""
+    """Rounded up, so that a wait does not end just before its deadline."""
     return None if timeout_s is None else math.ceil(clamped_s(timeout_s) * 1000)
 
 
@@ -113,7 +112,7 @@ class Channel:
         self._wakes_at = 1
         self._pulse: Pulse | None = None
         self._beat = b""
-        self._num_pending = 0  # bytes that had come and did not wake the last wait
+        self._num_pending = 0  # bytes that had arrived and did not end the last wait
 
     def post(self, data: bytes) -> None:
         """Queues a small frame from any thread."""
@@ -122,12 +121,12 @@ class Channel:
             self.waker.set()
 
     def watch(self, pulse: Pulse, beat: bytes) -> None:
-        """From here on `beat` is sent when it is due, and a silent peer ends the connection, whoever waits here."""
+        """From here on, every wait sends `beat` when it is due, and ends the connection if the peer is silent."""
         self._pulse, self._beat = pulse, beat
 
     @property
     def unacknowledged_bytes(self) -> int:
-        """Written bytes that the peer's host has not acknowledged; 0 where this cannot be known."""
+        """Written bytes that the peer's host has not acknowledged; 0 if unknown."""
         if sys.platform != "linux" or self.socket.family not in (socket.AF_INET, socket.AF_INET6):
             return 0
         answer = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))
@@ -158,7 +157,8 @@ class Channel:
             self._unsent = self._unsent[sent:]
 
     def wait(self, timeout_s: float | None = None, *, is_writing: bool = False) -> bool:
-        """Waits for bytes to read, room to write (where asked or owed), or a wake. False: the time is over."""
+        """Waits for bytes to read, for room to write (if requested or if frames are queued), or for a wake. False:
+        timed out."""
         pulse = self._pulse
         if pulse is None:
             return self._wait(timeout_s, is_writing)
@@ -181,7 +181,7 @@ class Channel:
             self.flush()
 
     def _has_more_pending(self, pulse: Pulse, now_s: float) -> bool:
-        """Whether bytes trickle in, too few yet to wake the wait (`wake_at`)."""
+        """Whether bytes are arriving, but too few yet to end the wait (`wake_at`)."""
         pending = int.from_bytes(fcntl.ioctl(self.socket, termios.FIONREAD, bytes(4)), sys.byteorder)
         before, self._num_pending = self._num_pending, pending
         if pending in (0, before):
@@ -205,13 +205,14 @@ class Channel:
         return bool(ready)
 
     def wake_at(self, num_bytes: int) -> None:
-        """Later waits see the socket as readable from this many bytes on, or at its end. At most what will come."""
+        """Later waits see the socket as readable only from this many bytes on, or at its end. Must not exceed the bytes
+        that will arrive."""
         if num_bytes != self._wakes_at:
             self._wakes_at = num_bytes
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     def receive(self, views: list[memoryview]) -> int:
-        """Reads what is there into the views; 0 where nothing is. Raises Gone at the end of the stream."""
+        """Reads the available bytes into the views; 0 if there are none. Raises Gone at the end of the stream."""
         try:
             if len(views) == 1:
                 received = self.socket.recv_into(views[0])
@@ -226,11 +227,11 @@ class Channel:
         if self._pulse is not None:
             now_s = self._clock()
             self._pulse.heard(now_s)
-            self._live(self._pulse, now_s)  # whoever reads without end shows life too
+            self._live(self._pulse, now_s)  # a side that only reads must show that it is alive, too
         return received
 
     def send(self, views: list[memoryview]) -> int:
-        """Writes what the socket takes; 0 where it is full."""
+        """Writes what the socket accepts; 0 if it is full."""
         try:
             return self.socket.sendmsg(views[:MAX_VIEWS])
         except BlockingIOError:
@@ -239,7 +240,7 @@ class Channel:
             raise Gone(f"connection lost: {error}") from error
 
     def fill(self, view: memoryview, wake_bytes: int = 1) -> None:
-        """Reads exactly len(view) bytes, waiting as long as it takes, each time for `wake_bytes` or the rest."""
+        """Reads exactly len(view) bytes. Waits without a time limit, each time for `wake_bytes` or the rest."""
         while view:
             received = self.receive([view])
             if received == 0:

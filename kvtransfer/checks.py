@@ -14,7 +14,8 @@ _SHARED_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enab
 
 
 def shared_memory() -> Iterator[Finding]:
-    from kvtransfer.paths.shm import Shm  # here: doctor runs without the packages of the extra `server`
+    # imported here, because `doctor` runs without the packages of the extra `server`
+    from kvtransfer.paths.shm import Shm
 
     if why_not := Shm().why_not():
         yield Finding("warn", "shm", why_not, "KV will travel by tcp between workers of this host too")
@@ -23,13 +24,13 @@ def shared_memory() -> Iterator[Finding]:
         setting = _SHARED_HUGE_PAGES.read_text()
     except OSError:
         setting = ""
-    # Words as in "always within_size [advise] never": the one in brackets holds.
+    # The file has the form "always within_size [advise] never"; the value in brackets is active.
     chosen = next((word.strip("[]") for word in setting.split() if word.startswith("[")), "unknown")
     yield Finding("ok", "shm", f"workers of this host read each other's KV in place; huge pages for it: {chosen}")
 
 
 def pairs() -> Iterator[Finding]:
-    """What each path between two workers of this host does, and which one they would take."""
+    """Tests each transport between two workers of this host, and says which one they would use."""
     try:
         from kvtransfer.pair_probe import AUTO, probe
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
 """Which checksum a pair uses, and how it is computed over scattered memory.
 
-Both sides name theirs in the handshake. xxh3-64 reads tens of GB/s from the cache; BLAKE2b (8 bytes long) is for
-machines that lack the xxhash package and costs most of the transfer's time, which beats not checking.
+Both sides list theirs in the handshake. xxh3-64 reads tens of GB/s from the cache. BLAKE2b (8 bytes long) is for
+machines without the xxhash package. It takes most of the transfer's time, which is better than no check.
 """
 
 from __future__ import annotations

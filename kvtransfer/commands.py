@@ -1,4 +1,4 @@
-"""What other threads ask of a sender's connection. Pure."""
+"""Commands from other threads to a sender's connection. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from kvtransfer.parts import Lanes
 from kvtransfer.transport import Grant, Sent, TransferKey
 
 OnSent = Callable[[Sent], None]
-OnRead = Callable[[TransferKey, Sequence[int]], None]  # these source blocks of a transfer are read no more
+# called when these source blocks of a transfer are no longer read
+OnRead = Callable[[TransferKey, Sequence[int]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Start:
     on_end: OnSent
     deadline_at_s: float | None
     groups: int = 1
-    lanes: Lanes | None = None  # None: of a receiver that is not for us
+    lanes: Lanes | None = None  # None: the receiver's shape does not suit this sender
     error: str = ""  # it has failed already
 
 
@@ -27,13 +28,13 @@ class Start:
 class Push:
     key: TransferKey
     blocks: tuple[tuple[int, int], ...]
-    lives: tuple[int, ...]  # of the source blocks when they were pushed
+    lives: tuple[int, ...]  # epochs of the source blocks when they were pushed
     is_last: bool
     groups: range | None  # of layers; None: all
-    after: Fence | None = None  # what may still write the blocks, where they lie on a device
+    after: Fence | None = None  # device work that may still write the blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
     key: TransferKey
-    error: str = ""  # why it has failed; empty: the owner needs it no more
+    error: str = ""  # why it has failed; empty: the owner no longer needs it

@@ -1,8 +1,8 @@
-"""Moves KV between blocks of two forms: gathers, casts or rounds, and scatters. numpy only.
+"""Converts KV between two block formats: gathers, casts or rounds, and scatters. numpy only.
 
-A block that travels is a block of the target's form, narrowed to the lane's heads and the part's layers, so packing
-and unpacking are the same copy between two memories. float32 rounds to bfloat16 as torch does and to int8 and
-fp8 as pdserve.engine.pool.quantise does: what lands is what the target's engine would have stored, bit for bit.
+A transferred block has the target's format, narrowed to the lane's heads and the part's layers, so packing and
+unpacking are the same copy between two memories. float32 is rounded to bfloat16 as torch does, and to int8 and fp8 as
+pdserve.engine.pool.quantise does: the result is bit for bit what the target's engine would have stored.
 """
 
 # Shapes: N blocks, L layers, P planes, C tokens per block, K kv heads, D head dim, R rows of D values.
@@ -17,9 +17,10 @@ import numpy as np
 from kvtransfer.reshape import Piece, Window
 from kvtransfer.shape import SCALE_BYTES, SCALED, BlockForm
 
-# Tokens are converted in lots of about this size, so that the passes over a lot find it in the cache.
+# Tokens are converted in groups of about this size, so that every pass over a group finds it in the cache.
 LOT_BYTES: Final = 256 * 1024
-MOST: Final = {"int8": np.float32(127), "float8_e4m3fn": np.float32(448)}  # what a row's largest becomes
+# the value to which a row's largest magnitude is scaled
+MOST: Final = {"int8": np.float32(127), "float8_e4m3fn": np.float32(448)}
 LEAST: Final = np.float32(2**-120)  # below it a row becomes zero: most / largest must be finite
 _STORED: Final[dict[str, Any]] = {
     "float32": np.dtype("<f4"),
@@ -33,7 +34,7 @@ _BFLOAT16_NAN: Final = 0x7FC0
 
 @final
 class Blocks:
-    """A memory of blocks of one form: `values` is [N, L, P, C, K, D], `scales` [N, L, P, C, K]; views, no copies."""
+    """A memory of blocks of one format: `values` is [N, L, P, C, K, D], `scales` [N, L, P, C, K]; views, no copies."""
 
     def __init__(self, memory: memoryview | bytearray, form: BlockForm) -> None:
         self.form = form
@@ -60,8 +61,8 @@ def move(
 ) -> None:
     """Copies the pieces' tokens; piece.source and piece.target index the two lists of block numbers.
 
-    The windows have equally many layers and heads. Nothing else of a target block is touched. Raises IndexError on
-    blocks outside the memories, before a byte is written where it is a target block.
+    The windows have equally many layers and heads. The rest of a target block is not modified. Raises IndexError on
+    blocks outside the memories; for a target block, before any byte is written.
     """
     for blocks, memory in ((source_blocks, source), (target_blocks, target)):
         if blocks and not (min(blocks) >= 0 and max(blocks) < memory.num_blocks):
@@ -89,7 +90,7 @@ def pack(
     for block, num_tokens in zip(out_blocks, filled, strict=True):
         if num_tokens < form.block_size:
             out.raw[block] = 0
-        elif form.is_scaled:  # the padding travels too, and may have been somebody else's bytes
+        elif form.is_scaled:  # the padding is sent too, and may contain bytes of another request
             out.raw[block, form.value_bytes : form.scales_at] = 0
             out.raw[block, form.scales_at + form.num_rows * SCALE_BYTES :] = 0
     move(source, source_blocks, source_window, out, out_blocks, Window.whole(form), pieces)
@@ -114,7 +115,7 @@ class _Windowed:
         self.scales = None if blocks.scales is None else blocks.scales[:, layers, :, :, heads]
 
 
-_Moves = Sequence[tuple[int, int, Piece]]  # source block, target block, what of them
+_Moves = Sequence[tuple[int, int, Piece]]  # source block, target block, their tokens
 
 
 def _lots(pieces: Sequence[Piece], num_layers: int, num_heads: int, form: BlockForm) -> list[list[Piece]]:
@@ -205,7 +206,7 @@ def quantised(x: Any, dtype: str = "int8") -> tuple[Any, Any]:
     A NaN or an infinity makes its row's scale NaN or infinite, as in the engine.
     """
     most = MOST[dtype]
-    # Without their sign, floats are ordered as integers are, NaN last; numpy finds the largest integer faster.
+    # Without the sign bit, floats have the order of integers, with NaN last. numpy finds the largest integer faster.
     largest = (x.view(np.int32) & 0x7FFFFFFF).max(-1).view(np.float32)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         scales = largest * (1 / most)

@@ -1,7 +1,7 @@
 """Proofs on a data connection: both ends know the ticket and the cluster's secret. Pure.
 
-A ticket that a third party has read admits nobody: the greeting proves the secret as well. A ticket is new for each
-connection, so a proof cannot be replayed.
+A ticket alone does not admit a third party that has read it: the greeting must also prove the secret. A ticket is new
+for each connection, so a proof cannot be replayed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """A CUDA device as the device paths see it: block copies on streams of their own, and pools opened across processes.
 
-Needs torch, Triton and the CUDA driver. The pool must be one allocation, which a driver's handle names. A copy waits
-for the event that it is given and for nothing else of the engine's; whoever reads a landed block was told by the host.
+Needs torch, Triton and the CUDA driver. The pool must be one allocation, because a driver handle names an allocation. A
+copy waits for the event that it is given, and for nothing else of the engine's. A received block is read only after the
+host has said so.
 
-Staging is memory of our own. torch's allocator would take it from the engine's stream: it hands out memory that a
-queued kernel of that stream still uses, which is right for later work on that stream alone, and staging is used on
-other streams. What is allocated inside `copy` belongs to the stream of that copy, and is used there only.
+Staging is not allocated by torch. torch's allocator may hand out memory that a queued kernel of the engine's stream
+still uses, which is safe only for later work on that stream, and staging is used on other streams. Memory that is
+allocated inside `copy` belongs to the copy stream and is used only there.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _EXPORT: Final = struct.Struct("<QQQ16s")  # offset in the allocation, blocks, b
 
 
 def why_no_cuda(*packages: str) -> str:
-    """What this system lacks; empty where it can be had."""
+    """What this system lacks; empty if CUDA can be used."""
     for package in ("torch", "triton", *packages):
         if find_spec(package) is None:
             return f"the package {package} is not installed"
@@ -51,7 +52,7 @@ def why_no_cuda(*packages: str) -> str:
 
 @final
 class CudaBlocks:
-    """`raw` is uint8 [blocks, block_bytes] on the device, or [blocks, runs, bytes of a run]; bytes of others may lie
+    """`raw` is uint8 [blocks, block_bytes] on the device, or [blocks, runs, bytes of a run]; there may be other bytes
     between two blocks or runs."""
 
     def __init__(self, raw: torch.Tensor, on_close: Callable[[], None] = lambda: None) -> None:
@@ -92,17 +93,17 @@ class PinnedBytes:
         self.view = memoryview(self.tensor.numpy().data)
 
     def close(self) -> None:
-        """torch hands the memory out again once the copies that were queued have passed."""
+        """torch reuses the memory only after the queued copies have ended."""
         self.tensor, self.view = None, memoryview(b"")
 
 
 def moved(
     source: torch.Tensor, source_B: torch.Tensor, target: torch.Tensor | None, target_B: torch.Tensor, relay: Any
 ) -> torch.Tensor:
-    """The sums of the source blocks, which are then in the target blocks.
+    """Copies the source blocks to the target blocks and returns their checksums.
 
-    `relay` does both at once where a block is one run of bytes on either side. Else torch packs the runs before and
-    unpacks them behind it: a pass more over the bytes.
+    `relay` does both at once if a block is one run of bytes on either side. Otherwise torch packs the runs before it
+    and unpacks them after it, which is one more pass over the bytes.
     """
     if source.dim() == 3:
         packed = source.view(torch.int32).index_select(0, source_B).view(torch.uint8).flatten(1)
@@ -141,17 +142,17 @@ class CudaCopying:
 
 
 def poll_s(waited_s: float) -> float:
-    """Until events are asked again, the newest of which has waited for `waited_s`.
+    """The time until the events are polled again; the newest one has waited for `waited_s`.
 
-    Each look takes the GIL from the engine's thread. A wait of t costs some 20 looks for its first 0.5 ms, 30 more up
-    to 10 ms and 1,000 a second after that, and is noticed at most a tenth later than it ends.
+    Each poll takes the GIL from the engine's thread. A wait takes some 20 polls in its first 0.5 ms, 30 more up to 10
+    ms, and 1,000 a second after that. Its end is detected late by at most a tenth of its length.
     """
     return min(max(_POLL_SHARE * waited_s, _SHORTEST_POLL_S), _LONGEST_POLL_S)
 
 
 @final
 class Watcher:
-    """Wakes whatever waits for an event: a thread that sleeps while there is none."""
+    """A thread that wakes the waiters of an event. It sleeps while there is none."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -177,7 +178,7 @@ class Watcher:
                 self._pause(waiting)
 
     def _pause(self, waiting: Sequence[tuple[CudaCopying, Wake]]) -> None:
-        """Ends early where another copy is added."""
+        """Ends early if another copy is added."""
         newest_s = max(one.began_s for one, _ in waiting)
         with self._changed:
             if len(self._waiting) == len(waiting):
@@ -187,18 +188,18 @@ class Watcher:
 def _has_ended(copying: CudaCopying) -> bool:
     try:
         return copying.is_done
-    except TransferFailed:  # whoever is woken asks again, and is told
+    except TransferFailed:  # the waiter polls again after it was woken, and receives the error
         return True
 
 
 def _passes(event: Any, limit_s: float) -> bool:
-    """Waits for it; False where that takes longer."""
+    """Waits for it. False: timed out."""
     ends_s = time.monotonic() + limit_s
     while True:
         try:
             if event.query():
                 return True
-        except RuntimeError as error:  # nothing runs any more on a device that has failed
+        except RuntimeError as error:  # a device that has failed runs nothing any more
             log.error("the device failed", extra={"error": str(error)})
             return True
         if time.monotonic() > ends_s:
@@ -227,9 +228,9 @@ class CudaDevice:
         return CudaBlocks(self._pool.tensor)
 
     def staging(self, num_blocks: int) -> CudaBlocks:
-        """To be closed once nothing on the device touches it: the next caller gets the same memory.
+        """The caller closes it once nothing on the device uses it; the next caller gets the same memory.
 
-        It never returns to the driver, whose cuMemFree waits for all work of the device. Raises TransferFailed where
+        It is never returned to the driver, because cuMemFree waits for all work of the device. Raises TransferFailed if
         the device has no memory left.
         """
         block_bytes = self._pool.block_bytes
@@ -324,7 +325,7 @@ class CudaDevice:
         return copying
 
     def has_drained(self, stream: Any, limit_s: float) -> bool:
-        """Waits until nothing that was queued on the stream runs any more; False where that takes longer."""
+        """Waits until everything queued on the stream has ended. False: timed out."""
         return _passes(self._recorded(stream), limit_s)
 
     def drain(self) -> None:
@@ -363,11 +364,11 @@ class CudaDevice:
             return event
 
     def _close(self, base: int) -> None:
-        """Once nothing of this process reads it."""
+        """Call it once this process no longer reads the memory."""
         try:
             with driver().current(self._index):
                 driver().close(base)
-        except TransferFailed as failed:  # the connection has ended all the same
+        except TransferFailed as failed:  # the connection has ended in any case
             log.warning("another process's pool stays open", extra={"error": failed.message})
 
     def _put_back(self, size: int, pointer: int) -> None:

@@ -1,8 +1,8 @@
-"""The CUDA driver's calls for memory of our own and for memory of other processes, by ctypes.
+"""Calls of the CUDA driver to allocate memory and to open memory of other processes, by ctypes.
 
-ctypes releases the GIL during each call. Allocating, freeing, and opening or closing another process's memory take up
-to milliseconds and may wait for the device; the engine's thread goes on meanwhile. Every call needs the device's
-context on the calling thread: `current` sets it.
+ctypes releases the GIL during each call. Allocating, freeing, opening and closing memory may take milliseconds and wait
+for the device. The engine's thread continues in the meantime. Every call needs the device's context on the calling
+thread: `current` sets it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
 @final
 class Driver:
     def __init__(self, library: Any | None = None) -> None:
-        """`library` stands in for libcuda. Raises TransferFailed where there is none."""
+        """`library` stands in for libcuda. Raises TransferFailed if there is no CUDA driver."""
         try:
             self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
         except OSError as error:
@@ -56,7 +56,7 @@ class Driver:
 
     @contextmanager
     def current(self, device: int) -> Iterator[None]:
-        """The device's primary context, which torch uses too, is this thread's meanwhile."""
+        """Makes the device's primary context, which torch also uses, current on this thread within the block."""
         self._call("cuCtxPushCurrent_v2", "the device's context cannot be used", self._context(device))
         try:
             yield
@@ -70,7 +70,7 @@ class Driver:
         return pointer.value
 
     def base_of(self, pointer: int) -> int:
-        """Where the allocation begins that a device address lies in. Raises TransferFailed."""
+        """The beginning of the allocation that contains a device address. Raises TransferFailed."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         what = "the driver knows no allocation of the pool"
         self._call("cuMemGetAddressRange_v2", what, ctypes.byref(base), ctypes.byref(size), pointer)
@@ -83,7 +83,7 @@ class Driver:
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """Where another process's allocation lies for the current device. Raises TransferFailed."""
+        """The address of another process's allocation on the current device. Raises TransferFailed."""
         if len(handle) != HANDLE_BYTES:
             raise TransferFailed(f"the sender's pool cannot be opened: a handle of {len(handle)} bytes")
         pointer = ctypes.c_uint64()
@@ -97,7 +97,7 @@ class Driver:
         return pointer.value
 
     def close(self, pointer: int) -> None:
-        """Ends what `open` began. Raises TransferFailed."""
+        """Closes what `open` returned. Raises TransferFailed."""
         self._call("cuIpcCloseMemHandle", "the sender's pool cannot be closed", pointer)
 
     def _context(self, device: int) -> ctypes.c_void_p:
@@ -126,8 +126,8 @@ def driver() -> Driver:
 def tensor_at(pointer: int, device: torch.device, num_blocks: int, block_bytes: int) -> torch.Tensor:
     """uint8 [num_blocks, block_bytes] at that address, which the tensor does not own.
 
-    The device is the one that uses the memory. torch must not look it up: for memory of another GPU it would find that
-    one, and `torch.as_tensor` would copy the whole pool.
+    `device` is the device that uses the memory. torch must not look it up: for memory of another GPU it would find that
+    GPU, and `torch.as_tensor` would copy the whole pool.
     """
     storage = torch._C._construct_storage_from_data_pointer(pointer, device, num_blocks * block_bytes)
     empty = torch.empty(0, dtype=torch.uint8, device=device)

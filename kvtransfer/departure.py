@@ -1,4 +1,4 @@
-"""One transfer as its sender's book holds it. Pure."""
+"""The state of one transfer on its sender. Pure."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ class Departure:
     session: Session
     deadline_at_s: float | None
     lane: int
-    num_lanes: int  # that fill the grant's blocks beside this one, and this one
+    num_lanes: int  # number of lanes that fill the grant's blocks, this one included
     groups: int
-    lives: list[int]  # of the source blocks when they were first pushed, by grant index
+    lives: list[int]  # epochs of the source blocks when they were first pushed, by grant index
     began_at_s: float | None = None
-    pending: deque[tuple[Chunk, int, Fence | None]] = field(default_factory=deque)  # layer group, what to wait for
+    # layer group, device work to wait for
+    pending: deque[tuple[Chunk, int, Fence | None]] = field(default_factory=deque)
     num_stamped: int = 0  # pieces of chunks whose frames were made
     num_bytes: int = 0
     early_bytes: int = 0
     last_pushed_at_s: float | None = None
     busy_s: float = 0.0
     is_announced: bool = False
-    lease_at_s: float | None = None  # when it ends for want of progress: without a deadline, or once it is sent
+    lease_at_s: float | None = None  # when it ends for lack of progress: if it has no deadline, or once it is sent
     given_up_at_s: float | None = None  # while its source blocks are still read
 
     @property
@@ -40,7 +41,7 @@ class Departure:
         return self.num_stamped == self.session.size
 
     def at(self, index: int, group: int) -> int:
-        """The session's number of a block's part."""
+        """The number of a block's part in the session."""
         return group * len(self.grant.blocks) + index
 
 
@@ -51,9 +52,9 @@ class Job:
     departure: Departure
     chunk: Chunk
     part: Part
-    after: Fence | None  # what may still write the source blocks, where they lie on a device
+    after: Fence | None  # device work that may still write the source blocks
 
     def share(self, block_bytes: int) -> int:
-        """The part's share of a block, for figures: the shares of all groups add up to the block."""
+        """The part's share of a block, for metrics: the shares of all groups add up to one block."""
         group, groups = self.part.group, self.part.groups
         return block_bytes * (group + 1) // groups - block_bytes * group // groups

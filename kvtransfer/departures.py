@@ -1,6 +1,6 @@
-"""All transfers of one pair as the sender sees them: what to send next, and what to report. Pure.
+"""All transfers of one pair on the sender's side: decides what to send next and what to report. Pure.
 
-One thread owns it. Transfers take turns, a chunk each, so that a long prompt does not hold up a short one.
+One thread owns it. Transfers alternate by chunks, so that a long prompt does not delay a short one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell the receiver that this transfer comes over this connection."""
+    """Tell the receiver that this transfer uses this connection."""
 
     tag: Tag
     lane: int = 0
@@ -40,20 +40,20 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Retract:
-    """Tell the receiver that no more will come."""
+    """Tell the receiver that no more chunks will be sent."""
 
     tag: Tag
     error: str
-    is_cancelled: bool = False  # the owner needs the transfer no more; nothing went wrong
+    is_cancelled: bool = False  # the owner no longer needs the transfer; nothing failed
 
 
 Action = Report | Announce | Retract
 
-_OWN_FAULTS = (Event.ABORTED, Event.INCOMPLETE, Event.STALE)  # which a receiver that was never spoken to cannot know of
+_OWN_FAULTS = (Event.ABORTED, Event.INCOMPLETE, Event.STALE)  # unknown to a receiver that was never told of it
 
 
 class StaleSource(Exception):
-    """A source block was handed out again before its bytes were on their way."""
+    """A source block was reassigned before its bytes were sent."""
 
 
 @dataclass(slots=True)
@@ -63,12 +63,12 @@ class Departures:
     stats: TransferStats = field(default_factory=TransferStats)
     stall_s: float = 60.0  # without progress, after which a transfer that has no deadline ends
     unconfirmed_s: float = 10.0  # after its last byte was sent, before a transfer that nobody confirms ends
-    grace_s: float = 0.5  # that source blocks may be read after their transfer was given up
+    grace_s: float = 0.5  # for which source blocks may be read after their transfer was abandoned
     is_linked: bool = False
     is_stuck: bool = False  # source blocks are read long after the end: only closing the connection helps
     _open: dict[Tag, Departure] = field(default_factory=dict)
     _ready: deque[Tag] = field(default_factory=deque)
-    _unsaid: list[Retract] = field(default_factory=list)  # given up before the pair was connected
+    _unsaid: list[Retract] = field(default_factory=list)  # abandoned before the pair was connected
 
     @property
     def keys(self) -> list[TransferKey]:
@@ -98,9 +98,9 @@ class Departures:
         num_lanes: int = 1,
         groups: int = 1,
     ) -> list[Action]:
-        """Opens the transfer; with `error` it has failed already, and only the owner is told.
+        """Opens the transfer. With `error` it has failed already, and only the owner is told.
 
-        This sender fills one of the grant's lanes, in so many groups of layers.
+        This sender fills one of the grant's lanes, in `num_groups` groups of layers.
         """
         tag = tag_of(grant.key)
         assert tag not in self._open, "the sender has refused a key that is in use"
@@ -126,9 +126,10 @@ class Departures:
         groups: range | None = None,
         after: Fence | None = None,
     ) -> list[Action]:
-        """Queues blocks that had these lives when they were pushed; None: that is now. `groups` of layers; None: all.
+        """Queues blocks with the epochs (`lives`) that they had when they were pushed; None: the present ones. `groups`
+        of layers; None: all.
 
-        `after` goes with them to whoever reads them on a device.
+        `after` is passed to the transport that reads them on a device.
 
         A block that was pushed before, or a last push that leaves a gap, fails the transfer.
         `unacknowledged_bytes` of what was written on this connection have not reached the receiver's host.
@@ -142,7 +143,7 @@ class Departures:
         pushed = self.stamps.lives([source for _, source in blocks]) if lives is None else lives
         for (index, _), life in zip(blocks, pushed, strict=True):
             if groups is None or groups.start == 0:
-                departure.lives[index] = life  # of a block that comes in parts: when the first was pushed
+                departure.lives[index] = life  # of a block that is sent in parts: when the first part was pushed
         if is_last:
             departure.last_pushed_at_s = now_s
             departure.early_bytes = max(0, departure.num_bytes - unacknowledged_bytes)
@@ -198,7 +199,8 @@ class Departures:
 
         Called once for each chunk, in the order in which their frames are written.
 
-        In this order a block that is reused is noticed: before the copy by its life, after it by the checksum.
+        In this order a reused block is detected: by its epoch if it was reused before the copy, by the checksum if
+        after.
         """
         chains = self.stamps.chains(job.chunk.sources)
         if stale := self._reused(job):
@@ -207,14 +209,14 @@ class Departures:
         return stamping.pack(chains, job.departure.tag.generation, job.part.mask)
 
     def stale(self, job: Job, error: str, now_s: float) -> list[Action]:
-        """The chunk was not sent, since `stamp` raised, and is read no more."""
+        """The chunk was not sent, because `stamp` raised. It is no longer read."""
         self.stats.stale_source += 1
         job.departure.session.handle(Event.STALE, error)
         job.departure.session.leave()
         return self._after(job.departure, now_s)
 
     def written(self, job: Job, now_s: float) -> list[Action]:
-        """The chunk's source blocks are read no more."""
+        """The chunk's source blocks are no longer read."""
         departure, session = job.departure, job.departure.session
         if session.is_open and (stale := self._reused(job)):
             self.stats.stale_source += 1
@@ -227,12 +229,12 @@ class Departures:
         session.leave()
         if session.is_open:
             session.land(departure.at(job.chunk.first, job.part.group), job.chunk.count)
-        if session.state is State.SENT and departure.num_lanes == 1:  # of several, each waits for the slowest
+        if session.state is State.SENT and departure.num_lanes == 1:  # with several lanes, each waits for the slowest
             departure.lease_at_s = now_s + self.unconfirmed_s
         return self._after(departure, now_s)
 
     def done(self, tag: Tag, now_s: float, busy_s: float = 0.0) -> list[Action]:
-        """The receiver has verified every block; chunks were on their way for `busy_s`."""
+        """The receiver has verified every block; chunks were being transferred for `busy_s`."""
         departure = self._open.get(tag)
         if departure is not None:
             departure.busy_s = busy_s
@@ -242,7 +244,7 @@ class Departures:
         return self._after(departure, now_s)
 
     def refused(self, tag: Tag, error: str, now_s: float, *, is_cancelled: bool = False) -> list[Action]:
-        """The receiver has given this transfer up; with `is_cancelled` since nobody needs it any more."""
+        """The receiver has abandoned this transfer; with `is_cancelled`, because it is no longer needed."""
         departure = self._open.get(tag)
         if departure is None or not departure.session.is_open:
             self.stats.late_messages += 1
@@ -260,15 +262,17 @@ class Departures:
         return self._after(departure, now_s)
 
     def fail(self, key: TransferKey, error: str, now_s: float) -> list[Action]:
-        """The owner cannot complete the transfer, such as when another part has failed. No-op where it has ended."""
+        """The owner cannot complete the transfer, for example because another part has failed. No-op if it has
+        ended."""
         departure = self._open.get(tag_of(key))
         if departure is None:
             return []
-        departure.session.handle(Event.INCOMPLETE, error)  # the receiver hears of it, also if it was never spoken to
+        # the receiver is told of it, even if it was never told of the transfer
+        departure.session.handle(Event.INCOMPLETE, error)
         return self._after(departure, now_s)
 
     def cut(self, error: str, now_s: float) -> list[Action]:
-        """The connection is gone, and nothing is being read for it any more."""
+        """The connection is gone, and no source block is read for it any more."""
         self.is_linked = False
         self._unsaid.clear()
         actions: list[Action] = []
@@ -307,7 +311,7 @@ class Departures:
             departure.lease_at_s = now_s + self.stall_s
 
     def _reused(self, job: Job) -> str:
-        """Which source block is not the pushed one any more; empty where all are."""
+        """The source block that was reassigned since it was pushed; empty if there is none."""
         sources, first = job.chunk.sources, job.chunk.first
         pushed, lives = job.departure.lives[first : first + len(sources)], self.stamps.lives(sources)
         if tuple(pushed) == lives:

@@ -1,4 +1,4 @@
-"""What the paths between GPUs ask of a device. Pure.
+"""What the transports between GPUs need from a device. Pure.
 
 Every call queues work on one of the device's own streams and returns; whoever asked is woken when it is done. Work has
 an order only where it is asked for: `behind` other work, and after what the engine had queued at a fence. All else runs
@@ -14,23 +14,23 @@ from typing import Any, Final, Protocol
 from kvtransfer.staging_budget import StagingBudget
 from pdserve.engine.gpu.extent import Extent
 
-COPY_S: Final = 10.0  # a copy that takes longer will not end
-LANE_S: Final = 3.0  # nor a message, which is asked for only when the other end is ready for it
+COPY_S: Final = 10.0  # a copy that takes longer is assumed not to end
+LANE_S: Final = 3.0  # the same for a message, which is queued only when the other end is ready for it
 
 Wake = Callable[[], None]
-Fence = Any  # a moment of the engine's stream: all that it has queued until then
+Fence = Any  # a point in the engine's stream: everything queued before it
 
 
 class Copying(Protocol):
-    """Blocks on their way."""
+    """A copy in progress."""
 
     @property
     def is_done(self) -> bool:
-        """Never waits. Raises TransferFailed where the device has failed or takes too long."""
+        """Never blocks. Raises TransferFailed if the device has failed or takes too long."""
         ...
 
     def digest(self) -> bytes:
-        """8 bytes over the contents of all blocks, in order; once it is done."""
+        """The checksum (8 bytes) of all blocks, in order; available once the copy is done."""
         ...
 
 
@@ -41,7 +41,7 @@ class Blocks(Protocol):
     block_bytes: int
 
     def narrowed(self, extent: Extent) -> Blocks:
-        """Those bytes of every block, its runs one behind the other."""
+        """Those bytes of every block, with its runs concatenated."""
         ...
 
     def cut(self, first: int, count: int, num_bytes: int) -> Blocks:
@@ -52,7 +52,7 @@ class Blocks(Protocol):
 
 
 class Pinned(Protocol):
-    """Host memory that the device reads and writes by itself."""
+    """Pinned host memory, which the device reads and writes directly."""
 
     view: memoryview
 
@@ -70,7 +70,7 @@ class Device(Protocol):
     def staging(self, num_blocks: int) -> Blocks: ...
 
     def pinned(self, num_bytes: int) -> Pinned:
-        """Raises TransferFailed where the host has no memory left."""
+        """Raises TransferFailed if the host has no memory left."""
         ...
 
     def export(self) -> bytes:
@@ -113,13 +113,14 @@ class Device(Protocol):
         ...
 
     def drain(self) -> None:
-        """Waits until nothing that was queued here touches memory, as long as it takes: a block that were handed back
-        before could be written over."""
+        """Waits, without a time limit, until no work that was queued here accesses memory: a block that was returned
+        earlier could be overwritten."""
         ...
 
 
 class Lane(Protocol):
-    """Two processes' ordered channel between device memories. Both ends must ask in the same order."""
+    """An ordered channel between the device memories of two processes. Both ends must issue their calls in the same
+    order."""
 
     def send(self, source: Blocks, num_bytes: int, wake: Wake) -> Copying:
         """The first bytes of the blocks."""
@@ -128,8 +129,8 @@ class Lane(Protocol):
     def receive(self, target: Blocks, num_bytes: int, wake: Wake) -> Copying: ...
 
     def close(self) -> None:
-        """Ends what is under way; afterwards nothing of the lane touches memory of this process. Raises
-        TransferFailed where that cannot be had."""
+        """Aborts everything in progress; afterwards the lane does not access memory of this process. Raises
+        TransferFailed if that cannot be ensured."""
         ...
 
 
@@ -137,9 +138,9 @@ class Lanes(Protocol):
     version: str  # of the library; both ends must have the same
 
     def new_id(self) -> bytes:
-        """What both ends of a new lane are made with."""
+        """The id from which both ends of a new lane are made."""
         ...
 
     def join(self, device: Any, lane_id: bytes, rank: int) -> Lane:
-        """Meets the other end. Blocking. Raises TransferFailed."""
+        """Connects to the other end. Blocking. Raises TransferFailed."""
         ...

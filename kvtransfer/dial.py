@@ -1,6 +1,6 @@
 """How a prefill worker reaches a decode worker: Open over gRPC, then the data connection with the ticket. Blocking.
 
-On both, each side proves that it knows the cluster's secret before the other says more.
+On both, each side proves that it knows the cluster's secret before the other sends anything else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DIAL_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender, as it introduces itself, and what it sends from."""
+    """The identity of the sender, and the pool that it sends from."""
 
     worker_id: str
     incarnation: str
@@ -48,7 +48,7 @@ class Caller:
     checksums: tuple[checksum.Checksum, ...]
     pool: KvPool
     disturbance: Disturbance | None = None  # in tests of faults
-    wire_dtype: str = ""  # of the blocks that it sends; empty: as they are stored
+    wire_dtype: str = ""  # dtype of the blocks that it sends; empty: as they are stored
 
     @property
     def identity(self) -> Identity:
@@ -72,7 +72,7 @@ class Line:
 
 
 def dial(caller: Caller, endpoint: str, incarnation: str) -> Line:
-    """Tries the transports in order until one connects. Raises TransferFailed, saying what each said."""
+    """Tries the transports in order until one connects. Raises TransferFailed with the error of each."""
     ends_s = time.monotonic() + DIAL_S
     said: list[str] = []
     transports = caller.transports
@@ -144,7 +144,7 @@ def _connect(caller: Caller, answer: transfer_pb2.OpenResponse, endpoint: str, e
 
 
 def _greet(secret: ClusterSecret, ends: Ends, sock: socket.socket, ticket: bytes, ends_s: float) -> None:
-    """Nothing of the pool is offered before the receiver has answered. Raises OSError."""
+    """The pool is not shared before the receiver has answered. Raises OSError."""
     greeting = sender_greeting(secret, ends, ticket, secrets.token_bytes(NONCE_BYTES))
     sock.sendall(greeting.encode())
     answer, patience_s = bytearray(), sock.gettimeout()

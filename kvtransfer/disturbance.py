@@ -1,8 +1,8 @@
-"""Carries a plan of faults out: a man in the middle of a sender's connection, and a trap before a receiver's writes.
+"""Injects faults according to a plan: a proxy inside a sender's connection, and a hook before a receiver's writes.
 
-Nothing of this runs unless a worker was started with faults to inject. The connection's threads then speak to one end
-of a socket pair, and two threads forward frames between the other end and the real socket: what is lost, late,
-doubled, changed, cut short or held up meets the product's own code as it would from a network.
+It runs only if a worker was started with faults to inject. The connection's threads then use one end of a socket pair,
+and two threads forward frames between the other end and the real socket. Lost, late, duplicated, changed, truncated and
+stalled frames therefore reach the product's own code as they would from a network.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from kvtransfer.plan import MAX_CHUNK_BYTES
 
 log = logging.getLogger(__name__)
 
-_HEADER_SHARE: Final = 0.1  # of changed bytes that are a header's
-_STALE: Final = 1 << 62  # in a generation: one that was never granted
+_HEADER_SHARE: Final = 0.1  # share of changed bytes that are in a header
+_STALE: Final = 1 << 62  # added to a generation: one that was never granted
 _FRAMES_KNOWN: Final = 1024  # transfers whose frames are counted
-# Once the process is stopped: on a machine with other things to do that may be later than the stop was to last.
+# Counted from when the process is stopped: on a busy machine that may be later than the planned end of the stop.
 _WAKE: Final = (
     "n=0; until grep -q '^State:.T' /proc/{pid}/status || [ $n -ge 1000 ]; do sleep 0.01; n=$((n+1)); done; "
     "sleep {for_s:.3f}; kill -CONT {pid}"
@@ -44,7 +44,8 @@ _WAKE: Final = (
 
 
 class Disturbance:
-    """One worker's; `fault_of` is asked for each frame, and must answer alike for one transfer."""
+    """The faults of one worker. `fault_of` is called for each frame, and must return the same fault for each frame of a
+    transfer."""
 
     def __init__(self, fault_of: Callable[[Tag], Fault | None], block_bytes: int) -> None:
         self._fault_of, self.block_bytes = fault_of, block_bytes
@@ -55,7 +56,7 @@ class Disturbance:
         self.pauses: list[tuple[float, float]] = []  # when this process was stopped, on its monotonic clock
 
     def between(self, sock: socket.socket, path: SendPath) -> socket.socket:
-        """What a sender uses in the place of its authenticated socket."""
+        """The socket that a sender uses in place of its authenticated one."""
         has_slots = isinstance(path, ShmSend | CudaIpcSend | NcclSend)
         near, far = socket.socketpair()
         near.settimeout(sock.gettimeout())
@@ -76,7 +77,8 @@ class Disturbance:
             self.end_process(fault)
 
     def end_process(self, fault: Fault) -> None:
-        """Kills this process, or stops it for a while. One stop at a time: each has somebody to end it."""
+        """Kills this process, or stops it for some time. One stop at a time, because each needs a process that ends
+        it."""
         with self._ending:
             self._end_process(fault)
 
@@ -87,7 +89,8 @@ class Disturbance:
             wake = _WAKE.format(pid=os.getpid(), for_s=fault.for_s)
             subprocess.Popen(["/bin/sh", "-c", wake], start_new_session=True, stdin=subprocess.DEVNULL)
         os.kill(os.getpid(), signal.SIGSTOP if fault.kind is FaultKind.STOP else signal.SIGKILL)
-        while time.monotonic() < began_s + fault.for_s:  # a thread may run on for a moment before the signal gets it
+        # a thread may continue for a moment before the signal reaches it
+        while time.monotonic() < began_s + fault.for_s:
             time.sleep(0.002)
         self.pauses[-1] = (began_s, time.monotonic())
 
@@ -109,7 +112,7 @@ class Disturbance:
 
 
 def make_disturbance(faults: str, block_bytes: int) -> Disturbance | None:
-    """What a worker's setting asks for; nothing where it is empty. Raises ConfigError."""
+    """The faults of a worker's setting; None if it is empty. Raises ConfigError."""
     if not faults:
         return None
     log.warning("faults are injected into KV transfers", extra={"faults": faults})
@@ -162,13 +165,13 @@ class _Pump(threading.Thread):
             self._ends.leave()
 
     def _forward(self) -> bool:
-        """One frame, or the held ones whose time has come. False: the connection is to end."""
+        """Forwards one frame, or the delayed ones that are due. False: the connection must end."""
         if not self._wait():
             return True
         message = bytearray(HEADER_BYTES)
         if not self._fill(memoryview(message)):
             return False
-        frame = decode(message, MAX_CHUNK_BYTES)  # what comes in here is the product's own word
+        frame = decode(message, MAX_CHUNK_BYTES)  # these frames come from the product itself
         rest = bytearray(frame.num_behind)
         if not self._fill(memoryview(rest)):
             return False
@@ -184,7 +187,8 @@ class _Pump(threading.Thread):
             case FaultKind.DROP if frame.kind is Kind.CREDIT:
                 self._target.sendall(message)  # a slot is not lost on its own
             case FaultKind.DROP if frame.kind is Kind.CHUNK and (self._has_slots or fault.at < 0.5):
-                # It comes as another grant's: as lost to the transfer as one that vanishes, and its slot is not.
+                # It arrives as a frame of another grant: lost to the transfer like a dropped frame, but without losing
+                # its slot.
                 stale = frame.tag._replace(generation=frame.tag.generation | _STALE)
                 self._target.sendall(dataclasses.replace(frame, tag=stale).encode() + message[HEADER_BYTES:])
             case FaultKind.DROP:
@@ -213,11 +217,11 @@ class _Pump(threading.Thread):
         if fault.at < _HEADER_SHARE or len(message) == HEADER_BYTES:
             body = memoryview(message)[:HEADER_BYTES]
         else:
-            body = memoryview(message)[HEADER_BYTES:]  # of shm: which blocks the receiver is to read
+            body = memoryview(message)[HEADER_BYTES:]  # shm: the blocks that the receiver must read
         body[int(fault.at * len(body))] ^= 0x5A
 
     def _wait(self) -> bool:
-        """True where there is something to read; held frames that are due leave meanwhile."""
+        """True if there is something to read. Sends delayed frames that are due in the meantime."""
         timeout_ms = None
         if self._held:
             left_s = self._held[0][0] - time.monotonic()

@@ -1,4 +1,4 @@
-"""Makes the two ends of a transfer for a transport by name: the only thing that worker programs call to get one."""
+"""Makes the sender or receiver for a transport by name. Worker programs call nothing else for this."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def make_sender(
 
 
 def _runs_of(shape: KvShape) -> list[Extent]:
-    """All runs of bytes by which layer groups of a block may leave."""
+    """All byte runs in which layer groups of a block may be sent."""
     lanes = Lanes.to_send(shape, shape)
     possible = [groups for groups in range(2, MAX_GROUPS + 1) if shape.num_layers % groups == 0]
     found = (lanes.extent(Part(0, group, groups)) for groups in possible for group in range(groups))

@@ -1,7 +1,7 @@
-"""Which transfer meets which fault: a seeded plan for tests of the whole cluster. Pure.
+"""A seeded plan of the faults of transfers, for tests of a whole cluster. Pure.
 
-A plan names at most one fault for a transfer, from its seed and the transfer's tag alone: the same seed over the same
-transfers gives the same faults, whatever the threads do. `kvtransfer.disturbance` carries a plan out.
+A plan names at most one fault for a transfer, from its seed and the transfer's tag alone: the same seed and the same
+transfers give the same faults, independent of threads. `kvtransfer.disturbance` injects them.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from pdserve.core.errors import ConfigError
 
 class FaultKind(Enum):
     DROP = "drop"  # the frame is lost
-    DELAY = "delay"  # others overtake it
+    DELAY = "delay"  # later frames overtake it
     DUPLICATE = "duplicate"
-    CORRUPT = "corrupt"  # one byte of it is another
-    TRUNCATE = "truncate"  # its tail is lost, and what follows is read in its place
-    STALL = "stall"  # it waits, and everything behind it
+    CORRUPT = "corrupt"  # one byte of it is changed
+    TRUNCATE = "truncate"  # its end is lost, and the following bytes are read in its place
+    STALL = "stall"  # it is delayed, with everything behind it
     CUT = "cut"  # the connection ends before it
     KILL = "kill"  # the process gets SIGKILL
     STOP = "stop"  # the process gets SIGSTOP, and SIGCONT later
 
 
 class Where(Enum):
-    """What the fault happens to."""
+    """Where the fault is injected."""
 
     SENT = "sent"  # a frame of the sender; the sender's process
-    ANSWERED = "answered"  # a frame of the receiver, as the sender gets it
+    ANSWERED = "answered"  # a frame of the receiver, before the sender reads it
     LANDING = "landing"  # a chunk that the receiver is about to write; the receiver's process
 
 
@@ -47,17 +47,17 @@ OF_LANDINGS: Final = (FaultKind.STALL, FaultKind.KILL, FaultKind.STOP)
 class Fault:
     kind: FaultKind
     where: Where
-    nth: int  # frame of the transfer there, from 0; a transfer with fewer frames escapes
+    nth: int  # number of the transfer's frame there, from 0; a transfer with fewer frames has no fault
     for_s: float  # of a delay, a stall or a stop
-    at: float  # where in the frame a byte is changed or the tail begins, as a share of its length
+    at: float  # position in the frame of the changed byte or of the cut, as a share of its length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPlan:
-    """`weights` says how often each kind comes, relative to the others."""
+    """`weights` are the relative frequencies of the kinds."""
 
     seed: int = 0
-    share: float = 0.1  # of transfers that meet a fault
+    share: float = 0.1  # share of transfers with a fault
     longest_s: float = 0.5  # of delays, stalls and stops
     weights: Mapping[FaultKind, float] = field(default_factory=lambda: MappingProxyType(dict.fromkeys(OF_FRAMES, 1.0)))
 
@@ -70,7 +70,7 @@ class FaultPlan:
             raise ConfigError("weights", dict(self.weights), "at least one kind, and none below 0")
 
     def fault_of(self, tag: Tag) -> Fault | None:
-        """The fault that this transfer meets, if any."""
+        """The fault of this transfer, if any."""
         words = b"%d %d %d " % (self.seed, tag.attempt, tag.generation)
         rng = random.Random(int.from_bytes(hashlib.blake2b(words + tag.transfer, digest_size=8).digest(), "little"))
         if rng.random() >= self.share:
@@ -82,14 +82,14 @@ class FaultPlan:
         if kind in OF_FRAMES:
             places[Where.ANSWERED] = 1.0
         where = rng.choices(list(places), list(places.values()))[0]
-        # The first frame of a sender announces; its chunks, which matter most, follow.
+        # The first frame of a sender is the announcement. Its chunks, which matter most, follow.
         nth = rng.choice((0, 1, 1, 1, 2, 2, 3)) if where is Where.SENT else rng.choice((0, 0, 1))
         return Fault(kind, where, nth, rng.uniform(0.1, 1.0) * self.longest_s, rng.random())
 
 
 def parse(text: str) -> FaultPlan:
-    """`seed=7,share=0.1,longest_s=0.5,drop=1,kill=0.01`: all but the kinds' weights may be left out, and without any
-    kind all faults of frames come equally often. Raises ConfigError."""
+    """`seed=7,share=0.1,longest_s=0.5,drop=1,kill=0.01`: everything may be omitted. Without any kind, all faults of
+    frames are equally frequent. Raises ConfigError."""
     kinds = {kind.value: kind for kind in FaultKind}
     options = ("seed", "share", "longest_s")
     given: dict[str, float] = {}

@@ -3,12 +3,12 @@
     magic 4, version 1, kind 1, flags 2, attempt 4, generation 8, transfer 16, first 4, count 4,
     slot 4, length 4, checksum 8, lane 2, group 1, groups 1, crc32 of all that 4
 
-A transfer's id travels as a 16-byte digest, so that headers have one size. Behind a chunk's header come the stamps of
-its blocks, then `length` bytes, which are the path's own: the blocks themselves (tcp), or the numbers of those where
-the receiver finds them (shm). Nothing is ever allocated from a number that was received.
+A transfer's id is sent as a 16-byte digest, so that headers have one size. A chunk's header is followed by the stamps
+of its blocks, then by `length` bytes whose meaning depends on the transport: the blocks themselves (tcp), or the
+numbers of the source blocks that the receiver reads (shm). No memory is allocated from a number that was received.
 
 A connection begins with a greeting: magic, version, ticket, nonce, and a proof that the sender knows the cluster's
-secret. The receiver answers with its own proof, ANSWER_BYTES of it, before anything else is said.
+secret. The receiver answers with its own proof (ANSWER_BYTES bytes) before any other frame.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ GREETING_BYTES: Final = len(_GREETING) + TICKET_BYTES + NONCE_BYTES + MAC_BYTES
 
 
 class Kind(IntEnum):
-    ANNOUNCE = 1  # sender: this transfer comes over this connection
+    ANNOUNCE = 1  # sender: this transfer uses this connection
     CHUNK = 2  # sender: blocks first .. first + count - 1 of the grant
-    RETRACT = 3  # sender: gives up; the text says why
-    DONE = 4  # receiver: every block is verified; `slot` is for how many microseconds chunks were on their way
-    REFUSE = 5  # receiver: the transfer is over and was not verified; the text says why
+    RETRACT = 3  # sender: abandons the transfer; the text says why
+    # receiver: every block is verified; `slot` is the number of microseconds during which chunks were being transferred
+    DONE = 4
+    REFUSE = 5  # receiver: the transfer has ended unverified; the text says why
     CREDIT = 6  # receiver: the chunk in `slot` has been read (shm)
-    BEAT = 7  # both: still here
+    BEAT = 7  # both: still alive
 
 
 class BadFrame(Exception):
-    """The peer sent what no peer of ours sends; the connection cannot be trusted any more."""
+    """The peer sent an invalid frame; the connection cannot be trusted any more."""
 
 
 class Tag(NamedTuple):
-    """A TransferKey as it stands in a header."""
+    """A TransferKey as it is written in a header."""
 
     transfer: bytes
     attempt: int
@@ -78,7 +79,7 @@ class Frame:
     checksum: bytes = NO_CHECKSUM
     is_last: bool = False
     part: Part = WHOLE
-    is_cancelled: bool = False  # RETRACT and REFUSE: the owner needs the transfer no more; nothing went wrong
+    is_cancelled: bool = False  # RETRACT and REFUSE: the owner no longer needs the transfer; nothing failed
 
     @property
     def num_behind(self) -> int:
@@ -121,7 +122,7 @@ def decode_text(payload: bytes) -> str:
 
 
 def decode(header: bytes | bytearray | memoryview, max_chunk_bytes: int) -> Frame:
-    """Raises BadFrame on anything that `encode` does not make, and on lengths over the limits."""
+    """Raises BadFrame on anything that `encode` cannot produce, and on lengths over the limits."""
     if len(header) != HEADER_BYTES:
         raise BadFrame(f"a header of {len(header)} bytes, expected {HEADER_BYTES}")
     magic, version, kind, flags, attempt, generation, transfer, first, count, slot, length, checksum, *numbers = (
@@ -158,8 +159,7 @@ class Greeting(NamedTuple):
 
 
 def decode_greeting(data: bytes) -> Greeting | None:
-    """None while bytes are missing. Raises BadFrame where another version or none of ours speaks, as soon as it
-    shows."""
+    """None while bytes are missing. Raises BadFrame, as early as possible, on another version or protocol."""
     if data[:4] != MAGIC[: len(data)]:
         raise BadFrame("a connection that does not begin with the magic bytes")
     if len(data) > len(MAGIC):

@@ -1,11 +1,11 @@
-"""Copies blocks and computes XXH3-64 of what it copies, in one pass, past the caches.
+"""Copies blocks and computes their XXH3-64 in one pass, with stores that bypass the caches.
 
-A copy of much memory waits for memory, so that the arithmetic of the hash is free beside it; and stores that bypass
-the caches save the read that an ordinary store begins with (docs/decisions/0005-the-pool-is-shared.md). The digest is
-that of the bytes that were stored, since each is loaded once.
+A large copy is limited by memory bandwidth, so the hash costs no extra time. Stores that bypass the caches save the
+read with which an ordinary store begins (docs/decisions/0005-the-pool-is-shared.md). Each byte is loaded once, so the
+digest is that of the stored bytes.
 
 XXH3 (github.com/Cyan4973/xxHash, doc/xxhash_spec.md) reads 64-byte stripes into eight 64-bit lanes and scrambles the
-lanes after each KiB. Here runs are whole KiBs, which leaves out every special case but the end of the input.
+lanes after each KiB. Here runs are whole KiBs, so the end of the input is the only special case.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _START: Final = (
 
 @final
 class Copier:
-    """Copies blocks of one pool into another; other threads of the process go on meanwhile."""
+    """Copies blocks of one pool into another. Other threads of the process continue in the meantime."""
 
     @staticmethod
     def between(to: memoryview, source: memoryview, block_bytes: int) -> Copier | None:
-        """None where blocks of this size, at these addresses or without numba cannot be copied this way."""
+        """None if blocks of this size or at these addresses cannot be copied this way, or if numba is missing."""
         if not _suits(block_bytes):
             return None
         import numpy as np
@@ -64,7 +64,7 @@ class Copier:
         return self._to % ALIGNMENT != 0
 
     def addresses(self, to: Sequence[int], source: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where the blocks begin. Raises IndexError on a block outside its pool: nothing else checks bounds."""
+        """The addresses of the blocks. Raises IndexError on a block outside its pool: nothing else checks bounds."""
         import numpy as np
 
         if len(to) != len(source) or not len(to):
@@ -76,7 +76,7 @@ class Copier:
         return np.array(to, np.int64) * size + self._to, np.array(source, np.int64) * size + self._source
 
     def copy(self, to: Sequence[int], source: Sequence[int]) -> bytes:
-        """Copies each block of `source` to the one beside it in `to`. One thread at a time.
+        """Copies each block of `source` to the block at the same place in `to`. One thread at a time.
 
         Returns XXH3-64 of all of it, in order, as the xxhash package's `digest` does. Raises IndexError.
         """
@@ -86,7 +86,7 @@ class Copier:
 
 
 def prepare(block_bytes: int) -> None:
-    """Compiles, or loads what an earlier process compiled, so that no transfer waits for it."""
+    """Compiles the kernel, or loads the one that an earlier process compiled, so that no transfer waits for it."""
     if _suits(block_bytes):
         _kernel()
 

@@ -53,7 +53,8 @@ def _at(builder: Any, address: Any, offset: int) -> Any:
 
 
 def _copy_kib(builder: Any, args: Any, *, is_end: bool) -> None:
-    """One KiB from `source` to `to`, and into the lanes. The input's last KiB ends with a stripe of its own kind."""
+    """Copies one KiB from `source` to `to` and adds it to the lanes. The input's last KiB ends with a special
+    stripe."""
     to, source, lanes_at = args
     lanes_ptr = _at(builder, lanes_at, 0)
     lanes = builder.load(lanes_ptr, align=8)
@@ -95,7 +96,7 @@ def _last_kib(typing: Any, to: Any, source: Any, lanes: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _fence(typing: Any) -> Any:
-    """What was stored past the caches is there for every reader, before anybody is told so."""
+    """Makes stores that bypassed the caches visible to every reader, before any reader is notified."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if _IS_X86:  # whose ordinary locks do not wait for such stores
@@ -148,5 +149,5 @@ _OPTIONS: Final = {"nogil": True, "boundscheck": False}
 _TYPES: Final = types.uint64(_ADDRESSES, _ADDRESSES, types.intp, _WORDS, types.intp)
 try:
     copy_runs = njit(_TYPES, cache=True, **_OPTIONS)(_copy_runs)
-except RuntimeError:  # nowhere to keep the machine code: compiled anew at each start
+except RuntimeError:  # the machine code cannot be stored, so it is compiled at each start
     copy_runs = njit(_TYPES, **_OPTIONS)(_copy_runs)

@@ -1,7 +1,7 @@
-"""Who may connect: decides an Open call, hands out tickets, and takes each ticket once.
+"""Decides who may connect: answers Open calls, issues tickets, and accepts each ticket once.
 
-A ticket is 16 random bytes, valid for a few seconds. It admits only the worker that called Open, which proves on the
-data socket that it knows the cluster's secret.
+A ticket is 16 random bytes, valid for a few seconds. It admits only the worker that called Open, which must prove on
+the data socket that it knows the cluster's secret.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Gate:
         self._tickets: dict[bytes, tuple[Peer, float]] = {}
 
     def open(self, request: transfer_pb2.OpenRequest, caller: str) -> transfer_pb2.OpenResponse:
-        """`caller` is the name that the call's proof holds. Raises ConfigError naming what differs, Unauthenticated
-        where the request holds another name, or Overloaded where too many tickets are out."""
+        """`caller` is the name that the call's proof holds. Raises ConfigError naming the difference, Unauthenticated
+        if the request contains another name, or Overloaded if too many tickets are unused."""
         try:
             if caller_name(request.sender_id, request.sender_incarnation) != caller:
                 raise Unauthenticated(
@@ -101,9 +101,9 @@ class Gate:
         )
 
     def admit(self, greeting: Greeting, transport: int) -> tuple[Peer, bytes] | None:
-        """The peer that the ticket was given to, and the answer that it waits for; once and in time.
+        """The peer that received the ticket, and the answer to send to it; once, and before the ticket expires.
 
-        None for anybody else; the ticket then stays valid, or a stranger could spend it.
+        None for any other peer. The ticket then stays valid; otherwise a foreign process could use it up.
         """
         now_s = self._clock()
         with self._lock:
@@ -138,7 +138,7 @@ class Gate:
         return Peer(name, incarnation, transport, reason, checksum, theirs.shape, dtype)
 
     def _transport(self, request: transfer_pb2.OpenRequest) -> tuple[int, str]:
-        """The first that the sender asks for and that can be had, and why it is not an earlier one."""
+        """The first of the sender's transports that can be used, and why the earlier ones cannot."""
         is_same_host = bool(self._host_id) and request.host_id == self._host_id
         passed: list[str] = []
         for kind in request.transports:

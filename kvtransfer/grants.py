@@ -1,4 +1,4 @@
-"""Between the generated messages and the words of kvtransfer.transport: grants and fingerprints. No I/O."""
+"""Converts grants and fingerprints between the generated messages and kvtransfer.transport. No I/O."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def fingerprint_from_proto(message: transfer_pb2.Fingerprint) -> Fingerprint:
 
 
 def compare(mine: Fingerprint, theirs: Fingerprint) -> None:
-    """Whether their blocks can become mine. Raises ConfigError naming the first field that forbids it, both values."""
+    """Checks that their blocks can be converted to mine. Raises ConfigError naming the first field that differs, with
+    both values."""
     for name in ("protocol", "model", "engine"):
         expected, seen = getattr(mine, name), getattr(theirs, name)
         if expected != seen:
@@ -89,7 +90,7 @@ def grant_to_proto(grant: Grant) -> transfer_pb2.Grant:
 
 
 def grant_from_proto(message: transfer_pb2.Grant) -> Grant:
-    """Raises InvalidRequest on what no decode worker grants."""
+    """Raises InvalidRequest on a grant that no decode worker makes."""
     if not 1 <= len(message.transfer_id) <= MAX_TRANSFER_ID_CHARS:
         seen = f"{len(message.transfer_id)} characters"
         raise InvalidRequest("grant.transfer_id", seen, f"1 to {MAX_TRANSFER_ID_CHARS} characters")

@@ -1,9 +1,9 @@
-"""Which host this process is on, as far as sharing memory goes.
+"""Identifies the host of this process for sharing memory.
 
-Two processes get the same id where one can pass a file descriptor to the other over an abstract Unix socket: the
-same boot of the same kernel, the same network namespace (it holds the abstract names), and the same user in the
-same user namespace (each side checks the other's credentials). Mount and process namespaces do not matter, since
-the pool is an anonymous memory file that only ever travels as a descriptor.
+Two processes get the same id if one can pass a file descriptor to the other over an abstract Unix socket: the same boot
+of the same kernel, the same network namespace (which holds the abstract names), and the same user in the same user
+namespace (each side checks the other's credentials). Mount and process namespaces do not matter, because the pool is an
+anonymous memory file that is passed only as a descriptor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def can_share_memory() -> bool:
 
 
 def host_id() -> str:
-    """Empty where this process can share memory with nobody."""
+    """Empty if this process cannot share memory."""
     if not can_share_memory():
         return ""
     try:

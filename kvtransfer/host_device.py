@@ -1,7 +1,6 @@
-"""A pool in host memory as a Device, for a pair of which the other end's pool lies on a GPU. Its work is done at once.
+"""A pool in host memory as a Device, for a pair whose other pool is on a GPU. Its work is done immediately.
 
-Both ends of such a pair compare the sums that a GPU computes (pdserve.engine.gpu.extent), which numpy computes here at
-about 1 GB/s.
+Both ends of such a pair compare the checksums of pdserve.engine.gpu.extent, which numpy computes here.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvtransfer.staging_budget import StagingBudget
 from pdserve.core.errors import InternalError
 from pdserve.engine.gpu.extent import GOLDEN, MIX, WORD_BYTES, Extent
 
-_AT_ONCE: Final = 1 << 16  # words: their intermediate values stay in the processor's cache
+_AT_ONCE: Final = 1 << 16  # words at a time: their intermediate values fit into the processor's cache
 _OFFSETS: Final = np.arange(1, _AT_ONCE + 1, dtype=np.uint64) * np.uint64(GOLDEN)
 
 
@@ -38,12 +37,12 @@ def word_sum(data: memoryview) -> int:
 
 
 def digest_of(sums: Sequence[int]) -> bytes:
-    """8 bytes over the sums of blocks, in order: what a chunk's frame carries."""
+    """The checksum (8 bytes) of the blocks' checksums, in order, as sent in a chunk's frame."""
     return hashlib.blake2b(np.array(sums, dtype=np.uint64).tobytes(), digest_size=8).digest()
 
 
 class HostBlocks:
-    """Blocks in `memory`, `stride` bytes apart; bytes of others may lie between them, and between a block's runs."""
+    """Blocks in `memory`, `stride` bytes apart; there may be other bytes between them, and between a block's runs."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class HostBlocks:
         stride: int = 0,
         extent: Extent | None = None,
     ) -> None:
-        """`extent`: of a block that is not one run of bytes; `block_bytes` are its bytes."""
+        """`extent`: the runs of a block that is not contiguous; `block_bytes` is its size."""
         self.memory, self.num_blocks, self.block_bytes = memory, num_blocks, block_bytes
         self._first, self._stride, self._extent = first, stride or block_bytes, extent
 
@@ -107,7 +106,7 @@ class HostBlocks:
 
 @final
 class PlainBytes:
-    """Host memory that nothing has to be pinned for."""
+    """Host memory, which needs no pinning."""
 
     def __init__(self, num_bytes: int) -> None:
         self.view = memoryview(bytearray(num_bytes))
@@ -182,7 +181,7 @@ class HostDevice:
         return self._done(b"", wake)
 
     def drain(self) -> None:
-        """Nothing is ever under way."""
+        """Nothing is ever in progress."""
 
     def _done(self, digest: bytes, wake: Wake) -> Done:
         wake()
@@ -190,7 +189,7 @@ class HostDevice:
 
 
 def copy_and_sum(source: HostBlocks, sources: Sequence[int], target: Blocks | None, targets: Sequence[int]) -> bytes:
-    """Device.copy in host memory; the digest of what was read."""
+    """Device.copy in host memory; returns the digest of the bytes read."""
     sums = []
     for index, block in enumerate(sources):
         data = source.read(block)

@@ -1,7 +1,7 @@
-"""One connection from a prefill worker, served by one thread of the decode worker: frames in, answers out.
+"""One connection from a prefill worker, served by one thread of the decode worker: reads frames and sends answers.
 
-How a chunk's bytes arrive is the path's business. It asks the book, through this connection, before each write: once
-the book has said that a transfer is drained, no byte of it is written.
+The transport moves a chunk's bytes. It asks the transfer table (`book`), through this connection, before each write, so
+no byte is written after a transfer was reported as drained.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)
 
-AUTHENTICATION_S: Final = 3.0  # a sender greets as soon as it is connected
+AUTHENTICATION_S: Final = 3.0  # a sender sends its greeting as soon as it is connected
 
 
 class Hub(Protocol):
-    """What a connection asks of its receiver; every method may be called from any thread."""
+    """What a connection needs from its receiver. Every method may be called from any thread."""
 
     pool: KvPool
     memory: memoryview
@@ -79,11 +79,11 @@ class Inbound(threading.Thread):
         self.enter, self.leave = hub.enter, hub.leave
         self._hub, self._transport = hub, transport
         self._path: ReceivePath | None = None
-        self._unpacker: Unpacker | None = None  # where blocks arrive in another form
+        self._unpacker: Unpacker | None = None  # if blocks arrive in another format
         self._began_s = hub.clock()
 
     def begun(self) -> Inbound:
-        """Starts it. Raises RuntimeError, and keeps nothing, where the process may have no more threads."""
+        """Starts the thread. Raises RuntimeError, and keeps nothing, if the process cannot have more threads."""
         try:
             self.start()
         except RuntimeError:
@@ -111,10 +111,10 @@ class Inbound(threading.Thread):
             error, is_peers_fault = f"protocol error: {bad}", True
         except TransferFailed as failed:
             error = failed.message
-        except Exception:  # the thread ends, and its transfers must end with it, visibly
+        except Exception:  # the thread ends, so its transfers must end and be reported
             log.exception("kv connection failed", extra={"connection": self.number})
         finally:
-            # Order matters: the book may hand memory back once it hears that nobody writes any more.
+            # The order matters: the table may free memory once it is told that there are no more writers.
             if self._path is not None:
                 self._path.close()
             self._hub.ended(self, error, is_peers_fault=is_peers_fault, is_silent=is_silent)
@@ -135,7 +135,7 @@ class Inbound(threading.Thread):
 
     @property
     def _link(self) -> ReceiveLink:
-        """What the path sees."""
+        """Called by the transport."""
         return self if self._unpacker is None else self._unpacker
 
     def _authenticate(self) -> bool:
@@ -145,7 +145,8 @@ class Inbound(threading.Thread):
         at = 0
         while greeting is None:
             received = self.channel.receive([memoryview(data)[at:]])
-            greeting = decode_greeting(bytes(data[: at + received]))  # garbage and other versions are not waited for
+            # invalid bytes and other versions are rejected without waiting for more
+            greeting = decode_greeting(bytes(data[: at + received]))
             left_s = self._began_s + AUTHENTICATION_S - self._hub.clock()
             if received == 0 and (left_s <= 0 or not self.channel.wait(left_s)):
                 return False
@@ -171,12 +172,12 @@ class Inbound(threading.Thread):
         return True
 
     def _source_of(self, peer: Peer, mine: KvShape) -> Lanes:
-        """A sender between ranks of different degrees cuts heads out of its blocks where they lie on a device."""
+        """Between ranks of different degrees, a sender on a device takes the heads out of its blocks."""
         plain = Lanes.to_send(peer.shape, mine, peer.wire_dtype)
         is_cut = self._transport.is_for_devices and not is_same_bytes(peer.shape, mine)
         try:
             return Lanes.to_cut(peer.shape, mine) if is_cut and peer.wire_dtype == mine.dtype else plain
-        except ConfigError:  # a sender in host memory, which sends what it has converted
+        except ConfigError:  # a sender in host memory sends converted blocks
             return plain
 
     def _serve(self) -> None:

@@ -1,7 +1,7 @@
 """The one thread that calls NCCL for a device, and calls that may never return.
 
-A call whose caller has given up is not begun any more. A thread that is stuck inside such a call is replaced: the
-calls behind it go on, and the stuck thread ends if its call ever returns.
+A call whose caller has given up is not started. A thread that is stuck inside such a call is replaced, so that the
+calls behind it continue. The stuck thread ends if its call ever returns.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Call:
             self._done.put((None, error))
 
     def answer(self, timeout_s: float) -> Any:
-        """Raises TransferFailed where the function raised or takes too long; it does not begin any more then."""
+        """Raises TransferFailed if the function raised or takes too long. A function that has not started yet is then
+        not started."""
         try:
             value, error = self._done.get(timeout=timeout_s)
         except queue.Empty:
@@ -74,7 +75,7 @@ class Issuer:
         self._begin()
 
     def call(self, function: Callable[[], Any], timeout_s: float = CALL_S) -> Any:
-        """What `function` returns on the issuing thread. Raises TransferFailed where it raises or takes too long."""
+        """What `function` returns on the issuing thread. Raises TransferFailed if it raises or takes too long."""
         call = Call(function)
         self._calls.put(call)
         try:
@@ -88,7 +89,7 @@ class Issuer:
 
     def _replace(self, call: Call) -> None:
         with self._lock:
-            if self._running is not call:  # it has ended, or waited behind another one
+            if self._running is not call:  # it has ended, or was waiting behind another call
                 return
             self.num_replaced += 1
             self._running = None
@@ -120,5 +121,5 @@ def on_its_own_thread(function: Callable[[], None]) -> None:
 
 
 def status_of(error: BaseException) -> str:
-    """CuPy maps statuses to names and raises KeyError with the number where it has none."""
+    """CuPy maps statuses to names, and raises KeyError with the number of a status without a name."""
     return f"status {error.args[0]}" if isinstance(error, KeyError) and error.args else str(error)

@@ -1,7 +1,7 @@
-"""The ends of a worker whose ranks have pools of their own: each asks the ends of all ranks, which move their heads.
+"""The sender and receiver of a worker whose ranks have pools of their own: each instructs the ends of all ranks.
 
-What becomes of a transfer is decided in kvtransfer/joint.py. `ranks[0]` is this process's end; the others are those of
-the ranks' processes (kvtransfer/rank_link.py), or in tests of this process too.
+kvtransfer/joint.py decides how a transfer ends. `ranks[0]` is this process's end. The others belong to the ranks'
+processes (kvtransfer/rank_link.py), or in tests to this process too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OnReceived = Callable[[Received], None]
 
 
 class _Joined(Generic[Rank, Member, End]):
-    """The book under its lock, and reports in the order in which the book decided."""
+    """The transfer table (`book`) with its lock, and the reports in the order of the table's decisions."""
 
     def __init__(self, ranks: Sequence[Rank], book: JointTransfers[Member, End]) -> None:
         self._ranks: Sequence[Rank] = ranks
@@ -49,12 +49,12 @@ class _Joined(Generic[Rank, Member, End]):
 
     @property
     def is_healthy(self) -> bool:
-        """False once a rank's end is gone."""
+        """False after a rank's end was lost."""
         return all(getattr(rank, "is_healthy", True) for rank in self._ranks)
 
     @property
     def stats(self) -> TransferStats:
-        """Summed over ranks: a transfer counts once for each of its parts."""
+        """Sums over all ranks: a transfer counts once for each of its parts."""
         return total(rank.stats for rank in self._ranks)
 
     @property
@@ -101,7 +101,7 @@ class _Joined(Generic[Rank, Member, End]):
             self._give_up(action)
 
     def _repeat(self, key: TransferKey) -> None:
-        """A part may have ended before all others had begun."""
+        """A part may have ended before all others began."""
         with self._lock:
             actions = self._book.given_up(key)
         self._act(actions)
@@ -135,7 +135,7 @@ class JoinedReceiver(_Joined[RankReceiver, int, Received]):
         chains: Sequence[int] | None = None,
         on_open: OnOpen | None = None,
     ) -> bool:
-        """Raises what the first rank raises; what another one raises is the end of the transfer."""
+        """Raises what the first rank raises. An error of another rank ends the transfer."""
         key = grant.key
         self._open(key, range(len(self._ranks)), on_end)
         is_open = False
@@ -159,7 +159,7 @@ class JoinedReceiver(_Joined[RankReceiver, int, Received]):
         return is_open
 
     def _is_open(self, key: TransferKey, rank: int) -> bool:
-        """Whether this rank was the last to open its part."""
+        """True if this rank was the last to open its part."""
         with self._lock:
             return self._book.opened(key, rank) == [Opened(key)]
 
@@ -181,16 +181,16 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
         check_movable(shape.tp_degree, len(ranks))
         super().__init__(ranks, JointTransfers(join_sent))
         self._shape, self._is_on_host = shape, is_on_host
-        self._keys: dict[TransferKey, dict[tuple[int, int], TransferKey]] = {}  # how ranks know the parts
+        self._keys: dict[TransferKey, dict[tuple[int, int], TransferKey]] = {}  # names of the parts on the ranks
 
     @property
     def links(self) -> list[Link]:
-        """Those of this process; other ranks reach the same workers' ranks by the same transports."""
+        """The connections of this process. Other ranks use the same transports to the same workers."""
         return list(self._ranks[0].links)
 
     @property
     def divides_blocks(self) -> bool:
-        """On devices only the leader's own launches are reported by layers, not those of other ranks."""
+        """On devices only the leader's own launches are reported by layer, not those of other ranks."""
         return (self._is_on_host or len(self._ranks) == 1) and self._ranks[0].divides_blocks
 
     @property
@@ -205,7 +205,7 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
         text: Text | None = None,
         groups: int = 1,
     ) -> None:
-        """As StreamSender.start; what a rank raises is the end of the transfer."""
+        """Like StreamSender.start. An error of a rank ends the transfer."""
         target = grant.fingerprint.shape
         try:
             check_convertible(self._shape, target)
@@ -248,7 +248,7 @@ class JoinedSender(_Joined[RankSender, tuple[int, int], Sent]):
 
 
 def check_grant(grant: Grant) -> None:
-    """Raises ConfigError where the grant does not say where each rank of the receiving worker is."""
+    """Raises ConfigError if the grant lacks the endpoint of a rank of the receiving worker."""
     degree, seen = grant.fingerprint.shape.tp_degree, 1 + len(grant.rank_endpoints)
     if seen != degree:
         raise ConfigError("grant.rank_endpoints", seen - 1, f"{degree - 1}: of each rank but the first")

@@ -1,8 +1,9 @@
-"""A tensor-parallel rank on another host than its leader: joins, then does what kvtransfer.follower does.
+"""A tensor-parallel rank on another host than its leader: joins the leader, then runs like kvtransfer.follower.
 
 python -m kvtransfer.joining_follower HOST:PORT INDEX [FLAG ...]      started by `pdserve rank`
 
-INDEX is the GPU of this host that the rank takes. The leader tells rank and settings; flags say what differs here.
+INDEX is the GPU of this host that the rank uses. The leader sends the rank number and the settings; flags override
+settings that differ on this host.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pdserve.engine.parallel import MEET_S
 from pdserve.engine.rank_processes import OWN
 from pdserve.telemetry.logs import log_to_stderr
 
-REJECTED: Final = 2  # exit status: another try would end alike
+REJECTED: Final = 2  # exit status: another attempt would fail in the same way
 LOST: Final = 1  # the leader or another rank is gone
 
 
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lost(why: str) -> None:
-    """An idle rank waits for the leader's next order, without end."""
+    """An idle rank waits for the leader's next order without a time limit."""
     sys.stderr.write(f"rank: the leader is gone ({why})\n")
     sys.stderr.flush()
     os._exit(LOST)

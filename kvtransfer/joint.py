@@ -1,8 +1,9 @@
 """Transfers of workers whose ranks have pools of their own: joins the ends of a transfer's parts into one. Pure.
 
-A part is what one member moves: of a receiver, a rank with its heads of the granted blocks; of a sender, a rank and one
-rank of the receiver. A transfer is whole when all its parts are. The first part that fails makes all others give up,
-and the owner hears of the end when every part has ended: until then a rank may still use its blocks.
+A part is what one member transfers. A receiver's member is a rank with its heads of the granted blocks. A sender's
+member is a rank together with one rank of the receiver. A transfer is complete when all its parts are. The first part
+that fails aborts all others. The owner is told of the end when every part has ended, because a rank may use its blocks
+until then.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _WHOLE: Final = (ReceiveOutcome.VERIFIED, SendOutcome.SENT)
 
 @dataclass(frozen=True, slots=True)
 class GiveUp(Generic[Member]):
-    """Tell a member that its part is not needed: since another has failed, or with no error since nobody needs it."""
+    """Tell a member that its part is not needed: because another part has failed, or, without an error, because the
+    transfer is not needed."""
 
     key: TransferKey
     member: Member
@@ -45,22 +47,22 @@ class Report(Generic[End]):
 
 @dataclass(slots=True)
 class _Joint(Generic[Member, End]):
-    waiting: dict[Member, None]  # whose parts have not ended, in the order of the members
+    waiting: dict[Member, None]  # members whose parts have not ended, in order
     unopened: set[Member]
     ends: list[End] = field(default_factory=list)
-    failure: str | None = None  # what the other members are told; empty: nobody needs their parts
+    failure: str | None = None  # the error that the other members are told; empty: their parts are not needed
     is_aborted: bool = False  # by the owner
     is_quarantined: bool = False
 
 
 @final
 class JointTransfers(Generic[Member, End]):
-    """All open transfers of one worker. `join` makes one end of all parts' (`join_received`, `join_sent`)."""
+    """All open transfers of one worker. `join` combines the ends of all parts (`join_received`, `join_sent`)."""
 
     def __init__(self, join: Callable[[TransferKey, Sequence[End], bool], End]) -> None:
         self._join: Callable[[TransferKey, Sequence[End], bool], End] = join
         self._open: dict[TransferKey, _Joint[Member, End]] = {}
-        self.num_late = 0  # ends of parts that nobody waits for
+        self.num_late = 0  # ends of parts of unknown transfers
 
     @property
     def keys(self) -> list[TransferKey]:
@@ -71,19 +73,20 @@ class JointTransfers(Generic[Member, End]):
         return key in self._open
 
     def members(self, key: TransferKey) -> list[Member]:
-        """Whose parts of the transfer have not ended."""
+        """The members whose parts of the transfer have not ended."""
         joint = self._open.get(key)
         return [] if joint is None else list(joint.waiting)
 
     def open(self, key: TransferKey, members: Sequence[Member], unopened: Iterable[Member] = ()) -> None:
-        """`unopened` members say later that they have opened their parts. Raises InvalidRequest on a key in use."""
+        """The `unopened` members report later that they have opened their parts. Raises InvalidRequest on a key in
+        use."""
         assert members, "a transfer without parts would never end"
         if key in self._open:
             raise InvalidRequest("grant.key", key, "one that is not open already")
         self._open[key] = _Joint(dict.fromkeys(members), set(unopened))
 
     def given_up(self, key: TransferKey) -> list[GiveUp[Member]]:
-        """What members must be told again that had not begun when they were told."""
+        """What must be repeated to members that had not begun when they were told."""
         joint = self._open.get(key)
         if joint is None or (joint.failure is None and not joint.is_aborted):
             return []
@@ -124,7 +127,7 @@ class JointTransfers(Generic[Member, End]):
         return actions
 
     def abort(self, key: TransferKey) -> list[GiveUp[Member]]:
-        """The owner gives up. Nothing happens where the transfer has ended, or was given up before."""
+        """The owner aborts. No-op if the transfer has ended or was aborted before."""
         joint = self._open.get(key)
         if joint is None or joint.is_aborted:
             return []
@@ -166,6 +169,6 @@ def join_sent(key: TransferKey, ends: Sequence[Sent], is_aborted: bool) -> Sent:
 
 
 def _cause(ends: Sequence[End]) -> End:
-    """The first failure that was none's wish, or where there is none the first part that was given up."""
+    """The first real failure or, if there is none, the first part that was abandoned."""
     failed = [end for end in ends if end.outcome not in _WHOLE]
     return next((end for end in failed if not end.is_cancelled), failed[0])

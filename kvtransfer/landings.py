@@ -1,6 +1,7 @@
-"""All transfers of one receiver: who may write where, and what to report. Pure: time comes in as `now_s`.
+"""All transfers of one receiver: decides which connection may write where, and what to report. Pure: time is passed as
+`now_s`.
 
-Methods change the book and return what is to be done, in order. The caller holds one lock around each call and
+Methods change the table and return the actions to carry out, in order. The caller holds one lock around each call and
 acts after releasing it. A `writer` is a number that the caller gives to each connection.
 """
 
@@ -23,7 +24,7 @@ from pdserve.core.alarms import Alarms
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.stamps import BlockStamps
 
-REMEMBERED: Final = 4096  # ended transfers whose outcome a late sender still learns
+REMEMBERED: Final = 4096  # number of ended transfers whose outcome a late sender can still be told
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,12 @@ class Answer:
     is_verified: bool
     error: str = ""
     busy_s: float = 0.0
-    is_cancelled: bool = False  # the owner needs the transfer no more; nothing went wrong
+    is_cancelled: bool = False  # the owner no longer needs the transfer; nothing failed
 
 
 @dataclass(frozen=True, slots=True)
 class Sever:
-    """Close this connection: a write of it is open that nothing else can end."""
+    """Close this connection: one of its writes is open, and nothing else can end it."""
 
     writer: int
 
@@ -65,10 +66,11 @@ OUTCOMES: Final = {
 
 @dataclass(slots=True)
 class Landings:
-    """`grace_s` is how long a write may stay open after an abort before the owner hears QUARANTINED.
+    """`grace_s` is how long a write may stay open after an abort before the owner is told QUARANTINED.
 
-    `quarantine_s` later its connection is closed, which ends the write; after a failure at once. A transfer without a
-    deadline ends `unclaimed_s` after its grant where no sender comes, or `stall_s` after its last block.
+    `quarantine_s` later its connection is closed, which ends the write; after a failure it is closed immediately. A
+    transfer without a deadline ends `unclaimed_s` after its grant if no sender comes, or `stall_s` after its last
+    block.
     """
 
     stamps: BlockStamps  # of the pool
@@ -78,9 +80,9 @@ class Landings:
     stall_s: float = 60.0
     unclaimed_s: float = 120.0
     _open: dict[Tag, Landing] = field(default_factory=dict)
-    #: is_verified, error and is_cancelled of transfers that ended, for a sender that comes late.
+    #: is_verified, error and is_cancelled of ended transfers, for senders that come late.
     _ended: OrderedDict[Tag, tuple[bool, str, bool]] = field(default_factory=OrderedDict)
-    _alarms: Alarms[Tag] = field(default_factory=Alarms)  # of open transfers: when time changes something next
+    _alarms: Alarms[Tag] = field(default_factory=Alarms)  # of open transfers: when the next timeout is due
 
     @property
     def keys(self) -> list[TransferKey]:
@@ -100,9 +102,9 @@ class Landings:
         chains: Sequence[int] | None = None,
         after: Fence | None = None,
     ) -> list[Action]:
-        """Opens the grant. Raises InvalidRequest where the key is open already: its owner has lost count.
+        """Opens the grant. Raises InvalidRequest if the key is open already, which is an error of the owner.
 
-        `after` goes to whoever writes the blocks on a device.
+        `after` is passed to the transport that writes the blocks on a device.
         """
         tag, size = tag_of(grant.key), len(grant.blocks)
         if chains is not None and len(chains) != size:
@@ -132,10 +134,11 @@ class Landings:
     def announce(
         self, tag: Tag, writer: int, lane: int = 0, groups: int = 1, now_s: float = 0.0, num_lanes: int = 1
     ) -> list[Action]:
-        """A sender says that it will write a lane, in so many groups of layers; its connection's end is the transfer's.
+        """A sender announces that it will write a lane, in so many groups of layers. If its connection ends, so does
+        the transfer.
 
-        `num_lanes` of the sender's ranks fill the blocks; the first that announces says how many. A lane has one
-        writer: a second one is refused.
+        `num_lanes` of the sender's ranks fill the blocks; the first announcement sets the number. A lane has one
+        writer: a second one is rejected.
         """
         landing = self._open.get(tag)
         if landing is None and tag in self._ended:
@@ -160,7 +163,7 @@ class Landings:
         return []
 
     def claim(self, tag: Tag, writer: int, first: int, stamps: bytes, now_s: float, part: Part = WHOLE) -> Claim | None:
-        """Whether a chunk with these stamps may be written; None: its payload is to be discarded, then `review`."""
+        """A claim if a chunk with these stamps may be written. None: discard its payload, then call `review`."""
         count = len(stamps) // stamping.STAMP_BYTES
         landing = self._open.get(tag)
         lane = None if landing is None else landing.lane(writer, part)
@@ -183,14 +186,14 @@ class Landings:
         return Claim(landing, first, count, landing.grant.blocks[first : first + count], part, at)
 
     def enter(self, claim: Claim) -> bool:
-        """Opens one write. False: the transfer is over, and not a byte may be written; then `review`."""
+        """Opens one write. False: the transfer has ended, and no byte may be written; then call `review`."""
         if self._is_reused(claim) or not claim.landing.session.enter():
             return False
         claim.lane.accesses += 1
         return True
 
     def review(self, tag: Tag, now_s: float) -> list[Action]:
-        """What a refused claim or write asks for."""
+        """The actions after a refused claim or write."""
         landing = self._open.get(tag)
         return [] if landing is None else self._after(landing, now_s)
 
@@ -222,10 +225,10 @@ class Landings:
         return self._after(claim.landing, now_s)
 
     def retract(self, tag: Tag, writer: int, error: str, now_s: float, *, is_cancelled: bool = False) -> list[Action]:
-        """The sender gives up; with `is_cancelled` since nobody needs the transfer any more."""
+        """The sender abandons the transfer; with `is_cancelled`, because it is no longer needed."""
         landing = self._open.get(tag)
         lanes = [] if landing is None else landing.of(writer)
-        # Who was never announced may still speak for a grant that nobody writes to.
+        # A sender that announced nothing may still retract a grant that has no writer.
         if landing is None or (landing.lanes and not lanes):
             self.stats.late_messages += 1
             return []
@@ -236,33 +239,33 @@ class Landings:
         return self._after(landing, now_s)
 
     def abort(self, key: TransferKey, now_s: float) -> list[Action]:
-        """The owner gives up. Nothing happens where the transfer has ended or was never expected."""
+        """The owner aborts. No-op if the transfer has ended or was never expected."""
         landing = self._open.get(tag_of(key))
         if landing is None or not landing.session.handle(Event.ABORTED, "aborted by the receiver"):
             return []
         return self._after(landing, now_s)
 
     def fail(self, key: TransferKey, error: str, now_s: float) -> list[Action]:
-        """Another rank's part of the transfer has failed. Nothing happens where this one has ended."""
+        """Another rank's part of the transfer has failed. No-op if this part has ended."""
         landing = self._open.get(tag_of(key))
         if landing is None or not landing.session.handle(Event.REFUSED, error):
             return []
         return self._after(landing, now_s)
 
     def cut(self, writer: int, error: str, now_s: float) -> list[Action]:
-        """The connection is gone, and the thread that wrote for it writes no more."""
+        """The connection is gone, and its thread no longer writes."""
         actions: list[Action] = []
         for landing in [one for one in self._open.values() if one.of(writer)]:
             landing.session.handle(Event.CUT, error)
             for lane in landing.of(writer):
-                lane.is_answered = True  # there is nobody to answer
+                lane.is_answered = True  # there is no sender to answer
                 landing.session.writer_gone(lane.accesses)
                 lane.accesses = 0
             actions += self._after(landing, now_s)
         return actions
 
     def fail_all(self, error: str, now_s: float) -> list[Action]:
-        """This side can serve no more; open writes are still waited for."""
+        """This side cannot serve any more. Open writes are still waited for."""
         actions: list[Action] = []
         for landing in list(self._open.values()):
             landing.session.handle(Event.CUT, error)
@@ -290,7 +293,7 @@ class Landings:
             landing.lease_at_s = max(landing.lease_at_s, now_s + self.stall_s)
 
     def _press(self, landing: Landing, now_s: float) -> list[Action]:
-        """What is done about writes that do not end though their transfer was given up."""
+        """The actions for writes that stay open after their transfer was abandoned."""
         if landing.given_up_at_s is None or landing.session.has_ended:
             return []
         overdue_at_s = landing.given_up_at_s + self.grace_s
@@ -309,7 +312,7 @@ class Landings:
         return actions
 
     def _is_reused(self, claim: Claim) -> bool:
-        """Whether a block of the claim was handed out again: its owner's mistake, which ends the transfer."""
+        """Whether a block of the claim was reassigned. This is an error of the owner, and ends the transfer."""
         landing = claim.landing
         granted, lives = landing.lives[claim.first : claim.first + claim.count], self.stamps.lives(claim.blocks)
         if lives == granted:
@@ -320,7 +323,7 @@ class Landings:
         return True
 
     def _after(self, landing: Landing, now_s: float) -> list[Action]:
-        """What a change of state asks for, each thing once."""
+        """The actions after a change of state, each once."""
         actions: list[Action] = []
         session = landing.session
         for lane in () if session.is_open else landing.lanes.values():
@@ -347,7 +350,7 @@ class Landings:
         if session.has_ended:
             del self._open[landing.tag]
             self._alarms.clear(landing.tag)
-            # Who announces it again uses a grant that is spent; only of a grant of nothing it is no mistake.
+            # A second announcement uses a grant that is used up. It is an error unless the grant is empty.
             is_spent = session.state is State.VERIFIED and bool(landing.grant.blocks)
             error = "the transfer was verified before" if is_spent else session.error
             is_verified = session.state is State.VERIFIED and not is_spent
@@ -379,7 +382,7 @@ class Landings:
 
 
 def count_end(stats: TransferStats, session: Session) -> None:
-    """Counts a session that has just ended, on either side."""
+    """Counts a session that has just ended. For both sides."""
     stats.verified += session.state is State.VERIFIED
     stats.failed += session.state is State.FAILED and not session.is_cancelled
     stats.cancelled += session.state in (State.DRAINED, State.FAILED) and session.is_cancelled

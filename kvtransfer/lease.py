@@ -1,9 +1,10 @@
-"""How long anybody may be silent or stand still, and a connection's pulse. Pure: `now_s` comes in.
+"""Time limits on silent connections and stalled transfers, and a connection's heartbeat. Pure: time is passed as
+`now_s`.
 
-Each side of a connection shows that it lives; who shows nothing for `silence_s` is gone, and every transfer of the
-connection ends, whatever its deadline. A transfer without a deadline has a lease that its own progress extends, so
-that a peer which lives and does nothing frees its memory too. A transfer that was sent whole is confirmed soon or
-never, and a new attempt needs what is left of the request's time.
+Each side of a connection sends heartbeats. If a side sends nothing for `silence_s`, it is assumed dead, and every
+transfer of the connection ends before its deadline. A transfer without a deadline has a lease that its own progress
+extends, so memory is also freed if the peer is alive but does nothing. A transfer that was sent completely is confirmed
+soon or never, and ends early so that a new attempt still has time.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from pdserve.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    beat_s: float = 0.5  # between two signs of life of a connection that has nothing else to say
-    silence_s: float = 5.0  # without a byte from the peer, after which it is gone
-    unconfirmed_s: float = 10.0  # after its last byte was sent, before a transfer that nobody confirms ends
+    beat_s: float = 0.5  # between two heartbeats of an idle connection
+    silence_s: float = 5.0  # without a byte from the peer, after which it is assumed dead
+    unconfirmed_s: float = 10.0  # after its last byte was sent, before an unconfirmed transfer ends
     stall_s: float = 60.0  # without a block, after which a transfer that has no deadline ends
     unclaimed_s: float = 120.0  # without a sender, after which a grant that has no deadline ends
-    grace_s: float = 0.5  # that a write may stay open after its transfer was given up
+    grace_s: float = 0.5  # for which a write may stay open after its transfer was abandoned
     quarantine_s: float = 4.0  # after that, before the connection is closed so that the write must end
 
     def __post_init__(self) -> None:
@@ -45,14 +46,14 @@ class Pulse:
         self._heard_s = self._beaten_s = now_s
 
     def heard(self, now_s: float) -> None:
-        """Bytes came."""
+        """Bytes have arrived."""
         self._heard_s = now_s
 
     def is_silent(self, now_s: float) -> bool:
         return now_s - self._heard_s >= self.silence_s
 
     def is_due(self, now_s: float) -> bool:
-        """Whether the peer is to be shown a sign of life; it counts as shown."""
+        """Whether a heartbeat is due. True counts as sent."""
         if now_s - self._beaten_s < self._beat_s:
             return False
         self._beaten_s = now_s

@@ -1,6 +1,6 @@
-"""Views into a pool's memory, and moving through them. Pure.
+"""Views into a pool's memory, and iteration over them. Pure.
 
-A list of views is what sendmsg and recvmsg_into take; a view never reaches past its blocks.
+sendmsg and recvmsg_into take a list of views. A view never extends beyond its blocks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 from kvtransfer.plan import byte_ranges
 from pdserve.engine.interface import KvPool
 
-MAX_VIEWS: Final = 64  # per system call; the kernel takes up to 1024
+MAX_VIEWS: Final = 64  # per system call; the kernel's limit is 1024
 
 
 def flat(buffer: memoryview) -> memoryview:
@@ -20,7 +20,7 @@ def flat(buffer: memoryview) -> memoryview:
 
 
 def host_view(pool: KvPool) -> memoryview:
-    """The pool's bytes; none of a pool that lies on a device, which only paths for devices touch."""
+    """The pool's bytes; empty for a pool on a device, which only the device transports access."""
     return flat(pool.buffer) if pool.is_on_host else memoryview(b"")
 
 
@@ -32,7 +32,7 @@ def views_of(memory: memoryview, blocks: Sequence[int], block_bytes: int) -> lis
 
 
 def advance(views: list[memoryview], num_bytes: int) -> None:
-    """Drops the first num_bytes of what the views cover."""
+    """Drops the first num_bytes of the views."""
     while num_bytes:
         size = len(views[0])
         if num_bytes < size:

@@ -1,11 +1,11 @@
 """Communicators of two ranks through CuPy. The only module that imports CuPy's NCCL.
 
-All sends and receives of a device come from one thread, in the order in which they were asked for: NCCL allows no two
-threads on one communicator, and advises against issuing to several of one device from several threads. The exception
-is a pair's first message: it connects the pair and waits for the other rank inside the call, so it comes from the
-thread that makes the pair. CuPy's binding raises KeyError on statuses that it does not know (in progress, timeout),
-which here is a status like others. What does not end is aborted by a thread that may be left behind; where an abort
-does not return, the staging is not used again.
+All sends and receives of a device come from one thread, in the order of the requests: NCCL forbids two threads on one
+communicator, and advises against several threads for several communicators of one device. The exception is a pair's
+first message. It connects the pair and blocks until the other rank joins, so the thread that makes the pair sends it.
+CuPy's binding raises KeyError on statuses that it does not know (in progress, timeout); here these are statuses like
+others. A call that does not end is aborted by a thread that may be left behind. If the abort does not return either,
+the staging is not used again.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def signed(lane_id: bytes) -> tuple[int, ...]:
 
 
 def communicator(nccl: Any, lane_id: bytes, rank: int) -> Any:
-    """Of two ranks. Blocks until the other one has come."""
+    """A communicator of two ranks. Blocks until the other rank joins."""
     try:
         return nccl.NcclCommunicator(2, lane_id, rank)
-    except TypeError:  # CuPy before 14, which has done nothing yet
+    except TypeError:  # CuPy before 14; nothing has been done yet
         return nccl.NcclCommunicator(2, signed(lane_id), rank)
 
 
@@ -47,7 +47,7 @@ class NcclLanes:
     def __init__(self) -> None:
         from cupy.cuda import nccl
 
-        if not nccl.available:  # the module is there all the same, without its functions
+        if not nccl.available:  # without NCCL the module exists, but its functions do not
             raise TransferFailed("CuPy finds no NCCL library")
         self._nccl = nccl
         self.version = str(nccl.get_version())
@@ -56,7 +56,7 @@ class NcclLanes:
         return bytes(number % 256 for number in self._nccl.get_unique_id())
 
     def join(self, device: CudaDevice, lane_id: bytes, rank: int) -> NcclLane:
-        """Makes the pair and its connection on a thread of its own. Raises TransferFailed."""
+        """Makes and connects the pair on a thread of its own. Raises TransferFailed."""
         issuer = issuer_of(device)
         made: list[NcclLane] = []
         is_given_up = threading.Event()
@@ -79,14 +79,14 @@ class NcclLanes:
                 scratch.close()
                 return lane
 
-        # Not on the issuing thread: nobody can call back a rank that waits for one that does not come, and the first
-        # message connects the pair, which waits for the other rank inside the call. Pairs of several workers that are
-        # made in different orders would wait for each other in a circle.
+        # Not on the issuing thread: a rank that waits for a missing peer cannot be interrupted, and the first message
+        # blocks until the other rank joins. If several workers made their pairs in different orders, they would wait
+        # for each other in a circle.
         try:
             lane: NcclLane = answer_of(make, on_its_own_thread, JOIN_S)
         except TransferFailed:
             is_given_up.set()
-            for late in made:  # stuck in its first message, which only an abort ends
+            for late in made:  # stuck in its first message; only an abort ends it
                 late.close()
             raise
         return lane
@@ -102,15 +102,15 @@ class NcclLane:
         self._closing = threading.Lock()
         self._is_closed = False
         self._why_open = ""  # why it may still touch memory although it was closed
-        # Its own: a receive whose sender is gone holds up what comes behind it, which must not be other pairs. torch
-        # deals 32 streams out again and again, so CuPy makes it, and it is there as long as the lane is.
+        # A stream of its own, because a receive whose sender is gone blocks everything queued behind it, which must not
+        # be other pairs. torch reuses 32 streams in turn, so CuPy makes this one, and it lives as long as the lane.
         with cupy.cuda.Device(device.device.index):
             self._owned = cupy.cuda.Stream(non_blocking=True)
         self._stream = torch.cuda.ExternalStream(self._owned.ptr, device=device.device)
 
     def warm(self, rank: int, scratch: Blocks) -> None:
-        """The first message, on the calling thread. It makes the connection, and may take as long as the communicator
-        did; NCCL connects all channels of a peer then, whatever the size of the message."""
+        """The first message, on the calling thread. It makes the connection, and may take as long as making the
+        communicator did: NCCL connects all channels of a peer then, for a message of any size."""
         told = threading.Event()
         copying = self._queue("recv" if rank else "send", scratch, _WARM_BYTES, told.set, JOIN_S)
         if not told.wait(JOIN_S) or not copying.is_done:
@@ -123,21 +123,21 @@ class NcclLane:
         return self._issue("recv", target, num_bytes, wake)
 
     def close(self) -> None:
-        with self._closing:  # a second caller returns when the first has ended it
+        with self._closing:  # a second caller returns after the first has ended it
             if not self._is_closed:
                 self._is_closed = True
                 self._why_open = self._end()
-                if self._why_open:  # it may still write: staging is not closed, and these are kept
+                if self._why_open:  # it may still write, so staging is not closed and these are kept
                     _abandoned.append((self._communicator, self._owned))
             if self._why_open:
                 raise TransferFailed(self._why_open)
 
     def _end(self) -> str:
-        """Aborts the communicator. Returns why memory may still be touched; empty where it is not."""
+        """Aborts the communicator. Returns why memory may still be accessed; empty if it is not."""
         ended = threading.Event()
 
         def abort() -> None:
-            has_left = self._calling.acquire(timeout=LEAVE_S)  # else the call is stuck, and the abort is to end it
+            has_left = self._calling.acquire(timeout=LEAVE_S)  # otherwise the call is stuck, and the abort must end it
             try:
                 self._communicator.abort()
             except Exception as error:
@@ -167,7 +167,7 @@ class NcclLane:
 
         assert isinstance(blocks, CudaBlocks)
         pointer = blocks.tensor.data_ptr()
-        # Checked here, too: while the call waited its pair may have been closed, which frees the communicator.
+        # Checked here too: the pair may have been closed while the call waited, which frees the communicator.
         if not self._calling.acquire(blocking=False):
             raise TransferFailed("the NCCL pair is being closed")
         try:
@@ -182,7 +182,7 @@ class NcclLane:
             self._calling.release()
 
 
-_UINT8: Final = 1  # ncclUint8: KV travels as bytes, whatever they mean
+_UINT8: Final = 1  # ncclUint8: KV is sent as plain bytes
 _issuers: dict[int, Issuer] = {}
 _abandoned: list[Any] = []
 _lock = threading.Lock()

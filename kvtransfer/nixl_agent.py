@@ -1,15 +1,15 @@
 """NIXL agents, each called by one thread of its own. The only module that imports nixl.
 
-The library makes progress when it is asked, which happens here and only while something is under way: its own
-progress thread polls without end, and two of them would take a small machine's cores.
+The library makes progress when it is polled, which happens here and only while a read is in progress. Its own progress
+thread polls continuously, and two of them would occupy a small machine's cores.
 
-What the library cannot do is end a read. Releasing a handle returns while bytes still come in (ai-dynamo/nixl#2044:
-there is no cancellation, #2067), and a status of error does not say that the backend has stopped. So it reads into
-staging alone, and bytes that arrive too late spoil at most what a checksum is still to be taken of. Nor can who is read
-from call a reader off: over sockets UCX lets the other process ask for any address, at any time, and crashes where that
-is not mapped any more. So whatever was registered, staging or pool, stays mapped and registered as long as the
-process lives; staging is used again by later connections. A handle is released when the library calls its read ended,
-and a remote agent is forgotten when no read of it is under way.
+The library cannot end a read. Releasing a handle returns while bytes still arrive (ai-dynamo/nixl#2044: there is no
+cancellation, #2067), and an error status does not mean that the backend has stopped. So reads go only into staging,
+where bytes that arrive too late can at most cause a wrong checksum. The process that is read from cannot stop a reader
+either: over sockets UCX lets the other process read any address at any time, and crashes if the address is no longer
+mapped. So registered memory, staging or pool, stays mapped and registered until the process ends; later connections
+reuse staging. A handle is released when the library reports its read as ended, and a remote agent is forgotten when it
+has no read in progress.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 CALL_S: Final = 20.0  # making an agent takes half a second, registering large pools longer
 READ_S: Final = 10.0  # of one chunk
-PACE_S: Final = 0.0002  # between two questions for progress
+PACE_S: Final = 0.0002  # between two polls
 MOST_READERS: Final = 64  # each holds the staging of a connection
 
 MakeLibrary = Callable[[str], Any]  # by the agent's name
@@ -45,7 +45,7 @@ Runs = Sequence[tuple[int, int]]  # (address, bytes)
 def make_library(name: str) -> Any:
     from nixl._api import nixl_agent, nixl_agent_config
 
-    # It has set itself up to log every step to the standard output, which belongs to the program.
+    # By default it logs every step to standard output, which belongs to the program.
     theirs = logging.getLogger("nixl")
     theirs.handlers.clear()
     theirs.propagate = True
@@ -57,7 +57,7 @@ def make_library(name: str) -> Any:
 
 
 class Export(NamedTuple):
-    """A pool as other processes may read it."""
+    """A pool that other processes may read."""
 
     address: int
     metadata: bytes
@@ -65,7 +65,7 @@ class Export(NamedTuple):
 
 @final
 class Read:
-    """One read into staging, of which the agent's thread tells how it ended."""
+    """One read into staging. The agent's thread reports how it ended."""
 
     def __init__(self) -> None:
         self._overdue_at_s = time.monotonic() + READ_S
@@ -73,7 +73,7 @@ class Read:
 
     @property
     def is_done(self) -> bool:
-        """Raises TransferFailed where it failed or takes too long; then its bytes may still be written."""
+        """Raises TransferFailed if it failed or takes too long. Its bytes may then still be written."""
         if self._end is None and time.monotonic() > self._overdue_at_s:
             raise TransferFailed(f"a NIXL read has not ended in {READ_S:g} s")
         if self._end:
@@ -86,7 +86,7 @@ class Read:
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """One connection's: where it reads from, and its staging. The agent's thread alone changes it."""
+    """One connection's source and staging. Only the agent's thread changes it."""
 
     agent: Agent
     remote: Any  # the library's name of the other agent
@@ -96,7 +96,7 @@ class Reader:
     is_closed: bool = False
 
     def read(self, at: int, runs: Runs, wake: Callable[[], None]) -> Read:
-        """Begins to read what lies in these runs of the other process to `at` and behind it."""
+        """Begins to read these runs of the other process into staging, from `at` on."""
         read = Read()
         self.agent.post(lambda: self.agent.begin(self, read, at, runs, wake))
         return read
@@ -123,9 +123,9 @@ class Agent:
         self._under_way: list[_UnderWay] = []
         self._spare: defaultdict[int, list[memoryview]] = defaultdict(list)  # staging, by size
         self._users: defaultdict[Any, int] = defaultdict(int)  # readers, by remote agent
-        self._num_served = 0  # chunks that others may be reading
+        self._num_served = 0  # number of chunks that other processes may be reading
         threading.Thread(target=self._run, name="nixl-agent", daemon=True).start()
-        name = "pdserve-" + secrets.token_hex(16)  # names are addresses: one that is used again would be another's
+        name = "pdserve-" + secrets.token_hex(16)  # names are addresses: a reused one would belong to another agent
         try:
             self._library = self.call(lambda: make(name))
         except TransferFailed:
@@ -138,13 +138,13 @@ class Agent:
         self._calls.put(function)
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """What `function` returns on the agent's thread. Raises TransferFailed where it raises or takes too long."""
+        """What `function` returns on the agent's thread. Raises TransferFailed if it raises or takes too long."""
         done: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
         def run() -> None:
             try:
                 done.put((function(), None))
-            except Exception as error:  # handed to whoever asked
+            except Exception as error:  # raised in the calling thread
                 done.put((None, error))
 
         self.post(run)
@@ -157,16 +157,16 @@ class Agent:
         return value
 
     def export(self, pool: KvPool) -> Export:
-        """Registers the pool, once; its memory stays mapped when it is gone."""
+        """Registers the pool, once. Its memory stays mapped after the pool is gone."""
         export: Export = self.call(lambda: self._exports.get(pool) or self._register(pool))
         return export
 
     def serve(self, change: int) -> None:
-        """So many chunks more, or fewer, may be read by others, who need this side's progress for it."""
+        """Changes the number of chunks that other processes may read. They need this side to poll for that."""
         self.post(lambda: self._serve(change))
 
     def reader(self, metadata: bytes, num_bytes: int) -> Reader:
-        """With staging of that size. Raises TransferFailed on metadata that is none."""
+        """With staging of that size. Raises TransferFailed on invalid metadata."""
         reader: Reader = self.call(lambda: self._join(metadata, num_bytes))
         return reader
 
@@ -192,7 +192,7 @@ class Agent:
         self._look(under_way, self._library.transfer)
 
     def retire(self, reader: Reader) -> None:
-        """Its staging is for others, and its remote agent forgotten, once the library calls all its reads ended."""
+        """Its staging is reused, and its remote agent forgotten, once the library reports all its reads as ended."""
         reader.is_closed = True
         if reader.num_under_way:
             return
@@ -219,7 +219,7 @@ class Agent:
         memory, library = flat(pool.buffer), self._library
         address = _address_of(memory)
         registered = library.register_memory([(address, len(memory), 0, "")], "DRAM", ["UCX"])
-        # Of this pool alone, not of what else the agent has registered.
+        # Of this pool only, not of the agent's other memory.
         export = Export(address, bytes(library.get_partial_agent_metadata(registered, True, ["UCX"])))
         self._exports[pool] = export
         self._mapped.append(memory)
@@ -251,7 +251,7 @@ class Agent:
         try:
             state = ask(under_way.handle)
             error = "" if state == "DONE" else "its state is ERR"
-        except Exception as raised:  # so it tells of a peer that is gone
+        except Exception as raised:  # this is how it reports a lost peer
             state, error = "ERR", str(raised) or type(raised).__name__
         if state == "PROC":
             return
@@ -267,7 +267,7 @@ class Agent:
     def _try(self, function: Callable[[], Any]) -> None:
         try:
             function()
-        except Exception as error:  # tidying up after a peer that may be gone must not end the thread
+        except Exception as error:  # cleaning up after a lost peer must not end the thread
             log.warning("NIXL failed", extra={"error": str(error) or type(error).__name__})
 
 

@@ -1,7 +1,8 @@
-"""One pair's connection on the prefill side, served by one thread: dials, sends chunks, hears how transfers ended.
+"""One pair's connection on the prefill side, served by one thread: connects, sends chunks, receives how transfers
+ended.
 
-The thread owns the book, the socket and the path; other threads only queue commands. It ends with its connection,
-and every transfer of it ends then too: a new connection is a new Outbound.
+The thread owns the transfer table (`book`), the socket and the transport; other threads only queue commands. The thread
+ends with its connection, and so does every transfer on it. A new connection is a new Outbound.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Outbound(threading.Thread):
         self._caller, self._endpoint, self._incarnation = caller, endpoint, incarnation
         self._worker_id = worker_id
         self._clock, self._on_read = clock, on_read
-        self._lanes: Lanes | None = None  # of this pair, once a transfer has shown the receiver's shape
+        self._lanes: Lanes | None = None  # of this pair; known once a transfer has given the receiver's shape
         self.stats = TransferStats()  # written by this thread only
         self._book = Departures(
             self.block_bytes,
@@ -87,12 +88,12 @@ class Outbound(threading.Thread):
         self._channel: Channel | None = None
         self._line: Line | None = None
         self._is_dialling = False
-        self._jobs: list[Job] = []  # whose source blocks the path reads
+        self._jobs: list[Job] = []  # chunks whose source blocks the transport is reading
         self._inbox = bytearray()
         self._scratch = memoryview(bytearray(4096))
 
     def begun(self) -> Outbound:
-        """Starts it. Raises RuntimeError, and keeps nothing, where the process may have no more threads."""
+        """Starts the thread. Raises RuntimeError, and keeps nothing, if the process cannot have more threads."""
         try:
             self.start()
         except RuntimeError:
@@ -101,7 +102,7 @@ class Outbound(threading.Thread):
         return self
 
     def post(self, command: Command) -> bool:
-        """Queues a command from any thread; False where this connection is over, and nobody will read it."""
+        """Queues a command from any thread. False: the connection is over, and the command will not be read."""
         with self._lock:
             if self._is_over:
                 return False
@@ -115,7 +116,7 @@ class Outbound(threading.Thread):
 
     @property
     def link(self) -> Link | None:
-        """None until it is connected, and once it has ended."""
+        """None before it is connected and after it has ended."""
         line = self._line
         if line is None or self._is_over:
             return None
@@ -127,7 +128,7 @@ class Outbound(threading.Thread):
             if not self._is_over:
                 self._waker.set()
 
-    # What the path asks.
+    # Called by the transport.
 
     def digest(self, views: Iterable[memoryview]) -> bytes:
         return self._digest(views)
@@ -164,7 +165,7 @@ class Outbound(threading.Thread):
         with self._lock:
             if self._commands or self._book.keys:
                 return
-            self._is_over = True  # no transfer comes between: `post` refuses it from here on
+            self._is_over = True  # no transfer can be added in between: `post` refuses it from here on
         raise Gone("its place was needed by another pair")
 
     # Inside.
@@ -177,7 +178,7 @@ class Outbound(threading.Thread):
             error = str(gone)
         except (BadFrame, TransferFailed) as failed:
             error = str(failed)
-        except Exception:  # the thread ends, and its transfers must end with it, visibly
+        except Exception:  # the thread ends, so its transfers must end and be reported
             log.exception("kv connection failed", extra={"endpoint": self._endpoint})
         finally:
             self._end(f"{self._endpoint}: {error}")
@@ -197,7 +198,7 @@ class Outbound(threading.Thread):
         self.writer.clear()
         self._jobs.clear()
         if self._line is not None:
-            self._line.close()  # before the owners hear: nothing reads their blocks from here on
+            self._line.close()  # before the owners are told: nothing reads their blocks from here on
         self._act(self._book.cut(error, self._clock()))
         self._waker.close()
 
@@ -235,7 +236,7 @@ class Outbound(threading.Thread):
         if pulse.is_silent(now_s):
             self.stats.silent += 1
             raise Silent(f"nothing was heard of the receiver for {pulse.silence_s:g} s")
-        if pulse.is_due(now_s) and self.writer.is_idle:  # what is being written shows life by itself
+        if pulse.is_due(now_s) and self.writer.is_idle:  # bytes that are being written show that this side is alive
             self.writer.say(beat())
 
     def _dial(self) -> None:
@@ -243,7 +244,7 @@ class Outbound(threading.Thread):
             result = Dialled(dial(self._caller, self._endpoint, self._incarnation))
         except TransferFailed as failed:
             result = Dialled(None, failed.message)
-        except Exception as error:  # whatever it is, the transfers that wait for this must hear of it
+        except Exception as error:  # any error must reach the transfers that wait for this connection
             log.exception("dialling failed", extra={"endpoint": self._endpoint})
             result = Dialled(None, f"dialling failed: {error}")
         if not self.post(result) and result.line is not None:
@@ -315,7 +316,7 @@ class Outbound(threading.Thread):
                 owner = self._owners.pop(action.sent.key)
                 try:
                     owner(action.sent)
-                except Exception:  # the owner's fault must not end the other owners' transfers
+                except Exception:  # an error of one owner must not end the other owners' transfers
                     log.exception("on_end of a transfer raised", extra={"transfer_id": action.sent.key.transfer_id})
             elif isinstance(action, Announce):
                 self.writer.say(Frame(Kind.ANNOUNCE, action.tag, part=Part(action.lane, 0, action.groups)).encode())
@@ -323,7 +324,7 @@ class Outbound(threading.Thread):
                 self.writer.say(encode_text(Kind.RETRACT, action.tag, action.error, is_cancelled=action.is_cancelled))
 
     def _write(self, channel: Channel, path: SendPath) -> Progress:
-        """Moves on by at most one chunk."""
+        """Sends at most one chunk."""
         path.poll()
         for forsaken in [one for one in self._jobs if not one.departure.session.is_open]:
             path.forsake(forsaken)  # its owner is waiting for its blocks

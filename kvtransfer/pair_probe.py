@@ -1,9 +1,9 @@
-"""Measures how KV travels between two processes of this host: every path, and the one that `auto` takes.
+"""Measures KV transfer between two processes of this host: every transport, and the one that `auto` takes.
 
     python -m kvtransfer.pair_probe DEVICE      the receiving process; started by `probe`
 
-Both ends are those of workers, with their proofs and checksums. Nothing here takes longer than PROBE_S, or moves more
-than TRIES * POOL_BYTES and some blocks for each path.
+Both ends are those of workers, with their proofs and checksums. A probe takes at most PROBE_S, and transfers at most
+TRIES * POOL_BYTES and some blocks for each transport.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ AUTO: Final = "auto"
 HOST: Final = "127.0.0.1"
 NUM_BLOCKS: Final = 128
 POOL_BYTES: Final = 32 * 2**20
-TRIES: Final = 3  # of all blocks; the fastest counts
-SINGLE_TRIES: Final = 9  # of one block; the median counts
+TRIES: Final = 3  # transfers of all blocks; the fastest counts
+SINGLE_TRIES: Final = 9  # transfers of one block; the median counts
 TRANSFER_S: Final = 5.0
 PROBE_S: Final = 60.0  # kernels are compiled on a machine's first start
 _SHAPE: Final = KvShape(
@@ -56,12 +56,12 @@ assert _SHAPE.block_bytes * NUM_BLOCKS == POOL_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathFound:
-    """What one path does, or in `error` why it does nothing."""
+    """The result for one transport, or in `error` why it does not work."""
 
     asked: str  # its name, or auto
     transport: str = ""  # that was taken
     reason: str = ""  # for it
-    block_s: float = 0.0  # from the push of one block to the word that it is verified
+    block_s: float = 0.0  # from the push of one block to the message that it is verified
     bytes_per_s: float = 0.0  # of all blocks in one transfer
     error: str = ""
 
@@ -79,7 +79,7 @@ class ProbePool:
 
 
 def names(*, is_on_host: bool) -> Iterator[tuple[str, str]]:
-    """Each path between two pools there, and why this system has it not; the preferred first."""
+    """Each transport between two such pools, and why this system lacks it; the preferred one first."""
     for one in TRANSPORTS.values():
         is_fitting = one.is_for_hosts and not one.is_for_devices if is_on_host else one.is_for_devices
         if is_fitting:
@@ -87,7 +87,8 @@ def names(*, is_on_host: bool) -> Iterator[tuple[str, str]]:
 
 
 def probe(device: str = "cpu", other: str = "cpu") -> Iterator[PathFound]:
-    """Each path between a pool here on `device` and one of another process on `other`; last, what auto takes."""
+    """Each transport between a pool on `device` in this process and one on `other` in another process; last, what auto
+    takes."""
     child = _Child(other)
     try:
         pool = _pool(device)
@@ -125,7 +126,7 @@ def _measure(pool: KvPool, name: str, child: _Child) -> PathFound:
 
 
 def _move(sender: Any, child: _Child, name: str, endpoint: str, count: int) -> float:
-    """Seconds from the push to the receiver's word. Raises TransferFailed."""
+    """Seconds from the push to the receiver's confirmation. Raises TransferFailed."""
     number = child.next_number()
     child.ask(expect=name, number=number, count=count)
     ended: list[Sent] = []
@@ -148,7 +149,7 @@ def _move(sender: Any, child: _Child, name: str, endpoint: str, count: int) -> f
 
 
 def _grant(name: str, number: int, count: int, endpoint: str) -> Grant:
-    """As both processes know it."""
+    """The same in both processes."""
     return Grant(
         key=TransferKey(transfer_id="probe", attempt=1, generation=number),
         endpoint=endpoint,
@@ -181,7 +182,7 @@ def _pool(device: str) -> KvPool:
 
 @final
 class _Child:
-    """The receiving process: a JSON line for a JSON line. It is killed after PROBE_S."""
+    """The receiving process, which answers each JSON line with one. It is killed after PROBE_S."""
 
     def __init__(self, device: str) -> None:
         text = secrets.token_hex(32)
@@ -205,7 +206,7 @@ class _Child:
         return self._number
 
     def ask(self, **order: Any) -> str:
-        """Raises TransferFailed with what the process says, or where it has ended."""
+        """Raises TransferFailed with the error of the process, or if it has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):  # its end is seen below
@@ -225,18 +226,18 @@ class _Child:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # what it did not read any more
+                with contextlib.suppress(OSError):  # input that it did not read
                     pipe.close()
 
 
 @final
 class _Receiving:
-    """The other process: a receiver for each path that is asked for."""
+    """The other process: a receiver for each requested transport."""
 
     def __init__(self, device: str, secret: ClusterSecret) -> None:
         self._pool, self._secret = _pool(device), secret
         self._receivers: dict[str, Any] = {}
-        self._servers: list[Any] = []  # kept, or they would end
+        self._servers: list[Any] = []  # kept, because they would end otherwise
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 

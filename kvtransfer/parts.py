@@ -1,8 +1,8 @@
-"""Which bytes of a block travel in one chunk. Pure.
+"""Which bytes of a block are sent in one chunk. Pure.
 
-A block is sent whole, or in parts. A part is a *lane*, the heads that one tensor-parallel rank of the sender has, and
-one of `groups` equal *groups* of layers, which the sender announces. Coverage is of (block, part): a transfer is
-complete when each block has come in every part of every lane, and each lane has one writer.
+A block is sent whole or in parts. A part is one *group* of layers of one *lane*. A lane is the heads that one
+tensor-parallel rank of the sender has. The sender announces the number of equal groups. Coverage is counted by (block,
+part): a transfer is complete when every part of every lane has arrived for each block. Each lane has one writer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
     @property
     def mask(self) -> int:
-        """Of a stamp: which layer group of the block this is."""
+        """The bit of this layer group in a stamp's mask."""
         return 1 << self.group
 
 
@@ -36,14 +36,14 @@ WHOLE: Final = Part()
 
 @final
 class Lanes:
-    """One side of a pair: where in its blocks the parts of the pair's lane lie.
+    """One side of a pair: where the parts of the pair's lane are in its blocks.
 
-    `form` is of this side's blocks, and `first_head` .. `first_head + num_heads - 1` are those heads of them that the
-    lane has. Both sides list the same bytes in the same order.
+    `form` is the format of this side's blocks, and `first_head` .. `first_head + num_heads - 1` are the heads of the
+    lane. Both sides list the same bytes in the same order.
     """
 
     def __init__(self, form: BlockForm, lane: Lane, count: int, first_head: int, largest_bytes: int = 0) -> None:
-        """`largest_bytes`: of the larger of both sides' blocks, where they differ."""
+        """`largest_bytes`: size of the larger of both sides' blocks, if they differ."""
         self.form, self.index, self.count = form, lane.index, count
         self.largest_bytes = max(largest_bytes, form.block_bytes)
         self._first_head, self._num_heads = first_head, lane.num_heads
@@ -51,16 +51,16 @@ class Lanes:
 
     @staticmethod
     def to_send(source: KvShape, target: KvShape, dtype: str = "") -> Lanes:
-        """Of the sender, whose blocks on the wire are the receiver's, narrowed to the lane, in `dtype` (empty: the
-        receiver's). Raises ConfigError."""
+        """For a sender that sends blocks in the receiver's format, narrowed to the lane, in `dtype` (empty: the
+        receiver's dtype). Raises ConfigError."""
         lane, count = _lane(source, target)
         form = target.form.narrowed(target.num_layers, lane.num_heads).stored_as(dtype or target.dtype)
         return Lanes(form, lane, count, 0)
 
     @staticmethod
     def to_cut(source: KvShape, target: KvShape) -> Lanes:
-        """Of a sender that sends the lane's heads out of its blocks as they lie: on a device, between ranks of
-        different degrees. Raises ConfigError where more than the heads differs."""
+        """For a sender that sends the lane's heads directly out of its blocks: on a device, between ranks of different
+        degrees. Raises ConfigError if more than the heads differs."""
         lane, count = _lane(source, target)
         if source.form.narrowed(source.num_layers, 1) != target.form.narrowed(target.num_layers, 1):
             expected = f"{target}, but for the tensor-parallel rank: a pool on a GPU is not converted on its way"
@@ -69,7 +69,7 @@ class Lanes:
 
     @staticmethod
     def to_receive(source: KvShape, target: KvShape) -> Lanes:
-        """Of the receiver. Raises ConfigError where the sender's rank has nothing for it."""
+        """For the receiver. Raises ConfigError if the sender's rank has no heads for it."""
         lane, count = _lane(source, target)
         return Lanes(target.form, lane, count, lane.target_head)
 
@@ -82,14 +82,14 @@ class Lanes:
         return sum(size for _, size in self.runs(part))
 
     def runs(self, part: Part) -> tuple[tuple[int, int], ...]:
-        """(offset, length) within a block. Raises ConfigError where the layers do not make so many groups."""
+        """(offset, length) within a block. Raises ConfigError if the layers cannot be divided into that many groups."""
         form = self.form
         if self.is_all(part):
             return ((0, form.block_bytes),)
         return _runs(form, self._first_head, self._num_heads, part.group, part.groups)
 
     def extent(self, part: Part) -> Extent | None:
-        """The part's bytes in each block, as a device copies them; None where they are not equal runs at equal
+        """The part's bytes in each block, for a copy by a device; None if they are not equal runs at equal
         distances."""
         return _extent(self.runs(part))
 
@@ -126,7 +126,7 @@ def _runs(form: BlockForm, first_head: int, num_heads: int, group: int, groups: 
         raise ConfigError("groups", f"group {group} of {groups}", expected)
     num_layers = form.num_layers // groups
     window = Window(group * num_layers, num_layers, first_head, num_heads)
-    if window == Window.whole(form):  # without the padding, which the other side may not have
+    if window == Window.whole(form):  # without the padding, which the other side may lack
         scales = ((form.scales_at, form.num_rows * SCALE_BYTES),) if form.is_scaled else ()
         return ((0, form.value_bytes), *scales)
     return tuple(runs_of(form, window))

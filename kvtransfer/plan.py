@@ -1,7 +1,7 @@
 """How blocks become bytes: extents, chunks, runs and coverage. Pure.
 
-A grant lists blocks in prompt order; everything on the wire speaks of *grant indices* (positions in that list).
-Each side maps indices to its own block numbers, and runs of consecutive numbers become single memory ranges.
+A grant lists blocks in prompt order. Frames use *grant indices*, which are positions in that list. Each side maps
+indices to its own block numbers, and runs of consecutive numbers become single memory ranges.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-DEFAULT_CHUNK_BYTES: Final = 4 * 2**20  # a path may ask for less
-DEVICE_CHUNK_BYTES: Final = 64 * 2**20  # between GPUs: launching and waking take half a millisecond, the copy 0.04
+DEFAULT_CHUNK_BYTES: Final = 4 * 2**20  # a transport may use less
+# between GPUs: a launch and a wake take far longer than the copy of a small chunk
+DEVICE_CHUNK_BYTES: Final = 64 * 2**20
 MAX_CHUNK_BYTES: Final = 1 << 30
 
 
@@ -26,7 +27,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One message's worth of blocks: grant indices first, first + 1, ... read from these source blocks."""
+    """The blocks of one message: grant indices first, first + 1, ... read from these source blocks."""
 
     first: int
     sources: tuple[int, ...]
@@ -57,7 +58,7 @@ def byte_ranges(blocks: Sequence[int], block_bytes: int) -> list[tuple[int, int]
 
 
 def blocks_per_chunk(block_bytes: int, chunk_bytes: int) -> int:
-    """Blocks that one chunk may hold: at least one, even where a block is larger than the limit."""
+    """How many blocks one chunk may hold: at least one, even if a block is larger than the limit."""
     return max(1, chunk_bytes // block_bytes)
 
 
@@ -65,7 +66,7 @@ def chunks_of(pushes: Sequence[tuple[int, int]], limit_blocks: int) -> Iterator[
     """Groups (grant index, source block) pairs into chunks of consecutive indices."""
     if pushes and len(pushes) <= limit_blocks:
         indices, sources = zip(*pushes, strict=True)
-        if indices == tuple(range(indices[0], indices[0] + len(indices))):  # nearly always, and far faster
+        if indices == tuple(range(indices[0], indices[0] + len(indices))):  # the usual case, and far faster
             yield Chunk(indices[0], sources)
             return
     begin = 0

@@ -1,4 +1,4 @@
-"""Makes one KV endpoint of those of a worker's ranks."""
+"""Combines the KV endpoints of a worker's ranks into one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import Engine
 from pdserve.v1 import rank_pb2
 
-OPEN_S: Final = 120.0  # kernels of a device's copies are compiled meanwhile
+OPEN_S: Final = 120.0  # the kernels for device copies are compiled in this time
 
 End = TypeVar("End", RankReceiver, RankSender)
 

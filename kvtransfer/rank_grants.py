@@ -1,4 +1,5 @@
-"""Which ranks of two workers move a transfer, and what of its grant each pair of ranks is told. Pure."""
+"""Which ranks of two workers take part in a transfer, and the part of its grant that each pair of ranks receives.
+Pure."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ def rank_pairs(source: KvShape, target: KvShape) -> list[tuple[int, int]]:
 
 
 def rank_key(key: TransferKey, rank: int) -> TransferKey:
-    """A receiving rank's own name of the transfer: a sender may move parts of one transfer to several ranks."""
+    """A receiving rank's own name of the transfer, because a sender may send parts of one transfer to several ranks."""
     return replace(key, transfer_id=f"{key.transfer_id}/{rank}")
 
 
 def rank_grant(grant: Grant, rank: int) -> Grant:
-    """The grant as the receiving worker's rank `rank` gives it: the same blocks of its own pool, for its heads."""
+    """The grant of the receiving worker's rank `rank`: the same block numbers in its own pool, for its heads."""
     shape = grant.fingerprint.shape
     if shape.tp_degree == 1:
         return grant

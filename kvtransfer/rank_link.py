@@ -1,7 +1,7 @@
-"""The leader's side of a rank's stream: orders go out, reports come in.
+"""The leader's side of a rank's stream: sends orders, receives reports.
 
-Orders are queued and never waited for, so that a step of the engine does not wait for another process. Of a rank that
-is gone nobody knows whether it still writes: its transfers get no end, their blocks stay held, and the worker ends.
+Orders are queued without waiting, so that a step of the engine does not wait for another process. If a rank is lost, it
+may still be writing. Its transfers then get no end, their blocks stay reserved, and the worker exits.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ OnReport = Callable[[rank_pb2.FollowResponse], None]
 
 @final
 class RankLink:
-    """Raises ConfigError where the rank cannot be reached, is not of the cluster, or cannot open its endpoint."""
+    """Raises ConfigError if the rank cannot be reached, does not belong to the cluster, or cannot open its endpoint."""
 
     def __init__(self, rank: int, address: str, identity: Identity, opening: rank_pb2.OpenEndpoint, open_s: float):
-        """`open_s`: that the endpoint may take to open."""
+        """`open_s`: time limit for opening the endpoint."""
         self.rank = rank
         self.endpoint = ""
         self.stats = TransferStats()  # as of the last report
@@ -117,7 +117,7 @@ class RankLink:
                     self.on_report(report)
         except grpc.RpcError as failed:
             error = f"{failed.code().name}: {failed.details()}"  # type: ignore[attr-defined]
-        except Exception as failed:  # the thread ends, and the rank's transfers must end with it
+        except Exception as failed:  # the thread ends, so the rank's transfers must end
             log.exception("a report of a tensor-parallel rank failed", extra={"rank": self.rank})
             error = str(failed)
         self._is_gone = True
@@ -128,7 +128,8 @@ class RankLink:
 
 
 class _RemoteEnd:
-    """What both ends of a rank in another process share. `stamps`: the leader's, which has blocks' lives and names."""
+    """What the sender and the receiver of a rank in another process share. `stamps`: the leader's table of the blocks'
+    epochs and content hashes."""
 
     def __init__(self, link: RankLink, stamps: BlockStamps) -> None:
         self._link, self._stamps = link, stamps
@@ -204,7 +205,7 @@ class RemoteReceiver(_RemoteEnd):
 class RemoteSender(_RemoteEnd):
     """A RankSender in another process."""
 
-    divides_blocks = True  # the leader's own sender says whether it may be asked for
+    divides_blocks = True  # the leader's own sender decides whether this is allowed
 
     def __init__(self, link: RankLink, stamps: BlockStamps) -> None:
         self._owners: dict[TransferKey, OnSent] = {}
@@ -212,7 +213,7 @@ class RemoteSender(_RemoteEnd):
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """What the rank's process knows; the leader's own links are those that are shown."""
+        """Known only to the rank's process; the leader's own links are shown instead."""
         return ()
 
     @property

@@ -1,4 +1,4 @@
-"""Between the generated messages of a rank's stream and the words of kvtransfer.transport. No I/O."""
+"""Converts a rank's stream between the generated messages and kvtransfer.transport. No I/O."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def start_order(grant: Grant, deadline_s: float | None, text: Text | None, group
 def push_order(
     key: TransferKey, blocks: Sequence[tuple[int, int]], stamps: BlockStamps, is_last: bool, groups: range | None
 ) -> rank_pb2.FollowRequest:
-    """With the blocks' lives and names, which a rank knows from its leader."""
+    """Includes the blocks' epochs and content hashes, which a rank receives from its leader."""
     sources = [source for _, source in blocks]
     return rank_pb2.FollowRequest(
         push=rank_pb2.PushBlocks(
@@ -67,7 +67,7 @@ def give_up_order(key: TransferKey, error: str = "") -> rank_pb2.FollowRequest:
 
 
 def read_expect(order: rank_pb2.ExpectTransfer, num_blocks: int) -> tuple[Grant, tuple[int, ...] | None]:
-    """The grant, and the names of what its blocks are to hold. Raises InvalidRequest."""
+    """The grant, and the content hashes that its blocks must have. Raises InvalidRequest."""
     grant = grant_from_proto(order.grant)
     check_blocks("grant.blocks", grant.blocks, num_blocks)
     if len(order.lives) != len(grant.blocks):

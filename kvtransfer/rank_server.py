@@ -1,10 +1,10 @@
-"""The KV endpoint of a rank that is led: serves the leader's stream, and does with its pool as it is told.
+"""The KV endpoint of a follower rank: serves the leader's stream, and carries out its orders on the rank's pool.
 
     gRPC thread                      orders thread                        transfer threads
     Follow: orders in, one by one -> expect, start, push, give up ->      sender or receiver over this rank's pool
             reports out           <- opened, expected         <-          ends
 
-One leader per process: the stream's end is the end of the endpoint.
+A process has one leader. If the stream ends, so does the endpoint.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from pdserve.wire.peers import proven_caller
 log = logging.getLogger(__name__)
 
 EOF: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in its stubs
-MAX_CONNECTIONS: Final = 256  # of prefill workers' ranks, and the leader's
+MAX_CONNECTIONS: Final = 256  # connections of prefill workers' ranks, and the leader's
 IDLE_S: Final = 120.0
 OPTIONS: Final = server_options(max_message_bytes=MAX_MESSAGE_BYTES, max_connections=MAX_CONNECTIONS, idle_s=IDLE_S)
-OPEN_S: Final = 10.0  # until the first order, once the leader is there
+OPEN_S: Final = 10.0  # until the first order after the leader has connected
 _JOIN_S: Final = 5.0
 _STOPPED: Final = "a source block was handed out again before this rank was told to send it"
 
@@ -101,7 +101,7 @@ class Endpoint:
             self.receiver = make_receiver(self._pool, facts, host=config.host, **common)
 
     def obey(self, order: rank_pb2.FollowRequest) -> None:
-        """Raises InvalidRequest on an order that no leader gives."""
+        """Raises InvalidRequest on an invalid order."""
         match order.WhichOneof("order"):
             case "expect" if self.receiver is not None:
                 self._expect(self.receiver, order.expect)
@@ -168,7 +168,8 @@ class Endpoint:
 
 @final
 class RankServer:
-    """Listens at once. The engine's thread calls `reached` before it computes; everything else happens beside it."""
+    """Listens at once. The engine's thread calls `reached` before it computes; everything else runs on other
+    threads."""
 
     def __init__(
         self,
@@ -194,7 +195,7 @@ class RankServer:
         self.address = self._on_loop(self._serve(partial(_add_rank_service, self)))
 
     def reached(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """The leader has handed out these blocks anew: (block, life)."""
+        """The leader has reassigned these blocks: (block, epoch)."""
         for block, life in blocks:
             self._stamps.reach(block, life)
 
@@ -217,7 +218,7 @@ class RankServer:
                 grpc.StatusCode.FAILED_PRECONDITION, f"this rank is of {self._config.worker_id}: {seen}"
             )
         first = await asyncio.wait_for(context.read(), OPEN_S)
-        if self._is_led:  # meanwhile
+        if self._is_led:  # while the stream is open
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a second leader")
         if (
             first is EOF
@@ -236,7 +237,7 @@ class RankServer:
             while not opened.error and (order := await context.read()) is not EOF:
                 await self._in_order(endpoint.obey, order)
         finally:
-            # A task of its own: a call that is cancelled may be cancelled again while its transfers end.
+            # A task of its own, because a cancelled call may be cancelled again while its transfers end.
             self._closing = asyncio.create_task(self._end(endpoint, reports))
         await asyncio.shield(self._closing)
         await writer
@@ -259,11 +260,11 @@ class RankServer:
             return rank_pb2.EndpointOpened(error=error.message)
 
     async def _in_order(self, call: Callable[..., None], *arguments: Any) -> None:
-        """On the one thread for orders: the next order is read when this one has been obeyed."""
+        """Runs on the one thread for orders: the next order is read when this one is done."""
         await self._loop.run_in_executor(self._orders, call, *arguments)
 
     async def _serve(self, add: Callable[[Any], None]) -> str:
-        """HOST:PORT of a server that asks every caller for a proof. Raises ConfigError."""
+        """HOST:PORT of a server that requires a proof from every caller. Raises ConfigError."""
         server, proofs = make_peer_server(OPTIONS, self._rejected)
         address = f"{self._host}:{listen(server, self._config.host, 0, 'host')}"
         proofs.serve(CallChecker(self._secret, address, partial(secrets.token_bytes, NONCE_BYTES)), server)

@@ -1,7 +1,8 @@
-"""The decode side over sockets: a listening thread, one thread per prefill worker, one book under one lock.
+"""The decode side over sockets: a listening thread, one thread per prefill worker, one transfer table (`book`) with one
+lock.
 
-The listening thread is also the clock: it ends transfers at their deadline. Callbacks come from these threads, in
-the order in which the book decided, and never from inside `expect` or `abort`.
+The listening thread is also the clock: it ends transfers at their deadline. Callbacks come from these threads, in the
+order of the table's decisions, and never from inside `expect` or `abort`.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS: Final = 256  # of proven senders
-MAX_PENDING: Final = 32  # that have not proven themselves yet; the oldest makes room
+MAX_CONNECTIONS: Final = 256  # connections of authenticated senders
+MAX_PENDING: Final = 32  # unauthenticated connections; the oldest is closed to make room
 _JOIN_S: Final = 5.0
 _ACCEPT_PAUSE_S: Final = 0.05
 
@@ -88,7 +89,7 @@ class StreamReceiver:
         self._lock = threading.Lock()  # guards the book, the connections and the reports
         self._reports: Reports[Received] = Reports(self._lock)
         self._connections: dict[int, Inbound] = {}
-        self._ending: list[Inbound] = []  # they write no more, but their threads have yet to report and to close
+        self._ending: list[Inbound] = []  # they no longer write, but their threads have yet to report and to close
         self._is_closed = False
         self._refusals = LogLimit()
         self._number = 0
@@ -110,7 +111,7 @@ class StreamReceiver:
         self._thread = threading.Thread(target=self._run, name=f"kv-receiver-{worker_id}", daemon=True)
         self._thread.start()
 
-    # What the decode worker calls.
+    # Called by the decode worker.
 
     @property
     def rank_endpoints(self) -> tuple[str, ...]:
@@ -118,7 +119,7 @@ class StreamReceiver:
 
     @property
     def is_healthy(self) -> bool:
-        """False once a thread that everything depends on has died, and after close()."""
+        """False after a required thread has died, and after close()."""
         return self._thread.is_alive() and not self._is_closed
 
     @property
@@ -152,7 +153,7 @@ class StreamReceiver:
         if len(set(blocks)) != len(blocks):
             raise InvalidRequest("grant.blocks", "a block twice", "each block once")
         now_s = self.clock()
-        after = fence_of(self.pool, self._kinds)  # what is queued later knows nothing of these blocks
+        after = fence_of(self.pool, self._kinds)  # work that is queued later does not use these blocks
         with self._lock:
             if self._is_closed or not self._thread.is_alive():
                 raise Unavailable("the KV receiver is closed")
@@ -160,7 +161,7 @@ class StreamReceiver:
             actions = self._book.expect(grant, now_s, deadline_at_s, chains, after)
             self._reports.own(grant.key, on_end)
             self._do(actions)
-        self._waker.set()  # the clock has a new alarm, or something to deliver
+        self._waker.set()  # the listening thread has a new deadline, or reports to deliver
         return True
 
     def abort(self, key: TransferKey) -> None:
@@ -190,10 +191,11 @@ class StreamReceiver:
             door.close()
         self._waker.close()
 
-    # What connections call.
+    # Called by connections.
 
     def admit(self, greeting: Greeting, transport: int) -> tuple[Peer, bytes] | None:
-        """A sender's new connection replaces its old ones of that kind: it would not have come while they worked."""
+        """A sender's new connection replaces its old ones of that kind: it would not have connected again while they
+        worked."""
         admitted = self._gate.admit(greeting, transport)
         if admitted is None:
             return None
@@ -282,7 +284,8 @@ class StreamReceiver:
                     selector.register(door, selectors.EVENT_READ, kind)
                 while not self._is_closed:
                     self._tick(selector)
-        except Exception:  # no clock and no door: nothing can be promised any more
+        # without the listening thread there are no deadlines and no new connections, so this side must end
+        except Exception:
             log.critical("the KV receiver's thread died", exc_info=True)
             with self._lock:
                 self._is_closed = True
@@ -313,22 +316,23 @@ class StreamReceiver:
                 self._number += 1
                 inbound = Inbound(self, sock, self._number, TRANSPORTS[kind])
                 self._connections[inbound.number] = inbound.begun()
-        except (OSError, RuntimeError) as error:  # the peer has left again, or descriptors or threads are used up
+        # the peer has disconnected again, or descriptors or threads are exhausted
+        except (OSError, RuntimeError) as error:
             with self._lock:
                 self._book.stats.refused_connections += 1
                 self._log_refusal(str(error))
             if sock is not None:
                 sock.close()
             else:
-                time.sleep(_ACCEPT_PAUSE_S)  # the door stays ready, and the clock must not spin on it
+                time.sleep(_ACCEPT_PAUSE_S)  # the socket stays readable, and the thread must not spin on it
 
     def _log_refusal(self, error: str) -> None:
-        """With the lock held. Anyone who reaches the port can cause it."""
+        """With the lock held. Any process that reaches the port can cause it."""
         if count := self._refusals.due(self.clock()):
             log.warning("kv connections were refused", extra={"connections": count, "error": error})
 
     def _make_room(self, pending: Sequence[Inbound]) -> None:
-        """With the lock held. Connections that prove nothing must not keep senders out. The oldest is the first."""
+        """With the lock held. Unauthenticated connections must not keep senders out. The oldest comes first."""
         for oldest in pending[: len(pending) - MAX_PENDING + 1]:
             oldest.stop("its place was needed by another connection before it had proven itself")
             self._ending.append(self._connections.pop(oldest.number))

@@ -1,4 +1,4 @@
-"""Tells owners how their transfers ended: in the order in which a book decided, and not under the book's lock."""
+"""Tells owners how their transfers ended, in the order of the table's decisions, and without holding its lock."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ End = TypeVar("End", Received, Sent)
 
 @final
 class Reports(Generic[End]):
-    """`lock` guards the book, and what is here."""
+    """`lock` guards the transfer table and this object."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
         self._owners: dict[TransferKey, Callable[[End], None]] = {}
         self._ends: deque[End] = deque()
-        self._delivery = threading.Lock()  # held while ends are handed out, so that they stay in order
+        self._delivery = threading.Lock()  # held while ends are delivered, so that they stay in order
 
     def __len__(self) -> int:
         """Transfers that have an owner."""
@@ -55,5 +55,5 @@ class Reports(Generic[End]):
                     owner = self._owners[end.key] if keeps else self._owners.pop(end.key)
                 try:
                     owner(end)
-                except Exception:  # the owner's fault must not end the other owners' transfers
+                except Exception:  # an error of one owner must not end the other owners' transfers
                     log.exception("on_end of a transfer raised", extra={"transfer_id": end.key.transfer_id})

@@ -1,8 +1,9 @@
 """Which tokens and heads of which source blocks fill which rectangle of which target block. Pure.
 
-Heads: a target rank gets its heads from one or several source ranks, each a *lane*. Tokens: a target block is filled
-by *pieces*, runs of tokens that lie in one source block. The pieces are the same for every lane and layer, so what
-moves is lanes x layers x pieces. Target blocks are counted as in the grant: index 0 comes after the held blocks.
+Heads: a target rank gets its heads from one or several source ranks, each of which is a *lane*. Tokens: a target block
+is filled by *pieces*, which are runs of tokens in one source block. The pieces are the same for every lane and layer,
+so a transfer consists of lanes x layers x pieces. Target blocks are counted as in the grant: index 0 comes after the
+held blocks.
 
     source blocks of 16    |0      |1      |2   :   |          40 tokens
     target blocks of 32    |held           |0   :          |   one piece: 8 tokens of source 2, then zeros
@@ -18,7 +19,7 @@ from pdserve.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The heads that one source rank gives one target rank; heads are counted within each side's own rank."""
+    """The heads that one source rank sends to one target rank. Heads are counted within each side's own rank."""
 
     index: int  # among the target's lanes, by rising head
     source_rank: int
@@ -31,7 +32,7 @@ class Lane:
 class Piece:
     """`num_tokens` tokens from (source block, offset) to (target block, offset).
 
-    `source` and `target` count from the first block of each side that the call's tokens lie in.
+    `source` and `target` count from the first block of each side that contains tokens of the call.
     """
 
     source: int
@@ -43,7 +44,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Layers and heads of each block that a copy touches."""
+    """The layers and heads of each block that a copy reads or writes."""
 
     first_layer: int
     num_layers: int
@@ -56,9 +57,9 @@ class Window:
 
 
 def lanes_of(source: KvShape, target: KvShape) -> tuple[Lane, ...]:
-    """Which ranks of the source's worker fill the target rank; the source's own rank does not matter.
+    """The ranks of the source's worker that fill the target rank, whatever the source's own rank is.
 
-    Where several source ranks hold a head, the target's replicas spread over them.
+    If several source ranks hold a head, the target's replicas are divided among them.
     """
     begin, end = target.first_head, target.first_head + target.num_heads
     share = source.num_heads
@@ -72,13 +73,14 @@ def lanes_of(source: KvShape, target: KvShape) -> tuple[Lane, ...]:
 
 
 def lane_of(source: KvShape, target: KvShape) -> Lane | None:
-    """The lane of the source's own rank; None where other ranks give the target all that it needs."""
+    """The lane of the source's own rank; None if other ranks provide all that the target needs."""
     return next((lane for lane in lanes_of(source, target) if lane.source_rank == source.tp_rank), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """How a source's blocks reach the target: each is a block of `form`, from `out_of` and for `into` of the pools."""
+    """How a source's blocks reach the target: each is sent as a block of `form`, from the window `out_of` of the
+    source's pool to the window `into` of the target's."""
 
     form: BlockForm
     out_of: Window
@@ -86,7 +88,7 @@ class Arrival:
 
 
 def arrival_of(source: KvShape, target: KvShape, dtype: str) -> Arrival:
-    """Of the source's own rank, where blocks travel in `dtype`. Raises ConfigError where nothing can be sent so."""
+    """For the source's own rank, if blocks are sent in `dtype`. Raises ConfigError if that is impossible."""
     lane = lane_of(source, target)
     if lane is None:
         raise ConfigError("kv_shape.tp_rank", source.tp_rank, f"a rank that holds heads of rank {target.tp_rank}")
@@ -102,7 +104,7 @@ def arrival_of(source: KvShape, target: KvShape, dtype: str) -> Arrival:
 
 
 def pieces_of(source_size: int, target_size: int, *, num_tokens: int, first_block: int, num_blocks: int) -> list[Piece]:
-    """What fills the sequence's target blocks first_block, first_block + 1, ...
+    """The pieces of the sequence's target blocks first_block, first_block + 1, ...
 
     Sizes are tokens per block. Positions from num_tokens on, the sequence's length, are in no piece.
     """

@@ -1,9 +1,9 @@
 """The prefill side for decode workers of another shape: blocks are converted into a staging pool and sent from there.
 
-One Reshaper serves all receivers of one shape. Its thread fills staging blocks, which are blocks as the receivers
-expect them, and a plain sender moves them as if they were the engine's: every transport, checksum and stamp works as
-between equal shapes. A staging block is free again once the sender reads it no more, so a small, cache-warm pool
-serves transfers of any length.
+One Reshaper serves all receivers of one shape. Its thread fills staging blocks in the receivers' format, and a plain
+sender sends them as if they were the engine's. Every transport, checksum and stamp therefore works as between equal
+shapes. A staging block is free again once the sender no longer reads it, so a small pool that stays in the cache serves
+transfers of any length.
 
     push(source blocks) -> [converting thread] -> staging blocks -> plain sender -> receiver
                                    ^------- read no more -------------'
@@ -35,7 +35,7 @@ from pdserve.engine.interface import KvPool
 log = logging.getLogger(__name__)
 
 STAGING_BYTES: Final = 8 * 2**20
-PUSH_BYTES: Final = 2**20  # converted at a time: what was packed first travels while the rest is packed
+PUSH_BYTES: Final = 2**20  # converted at a time: the first blocks are sent while the rest is packed
 MIN_STAGING_BLOCKS: Final = 4
 _JOIN_S: Final = 5.0
 
@@ -47,21 +47,21 @@ class Passage:
     grant: Grant
     text: Text
     on_end: OnSent
-    groups: int  # of layers, in which blocks are pushed; they are converted once the last has come
-    sources: list[int] = field(default_factory=list)  # own blocks, from the first that holds a token to send
-    lives: list[int] = field(default_factory=list)  # theirs, when they were pushed
+    groups: int  # groups of layers in which blocks are pushed; a block is converted once its last group has been pushed
+    sources: list[int] = field(default_factory=list)  # this side's blocks, from the first that contains a token to send
+    lives: list[int] = field(default_factory=list)  # epochs of these blocks when they were pushed
     last_pushed_at_s: float | None = None
-    num_ready: int = 0  # granted blocks whose tokens have all been pushed
+    num_ready: int = 0  # number of granted blocks whose tokens have all been pushed
     num_packed: int = 0
     staged: set[int] = field(default_factory=set)  # staging blocks that the plain sender may read
     is_packing: bool = False
-    error: str = ""  # why this side gave up
-    ended: Sent | None = None  # the plain sender's last word
+    error: str = ""  # why this side aborted
+    ended: Sent | None = None  # how the plain sender's transfer ended
 
 
 @final
 class Reshaper:
-    """A Sender to receivers of shape `target`, whose blocks travel in `dtype`. Raises what arrival_of raises."""
+    """A Sender to receivers of shape `target`, to which blocks are sent in `dtype`. Raises what arrival_of raises."""
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class Reshaper:
         self._lock = threading.Condition()  # guards all below
         self._free = deque(range(staging.num_blocks))
         self._passages: dict[TransferKey, Passage] = {}
-        self._turns: deque[Passage] = deque()  # that may have something to pack
+        self._turns: deque[Passage] = deque()  # transfers that may have blocks to pack
         self._is_closed = False
-        self._own = TransferStats()  # beside what the plain sender counts
+        self._own = TransferStats()  # in addition to what the plain sender counts
         self._inner = make_stream(staging, self._staging_stamps, self._read, dtype)
         self._thread = threading.Thread(target=self._run, name="kv-reshaper", daemon=True)
         self._thread.start()
@@ -125,7 +125,7 @@ class Reshaper:
         text: Text | None = None,
         groups: int = 1,
     ) -> None:
-        """Raises InvalidRequest where `text` is missing or does not fit the grant, and what a Sender raises."""
+        """Raises InvalidRequest if `text` is missing or does not match the grant, and what a Sender raises."""
         size = self._target.block_size
         needed = None if text is None else -(-text.num_tokens // size) - grant.held_blocks
         if text is None or needed != len(grant.blocks) or len(text.theirs) != len(grant.blocks):
@@ -208,7 +208,7 @@ class Reshaper:
             passage, first, blocks = taken
             try:
                 error = self._pack(passage, first, blocks)
-            except Exception as failed:  # this transfer's end, not the others'
+            except Exception as failed:  # ends this transfer, not the others
                 log.exception("converting KV failed", extra={"transfer_id": passage.grant.key.transfer_id})
                 error = f"converting KV failed: {failed}"
             self._packed(passage, blocks, error)
@@ -229,7 +229,7 @@ class Reshaper:
         return None
 
     def _pack(self, passage: Passage, first: int, blocks: list[int]) -> str:
-        """Fills staging blocks for the granted blocks from `first` on. Returns what is wrong with their sources."""
+        """Fills staging blocks for the granted blocks from `first` on. Returns the error of their sources, if any."""
         source_size, target_size = self._source.block_size, self._target.block_size
         held = passage.grant.held_blocks
         pieces = pieces_of(
@@ -244,7 +244,7 @@ class Reshaper:
         sources, names = passage.sources[begin:end], passage.text.own[begin:end]
         self._staging_stamps.begin(blocks)
         pack(self._memory, sources, self._window, self._out, blocks, pieces)
-        # After the copy: a source block that was handed out again meanwhile shows by its life.
+        # Checked after the copy: the epoch shows whether a source block was reassigned in the meantime.
         if self._stamps.lives(sources) != tuple(passage.lives[begin:end]):
             self._own.stale_source += 1
             return "a source block was handed out again while it was being converted"
@@ -291,7 +291,7 @@ class Reshaper:
             self._release(sorted(passage.staged))
             passage.staged.clear()
             is_packing = passage.is_packing
-        if not is_packing:  # else `_packed` reports: the source blocks are being read
+        if not is_packing:  # otherwise `_packed` reports: the source blocks are being read
             self._report(passage)
 
     def _report(self, passage: Passage) -> None:
@@ -299,7 +299,7 @@ class Reshaper:
             sent = passage.ended
             if sent is None or self._passages.pop(passage.grant.key, None) is None:
                 return
-        if passage.last_pushed_at_s is not None:  # what is exposed begins before the conversion
+        if passage.last_pushed_at_s is not None:  # the exposed time includes the conversion
             sent = replace(sent, exposed_s=time.monotonic() - passage.last_pushed_at_s)
         if passage.error and sent.outcome is SendOutcome.FAILED:
             sent = replace(sent, error=passage.error)

@@ -1,7 +1,7 @@
-"""Room for a bounded number of pairs: who comes when all of it is taken gets the place of the pair used longest ago.
+"""Limits the number of pairs. If the limit is reached, a new pair takes the place of the least recently used one.
 
-A pair leaves only where no transfer of it is open, which its sender alone can say: so a pair is asked, in the order of
-last use, and whoever waits takes the first place that comes free.
+A pair can be closed only while it has no open transfer, which only its sender knows. So pairs are asked to close, in
+the order of their last use, and the new pair takes the first place that becomes free.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Final, final
 
 from pdserve.core.errors import TransferFailed
 
-PATIENCE_S: Final = 3.0  # for a place, all pairs that are asked together
-ANSWER_S: Final = 0.5  # for one pair that is asked: a connection's end and the communicator's
+PATIENCE_S: Final = 3.0  # for a place, over all pairs that are asked
+ANSWER_S: Final = 0.5  # for one pair that is asked: its connection and its communicator must end
 
 
 @final
@@ -23,7 +23,7 @@ class Seat:
 
     def __init__(self, seats: Seats) -> None:
         self._seats = seats
-        self.ask: Callable[[], None] | None = None  # asks the pair to leave, and returns; None: it is being made
+        self.ask: Callable[[], None] | None = None  # asks the pair to close, and returns; None: it is being made
 
     def used(self) -> None:
         self._seats.used(self)
@@ -43,7 +43,7 @@ class Seats:
         return len(self._taken)
 
     def take(self) -> Seat:
-        """Waits for a place where there is none. Raises TransferFailed where no pair leaves."""
+        """Waits for a place if none is free. Raises TransferFailed if no pair closes."""
         ends_s = time.monotonic() + PATIENCE_S
         with self._changed:
             for seat in [None, *self._taken]:

@@ -32,8 +32,8 @@ Pair = tuple[str, str, str]  # endpoint, worker id, incarnation
 class StreamSender:
     """Sender over tcp, shm or both; `transports` are numbers of TransportKind, the preferred first.
 
-    The pool's blocks are what the receivers expect of the fingerprint's shape. `on_read` hears from connections'
-    threads which source blocks of a transfer are read no more, before its end.
+    The pool's blocks have the format that receivers expect from the fingerprint's shape. `on_read` is called on the
+    connections' threads, before a transfer ends, with the source blocks that are no longer read.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class StreamSender:
         self._clock, self._on_read, self._lease = clock, on_read, lease
         self._lock = threading.Lock()  # guards all below
         self._pairs: dict[Pair, Outbound] = {}
-        self._transfers: dict[TransferKey, tuple[Outbound, int]] = {}  # who moves it, how many blocks
-        self._ending: list[Outbound] = []  # take no more transfers, and may still read the pool
-        self._past = TransferStats()  # of connections that ended
+        self._transfers: dict[TransferKey, tuple[Outbound, int]] = {}  # its connection, number of blocks
+        self._ending: list[Outbound] = []  # they take no more transfers, but may still read the pool
+        self._past = TransferStats()  # statistics of connections that ended
         self._is_closed = False
 
     @property
@@ -100,9 +100,9 @@ class StreamSender:
         text: Text | None = None,
         groups: int = 1,
     ) -> None:
-        """Raises Unavailable after close() or where no connection can be made for want of descriptors or threads.
+        """Raises Unavailable after close(), or if descriptors or threads for a connection are exhausted.
 
-        Raises InvalidRequest where the transfer has been started already; everything else reaches `on_end`.
+        Raises InvalidRequest if the transfer was started already. All other errors are passed to `on_end`.
         """
         error, lanes = "", None
         try:
@@ -138,7 +138,7 @@ class StreamSender:
         """Raises InvalidRequest on indices outside the grant or blocks outside the pool."""
         with self._lock:
             found = self._transfers.get(key)
-        if found is None:  # it has ended, and its owner has been told or is being told
+        if found is None:  # it has ended, and its owner was told or is being told
             return
         outbound, size = found
         sources = [source for _, source in blocks]

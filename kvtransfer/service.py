@@ -1,4 +1,4 @@
-"""TransferService on a decode worker's gRPC server: a prefill worker's first call."""
+"""TransferService on a decode worker's gRPC server. Prefill workers call it first."""
 
 from __future__ import annotations
 

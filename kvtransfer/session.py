@@ -1,8 +1,8 @@
-"""Life of one transfer, as each side sees it. Pure: no clock, socket or thread.
+"""The state machine of one transfer on each side. Pure: no clock, socket or thread.
 
-RECEIVER_MOVES and SENDER_MOVES are the specification; an (state, event) pair that is not in them changes
-nothing. The rule that both tables keep: memory is handed back (VERIFIED, FAILED, DRAINED) only when no
-access to it is open, where an access is the stretch between `enter` and `leave` of whoever moves the bytes.
+RECEIVER_MOVES and SENDER_MOVES are the specification. A (state, event) pair that is not in them changes nothing. Both
+tables ensure that memory is freed (VERIFIED, FAILED, DRAINED) only when no access to it is open. An access is the time
+between `enter` and `leave`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvtransfer.plan import Coverage
 
 
 class State(Enum):
-    GRANTED = "granted"  # opened; the other side has not been heard of
-    SENDING = "sending"  # blocks are on their way
-    SENT = "sent"  # every block has landed (receiver) or is on the wire (sender)
+    GRANTED = "granted"  # opened; nothing has arrived from the other side
+    SENDING = "sending"  # blocks are being sent
+    SENT = "sent"  # every block has arrived (receiver) or was sent (sender)
     VERIFIED = "verified"  # every checksum matched; the receiver's owner may commit
-    ABORTING = "aborting"  # the owner gave up; an access may still be open
+    ABORTING = "aborting"  # the owner aborted; an access may still be open
     QUARANTINED = "quarantined"  # the same, for longer than the grace time
     DRAINED = "drained"  # aborted, and no access is open
     FAILING = "failing"  # cannot complete; an access may still be open
@@ -27,16 +27,16 @@ class State(Enum):
 
 
 class Event(Enum):
-    ANNOUNCED = "announced"  # the pair is connected and speaks of this transfer
-    COVERED = "covered"  # the last block landed (receiver) or was written (sender)
-    CHECKED = "checked"  # the last checksum matched (receiver) or the receiver says so (sender)
+    ANNOUNCED = "announced"  # the sender has announced this transfer on a connection
+    COVERED = "covered"  # the last block arrived (receiver) or was written (sender)
+    CHECKED = "checked"  # the last checksum matched (receiver), or the receiver reported it (sender)
     ABORTED = "aborted"  # by the owner on this side
     REFUSED = "refused"  # by the other side
-    CANCELLED = "cancelled"  # by the other side's owner, since nobody needs the transfer any more
+    CANCELLED = "cancelled"  # by the other side's owner, because the transfer is no longer needed
     CORRUPT = "corrupt"  # a checksum differs
-    MISTAKEN = "mistaken"  # a stamp differs: these are the bytes of another block
-    STALE = "stale"  # a block of ours was handed out again meanwhile
-    INCOMPLETE = "incomplete"  # the sender's last word, and blocks are missing
+    MISTAKEN = "mistaken"  # a stamp differs: the bytes belong to another block
+    STALE = "stale"  # a block of this side was reassigned in the meantime
+    INCOMPLETE = "incomplete"  # the sender has finished, but blocks are missing
     CUT = "cut"  # the connection is gone
     EXPIRED = "expired"  # past the deadline
     OVERDUE = "overdue"  # an access stayed open longer than the grace time after an abort
@@ -60,7 +60,7 @@ Moves = dict[tuple[State, Event], State]
 
 _PROGRESS: Final[Moves] = {
     (State.GRANTED, Event.ANNOUNCED): State.SENDING,
-    (State.GRANTED, Event.COVERED): State.SENT,  # a grant of nothing
+    (State.GRANTED, Event.COVERED): State.SENT,  # a grant without blocks
     (State.SENDING, Event.COVERED): State.SENT,
     (State.SENT, Event.CHECKED): State.VERIFIED,
     **{(state, fault): State.FAILING for state in OPEN for fault in FAULTS},
@@ -75,7 +75,7 @@ RECEIVER_MOVES: Final[Moves] = {
     (State.QUARANTINED, Event.QUIET): State.DRAINED,
 }
 
-# The sender's owner hears FAILED after its own abort too: all it asks is when it may reuse the source blocks.
+# The sender's owner is told FAILED after its own abort, too: it only needs to know when it may reuse the source blocks.
 SENDER_MOVES: Final[Moves] = {
     **_PROGRESS,
     **{(state, Event.ABORTED): State.FAILING for state in OPEN},
@@ -86,10 +86,10 @@ SENDER_MOVES: Final[Moves] = {
 class Session:
     """One transfer's state, coverage and open accesses.
 
-    It covers `size` pieces, each a block of one part. A receiver learns from each lane's sender how many pieces that
-    lane has; until then it `awaits` lanes, and nothing is complete. `claimed` pieces belong to a chunk that is being
-    moved or has been; `landed` ones are in memory (receiver) or on the wire (sender); `checked` ones have a matching
-    checksum.
+    It covers `size` pieces; a piece is one block of one part. The sender of each lane tells the receiver how many
+    pieces the lane has; until then the session `awaits` lanes and cannot be complete. `claimed` pieces belong to a
+    chunk that is being transferred or was. `landed` pieces are in memory (receiver) or were sent (sender). `checked`
+    pieces have a matching checksum.
     """
 
     moves: Moves
@@ -98,7 +98,7 @@ class Session:
     state: State = State.GRANTED
     accesses: int = 0
     error: str = ""
-    fault: Event | None = None  # the first thing that went wrong
+    fault: Event | None = None  # the first error
     claimed: Coverage = field(init=False)
     landed: Coverage = field(init=False)
     checked: Coverage = field(init=False)
@@ -107,7 +107,7 @@ class Session:
         self.claimed, self.landed, self.checked = Coverage(self.size), Coverage(self.size), Coverage(self.size)
 
     def extend(self, count: int) -> int:
-        """An awaited lane has `count` pieces; the number of its first."""
+        """Sets the number of pieces of an awaited lane. Returns the number of its first piece."""
         first = self.size
         self.size += count
         self.awaits -= 1
@@ -125,7 +125,7 @@ class Session:
 
     @property
     def is_cancelled(self) -> bool:
-        """An owner gave it up before anything went wrong: that is no failure of the transfer."""
+        """An owner abandoned it before any error occurred. This does not count as a failure."""
         return self.fault in (Event.ABORTED, Event.CANCELLED)
 
     @property
@@ -133,7 +133,7 @@ class Session:
         return self.state in ENDED
 
     def handle(self, event: Event, error: str = "") -> bool:
-        """Takes the event; True where the state changed, a following QUIET included."""
+        """Applies the event, and a QUIET that may follow from it. True if the state changed."""
         after = self.moves.get((self.state, event))
         if after is None:
             return False
@@ -145,7 +145,7 @@ class Session:
         return True
 
     def claim(self, first: int, count: int) -> bool:
-        """Reserves blocks for one chunk; False where the chunk must not touch memory."""
+        """Reserves blocks for one chunk. False: the chunk must not access memory."""
         is_inside = first >= 0 and count > 0 and first + count <= self.size
         if not self.is_open or not is_inside or self.claimed.overlaps(first, count):
             return False
@@ -153,24 +153,24 @@ class Session:
         return True
 
     def enter(self) -> bool:
-        """Opens an access to memory; False where nothing may be touched (any more)."""
+        """Opens an access to memory. False: no access is allowed (any more)."""
         if self.state is not State.SENDING:
             return False
         self.accesses += 1
         return True
 
     def leave(self) -> bool:
-        """Closes an access; True where this changed the state."""
+        """Closes an access. True if this changed the state."""
         self.accesses = max(0, self.accesses - 1)
         return self._settle()
 
     def writer_gone(self, accesses: int | None = None) -> bool:
-        """The process, device or thread that held so many accesses, or all, has ended: they are not open."""
+        """The process, device or thread that held `count` accesses (None: all) has ended, so they are closed."""
         self.accesses -= self.accesses if accesses is None else accesses
         return self._settle()
 
     def land(self, first: int, count: int) -> None:
-        """The whole chunk is in memory, or on the wire."""
+        """The whole chunk is in memory (receiver) or was sent (sender)."""
         self.landed.add(first, count)
         if self.is_covered:
             self.handle(Event.COVERED)

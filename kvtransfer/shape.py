@@ -13,16 +13,17 @@ from typing import Final
 
 from pdserve.core.errors import ConfigError
 
-ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "uint64": 8}  # of one value
-SCALED: Final = ("int8", "float8_e4m3fn")  # stored as multiples of a scale of their token and head
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "uint64": 8}  # bytes of one value
+SCALED: Final = ("int8", "float8_e4m3fn")  # stored relative to a scale of their token and head
 SCALE_BYTES: Final = 4  # float32
-ALIGNMENT: Final = 64  # of a scaled block's values and of its scales
-MOST: Final = 1 << 20  # of any number in a shape: what comes over the wire is multiplied, and sizes memory
+ALIGNMENT: Final = 64  # alignment of a scaled block's values and of its scales
+# limit of any number in a shape: numbers from the network are multiplied and determine sizes of memory
+MOST: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the name of a layout says. Blocks of different families never mean the same."""
+    """The meaning of a layout's name. Blocks of different families cannot be exchanged."""
 
     family: str
     dtypes: tuple[str, ...]
@@ -48,9 +49,9 @@ class Loss:
     of_largest: float = 0.0
 
 
-_ROUNDING: Final = 1 + 2**-12  # float32's own, on the way
-# By what is stored in the end. bfloat16 keeps 8 significant bits, fp8 4 and below 2^-6 steps of 2^-9, where a row's
-# largest is 448; int8 has steps of 1/127 of it. A scaled value means value * scale in float32.
+_ROUNDING: Final = 1 + 2**-12  # float32's own rounding during the conversion
+# By the stored dtype. bfloat16 keeps 8 significant bits. fp8 keeps 4, and has steps of 2^-9 below 2^-6, relative to a
+# row maximum of 448. int8 has steps of 1/127 of the row maximum. A scaled value is value * scale in float32.
 _INTO: Final = {
     "float32": Loss(),
     "bfloat16": Loss(relative=2**-8),
@@ -65,7 +66,7 @@ LOSSES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """The bytes of one block, or of the part of a block that travels by itself."""
+    """The format of one block, or of the part of a block that is sent by itself."""
 
     dtype: str
     planes: int
@@ -107,12 +108,12 @@ class BlockForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
-    """One worker's pool. Raises ConfigError naming the field that no pool has."""
+    """The shape of one worker's pool. Raises ConfigError naming the invalid field."""
 
     layout: str
     dtype: str  # of the stored keys and values
     num_layers: int
-    num_kv_heads: int  # of the model; a rank holds a share
+    num_kv_heads: int  # of the whole model; a rank holds a share
     head_dim: int
     block_size: int
     tp_degree: int = 1
@@ -165,7 +166,7 @@ class KvShape:
 
 
 def check_convertible(source: KvShape, target: KvShape) -> Loss:
-    """What conversion costs in precision. Raises ConfigError naming the first field that forbids it."""
+    """The error bound of the conversion. Raises ConfigError naming the first field that prevents it."""
     for name in ("num_layers", "num_kv_heads", "head_dim"):
         seen, expected = getattr(source, name), getattr(target, name)
         if seen != expected:
@@ -176,16 +177,16 @@ def check_convertible(source: KvShape, target: KvShape) -> Loss:
 
 
 def wire_dtype(source: KvShape, target: KvShape, *, is_quantised: bool = False) -> str:
-    """What travels: the narrower of both dtypes, from which the receiver makes its own without any further loss.
+    """The dtype that is sent: the narrower of both, from which the receiver makes its own without further loss.
 
-    `is_quantised`: int8 where both sides hold floats.
+    `is_quantised`: int8 if both sides store floats.
     """
     narrower = min(source.dtype, target.dtype, key=lambda dtype: ITEM_BYTES[dtype])
     return "int8" if is_quantised and (narrower, "int8") in LOSSES and narrower not in SCALED else narrower
 
 
 def is_same_bytes(source: KvShape, target: KvShape) -> bool:
-    """Whether a source block is a target block: nothing is to be cut, joined or converted."""
+    """Whether source blocks equal target blocks, so that no conversion is needed."""
     return source.form == target.form and source.first_head == target.first_head
 
 

@@ -1,4 +1,4 @@
-"""A Sender to receivers of any shape: straight from the pool where the bytes are the same, else through a Reshaper."""
+"""A Sender to receivers of any shape: directly from the pool if the formats are equal, otherwise through a Reshaper."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ShapedSender:
 
     @property
     def reshapers(self) -> list[Reshaper]:
-        """One for each shape of receiver, and each dtype on the way, that is not ours."""
+        """One for each shape and wire dtype that differs from this side's."""
         with self._lock:
             return list(self._reshapers.values())
 
@@ -82,13 +82,14 @@ class ShapedSender:
         text: Text | None = None,
         groups: int = 1,
     ) -> None:
-        """As StreamSender.start; raises InvalidRequest too where the shapes differ and `text` is missing."""
+        """Like StreamSender.start; also raises InvalidRequest if the shapes differ and `text` is missing."""
         theirs = grant.fingerprint.shape
         is_quantised = text is not None and self._rule.is_quantised(grant.endpoint)
         dtype = wire_dtype(self._shape, theirs, is_quantised=is_quantised)
         has_same_names = text is None or text.own == text.theirs
         on_end = self._observed(grant, dtype, on_end)
-        is_alike = is_same_bytes(self._shape, theirs) or not self._pool.is_on_host  # which cuts heads out, or refuses
+        # a sender on a device takes the heads out of its blocks, or refuses
+        is_alike = is_same_bytes(self._shape, theirs) or not self._pool.is_on_host
         if is_alike and dtype == self._shape.dtype and has_same_names:
             self.plain.start(grant, on_end, deadline_s, groups=groups)
             return
@@ -123,7 +124,7 @@ class ShapedSender:
         return next((one for one in self.reshapers if key in one), self.plain)
 
     def _observed(self, grant: Grant, dtype: str, on_end: OnSent) -> OnSent:
-        """What an exact transfer shows of the link, where that decides about the next."""
+        """Uses an exact transfer to measure the link, if that decides the dtype of the next one."""
         if self._kv_wire != "auto" or dtype == "int8":
             return on_end
 

@@ -1,7 +1,7 @@
-"""One process's pool as another process of this machine sees it: mapped, and only to be read.
+"""A pool of another process on this machine, mapped read-only.
 
-The owner sends the descriptor of its memory file over the control socket, behind the ticket; what travels is a
-capability, not a name that another program could open.
+The owner sends the descriptor of its memory file over the control socket, after the ticket. A descriptor is a
+capability: unlike a name, no other program can open it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HELLO_BYTES: Final = _HELLO.size
 
 
 def offer(sock: socket.socket, pool: KvPool) -> None:
-    """Raises OSError where the pool cannot be shared, or the socket is gone."""
+    """Raises OSError if the pool cannot be shared or the socket is closed."""
     if pool.descriptor is None:
         raise OSError("the sender's pool is not in memory that can be shared")
     hello = _HELLO.pack(_MAGIC, pool.num_blocks, pool.block_bytes)
@@ -35,7 +35,7 @@ class SharedPool:
     """Another process's pool. Takes over the descriptor."""
 
     def __init__(self, hello: bytes, descriptors: list[int], block_bytes: int) -> None:
-        """Raises BadFrame on what no owner offers, and OSError where it cannot be mapped."""
+        """Raises BadFrame on an invalid offer, and OSError if it cannot be mapped."""
         try:
             if len(descriptors) != 1 or len(hello) != HELLO_BYTES:
                 raise BadFrame(f"{len(hello)} bytes and {len(descriptors)} descriptors where a pool was to be offered")
@@ -54,6 +54,6 @@ class SharedPool:
                 os.close(descriptor)
 
     def close(self) -> None:
-        with contextlib.suppress(BufferError):  # a block's view is still alive; the mapping goes with it
+        with contextlib.suppress(BufferError):  # a view of a block still exists; the mapping ends with it
             self.memory.release()
             self._map.close()

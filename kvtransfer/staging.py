@@ -1,4 +1,4 @@
-"""Host memory for blocks on their way between two forms; a pool like an engine's, so that every path can use it."""
+"""Host memory for blocks between two formats. It is a pool like an engine's, so every transport can use it."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The stamps of a chunk's blocks as they travel: 16 bytes a block, little-endian, in front of the chunk. Pure.
+"""Encoding of the stamps of a chunk's blocks: 16 bytes per block, little-endian, in front of the chunk. Pure.
 
     chain 8       the name of what the block holds, from the sender's table at the moment of packing
     generation 4  of the grant, its low half
     mask 4        which layer groups of the block this chunk brings
 
-The sender's table is asked, not the transfer: a source block that somebody else has been given since shows. The
-receiver knows from its own copy of the prompt what each granted block must be.
+The hashes come from the sender's table, not from the transfer, so a source block that was reassigned is detected. The
+receiver computes from its own copy of the prompt what each granted block must contain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WORD: Final = "Q"
 
 
 def pack(chains: Sequence[int], generation: int, mask: int) -> bytes:
-    """One stamp for each chain."""
+    """One stamp for each content hash."""
     count = len(chains)
     words = array(_WORD, bytes(STAMP_BYTES * count))
     words[::2] = array(_WORD, chains)

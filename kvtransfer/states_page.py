@@ -27,7 +27,7 @@ MEANING: Final[dict[State, str]] = {
 
 
 def section() -> str:
-    """The part between the marks, with them."""
+    """The generated part, including its markers."""
     faults = ", ".join(fault.value for fault in FAULTS)
     lines = [
         BEGIN,
@@ -51,7 +51,7 @@ def section() -> str:
 
 
 def page(old: str) -> str:
-    """The page with the part made anew."""
+    """The page with the generated part replaced."""
     before, _, rest = old.partition(BEGIN)
     return before + section() + rest.partition(END)[2]
 
@@ -65,7 +65,7 @@ def _arrows(moves: Moves) -> list[str]:
 
 
 def _difference() -> list[str]:
-    """What the sender's table has otherwise."""
+    """How the sender's table differs."""
     others = sorted({after.value for (_, event), after in SENDER_MOVES.items() if event is Event.ABORTED})
     return [f"The sender's table has the same moves, except that an abort leads to {' or '.join(others)}."]
 

@@ -1,4 +1,4 @@
-"""What an endpoint counts. Pure. Names are fit for metrics; all only grow."""
+"""Counters of an endpoint, named for use in metrics. Pure."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ class TransferStats:
     transfers: int = 0  # opened: expected (receiver) or started (sender)
     verified: int = 0  # ended with every block verified (receiver) or acknowledged (sender)
     failed: int = 0
-    cancelled: int = 0  # given up by an owner, on either side, since nobody needed it any more
+    cancelled: int = 0  # abandoned by an owner on either side, because it was no longer needed
     expired: int = 0  # of the failed: past their deadline
     cut: int = 0  # of the failed: the connection was lost
     quarantined: int = 0  # cancelled, and a write was still open after the grace time
     bytes: int = 0  # payload of verified (receiver) or acknowledged (sender) transfers
-    moved_bytes: int = 0  # sender: payload that nobody reads here any more, whatever became of its transfer
+    moved_bytes: int = 0  # sender: payload that is no longer read, whatever the outcome of its transfer
     chunks: int = 0  # accepted (receiver) or sent (sender)
     late_messages: int = 0  # for transfers that are unknown, replaced or over
-    duplicate_chunks: int = 0  # overlapping what is already there or coming; dropped
-    silent: int = 0  # connections that ended since the peer showed no sign of life
-    severed: int = 0  # connections that were closed so that a write in quarantine must end
+    duplicate_chunks: int = 0  # dropped because they overlap blocks that have arrived or are arriving
+    silent: int = 0  # connections that ended because the peer was silent
+    severed: int = 0  # connections that were closed to end a write in quarantine
     checksum_mismatches: int = 0
-    stamp_mismatches: int = 0  # a block of another text, grant or layer group
-    stale_source: int = 0  # transfers that failed since a source block was handed out again while it was needed
-    stale_landing: int = 0  # the same of a granted block
-    refused_opens: int = 0  # handshakes that were turned away
+    stamp_mismatches: int = 0  # stamps of another prompt, grant or layer group
+    stale_source: int = 0  # transfers that failed because a source block was reassigned while it was needed
+    stale_landing: int = 0  # the same for a granted block
+    refused_opens: int = 0  # rejected handshakes
     refused_connections: int = 0  # no greeting of this version, no valid ticket, or too many
     unproven: int = 0  # a peer had a ticket, or asked for one, and did not prove that it knows the cluster's secret
     protocol_errors: int = 0  # connections that were closed because of what they sent
 
 
-EVENTS: Final = (  # what an operator should see; the rest is throughput, and measured where it is used
+EVENTS: Final = (  # counters for operators; throughput is measured where it is used
     "cancelled",
     "expired",
     "cut",

@@ -1,7 +1,8 @@
 """What a transport must offer, and what it must prove. Pure.
 
-D grants, P pushes. A Receiver lives in each decode worker, a Sender in each prefill worker. Both are
-thread-safe, never block their caller on the network, and report through callbacks that may come from any thread.
+The decode worker grants, the prefill worker pushes. Each decode worker has a Receiver, each prefill worker a Sender.
+Both are thread-safe, never block their caller on the network, and report through callbacks that may come from any
+thread.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvtransfer.stats import TransferStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferKey:
-    """Names one try to move one sequence's KV. Late messages carry an old key and are counted, never obeyed."""
+    """Names one attempt to transfer one sequence's KV. Late messages carry an old key. They are counted and ignored."""
 
     transfer_id: str
     attempt: int
@@ -26,21 +27,21 @@ class TransferKey:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How KV travels to one decode worker."""
+    """How KV is sent to one decode worker."""
 
     worker_id: str
     endpoint: str
     transport: str
-    reason: str  # for this transport, as both ends see it
+    reason: str  # why this transport was chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """What a worker's KV is: of two workers that exchange blocks all must be equal but the shape."""
+    """Identifies a worker's KV. Two workers that exchange blocks must agree in everything but the shape."""
 
     protocol: int
     model: str
-    engine: str  # names the weights
+    engine: str  # identifies the weights
     shape: KvShape
 
     @property
@@ -50,7 +51,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """A decode worker's promise of a landing place.
+    """Blocks that a decode worker has reserved for a transfer.
 
     `blocks` are the receiver's block numbers in prompt order, after `held_blocks` leading blocks that it already has;
     both count blocks of the receiver's size.
@@ -69,10 +70,10 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """What a sender of another shape knows of the sequence: its length, and the names of what lies in its blocks.
+    """What a sender needs to convert a sequence to another shape: its length, and the content hashes of its blocks.
 
-    `own` are the sender's, from the first block that holds a token to send; `theirs` the receiver's, of the granted
-    blocks (`Attempt.chains`).
+    `own` are the hashes of the sender's blocks, from the first that contains a token to send; `theirs` those of the
+    granted blocks (`Attempt.chains`).
     """
 
     num_tokens: int
@@ -80,15 +81,15 @@ class Text:
     theirs: tuple[int, ...]
 
 
-#: Faults of a transfer that an owner gave up, on this side or the other, since nobody needed it: no failures.
+#: Ends of a transfer that an owner abandoned, on either side, because it was not needed. These are no failures.
 CANCELLED: Final = ("aborted", "cancelled")
 
 
 class ReceiveOutcome(Enum):
     VERIFIED = "verified"  # every granted block arrived and its checksum matched
-    FAILED = "failed"  # coverage or integrity is not to be had; the memory is safe to free
-    DRAINED = "drained"  # after abort: nobody writes any more; the memory is safe to free
-    QUARANTINED = "quarantined"  # after abort: a writer may live; a DRAINED follows when it is provably gone
+    FAILED = "failed"  # incomplete or damaged; the memory is safe to free
+    DRAINED = "drained"  # after abort: there are no writers any more; the memory is safe to free
+    QUARANTINED = "quarantined"  # after abort: a writer may still be active; DRAINED follows when it has provably ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ class Received:
     outcome: ReceiveOutcome
     num_bytes: int = 0
     transfer_s: float = 0.0  # first byte to verification, on this host's monotonic clock
-    busy_s: float = 0.0  # of it, with chunks on their way
+    busy_s: float = 0.0  # the part of it with chunks in transfer
     error: str = ""
     fault: str = ""  # the kind of error, of few: session.Event
 
@@ -118,11 +119,11 @@ class Sent:
     num_bytes: int = 0
     send_s: float = 0.0
     busy_s: float = 0.0  # Received.busy_s
-    exposed_s: float = 0.0  # from the last push to the receiver's word: what no computing hid
-    early_bytes: int = 0  # that the receiver's host had acknowledged at the last push
+    exposed_s: float = 0.0  # from the last push to the receiver's confirmation: the part that prefill did not hide
+    early_bytes: int = 0  # bytes that the receiver's host had acknowledged at the last push
     error: str = ""
     fault: str = ""  # the kind of error, of few: session.Event
-    wire_dtype: str = ""  # as which the values travelled; empty: as they are stored
+    wire_dtype: str = ""  # dtype in which the values were sent; empty: as they are stored
 
     @property
     def is_cancelled(self) -> bool:
@@ -133,11 +134,11 @@ OnOpen = Callable[[], None]
 
 
 class Receiver(Protocol):
-    """The decode side. Owns no blocks: it writes only into blocks of an open grant."""
+    """The decode side. It owns no blocks, and writes only into blocks of an open grant."""
 
     @property
     def is_healthy(self) -> bool:
-        """False once it can receive nothing any more; the worker then ends."""
+        """False once it cannot receive any more; the worker then exits."""
         ...
 
     @property
@@ -158,9 +159,9 @@ class Receiver(Protocol):
     ) -> bool:
         """Opens the grant for writing. `on_end` is called once with VERIFIED or FAILED, or through abort().
 
-        `chains` are the names of what each granted block is to hold (`Attempt.chains`); None checks no name. True: a
-        sender may hear of the grant. False: not yet, since other ranks must open it too. `on_open` is called when they
-        have, never from inside, and not where the transfer has ended before.
+        `chains` are the content hashes that the granted blocks must have (`Attempt.chains`); None: not checked. True:
+        the grant may be sent to a sender. False: not yet, because other ranks must open it too. `on_open` is called
+        when they have, never from inside this call, and not if the transfer has ended before.
         """
         ...
 
@@ -172,15 +173,15 @@ class Receiver(Protocol):
 
 
 class RankReceiver(Receiver, Protocol):
-    """A Receiver of one rank, whose transfers are parts of others."""
+    """The Receiver of one rank, whose transfers are parts of a worker's transfers."""
 
     def fail(self, key: TransferKey, error: str) -> None:
-        """Ends the transfer since another part has failed; on_end is called with FAILED. Idempotent."""
+        """Ends the transfer because another part has failed; on_end is called with FAILED. Idempotent."""
         ...
 
 
 class Sender(Protocol):
-    """The prefill side. Reads source blocks until Sent is reported; the caller keeps them referenced till then."""
+    """The prefill side. Reads source blocks until Sent is reported; the caller must keep them referenced until then."""
 
     @property
     def stats(self) -> TransferStats: ...
@@ -197,7 +198,7 @@ class Sender(Protocol):
 
     @property
     def moved_bytes(self) -> int:
-        """Payload that has left since the beginning; only grows. For who asks what it costs a step beside it."""
+        """Total payload sent so far. Used to measure what sending costs a step that runs at the same time."""
         ...
 
     def start(
@@ -208,9 +209,9 @@ class Sender(Protocol):
         text: Text | None = None,
         groups: int = 1,
     ) -> None:
-        """Announces a transfer, whose blocks come in so many groups of layers; connects when the pair is new.
+        """Announces a transfer whose blocks are sent in `num_groups` groups of layers. Connects if the pair is new.
 
-        `text` is needed where the receiver's shape is another than the sender's.
+        `text` is required if the receiver's shape differs from the sender's.
         """
         ...
 
@@ -219,23 +220,24 @@ class Sender(Protocol):
     ) -> None:
         """Queues finished blocks, whose contents must not change any more: (index, source block).
 
-        The index counts the sender's blocks from the first that holds a token to send; where shapes are equal, it is
-        the grant's.
+        The index counts the sender's blocks from the first that contains a token to send. If the shapes are equal, it
+        is the grant index.
 
-        `groups` of layers are finished, None: all. Blocks are marked with their names before (`BlockStamps.mark`).
+        `groups`: the layer groups that are finished; None: all. Blocks must have been marked with their content hashes
+        (`BlockStamps.mark`).
         """
         ...
 
     def abort(self, key: TransferKey) -> None:
-        """Stops; on_end is called with FAILED once no source block is read any more. Idempotent."""
+        """Stops the transfer; on_end is called with FAILED once no source block is read any more. Idempotent."""
         ...
 
     def close(self) -> None: ...
 
 
 class RankSender(Sender, Protocol):
-    """A Sender of one rank, whose transfers are parts of others."""
+    """The Sender of one rank, whose transfers are parts of a worker's transfers."""
 
     def fail(self, key: TransferKey, error: str) -> None:
-        """As `abort`, since another part has failed: the receiver hears of a failure."""
+        """Like `abort`, but because another part has failed: the receiver is told of a failure."""
         ...

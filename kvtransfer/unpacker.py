@@ -1,5 +1,5 @@
-"""Between a path and the pool, for blocks that arrive in another form: the path lands a chunk in a staging area, and
-from there it is converted into the granted blocks once its checksum matches."""
+"""Converts blocks that arrive in another format: the transport writes a chunk into staging, and the chunk is converted
+into the granted blocks once its checksum matches."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from pdserve.engine.interface import KvPool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedClaim(Claim):
-    """A claim whose blocks are staging ones, and the claim that it stands for."""
+    """A claim on staging blocks, and the claim on the granted blocks that it stands for."""
 
     granted: Claim
 
 
 @final
 class Unpacker:
-    """The link that a path sees. One chunk at a time: a path settles a chunk before it lands the next."""
+    """The link that the transport uses. One chunk at a time: a transport settles a chunk before it takes the next
+    one."""
 
     def __init__(self, link: ReceiveLink, arrival: Arrival, target: BlockForm) -> None:
         self._link, self._window = link, arrival.into
@@ -53,7 +54,8 @@ class Unpacker:
         return self.source.views(self.memory, claim.blocks, claim.part)
 
     def size_of(self, frame: Frame) -> int:
-        """Raises BadFrame on a chunk of some layers: the others would be taken from what lies in the staging area."""
+        """Raises BadFrame on a chunk of some layers only: the others would come from old contents of the staging
+        area."""
         if frame.part.groups != 1:
             raise BadFrame(f"layer group {frame.part.group} of {frame.part.groups} of blocks that are to be converted")
         return frame.count * self.source.bytes_of(frame.part)
@@ -65,7 +67,7 @@ class Unpacker:
         self._link.leave(_granted(claim))
 
     def settle(self, claim: Claim, frame: Frame, checksum: bytes) -> None:
-        """The staged bytes are what was sent: now they may become the granted blocks'."""
+        """The staged bytes are correct, and may now be copied into the granted blocks."""
         granted = _granted(claim)
         if hmac.compare_digest(checksum, frame.checksum):
             if not self._link.enter(granted):

@@ -1,22 +1,23 @@
-"""As what KV travels between pools of floats: as it is, or as int8 where the link is what takes the time. Pure."""
+"""Chooses the dtype in which KV is sent between pools of floats: unchanged, or int8 if the link is the bottleneck.
+Pure."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from typing import Final, final
 
-# Both ends convert beside the link, about this many bytes of floats a second on one core (benchmarks/conversion.py):
-# a link that carries more is not what takes the time.
+# Bytes of floats per second that both ends can convert on one core (benchmarks/conversion.py). A faster link is not the
+# bottleneck.
 CONVERTED_BYTES_S: Final = 1.0e9
-LEAST_BYTES: Final = 1 << 20  # less says nothing of a link's bandwidth
-REVISIT: Final = 64  # of so many transfers one is exact, to see whether the link is still slow
+LEAST_BYTES: Final = 1 << 20  # smaller transfers do not measure a link's bandwidth
+REVISIT: Final = 64  # one of this many transfers is exact, to measure whether the link is still slow
 MAX_PAIRS: Final = 256
-_WEIGHT: Final = 0.3  # of the newest transfer
+_WEIGHT: Final = 0.3  # weight of the newest transfer
 
 
 @final
 class WireRule:
-    """Of one prefill worker; learns from exact transfers."""
+    """The rule of one prefill worker. It learns from exact transfers."""
 
     def __init__(self, choice: str) -> None:
         self._choice = choice
@@ -24,7 +25,7 @@ class WireRule:
         self._num_quantised = 0
 
     def is_quantised(self, receiver: str) -> bool:
-        """Whether the next transfer to that endpoint travels as int8."""
+        """Whether the next transfer to that endpoint is sent as int8."""
         if self._choice != "auto":
             return self._choice == "int8"
         if self._bandwidth.get(receiver, CONVERTED_BYTES_S) >= CONVERTED_BYTES_S:
@@ -33,7 +34,7 @@ class WireRule:
         return self._num_quantised % REVISIT != 0
 
     def sent(self, receiver: str, num_bytes: int, busy_s: float) -> None:
-        """An exact transfer had bytes under way for `busy_s`."""
+        """An exact transfer was busy for `busy_s`."""
         if num_bytes < LEAST_BYTES or busy_s <= 0.0:
             return
         seen = num_bytes / busy_s

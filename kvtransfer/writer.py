@@ -1,4 +1,4 @@
-"""What one thread writes to its connection, frame by frame: small frames first, then at most one long one."""
+"""Writes one thread's frames to its connection: small frames first, then at most one long frame."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvtransfer.memory import advance
 class Progress(Enum):
     IDLE = "idle"  # nothing to write
     BLOCKED = "blocked"  # the socket is full
-    BUSY = "busy"  # there may be more to write at once
+    BUSY = "busy"  # more can be written immediately
 
 
 @final
 class Writer:
     def __init__(self) -> None:
         self._small: deque[bytes] = deque()
-        self._long: list[memoryview] = []  # waits for what is being written
+        self._long: list[memoryview] = []  # waits for the frame that is being written
         self._current: list[memoryview] = []
         self._on_written: Callable[[], None] | None = None  # of the long frame, until it is written
 
@@ -38,12 +38,12 @@ class Writer:
         self._small.append(frame)
 
     def stream(self, frame: Sequence[memoryview], on_written: Callable[[], None]) -> None:
-        """Writes a long frame out of its own memory, which nobody may change until `on_written` is called."""
+        """Writes a long frame directly from memory, which must not change until `on_written` is called."""
         assert self._on_written is None, "a long frame is being written already"
         self._long, self._on_written = list(frame), on_written
 
     def detach(self) -> None:
-        """What is left of the long frame is written from a copy, and its memory is free at once."""
+        """Writes the rest of the long frame from a copy, so that its memory is free immediately."""
         if self._long:
             self._long = [memoryview(b"".join(self._long))]
         else:
@@ -51,12 +51,12 @@ class Writer:
         self._finish()
 
     def clear(self) -> None:
-        """Writes nothing any more, and calls nobody."""
+        """Stops writing, without any callback."""
         self._small.clear()
         self._long, self._current, self._on_written = [], [], None
 
     def advance(self, channel: Channel) -> Progress:
-        """Moves on by one system call."""
+        """Makes one system call."""
         if not self._current:
             if self._small:
                 self._current = [memoryview(b"".join(self._small))]

@@ -1,12 +1,12 @@
-"""What is known of a kind of worker before it has run: cost, memory, links. Pure: parses, reads no file.
+"""Cost, memory and links of a kind of worker, known before it runs. Pure: parses a profile, but reads no file.
 
     {"name": ..., "prefill_s": {"base", "per_token", "per_token_context"},
      "decode_s": {"base", "per_row", "per_context_token"}, "kv_bytes_per_token", "kv_capacity_tokens",
      "link": {NAME: {"latency_s", "bytes_per_s"}}}
 
-A file with "tensor_parallel" holds one set of coefficients per degree, published in milliseconds as
-a + b * sum(L) + c * sum(L^2): one of them is named NAME:tp2. Its decode times come in two pieces that part at batch
-95, and the one for smaller batches is taken: at larger ones its steps are predicted too short, per row.
+A file with "tensor_parallel" holds one set of coefficients per degree, published in milliseconds as a + b * sum(L) + c
+* sum(L^2): one of them is named NAME:tp2. Its decode times have two pieces that meet at batch 95. The one for smaller
+batches is used, so steps of larger batches are predicted too short.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ class Profile:
 
 
 def degrees(data: Mapping[str, Any]) -> list[int]:
-    """The tensor-parallel degrees that a profile can be parsed for; none where it is of one kind of worker."""
+    """The tensor-parallel degrees for which a profile can be parsed; none if it describes one kind of worker."""
     rows = data.get(DEGREES)
     rows = rows if isinstance(rows, Mapping) else {}
     return sorted(int(key) for key, row in rows.items() if key.isdecimal() and "kv_capacity_tokens" in row)
 
 
 def parse_profile(data: Mapping[str, Any], degree: int = 0) -> Profile:
-    """Raises ConfigError naming the field. `degree` is that of the worker where the profile has several."""
+    """Raises ConfigError naming the field. `degree` selects the worker's tensor-parallel degree if the profile has
+    several."""
     root = _Node("", data)
     if DEGREES in root.data:
         return _per_degree(root, degree)
@@ -97,7 +98,7 @@ def _links(root: _Node) -> dict[str, tuple[float, float]]:
 
 
 class _Node:
-    """A JSON object and the way to it, for messages."""
+    """A JSON object, and its path for error messages."""
 
     def __init__(self, at: str, data: object) -> None:
         if not isinstance(data, Mapping):

@@ -1,4 +1,4 @@
-"""Proves that a cluster answers: a real token through the router, by the remote path where there is one."""
+"""Proves that a cluster answers: generates a real token through the router, on the remote path if there is one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pdserve.client.results import Completion
 from pdserve.client.retry import Retries
 from pdserve.core.errors import Overloaded, PdserveError, Unavailable
 
-# Longer than what a decode worker would rather read itself, so that prefill and transfer are proved too.
+# Longer than a prompt that a decode worker would prefill itself, so that the prefill worker and the transfer are tested
+# too.
 PROMPT: Final = "def ready(cluster):\n    return all(worker.is_ready for worker in cluster.workers)\n" * 2
 ANSWER_TOKENS: Final = 2
 FIRST_ANSWER_S: Final = 120.0
@@ -19,7 +20,7 @@ _ASK_AGAIN_S: Final = 0.05
 
 
 async def first_answer(target: str, *, token: str | None, workers: int, timeout_s: float) -> Completion:
-    """The first completion. Waits while workers are still being found; raises the last error after `timeout_s`."""
+    """The first completion. Waits while workers are still connecting; raises the last error after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     async with AsyncClient(target, token=token, retries=Retries(limit=0)) as client:
         while True:

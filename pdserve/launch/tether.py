@@ -1,10 +1,10 @@
-"""Runs a program that ends when its launcher does, however the launcher ends. Standard library only.
+"""Runs a program that ends when its launcher ends, even if the launcher is killed. Standard library only.
 
     python -m pdserve.launch.tether PARENT_PID module NAME [FLAG ...]
     python -m pdserve.launch.tether PARENT_PID binary PATH [ARGUMENT ...]
 
-The kernel's parent-death signal is asked for by the child itself: a launcher that forked with a Python hook in
-between (preexec_fn) would run that hook beside gRPC's threads.
+The child itself asks the kernel for the parent-death signal. The alternative, a Python hook between fork and exec
+(preexec_fn), would run beside gRPC's threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def tie_to_parent(parent_pid: int) -> None:
-    """SIGKILL, since an orphan that hangs would keep its port and its memory. Linux only; no-op elsewhere."""
+    """Sends SIGKILL, because an orphan that hangs would keep its port and its memory. Linux only; no-op elsewhere."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
