@@ -120,6 +120,11 @@ class Sampling:
     def is_penalised(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether logits change before temperature, beside tokens that are banned."""
+        return bool(self.logit_bias) or self.is_penalised
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:

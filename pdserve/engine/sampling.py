@@ -56,13 +56,7 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int
 
 def is_plain(draw: Draw) -> bool:
     """True where no ban, bias or penalty applies."""
-    sampling = draw.sampling
-    return (
-        sampling.repetition_penalty == 1.0
-        and sampling.presence_penalty == 0.0
-        and sampling.frequency_penalty == 0.0
-        and not is_masked(draw)
-    )
+    return not draw.sampling.adjusts_logits and not is_masked(draw)
 
 
 def penalise(logits_V: Tensor, draw: Draw) -> None:

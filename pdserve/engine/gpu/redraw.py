@@ -94,11 +94,7 @@ class Redraw:
                 words = self._bans.words(row, None if masks is None else masks.masks[at])
                 if words is not None:
                     words_of[firsts[index] + at] = words
-        again = []
-        for token, row in told.items():
-            sampling = sampling_of(row)
-            if token in words_of or sampling.logit_bias or sampling.is_penalised:
-                again.append(token)
+        again = [token for token, row in told.items() if token in words_of or sampling_of(row).adjusts_logits]
         if again:
             self._draw(told, again, words_of)
         top_of, tops = self._tell(told, set(again))

@@ -59,10 +59,4 @@ class Samplings:
 
 def asks_for_more(sampling: Sampling) -> bool:
     """Whether rows must be drawn again behind a graph, or tell of likely tokens, however long their output is."""
-    return bool(
-        sampling.needs_history
-        or sampling.is_penalised
-        or sampling.logprobs
-        or sampling.logit_bias
-        or sampling.allowed_token_ids
-    )
+    return bool(sampling.needs_history or sampling.adjusts_logits or sampling.logprobs or sampling.allowed_token_ids)
