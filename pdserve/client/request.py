@@ -47,6 +47,9 @@ class Options(TypedDict, total=False):
     top_k: Annotated[int | None, "sample from the N most likely tokens; 0 means all"]
     top_p: Annotated[float | None, "sample from the most likely tokens with total probability X; above 0, to 1"]
     min_p: Annotated[float | None, "sample from tokens with at least X times the largest probability; 0 to 1"]
+    top_n_sigma: Annotated[
+        float | None, "sample from logits at most X deviations below the best, 0 to 100; 0 means all"
+    ]
     repetition_penalty: Annotated[float | None, "repetition penalty over prompt and output, 0.01 to 100; 1 means none"]
     presence_penalty: Annotated[float | None, "presence penalty over the output, -2 to 2; 0 means none"]
     frequency_penalty: Annotated[float | None, "frequency penalty over the output, -2 to 2; 0 means none"]

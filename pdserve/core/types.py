@@ -61,6 +61,7 @@ class Sampling:
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 keeps every token
     top_p: float = 1.0  # in (0, 1]
+    top_n_sigma: float = 0.0  # in [0, 100]; 0 keeps every token
     min_p: float = 0.0  # in [0, 1]
     repetition_penalty: float = 1.0  # in [0.01, 100]; over prompt and output
     presence_penalty: float = 0.0  # in [-2, 2]; over output
@@ -86,6 +87,7 @@ class Sampling:
         _require("top_k", self.top_k, self.top_k >= 0, "at least 0; 0 keeps every token")
         _require_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _require_number("min_p", self.min_p, 0.0, 1.0)
+        _require_number("top_n_sigma", self.top_n_sigma, 0.0, 100.0)
         # Logits are divided by it: a tiny one would overflow them.
         _require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -123,7 +125,7 @@ class Sampling:
     @property
     def adjusts_logits(self) -> bool:
         """Whether logits change before temperature, beside tokens that are banned."""
-        return bool(self.logit_bias) or self.is_penalised
+        return bool(self.logit_bias) or self.is_penalised or self.top_n_sigma > 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Draws one token per row from its logits.
 
 Order, as in vLLM: grammars, bans and logit_bias (masks.py) -> repetition, presence and frequency penalties ->
-(greedy: the most likely token, the lowest id among equals) -> temperature -> min_p -> top_k -> top_p -> draw. Each
-filter sees the distribution that the one before has left (truncation.py).
+top_n_sigma -> (greedy: the most likely token, the lowest id among equals) -> temperature -> min_p -> top_k -> top_p ->
+draw. Each filter sees the distribution that the one before has left (truncation.py).
 
 The draw is the argmax of logits plus Gumbel noise keyed by (seed, position): see noise.py. Rows never mix, so what
 is drawn depends on the row's logits alone. Those do depend on company in their last bits: matrix products round
@@ -19,6 +19,7 @@ Logprobs are those of the model: log-softmax of the raw logits, before bans, pen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
@@ -45,6 +46,9 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int
         mask(adjusted_BV, allowed_BV, adjusted, eos_token_ids)
         for row, draw in adjusted.items():
             penalise(adjusted_BV[row], draw)
+        if limited := [row for row in adjusted if draws[row].sampling.top_n_sigma > 0.0]:
+            sigma_B = torch.tensor([draws[row].sampling.top_n_sigma for row in limited], device=logits_BV.device)
+            adjusted_BV[limited] = keep_top_sigma(adjusted_BV[limited], sigma_B)
     chosen = adjusted_BV.argmax(dim=-1).tolist()  # documented to be the first of equal maxima
     random = [row for row, draw in enumerate(draws) if not draw.sampling.is_greedy]
     if random:
@@ -55,7 +59,7 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int
 
 
 def is_plain(draw: Draw) -> bool:
-    """True where no ban, bias or penalty applies."""
+    """True where no ban and no change of the logits applies."""
     return not draw.sampling.adjusts_logits and not is_masked(draw)
 
 
@@ -71,6 +75,22 @@ def penalise(logits_V: Tensor, draw: Draw) -> None:
         output = torch.tensor(draw.history[draw.prompt_len :], device=device, dtype=torch.int64)
         token, count = output.unique(return_counts=True)
         logits_V[token] -= sampling.presence_penalty + sampling.frequency_penalty * count.to(logits_V.dtype)
+
+
+def keep_top_sigma(logits_BV: Tensor, sigma_B: Tensor) -> Tensor:
+    """The logits, with -inf for those more than `sigma_B` standard deviations below the best of their row.
+
+    Top-n-sigma (Tang et al., "Top-nσ: Not All Logits Are You Need", arXiv 2411.07641), with llama.cpp's choices: the
+    population's deviation, over the logits that are not banned. The best is always kept.
+    """
+    is_banned_BV = logits_BV == -math.inf
+    num_left_B1 = (~is_banned_BV).sum(dim=-1, keepdim=True)
+    value_BV = logits_BV.masked_fill(is_banned_BV, 0.0)
+    value_BV -= value_BV.sum(dim=-1, keepdim=True, dtype=torch.float64) / num_left_B1
+    square_BV = value_BV.masked_fill_(is_banned_BV, 0.0).square_()
+    deviation_B1 = (square_BV.sum(dim=-1, keepdim=True, dtype=torch.float64) / num_left_B1).sqrt()
+    least_B1 = logits_BV.amax(dim=-1, keepdim=True) - sigma_B[:, None] * deviation_B1
+    return logits_BV.masked_fill(logits_BV < least_B1.to(logits_BV.dtype), -math.inf)
 
 
 def _draw(logits_BV: Tensor, draws: Sequence[Draw]) -> list[int]:

@@ -1,5 +1,5 @@
-"""Draws again, behind a graph, the rows that ask for more than it does: grammars, bans, bias, penalties, and tells of
-the likeliest tokens.
+"""Draws again, behind a graph, the rows that ask for more than it does: grammars, bans, bias, penalties, top_n_sigma,
+and tells of the likeliest tokens.
 
 The graph computes every row's logits and draws from them as they are. What few rows ask for beyond is launched kernel
 by kernel while the graph runs, so the host's share of it (a grammar's mask, the launches) costs no time, and a batch
@@ -26,6 +26,7 @@ from pdserve.engine.gpu.penalties import Penalties
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.grammars import Grammars, RowMasks
 from pdserve.engine.interface import Row
+from pdserve.engine.sampling import keep_top_sigma
 from pdserve.engine.sending import to_device
 
 
@@ -73,7 +74,12 @@ class Redraw:
     def warm(self) -> None:
         """Compiles what no capture has, so that the first row that asks does not wait for a compiler."""
         sampling = Sampling(
-            temperature=0.0, allowed_token_ids=(0,), logit_bias=((0, 1.0),), repetition_penalty=2.0, logprobs=1
+            temperature=0.0,
+            allowed_token_ids=(0,),
+            logit_bias=((0, 1.0),),
+            repetition_penalty=2.0,
+            top_n_sigma=1.0,
+            logprobs=1,
         )
         self.launch([Row(tokens=(0,), start=0, blocks=(), sample=sampling, history=[0], prompt_len=1)], [0], [0])
 
@@ -124,6 +130,13 @@ class Redraw:
         if penalised:
             row_P = to_device([place[index] for index in penalised], self._device)
             slot_P = self._penalties.apply([rows[index] for index in penalised], logits_SV, row_P)
+        limited = [index for index in again if sampling_of(rows[index]).top_n_sigma > 0.0]
+        if limited:
+            row_R = to_device([place[index] for index in limited], self._device)
+            sigma_R = to_device(
+                [sampling_of(rows[index]).top_n_sigma for index in limited], self._device, torch.float32
+            )
+            logits_SV.index_copy_(0, row_R, keep_top_sigma(logits_SV.index_select(0, row_R), sigma_R))
         drawn_S, _ = decode.sampler.draw(logits_SV, decode.inputs.draws_of(row_S))
         if penalised:
             self._penalties.count(slot_P, drawn_S.index_select(0, row_P))

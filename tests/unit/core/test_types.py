@@ -30,6 +30,7 @@ INSIDE: list[tuple[str, list[Any]]] = [
     ("top_k", [0, 1]),
     ("top_p", [1e-9, 1.0]),
     ("min_p", [0.0, 1.0]),
+    ("top_n_sigma", [0.0, 100.0]),
     ("repetition_penalty", [0.01, 100.0]),
     ("presence_penalty", [-2.0, 2.0]),
     ("frequency_penalty", [-2.0, 2.0]),
@@ -47,6 +48,7 @@ OUTSIDE: list[tuple[str, list[Any]]] = [
     ("top_k", [-1]),
     ("top_p", [0.0, 1.01, math.nan]),
     ("min_p", [-0.01, 1.01]),
+    ("top_n_sigma", [-0.01, 100.1, math.nan]),
     ("repetition_penalty", [0.009, 100.1]),
     ("presence_penalty", [-2.01, 2.01]),
     ("frequency_penalty", [-2.01, 2.01]),
@@ -74,13 +76,18 @@ def test_a_value_outside_is_rejected_by_name(field: str, value: Any) -> None:
 def test_defaults_draw_freely_and_end_at_the_end_of_sequence() -> None:
     plain = Sampling()
     assert (plain.ignore_eos, plain.include_stop_in_output, plain.skip_special_tokens) == (False, False, True)
-    assert (plain.is_greedy, plain.is_penalised, plain.needs_history) == (False, False, False)
+    assert (plain.is_greedy, plain.adjusts_logits, plain.needs_history) == (False, False, False)
     assert Sampling(temperature=0.0).is_greedy
 
 
 @pytest.mark.parametrize("changes", [{"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -1}])
 def test_each_penalty_counts(changes: dict[str, float]) -> None:
     assert Sampling(**changes).is_penalised
+
+
+@pytest.mark.parametrize("changes", [{"presence_penalty": 0.1}, {"logit_bias": ((1, 2.0),)}, {"top_n_sigma": 0.5}])
+def test_what_changes_logits_before_temperature(changes: dict[str, Any]) -> None:
+    assert Sampling(**changes).adjusts_logits
 
 
 @pytest.mark.parametrize("changes", [{"bad_token_ids": ((1,),)}, {"grammar": Grammar(GrammarKind.JSON_OBJECT)}])

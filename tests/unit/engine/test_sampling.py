@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from pdserve.core.types import Sampling
 from pdserve.engine.noise import _mix, _mix_tensor, _signed, gumbel, stream, streams
-from pdserve.engine.sampling import Draw, sample
+from pdserve.engine.sampling import Draw, keep_top_sigma, sample
 from pdserve.engine.truncation import cutoffs
 
 GOLDEN = [760, 496, 921, 633, 866, 952, 808, 206, 259, 282, 798, 257]
@@ -29,7 +30,11 @@ def logits() -> Tensor:
 
 def law(sampling: Sampling) -> list[float]:
     """The distribution as its definition says, one token at a time."""
-    weight = [math.exp(float(one) / sampling.temperature) for one in logits().double()]
+    values = [float(one) for one in logits().double()]
+    if sampling.top_n_sigma:
+        least = max(values) - sampling.top_n_sigma * statistics.pstdev(values)
+        values = [one if one >= least else -math.inf for one in values]
+    weight = [math.exp(one / sampling.temperature) for one in values]
     weight = [one if one >= sampling.min_p * max(weight) else 0.0 for one in weight]
     order = sorted(range(VOCAB), key=lambda token: -weight[token])
     for token in order[sampling.top_k or VOCAB :]:
@@ -71,6 +76,9 @@ LAWS: list[dict[str, Any]] = [
     {"top_p": 0.95, "temperature": 2.0},
     {"min_p": 0.1},
     {"min_p": 1.0},
+    {"top_n_sigma": 0.5},
+    {"top_n_sigma": 1.5, "temperature": 3.0},
+    {"top_n_sigma": 2.0, "top_k": 5, "top_p": 0.9},
     {"min_p": 0.05, "top_k": 6, "top_p": 0.9, "temperature": 1.7},
 ]
 
@@ -174,6 +182,27 @@ def test_penalties_equal_their_definition() -> None:
         )
         [out] = sample(rows_BV[row : row + 1], [Draw(greedy, draw.history, draw.prompt_len)], eos_token_ids=(0,))
         assert out.token_id == max(range(VOCAB), key=lambda token: expected[token])
+
+
+@pytest.mark.parametrize("sigma", [0.01, 1.0, 3.0, 100.0])
+def test_top_n_sigma_keeps_what_float64_keeps(sigma: float) -> None:
+    """Over the logits that are not banned; what is at the limit to within float32 may stay or go."""
+    torch.manual_seed(2)
+    rows_BV = 5.0 + torch.randn(3, 2000) * torch.tensor([[0.01], [2.0], [30.0]])
+    rows_BV[:, ::7] = -math.inf
+    kept_BV = keep_top_sigma(rows_BV, torch.full((3,), sigma))
+    for row_V, kept_V in zip(rows_BV.double().tolist(), kept_BV.tolist(), strict=True):
+        left = [value for value in row_V if value > -math.inf]
+        deviation = statistics.pstdev(left)
+        least = max(left) - sigma * deviation
+        for value, kept in zip(row_V, kept_V, strict=True):
+            if abs(value - least) > 1e-4 * deviation:
+                assert kept == (value if value >= least else -math.inf)
+
+
+def test_top_n_sigma_keeps_equal_logits_and_an_only_one() -> None:
+    rows_BV = torch.tensor([[2.0, 2.0, 2.0], [-math.inf, 3.0, -math.inf]])
+    assert torch.equal(keep_top_sigma(rows_BV, torch.tensor([0.5, 0.5])), rows_BV)
 
 
 def test_greedy_takes_the_lowest_id_among_equals() -> None:

@@ -28,6 +28,7 @@ SAMPLINGS = st.builds(
     top_k=st.integers(0, 2**32 - 1),
     top_p=st.floats(0.0, 1.0, exclude_min=True, **SINGLE),
     min_p=st.floats(0.0, 1.0, **SINGLE),
+    top_n_sigma=st.floats(0.0, 100.0, **SINGLE),
     repetition_penalty=st.floats(0.015625, 100.0, **SINGLE),
     presence_penalty=st.floats(-2.0, 2.0, **SINGLE),
     frequency_penalty=st.floats(-2.0, 2.0, **SINGLE),
