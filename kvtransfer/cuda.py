@@ -1,4 +1,4 @@
-"""A CUDA device as the device paths see it: block copies on streams of their own, and pools opened across processes.
+"""A CUDA device for the device transports: block copies on streams of their own, and pools shared between processes.
 
 Needs torch, Triton and the CUDA driver. The pool must be one allocation, because a driver handle names an allocation. A
 copy waits for the event that it is given, and for nothing else of the engine's. A received block is read only after the
@@ -387,7 +387,7 @@ _lock = threading.Lock()
 
 
 def device_of(pool: KvPool, limits: CopyLimits | None = None) -> CudaDevice:
-    """The same for every connection of a pool, which share its streams. The first call sets its limits."""
+    """One device object for all connections of a pool, which share its streams. The first call sets its limits."""
     raw: Any = getattr(pool, "raw", None)
     if raw is None or raw.device.type != "cuda":
         raise TransferFailed("the KV pool does not lie on a CUDA device")

@@ -1,9 +1,9 @@
 """What the transports between GPUs need from a device. Pure.
 
-Every call queues work on one of the device's own streams and returns; whoever asked is woken when it is done. Work has
-an order only where it is asked for: `behind` other work, and after what the engine had queued at a fence. All else runs
-side by side and ends in any order. So one protocol serves CUDA and a stand-in of plain memory, by which it is tested
-where there is no GPU.
+Every call queues work on one of the device's own streams and returns; the caller is woken when the work is done. Work
+is ordered only on request: `behind` other work, and after what the engine had queued at a fence. All other work runs
+concurrently and ends in any order. The same protocol serves CUDA, and a stand-in in plain memory for tests without a
+GPU.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Device(Protocol):
         after: Fence | None,
         behind: Copying | None = None,
     ) -> Copying:
-        """Source blocks to target blocks of the same size, once what the fence stands for and the work in front have
-        ended; without a target, their digest."""
+        """Copies source blocks to target blocks of the same size, after the work before the fence and the work that it
+        is `behind`; without a target, only computes their digest."""
         ...
 
     def move(

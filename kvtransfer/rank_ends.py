@@ -36,7 +36,7 @@ def joined_sender(
 ) -> Sender:
     """`local` is this process's. Raises ConfigError where a rank cannot be reached; then `local` is closed.
 
-    Of a worker of one rank too: a decode worker may have several.
+    Also used for a worker of one rank, because a decode worker may have several.
     """
     links = _links(local, engine, Identity.of(secret, "leader", worker_id, incarnation), incarnation, is_sender=True)
     if links:

@@ -165,7 +165,7 @@ class Session:
         return self._settle()
 
     def writer_gone(self, accesses: int | None = None) -> bool:
-        """The process, device or thread that held `count` accesses (None: all) has ended, so they are closed."""
+        """The process, device or thread that held `accesses` accesses (None: all) has ended, so they are closed."""
         self.accesses -= self.accesses if accesses is None else accesses
         return self._settle()
 

@@ -1,7 +1,7 @@
-"""cuda_ipc: the receiver opens the sender's pool by a handle of the driver, and copies blocks out of it, once.
+"""cuda_ipc: the receiver opens the sender's pool by a driver handle, and copies blocks out of it, once.
 
-As with shm, only the receiver writes into its pool, so fencing is exact. The sender sums its blocks on the device
-before it announces them, the receiver while it copies. Both ends are on one host.
+As with shm, only the receiver writes into its pool, so no write follows a cancel. The sender computes checksums on the
+device before it announces blocks, the receiver while it copies. Both ends are on one host.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CudaIpcSend:
         self._summing[slot] = job, copying
 
     def forsake(self, job: Job) -> None:
-        """What is still being summed is finished when it is."""
+        """Checksums in progress are still completed."""
         self._slots.forsake(job, self._link)
 
     def hear(self, frame: Frame) -> None:
@@ -126,7 +126,7 @@ class CudaIpcReceive:
             self._link.settle(claim, frame, digest)
 
     def close(self) -> None:
-        """Only after the last copy the book may hear that nobody writes."""
+        """The transfer table may be told that there are no writers only after the last copy."""
         self._device.drain()
         self._source.close()
 
@@ -138,14 +138,14 @@ class CudaIpc(OnDevice, UnixDoor):
 
     def prepare(self, pool: KvPool, runs: Sequence[Extent] = (), limits: CopyLimits | None = None) -> None:
         super().prepare(pool, runs, limits)
-        with suppress(TransferFailed):  # the next connection raises it again
+        with suppress(TransferFailed):  # the next connection raises this error again
             self._device(pool).export()
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
         try:
             device = self._device(pool)
             exported = device.export()
-        except TransferFailed as failed:  # another transport may do
+        except TransferFailed as failed:  # another transport may work
             raise OSError(failed.message) from failed
         sock.sendall(_HELLO.pack(_MAGIC, pool.num_blocks, pool.block_bytes, len(exported)) + exported)
         await_taken(sock, "pool")

@@ -1,4 +1,5 @@
-"""How the two halves of a path meet: sockets for two ends on one host, and the words before the first frame."""
+"""How the two ends of a transport connect: sockets between two ends on one host, and the messages before the first
+frame."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from typing import Final
 from kvtransfer.frames import BadFrame
 from kvtransfer.paths.path import ReceiveLink
 
-TAKEN: Final = b"PDOK"  # the receiver has what it was offered
+TAKEN: Final = b"PDOK"  # the receiver has accepted the offer
 
 
 class UnixDoor:
-    """Of transports whose two ends share a host."""
+    """The listener of transports whose two ends share a host."""
 
     is_same_host = True
 
@@ -39,14 +40,14 @@ class UnixDoor:
         return sock
 
     def admits(self, sock: socket.socket) -> bool:
-        """This user's processes only."""
+        """Accepts only this user's processes."""
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         _, user, _ = struct.unpack("3i", credentials)
         return bool(user == os.geteuid())
 
 
 def await_taken(sock: socket.socket, what: str) -> None:
-    """The sender's side, blocking: the receiver says TAKEN. Raises OSError where it says or does something else."""
+    """The sender's side, blocking: waits until the receiver sends TAKEN. Raises OSError if it does anything else."""
     answer = b""
     while len(answer) < len(TAKEN):
         received = sock.recv(len(TAKEN) - len(answer))
@@ -58,7 +59,7 @@ def await_taken(sock: socket.socket, what: str) -> None:
 
 
 def receive_patiently(link: ReceiveLink, num_bytes: int, patience_s: float) -> bytes:
-    """From a connection's socket, which does not block. Raises BadFrame where the bytes do not come."""
+    """Reads from a connection's non-blocking socket. Raises BadFrame if the bytes do not come."""
     data = bytearray(num_bytes)
     view, ends_s = memoryview(data), time.monotonic() + patience_s
     while view:

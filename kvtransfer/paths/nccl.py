@@ -11,8 +11,9 @@ fewer that the two budgets have; a receive is queued only once the slot's last c
 and unpacked side by side, on several streams. Messages have one stream and one communicator: NCCL runs what is given to
 a communicator in order, whatever its streams, and both ends must give it in the same order.
 
-A communicator takes device memory, so a process has a bounded number: the pair used longest ago makes room for a new
-one: its sender, asked by its own side or by a CREDIT for the slot LEAVE, closes the connection if no transfer is open.
+A communicator takes device memory, so their number per process is limited. The least recently used pair makes room for
+a new one: its sender is asked, by its own side or by a CREDIT for the slot LEAVE, and closes the connection if no
+transfer is open.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SLOT_BYTES: Final = 16 * 2**20  # of staging; a message costs launches and words
 MOST_SLOTS: Final = 8  # of a pair at each end: 128 MiB are a link of 200 GB/s for the 0.6 ms from packing to credit
 LEAVE: Final = MOST_SLOTS  # a credit for it: the receiver has no room left for this pair
 MOST_PAIRS: Final = 32  # of a process; each takes some 50 to 100 MB of device memory beside its staging
-HANDSHAKE_S: Final = 60.0  # a first communicator takes seconds, while its kernels are loaded
+HANDSHAKE_S: Final = 60.0  # the first communicator takes seconds, because kernels are loaded
 MAX_VERSION_BYTES: Final = 32
 MAX_ID_BYTES: Final = 1024
 _HELLO: Final = struct.Struct("<4s32sQBI")  # magic, library version, bytes per block, slots, bytes of the id behind it
@@ -63,7 +64,7 @@ _MAGIC: Final = b"PDKN"
 class NcclSend:
     def __init__(self, device: Device, lane: Lane, seat: Seat, slots: StagingSlots) -> None:
         self._device, self._lane, self._seat, self._pool = device, lane, seat, device.pool()
-        self._is_asked = False  # to leave
+        self._is_asked = False  # asked to close
         self._slots, self._free = slots, deque(range(len(slots)))
         self._packing: dict[int, tuple[Job, Copying]] = {}  # by slot
         self._announced: dict[int, int] = {}  # bytes, by slot
@@ -91,7 +92,7 @@ class NcclSend:
         self._packing[slot] = job, copying
 
     def forsake(self, job: Job) -> None:
-        """Packing is short, and what is packed reads no source block."""
+        """Packing is short, and packed chunks no longer read source blocks."""
 
     def hear(self, frame: Frame) -> None:
         if frame.slot == LEAVE:
@@ -132,7 +133,8 @@ class NcclSend:
 
 @dataclass(slots=True)
 class _Slot:
-    """What lies in a staging slot of the receiver: nothing, a chunk under way, or one that is unpacked."""
+    """The content of a staging slot of the receiver: nothing, a chunk in transfer, or a chunk that is being
+    unpacked."""
 
     frame: Frame
     claim: Claim | None
@@ -146,7 +148,7 @@ class NcclReceive:
         self._link, self._device, self._lane, self._seat = link, device, lane, seat
         self._pool, self._staging = device.pool(), staging
         self._slots: dict[int, _Slot] = {}
-        self._next: dict[int, tuple[Frame, Claim | None]] = {}  # announced for a slot that is still unpacked
+        self._next: dict[int, tuple[Frame, Claim | None]] = {}  # announced for a slot that is still being unpacked
         seat.ask = self._ask
 
     def check(self, frame: Frame) -> None:
@@ -220,7 +222,7 @@ class Nccl(OnDevice, TcpDoor):
 
     def prepare(self, pool: KvPool, runs: Sequence[Extent] = (), limits: CopyLimits | None = None) -> None:
         super().prepare(pool, runs, limits)
-        with suppress(TransferFailed):  # the next connection raises it again
+        with suppress(TransferFailed):  # the next connection raises this error again
             self._lanes()  # imports CuPy, which takes seconds with the GIL held
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
@@ -233,7 +235,7 @@ class Nccl(OnDevice, TcpDoor):
             hello = _HELLO.pack(_MAGIC, _padded(lanes.version), pool.block_bytes, share.num_slots, len(lane_id))
             sock.settimeout(HANDSHAKE_S)
             sock.sendall(hello + lane_id)
-            # Not before the other end has said that it will come: a rank that waits alone cannot be called back.
+            # Only after the other end has confirmed that it will join: a rank that waits alone cannot be interrupted.
             await_taken(sock, "communicator")
             share.shrink(_slots_in(sock.recv(_SLOTS.size), share.num_slots))
             lane = lanes.join(device, lane_id, 0)
@@ -244,7 +246,7 @@ class Nccl(OnDevice, TcpDoor):
                 seat.leave()
             if share is not None:
                 share.close()
-            if isinstance(error, TransferFailed):  # another transport may do
+            if isinstance(error, TransferFailed):  # another transport may work
                 raise OSError(error.message) from error
             raise
 
@@ -294,7 +296,7 @@ def _closed_on_error(lane: Lane) -> Iterator[None]:
 def _close(device: Device, lane: Lane, seat: Seat, staging: StagingSlots) -> None:
     try:
         lane.close()
-    except TransferFailed as failed:  # it may still touch staging, which it keeps as it keeps its place
+    except TransferFailed as failed:  # it may still write into staging, so it keeps its staging and its place
         log.warning("an NCCL pair does not end", extra={"error": failed.message})
         device.drain()
         return

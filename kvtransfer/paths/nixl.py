@@ -5,14 +5,13 @@
                                                             DONE: copies under the claim, sums what landed, settles
     may post to the slot again                      <-----  CREDIT(slot)
 
-The receiver's own thread is the only writer of its pool. A write by the sender, or a read that goes straight into the
-pool, would have to be waited for after an abort, and the library can neither end one nor prove that it has ended
-(kvtransfer/nixl_agent.py); so an abort would hold blocks for as long as a dead peer's transport likes. One copy more,
-of a chunk that lies in the cache, is the price. A sender that is late or dead can at worst change what is about to be
-summed.
+The receiver's own thread is the only writer of its pool. After an abort, a write by the sender or a read directly into
+the pool would have to be waited for, but the library can neither end one nor prove that it has ended
+(kvtransfer/nixl_agent.py). A dead peer could then block memory indefinitely. The cost is one more copy, of a chunk that
+is in the cache. A late or dead sender can at worst change bytes before their checksum is computed.
 
-Pools are in host memory, over UCX. NIXL has no registration that is for reading only: who is given the metadata could
-write too, so it goes to receivers that came with a ticket, and covers the pool and nothing else.
+Pools are in host memory, over UCX. NIXL has no read-only registration: a process with the metadata could also write. So
+the metadata is given only to receivers with a ticket, and covers only the pool.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
 
 NIXL: Final = transfer_pb2.TRANSPORT_KIND_NIXL
-WINDOW: Final = 3  # chunks: one is summed, one is read, one is copied
-HANDSHAKE_S: Final = 30.0  # in a new process the other side makes its agent first, and registers its pool
+WINDOW: Final = 3  # chunks: one is being hashed, one read, one copied
+HANDSHAKE_S: Final = 30.0  # in a new process the other side first makes its agent and registers its pool
 MAX_METADATA_BYTES: Final = 65_536  # some 450 with UCX on one host
 _HELLO: Final = struct.Struct("<4sIQQI")  # magic, blocks, bytes per block, address, bytes of the metadata that follow
 _MAGIC: Final = b"PDKX"
@@ -79,7 +78,7 @@ class NixlSend:
         pass
 
     def close(self) -> None:
-        """Others may read on: their connection is gone, and with it what they could commit."""
+        """Other processes may still be reading. Their connection is gone, so they cannot commit anything."""
         self._agent.serve(-len(self._slots))
         self._slots.clear()
 
@@ -106,14 +105,14 @@ class NixlReceive:
         self._reading[frame.slot] = frame, claim, read
 
     def poll(self) -> None:
-        """Raises TransferFailed where a read failed: who cannot read this sender ends its connection."""
+        """Raises TransferFailed if a read failed, which ends the connection."""
         for slot, (frame, claim, read) in list(self._reading.items()):
             if read.is_done:
                 del self._reading[slot]
                 self._take(frame, claim)
 
     def close(self) -> None:
-        """Reads that are under way go to staging, as long as they like."""
+        """Reads in progress go to staging, however long they take."""
         self._reader.close()
 
     def _take(self, frame: Frame, claim: Claim) -> None:
@@ -141,7 +140,7 @@ class NixlReceive:
 
 @final
 class Nixl(TcpDoor):
-    """A process has one agent for what it sends, of all its pools, and one for what it receives."""
+    """A process has one agent for sending, for all its pools, and one for receiving."""
 
     kind: int = NIXL
     name = "nixl"

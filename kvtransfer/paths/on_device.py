@@ -19,13 +19,13 @@ DeviceOf = Callable[[KvPool], Device]
 
 
 def wake_nobody() -> None:
-    """Of work that is drained, or followed by other work that wakes."""
+    """For work that is waited for, or followed by other work that wakes the thread."""
 
 
 class OnDevice:
     is_for_hosts, is_for_devices = False, True
-    divides_blocks = True  # where a part of a block is equal runs of bytes
-    packages: tuple[str, ...] = ()  # that it needs beside torch and Triton
+    divides_blocks = True  # if a part of a block is equal runs of bytes
+    packages: tuple[str, ...] = ()  # packages that it needs besides torch and Triton
 
     def __init__(self, device_of: DeviceOf | None = None) -> None:
         """`device_of` stands in for CUDA."""
@@ -39,10 +39,11 @@ class OnDevice:
         return why_no_cuda(*self.packages)
 
     def prepare(self, pool: KvPool, runs: Sequence[Extent] = (), limits: CopyLimits | None = None) -> None:
-        """The first copies of a process import, compile and load for seconds, in which its connections would be silent
-        and taken for dead. Called before there are any, with all runs of a block that will be copied.
+        """The first copies of a process import, compile and load for seconds, during which its connections would be
+        silent and assumed dead. So this is called before there are connections, with all runs of a block that will be
+        copied.
 
-        A kernel is compiled for each combination of alignments, so one run of each will do: to its place in another
+        A kernel is compiled for each combination of alignments, so one run of each is enough: to its place in another
         block, and into blocks of its own size and back.
         """
         device = self._device(pool, limits)
@@ -94,8 +95,8 @@ def announce_packed(
     told_slot: int = 0,
     length: int = 0,
 ) -> None:
-    """Of a chunk that has been copied into a slot of staging: says its frame, or frees the slot where its transfer is
-    over. `told_slot` and `length` are the frame's."""
+    """Sends the frame of a chunk that was copied into a slot of staging, or frees the slot if its transfer has ended.
+    `told_slot` and `length` are the frame's."""
     try:
         head = link.head(job, digest, slot=told_slot, length=length) if job.departure.session.is_open else b""
     except StaleSource as stale:
@@ -110,5 +111,5 @@ def announce_packed(
 
 
 def _one_of_each(runs: Sequence[Extent]) -> list[Extent]:
-    """Alignments are told apart at 16 bytes of addresses and at 16 words of sizes."""
+    """Alignments differ at multiples of 16 bytes of addresses, and of 16 words of sizes."""
     return list({(one.first % 16, one.num_bytes % 64): one for one in reversed(runs)}.values())

@@ -1,9 +1,8 @@
-"""What a transport fills in.
+"""The protocols that a transport implements.
 
-The connection is the same for every transport: a stream socket for frames, one thread and one book on each side. A
-path is how the bytes of an announced chunk travel: behind their frame (tcp), copied by the receiver from the sender's
-pool (shm), or by a library of their own. Each side has a half, which only the connection's
-thread calls.
+The connection is the same for every transport: a stream socket for frames, one thread and one transfer table on each
+side. A path is how the bytes of an announced chunk are moved: behind their frame (tcp), copied by the receiver from the
+sender's pool (shm), or by a library. Each side has one half of the path, which only the connection's thread calls.
 
     sender                                          receiver
     post(job): the frame, through the link  ------> land(frame, claim), where the book allowed a claim
@@ -32,7 +31,7 @@ from pdserve.engine.interface import KvPool
 
 
 class SendLink(Protocol):
-    """What a path asks of its connection on the prefill side."""
+    """What a path needs from its connection on the prefill side."""
 
     pool: KvPool
     memory: memoryview  # the pool's, read-only
@@ -44,10 +43,10 @@ class SendLink(Protocol):
         ...
 
     def head(self, job: Job, checksum: bytes, *, slot: int = 0, length: int = 0) -> bytes:
-        """The chunk's frame with its stamps; `length` bytes of the path's own follow it on the socket.
+        """The chunk's frame with its stamps; `length` bytes of the path follow it on the socket.
 
-        To be asked for once the bytes have been copied or their checksum taken. Raises StaleSource, which `post`
-        lets through: nothing of the job was posted, and nobody reads its source blocks any more.
+        Call it after the bytes were copied or their checksum computed. Raises StaleSource, which `post` passes on:
+        nothing of the job was posted, and its source blocks are no longer read.
         """
         ...
 
@@ -56,23 +55,23 @@ class SendLink(Protocol):
         ...
 
     def extent_of(self, job: Job) -> Extent:
-        """The same, of each block, for a pool on a device, where a part is equal runs of bytes."""
+        """The same for each block of a pool on a device, where a part is equal runs of bytes."""
         ...
 
     def finished(self, job: Job) -> None:
-        """Nobody reads the job's source blocks any more, whether all of it went out or not."""
+        """The job's source blocks are no longer read, whether all of it was sent or not."""
         ...
 
     def stale(self, job: Job, error: str) -> None:
-        """For a path that asks for the head after `post` has returned: StaleSource was raised, with this text."""
+        """For a path that calls `head` after `post` has returned: StaleSource was raised, with this text."""
         ...
 
     def wake(self) -> None:
-        """From any thread: `poll` has something to find."""
+        """From any thread: `poll` has something to do."""
         ...
 
     def retire(self) -> None:
-        """Ends the connection (raises Gone) where no transfer of it is open; who starts the next makes a new one."""
+        """Ends the connection (raises Gone) if it has no open transfer. The next transfer makes a new connection."""
         ...
 
 
@@ -85,7 +84,7 @@ class SendPath(Protocol):
 
     @property
     def chunk_bytes(self) -> int | None:
-        """The most that the next chunk may have; None: as much as the receiver agreed to."""
+        """The maximum number of bytes of the next chunk; None: the limit agreed with the receiver."""
         ...
 
     @property
@@ -98,28 +97,28 @@ class SendPath(Protocol):
         ...
 
     def forsake(self, job: Job) -> None:
-        """The job's transfer has failed: `link.finished` is to come as soon as can be. May be called again."""
+        """The job's transfer has failed: `link.finished` must be called as soon as possible. May be called again."""
         ...
 
     def hear(self, frame: Frame) -> None:
-        """A CREDIT of the receiver's half. Raises BadFrame on what that half would not say."""
+        """A CREDIT of the receiver's half. Raises BadFrame on an invalid one."""
         ...
 
     def poll(self) -> None: ...
 
     def close(self) -> None:
-        """Afterwards nothing of this path reads the pool."""
+        """After this call, the path does not read the pool."""
         ...
 
 
 class ReceiveLink(Protocol):
-    """What a path asks of its connection on the decode side."""
+    """What a path needs from its connection on the decode side."""
 
     pool: KvPool
     memory: memoryview  # the pool's
     block_bytes: int
-    chunk_bytes: int  # the most that one chunk may have
-    source: Lanes  # of the sender's blocks, for who reads them in the sender's pool
+    chunk_bytes: int  # the maximum size of one chunk
+    source: Lanes  # layout of the sender's blocks, for paths that read them in the sender's pool
     target: Lanes  # of this pool's blocks
     channel: Channel
     checksum: Checksum  # that the pair has agreed on
@@ -127,7 +126,7 @@ class ReceiveLink(Protocol):
     def digest(self, views: Iterable[memoryview]) -> bytes: ...
 
     def views(self, claim: Claim) -> list[memoryview]:
-        """Where the claim's bytes belong in the pool, in the order in which they come."""
+        """The places of the claim's bytes in the pool, in the order in which they arrive."""
         ...
 
     def size_of(self, frame: Frame) -> int:
@@ -135,7 +134,7 @@ class ReceiveLink(Protocol):
         ...
 
     def enter(self, claim: Claim) -> bool:
-        """Opens one write into the claim's blocks. False: the transfer is over, and not a byte may be written."""
+        """Opens one write into the claim's blocks. False: the transfer has ended, and no byte may be written."""
         ...
 
     def leave(self, claim: Claim) -> None:
@@ -143,7 +142,7 @@ class ReceiveLink(Protocol):
         ...
 
     def settle(self, claim: Claim, frame: Frame, checksum: bytes) -> None:
-        """All of the chunk is in place, and this is the checksum of what lies there. Any thread may call it."""
+        """The whole chunk is in place, and this is the checksum of the received bytes. Any thread may call it."""
         ...
 
 
@@ -151,38 +150,38 @@ class ReceivePath(Protocol):
     """The receiver's half."""
 
     def check(self, frame: Frame) -> None:
-        """Raises BadFrame on a chunk that no sender's half announces; the number of blocks has been checked."""
+        """Raises BadFrame on an invalid chunk; the number of blocks was checked before."""
         ...
 
     def land(self, frame: Frame, claim: Claim | None) -> None:
-        """Takes a chunk in; without a claim its bytes go nowhere. Settles it, now or from `poll`."""
+        """Receives a chunk; without a claim its bytes are discarded. Settles it, now or from `poll`."""
         ...
 
     def poll(self) -> None: ...
 
     def close(self) -> None:
-        """Afterwards nobody, here or on the other side, can write into the pool by this path."""
+        """After this call, neither side can write into the pool through this path."""
         ...
 
 
 class Transport(Protocol):
-    """How the two halves of one kind find each other."""
+    """How the two halves of one transport connect."""
 
     kind: int  # of TransportKind
     name: str
-    is_same_host: bool  # both ends must be able to share memory
-    is_for_hosts: bool  # a pool in host memory may be at an end of it
-    is_for_devices: bool  # a pool on a GPU may be
-    divides_blocks: bool  # it sends blocks in groups of layers, too
+    is_same_host: bool  # requires that both ends can share memory
+    is_for_hosts: bool  # supports pools in host memory
+    is_for_devices: bool  # supports pools on a GPU
+    divides_blocks: bool  # can send blocks in groups of layers
 
     def why_not(self, *, is_on_host: bool = True) -> str:
-        """What this system lacks for it with a pool there; empty where it can be had."""
+        """What this system lacks for it, for a pool on such a device; empty if it can be used."""
         ...
 
     def listen(self, host: str) -> socket.socket: ...
 
     def address(self, door: socket.socket) -> str:
-        """What a sender is told of the listening socket."""
+        """The address of the listening socket, for senders."""
         ...
 
     def dial(self, address: str, endpoint: str, timeout_s: float) -> socket.socket:
@@ -190,11 +189,11 @@ class Transport(Protocol):
         ...
 
     def admits(self, sock: socket.socket) -> bool:
-        """Whether a socket that came in may speak at all, before its ticket is read."""
+        """Whether an accepted socket may continue, before its ticket is read."""
         ...
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
-        """After the ticket: what the halves tell each other before the first frame. Blocking. Raises OSError."""
+        """After the ticket: the messages of the halves before the first frame. Blocking. Raises OSError."""
         ...
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:

@@ -1,4 +1,4 @@
-"""Which transports there are. A new one is one file here and one line below."""
+"""The list of transports. A new one needs one file in this folder and one line below."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from pdserve.engine.interface import KvPool
 #: The preferred first.
 _IN_ORDER: Final[tuple[Transport, ...]] = (CudaIpc(), Nccl(), Shm(), Tcp(), Nixl(), TcpStaged())
 TRANSPORTS: Final[dict[int, Transport]] = {one.kind: one for one in _IN_ORDER}
-NAMES: Final = ("auto", *(one.name for one in _IN_ORDER if one.name != TcpStaged.name))  # of a setting
+NAMES: Final = ("auto", *(one.name for one in _IN_ORDER if one.name != TcpStaged.name))  # values of a setting
 
 
 def kinds(name: str, *, is_on_host: bool = True) -> tuple[int, ...]:
-    """Numbers of TransportKind, the preferred first; auto: all that this system has for such a pool.
+    """Numbers of TransportKind, the preferred first; auto: all that this system supports for such a pool.
 
-    tcp of a pool on a GPU is tcp_staged, which `auto` has for every pool. Raises ConfigError.
+    tcp for a pool on a GPU is tcp_staged, which `auto` includes for every pool. Raises ConfigError.
     """
     if name not in (*NAMES, TcpStaged.name):
         raise ConfigError("transport", name, "one of " + ", ".join(NAMES))
@@ -52,7 +52,8 @@ def kinds(name: str, *, is_on_host: bool = True) -> tuple[int, ...]:
 def prepare(
     pool: KvPool, numbers: Sequence[int], runs: Sequence[Extent] = (), limits: CopyLimits | None = None
 ) -> None:
-    """What would take seconds in the first transfer of a pool on a GPU, whose blocks may leave by these runs of bytes.
+    """Does in advance what would take seconds in the first transfer of a pool on a GPU. Its blocks may be sent by these
+    runs of bytes.
 
     May raise TransferFailed.
     """
@@ -64,12 +65,12 @@ def prepare(
 
 
 def divides_blocks(numbers: Sequence[int]) -> bool:
-    """Whether a block can travel in groups of layers, whichever of these transports a pair takes."""
+    """Whether a block can be sent in groups of layers by every one of these transports."""
     return all(TRANSPORTS[kind].divides_blocks for kind in numbers)
 
 
 def fence_of(pool: KvPool, numbers: Sequence[int]) -> Fence | None:
-    """What the pool's device has queued until now and nobody has waited for; None of a pool in host memory."""
+    """The work that the pool's device has queued so far; None for a pool in host memory."""
     if pool.is_on_host:
         return None
     for transport in (TRANSPORTS[kind] for kind in numbers):

@@ -1,7 +1,7 @@
 """shm: the receiver maps the sender's pool and copies blocks out of it, once.
 
-Only the receiver writes into its pool, so fencing is exact: a sender that is late, mad or dead can at worst change
-what the receiver is about to read, and then the checksum differs from the one that was taken before.
+Only the receiver writes into its pool, so no write follows a cancel. A late, faulty or dead sender can at worst change
+bytes before the receiver reads them, and the checksum then differs from the announced one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from pdserve.v1 import transfer_pb2
 
 SHM: Final = transfer_pb2.TRANSPORT_KIND_SHM
 
-# The sender hashes a chunk while the receiver copies the one before it out of the cache that the hash has filled:
-# so a few chunks must fit into the last-level cache, and each must be worth a system call on both sides.
+# The sender hashes a chunk while the receiver copies the previous one, which the hash has brought into the cache. So a
+# few chunks must fit into the last-level cache, and each must be large compared with a system call on both sides.
 CHUNK_BYTES: Final = 4 * 2**20
-WINDOW: Final = 3  # chunks that are announced and not yet copied
+WINDOW: Final = 3  # chunks that are announced but not yet copied
 _LEAST_CHUNK_BYTES: Final = CHUNK_BYTES // 2 ** (WINDOW - 1)
 HANDSHAKE_S: Final = 5.0
 
@@ -47,7 +47,7 @@ class ShmSend:
 
     @property
     def chunk_bytes(self) -> int:
-        """The less the receiver has to do, the smaller, so that it begins soon."""
+        """Smaller if the receiver has little to do, so that it begins soon."""
         return _LEAST_CHUNK_BYTES << len(self._slots)
 
     @property

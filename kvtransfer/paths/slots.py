@@ -1,6 +1,6 @@
-"""Chunks that the receiver reads out of the sender's pool: announced by slot, with the numbers of their source blocks.
+"""Chunks that the receiver reads from the sender's pool: announced by slot, with the numbers of their source blocks.
 
-The sender may post as many as there are slots; the receiver gives a slot back once it reads the source no more.
+The sender may post one chunk per slot. The receiver returns a slot once it no longer reads the source.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Slots:
 
     def __init__(self, count: int) -> None:
         self._free = deque(range(count))
-        self._out: dict[int, Job | None] = {}  # announced; None: given up meanwhile
+        self._out: dict[int, Job | None] = {}  # announced; None: abandoned in the meantime
 
     def __len__(self) -> int:
         """How many are announced."""
@@ -34,14 +34,14 @@ class Slots:
         return bool(self._free)
 
     def take(self) -> int:
-        """A slot for a chunk that is to be announced, or put back."""
+        """A slot for a chunk that will be announced or returned."""
         return self._free.popleft()
 
     def put_back(self, slot: int) -> None:
         self._free.append(slot)
 
     def announce(self, slot: int, job: Job, link: SendLink, digest: bytes) -> None:
-        """Raises what `link.head` raises; the slot is free again then."""
+        """Raises what `link.head` raises; the slot is then free again."""
         numbers = array("I", job.chunk.sources).tobytes()
         try:
             head = link.head(job, digest, slot=slot, length=len(numbers))
@@ -52,13 +52,13 @@ class Slots:
         link.writer.say(head + numbers)
 
     def forsake(self, job: Job, link: SendLink) -> None:
-        """At once: whatever the receiver still reads of it belongs to a transfer that it will not commit."""
+        """Immediate: anything that the receiver still reads belongs to a transfer that it will not commit."""
         for slot in [slot for slot, one in self._out.items() if one is job]:
             self._out[slot] = None
             link.finished(job)
 
     def hear(self, frame: Frame, link: SendLink) -> None:
-        """The receiver gives a slot back. Raises BadFrame where it has none."""
+        """The receiver returns a slot. Raises BadFrame if it has none."""
         if frame.slot not in self._out:
             raise BadFrame(f"credit for slot {frame.slot}, which is not in use")
         job = self._out.pop(frame.slot)
@@ -67,7 +67,7 @@ class Slots:
             link.finished(job)
 
     def clear(self) -> None:
-        """Nothing is announced any more: the connection is gone."""
+        """The connection is gone, so no chunk is announced any more."""
         self._out.clear()
 
 
@@ -78,7 +78,7 @@ def check_numbers(frame: Frame, num_slots: int) -> None:
 
 
 def read_numbers(link: ReceiveLink, frame: Frame, num_blocks: int) -> array[int]:
-    """The source blocks of a chunk. Raises BadFrame on a block that the sender's pool does not have."""
+    """The source blocks of a chunk. Raises BadFrame on a block outside the sender's pool."""
     data = bytearray(frame.length)
     link.channel.fill(memoryview(data))
     numbers = array("I", bytes(data))

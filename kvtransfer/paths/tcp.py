@@ -1,4 +1,4 @@
-"""tcp: a chunk's bytes follow its frame, from the source blocks into the socket, from there into the granted ones."""
+"""tcp: a chunk's bytes follow its frame, from the source blocks through the socket into the granted blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TCP: Final = transfer_pb2.TRANSPORT_KIND_TCP
 
 _ANY_HOST: Final = ("0.0.0.0", "::", "")
 CHUNK_BYTES: Final = 4 * 2**20
-WAKE_BYTES: Final = 2**20  # fewer are not worth a system call, a lock and a wake
+WAKE_BYTES: Final = 2**20  # smaller reads are not worth a system call, a lock and a wake
 _SCRATCH_BYTES: Final = 64 * 1024
 
 
@@ -42,7 +42,7 @@ class TcpSend:
         link.writer.stream([memoryview(head), *views], lambda: link.finished(job))
 
     def forsake(self, job: Job) -> None:
-        """The frame must be completed for the next one to be understood, so the rest goes out from a copy."""
+        """The frame must be completed so that the next one can be parsed. The rest is sent from a copy."""
         self._link.writer.detach()
 
     def hear(self, frame: Frame) -> None:
@@ -57,7 +57,7 @@ class TcpSend:
 
 @final
 class TcpReceive:
-    """Reads straight into the granted blocks, and asks the book before each read."""
+    """Reads directly into the granted blocks, and asks the transfer table before each read."""
 
     def __init__(self, link: ReceiveLink) -> None:
         self._link = link
@@ -98,7 +98,7 @@ class TcpReceive:
 
 
 def discard(channel: Channel, num_bytes: int) -> None:
-    """Reads bytes of which nobody has use."""
+    """Reads and discards bytes."""
     channel.wake_at(1)
     scratch = memoryview(bytearray(min(num_bytes, _SCRATCH_BYTES)))
     while num_bytes:
@@ -109,7 +109,7 @@ def discard(channel: Channel, num_bytes: int) -> None:
 
 
 class TcpDoor:
-    """Of transports whose ends may be anywhere."""
+    """The listener of transports whose ends may be on any hosts."""
 
     is_same_host = False
 

@@ -6,9 +6,9 @@
     the slot is free once the socket has taken it          to the device, then scattered under the claim: settle
 
 The two steps of a slot share a stream; slots use several, so that one gathers while another is copied to the host.
-Either end may be in host memory, where a slot is filled and emptied at once: so a pair that has nothing else has this.
-The device sums blocks while it gathers and scatters them, and the two sums are compared: what happened to the bytes in
-between, in the copies of the driver too, shows.
+Either end may be in host memory, where a slot is filled and emptied immediately, so every pair can use this transport.
+The devices compute checksums while they gather and scatter, and the two are compared. This detects every error in
+between, also in the driver's copies.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
 
 TCP_STAGED: Final = transfer_pb2.TRANSPORT_KIND_TCP_STAGED
-SLOT_BYTES: Final = 8 * 2**20  # a launch and a wake take half a millisecond, as do these bytes at 16 GB/s
-_LOOK_S: Final = 0.1  # a wake may have been spent on something else
+SLOT_BYTES: Final = 8 * 2**20  # a launch and a wake take as long as these bytes at 16 GB/s
+_LOOK_S: Final = 0.1  # a wake may have been used for something else
 MOST_SLOTS: Final = 8  # of a connection at each end: 55 GB/s of PCIe for a millisecond, from launch to wake
 
 
@@ -70,7 +70,7 @@ class TcpStagedSend:
         self._filling[slot] = job, gathering, moving
 
     def forsake(self, job: Job) -> None:
-        """Gathering is short, and what is gathered reads no source block."""
+        """Gathering is short, and gathered chunks no longer read source blocks."""
 
     def hear(self, frame: Frame) -> None:
         raise BadFrame("credit, which tcp_staged has no use for")
@@ -142,7 +142,7 @@ class TcpStagedReceive:
             self._link.settle(claim, frame, digest)
 
     def close(self) -> None:
-        """Only after the last copy the book may hear that nobody writes."""
+        """The transfer table may be told that there are no writers only after the last copy."""
         self._device.drain()
         self._slots.close()
 
@@ -151,7 +151,7 @@ class TcpStagedReceive:
 class TcpStaged(OnDevice, TcpDoor):
     kind: int = TCP_STAGED
     name = "tcp_staged"
-    is_for_hosts = True  # where the other end is on a device
+    is_for_hosts = True  # if the other end is on a device
 
     def __init__(self, device_of: DeviceOf | None = None) -> None:
         """`device_of` stands in for CUDA."""
@@ -161,7 +161,7 @@ class TcpStaged(OnDevice, TcpDoor):
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
         try:
             return TcpStagedSend(self._end(pool, host_view(pool).toreadonly(), pool.block_bytes), pool.block_bytes)
-        except TransferFailed as failed:  # another transport may do
+        except TransferFailed as failed:  # another transport may work
             raise OSError(failed.message) from failed
 
     def receiver(self, link: ReceiveLink) -> ReceivePath:
