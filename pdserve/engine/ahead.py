@@ -1,7 +1,7 @@
-"""Any engine as one that takes a step ahead: it computes a step when that is waited for.
+"""Wraps any engine as one that supports one step ahead. It computes a step when the caller waits for it.
 
-Nothing is gained by it on a CPU, where the engine thread computes itself; it is how one step ahead is tried out
-without a GPU, token for token.
+On a CPU this gains nothing, because the engine thread itself computes. It is used to test steps ahead without a GPU,
+token for token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LazyFlight:
         self.unsampled = ()
 
     def wait(self) -> Sequence[RowOut]:
-        """Plain outputs in the short form, as engines give them that take steps ahead by themselves."""
+        """Converts plain outputs to the compact form that engines with steps ahead return."""
         if self.unsampled:
             raise InternalError(f"rows {list(self.unsampled)} were not sampled before they are waited for")
         outs = self._engine.step([self._known(row) for row in self._rows])
@@ -47,7 +47,7 @@ class LazyFlight:
         if self._after is None or self._after.outs is None:
             raise InternalError("a step is waited for before the one that it follows")
         drawn = self._after.outs[row.follows].drawn
-        if not drawn:  # the sequence has ended: nothing of the row counts
+        if not drawn:  # the sequence has ended: the row's output is ignored
             return replace(row, tokens=(0,), follows=None, sample=None)
         token = drawn[0].token_id
         return replace(row, tokens=(token,), history=[*row.history[: row.start], token], follows=None)

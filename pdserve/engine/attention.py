@@ -1,4 +1,5 @@
-"""Attention over the paged pool: what each row may see (built once per step), and the product (once per layer)."""
+"""Attention over the paged pool: the visible positions of each row (once per step), and the computation (once per
+layer)."""
 
 # Shapes: B rows, Q query tokens per row, H query heads, K kv heads, G = H / K, D head dim,
 #         P blocks per row, C tokens per block, S = P * C positions, R = G * Q queries of one kv head.
@@ -16,14 +17,14 @@ from torch import Tensor
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.sending import to_device
 
-# On a CPU the queries of a long chunk take turns, each tile with the keys that one of it sees: torch's kernel works
-# on 64 queries at a time, and under a mask it computes what no query sees as well.
+# On a CPU the queries of a long chunk are computed in tiles, each with the keys that any of its queries sees. torch's
+# kernel works on 64 queries at a time, and with a mask it would also compute masked positions.
 _TILE_QUERIES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Some queries of each row, the gathered positions that any of them sees, and which of these each sees."""
+    """Some queries of each row, the gathered positions that any of them sees, and the mask."""
 
     queries: slice
     keys: slice
@@ -32,11 +33,12 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The blocks that a group of rows reads, and what each query sees of their positions."""
+    """The blocks that a group of rows reads, and the positions that each query sees."""
 
     block_BP: Tensor
     tiles: tuple[Tile, ...]
-    # Of a single row that sees all before it: its positions, the queries' included. Flash attention needs no mask then.
+    # For a single row without a window: its number of positions, including the queries. Flash attention then needs no
+    # mask.
     chunk_end: int | None = None
 
 
@@ -48,10 +50,10 @@ def make_context(
     block_size: int,
     device: torch.device,
 ) -> Context:
-    """Row b asks with positions starts[b] .. starts[b] + num_queries - 1, and tables[b] are all its blocks.
+    """The queries of row b are at positions starts[b] .. starts[b] + num_queries - 1, and tables[b] are all its blocks.
 
-    Blocks that lie wholly outside the window are not read. Short rows repeat one of their own blocks: it is masked,
-    and its values are finite.
+    Blocks that lie wholly outside the window are not read. Short rows are padded with one of their own blocks, which is
+    masked and has finite values.
     """
     firsts, pages = [], []
     for table, start in zip(tables, starts, strict=True):
@@ -66,7 +68,7 @@ def make_context(
     is_seen_BQS = key_B1S <= query_BQ1
     if window is not None:
         is_seen_BQS &= key_B1S > query_BQ1 - window
-    # In gathered positions, where each row's first block stands at 0.
+    # In gathered positions: each row's first block begins at 0.
     shifts = [start - first * block_size for start, first in zip(starts, firsts, strict=True)]
     size = _TILE_QUERIES if device.type == "cpu" else num_queries
     tiles = []
@@ -89,9 +91,8 @@ def attend(
 ) -> Tensor:
     """softmax(cap(scale * q k)) v over the context, [B * Q, H * D].
 
-    `scale` is 1 / sqrt(D) where None; cap(x) is softcap * tanh(x / softcap), or x where softcap is None.
-    The G query heads that share a kv head are folded into its query axis, so that keys and values are never
-    repeated, whichever kernel torch picks.
+    `scale` None means 1 / sqrt(D). cap(x) is softcap * tanh(x / softcap), or x if softcap is None. The G query heads
+    that share a kv head are folded into its query axis, so that no kernel repeats keys and values.
     """
     num_rows, num_queries, num_heads, head_dim = q_BQHD.shape
     k_BKSD, v_BKSD = pool.read(layer, context.block_BP, q_BQHD.dtype)
@@ -114,13 +115,13 @@ def attend(
 def attend_chunk(q_1QHD: Tensor, k_1KSD: Tensor, v_1KSD: Tensor, end: int, scale: float | None) -> Tensor:
     """One row's last Q of `end` positions, each seeing all up to itself: [Q, H * D].
 
-    The mask is a corner that flash attention knows, so a chunk costs what its products cost and no [Q, S] is stored.
+    Flash attention supports this causal mask, so a chunk costs only its products and no [Q, S] mask is stored.
     """
     num_queries = q_1QHD.shape[1]
     q_1HQD, k_1KSD, v_1KSD = q_1QHD.transpose(1, 2), k_1KSD[:, :, :end], v_1KSD[:, :, :end]
     if q_1QHD.is_cuda and is_for_flash(q_1QHD):
         return flash_chunk(q_1HQD, k_1KSD, v_1KSD, scale)
-    from torch.nn.attention.bias import causal_lower_right  # two seconds to import, and for CUDA only
+    from torch.nn.attention.bias import causal_lower_right  # takes two seconds to import, and is needed for CUDA only
 
     mask: Any = causal_lower_right(num_queries, end)
     out_1HQD = F.scaled_dot_product_attention(q_1HQD, k_1KSD, v_1KSD, mask, scale=scale, enable_gqa=True)
@@ -135,8 +136,8 @@ def is_for_flash(q: Tensor) -> bool:
 def flash_chunk(q_1HQD: Tensor, k_1KSD: Tensor, v_1KSD: Tensor, scale: float | None) -> Tensor:
     """`attend_chunk` by flash attention and nothing else: [Q, H * D].
 
-    On Hopper torch may prefer cuDNN, which plans anew for every pair of lengths that it has not seen: 25 to 40 ms of
-    the host. This operation's causal corner is the lower right one, whatever the two lengths.
+    On Hopper torch may prefer cuDNN, which needs 25 to 40 ms of host time to plan each new pair of lengths. The causal
+    mask of this operation is aligned to the lower right corner.
     """
     out_1HQD: Tensor
     out_1HQD, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q_1HQD, k_1KSD, v_1KSD, 0.0, True, scale=scale)

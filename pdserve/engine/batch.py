@@ -1,4 +1,4 @@
-"""Turns the rows of a step into tensors: tokens packed with decode rows first, where KV goes, who sees what."""
+"""Turns the rows of a step into tensors: packed tokens with decode rows first, places for KV, and attention groups."""
 
 # Shapes: T tokens in the packed batch, R rows, U tokens whose final state is read.
 
@@ -21,18 +21,18 @@ from pdserve.engine.sending import to_device
 
 
 class RowKernel(Protocol):
-    """Attention that reads blocks where they lie, for rows of few queries: the CPU's or the GPU's."""
+    """Paged attention for rows of few queries, on the CPU or the GPU."""
 
     @property
     def most_queries(self) -> int: ...
 
     def plan(self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]) -> Any:
-        """Row i asks with counts[i] positions from starts[i] on. What comes back has `num_tokens`, their sum."""
+        """Row i has counts[i] queries, at positions from starts[i] on. The result has `num_tokens`, their sum."""
         ...
 
 
 class ChunkKernel(Protocol):
-    """Attention for rows of many queries, all at once: the GPU's."""
+    """Attention for all rows of many queries at once, on the GPU."""
 
     def plan(
         self,
@@ -43,7 +43,7 @@ class ChunkKernel(Protocol):
         first: int,
         windows: Iterable[int | None],
     ) -> Any:
-        """Rows as above, whose first token is number `first` of the packed batch."""
+        """Rows as above; their first token is number `first` of the packed batch."""
         ...
 
 
@@ -61,15 +61,15 @@ class Group:
 class Batch:
     token_T: Tensor
     position_T: Tensor
-    block_T: Tensor  # where the token's KV goes: block and offset in it
+    block_T: Tensor  # place of the token's KV: block and offset in it
     offset_T: Tensor
-    fresh_blocks: Tensor  # begin a life in this step and are not filled by it
+    fresh_blocks: Tensor  # blocks that are new in this step and not filled by it
     kernel: RowKernel | None
-    paged: Any | None  # its plan of the first tokens, which it attends for
-    chunks: Any | None  # a ChunkKernel's plan of all other tokens
-    groups: tuple[Group, ...]  # the rows that are neither
-    # Packed indices of the tokens whose final state is read: the draws of all rows, then the targets of all rows.
-    # None where that is every token in its place, as in a step that only decodes.
+    paged: Any | None  # the kernel's plan for the first tokens
+    chunks: Any | None  # a ChunkKernel's plan for all other tokens
+    groups: tuple[Group, ...]  # rows of neither plan
+    # Packed indices of the tokens whose final state is needed: the sampled positions of all rows, then the targets of
+    # all rows. None if that is every token in order, as in a step that only decodes.
     read_U: Tensor | None
 
     def place(
@@ -90,7 +90,7 @@ class Batch:
         scale: float | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """What every token of the step gets from its own sequence, [T, H * D]; see attention.attend."""
+        """The attention output of every token of the step, [T, H * D]; see attention.attend."""
         parts = []
         if isinstance(self.kernel, PagedAttention) and self.paged is not None:
             q_paged_THD = q_THD[: self.paged.num_tokens]
@@ -110,7 +110,7 @@ def pack(
     kernel: RowKernel | None = None,
     chunk_kernel: ChunkKernel | None = None,
 ) -> Batch:
-    """Rows that `kernel` takes come first and attend together.
+    """Rows that `kernel` accepts come first and attend together.
 
     `chunk_kernel` takes all others. Without one, decode rows form a group for each number of drafts, and each prefill
     chunk is a group of its own.

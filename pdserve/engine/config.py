@@ -1,7 +1,8 @@
-"""Reads config.json of a Hugging Face folder into the facts that the decoder needs. Pure but for reading files.
+"""Reads the facts that the decoder needs from config.json of a Hugging Face folder. Pure, except that it reads files.
 
-Our own reader, because a default that is taken silently (a rope base, a window) gives fluent wrong text. families.py
-says how the architectures that we serve differ. Everything unknown is refused with a ModelError that names the field.
+It is a reader of our own, because a wrong default (a rope base, a window) would silently give fluent wrong text.
+families.py lists how the supported architectures differ. Every unknown field is rejected with a ModelError that names
+it.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ class ModelConfig:
     head_dim: int
     norm_eps: float
     ropes: tuple[RopeConfig, ...]  # per layer
-    windows: tuple[int | None, ...]  # per layer: how many last positions it sees, its own included; None: all
+    windows: tuple[int | None, ...]  # per layer: the attention window in positions, its own included; None: no window
     activation: Activation
     embedding_scale: float
-    attention_scale: float  # of query times key
-    attention_softcap: float | None  # scores and logits are bent to +- this by a tanh
+    attention_scale: float  # scale of query times key
+    attention_softcap: float | None  # softcap of scores and logits
     logit_softcap: float | None
     experts: ExpertsConfig | None
     is_tied: bool  # the output head is the embedding
-    is_norm_offset: bool  # norms are stored without the 1 that their weights are around
-    has_post_norms: bool  # what attention and mlp add is normed before it is added
+    is_norm_offset: bool  # norms store their weights minus 1
+    has_post_norms: bool  # the outputs of attention and mlp are normed before they are added
     has_qkv_bias: bool
     has_o_bias: bool
     has_mlp_bias: bool
@@ -51,11 +52,11 @@ class ModelConfig:
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
     dtype: str  # of the checkpoint
-    quantisation: Quantisation = PLAIN  # which of its matrices are stored in eight bits
+    quantisation: Quantisation = PLAIN  # quantisation of the stored matrices
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Raises ModelError, naming the field, where the model is not one that we serve exactly."""
+    """Raises ModelError, naming the field, if the model cannot be served exactly."""
     if not folder.is_dir():
         raise ModelError("model", folder, "the folder of a Hugging Face checkpoint")
     values = _read_object(folder / "config.json")
@@ -131,7 +132,7 @@ def _architecture(fields: Fields) -> str:
 
 
 def _ropes(fields: Fields, family: Family) -> tuple[RopeConfig, int, RopeConfig]:
-    """The rope of layers that see all positions, the longest context, and the rope of layers with a window."""
+    """The rope of layers without a window, the longest context, and the rope of layers with a window."""
     max_positions, local_theta = fields.integer("max_position_embeddings"), family.default_local_theta
     if local_theta is None:
         rope, max_context_tokens = read_rope(fields, max_positions, family.default_theta)
@@ -141,7 +142,7 @@ def _ropes(fields: Fields, family: Family) -> tuple[RopeConfig, int, RopeConfig]
 
 
 def _activation(fields: Fields, family: Family) -> Activation:
-    for name in (family.activation_field, "hidden_act"):  # where the first is another, some files have both
+    for name in (family.activation_field, "hidden_act"):  # some files have both, with different values
         fields.choice(name, (family.activation,), family.activation)
     return family.activation
 
@@ -151,7 +152,8 @@ def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
 
 
 def _eos_token_ids(fields: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Those of config.json and generation_config.json: chat models often name the turn's end only in the latter."""
+    """End-of-sequence tokens of config.json and generation_config.json: chat models often list the end of a turn only
+    in the latter."""
     ids: set[int] = set()
     for source in (fields, generation):
         value = source.get("eos_token_id")
@@ -171,7 +173,7 @@ def _dtype(fields: Fields) -> str:
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """None where there is no such file."""
+    """None if there is no such file."""
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Reads fields of a JSON object one by one and refuses what nobody read. Pure.
+"""Reads fields of a JSON object one by one, and rejects fields that were not read. Pure.
 
-A field that we do not know may change the mathematics, so it is refused by name; HARMLESS and NEUTRAL list the
-ones that do not (checked against the configurations that transformers 4 and 5 write, and those on the Hub).
+An unknown field may change the mathematics, so it is rejected by name. HARMLESS and NEUTRAL list the fields that do not
+(checked against the configurations that transformers 4 and 5 write, and those on the Hub).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final, final
 
 from pdserve.core.errors import ModelError
 
-# Any value of these leaves the logits as they are.
+# These do not change the logits, whatever their value.
 _HARMLESS_NAMES: Final = """
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path architectures
     attention_dropout attn_implementation attn_pdrop begin_suppress_tokens bos_token_id cache_implementation
@@ -28,10 +28,10 @@ _HARMLESS_NAMES: Final = """
 """
 HARMLESS: Final = frozenset(_HARMLESS_NAMES.split())
 
-# These leave the logits as they are only with the value beside them (null always does).
+# These do not change the logits if they have the given value, or null.
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "add_cross_attention": (False,),
-    "attention_bias": (False,),  # where the family has none; a family that has it reads it
+    "attention_bias": (False,),  # for families without it; a family that has it reads it
     "attn_logit_softcapping": (0, 0.0),
     "embedding_multiplier": (1, 1.0),
     "final_logit_softcapping": (0, 0.0),
@@ -52,7 +52,7 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
 
 @final
 class Fields:
-    """One JSON object; `path` begins the names in errors. A null value counts as absent."""
+    """One JSON object; `path` is the prefix of names in errors. A null value counts as absent."""
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         self._values = values
@@ -60,7 +60,7 @@ class Fields:
         self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        """True also where the value is null: some fields mean something by it."""
+        """True even if the value is null, because null has a meaning for some fields."""
         return name in self._values
 
     def get(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Which GPU a thread launches on."""
+"""Sets the GPU on which a thread launches."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 def use_device(device: torch.device) -> None:
     """Makes a GPU the current device of the calling thread. No-op for a CPU.
 
-    torch follows a tensor's device, Triton does not: it launches on the thread's current device, which is the first one
-    until another is set. So each thread that computes sets its own once.
+    torch launches on a tensor's device. Triton launches on the thread's current device, which is the first one by
+    default. So each thread that computes sets its device once.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -14,7 +14,7 @@ from pdserve.engine.sharding import Span
 
 
 def cut_tensor(tensor: StoredTensor, rows: Span, columns: Span | None = None) -> StoredTensor:
-    """Rows of a tensor, and of them only some columns; a vector has rows only."""
+    """A range of rows of a tensor, and a range of their columns; a vector has rows only."""
     count, row_shape = rows[1] - rows[0], tensor.shape[1:]
     row_bytes = math.prod(row_shape) * ITEM_BYTES[tensor.dtype]
     begin = tensor.begin + rows[0] * row_bytes
@@ -34,7 +34,7 @@ def cut_tensor(tensor: StoredTensor, rows: Span, columns: Span | None = None) ->
 def cut_scale(
     tensor: StoredTensor, scheme: Scheme, outputs: Span, inputs: Span, shape: tuple[int, int]
 ) -> StoredTensor:
-    """The scales of a part of a matrix [N, K] of `shape`. Raises ModelError where it divides a scale's block."""
+    """The scales of a part of a matrix [N, K] of `shape`. Raises ModelError if the part divides a scale's block."""
     rows = _blocks(tensor, outputs, shape[0], scheme.block[0], "outputs")
     columns = _blocks(tensor, inputs, shape[1], scheme.block[1], "inputs")
     counts = scheme.scale_counts(*shape)

@@ -1,8 +1,8 @@
-"""Makes weights up from config.json alone, so that speed can be measured without a download.
+"""Generates random weights from config.json alone, so that speed can be measured without a download.
 
-Uniform noise with the spread fan-in^-0.5, norms of one, drawn in chunks that are seeded by the parameter's name and
-their place in it: every worker on the same kind of device has the same weights, however many threads made them. A GPU
-draws its own: 8e9 weights take a CPU some fifteen seconds.
+Weights are uniform noise with standard deviation fan-in^-0.5; norms are one. Noise is generated in chunks, seeded by
+the parameter's name and the chunk's place, so every worker on the same kind of device has the same weights for any
+number of threads. A GPU generates its own weights, because 8e9 of them take a CPU some fifteen seconds.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ def dummy_weights(
     num_threads: int = 0,
     shard: Shard = WHOLE,
 ) -> Weights:
-    """`num_threads` 0: as many as torch computes with. Ranks hold parts of the weights that one alone would have."""
+    """`num_threads` 0: as many as torch uses. Ranks hold parts of the weights of one rank alone."""
     source = DummySource(device, dtype, rounding=rounding, shard=shard)
     with load_threads(num_threads) as threads:
         return build_weights(config, stable(source, is_deterministic=is_deterministic, shard=shard), threads)
 
 
 def dummy_hash(folder: Path, device: torch.device, *choices: str) -> str:
-    """Names the weights: config.json, and some noise as this build of torch draws it on such a device."""
+    """Identifies the weights: config.json, and a sample of the noise that this build of torch generates on such a
+    device."""
     digest = hashlib.blake2b("\n".join(("dummy", *choices)).encode(), digest_size=16)
     digest.update((folder / "config.json").read_bytes())
     sample = torch.empty(4096, device=device)
@@ -56,7 +57,7 @@ def dummy_hash(folder: Path, device: torch.device, *choices: str) -> str:
 
 @final
 class DummySource:
-    """Gives the same to whichever thread asks."""
+    """Gives the same weights to any thread."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, rounding: Rounding, shard: Shard = WHOLE) -> None:
         self._shard = shard
@@ -118,7 +119,7 @@ class DummySource:
 
 
 def _rows(whole: Tensor, sizes: Sequence[int], spans: Sequence[Span]) -> Tensor:
-    """Of tensors that lie above one another, each one's span."""
+    """The row range of each of several tensors that are stacked."""
     parts = (part[begin:end] for part, (begin, end) in zip(whole.split(sizes), spans, strict=True))
     return torch.cat(list(parts))
 

@@ -1,7 +1,7 @@
-"""A layer's experts: a router gives every token a few of many small mlps, and their answers are added by weight.
+"""A layer of experts: a router chooses a few of many small mlps for every token, and adds their weighted outputs.
 
-Tokens are sorted by expert, so that each expert that was chosen multiplies all its tokens at once. A token's answers
-are added in the order of the experts' numbers: company never changes it.
+Tokens are sorted by expert, so that each chosen expert multiplies all its tokens at once. A token's outputs are added
+in the order of the experts' numbers, so the result does not depend on other tokens.
 """
 
 # Shapes: T tokens, E hidden size, X experts, C chosen per token, N = T * C choices, S tokens of one expert.

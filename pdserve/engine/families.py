@@ -1,4 +1,4 @@
-"""How the architectures that we serve differ: what config.json may say, and what silence means. Data alone.
+"""How the supported architectures differ: the fields of config.json, and their defaults. Data only.
 
 Defaults are those of transformers. A new architecture that needs no new mathematics is a new row of FAMILIES.
 """
@@ -14,7 +14,7 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Where a layer's router and experts stand in a checkpoint: `{block}.gate`, `{block}.experts.{index}.{part}`."""
+    """The names of a layer's router and experts in a checkpoint: `{block}.gate`, `{block}.experts.{index}.{part}`."""
 
     block: str
     parts: tuple[str, str, str]  # gate, up, down
@@ -26,8 +26,9 @@ class ExpertFamily:
     default_num_experts: int
     default_num_chosen: int
     default_mlp_size: int | None = None  # of moe_intermediate_size; None: experts are as wide as intermediate_size
-    is_renormalised: bool | None = None  # whether the chosen experts' weights add up to 1; None: norm_topk_prob says
-    has_dense_layers: bool = False  # decoder_sparse_step and mlp_only_layers say which
+    # whether the chosen experts' weights are normalised to 1; None: see norm_topk_prob
+    is_renormalised: bool | None = None
+    has_dense_layers: bool = False  # decoder_sparse_step and mlp_only_layers select the layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +38,15 @@ class Family:
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
     default_norm_eps: float = 1e-6
     default_theta: float = 10_000.0
-    default_local_theta: float | None = None  # None: layers with a window rotate as the others do
+    default_local_theta: float | None = None  # None: layers with a window use the same rope
     default_is_tied: bool = False
     attention_bias: Literal["none", "qkv", "field"] = "none"  # field: attention_bias puts one on q, k, v and o
     has_mlp_bias_field: bool = False
     has_qk_norm: bool = False
-    # unused: checkpoints name one and do not use it
+    # unused: checkpoints contain one but do not use it
     window: Literal["none", "unused", "every_layer", "by_flag", "by_pattern"] = "none"
     default_window: int | None = 4096
-    default_pattern: int = 1  # by_pattern: every so many layers sees all positions
+    default_pattern: int = 1  # by_pattern: one layer in so many has no window
     activation_field: str = "hidden_act"
     activation: Activation = "silu"
     is_gemma: bool = False  # norms of 1 + w, before and after each sublayer; a scaled embedding; query_pre_attn_scalar

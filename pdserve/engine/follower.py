@@ -1,9 +1,9 @@
-"""A tensor-parallel rank that is led: loads its part of the model, then does as it is told.
+"""A follower rank of tensor parallelism: loads its part of the model, then executes the leader's orders.
 
 python -m pdserve.engine.follower RANK PORT POOL [FLAG ...]      started by pdserve.engine.parallel
 
-POOL is the number of an inherited descriptor, of the memory file that all ranks share, or `own`. A rank with a pool of
-its own has a KV endpoint: it is started as kvtransfer.follower, which gives `main` what serves it.
+POOL is the inherited descriptor of the memory file that all ranks share, or `own`. A rank with a pool of its own has a
+KV endpoint: it is started as kvtransfer.follower, which passes the endpoint to `main`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Served(Protocol):
     address: str  # HOST:PORT of its RankService
 
     def reached(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """The leader has handed out these blocks anew: (block, life). Called before the step that writes them."""
+        """The leader has reassigned these blocks: (block, epoch). Called before the step that writes them."""
         ...
 
 
@@ -63,8 +63,8 @@ def main(serve: Serve | None = None) -> int:
 def follow(
     rank: int, port: int, pool: str, config: WorkerConfig, serve: Serve | None = None, index: int | None = None
 ) -> int:
-    """`index`: of a rank on another host than its leader, which of the host's GPUs it takes. Its groups meet the others
-    at `config.host`."""
+    """`index`: for a rank on another host than its leader, the GPU of that host. Its groups connect to the others at
+    `config.host`."""
     shard = Shard(rank, config.tensor_parallel)
     store = make_store(port, shard.size, is_leader=False, timeout_s=MEET_S)
     store.set(f"here/{rank}", "")
@@ -77,7 +77,7 @@ def follow(
     has_graphs = store.get(GRAPHS) == b"on"
     graphs, replaying = None, None
     if has_graphs:
-        from pdserve.engine.gpu import opening as gpu_opening  # Triton is not for CPUs
+        from pdserve.engine.gpu import opening as gpu_opening  # Triton is not available for CPUs
 
         graphs = gpu_opening.graphs_meter(config)
     engine = open_rank(config, lambda _read, _all: None, shard, ranks, memory, device=device, graphs=graphs)
@@ -91,9 +91,9 @@ def follow(
 
 
 def obey(ranks: Ranks, engine: TorchEngine, replaying: GraphEngine | None, served: Served | None) -> int:
-    """Takes part in each step that the leader orders, until it ends; the process's exit status.
+    """Takes part in each step that the leader orders, until the leader ends. Returns the process's exit status.
 
-    `replaying` where the steps are those of graphs.
+    `replaying` if the steps run as graphs.
     """
     while True:
         order = ranks.hear()

@@ -3,8 +3,8 @@
         w[n, k] ~ q_w[n, k] * s_w[n]          s_w[n] = max_k |w[n, k]| / 448
         x[t, k] ~ q_x[t, k] * s_x[t]          s_x[t] = max_k |x[t, k]| / 448
 
-Against bfloat16 half the bytes are read and the matrix units do twice the work in a second; a weight is off by at
-most a sixteenth of itself. The output head stays as it is: its rounding would go straight to the logits.
+Compared with bfloat16, half the bytes are read and the matrix units are twice as fast. The relative error of a weight
+is at most a sixteenth. The output head is not rounded, because its error would go directly into the logits.
 """
 
 # Shapes: T tokens, K inputs, N outputs.
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 MOST: Final = 448.0  # the largest number of e4m3
-LEAST_SCALE: Final = 2.0**-100  # of a row of zeros
-_MULTIPLE: Final = 16  # of K and N, for the matrix units
-_ROUNDED_AT_ONCE: Final = 2**24  # weights: the float32 step between would double the peak
+LEAST_SCALE: Final = 2.0**-100  # scale of a row of zeros
+_MULTIPLE: Final = 16  # K and N must be multiples of it for the matrix units
+_ROUNDED_AT_ONCE: Final = 2**24  # weights converted at a time: a float32 copy of all would double the peak
 
 
 @final
@@ -28,7 +28,7 @@ class Fp8Linear:
     """`scale_N` times `rounded_NK` are the weights. Computes in bfloat16."""
 
     def __init__(self, rounded_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> None:
-        self._rounded_KN = rounded_NK.t()  # column by column, as the product wants its right side
+        self._rounded_KN = rounded_NK.t()  # column-major, as the product requires for its right operand
         self._scale_1N = scale_N[None].contiguous()
         self._bias_N = bias_N
 
@@ -36,7 +36,7 @@ class Fp8Linear:
         return self.product(*round_rows(x_TK))
 
     def product(self, rounded_TK: Tensor, scale_T1: Tensor) -> Tensor:
-        """Of activations that were rounded where they were computed."""
+        """The product of activations that were rounded when they were computed."""
         out_TN: Tensor = torch._scaled_mm(
             rounded_TK,
             self._rounded_KN,
@@ -49,7 +49,7 @@ class Fp8Linear:
 
 
 def make_fp8_linear(weight_NK: Tensor, bias_N: Tensor | None) -> Fp8Linear | None:
-    """None where the matrix units cannot take the shape."""
+    """None if the matrix units do not support the shape."""
     num_outputs, num_inputs = weight_NK.shape
     if num_outputs % _MULTIPLE or num_inputs % _MULTIPLE:
         return None

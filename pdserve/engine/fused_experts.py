@@ -1,8 +1,7 @@
-"""Reads experts that are stored as one tensor a layer as if each had its own, by bytes and without a copy. Pure.
+"""Presents experts that are stored as one tensor per layer as separate tensors, without a copy. Pure.
 
-Checkpoints on the Hub have tensors of each expert, and save_pretrained writes them; with save_original_format=False
-transformers 5 writes `mlp.gate.weight`, `mlp.experts.gate_up_proj` [X, 2F, E] and `mlp.experts.down_proj` [X, E, F]
-for every family.
+Checkpoints on the Hub, and save_pretrained, have one tensor per expert. With save_original_format=False, transformers 5
+writes `mlp.gate.weight`, `mlp.experts.gate_up_proj` [X, 2F, E] and `mlp.experts.down_proj` [X, E, F] for every family.
 """
 
 # Shapes: X experts, E hidden size, F size of each expert.
@@ -25,7 +24,7 @@ _FUSED: Final = re.compile(
 
 
 def split_experts(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors under the names that the family's checkpoints have. Raises ModelError on a wrong shape."""
+    """The tensors under the names of the family's usual checkpoints. Raises ModelError on a wrong shape."""
     if config.experts is None:
         return dict(stored)
     found: dict[str, StoredTensor] = {}

@@ -1,11 +1,11 @@
 """Which tokens a row's grammar allows next: a function of the grammar and the row's output so far.
 
-Nothing that decides lives here between steps. A matcher stands after some output and is kept only to save work: the
-next step moves it on by the drawn tokens. Where it is gone, or was never here (preempted, moved, recovered), it is
-made again by replaying the output, which gives the same mask.
+No state that affects results is kept between steps. A matcher has consumed some output and is kept only to save work:
+the next step advances it by the sampled tokens. If there is none (after preemption, migration or recovery), it is made
+again by replaying the output, which gives the same mask.
 
-Matchers of one grammar share its lexer, which counts the states it has met against a limit. So one that fails is made
-again from a fresh compilation before its row is given up: what another request has met decides nothing.
+Matchers of one grammar share its lexer, whose states count against a limit. So a matcher that fails is made again from
+a fresh compilation before its row fails: the states of another request must not cause a failure.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from pdserve.core.errors import InvalidRequest, ModelError
 from pdserve.core.grammar import Grammar
 from pdserve.engine.interface import EngineSpec, Row
 
-if TYPE_CHECKING:  # a machine without llguidance serves what has no grammar
+if TYPE_CHECKING:  # a machine without llguidance serves requests without a grammar
     from llguidance import LLExecutor, LLMatcher
 
     from pdserve.structured.compile import Compiler
 
 MAX_COMPILED: Final = 64  # grammars
-MAX_MATCHERS: Final = 512  # some 150 bytes for each token of output
-MAX_ROW_S: Final = 0.5  # of CPU for a row in one step: over it the row is given up, as the others wait for it
-MAX_THREADS: Final = 8  # that compute the masks of a step
-MAX_STEP_TOKENS: Final = 17  # that one step may have added to a row: one, and the accepted drafts
+MAX_MATCHERS: Final = 512  # each takes some 150 bytes per output token
+MAX_ROW_S: Final = 0.5  # of CPU for a row in one step: beyond it the row fails, because the other rows wait for it
+MAX_THREADS: Final = 8  # threads that compute the masks of a step
+MAX_STEP_TOKENS: Final = 17  # tokens that one step may add to a row: one, and the accepted drafts
 
 
 log = logging.getLogger(__name__)
@@ -42,28 +42,29 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """One bit per token, little-endian, for each of a row's draws that counts: none behind a draft that cannot be."""
+    """One bit per token, little-endian, for each sampled position of a row, up to the first draft that the grammar
+    forbids."""
 
     masks: tuple[bytes | memoryview, ...] = ()
-    failed: str | None = None  # why no token can be drawn
+    failed: str | None = None  # why no token can be sampled
 
 
 @dataclass(slots=True, kw_only=True)
 class _Going:
-    """A text that was masked in the last steps, known by the list of its tokens, which only grows."""
+    """A text that was masked in recent steps, identified by its list of tokens, to which tokens are only appended."""
 
-    history: Sequence[int]  # kept, so that its identity is not another's
+    history: Sequence[int]  # kept so that its identity is not reused
     grammar: Grammar
-    num_tokens: int  # of the list, that its matcher has seen
-    matcher: LLMatcher | None  # None: it is still among those that are found by their output
+    num_tokens: int  # number of tokens of the list that its matcher has consumed
+    matcher: LLMatcher | None  # None: the matcher is still stored by its output
 
 
 @final
 class Grammars:
-    """For one thread: the engine's. On a GPU its work overlaps with the kernels that were launched before."""
+    """Used by the engine's thread only. On a GPU its work overlaps with the kernels that were launched before."""
 
     def __init__(self, compiler: Compiler | None) -> None:
-        """None where no grammar can be followed: each row that brings one fails."""
+        """None if grammars are not supported; every row with a grammar then fails."""
         self._compiler = compiler
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._matchers: OrderedDict[tuple[Grammar, tuple[int, ...]], LLMatcher] = OrderedDict()
@@ -73,9 +74,9 @@ class Grammars:
         self.num_replays = 0
 
     def masks_of(self, rows: Sequence[Row]) -> dict[int, RowMasks]:
-        """By number of the row, of those that draw under a grammar. Masks stand until the next call.
+        """The masks of the rows with a grammar that sample, by row number. They are valid until the next call.
 
-        Rows without drafts whose list of tokens has grown since the last step are masked together, by several threads.
+        Rows without drafts whose token list has grown since the last step are masked together, by several threads.
         """
         masks: dict[int, RowMasks] = {}
         together: dict[int, LLMatcher] = {}
@@ -96,7 +97,7 @@ class Grammars:
         return masks
 
     def _advanced(self, row: Row, grammar: Grammar) -> LLMatcher | None:
-        """The matcher of a text that was masked before, moved on to its end; None where it must be found by output."""
+        """The matcher of a text that was masked before, advanced to its end; None if it must be found by its output."""
         going = self._going.get(id(row.history))
         if going is None or going.grammar != grammar or len(row.history) < going.num_tokens:
             return None
@@ -111,7 +112,7 @@ class Grammars:
         return matcher
 
     def _by_output(self, row: Row, grammar: Grammar) -> RowMasks:
-        """Finds the matcher by the output, or makes it again; the next step may find it by the list."""
+        """Finds the matcher by the output or makes it again. The next step may find it by the token list."""
         going = self._going.pop(id(row.history), None)
         output = tuple(row.history[row.prompt_len :])
         if going is not None and going.matcher is not None and not going.matcher.is_error():
@@ -123,7 +124,7 @@ class Grammars:
         return masks
 
     def _compute(self, matchers: Sequence[LLMatcher]) -> list[RowMasks | None]:
-        """None where nothing may follow, or a matcher took too long: such rows are looked at alone."""
+        """None if no token is allowed or a matcher took too long: such rows are handled one by one."""
         if not matchers:
             return []
         assert self._compiler is not None
@@ -141,7 +142,7 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr(pairs, words_RW.ctypes.data, 4 * num_words, len(matchers))
         if time.perf_counter() - began_s > MAX_ROW_S:
             return [None] * len(matchers)
-        most_R: list[int] = words_RW.view(np.uint32).max(axis=1).tolist()  # sooner than any()
+        most_R: list[int] = words_RW.view(np.uint32).max(axis=1).tolist()  # faster than any()
         views = words_RW.data.cast("B")
         size = 4 * num_words
         return [
@@ -173,7 +174,7 @@ class Grammars:
         return RowMasks(masks)
 
     def _at(self, grammar: Grammar, output: tuple[int, ...]) -> LLMatcher | None:
-        """A matcher that stands after `output`; None where the shared lexer refuses to go there."""
+        """A matcher that has consumed `output`; None if the shared lexer has reached its limit."""
         for num_new in range(min(MAX_STEP_TOKENS, len(output)) + 1):
             matcher = self._matchers.pop((grammar, output[: len(output) - num_new]), None)
             if matcher is not None:
@@ -197,7 +198,7 @@ class Grammars:
         return matcher
 
     def _masks(self, matcher: LLMatcher, drafts: Sequence[int]) -> tuple[bytes, ...]:
-        """Leaves the matcher where it stands, or in error. No mask at all where nothing may follow."""
+        """Leaves the matcher at the same position, or in an error state. No mask if no token is allowed."""
         assert self._compiler is not None
         word_W = np.empty(self._compiler.num_words, np.int32)
         masks: list[bytes] = []
@@ -205,7 +206,7 @@ class Grammars:
         for draft in (*drafts, None):
             matcher.unsafe_compute_mask_ptr(word_W.ctypes.data, word_W.nbytes)
             if matcher.is_error() or not word_W.any():
-                break  # behind some drafts: the row fails when it comes here, if it ever does
+                break  # after some drafts: the row fails only if it gets here
             mask = word_W.tobytes()
             masks.append(mask)
             if draft is None or matcher.is_stopped() or not _is_allowed(mask, draft):
@@ -230,7 +231,7 @@ def open_grammars(folder: Path, spec: EngineSpec) -> Grammars:
 
         return Grammars(Compiler(folder, spec.vocab_size, spec.eos_token_ids))
     except (ModelError, ModuleNotFoundError) as error:
-        # The model is served all the same; the router refuses grammars for the same reason.
+        # The model is served without grammars; the router rejects them for the same reason.
         log.warning("no grammar can be followed", extra={"reason": str(error)})
         return Grammars(None)
 

@@ -1,4 +1,4 @@
-"""What this host, and the control groups that this process is in, leave to it: memory and cores. No torch here."""
+"""Memory and cores that this host and the process's control groups leave to it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def free_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
-    """Memory that can be had without swapping, page cache included. None: the system does not say."""
+    """Memory that is available without swapping, page cache included. None if unknown."""
     limits = [host_bytes(proc / "meminfo"), *(cgroup_bytes(folder) for folder in cgroups(proc, cgroup))]
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -26,7 +26,7 @@ def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def cgroups(proc: Path, root: Path) -> Iterator[Path]:
-    """The folders of this process's group and of those around it. A container sees its own as the root."""
+    """The folders of this process's control group and its parents. A container sees its own group as the root."""
     yield root
     [path] = [line[3:] for line in _lines(proc / "self/cgroup") if line.startswith("0::")] or [""]
     folder = root
@@ -36,7 +36,7 @@ def cgroups(proc: Path, root: Path) -> Iterator[Path]:
 
 
 def host_bytes(meminfo: Path) -> int | None:
-    """MemAvailable: what can be had without swapping, page cache included."""
+    """MemAvailable: memory that is available without swapping, page cache included."""
     for line in _lines(meminfo):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -44,7 +44,7 @@ def host_bytes(meminfo: Path) -> int | None:
 
 
 def cgroup_bytes(folder: Path) -> int | None:
-    """What a container may still take; pages of files that are cached there can be given back."""
+    """Memory that a container may still take, including its cached file pages, which can be freed."""
     limit = "".join(_lines(folder / "memory.max"))
     used = "".join(_lines(folder / "memory.current"))
     if not limit.isdigit() or not used.isdigit():
@@ -54,7 +54,7 @@ def cgroup_bytes(folder: Path) -> int | None:
 
 
 def cgroup_cores(folder: Path) -> float | None:
-    """Of cpu.max, which holds the microseconds of computing in each period, or `max`."""
+    """The quota of cpu.max, which contains the CPU microseconds of each period, or `max`."""
     words = "".join(_lines(folder / "cpu.max")).split()
     if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:
         return None

@@ -1,8 +1,8 @@
 """Memory of a pool on the host, which other processes of this machine may map but never write.
 
-An anonymous memory file (memfd): nothing to unlink, nothing left behind by a SIGKILL, no limit of /dev/shm. It is
-mapped by those who own it (a process, or the tensor-parallel ranks of one worker), and then sealed: the kernel
-refuses every later mapping that could write, and every change of size.
+It is an anonymous memory file (memfd): it needs no unlinking, leaves nothing behind after a SIGKILL, and is not limited
+by /dev/shm. Its owners map it (a process, or the tensor-parallel ranks of one worker) and then seal it: the kernel
+refuses every later writable mapping and every change of size.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import sys
 import weakref
 from typing import Final, final
 
-_SEAL_FUTURE_WRITE: Final = 0x10  # fcntl has a name for it from Python 3.13 on
+_SEAL_FUTURE_WRITE: Final = 0x10  # defined in fcntl from Python 3.13 on
 
 
 @final
 class HostMemory:
-    """`buffer`: num_bytes zero bytes from a page's beginning, touched only as they come into use.
+    """`buffer`: num_bytes zero bytes, page-aligned; pages are allocated when they are used.
 
-    `descriptor` is the memory file, for another process to map from its first byte, as long as this object lives;
-    None where the system has no sealed memory files.
+    `descriptor` is the memory file, which other processes can map from its first byte as long as this object exists;
+    None if the system has no sealed memory files.
     """
 
     def __init__(self, num_bytes: int, joined: int | None = None, *, is_sealed: bool = True) -> None:
-        """`joined`: the memory file of another owner, which has not sealed it yet; it is taken over. Raises ValueError
-        where that is shorter. Not `is_sealed`: others are to join, then `seal` is called."""
+        """`joined`: the memory file of another owner that has not sealed it yet; its descriptor is taken over. Raises
+        ValueError if the file is shorter. `is_sealed` False: others will join, and then `seal` is called."""
         self.descriptor = _memory_file(max(num_bytes, 1)) if joined is None else joined
         if self.descriptor is None:
             memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -46,7 +46,7 @@ class HostMemory:
 
 
 def is_sealed(descriptor: int) -> bool:
-    """Whether nobody can shrink the file under its readers. Raises OSError where it is no memory file."""
+    """Whether the file can no longer shrink. Raises OSError if it is no memory file."""
     return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
 
 
@@ -63,7 +63,7 @@ def _memory_file(num_bytes: int) -> int | None:
 
 
 def _seal(descriptor: int) -> bool:
-    """False where the kernel knows no seal against later writers (before Linux 5.1)."""
+    """False if the kernel has no seal against later writable mappings (before Linux 5.1)."""
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _SEAL_FUTURE_WRITE
     try:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)

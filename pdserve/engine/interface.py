@@ -1,7 +1,7 @@
-"""What a worker asks of an engine. Pure: the torch engine and the toy both answer to it.
+"""The interface between a worker and an engine. Pure; implemented by the torch engine and the toy engine.
 
-An engine keeps no request between calls: each row of a step brings its tokens, where they stand in the
-sequence, and the blocks that hold its KV. So preemption, migration and recovery need nothing from it.
+An engine keeps no request between calls: each row of a step contains its tokens, their position in the sequence, and
+the blocks of its KV. So preemption, migration and recovery need nothing from the engine.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Final, Protocol, final, overload
 
 from pdserve.core.types import Sampling, TokenOut
 
-# Told how many layers, from the first, have stored the KV of every token of the step that runs.
+# Called with the number of layers, from the first, that have stored the KV of every token of the current step.
 OnLayer = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """Facts of a loaded model that others plan with."""
+    """Facts of a loaded model."""
 
     model: str  # name of the folder
-    weights_hash: str  # of the config and of the weights' headers, sizes and samples; part of the fingerprint
+    weights_hash: str  # hash of the config and of the weights' headers, sizes and samples; part of the fingerprint
     dtype: str
     layout: str  # names the KV layout, such as "block-major.v1"
     vocab_size: int
@@ -31,39 +31,39 @@ class EngineSpec:
     block_size: int  # tokens per KV block
     num_blocks: int
     block_bytes: int  # bytes of one block over all layers, keys and values
-    kv_dtype: str  # of the stored keys and values
+    kv_dtype: str  # dtype of the stored keys and values
     kv_layers: int  # of the model
     kv_heads: int  # of the model, too
     kv_head_dim: int
-    tp_degree: int = 1  # ranks that share the heads, where each has a pool of its own
-    tp_rank: int = 0  # this one's number
+    tp_degree: int = 1  # ranks that share the heads, if each has a pool of its own
+    tp_rank: int = 0  # number of this rank
     num_layers: int = 1  # equal runs of bytes in a block, filled in order; 1: a block cannot be divided
 
 
-PENDING: Final = -1  # in a row's tokens: what the step before draws, which only the engine knows yet
+PENDING: Final = -1  # in a row's tokens: the token that the previous step samples, not yet known to the caller
 
 
 @dataclass(slots=True, kw_only=True)
 class Row:
     """One sequence's share of a step.
 
-    `tokens` are computed at positions start, start+1, ...; KV of positions < start is already in `blocks`.
-    `blocks` covers start + len(tokens) positions. When `sample` is set, the token at position
-    start + len(tokens) is drawn; `history` (all token ids up to there, prompt first) and `prompt_len`
-    feed the penalties and min_tokens, and may be empty when the row does not sample.
+    `tokens` are computed at positions start, start+1, ...; KV of positions < start is already in `blocks`. `blocks`
+    covers start + len(tokens) positions. If `sample` is set, the token at position start + len(tokens) is sampled.
+    `history` (all token ids up to there, prompt first) and `prompt_len` are used for penalties and min_tokens, and may
+    be empty if the row does not sample.
 
     `drafts` are guesses of the tokens at positions start + len(tokens), ..., only for a row that samples; `blocks`
-    covers them too. The engine computes them after `tokens`, draws at each position with that position's noise, and
-    keeps what it has drawn up to the first that is not the guess. KV past the kept ones is garbage, which the next
-    rows of the sequence overwrite.
+    covers them too. The engine computes them after `tokens`, samples at each position with that position's noise, and
+    keeps the sampled tokens up to the first that differs from its draft. KV of later positions is invalid, and the next
+    rows of the sequence overwrite it.
 
-    `targets` are the prompt tokens that follow tokens[0], tokens[1], ..., for a row whose prompt is to be scored: each
-    gets its logprob and those of the `num_top` most likely tokens in its place.
+    `targets` are the prompt tokens that follow tokens[0], tokens[1], ..., for a row whose prompt is scored: each gets
+    its logprob and those of the `num_top` most likely tokens at its position.
 
-    `follows`, of a row whose one token is PENDING: the index of the row in the step before that draws it. Only the
-    first `start` tokens of its history count, which lack that one: a row whose sampling needs it is sampled later
-    (`Flight.unsampled`). A row with penalties must have been a row of the step before, with the same list as its
-    history.
+    `follows`, for a row whose one token is PENDING: the index of the row in the previous step that samples it. Only the
+    first `start` tokens of its history are valid, without the pending one, so a row whose sampling needs that token is
+    sampled later (`Flight.unsampled`). A row with penalties must have been a row of the previous step, with the same
+    list as its history.
     """
 
     tokens: Sequence[int]
@@ -84,21 +84,21 @@ class Row:
 
     @property
     def num_draws(self) -> int:
-        """Positions that the step draws at, if every guess is right."""
+        """Positions at which the step samples, if every draft is accepted."""
         return 0 if self.sample is None else 1 + len(self.drafts)
 
 
-NEW_ROW: Final = -1  # among places: the row continues none; a number, since places go to the device
+NEW_ROW: Final = -1  # in places: the row continues none; a number, because places are copied to the device
 
 
 @final
 class ChainedRows(Sequence[Row]):
-    """Rows of one token each, made when they are read. An engine that keeps arrays of its last step reads only those
-    that are new.
+    """Rows of one token each, created when they are read. An engine that keeps arrays of its last step reads only the
+    new ones.
 
-    Row i continues row `places[i]` of the step numbered `before`: the same sequence, sampling, history and list of
-    blocks, one position later, and its token is the one which that row drew. NEW_ROW: it continues none.
-    `is_ahead`: the step before still runs, so the tokens of rows that continue it are PENDING.
+    Row i continues row `places[i]` of step number `before`: the same sequence, sampling, history and list of blocks,
+    one position later, with the token that that row sampled. NEW_ROW: it continues none. `is_ahead`: the previous step
+    still runs, so the tokens of the rows that continue it are PENDING.
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class ChainedRows(Sequence[Row]):
 
 @dataclass(frozen=True, slots=True)
 class RowOut:
-    """What a row of a step has given.
+    """The output of one row of a step.
 
-    `drawn`: the tokens at positions start + len(tokens) and on: one, and one more for each accepted draft; none
-    where the row does not sample. `scored`: the row's targets with their logprobs.
-    `failed`: why the request itself lets no token be drawn; it cannot go on, here or elsewhere.
+    `drawn`: the sampled tokens from position start + len(tokens) on: one, and one more for each accepted draft; none if
+    the row does not sample. `scored`: the row's targets with their logprobs. `failed`: why no token can be sampled for
+    this request, here or on another worker.
     """
 
     drawn: tuple[TokenOut, ...] = ()
@@ -139,7 +139,7 @@ class RowOut:
 
 @final
 class PlainOuts(Sequence[RowOut]):
-    """Outputs of a step in which each row drew one token and has nothing else to report: kept as the token ids."""
+    """Outputs of a step in which each row sampled one token and has nothing else to report: stored as token ids."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
@@ -162,14 +162,14 @@ class PlainOuts(Sequence[RowOut]):
 
 @lru_cache(maxsize=1 << 16)
 def plain_out(token_id: int) -> RowOut:
-    """Output of a row that draws one token and asks for nothing else. Texts draw the same tokens again and again."""
+    """The output of a row with one sampled token and nothing else, cached because the same tokens recur."""
     return RowOut((TokenOut(token_id=token_id),))
 
 
 def kept(drawn: Sequence[TokenOut], drafts: Sequence[int]) -> tuple[TokenOut, ...]:
-    """What counts of the draws at a row's positions: up to the first that is not the guess.
+    """The sampled tokens of a row that are kept: up to the first that differs from its draft.
 
-    A draw behind a wrong guess was made after a text that is not the sequence's.
+    Tokens after a rejected draft were sampled for a text that is not the sequence's.
     """
     for index, (token, draft) in enumerate(zip(drawn, drafts, strict=False)):
         if token.token_id != draft:
@@ -188,7 +188,7 @@ class KvPool(Protocol):
 
     @property
     def is_on_host(self) -> bool:
-        """False: on a device, and `buffer` raises."""
+        """False: the pool is on a device, and `buffer` raises."""
         ...
 
     @property
@@ -207,21 +207,23 @@ class Flight(Protocol):
 
     @property
     def unsampled(self) -> Sequence[int]:
-        """Rows whose forward pass was launched and whose sampling was not: it needs tokens that are not known yet."""
+        """Rows whose forward pass was launched, but whose sampling was not, because it needs tokens that are not known
+        yet."""
         ...
 
     def sample(self, rows: Mapping[int, Row]) -> None:
-        """Launches the sampling of the unsampled rows. Their histories now hold the tokens that they follow.
+        """Launches the sampling of the unsampled rows. Their histories now contain the tokens that they follow.
 
-        Called once if any rows are unsampled: after the step before was waited for, before the next launch, and before
-        `wait`. Sequences that have ended are missing from `rows`; their outputs mean nothing. Does not wait.
+        Called once if any rows are unsampled: after the previous step was waited for, before the next launch, and
+        before `wait`. Sequences that have ended are missing from `rows`, and their outputs are undefined. Does not
+        block.
         """
         ...
 
     def wait(self) -> Sequence[RowOut]:
-        """What `Engine.step` would have returned; each flight is waited for once, in the order of launching.
+        """Returns what `Engine.step` would have returned. Each flight is waited for once, in the order of launching.
 
-        Raises what the step raised.
+        Raises the step's error.
         """
         ...
 
@@ -236,13 +238,13 @@ class Engine(Protocol):
     def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sequence[RowOut]:
         """Computes all rows, prefill chunks and decode rows mixed, and writes their KV.
 
-        Returns one entry per row. A drawn token depends on the row alone (its tokens, sampling, seed and position),
-        never on the other rows, the slot, the blocks' numbers, the worker or the drafts.
+        Returns one entry per row. A sampled token depends only on its row (its tokens, sampling, seed and position),
+        not on other rows, the slot, block numbers, the worker or the drafts.
 
-        `on_layer` is called on this thread with 1, 2, .. spec.num_layers, each once those layers' bytes of every block
-        that the rows write are what they will be after the step. On a device they need only be queued on the default
-        stream: an event that is recorded there during the call comes after them. It may be called late, never early,
-        and is not called again where a step fails. It must not raise.
+        `on_layer` is called on this thread with 1, 2, .. spec.num_layers, each after those layers' bytes of every block
+        that the rows write are final. On a device it is enough that they are queued on the default stream: an event
+        recorded there during the call comes after them. It may be called late but never early, and is not called again
+        if a step fails. It must not raise.
         """
         ...
 
@@ -250,8 +252,10 @@ class Engine(Protocol):
 
 
 class AheadEngine(Engine, Protocol):
-    """An engine that takes the next step while one is computed: at most two are launched and not waited for."""
+    """An engine that accepts the next step while one is running. At most two steps may be launched and not waited
+    for."""
 
     def launch(self, rows: Sequence[Row], after: Flight | None) -> Flight:
-        """Begins a step and returns. `after`: the step before, still running, whose draws rows may follow."""
+        """Begins a step and returns. `after`: the previous step, still running, whose sampled tokens rows may
+        follow."""
         ...

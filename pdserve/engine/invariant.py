@@ -1,9 +1,9 @@
-"""Deterministic mode: a row's bits depend on the row alone, not on its company, its chunks or its worker.
+"""Deterministic mode: the bits of a row's result depend only on the row, not on other rows, chunks or the worker.
 
-What could break that, and what holds it:
-products    a matrix product may add up in another order for another number of rows: `make_invariant` tries it out.
-attention   the paged kernel (kernels/paged.py) takes every row, and computes a query the same way alone and in a chunk.
-the rest    works row by row; the kernels in kernels/rows.py never let a row's arithmetic depend on the others.
+What could break that, and what prevents it:
+products    a matrix product may add in another order for another number of rows: `make_invariant` tests it.
+attention   the paged kernel (kernels/paged.py) computes every row, and a query in the same way alone and in a chunk.
+the rest    works row by row: in kernels/rows.py a row's arithmetic does not depend on the others.
 """
 
 # Shapes: N rows of a matrix, K columns.
@@ -21,13 +21,13 @@ from pdserve.engine.sharding import WHOLE, Cut, Shard
 
 
 def stable(source: Source, *, is_deterministic: bool, shard: Shard = WHOLE) -> Source:
-    """`source`, its products made invariant where that is asked for."""
+    """`source`, with invariant products if requested."""
     return InvariantSource(source, shard) if is_deterministic else source
 
 
 @final
 class InvariantSource:
-    """Hands every product of `source` on as one that does not depend on the number of rows."""
+    """Wraps every product of `source` so that it does not depend on the number of rows."""
 
     def __init__(self, source: Source, shard: Shard) -> None:
         self._source = source

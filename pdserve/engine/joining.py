@@ -1,6 +1,7 @@
-"""The side of a rank on another host than its leader's: joins at the rendezvous address, and reaches the store by it.
+"""The side of a rank on another host than its leader: joins at the rendezvous address, and connects to the store
+through it.
 
-What the leader does: pdserve/engine/rendezvous.py.
+The leader's side is pdserve/engine/rendezvous.py.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from pdserve.wire.peer_server import channel_options
 
 log = logging.getLogger(__name__)
 
-CALL_S: Final = 10.0  # that the leader may take to answer a call
-RETRY_S: Final = 0.5  # between calls to a leader that does not listen yet
+CALL_S: Final = 10.0  # time limit for the leader's answer to a call
+RETRY_S: Final = 0.5  # between attempts while the leader does not listen yet
 _LAST_WORDS_S: Final = 1.0
-# While a leader is not there yet, or is there and starting.
+# While the leader has not started, or is starting.
 _NOT_YET: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
@@ -39,11 +40,11 @@ class Membership:
     """A place among the ranks of a worker: `rank`, the leader's `flags`, and `store_port` of this host's loopback."""
 
     def __init__(self, address: str, secret: ClusterSecret, wait_s: float, on_lost: Callable[[str], None]) -> None:
-        """Waits `wait_s` for a leader that does not listen yet. `on_lost` is called on a thread of its own, with the
-        reason, once the leader is gone, and never after leave().
+        """Waits up to `wait_s` for the leader to listen. `on_lost` is called on a thread of its own, with the reason,
+        if the leader is lost, and never after leave().
 
-        Raises ConfigError where nobody listens at `address`, where it is no rendezvous, or where it has no place left;
-        and Unauthenticated where one side does not know the cluster's secret.
+        Raises ConfigError if nothing listens at `address`, if it is no rendezvous, or if it has no place left; and
+        Unauthenticated if one side does not know the cluster's secret.
         """
         self._address, self._on_lost = address, on_lost
         self._identity = Identity.of(secret, "rank", "rank", secrets.token_hex(8))
@@ -62,7 +63,7 @@ class Membership:
             threading.Thread(target=work, name=f"rank-{work.__name__.strip('_')}", daemon=True).start()
 
     def leave(self, error: str = "") -> None:
-        """Tells the leader why, where something went wrong."""
+        """Tells the leader the reason if there was an error."""
         self._is_leaving = True
         if error:
             self._requests.put(rank_pb2.JoinRequest(error=error))
@@ -99,7 +100,7 @@ class Membership:
             time.sleep(RETRY_S)
 
     def _proven(self, method: str, name: str, requests: Iterator[Any]) -> Any:
-        """A call whose callee has proven itself. Raises Unauthenticated and grpc.RpcError."""
+        """Makes a call and checks the callee's proof. Raises Unauthenticated and grpc.RpcError."""
         introduction = self._target(method)
         metadata = peers.prove_blocking(self._channel, introduction, CALL_S)
         call = getattr(rank_pb2_grpc.RendezvousServiceStub(self._channel), name)(requests, metadata=metadata)
@@ -136,7 +137,7 @@ class Membership:
 
 
 def own_address(rendezvous: str) -> str:
-    """The address of this host by which it reaches the leader's. Raises ConfigError."""
+    """The address of this host from which it reaches the leader's host. Raises ConfigError."""
     host, _, port = rendezvous.rpartition(":")
     try:
         [(family, *_, where), *_] = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)

@@ -1,4 +1,4 @@
-"""Reads how the layers of one model differ: which see a window only, and which choose among experts. Pure."""
+"""Reads how the layers of one model differ: which have an attention window, and which have experts. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class ExpertsConfig:
     num_experts: int
     num_chosen: int  # per token
     mlp_size: int  # of each expert
-    is_renormalised: bool  # the weights of a token's experts add up to 1
+    is_renormalised: bool  # the weights of a token's experts are normalised to 1
     layers: frozenset[int]  # the others have one mlp for all tokens
 
 
 def read_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """Per layer: how many last positions it sees, its own included; None: all."""
+    """Per layer: the attention window in positions, its own included; None: no window."""
     if family.window == "none":
         return (None,) * num_layers
     window = fields.optional_integer("sliding_window") if "sliding_window" in fields else family.default_window
@@ -80,7 +80,7 @@ def _expert_layers(fields: Fields, num_layers: int) -> frozenset[int]:
 
 
 def _alias(fields: Fields, names: tuple[str, ...]) -> int | None:
-    """A field with two names, by the version that wrote it."""
+    """A field whose name depends on the version that wrote it."""
     seen = {name: fields.integer(name) for name in names if fields.get(name) is not None}
     if len(set(seen.values())) > 1:
         first, second = names
