@@ -1,8 +1,8 @@
-"""Matrix products with weights that are stored once, in the form that the device multiplies fastest.
+"""Matrix products, with weights stored once in the fastest form for the device.
 
 plain    any device and dtype, as the checkpoint has it.
-packed   float32 on a CPU: oneDNN's blocked layout, made at load. Against the plain layout 2 to 4 times at 4 to 32
-         rows, where decode lives; the plain copy is given back.
+packed   float32 on a CPU: oneDNN's blocked layout, made at load. 2 to 4 times as fast as the plain layout at 4 to 32
+         rows, the sizes of decode; the plain copy is freed.
 fp8      CUDA from compute capability 8.9 on: see fp8.py.
 int8     a CPU with VNNI: weights rounded per output channel, activations per token, sums in int32.
 
@@ -10,7 +10,7 @@ int8     a CPU with VNNI: weights rounded per output channel, activations per to
         x[t, k] ~ q_x[t, k] * s_x[t]          s_x[t] = max_k |x[t, k]| / 127
         y[t, n] ~ s_x[t] * s_w[n] * sum_k q_x[t, k] q_w[n, k]
 
-A token's scale comes from itself alone, so company never moves another row's result by more than float32 rounding.
+A token's scale depends only on the token, so other rows change its result by at most float32 rounding.
 """
 
 # Shapes: T tokens, K inputs, N outputs.
@@ -28,13 +28,13 @@ from torch import Tensor
 from pdserve.engine.fp8 import make_fp8_linear
 from pdserve.engine.kernels import jit, rows
 
-Rounding = Literal["none", "int8", "fp8"]  # of weights, beside what the checkpoint did
+Rounding = Literal["none", "int8", "fp8"]  # rounding of weights, in addition to the checkpoint's
 
-_LEAST_ROWS: Final = 4  # oneDNN reads packed weights faster for four rows than for one, two or three
-_HINT_ROWS: Final = 32  # the layout that it picks is the same for 4 to 32 rows
-_MOST_PANEL_ROWS: Final = 32  # above, oneDNN is as fast as kernels.panels
-_ROUNDED_AT_ONCE: Final = 2**20  # weights: what a cache holds
-_FIXED_ROWS: Final = 64  # of a product that would else depend on their number
+_LEAST_ROWS: Final = 4  # with packed weights, oneDNN is faster for four rows than for one, two or three
+_HINT_ROWS: Final = 32  # oneDNN chooses the same layout for 4 to 32 rows
+_MOST_PANEL_ROWS: Final = 32  # with more rows, oneDNN is as fast as kernels.panels
+_ROUNDED_AT_ONCE: Final = 2**20  # weights at a time: as many as fit into the cache
+_FIXED_ROWS: Final = 64  # number of rows of a product that would otherwise depend on it
 _TRIED_ROWS: Final = (1, 2, 3, 5, 8, 17, 33)
 
 
@@ -45,7 +45,7 @@ class Linear(Protocol):
 
 
 def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None, rounding: Rounding = "none") -> Linear:
-    """The fastest form for where the weight lies; the caller lets go of `weight_NK`."""
+    """The fastest form for the weight's device. The caller must release `weight_NK`."""
     if rounding == "fp8":
         return make_fp8_linear(weight_NK, bias_N) or PlainLinear(weight_NK.clone(), bias_N)
     if not is_repacked(weight_NK.device, weight_NK.dtype, rounding):
@@ -54,7 +54,7 @@ def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None, rounding: Round
 
 
 def is_repacked(device: torch.device, dtype: torch.dtype, rounding: Rounding) -> bool:
-    """Whether `make_linear` keeps another form of the weight, so that its memory is free at once."""
+    """Whether `make_linear` keeps another form of the weight, so that the weight's memory can be freed immediately."""
     if rounding == "fp8":
         return True
     is_packed = dtype == torch.float32 and torch.backends.mkldnn.is_available()
@@ -62,7 +62,7 @@ def is_repacked(device: torch.device, dtype: torch.dtype, rounding: Rounding) ->
 
 
 def rounding_for(rounding: Rounding, *, is_head: bool) -> Rounding:
-    """fp8 leaves the output head alone: its error would go straight to the logits."""
+    """fp8 does not round the output head, because its error would go directly into the logits."""
     return "none" if rounding == "fp8" and is_head else rounding
 
 
@@ -125,7 +125,7 @@ class Int8Linear:
 
 
 def _int8_product(x_TK: Tensor, zero_point: int, packed: Tensor, scale_N: Tensor, zero_N: Tensor) -> Tensor:
-    """[T, N] in float32; a bias comes after the tokens' scales."""
+    """[T, N] in float32; a bias is added after the tokens' scales."""
     out_TN: Tensor = torch.ops.onednn.qlinear_pointwise(
         x_TK, 1.0, zero_point, packed, scale_N, zero_N, None, 1.0, 0, torch.float32, "none", [], ""
     )
@@ -134,16 +134,17 @@ def _int8_product(x_TK: Tensor, zero_point: int, packed: Tensor, scale_N: Tensor
 
 @cache
 def weight_levels() -> int:
-    """The largest integer of a weight: without VNNI two products are summed in 16 bits, which 63 cannot overflow.
+    """The largest integer of a weight. Without VNNI two products are added in 16 bits, which cannot overflow with 63.
 
-    A CPU may have VNNI and oneDNN be kept from it (ONEDNN_MAX_CPU_ISA), so it is tried out as well.
+    A CPU may have VNNI while oneDNN may not use it (ONEDNN_MAX_CPU_ISA), so this is also tested.
     """
     is_wide = torch.cpu._is_vnni_supported() and is_exact(rows.LEVELS)
     return rows.LEVELS if is_wide else rows.LEVELS // 2
 
 
 def is_exact(level: int) -> bool:
-    """Whether the largest activations times weights of this level add up, for few rows and for many."""
+    """Tests whether sums of the largest activations times weights of this level are exact, for few rows and for
+    many."""
     num_inputs, num_outputs, most = 256, 64, 255
     weight_NK = torch.full((num_outputs, num_inputs), level, dtype=torch.int8)
     packed = torch.ops.onednn.qlinear_prepack(weight_NK, None)
@@ -160,7 +161,7 @@ def is_exact(level: int) -> bool:
 
 
 def round_weights(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [N, K] and the scale of each output [N]; a few outputs at a time, since the steps between are as large."""
+    """int8 [N, K] and the scale of each output [N]; a few outputs at a time, because intermediate results are large."""
     rounded_NK = torch.empty(weight_NK.shape, dtype=torch.int8)
     scale_N = torch.empty(weight_NK.shape[0])
     num_at_once = max(1, _ROUNDED_AT_ONCE // weight_NK.shape[1])
@@ -183,10 +184,10 @@ def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make_invariant(linear: Linear, num_inputs: int) -> Linear:
-    """`linear`, where a row's bits do not depend on the number of rows; else one that always multiplies 64 rows.
+    """`linear` if a row's bits do not depend on the number of rows; otherwise a product that always multiplies 64 rows.
 
-    oneDNN's packed and int8 products add up a row in the same order for any number of rows on the CPUs that we have
-    seen; that is nobody's promise, so it is tried out on numbers whose sums round at every step.
+    On the CPUs that we have seen, oneDNN's packed and int8 products add in the same order for any number of rows. This
+    is not guaranteed, so it is tested on numbers whose sums round at every step.
     """
     generator = torch.Generator().manual_seed(0)
     x_TK = torch.randn(2 * _FIXED_ROWS, num_inputs, generator=generator)
@@ -201,7 +202,7 @@ def make_invariant(linear: Linear, num_inputs: int) -> Linear:
 
 @final
 class FixedRowsLinear:
-    """Products of always 64 rows, the last ones padded: every row goes through one and the same kernel."""
+    """Products of always 64 rows, with padding: every row is computed by the same kernel."""
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear

@@ -1,4 +1,4 @@
-"""Chooses the engine that a worker's config asks for. torch is imported only when a model is loaded."""
+"""Creates the engine of a worker's config. torch is imported only when a model is loaded."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pdserve.engine.toy import CELL_BYTES, MARKS, ToyEngine
 
 TOY_MODELS: Final = ("toy", "toy-marked")
 TOY_CONTEXT_TOKENS: Final = 8192
-TOY_MAX_BLOCKS: Final = 8192  # of its pool, whatever memory there is
+TOY_MAX_BLOCKS: Final = 8192  # size of its pool, independent of the available memory
 
 
 def load_engine(config: WorkerConfig, role: Role) -> Engine:
-    """The engine that `config` names, ready to step.
+    """The engine of `config`, ready for steps.
 
-    `toy` gives the same tokens whoever works; on `toy-marked` prefill workers leave a mark in the cells they write.
-    Raises ModelError where the folder cannot be served.
+    `toy` gives the same tokens on every worker. With `toy-marked`, prefill workers mark the cells that they write.
+    Raises ModelError if the folder cannot be served.
     """
     if config.model in TOY_MODELS:
         if config.tensor_parallel > 1:

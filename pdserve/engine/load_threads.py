@@ -1,7 +1,7 @@
-"""Threads that build layers side by side while a model is loaded.
+"""Threads that build layers in parallel while a model is loaded.
 
-Each computes alone, without torch's own threads: those wait for one another at every step, which on a machine that
-others use as well costs more than it gains, and layers are independent.
+Each computes alone, without torch's own threads. Those synchronise at every operation, which costs more than it gains
+on a busy machine, and layers are independent.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Final
 
 import torch
 
-_MOST: Final = 8  # each holds matrices on their way to their final form
+_MOST: Final = 8  # each holds matrices that are being converted
 
 
 @contextmanager
 def load_threads(num_threads: int = 0) -> Iterator[Executor]:
-    """0: as many as torch computes with, at most eight."""
+    """0: as many as torch uses, at most eight."""
     of_torch = torch.get_num_threads()
     count = num_threads or min(of_torch, _MOST)
     try:
         with ThreadPoolExecutor(count, "load", initializer=torch.set_num_threads, initargs=(1,)) as threads:
             yield threads
     finally:
-        torch.set_num_threads(of_torch)  # for the threads of torch this is one setting in all of the process
+        torch.set_num_threads(of_torch)  # torch's number of threads is one setting for the whole process

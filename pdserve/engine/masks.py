@@ -1,11 +1,11 @@
-"""Which tokens a row may not draw, and the bias on the others: the one place where logits are masked.
+"""Bans tokens and adds bias to the others. Logits are masked only here.
 
-BANS go from the strongest to the weakest. A ban that would leave no token at all, after the stronger ones, is passed
-over: min_tokens gives way to a finished grammar, bad words to the last token that is allowed. So every draw has a
-token to draw, and none is a NaN. Where emptiness can be known beforehand, admission refuses the request instead.
+BANS are ordered from the strongest to the weakest. A ban that would leave no token after the stronger ones is skipped:
+min_tokens yields to a finished grammar, and bad words yield to the last allowed token. So there is always a token to
+sample, and never a NaN. If it is known in advance that no token is left, admission rejects the request.
 
-Each ban is a function of the row's own content (its sampling, its tokens so far), so a token is banned at a position
-or not whoever computes it: after a preemption, a migration, a recovery, or behind guessed tokens.
+Each ban is a function of the row's own content (its sampling and its tokens so far). So a token is banned at a position
+or not on every worker, also after preemption, migration or recovery, and after drafts.
 """
 
 # Shapes: B rows, R those of them under a grammar, V vocabulary, N token ids or bytes of a bit mask.
@@ -29,12 +29,13 @@ _KEPT_LISTS: Final = 64  # id lists that stay on the device, as tensors
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one row asks for; the drawn token will stand at position len(history)."""
+    """The sampling of one row; the sampled token will be at position len(history)."""
 
     sampling: Sampling
     history: Sequence[int]
     prompt_len: int
-    allowed: bytes | memoryview | None = None  # by the row's grammar: one bit per token, little-endian (grammars.py)
+    # mask of the row's grammar: one bit per token, little-endian (grammars.py)
+    allowed: bytes | memoryview | None = None
 
     @property
     def num_output(self) -> int:
@@ -43,16 +44,16 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Ban:
-    """`applies` is asked of every row of every step: it must be cheap. `ban` sets logits to -inf in place."""
+    """`applies` is called for every row of every step, so it must be cheap. `ban` sets logits to -inf in place."""
 
     applies: Callable[[Draw], bool]
     ban: Callable[[Tensor, Draw, Sequence[int]], None]  # logits_V, draw, eos_token_ids
 
 
 def forbid(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """What grammars forbid, in a copy and for all rows at once; the logits themselves where no row has a grammar.
+    """Masks all rows with grammars at once, in a copy; returns the logits themselves if no row has a grammar.
 
-    It comes before the bans, and is stronger than all of them: a grammar always allows some token.
+    Grammars are applied before the bans and are stronger than all of them, because a grammar always allows some token.
     """
     rows = [row for row, draw in enumerate(draws) if draw.allowed is not None]
     if not rows:
@@ -81,14 +82,15 @@ def is_masked(draw: Draw) -> bool:
 
 
 def mask(logits_BV: Tensor, raw_BV: Tensor, draws: Mapping[int, Draw], eos_token_ids: Sequence[int]) -> None:
-    """Bans, then bias, in place, in the rows that `draws` names; `raw_BV` holds the same logits and is only read."""
+    """Applies bans, then bias, in place, in the rows of `draws`. `raw_BV` holds the same logits and is only read."""
     bans_of = {row: [one.ban for one in BANS if one.applies(draw)] for row, draw in draws.items()}
     banned = [row for row, bans in bans_of.items() if bans]
     for row in banned:
         for ban in bans_of[row]:
             ban(logits_BV[row], draws[row], eos_token_ids)
     if banned:
-        best = torch.stack([logits_BV[row].amax() for row in banned]).tolist()  # together: one wait for the device
+        # together, to wait for the device only once
+        best = torch.stack([logits_BV[row].amax() for row in banned]).tolist()
         for row, value in zip(banned, best, strict=True):
             if value == -math.inf:
                 logits_BV[row] = _as_far_as_it_goes(raw_BV[row], bans_of[row], draws[row], eos_token_ids)
@@ -117,14 +119,14 @@ def _ban_all_but_allowed(logits_V: Tensor, draw: Draw, _ends: Sequence[int]) -> 
 
 
 def _ban_bad_words(logits_V: Tensor, draw: Draw, _ends: Sequence[int]) -> None:
-    """The last token of each bad word that the output so far would complete, as in vLLM."""
+    """The last token of each bad word of which the output so far contains all other tokens, as in vLLM."""
     history, num_output = draw.history, draw.num_output
     newest = history[-1] if num_output else None
     last = []
     for word in draw.sampling.bad_token_ids:
         before = len(word) - 1
         if before > 0:
-            if word[-2] != newest or before > num_output:  # nearly always
+            if word[-2] != newest or before > num_output:  # the usual case
                 continue
             if tuple(history[len(history) - before :]) != word[:-1]:
                 continue

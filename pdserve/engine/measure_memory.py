@@ -1,4 +1,4 @@
-"""Measures what a model's largest steps and its graphs take on a device, before the pool takes what is left."""
+"""Measures the memory of a model's largest steps and of its graphs on a device, before the pool takes the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdserve.engine.interface import EngineSpec, Row
 from pdserve.engine.memory_plan import DeviceUse, PoolUnit, runtime_bytes
 from pdserve.engine.torch_engine import TorchEngine
 
-# A truncated draw sorts or searches the vocabulary: the largest that sampling gets.
+# Truncated sampling sorts or searches the vocabulary, which takes the most memory.
 _DRAW: Final = Sampling(temperature=1.0, top_p=0.9, seed=1)
 
 
@@ -21,21 +21,21 @@ class Meter(Protocol):
     """The memory of one device, in bytes."""
 
     def capacity(self) -> tuple[int, int]:
-        """Free and total, other processes counted."""
+        """Free and total memory; other processes count as used."""
         ...
 
     def settle(self) -> None:
-        """Waits for what is queued, and gives memory that no tensor uses back to the device."""
+        """Waits for queued work, and returns unused memory to the device."""
         ...
 
     def reserved(self) -> int:
-        """What this process's allocator holds."""
+        """Memory held by this process's allocator."""
         ...
 
     def begin_peak(self) -> None: ...
 
     def peak(self) -> int:
-        """The most that was reserved since `begin_peak`."""
+        """The most memory that was reserved since `begin_peak`."""
         ...
 
 
@@ -63,7 +63,7 @@ class CudaMeter:
         return int(torch.cuda.max_memory_reserved(self._device))
 
 
-Assemble = Callable[[int], TorchEngine]  # an engine over a pool of as many blocks
+Assemble = Callable[[int], TorchEngine]  # creates an engine over a pool of this many blocks
 MeasureGraphs = Callable[[TorchEngine, Meter], int]
 
 
@@ -81,15 +81,15 @@ def measure_use(
     agree: Callable[[int], int] = int,
     measure_graphs: MeasureGraphs | None = None,
 ) -> DeviceUse:
-    """Runs the largest steps over a pool for them alone, then captures some graphs. The weights are loaded already.
+    """Runs the largest steps over a temporary pool, then captures some graphs. The weights are loaded already.
 
-    Tensor-parallel ranks call it together: the steps are the same on each, and followers draw nothing. `agree` gives
-    the least of all ranks' numbers, since a rank with less room would otherwise take shorter steps than the others.
+    Tensor-parallel ranks call it together: the steps are the same on each, and followers do not sample. `agree` returns
+    the minimum over all ranks, because a rank with less memory would otherwise take shorter steps than the others.
     """
     meter.settle()
     free, total = meter.capacity()
     weights = meter.reserved()
-    # A neighbour on the device may be loading into what is free beyond this worker's share.
+    # Another worker on the device may be loading into the free memory beyond this worker's share.
     room = min(free, int(total * share) - weights)
     num_blocks = agree(_profile_blocks(room, context_tokens, max_batch, unit))
     engine: TorchEngine | None = assemble(num_blocks)
@@ -100,7 +100,7 @@ def measure_use(
             engine.step(rows)
         else:
             engine.follow(rows)
-    # Tables of angles and buffers of the kernels are part of it, since they are made with the engine.
+    # Includes rope tables and kernel buffers, which are made with the engine.
     activations = max(0, meter.peak() - weights - num_blocks * unit.block_bytes)
     graphs = 0
     if measure_graphs is not None:
@@ -121,7 +121,7 @@ def measure_use(
 
 
 def largest_steps(spec: EngineSpec, *, max_batch: int, max_batch_tokens: int) -> Iterator[list[Row]]:
-    """The longest chunk at the end of the longest context, and a full batch that draws from all of the vocabulary."""
+    """The longest chunk at the end of the longest context, and a full batch that samples from the whole vocabulary."""
     limit = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
     count = min(max_batch_tokens, limit)
     yield [_row(spec, count, limit - count, range(-(-limit // spec.block_size)))]
@@ -142,6 +142,6 @@ def _row(spec: EngineSpec, count: int, start: int, blocks: range | list[int]) ->
 
 
 def _profile_blocks(room: int, context_tokens: int, max_batch: int, unit: PoolUnit) -> int:
-    """Enough for the longest context and the largest batch, in at most half of the room."""
+    """Enough blocks for the longest context and the largest batch, in at most half of the free memory."""
     wanted = max(-(-context_tokens // unit.block_size), max_batch)
     return max(1, min(wanted, room // 2 // unit.block_bytes))

@@ -1,4 +1,5 @@
-"""Whether a model fits, asked before it is loaded: being killed for memory halfway says nothing to anybody."""
+"""Checks that a model fits into memory before it is loaded: a process that is killed while loading gives no error
+message."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _GB: Final = 1e9
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, rounding: Rounding, shard: Shard = WHOLE) -> int:
-    """What a rank's part of the loaded model takes, at most."""
+    """An upper bound of the memory of a rank's part of the model."""
     needs = Needs(config.quantisation, shard)
     build_weights(config, needs)
     item_bytes = dtype.itemsize if rounding == "none" else 1
@@ -26,7 +27,7 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, rounding: Rounding,
 
 
 def check_fits(num_weight_bytes: int, num_kv_bytes: int, num_available_bytes: int | None) -> None:
-    """Raises ConfigError with both numbers. None: the system does not say."""
+    """Raises ConfigError with both numbers. None: unknown."""
     if num_available_bytes is not None and num_weight_bytes + num_kv_bytes > num_available_bytes:
         raise ConfigError(
             "model",

@@ -1,8 +1,8 @@
-"""Divides a worker's memory and sizes its KV pool. Pure: sizes in bytes come in, a plan comes out.
+"""Divides a worker's memory and sizes its KV pool. Pure: computes a plan from sizes in bytes.
 
-A GPU belongs to its workers: the pool takes what `gpu_memory_share` leaves after the weights, the measured peak of
-activations, the decode graphs and what the driver holds. A host is shared with other programs and other workers, so
-there the pool is an eighth of what is free beside the weights. Its pages are touched only as they come into use.
+A GPU is used by its workers only: the pool takes `gpu_memory_share` less the weights, the measured peak of activations,
+the decode graphs and the driver's memory. A host is shared with other programs and workers, so there the pool is an
+eighth of the memory that is free beside the weights. Its pages are allocated when they are used.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from pdserve.core.errors import ConfigError
 
 MIB: Final = 2**20
 GIB: Final = 2**30
-HOST_PARTS: Final = 8  # a worker's pool is one of as many parts of free memory: a laptop runs several workers
+HOST_PARTS: Final = 8  # a worker's pool is this fraction of the free memory, because a laptop runs several workers
 MOST_HOST_BYTES: Final = 8 * GIB
-MOST_HOST_BLOCKS: Final = 65_536  # the allocator keeps an entry for each
-UNKNOWN_HOST_BYTES: Final = 512 * MIB  # where the system does not say what is free
-MOST_RUNTIME_BYTES: Final = 2 * GIB  # context, kernels and cuBLAS workspaces; beyond it, another process's memory
+MOST_HOST_BLOCKS: Final = 65_536  # limit, because the allocator keeps an entry for each
+UNKNOWN_HOST_BYTES: Final = 512 * MIB  # if the free memory is unknown
+MOST_RUNTIME_BYTES: Final = 2 * GIB  # limit for context, kernels and cuBLAS workspaces; more belongs to other processes
 _GB: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What each part of a worker's memory takes. On a host `total` is what was free; 0 where a part is not measured."""
+    """The sizes of the parts of a worker's memory. On a host `total` is what was free; a part that is not measured is
+    0."""
 
     device: str
     total: int
@@ -44,7 +45,7 @@ class MemoryPlan:
 
 
 def plan_from_json(text: str) -> MemoryPlan | None:
-    """None for what is no plan."""
+    """None if the value is not a plan."""
     try:
         return MemoryPlan(**json.loads(text))
     except (ValueError, TypeError):
@@ -53,7 +54,7 @@ def plan_from_json(text: str) -> MemoryPlan | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """What was measured of one device; `free` while weights and runtime are there and nothing else of this worker."""
+    """Measurements of one device; `free` was measured with only weights and runtime of this worker."""
 
     device: str
     total: int
@@ -66,14 +67,14 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolUnit:
-    """The pool is made of whole blocks."""
+    """Rounds the pool down to whole blocks."""
 
     block_bytes: int
     block_size: int
 
 
 def explicit_blocks(kv_blocks: int, kv_memory_bytes: int, unit: PoolUnit) -> int | None:
-    """What the settings ask for; None where they leave it to the device. Raises ConfigError below one block."""
+    """The size in the settings; None if they leave it to the device. Raises ConfigError below one block."""
     if kv_blocks:
         return kv_blocks
     if not kv_memory_bytes:
@@ -84,7 +85,7 @@ def explicit_blocks(kv_blocks: int, kv_memory_bytes: int, unit: PoolUnit) -> int
 
 
 def host_blocks(free: int | None, weights: int, unit: PoolUnit) -> int:
-    """Blocks of a host's pool. Raises ConfigError where there is no room for one."""
+    """Number of blocks of a host's pool. Raises ConfigError if there is no room for one."""
     room = UNKNOWN_HOST_BYTES if free is None else min(max(free - weights, 0) // HOST_PARTS, MOST_HOST_BYTES)
     if room < unit.block_bytes:
         raise ConfigError(
@@ -96,7 +97,7 @@ def host_blocks(free: int | None, weights: int, unit: PoolUnit) -> int:
 
 
 def device_blocks(use: DeviceUse, share: float, unit: PoolUnit) -> int:
-    """Blocks of a GPU's pool. Raises ConfigError, which names every part, where there is no room for one."""
+    """Number of blocks of a GPU's pool. Raises ConfigError, naming every part, if there is no room for one."""
     usable = int(use.total * share)
     # Another process may hold more of the device than 1 - share.
     room = min(usable - use.weights - use.runtime, use.free) - use.activations - use.graphs
@@ -127,7 +128,7 @@ def device_plan(use: DeviceUse, share: float, num_blocks: int, unit: PoolUnit) -
 
 
 def plain_plan(device: str, free: int | None, weights: int, num_blocks: int, unit: PoolUnit) -> MemoryPlan:
-    """Of a host, or of a device whose pool was asked for: nothing but weights and pool is known."""
+    """For a host, or for a device whose pool size is a setting: only weights and pool are known."""
     return MemoryPlan(
         device=device,
         total=free or 0,
@@ -139,15 +140,16 @@ def plain_plan(device: str, free: int | None, weights: int, num_blocks: int, uni
 
 
 def runtime_bytes(total: int, free: int, reserved: int) -> int:
-    """What this process holds beside its allocator. A neighbour on the same device cannot be told apart, so the
-    number has a bound."""
+    """Memory of this process outside its allocator. Memory of other processes on the device cannot be separated, so the
+    number is bounded."""
     return min(max(total - free - reserved, 0), MOST_RUNTIME_BYTES)
 
 
 def graph_bytes(before: int, after: Sequence[int], num_graphs: int) -> int:
-    """What all graphs take, from the memory reserved before and after each of the first captures, largest first.
+    """The memory of all graphs, estimated from the memory reserved before and after each of the first captures, largest
+    first.
 
-    The first holds buffers that all share; each further one is taken as large as the largest measured.
+    The first includes buffers that all share. Each further one counts as the largest one measured.
     """
     if not after:
         return 0

@@ -1,8 +1,8 @@
-"""How a layer's tokens meet: what attention needs of the model, and the two steps around it for an eager batch.
+"""Attention of one layer: the model's parameters for it, and the steps around it for an eager batch.
 
-The decoder hands every layer's queries, keys and values to a Mixer, which knows where the step's tokens stand and
-where their KV lies. A batch that is packed anew for each step mixes here; static buffers of a CUDA graph do it in
-engine/gpu.
+The decoder passes every layer's queries, keys and values to a Mixer, which knows the positions of the step's tokens and
+the places of their KV. This mixer is for a batch that is packed for each step; engine/gpu has one for the static
+buffers of a CUDA graph.
 """
 
 # Shapes: T tokens in the packed batch, H query heads, K kv heads, N = H + 2 K, D head dim, U tokens that are read.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What attention needs of a model, or of one rank's part of it."""
+    """The attention parameters of a model, or of one rank's part of it."""
 
     num_heads: int
     num_kv_heads: int
@@ -42,7 +42,7 @@ class Heads:
 
     @staticmethod
     def of(config: ModelConfig, like: Tensor) -> Heads:
-        """On the device of `like`."""
+        """Creates it on the device of `like`."""
         ropes = tuple(dict.fromkeys(config.ropes))
         return Heads(
             num_heads=config.num_heads,
@@ -61,16 +61,16 @@ class Mixer(Protocol):
     """One step's attention."""
 
     token_T: Tensor
-    read_U: Tensor | None  # tokens whose final state is read; None: all, in their order
+    read_U: Tensor | None  # tokens whose final state is needed; None: all, in order
 
     def mix(self, index: int, layer: LayerWeights, qkv_TND: Tensor) -> Tensor:
-        """Stores the layer's keys and values; what every token gets from its sequence, [T, H * D]."""
+        """Stores the layer's keys and values, and returns the attention output of every token, [T, H * D]."""
         ...
 
 
 @final
 class EagerMixer:
-    """`on_layer` is told how many layers have issued their writes."""
+    """`on_layer` is called with the number of layers that have issued their writes."""
 
     def __init__(self, batch: Batch, pool: TorchPool, heads: Heads, on_layer: OnLayer | None = None) -> None:
         self.token_T, self.read_U = batch.token_T, batch.read_U

@@ -1,7 +1,7 @@
-"""The decoder: Llama, Mistral, Mixtral, Qwen and Gemma are one text, told apart by a few numbers of the config and by
-which parameters exist.
+"""The decoder. Llama, Mistral, Mixtral, Qwen and Gemma share this code; they differ in a few numbers of the config and
+in which parameters exist.
 
-Prefill chunks and decode rows run through the same matrices in one packed batch; only attention treats them apart.
+Prefill chunks and decode rows are multiplied in one packed batch; only attention treats them differently.
 """
 
 # Shapes: T tokens in the packed batch, E hidden size, F mlp size, H query heads, K kv heads, D head dim,
@@ -25,7 +25,7 @@ from pdserve.engine.ops import Ops
 from pdserve.engine.parameters import ExpertWeights, MlpWeights, Weights
 from pdserve.engine.sharding import Shard, rank_config
 
-if TYPE_CHECKING:  # torch.distributed is for those who have ranks
+if TYPE_CHECKING:  # torch.distributed is imported only for ranks
     from pdserve.engine.ranks import Ranks
 
 
@@ -38,7 +38,7 @@ class Decoder:
         config = self._config = config if ranks is None else rank_config(config, ranks.shard)
         self._weights = weights
         self.heads = Heads.of(config, weights.norm_E)
-        # Rounded to the compute dtype, as the models were trained: 55.5 and not 55.4256 in bfloat16.
+        # Rounded to the compute dtype, as in training: 55.5 instead of 55.4256 in bfloat16.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
         self._ops = ops
         self._gated = ops.silu_mul if config.activation == "silu" else ops.gelu_mul
@@ -47,35 +47,36 @@ class Decoder:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank draws the tokens."""
+        """Whether this rank samples the tokens."""
         return self._ranks is None or self._ranks.shard.rank == 0
 
     def spread(self, x: Tensor) -> None:
-        """Every rank's tensor becomes the leader's."""
+        """Replaces every rank's tensor by the leader's."""
         if self._ranks is not None:
             self._ranks.spread(x)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is computed."""
+        """The compute dtype."""
         return self._weights.dtype
 
     def hidden(self, mixer: Mixer) -> Tensor:
-        """Writes the KV of all tokens; returns the state before the last norm of those that are read, [U, E].
+        """Writes the KV of all tokens; returns the states, before the last norm, of the tokens that are needed, [U, E].
 
-        Ranks meet before the first store, between layers and after the last store: none of them clears, stores or reads
-        a block while another is in an earlier or a later step.
+        Ranks synchronise before the first store, between layers and after the last store, so no rank clears, stores or
+        reads a block while another one is in an earlier or later step.
         """
         x_TE = self._embed(mixer.token_T)
         if self._embedding_scale != 1.0:
             x_TE.mul_(self._embedding_scale)
-        delta_TE: Tensor | None = None  # what the last sublayer adds
+        delta_TE: Tensor | None = None  # output of the previous sublayer, to be added
         for index, layer in enumerate(self._weights.layers):
             qkv_TN = self._normed_product(layer.qkv, x_TE, delta_TE, layer.attention_norm_E)
             qkv_TND = qkv_TN.view(len(x_TE), -1, self._config.head_dim)
             attended_TN = mixer.mix(index, layer, qkv_TND)
             if index == self._config.num_layers - 1 and mixer.read_U is not None:
-                # Behind the last layer's attention tokens no longer meet: of a prompt only the last one goes on.
+                # After the last layer's attention, only positions whose logits are needed continue: for a prompt, the
+                # last token.
                 if not len(mixer.read_U):
                     self._sum(x_TE.new_zeros(1))
                     return x_TE[:0]
@@ -89,7 +90,7 @@ class Decoder:
         return x_TE if delta_TE is None else x_TE.add_(delta_TE)
 
     def logits(self, x_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
-        """float32, [T, V]; in `out_TV` where it is given."""
+        """float32, [T, V]; written to `out_TV` if given."""
         logits_TV = self._weights.head(self._norm(x_TE, self._weights.norm_E))
         if self._ranks is not None:
             logits_TV = self._ranks.join(logits_TV.float(), [end - begin for begin, end in self._tokens_of])
@@ -104,13 +105,13 @@ class Decoder:
         begin, end = self._tokens_of[self._ranks.shard.rank]
         is_mine_T = (token_T >= begin) & (token_T < end)
         mine_TE = F.embedding(torch.where(is_mine_T, token_T - begin, 0), table_VE).to(dtype)
-        return self._ranks.sum(mine_TE.mul_(is_mine_T[:, None]))  # zeros and one row: exact
+        return self._ranks.sum(mine_TE.mul_(is_mine_T[:, None]))  # zeros plus one row, which is exact
 
     def _sum(self, x_TE: Tensor) -> Tensor:
         return x_TE if self._ranks is None else self._ranks.sum(x_TE)
 
     def _mlp(self, mlp: MlpWeights | ExpertWeights, x_TE: Tensor, delta_TE: Tensor, norm_E: Tensor) -> Tensor:
-        """Of the norm of x + delta; x becomes that sum."""
+        """The norm of x + delta; x becomes that sum."""
         if isinstance(mlp, MlpWeights):
             gate_up = self._normed_product(mlp.gate_up, x_TE, delta_TE, norm_E)
             if isinstance(mlp.down, Fp8Linear) and self._ops.fp8 is not None:
@@ -121,7 +122,8 @@ class Decoder:
         return apply_experts(self._config.experts, mlp, self._gated, self._add_norm(x_TE, delta_TE, norm_E))
 
     def _normed_product(self, linear: Linear, x_TE: Tensor, delta_TE: Tensor | None, norm_E: Tensor) -> Tensor:
-        """`linear` of `_add_norm`; for an fp8 product the norm is rounded in the same launch, where the device can."""
+        """`linear` of `_add_norm`. For an fp8 product the norm is rounded in the same launch, if the device supports
+        it."""
         fp8, eps = self._ops.fp8, self._config.norm_eps
         if not isinstance(linear, Fp8Linear) or fp8 is None:
             return linear(self._add_norm(x_TE, delta_TE, norm_E))

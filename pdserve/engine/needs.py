@@ -1,4 +1,4 @@
-"""Which stored tensors a model needs, in which forms, and whether a checkpoint has them all. Pure."""
+"""The stored tensors that a model needs, their allowed shapes, and the check that a checkpoint has them all. Pure."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Need:
 
 @final
 class Needs:
-    """A Source that gives nothing: it notes every tensor that is asked for, in the order of reading."""
+    """A Source that returns no data: it records every requested tensor, in the order of reading."""
 
     def __init__(self, quantisation: Quantisation, shard: Shard = WHOLE) -> None:
         self.tensors: dict[str, Need] = {}
         self._shard = shard
-        self._parts: dict[str, Callable[[StoredTensor], StoredTensor] | None] = {}  # None: not this rank's
-        self.num_matrix_weights = 0  # that this rank multiplies with
-        self.num_table_weights = 0  # that it looks up
+        self._parts: dict[str, Callable[[StoredTensor], StoredTensor] | None] = {}  # None: not needed by this rank
+        self.num_matrix_weights = 0  # products of this rank
+        self.num_table_weights = 0  # lookup tables of this rank
         self._quantisation = quantisation
 
     def vector(self, name: str, size: int) -> Tensor:
@@ -78,7 +78,7 @@ class Needs:
         return PlainLinear(table_NK, None)
 
     def check(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Raises ModelError on a tensor that is missing, left over or in a wrong form."""
+        """Raises ModelError on a missing or superfluous tensor, or one of a wrong shape."""
         if missing := sorted(self.tensors.keys() - stored.keys()):
             raise ModelError(missing[0], f"no such tensor ({len(missing)} are missing)", "every parameter of the model")
         if left := sorted(stored.keys() - self.tensors.keys()):
@@ -92,7 +92,7 @@ class Needs:
                 raise ModelError(name, f"dtype {seen.dtype}", " or ".join(need.dtypes) + ", as config.json says")
 
     def cut(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """This rank's parts of a checkpoint that `check` found whole, in the order of reading."""
+        """This rank's parts of a checkpoint that passed `check`, in the order of reading."""
         parts: dict[str, StoredTensor] = {}
         for name in self.tensors:
             part = self._parts.get(name, _whole)

@@ -1,7 +1,7 @@
-"""Counter-based noise: the number for (seed, position, token) depends on nothing else and needs no state.
+"""Counter-based noise: the number depends only on (seed, position, token), and needs no state.
 
-So a token is the same whichever worker draws it, in whatever batch, before or after a preemption, a migration or
-a retry. The hash is splitmix64's finaliser (Steele, Lea, Flood 2014), applied to seed, position and token in turn.
+So every worker samples the same token, in any batch, before and after preemption, migration or a retry. The hash is
+splitmix64's finaliser (Steele, Lea, Flood 2014), applied to seed, position and token in turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MASK: Final = 2**64 - 1
 
 
 def stream(seed: int, position: int) -> int:
-    """The 64-bit state that all tokens of one draw share."""
+    """The 64-bit state that all tokens of one sampled position share."""
     return _mix((_mix((seed + _GOLDEN) & _MASK) + (position + 1) * _GOLDEN) & _MASK)
 
 
@@ -31,10 +31,10 @@ def streams(draws: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
 def gumbel(state: Tensor, token: Tensor) -> Tensor:
     """Standard Gumbel noise in float64 for each token id under each state (int64 both, broadcast together).
 
-    float64, because the largest values decide a draw and float32 uniforms would cut them off at 2^-24.
+    float64, because the largest values decide the result, and float32 uniforms would cut them off at 2^-24.
     """
     bits = _mix_tensor(state + (token + 1) * _signed(_GOLDEN))
-    uniform = _shift(bits, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)  # in (0, 1), both ends open
+    uniform = _shift(bits, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)  # in (0, 1), without both ends
     return uniform.log_().neg_().log_().neg_()
 
 
@@ -45,14 +45,14 @@ def _mix(value: int) -> int:
 
 
 def _mix_tensor(value: Tensor) -> Tensor:
-    """As _mix: int64 products wrap around, which is arithmetic modulo 2^64."""
+    """Like _mix: int64 products wrap around, which is arithmetic modulo 2^64."""
     value = (_shift(value, 30).bitwise_xor_(value)).mul_(_signed(_MIX_1))
     value = (_shift(value, 27).bitwise_xor_(value)).mul_(_signed(_MIX_2))
     return _shift(value, 31).bitwise_xor_(value)
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
-    """Logical shift right: torch's drags the sign along."""
+    """Logical shift right; torch's shift is arithmetic."""
     return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 

@@ -1,4 +1,5 @@
-"""Opens a model folder: settings against the model, room in memory, weights, pool and kernels, an engine."""
+"""Opens a model folder: checks the settings and the memory, loads weights, makes pool and kernels, and returns an
+engine."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ from pdserve.engine.weights import Progress, load_weights
 if TYPE_CHECKING:
     from pdserve.engine.ranks import Ranks
 
-_STORED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # kv_dtype, where it is not the compute dtype
+_STORED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # kv_dtype, if it is not the compute dtype
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
@@ -60,7 +61,7 @@ log = logging.getLogger(__name__)
 
 
 def open_engine(config: WorkerConfig, role: Role) -> Engine:
-    """The fastest engine that the device has. Raises ModelError and ConfigError as `open_torch_engine` does."""
+    """The fastest engine for the device. Raises ModelError and ConfigError like `open_torch_engine`."""
     is_gpu = choose_device(config.device).type == "cuda"
     config = with_device_defaults(config, role, is_gpu=is_gpu)
     if not is_gpu:
@@ -73,9 +74,9 @@ def open_engine(config: WorkerConfig, role: Role) -> Engine:
 
 
 def warmed(engine: AnyEngine) -> AnyEngine:
-    """Every kernel that the engine's steps launch is compiled before a request asks for it.
+    """Compiles every kernel of the engine's steps before the first request.
 
-    The endpoints of transfers do the same for theirs (kvtransfer.paths.on_device).
+    Transfer endpoints do the same for their kernels (kvtransfer.paths.on_device).
     """
     began_s = time.monotonic()
     for rows in warm_rows(engine.spec):
@@ -85,7 +86,7 @@ def warmed(engine: AnyEngine) -> AnyEngine:
 
 
 def open_torch_engine(config: WorkerConfig, progress: Progress | None = None) -> TorchEngine:
-    """Raises ModelError where the folder cannot be served, ConfigError where the settings do not fit the model."""
+    """Raises ModelError if the folder cannot be served, ConfigError if the settings do not suit the model."""
     is_gpu = choose_device(config.device).type == "cuda"
     return open_rank(with_device_defaults(config, Role.PREFILL, is_gpu=is_gpu), progress, WHOLE, None)
 
@@ -101,13 +102,13 @@ def open_rank(
     meter: Meter | None = None,
     device: torch.device | None = None,
 ) -> TorchEngine:
-    """The part of the model that a tensor-parallel rank holds; alone, all of it.
+    """The part of the model that a tensor-parallel rank holds; all of it without ranks.
 
-    `config` has a value for what depends on the device (with_device_defaults).
-    `memory`: of the pool that all ranks share (`shared_bytes`), where each stores its heads of whole blocks. Without it
-    the rank has a pool of its own, whose blocks hold its heads alone. `graphs` tells what the decode graphs take, where
-    the pool is what is left beside them. `meter`: of the device's memory; that of a CUDA device where None. `device`:
-    where None, the GPU of this host that has the rank's number, if any.
+    `config` has a value for what depends on the device (with_device_defaults). `memory`: memory of the pool that all
+    ranks share (`shared_bytes`), in which each stores its heads of whole blocks. Without it the rank has a pool of its
+    own, whose blocks hold only its heads. `graphs` measures the decode graphs, if the pool takes the memory that they
+    leave. `meter` measures the device's memory; None: a CUDA device's. `device` None: the GPU of this host with the
+    rank's number, if any.
     """
     began_s = time.monotonic()
     if config.threads > 0:
@@ -119,7 +120,7 @@ def open_rank(
     if device.type == "cuda":
         meter = meter or CudaMeter(device)
     rank_model = rank_config(model_config, shard)
-    # The CPU's kernel reads no fp8: such a pool is gathered, which is slower.
+    # The CPU's kernel cannot read fp8, so such a pool is gathered, which is slower.
     is_paged = device.type == "cpu" and dtype == torch.float32 and jit.is_available() and config.kv_dtype != "fp8"
     if config.deterministic and not is_paged:
         raise ConfigError("deterministic", "on", "off, or a CPU with numba, dtype float32 or int8 and kv_dtype not fp8")
@@ -130,11 +131,11 @@ def open_rank(
     unit = PoolUnit(block_bytes=shape.block_bytes, block_size=shape.block_size)
     spec_of = partial(
         make_spec, config, model_config, dtype, shape, name, shard if memory is None else WHOLE
-    )  # of a number of blocks
+    )  # bytes of a number of blocks
     num_bytes = weight_bytes(model_config, dtype, rounding=rounding_of(config), shard=shard)
     num_together = (
         1 if device.type == "cuda" else min(config.ranks_here, shard.size)
-    )  # ranks of a host share its memory
+    )  # ranks on one host share its memory
     free = available_bytes(device)
     num_blocks = explicit_blocks(config.kv_blocks, config.kv_memory_bytes, unit)
     if num_blocks is None and meter is None:
@@ -148,7 +149,7 @@ def open_rank(
     kv_heads = model_config.num_kv_heads
     heads = None if memory is None else range(*shard.span(kv_heads, kv_heads))
     if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for tens of milliseconds at every new length
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for tens of milliseconds for every new length
     model = Decoder(model_config, weights, ranks, device_ops(device))
 
     def assemble(num_blocks: int) -> TorchEngine:
@@ -221,7 +222,7 @@ def load(
     progress: Progress | None,
     shard: Shard = WHOLE,
 ) -> Weights:
-    """From the checkpoint, or made up where there is none."""
+    """Loads the checkpoint, or generates weights for `--load dummy`."""
     rounding, is_deterministic = rounding_of(config), config.deterministic
     if checkpoint is None:
         return dummy_weights(model, device, dtype, rounding=rounding, is_deterministic=is_deterministic, shard=shard)
@@ -232,7 +233,7 @@ def load(
 
 
 def device_ops(device: torch.device) -> Ops:
-    """In Triton on CUDA; a device without it computes the same in torch."""
+    """In Triton on CUDA; a device without Triton computes the same in torch."""
     if is_triton(device):
         from pdserve.engine.gpu import ops as gpu_ops
 
@@ -259,7 +260,7 @@ def block_shape(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) ->
 
 
 def with_host_blocks(config: WorkerConfig) -> WorkerConfig:
-    """`config` with the number of blocks that a host's pool has, so that ranks do not measure for themselves."""
+    """`config` with the number of blocks of a host's pool, so that ranks do not measure it themselves."""
     if config.kv_blocks:
         return config
     model, dtype = read_config(Path(config.model)), choose_dtype(config.dtype, config.device)
@@ -273,7 +274,8 @@ def with_host_blocks(config: WorkerConfig) -> WorkerConfig:
 
 
 def shared_bytes(config: WorkerConfig) -> int:
-    """Of a pool of `kv_blocks` whole blocks, which tensor-parallel ranks share. Raises ModelError and ConfigError."""
+    """The bytes of a pool of `kv_blocks` whole blocks that tensor-parallel ranks share. Raises ModelError and
+    ConfigError."""
     model, dtype = read_config(Path(config.model)), choose_dtype(config.dtype, config.device)
     return config.kv_blocks * block_shape(config, model, dtype).block_bytes
 
@@ -287,7 +289,7 @@ def make_spec(
     shard: Shard,
     num_blocks: int,
 ) -> EngineSpec:
-    """The context limit is the model's, the operator's or what the whole pool holds, whichever is least."""
+    """The context limit is the least of the model's, the operator's and the capacity of the pool."""
     if config.max_context_tokens > model.max_context_tokens:
         raise ConfigError(
             "max_context_tokens",
@@ -311,12 +313,12 @@ def make_spec(
         kv_head_dim=shape.head_dim,
         tp_degree=shard.size,
         tp_rank=shard.rank,
-        num_layers=1 if shape.is_scaled else shape.num_layers,  # the scales of all layers lie behind them
+        num_layers=1 if shape.is_scaled else shape.num_layers,  # the scales of all layers are stored after the values
     )
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
-    """Each tensor-parallel rank has a GPU of its own."""
+    """Each tensor-parallel rank uses its own GPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", name, "cpu or auto: torch sees no CUDA device")
     if name == "cpu" or not torch.cuda.is_available():
@@ -327,11 +329,11 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
 
 
 def choose_dtype(name: str, device_name: str) -> torch.dtype:
-    """auto: float32 on a CPU, where bfloat16 products are emulated and slow, and bfloat16 on CUDA."""
+    """auto: float32 on a CPU, which emulates bfloat16 products slowly; bfloat16 on CUDA."""
     if name == "int8":
         if choose_device(device_name).type != "cpu":
             raise ConfigError("dtype", name, "float32 or bfloat16 on CUDA; int8 products are for CPUs")
-        name = "float32"  # what is not a weight: activations between products, norms, KV
+        name = "float32"  # everything but weights: activations between products, norms, KV
     if name == "fp8":
         device = choose_device(device_name)
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):

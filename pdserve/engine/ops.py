@@ -1,4 +1,4 @@
-"""What happens between the products, in the fastest form for where the numbers lie."""
+"""Operations between the matrix products, in the fastest form for the device."""
 
 # Shapes: T tokens, E hidden size, F mlp size.
 
@@ -15,7 +15,7 @@ from pdserve.engine.kernels import rows
 
 
 class RoundedOps(Protocol):
-    """Functions of Ops whose results come rounded, as Fp8Linear.product takes them: values and scales."""
+    """Functions of Ops with rounded results (values and scales), as Fp8Linear.product expects them."""
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
     def add_rms_norm(self, x_TE: Tensor, delta_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
@@ -28,7 +28,7 @@ class Ops(Protocol):
 
     @property
     def fp8(self) -> RoundedOps | None:
-        """None where rounding is a step of its own."""
+        """None if rounding is a separate operation."""
         ...
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor: ...
@@ -41,7 +41,7 @@ fp8: RoundedOps | None = None
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """Over the last axis, of any tensor."""
+    """RMS norm over the last axis."""
     if x_TE.ndim == 2 and rows.fits(x_TE, weight_E):
         return rows.rms_norm(x_TE, weight_E, eps)
     return _rms_norm(x_TE, weight_E, eps)

@@ -1,8 +1,8 @@
-"""Which rows attend by the paged kernel, and how a step's work is dealt to threads.
+"""Which rows use the paged attention kernel, and how a step's work is divided among threads.
 
-The kernel (kernels/paged.py) reads blocks where they lie; torch's way (attention.py) gathers them first. The kernel
-is for the CPU and float32 activations, where numba is installed; it wins for rows with few queries, and torch's
-matrix products win for long prefill chunks.
+The kernel (kernels/paged.py) reads blocks in place; torch's attention (attention.py) gathers them first. The kernel
+needs numba, a CPU and float32 activations. It is faster for rows with few queries; torch's matrix products are faster
+for long prefill chunks.
 """
 
 # Shapes: T tokens, H query heads, K kv heads, D head dim.
@@ -25,7 +25,7 @@ from pdserve.engine.pool import TorchPool
 
 # Up to here the kernel is faster than gathering the blocks for torch (measured: benchmarks/attention.py).
 MOST_QUERIES: Final = 8
-_LEAST_WORK: Final = 1 << 19  # products of a layer below which waking a thread costs more than it takes over
+_LEAST_WORK: Final = 1 << 19  # multiplications of a layer below which waking a thread costs more than it gains
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class PagedPlan:
 
 @final
 class PagedAttention:
-    """Attention over one pool. `most_queries` bounds the rows that it takes."""
+    """Attention over one pool, for rows of up to `most_queries` queries."""
 
     def __init__(self, pool: TorchPool, num_heads: int, most_queries: int = MOST_QUERIES) -> None:
         from pdserve.engine.kernels import paged, place
@@ -64,7 +64,8 @@ class PagedAttention:
             self._compile()
 
     def _compile(self) -> None:
-        """Now, or the first request would wait for it. Leaves zeros at block 0's first position."""
+        """Compiles the kernel now, so that the first request does not wait for it. Leaves zeros at block 0's first
+        position."""
         began_s = time.monotonic()
         head_dim, num_kv_heads = self._shape.head_dim, len(self._heads)
         qkv_THD = torch.zeros(1, self._num_heads + 2 * num_kv_heads, head_dim)
@@ -75,7 +76,7 @@ class PagedAttention:
         log.info("attention kernels ready", extra={"compile_s": round(time.monotonic() - began_s, 3)})
 
     def plan(self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]) -> PagedPlan:
-        """Row i asks with counts[i] positions from starts[i] on; its tokens follow those of row i - 1."""
+        """Row i has counts[i] queries, at positions from starts[i] on; its tokens follow those of row i - 1."""
         num_kv_heads, block_size = len(self._heads), self._shape.block_size
         num_pages = [-(-(start + count) // block_size) for start, count in zip(starts, counts, strict=True)]
         pages = [table[:num] for table, num in zip(tables, num_pages, strict=True)]
@@ -110,7 +111,7 @@ class PagedAttention:
     ) -> Tensor:
         """Stores the step's rotated keys and its values, and returns the rotated queries: rope.rotate and pool.write.
 
-        A token's heads lie closely, one behind the other; tokens may lie apart.
+        The heads of a token are contiguous; tokens may be apart.
         """
         q_out_THD = torch.empty(q_THD.shape)
         arrays = (
@@ -127,7 +128,8 @@ class PagedAttention:
         return q_out_THD
 
     def _where(self, layer: int) -> tuple[int, ...]:
-        """Heads, then the pool's strides between blocks and the start of the layer's heads, of values and of scales."""
+        """Numbers of heads, then the pool's strides between blocks and the start of the layer's heads, for values and
+        scales."""
         shape, heads = self._shape, self._heads
         layer_scales = 2 * shape.block_size * shape.num_kv_heads
         return (
@@ -164,7 +166,7 @@ class PagedAttention:
 
 
 def flat(x: Tensor) -> Any:
-    """The memory from x's first element to its last as one row, gaps included."""
+    """The memory from x's first element to its last as one row, including gaps."""
     if x.is_contiguous():
         return x.numpy().reshape(-1)
     num_elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -172,7 +174,7 @@ def flat(x: Tensor) -> Any:
 
 
 def split_queries(count_R: Any, most: int) -> tuple[Any, Any]:
-    """Tasks of at most `most` queries: the row of each, and how many of the row's queries come before it."""
+    """Tasks of at most `most` queries: the row of each, and the number of the row's queries before it."""
     num_tasks_R = -(-count_R // most)
     row_T = np.repeat(np.arange(len(count_R)), num_tasks_R)
     first_task_R = np.cumsum(num_tasks_R) - num_tasks_R
@@ -180,9 +182,10 @@ def split_queries(count_R: Any, most: int) -> tuple[Any, Any]:
 
 
 def deal(tasks: Any, num_threads: int, width: int) -> tuple[Any, tuple[int, ...]]:
-    """Orders tasks so that each thread's are a run of about equal work; few tasks are split by kv head first.
+    """Orders tasks so that each thread gets a run of about equal work. If there are few tasks, they are split by kv
+    head first.
 
-    `width` is the products that one query spends on one position. How tasks are dealt changes no result.
+    `width` is the number of multiplications of one query for one position. The distribution does not change results.
     """
     work = (tasks[:, 1] + tasks[:, 3]) * tasks[:, 3]
     if num_threads == 1 or int(work.sum()) * width < _LEAST_WORK:
@@ -191,7 +194,7 @@ def deal(tasks: Any, num_threads: int, width: int) -> tuple[Any, tuple[int, ...]
         tasks = split_heads(tasks, -(-2 * num_threads // len(tasks)))
         work = (tasks[:, 1] + tasks[:, 3]) * tasks[:, 3] * (tasks[:, 5] - tasks[:, 4])
     order = np.argsort(-work, kind="stable")
-    # Longest first, dealt there and back: 0 1 1 0 0 1 1 0 for two threads.
+    # Longest first, in alternating direction: 0 1 1 0 0 1 1 0 for two threads.
     lap, seat = np.divmod(np.arange(len(order)), num_threads)
     thread = np.where(lap % 2 == 0, seat, num_threads - 1 - seat)
     edges = np.searchsorted(np.sort(thread, kind="stable"), np.arange(num_threads + 1))

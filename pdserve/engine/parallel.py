@@ -1,13 +1,13 @@
-"""One engine on several ranks: this process leads, a follower process computes beside it for each other.
+"""One engine on several ranks: this process is the leader, and each other rank is a follower process.
 
-The leader starts the followers of its own host. Those of other hosts join at the rendezvous address, where there is one
+The leader starts the followers of its own host. Those of other hosts join at the rendezvous address, if there is one
 (pdserve/engine/rendezvous.py).
 
-The leader tells its followers the rows of each step, computes its own part and draws all tokens. On a CPU all ranks
-store their heads in one pool of whole blocks, which the leader made: whoever moves, caches or names blocks sees those
-of a worker without ranks. On GPUs, or with rank_pools=own, each rank has a pool of its own and moves its heads itself
-(kvtransfer/rank_server.py). A failure of one rank in mid-step leaves the others waiting in a sum, so the engine is
-broken from then on: the worker ends, and is started anew with all its ranks.
+The leader sends its followers the rows of each step, computes its own part and samples all tokens. On a CPU all ranks
+store their heads in one pool of whole blocks, which the leader made, so transfers and caches see the blocks of a worker
+without ranks. On GPUs, or with rank_pools=own, each rank has a pool of its own and transfers its heads itself
+(kvtransfer/rank_server.py). If one rank fails during a step, the others wait in an all-reduce, so the engine is
+unusable from then on: the worker exits and is started again with all its ranks.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MEET_S: Final = 120.0  # until all ranks stand; loading comes after
-STOP: Final = 0  # orders: their first word
+MEET_S: Final = 120.0  # until all ranks are connected; loading comes after
+STOP: Final = 0  # first number of an order
 STEP: Final = 1
-GRAPHS: Final = "graphs"  # in the store: whether ranks run decode steps as graphs
+GRAPHS: Final = "graphs"  # key in the store: whether ranks run decode steps as graphs
 _POLL_S: Final = 0.05
 
 
 class _Leading:
-    """What engines of several ranks share. `spec` and `pool` are the leader's: of whole blocks, or where ranks have
-    pools of their own, of blocks that hold its heads only."""
+    """Base of engines of several ranks. `spec` and `pool` are the leader's: of whole blocks or, if ranks have pools of
+    their own, of blocks that hold only its heads."""
 
     def __init__(
         self,
@@ -68,16 +68,16 @@ class _Leading:
         rank_addresses: Sequence[str] = (),
         rendezvous: Rendezvous | None = None,
     ) -> None:
-        """`rank_addresses`: HOST:PORT of each follower's RankService, where it has a pool of its own."""
+        """`rank_addresses`: HOST:PORT of each follower's RankService, if it has a pool of its own."""
         self._inner, self._ranks, self._followers = engine, ranks, followers
         self._rendezvous = rendezvous
         self.rank_addresses = tuple(rank_addresses)
         self._stamps: BlockStamps | None = None
         self._broken = ""
-        self._is_told = False  # what is computed now
+        self._is_told = False  # the current computation
 
     def tell_lives(self, stamps: BlockStamps) -> None:
-        """From the next step on, ranks hear before they compute which blocks were handed out anew."""
+        """From the next step on, ranks are told before they compute which blocks were reassigned."""
         stamps.take_begun()  # counted from here on
         self._stamps = stamps
 
@@ -96,13 +96,13 @@ class _Leading:
 
     @property
     def is_healthy(self) -> bool:
-        """False once a rank has died, in a step or while all were idle."""
+        """False once a rank has died, in a step or while idle."""
         return not self._broken and all(follower.is_alive for follower in self._followers)
 
     @contextmanager
     def _all_ranks(self) -> Iterator[None]:
-        """Around what every rank computes. Raises InternalError for ever once a rank has failed in mid-step; what
-        fails before a rank was told breaks nothing."""
+        """Wraps the computation of all ranks. After a rank has failed during a step, it always raises InternalError. A
+        failure before a rank was told has no effect."""
         self._check_whole()
         self._is_told = False
         try:
@@ -122,7 +122,8 @@ class _Leading:
         self._ranks.tell(np.concatenate([head, np.asarray(words, np.int64)]))
 
     def _begun_words(self) -> list[int]:
-        """How many numbers follow; the blocks that were handed out since the last step, each with its life."""
+        """The number of values that follow, then the blocks that were reassigned since the last step, each with its
+        epoch."""
         begun = [] if self._stamps is None else self._stamps.take_begun()
         return [2 * len(begun), *(number for pair in begun for number in pair)]
 
@@ -176,7 +177,7 @@ class ParallelFlight:
 
 @final
 class ParallelGraphEngine(_Leading):
-    """Every rank replays the same graphs; steps are launched ahead."""
+    """Every rank replays the same graphs, and steps are launched ahead."""
 
     def __init__(self, engine: GraphEngine, *others: Any) -> None:
         super().__init__(engine, *others)
@@ -184,7 +185,7 @@ class ParallelGraphEngine(_Leading):
         engine.tell_ranks(self._order_step)
 
     def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sequence[RowOut]:
-        """`on_layer` is told of all layers at once: only decode workers have graphs."""
+        """`on_layer` is called once for all layers, because only decode workers have graphs."""
         outs = self.launch(rows, None).wait()
         if on_layer is not None:
             on_layer(self.spec.num_layers)
@@ -196,7 +197,7 @@ class ParallelGraphEngine(_Leading):
             return ParallelFlight(self._graphs.launch(rows, before), self)
 
     def sample(self, flight: Flight, rows: Mapping[int, Row]) -> None:
-        """Only this rank samples; the others hear the tokens with the next step."""
+        """Only this rank samples; the others receive the tokens with the next step."""
         with self._all_ranks():
             self._is_told = True
             flight.sample(rows)
@@ -208,7 +209,8 @@ class ParallelGraphEngine(_Leading):
 
 
 def _everywhere(on_layer: OnLayer) -> OnLayer:
-    """Ranks meet behind each layer's attention: when this one has stored a layer, all have stored those before it."""
+    """Ranks synchronise after each layer's attention: when this rank has stored a layer, all ranks have stored the
+    previous ones."""
 
     def stored(num_layers: int) -> None:
         if num_layers > 1:
@@ -220,7 +222,7 @@ def _everywhere(on_layer: OnLayer) -> OnLayer:
 def open_parallel_engine(
     config: WorkerConfig, progress: Progress | None = None, role: Role = Role.DECODE
 ) -> ParallelEngine | ParallelGraphEngine:
-    """Starts the followers and loads this rank's part. Raises ConfigError and ModelError as one rank alone would."""
+    """Starts the followers and loads this rank's part. Raises ConfigError and ModelError like a single rank."""
     size, model_config = config.tensor_parallel, read_config(Path(config.model))
     rank_config(model_config, Shard(0, size))  # before anything starts
     secret = ClusterSecret(config.cluster_secret) if config.rendezvous else None
@@ -235,7 +237,7 @@ def open_parallel_engine(
     is_shared = device.type == "cpu" and config.rank_pools != "own" and not config.rendezvous
     memory = _shared_memory(config) if is_shared else None
     descriptor = None if memory is None else memory.descriptor
-    # First the rendezvous: where its address is not to be had, nothing else has started.
+    # The rendezvous comes first: if its address cannot be used, nothing else has started.
     rendezvous = None
     if secret is not None:
         others = range(config.ranks_here, size)
@@ -276,18 +278,18 @@ def open_parallel_engine(
 
 
 def _gpu_opening() -> Any:
-    from pdserve.engine.gpu import opening  # Triton is not for CPUs
+    from pdserve.engine.gpu import opening  # Triton is not available for CPUs
 
     return opening
 
 
 def gloo_host(config: WorkerConfig) -> str:
-    """The address of the leader's host by which its ranks' groups meet."""
+    """The address of the leader's host at which its ranks' groups connect."""
     return config.rendezvous.rpartition(":")[0].strip("[]") or LOOPBACK
 
 
 def check_weights(store: Any, followers: Sequence[RankProcess], weights_hash: str) -> None:
-    """Parts of two checkpoints would compute without an error. Raises ConfigError."""
+    """Raises ConfigError if ranks have different checkpoints, which would compute wrong results without an error."""
     for follower in followers:
         theirs = store.get(f"loaded/{follower.rank}").decode()
         if theirs != weights_hash:
@@ -303,7 +305,7 @@ def _shared_memory(config: WorkerConfig) -> HostMemory:
 
 
 def _meet(store: Any, followers: Sequence[RankProcess], what: str = "here", timeout_s: float | None = None) -> None:
-    """Waits until every follower has said so, or one has ended."""
+    """Waits until every follower has reported, or one has ended."""
     timeout_s = MEET_S if timeout_s is None else timeout_s
     ends_s = time.monotonic() + timeout_s
     waiting = list(followers)

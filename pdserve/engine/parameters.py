@@ -1,8 +1,8 @@
 """Which parameters a model has, and which tensors of a checkpoint fill them. Pure.
 
-`build_weights` asks a Source for every parameter, always in the same order. A source may only note what is asked
-for (to prove a checkpoint whole before a byte is read), read it from files, or make it up. A new family is written
-here alone: its names, its sizes, and what its layers hold.
+`build_weights` requests every parameter from a Source, always in the same order. A source may record requests only (to
+check that a checkpoint is complete before reading it), read parameters from files, or generate them. A new family is
+added only here: its names, its sizes, and the contents of its layers.
 """
 
 # Shapes: X experts, E hidden size, F mlp size, V vocabulary, H query heads, K kv heads, D head dim.
@@ -25,31 +25,32 @@ MLP_PARTS: Final = ("gate_proj", "up_proj", "down_proj")
 
 
 class Source(Protocol):
-    """Gives parameters one by one. A name asked for twice is an InternalError, a wrong tensor a ModelError."""
+    """Returns parameters one by one. Raises InternalError if a name is requested twice, and ModelError on a wrong
+    tensor."""
 
     def vector(self, name: str, size: int) -> Tensor:
         """A norm's weight, in the compute dtype."""
         ...
 
     def table(self, name: str, num_rows: int, num_columns: int, *, is_cut: bool = False) -> Tensor:
-        """A matrix that rows are looked up in; if `is_cut`, the rank's rows of it."""
+        """A lookup table; if `is_cut`, only the rank's rows."""
         ...
 
     def matrix(
         self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False, cut: Cut | None = None
     ) -> Linear:
-        """A product with matrices that lie above one another: {module name: its outputs}, without `.weight`.
+        """A product with stacked matrices: {module name: its outputs}, without `.weight`.
 
-        Sizes are the whole model's; with `cut` the rank's part of them is given.
+        Sizes are the whole model's; with `cut`, the rank's part is returned.
         """
         ...
 
     def product(self, table_NK: Tensor) -> Linear:
-        """A product with a table that was given before."""
+        """A product with a table that was returned before."""
         ...
 
     def exact_product(self, table_NK: Tensor) -> Linear:
-        """The same in float32, however other products are rounded."""
+        """The same in float32, whatever the rounding of other products."""
         ...
 
 
@@ -61,13 +62,13 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    router: Linear  # to X, in float32: rounding may choose another expert
+    router: Linear  # to X, in float32, because rounding may choose another expert
     experts: tuple[MlpWeights, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer as it is computed with."""
+    """The parameters of one layer."""
 
     attention_norm_E: Tensor
     qkv: Linear  # to (H + 2K) D: queries, keys, values
@@ -91,11 +92,11 @@ class Weights:
 
 
 def build_weights(config: ModelConfig, source: Source, threads: Executor | None = None) -> Weights:
-    """`config` is the whole model's; the source gives what its rank holds.
+    """`config` is the whole model's; the source returns its rank's parts.
 
-    On `threads`, where they are given, layers are built side by side, and the source must bear that.
+    If `threads` is given, layers are built in parallel, and the source must be thread-safe.
 
-    The head comes first: it is the largest, and while it is packed there is a second copy of it.
+    The output head comes first: it is the largest parameter, and there are two copies of it while it is packed.
     """
     embedding_VE = source.table("model.embed_tokens.weight", config.vocab_size, config.hidden_size, is_cut=True)
     if threads is None:
@@ -129,7 +130,7 @@ def build_layer(config: ModelConfig, index: int, source: Source) -> LayerWeights
     def norm(name: str, size: int = hidden) -> Tensor:
         return _offset(config, source.vector(f"{at}{name}.weight", size))
 
-    has_post = config.has_post_norms  # it takes the name that elsewhere the norm before the mlp has
+    has_post = config.has_post_norms  # it has the name that other families use for the norm before the mlp
     return LayerWeights(
         attention_norm_E=norm("input_layernorm"),
         qkv=source.matrix(qkv, hidden, has_bias=config.has_qkv_bias, cut=heads),
@@ -170,5 +171,5 @@ def _mlp(
 
 
 def _offset(config: ModelConfig, weight: Tensor) -> Tensor:
-    """A norm's weight. An offset one is float32 whatever the compute dtype: near 1 its own bits would be lost."""
+    """A norm's weight. A weight with offset 1 stays in float32, because its low bits would be lost near 1."""
     return weight.float() + 1 if config.is_norm_offset else weight

@@ -1,9 +1,9 @@
 """Memory of all KV blocks: one allocation, block-major, so that a block is one run of bytes over all layers.
 
-float32 and bfloat16 blocks hold keys and values as they are. An int8 or fp8 (e4m3) block holds them rounded to a scale
-for each token and kv head, and behind them the scales: what travels or is cached is still one run of bytes. Whoever
-attends reads the rounded values, the chunk that wrote them included: so a position's answer is the same whether its
-context was computed in one chunk or in many, here or on another worker.
+float32 and bfloat16 blocks hold keys and values unchanged. An int8 or fp8 (e4m3) block holds them rounded to a scale
+for each token and kv head, followed by the scales, so a block is still one run of bytes. Attention reads the rounded
+values, even in the chunk that wrote them. So a position's result is the same whether its context was computed in one
+chunk or in many, on this or another worker.
 """
 
 # Shapes: N blocks, L layers, C tokens per block, K kv heads, D head dim; 2 is keys, then values.
@@ -19,15 +19,17 @@ from torch import Tensor
 from pdserve.core.errors import InternalError
 from pdserve.engine.host_memory import HostMemory
 
-_MOST: Final = {torch.int8: 127, torch.float8_e4m3fn: 448}  # what a row's largest becomes; -128 is not used
+# the value to which a row's largest magnitude is scaled; -128 is not used
+_MOST: Final = {torch.int8: 127, torch.float8_e4m3fn: 448}
 _LEAST: Final = 2.0**-120  # below it a row becomes zero: 127 / largest must be finite
 _SCALE_BYTES: Final = 4  # float32
-_ALIGNMENT: Final = 64  # of scaled blocks, so that their scales can be read as float32 and lines are not shared
+# alignment of scaled blocks, so that their scales can be read as float32 and do not share cache lines
+_ALIGNMENT: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockShape:
-    """What one block holds, and how many bytes that takes."""
+    """The contents and size of one block."""
 
     num_layers: int
     block_size: int
@@ -45,7 +47,7 @@ class BlockShape:
 
     @property
     def layout(self) -> str:
-        """Names what the bytes mean; workers whose names differ never exchange blocks."""
+        """The name of the layout; workers with incompatible layouts cannot exchange blocks."""
         if self.is_scaled:
             return "block-major-int8.v1" if self.is_int8 else "block-major-fp8.v1"
         return "block-major.v1"
@@ -56,7 +58,7 @@ class BlockShape:
 
     @property
     def data_bytes(self) -> int:
-        """Keys and values; a scaled block's scales begin behind them, at a multiple of 64."""
+        """Bytes of keys and values; a scaled block's scales follow them, at a multiple of 64."""
         num_bytes = self.num_scales * self.head_dim * self.dtype.itemsize
         return _round_up(num_bytes) if self.is_scaled else num_bytes
 
@@ -69,8 +71,8 @@ class BlockShape:
 class TorchPool:
     """`tensor` is [N, L, 2, C, K, D], and `scales`, of a scaled pool, [N, L, 2, C, K].
 
-    `raw` is all of it as bytes, [N, block_bytes]. On the CPU `buffer` is the same memory. Where tensor-parallel ranks
-    share the memory, `heads` are those of the blocks' heads that this one stores and reads, and K counts them alone.
+    `raw` is the whole pool as bytes, [N, block_bytes]. On the CPU `buffer` is the same memory. If tensor-parallel ranks
+    share the memory, `heads` are the blocks' heads of this rank, and K counts only them.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class TorchPool:
         memory: HostMemory | None = None,
         heads: range | None = None,
     ) -> None:
-        """`memory`: to lie in; its own, where None. `heads`: all, where None."""
+        """`memory` None: memory of its own. `heads` None: all heads."""
         self.shape = shape
         self.heads = range(shape.num_kv_heads) if heads is None else heads
         self.num_blocks = num_blocks
@@ -115,18 +117,19 @@ class TorchPool:
         return self._buffer
 
     def seal(self) -> None:
-        """Everybody who may write has mapped the memory."""
+        """Called after every process that may write has mapped the memory."""
         self._memory.seal()
         self.descriptor = self._memory.descriptor
 
     def clear(self, block_B: Tensor) -> None:
-        """Zeroes blocks that begin a new life partly filled.
+        """Clears newly assigned blocks that will be partly filled.
 
-        Attention reads whole blocks and gives the positions behind the end the weight 0; 0 * NaN from an earlier
-        owner would still be NaN. It also keeps one request's KV out of the tail of a block that travels. Ranks that
-        share the memory may each clear all of a block: they meet before any of them stores (`Decoder.hidden`).
+        Attention reads whole blocks and gives positions after the end the weight 0, but 0 * NaN from a previous request
+        would be NaN. Clearing also keeps one request's KV out of the unused part of a block that is sent. Ranks that
+        share the memory may each clear the whole block, because they synchronise before any of them stores
+        (`Decoder.hidden`).
         """
-        if block_B.numel():  # most steps begin no block
+        if block_B.numel():  # most steps assign no new block
             self.raw.index_fill_(0, block_B, 0)
 
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, block_T: Tensor, offset_T: Tensor) -> None:
@@ -156,18 +159,18 @@ class TorchPool:
 
 
 def quantise(x_TKD: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """int8 or fp8 values and their float32 scales, [T, K]: x is about values * scale, in int8 off by half a scale.
+    """int8 or fp8 values and their float32 scales, [T, K]: x is about values * scale; in int8 the error is at most half
+    a scale.
 
-    A NaN or an infinity makes the scale NaN or infinite, so that a broken row shows as one instead of as numbers.
-    Each operation is one that rounds alike everywhere: kernels.place, gpu.place and kvtransfer.convert store the same
-    bits.
+    A NaN or an infinity makes the scale NaN or infinite, so that an invalid row stays visible. Only operations that
+    round in the same way everywhere are used: kernels.place, gpu.place and kvtransfer.convert store the same bits.
     """
     most = _MOST[dtype]
     x_TKD = x_TKD.float()
     largest_TK = x_TKD.abs().amax(-1)
     inverse_TK = torch.where(largest_TK > _LEAST, torch.full_like(largest_TK, most) / largest_TK, 0)
     scaled_TKD = x_TKD * inverse_TK[..., None]
-    # A largest may come out a hair above 448: fp8 would make a NaN of much more, and rounds that down.
+    # Rounding may give a maximum slightly above 448, which fp8 rounds down; larger values would become NaN.
     rounded_TKD = scaled_TKD.round() if dtype == torch.int8 else scaled_TKD
     return rounded_TKD.nan_to_num(0).to(dtype), largest_TK * (1 / most)
 

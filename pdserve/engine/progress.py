@@ -1,4 +1,4 @@
-"""A line on a terminal that says how far a long load is."""
+"""A progress line on a terminal for long loads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final, TextIO, final
 
-_PATIENCE_S: Final = 1.0  # what ends sooner needs no line
+_PATIENCE_S: Final = 1.0  # shorter loads show no line
 _BETWEEN_S: Final = 0.1
 _WIDTH: Final = 24
 
@@ -21,7 +21,7 @@ def _gigabytes(done: int, total: int, seconds: float) -> str:
 
 @final
 class LoadingLine:
-    """Called with what is done and what there is in all; bytes, where `tell` says nothing else."""
+    """Called with the amount done and the total; in bytes unless `tell` is given."""
 
     def __init__(
         self, label: str, stream: TextIO, clock: Callable[[], float] = time.monotonic, tell: Tell | None = None
@@ -47,12 +47,12 @@ class LoadingLine:
 
 
 def loading_line(label: str) -> LoadingLine | None:
-    """None where nobody watches."""
+    """None if there is no terminal."""
     return LoadingLine(label, sys.stderr) if sys.stderr.isatty() else None
 
 
 def counting_line(label: str, what: str) -> Callable[[int, int], None]:
-    """For counts of things; says nothing where nobody watches."""
+    """For counts; shows nothing if there is no terminal."""
     if not sys.stderr.isatty():
         return lambda done, total: None
     return LoadingLine(f"{label} {what}", sys.stderr, tell=lambda done, total, _: f"{done} of {total}")

@@ -1,7 +1,7 @@
 """Reads quantization_config of config.json: which matrices are stored rounded, and how. Pure.
 
-We serve rounded weights with one positive scale per group of them. A recipe that also rounds activations with
-scales found at run time is served too, with the activations as they are: nearer to what was trained, not further.
+Rounded weights with one positive scale per group are supported. A recipe that also rounds activations with scales found
+at run time is served with unrounded activations, which is closer to the trained model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FORMATS: Final = ("float-quantized", "int-quantized", "naive-quantized")
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """w = stored * scale; `block` says how many outputs and inputs share a scale (None: all of them)."""
+    """w = stored * scale; `block` is the numbers of outputs and inputs that share a scale (None: all)."""
 
     stored: Literal["F8_E4M3", "I8"]
     scale_name: str  # weight_scale or weight_scale_inv, beside the weight
@@ -35,7 +35,7 @@ class Scheme:
         return -(-num_outputs // (rows or num_outputs)), -(-num_inputs // (columns or num_inputs))
 
     def scale_shapes(self, num_outputs: int, num_inputs: int) -> tuple[tuple[int, ...], ...]:
-        """What checkpoints store: [N, 1] or [N] per channel; [], [1] or [1, 1] per tensor."""
+        """The stored shapes: [N, 1] or [N] per channel; [], [1] or [1, 1] per tensor."""
         counts = self.scale_counts(num_outputs, num_inputs)
         is_per_tensor, is_flat = self.block == (None, None), self.block[1] is None
         return (counts, *(((counts[0],),) if is_flat else ()), *(((),) if is_per_tensor else ()))
@@ -43,7 +43,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A module name, the end or beginning of one, `Linear` for all, or a pattern after `re:`."""
+    """Matches a module name, its end or beginning, `Linear` for all, or a pattern after `re:`."""
 
     text: str
 
@@ -59,7 +59,7 @@ class Quantisation:
     ignored: tuple[Rule, ...]
 
     def scheme(self, module: str) -> Scheme | None:
-        """None: stored as plain numbers."""
+        """None: not quantised."""
         if any(rule.matches(module) for rule in self.ignored):
             return None
         return next((scheme for rules, scheme in self.groups if any(rule.matches(module) for rule in rules)), None)
@@ -69,7 +69,7 @@ PLAIN: Final = Quantisation((), ())
 
 
 def read_quantisation(value: Any) -> Quantisation:
-    """`value` is quantization_config, None where there is none. Raises ModelError, which names the scheme."""
+    """`value` is quantization_config, or None. Raises ModelError naming the scheme."""
     if value is None:
         return PLAIN
     if not isinstance(value, dict):

@@ -12,7 +12,7 @@ from pdserve.engine.quantisation_config import Scheme
 
 
 def check_scale(name: str, scale: Tensor) -> None:
-    """Raises ModelError on a scale that no rounding can have left."""
+    """Raises ModelError on an impossible scale."""
     wrong = ~(torch.isfinite(scale) & (scale > 0))
     if wrong.any():
         raise ModelError(name, f"a scale of {scale[wrong].flatten()[0].item():g}", "positive finite numbers")
@@ -26,7 +26,7 @@ def dequantise(stored_NK: Tensor, scale: Tensor, scheme: Scheme, out_NK: Tensor)
     if num_columns is not None:
         scale = scale.repeat_interleave(num_columns, dim=1)[:, :num_inputs]
     num_rows = num_outputs if num_rows is None else num_rows
-    out_NK.copy_(stored_NK)  # exact: eight bits have at most the seven digits that bfloat16 keeps
+    out_NK.copy_(stored_NK)  # exact: bfloat16 represents every stored value
     if num_rows == 1 or scale.shape[0] == 1:
         out_NK.mul_(scale)
         return

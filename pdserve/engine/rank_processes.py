@@ -1,4 +1,4 @@
-"""The processes of a worker's other ranks, as their leader sees them."""
+"""The leader's view of the processes of a worker's other ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import IO, Final, Protocol, final
 from pdserve.config import SECRET_ENV, WorkerConfig, to_flags
 from pdserve.core.errors import ConfigError
 
-OWN: Final = "own"  # instead of a descriptor: each rank has a pool of its own
+OWN: Final = "own"  # in place of a descriptor: each rank has a pool of its own
 PROGRAM: Final = "pdserve.engine.follower"
-MOVING_PROGRAM: Final = "kvtransfer.follower"  # that moves the rank's KV as well, from and to a pool of its own
+# the follower that also transfers the rank's KV from and to a pool of its own
+MOVING_PROGRAM: Final = "kvtransfer.follower"
 _JOIN_S: Final = 5.0
 _TAIL_BYTES: Final = 2000
 
@@ -27,11 +28,11 @@ class RankProcess(Protocol):
     def is_alive(self) -> bool: ...
 
     def check(self) -> None:
-        """Raises ConfigError with its last words where it has ended."""
+        """Raises ConfigError with its last output if it has ended."""
         ...
 
     def silence(self, timeout_s: float) -> ConfigError:
-        """What to say where it has not got on for so long."""
+        """The error message if it has made no progress for so long."""
         ...
 
     def end(self) -> None:
@@ -43,19 +44,19 @@ class RankProcess(Protocol):
 
 @final
 class Follower:
-    """A rank's process. It ends with its leader, however that ends."""
+    """A rank's process. It ends with its leader, even if the leader is killed."""
 
     def __init__(self, config: WorkerConfig, rank: int, port: int, descriptor: int | None = None) -> None:
-        """`descriptor`: of the memory file that ranks share, where they do."""
+        """`descriptor`: the memory file that ranks share, if they do."""
         self.rank = rank
         shared = () if descriptor is None else (descriptor,)
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
         pool = OWN if descriptor is None else str(descriptor)
-        # Without a secret nobody could prove anything to the rank: it then computes, and its KV stays where it is.
+        # Without a secret no peer could authenticate to the rank: it then computes, but does not transfer its KV.
         is_moving = descriptor is None and bool(config.cluster_secret)
         program = [MOVING_PROGRAM if is_moving else PROGRAM, str(rank), str(port), pool, *to_flags(config)]
         command = [sys.executable, "-m", "pdserve.launch.tether", str(os.getpid()), "module", *program]
-        # A session of its own: a terminal's Ctrl-C is for the leader, which drains with all its ranks.
+        # A session of its own: a terminal's Ctrl-C must reach only the leader, which drains with all its ranks.
         environment = {**os.environ, SECRET_ENV: config.cluster_secret} if is_moving else None
         self._process = subprocess.Popen(
             command,
@@ -75,7 +76,7 @@ class Follower:
         return self._process.poll() is None
 
     def check(self) -> None:
-        """Raises ConfigError with its last words where it has ended."""
+        """Raises ConfigError with its last output if it has ended."""
         if not self.is_alive:
             raise ConfigError("tensor_parallel", f"rank {self.rank} ended: {self._last_words()}", "a rank that starts")
 

@@ -1,7 +1,7 @@
-"""What tensor-parallel ranks say to each other: sums and joins of tensors in a step, and orders between steps.
+"""Communication between tensor-parallel ranks: reductions and gathers of tensors in a step, and orders between steps.
 
-Orders are numbers over gloo on the CPU: no pickle, nothing to parse. Tensors meet over NCCL where they lie on GPUs,
-else over gloo. Every rank makes the same calls in the same order; one that fails takes all others with it.
+Orders are numbers over gloo on the CPU, without pickle. Tensors on GPUs use NCCL, others gloo. Every rank makes the
+same calls in the same order; if one fails, all fail.
 """
 
 # Shapes: T tokens, V vocabulary, W widest part of it.
@@ -25,16 +25,16 @@ from pdserve.core.proof import MAC_BYTES, NONCE_BYTES, ClusterSecret
 from pdserve.engine.sharding import Shard
 
 LOOPBACK: Final = "127.0.0.1"
-_FIRST_WORDS: Final = 4096  # of an order that go in one message; 32 KiB
+_FIRST_WORDS: Final = 4096  # numbers of an order in one message; 32 KiB
 _dist: Any = torch.distributed  # its groups and stores are made in C++, and its stubs leave them out
-_FOREVER: Final = timedelta(days=365)  # an idle rank waits for orders; it dies with its leader
+_FOREVER: Final = timedelta(days=365)  # an idle rank waits for orders; it ends with its leader
 
 
 def make_store(port: int, size: int, *, is_leader: bool, timeout_s: float) -> Any:
-    """Where ranks find each other; the leader's port is a free one. Raises RuntimeError.
+    """The store at which ranks find each other, on a free port of the leader. Raises RuntimeError.
 
-    torch's store asks nobody for a proof and would listen on every address of the host: the leader hands it a socket
-    that listens on the loopback.
+    torch's store does not authenticate callers and would listen on every address of the host, so the leader passes it a
+    socket that listens on the loopback.
     """
     timeout = timedelta(seconds=timeout_s)
     if not is_leader:
@@ -48,7 +48,7 @@ def make_store(port: int, size: int, *, is_leader: bool, timeout_s: float) -> An
 
 @final
 class Ranks:
-    """One rank's end of all groups. Raises RuntimeError where another rank is gone, or silent for `timeout_s`."""
+    """One rank's end of all groups. Raises RuntimeError if another rank is gone, or silent for `timeout_s`."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Ranks:
         host: str = LOOPBACK,
         secret: ClusterSecret | None = None,
     ) -> None:
-        """`host`: an address of this host that the others reach. With `secret`, each pair of ranks proves that both
-        know it, since gloo takes whoever connects first. Raises Unauthenticated."""
+        """`host`: an address of this host that the others can reach. With `secret`, each pair of ranks proves that both
+        know it, because gloo accepts any process that connects first. Raises Unauthenticated."""
         self.shard = shard
         timeout = timedelta(seconds=timeout_s)
         self._orders = _gloo(_dist.PrefixStore("orders", store), shard, _FOREVER, host)
@@ -76,7 +76,7 @@ class Ranks:
                 _prove(group, shard, secret, (name, session), timeout)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, in the place of this one's."""
+        """Replaces the tensor by the sum over all ranks."""
         x = x.contiguous()
         self._tensors.allreduce([x]).wait()
         return x
@@ -90,11 +90,11 @@ class Ranks:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def spread(self, x: Tensor) -> None:
-        """The leader's tensor, in the place of this rank's."""
+        """Replaces the tensor by the leader's."""
         self._tensors.broadcast([x], _from_leader()).wait()
 
     def least(self, count: int) -> int:
-        """The least of all ranks' numbers."""
+        """The minimum over all ranks."""
         one = torch.tensor([count], dtype=torch.int64)
         options = _dist.AllreduceOptions()
         options.reduceOp = _dist.ReduceOp.MIN
@@ -112,7 +112,7 @@ class Ranks:
             self._broadcast(body[_FIRST_WORDS - 1 :].clone())
 
     def hear(self) -> list[int]:
-        """The next order, however long it takes to come."""
+        """Waits for the next order without a time limit."""
         order = torch.empty(_FIRST_WORDS, dtype=torch.int64)
         self._broadcast(order)
         num_words = int(order[0])
@@ -147,7 +147,7 @@ def _nccl(store: Any, shard: Shard, timeout: timedelta) -> Any:
 
 
 def _session(store: Any, shard: Shard) -> bytes:
-    """The same random bytes on every rank, new for each life of the worker."""
+    """The same random bytes on every rank, new for each start of the worker."""
     if shard.rank == 0:
         store.set("session", secrets.token_hex(NONCE_BYTES))
     found: bytes = store.get("session")
@@ -155,7 +155,8 @@ def _session(store: Any, shard: Shard) -> bytes:
 
 
 def _prove(group: Any, shard: Shard, secret: ClusterSecret, about: tuple[str, bytes], timeout: timedelta) -> None:
-    """Raises Unauthenticated where a stranger stands in the place of a rank, and RuntimeError as the group does."""
+    """Raises Unauthenticated if a foreign process has taken the place of a rank, and RuntimeError if the group
+    fails."""
     others = [rank for rank in range(shard.size) if rank != shard.rank]
     heard = {rank: torch.empty(MAC_BYTES, dtype=torch.uint8) for rank in others}
     works = []

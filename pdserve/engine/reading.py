@@ -1,8 +1,8 @@
-"""Reads tensors from files at the disk's speed, straight to where they belong.
+"""Reads tensors from files at the disk's speed, directly to their place.
 
-Several threads read chunks of one tensor at a time, and one more asks the kernel for what comes next, a bounded
-distance ahead, so that the disk works on while weights are packed. What is ahead lies in the page cache, not in
-our memory. Every tensor of the order is read exactly once, which `close` proves.
+Several threads read chunks of one tensor at a time. Another thread asks the kernel to read ahead by a bounded distance,
+so that the disk stays busy while weights are packed. Data read ahead is in the page cache, not in our memory. Every
+tensor of the order must be read exactly once, which `close` checks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Final, Self, final
 from pdserve.core.errors import InternalError, ModelError
 from pdserve.engine.safetensors_file import StoredTensor
 
-NUM_THREADS: Final = 8  # outstanding reads, not cores: they wait for the disk most of the time
+NUM_THREADS: Final = 8  # outstanding reads, not cores: the threads mostly wait for the disk
 AHEAD_BYTES: Final = 256 * 2**20
 
 _CHUNK_BYTES: Final = 2**20
-_ADVICE_BYTES: Final = 128 * 2**10  # of one longer advice the kernel takes only its readahead size, often 128 KiB
+_ADVICE_BYTES: Final = 128 * 2**10  # for a longer advice the kernel reads only its readahead size, often 128 KiB
 
 
 @final
@@ -42,7 +42,7 @@ class Reader:
         self._ahead.start()
 
     def read(self, tensor: StoredTensor, target: memoryview) -> None:
-        """Fills `target` with the tensor's bytes. Raises ModelError where the file ends early or cannot be read."""
+        """Fills `target` with the tensor's bytes. Raises ModelError if the file ends early or cannot be read."""
         if self._unread.pop(tensor.name, None) != tensor:
             raise InternalError(f"{tensor.name} is read a second time, or was not announced")
         if target.nbytes != tensor.num_bytes:
@@ -57,7 +57,7 @@ class Reader:
             raise ModelError(tensor.name, f"{error} in {tensor.file.name}", "a file that can be read") from error
 
     def close(self) -> None:
-        """Raises InternalError where a tensor was not read."""
+        """Raises InternalError if a tensor was not read."""
         self._stop()
         if self._unread:
             raise InternalError(f"{next(iter(self._unread))} was never read ({len(self._unread)} such)")

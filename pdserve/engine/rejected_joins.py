@@ -1,4 +1,4 @@
-"""How many calls to this process's rendezvous were rejected: also those that came before its engine stood."""
+"""Number of rejected calls to this process's rendezvous, including those before its engine was ready."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def count_rejected_join(reason: str) -> None:
 
 
 def rejected_joins() -> Mapping[str, int]:
-    """Since the process started, by reason: for pdserve_worker_rejected_rank_joins_total."""
+    """Counts since the process started, by reason, for pdserve_worker_rejected_rank_joins_total."""
     with _lock:
         return dict(_by_reason)

@@ -1,13 +1,14 @@
-"""The leader's side of ranks on other hosts: lets proven processes join, and passes their connections to the store.
+"""The leader's side of ranks on other hosts: lets authenticated processes join, and forwards their connections to the
+store.
 
     leader's host                                     another host
     Rendezvous, at config.rendezvous  <- Join         pdserve/engine/joining.py: what the rank's process is told
                                       <- ReachStore   torch's client of the store, by a port of its own loopback
       torch's store, on the loopback
 
-torch's store asks for no proof: whoever reaches it can change by which addresses ranks find each other, and fill the
-leader's memory. So it never listens on the network, and every connection to it goes through a call that has proven the
-cluster's secret. Places are given in the order of joining.
+torch's store does not authenticate callers: a process that reaches it can change the addresses by which ranks find each
+other, and fill the leader's memory. So it never listens on the network, and every connection to it goes through an
+authenticated call. Rank numbers are given in the order of joining.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ log = logging.getLogger(__name__)
 EOF: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in its stubs
 MAX_MESSAGE_BYTES: Final = 2**20
 PIECE_BYTES: Final = 2**16
-MAX_CONNECTIONS: Final = 256  # one of each rank, and strangers
+MAX_CONNECTIONS: Final = 256  # one for each rank, and some for foreign processes
 IDLE_S: Final = 120.0
-HELLO_S: Final = 10.0  # until a process that calls has said what it is
+HELLO_S: Final = 10.0  # time limit for a caller to introduce itself
 _MAX_ERROR_CHARS: Final = 500
 _JOIN_S: Final = 5.0
 _POLL_S: Final = 0.02
@@ -50,12 +51,12 @@ OPTIONS: Final = server_options(max_message_bytes=MAX_MESSAGE_BYTES, max_connect
 
 @final
 class RemoteRank:
-    """A rank that joins from another host, as its leader sees it."""
+    """The leader's view of a rank that joins from another host."""
 
     def __init__(self, rank: int, address: str) -> None:
         self.rank = rank
-        self.peer = ""  # where it called from; empty until it has joined
-        self.error: str | None = None  # why it has left
+        self.peer = ""  # address of the caller; empty until it has joined
+        self.error: str | None = None  # why it has ended
         self._address = address
 
     @property
@@ -63,7 +64,7 @@ class RemoteRank:
         return self.error is None
 
     def check(self) -> None:
-        """Raises ConfigError with its last words where it has left."""
+        """Raises ConfigError with its last message if it has ended."""
         if self.error is not None:
             seen = f"rank {self.rank} of {self.peer} left: {self.error}"
             raise ConfigError("tensor_parallel", seen, "a rank that starts")
@@ -76,13 +77,13 @@ class RemoteRank:
         return ConfigError("tensor_parallel", seen, f"`pdserve rank {self._address}` on its host")
 
     def end(self) -> None:
-        """Waits a little until it has left."""
+        """Waits for a short time until it has ended."""
         ends_s = time.monotonic() + _JOIN_S
         while self.peer and self.is_alive and time.monotonic() < ends_s:
             time.sleep(_POLL_S)
 
     def kill(self) -> None:
-        """Its stream ends with the Rendezvous, and it with its stream."""
+        """Nothing to do: its stream ends with the Rendezvous, and it ends with its stream."""
 
 
 @final
@@ -97,8 +98,8 @@ class Rendezvous:
         ranks: Sequence[int],
         flags: Sequence[str],
     ) -> None:
-        """`ranks` may join; each is told `flags`, of the leader's config. Raises ConfigError where `address` is not to
-        be had: of another host, or of another leader."""
+        """`ranks` may join; each receives `flags` of the leader's config. Raises ConfigError if `address` cannot be
+        used: it belongs to another host or another leader."""
         self.address = canonical_address(address)
         self.ranks: Mapping[int, RemoteRank] = {rank: RemoteRank(rank, address) for rank in ranks}
         self._secret, self._store_port, self._flags = secret, store_port, flags
@@ -114,7 +115,7 @@ class Rendezvous:
             raise
 
     def close(self) -> None:
-        """Ends the streams of all ranks, which end with them. Idempotent."""
+        """Ends the streams of all ranks, and thereby the ranks. Idempotent."""
         if not self._thread.is_alive():
             return
         if self._server is not None:
@@ -134,7 +135,7 @@ class Rendezvous:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         place = next((one for one in self.ranks.values() if not one.peer), None)
         if any(not one.is_alive for one in self.ranks.values()):
-            # The worker ends, and is started again: the process asks until it is.
+            # The worker exits and is started again; the process retries until then.
             self._reject("RANK_LOST")
             await context.abort(grpc.StatusCode.UNAVAILABLE, "a rank has left, so this worker ends")
             return

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies of every rope type that we serve, and the rotation."""
+"""Rotary position embedding: the frequencies of every supported rope type, and the rotation."""
 
 # Shapes: T tokens in the packed batch, N heads, D head dim, R = D / 2 rotated pairs.
 
@@ -30,7 +30,7 @@ def rotation(
 
 
 def rotate(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """Rotates pair i, which is dimensions i and i + R (the split that Hugging Face checkpoints are stored for)."""
+    """Rotates pair i, which is dimensions i and i + R (the layout of Hugging Face checkpoints)."""
     low_TNR, high_TNR = x_TND.chunk(2, dim=-1)
     return torch.cat((low_TNR * cos_T1R - high_TNR * sin_T1R, high_TNR * cos_T1R + low_TNR * sin_T1R), dim=-1)
 
@@ -40,7 +40,7 @@ def _linear(rope: RopeConfig, head_dim: int, frequency_R: Tensor) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, head_dim: int, frequency_R: Tensor) -> Tensor:
-    """Long waves are stretched, short ones kept, those between blended. Source: Llama 3.1 reference code."""
+    """Stretches long wavelengths, keeps short ones, and blends those in between. Source: Llama 3.1 reference code."""
     wavelength_R = 2 * math.pi / frequency_R
     longest, shortest = rope.original_positions / rope.low_freq_factor, rope.original_positions / rope.high_freq_factor
     share_R = (rope.original_positions / wavelength_R - rope.low_freq_factor) / (
@@ -53,7 +53,7 @@ def _llama3(rope: RopeConfig, head_dim: int, frequency_R: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int, frequency_R: Tensor) -> Tensor:
-    """Blends kept and stretched frequencies along a ramp over the dimensions. Source: arXiv 2309.00071."""
+    """Blends original and stretched frequencies along a ramp over the dimensions. Source: arXiv 2309.00071."""
 
     def dimension(num_rotations: float) -> float:
         return head_dim * math.log(rope.original_positions / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -63,7 +63,7 @@ def _yarn(rope: RopeConfig, head_dim: int, frequency_R: Tensor) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # a step instead of a division by zero
+        high += 0.001  # avoids a division by zero
     ramp_R = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     kept_R = 1 - ramp_R
     stretched_R = 1.0 / (rope.factor * rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))

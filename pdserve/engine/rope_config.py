@@ -1,6 +1,6 @@
 """Reads how a checkpoint turns positions into rotation frequencies. Pure; rope.py does the arithmetic.
 
-Checkpoints say it as `rope_theta` and `rope_scaling` (transformers 4) or as `rope_parameters` (transformers 5).
+Checkpoints specify it as `rope_theta` and `rope_scaling` (transformers 4) or as `rope_parameters` (transformers 5).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdserve.engine.config_fields import Fields
 
 DEFAULT_THETA: Final = 10_000.0
 
-# rope type -> the fields that it uses; another field in the object is refused.
+# rope type -> the fields that it uses; other fields in the object are rejected.
 ROPE_TYPES: Final[Mapping[str, frozenset[str]]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -60,10 +60,10 @@ def read_rope(
 ) -> tuple[RopeConfig, int]:
     """Returns the rope and the longest context that it serves.
 
-    linear and yarn stretch the context by their factor. `dynamic` (NTK) leaves the frequencies alone up to
-    max_position_embeddings and beyond it makes them depend on the current length, which cached keys cannot
-    follow: it is served as `default`, up to there. Where layers rotate differently, `layer_type` says whose rope
-    is read; what transformers 4 wrote is that of full_attention.
+    linear and yarn stretch the context by their factor. `dynamic` (NTK) does not change the frequencies up to
+    max_position_embeddings. Beyond it they depend on the current length, which is impossible with cached keys, so it is
+    served as `default` up to that length. If layers have different ropes, `layer_type` selects one; transformers 4
+    wrote that of full_attention.
     """
     name, values = _rope_object(config, layer_type)
     theta = config.number("rope_theta", default_theta, above=1.0)
@@ -72,7 +72,7 @@ def read_rope(
 
 
 def read_local_rope(config: Fields, max_positions: int, default_theta: float) -> RopeConfig:
-    """The rope of layers with a window, where it is another: rope_local_base_freq, or an object of its own."""
+    """The rope of layers with a window, if it differs: rope_local_base_freq, or an object of its own."""
     theta = config.number("rope_local_base_freq", default_theta, above=1.0)
     parameters = config.get("rope_parameters")
     values = parameters.get("sliding_attention") if isinstance(parameters, dict) else None
@@ -117,7 +117,7 @@ def _parse(
 
 
 def _rope_object(config: Fields, layer_type: str | None) -> tuple[str, Mapping[str, Any]]:
-    """Its name and its fields. `rope_scaling` (transformers 4) goes before `rope_parameters`."""
+    """Its name and its fields. `rope_scaling` (transformers 4) takes precedence over `rope_parameters`."""
     for name in ("rope_scaling", "rope_parameters"):
         values = config.get(name)
         if values is None or values == {}:

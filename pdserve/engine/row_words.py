@@ -1,6 +1,6 @@
-"""The rows of a step as numbers, for the ranks that compute them beside the leader. Pure.
+"""Encodes the rows of a step as numbers for the follower ranks. Pure.
 
-What only the leader needs stays with it: histories, sampling and grammars. A rank is told whether a row draws.
+Histories, sampling and grammars are needed only by the leader and not sent. A rank is told whether a row samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def to_words(rows: Sequence[Row]) -> list[int]:
 
 
 def from_words(words: Sequence[int]) -> list[Row]:
-    """Rows that compute the same states and logits as those that `to_words` was given."""
+    """Rows that compute the same states and logits as the rows passed to `to_words`."""
     rows: list[Row] = []
     left = iter(words)
     while fields := list(islice(left, _FIELDS)):

@@ -1,7 +1,7 @@
 """Checks the rows of a step before any KV is written. Pure.
 
-A wrong row is our own fault (the worker's bookkeeping), so it is an InternalError that says which row and what,
-raised while every block still holds what it held: a refused step can be repeated.
+An invalid row is an error in the worker's bookkeeping, so it raises an InternalError that names the row and the error.
+No block was changed before, so a rejected step can be repeated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdserve.engine.interface import EngineSpec, Row
 def check_rows(spec: EngineSpec, rows: Sequence[Row], tables: CheckedTables | None = None) -> None:
     """Raises InternalError unless every row can be computed and no two rows write the same block.
 
-    `tables`: lists of blocks that earlier steps have looked through, which are not looked through again.
+    `tables`: lists of blocks that earlier steps have checked, which are not checked again.
     """
     writers: dict[int, int] = {}
     size, limit, vocab_size = spec.block_size, spec.max_context_tokens, spec.vocab_size
@@ -59,8 +59,8 @@ def check_rows(spec: EngineSpec, rows: Sequence[Row], tables: CheckedTables | No
 
 @final
 class CheckedTables:
-    """Lists of blocks that were looked through, by identity: while one is the same list, it only grows. A list is
-    looked through anew, as a whole, whenever more of it is needed."""
+    """Lists of blocks that were checked, by identity. Blocks are only appended to a list. A list is checked again, as a
+    whole, whenever more of it is needed."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -73,7 +73,7 @@ class CheckedTables:
     def add(self, blocks: Sequence[int], num_needed: int) -> None:
         if len(self._checked) >= self._most:
             self._checked.clear()
-        self._checked[id(blocks)] = blocks, num_needed  # kept, so that its identity is not another's
+        self._checked[id(blocks)] = blocks, num_needed  # kept so that its identity is not reused
 
 
 def _check_table(spec: EngineSpec, index: int, held: Sequence[int]) -> None:

@@ -1,7 +1,8 @@
-"""Reads the headers of safetensors files and proves that the bytes behind them are there. Pure but for reading files.
+"""Reads the headers of safetensors files and checks that the data is complete. Pure, except that it reads files.
 
 Format: 8 bytes little-endian header length, a JSON object of name -> {dtype, shape, data_offsets}, then the data
-without gaps. Our own reader: a hundred lines, no dependency, and every way a file can be wrong has its own words.
+without gaps. It is a reader of our own: a hundred lines, no dependency, and a specific error message for every defect
+of a file.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 from pdserve.core.errors import ModelError
 
-MAX_HEADER_BYTES: Final = 100_000_000  # as the reference implementation has it
+MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the reference implementation
 ITEM_BYTES: Final[Mapping[str, int]] = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1}
 PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -32,18 +33,18 @@ class StoredTensor:
     shape: tuple[int, ...]
     begin: int  # byte offset in the file
     num_bytes: int
-    run_bytes: int = 0  # of a part whose rows lie apart: so many bytes of each, one every `stride_bytes`
+    run_bytes: int = 0  # for a part whose rows are apart: this many bytes of each row, one row every `stride_bytes`
     stride_bytes: int = 0
 
     def offset(self, at: int) -> int:
-        """Where in the file byte `at` of the tensor stands."""
+        """The position in the file of byte `at` of the tensor."""
         if not self.run_bytes:
             return self.begin + at
         row, rest = divmod(at, self.run_bytes)
         return self.begin + row * self.stride_bytes + rest
 
     def num_joined(self, at: int) -> int:
-        """Bytes of the tensor that lie together in the file from byte `at` on."""
+        """The number of contiguous bytes of the tensor in the file from byte `at` on."""
         return self.run_bytes - at % self.run_bytes if self.run_bytes else self.num_bytes - at
 
 
@@ -93,12 +94,12 @@ def read_header(file: Path) -> list[StoredTensor]:
 
 
 def checkpoint_hash(folder: Path, checkpoint: Checkpoint, *choices: str) -> str:
-    """Names the weights: config.json, and of every file the size, the header and samples of the data.
+    """A hash that identifies the weights: config.json, and the size, the header and samples of the data of every file.
 
-    `choices` are what the loader decides beside them that changes results.
+    `choices` are decisions of the loader that change results.
 
-    Not the whole data: a worker starts in the time that it takes to read 70B weights once, and hashing them would
-    take longer. Two fine-tunes of one model share config, headers and sizes, but hardly a page of their data.
+    It does not hash all data, which would take longer than reading 70B weights once. Two fine-tunes of one model share
+    config, headers and sizes, but almost no page of their data.
     """
     digest = hashlib.blake2b("\n".join(choices).encode(), digest_size=16)
     digest.update((folder / "config.json").read_bytes())

@@ -1,18 +1,18 @@
-"""Draws one token per row from its logits.
+"""Samples one token per row from its logits.
 
 Order, as in vLLM: grammars, bans and logit_bias (masks.py) -> repetition, presence and frequency penalties ->
 top_n_sigma -> (greedy: the most likely token, the lowest id among equals) -> temperature -> min_p -> top_k -> top_p ->
-draw. Each filter sees the distribution that the one before has left (truncation.py).
+draw. Each filter sees the distribution that the previous one has left (truncation.py).
 
-The draw is the argmax of logits plus Gumbel noise keyed by (seed, position): see noise.py. Rows never mix, so what
-is drawn depends on the row's logits alone. Those do depend on company in their last bits: matrix products round
-differently at different batch sizes. In float32 that moves a logit by 7e-7 on average (bundled model, 16 rows
-against one), and a seeded draw changes only where the two best scores, or a token and the edge of top_p or min_p,
-are that close: about one draw in a million. In bfloat16 a logit moves by 2^-8 of its size if it moves at all, and
-some percent of the draws may change: there a retry on another worker keeps the law, and not always the tokens.
-The same holds for greedy near-ties.
+The sampled token is the argmax of logits plus Gumbel noise keyed by (seed, position): see noise.py. Rows are
+independent, so the token depends only on the row's logits. Their last bits depend on the batch, because matrix products
+round differently at different batch sizes. In float32 a logit differs by 7e-7 on average (bundled model, 16 rows
+against one). A seeded token then changes only if the two best scores, or a token and the edge of top_p or min_p, are
+that close: about one sampled token in a million. In bfloat16 a logit may differ by 2^-8 of its size, and some percent
+of the sampled tokens may change: a retry on another worker then keeps the distribution, but not always the tokens. The
+same holds for greedy near-ties.
 
-Logprobs are those of the model: log-softmax of the raw logits, before bans, penalties, temperature and filters.
+Logprobs are the model's: the log-softmax of the raw logits, before bans, penalties, temperature and filters.
 """
 
 # Shapes: B sampled rows, V vocabulary, N tokens that are left over all rows.
@@ -34,7 +34,7 @@ from pdserve.engine.truncation import cutoffs, is_truncated
 
 __all__ = ["Draw", "sample"]
 
-LEAST_TEMPERATURE: Final = 1e-5  # below it only ties are drawn; float32 would divide by zero in the end
+LEAST_TEMPERATURE: Final = 1e-5  # below it only ties are sampled, and float32 would divide by zero
 
 
 def sample(logits_BV: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> list[TokenOut]:
@@ -49,7 +49,7 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int
         if limited := [row for row in adjusted if draws[row].sampling.top_n_sigma > 0.0]:
             sigma_B = torch.tensor([draws[row].sampling.top_n_sigma for row in limited], device=logits_BV.device)
             adjusted_BV[limited] = keep_top_sigma(adjusted_BV[limited], sigma_B)
-    chosen = adjusted_BV.argmax(dim=-1).tolist()  # documented to be the first of equal maxima
+    chosen = adjusted_BV.argmax(dim=-1).tolist()  # argmax is documented to return the first of equal maxima
     random = [row for row, draw in enumerate(draws) if not draw.sampling.is_greedy]
     if random:
         drawn = _draw(_rows(adjusted_BV, random), [draws[row] for row in random])
@@ -59,7 +59,7 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int
 
 
 def is_plain(draw: Draw) -> bool:
-    """True where no ban and no change of the logits applies."""
+    """True if no ban and no change of the logits applies."""
     return not draw.sampling.adjusts_logits and not is_masked(draw)
 
 
@@ -81,7 +81,7 @@ def keep_top_sigma(logits_BV: Tensor, sigma_B: Tensor) -> Tensor:
     """The logits, with -inf for those more than `sigma_B` standard deviations below the best of their row.
 
     Top-n-sigma (Tang et al., "Top-nσ: Not All Logits Are You Need", arXiv 2411.07641), with llama.cpp's choices: the
-    population's deviation, over the logits that are not banned. The best is always kept.
+    population standard deviation of the logits that are not banned. The best is always kept.
     """
     is_banned_BV = logits_BV == -math.inf
     num_left_B1 = (~is_banned_BV).sum(dim=-1, keepdim=True)
@@ -94,10 +94,10 @@ def keep_top_sigma(logits_BV: Tensor, sigma_B: Tensor) -> Tensor:
 
 
 def _draw(logits_BV: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Rows that may draw any token go together; truncated ones need noise for few tokens only."""
+    """Rows without truncation are sampled together; truncated rows need noise for few tokens only."""
     temperatures = [max(draw.sampling.temperature, LEAST_TEMPERATURE) for draw in draws]
     temperature_B1 = torch.tensor(temperatures, device=logits_BV.device)[:, None]
-    # The best becomes 0, so that nothing overflows.
+    # The best logit becomes 0, so that nothing overflows.
     scaled_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature_B1
     state_B = streams([(draw.sampling.seed, len(draw.history)) for draw in draws], logits_BV.device)
     few = [row for row, draw in enumerate(draws) if is_truncated(draw.sampling)]

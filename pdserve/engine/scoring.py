@@ -1,6 +1,6 @@
-"""Logprobs of the prompt's own tokens: what the model held of each, given those before it.
+"""Logprobs of the prompt's own tokens, each given the tokens before it.
 
-The vocabulary is projected a few positions at a time: all of a chunk at once would be [2048, 128k] float32, 1 GB.
+Logits are computed for a few positions at a time: for a whole chunk they would be [2048, 128k] float32, 1 GB.
 """
 
 # Shapes: T positions of one row, C of them at a time, E hidden size, V vocabulary, K most likely tokens.

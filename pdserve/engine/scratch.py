@@ -1,7 +1,7 @@
-"""Memory for tensors on their way to their final form, used again for the next one.
+"""Memory for tensors before they are converted to their final form, reused for the next one.
 
-Fresh pages cost more than the copy into them; and what the allocator is given back it may keep. These pages are
-mapped for themselves: letting go of them returns them to the system at once.
+New pages cost more than the copy into them, and the allocator may keep freed memory. These pages are mapped separately,
+so freeing them returns them to the system immediately.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-_MOST_SLACK: Final = 8  # a region that much larger than what is asked for goes back: the head's, once it is packed
-_SMALL_BYTES: Final = 16 * 2**20  # is kept in any case
+# a region that is this much larger than the request is freed, such as that of the packed output head
+_MOST_SLACK: Final = 8
+_SMALL_BYTES: Final = 16 * 2**20  # a region up to this size is always kept
 
 
 @final
@@ -22,10 +23,10 @@ class Scratch:
         self._bytes: Tensor | None = None
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes]; what was taken before is overwritten."""
+        """uint8 [num_bytes]; overwrites what was taken before."""
         held = 0 if self._bytes is None else self._bytes.numel()
         if not num_bytes <= held <= max(_MOST_SLACK * num_bytes, _SMALL_BYTES):
-            self._bytes = None  # first, so that both are never there
+            self._bytes = None  # freed first, so that both never exist together
         if self._bytes is None:
             self._bytes = torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)
         return self._bytes[:num_bytes]

@@ -1,4 +1,4 @@
-"""Small arrays on their way to the device."""
+"""Copies small arrays to the device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 def to_device(
     values: Sequence[Any] | np.ndarray[Any, Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """A tensor of `values`. On CUDA the copy is queued behind what runs and nobody waits for it: from memory that is
-    not pinned, as `torch.tensor(values, device=...)` has it, each copy would wait for all work before it, so that the
-    host prepares no step while another one runs."""
+    """A tensor of `values`. On CUDA the copy is queued from pinned memory without blocking. From unpinned memory, as
+    with `torch.tensor(values, device=...)`, each copy would wait for all work before it, so that the host could not
+    prepare a step while another one runs."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -1,8 +1,9 @@
-"""Which part of every matrix one of several tensor-parallel ranks holds. Pure.
+"""The part of every matrix that one of several tensor-parallel ranks holds. Pure.
 
-Attention is cut by heads and the mlp by its inner size: what goes in is cut by outputs, what comes out by inputs, so
-that a layer's ranks meet twice, to add up what attention and the mlp give. The vocabulary is cut by tokens. Where
-there are fewer kv heads than ranks, neighbours hold the same one. Norms and the router of experts are everybody's.
+Attention is divided by heads and the mlp by its inner size. Input projections are divided by outputs, output
+projections by inputs, so a layer has two all-reduces: after attention and after the mlp. The vocabulary is divided by
+tokens. If there are fewer kv heads than ranks, neighbouring ranks hold the same one. Every rank holds the norms and the
+router of the experts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Span = tuple[int, int]  # begin, end
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a matrix is divided: along `axis`, in so many equal units; of outputs for each of its parts."""
+    """How a matrix is divided: along `axis`, into equal units; for outputs, each of its parts separately."""
 
     axis: Literal["outputs", "inputs"]
     units: tuple[int, ...]
@@ -33,7 +34,7 @@ class Shard:
     size: int = 1
 
     def span(self, total: int, units: int) -> Span:
-        """This rank's part of `total` numbers that are `units` equal pieces; a piece is never cut."""
+        """This rank's part of `total` numbers that consist of `units` equal pieces. Pieces are not divided."""
         width, first = total // units, units * self.rank // self.size
         end = units * (self.rank + 1) // self.size if units >= self.size else first + 1
         return first * width, end * width
@@ -51,7 +52,7 @@ class Shard:
         return self.span(num_inputs, cut.units[0]) if cut is not None and cut.axis == "inputs" else (0, num_inputs)
 
     def has_bias(self, cut: Cut | None) -> bool:
-        """Of partial sums only one may bring the bias."""
+        """Only one of the partial sums may include the bias."""
         return cut is None or cut.axis == "outputs" or self.rank == 0
 
 
@@ -59,7 +60,7 @@ WHOLE: Final = Shard()
 
 
 def rank_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """The model as one rank computes it. Raises ConfigError where its heads cannot be dealt out evenly."""
+    """The config of one rank's part of the model. Raises ConfigError if the heads cannot be divided evenly."""
     size, heads, kv_heads = shard.size, config.num_heads, config.num_kv_heads
     if heads % size or (kv_heads % size and size % kv_heads):
         expected = f"a number that divides {heads} query heads, and divides or is a multiple of {kv_heads} kv heads"

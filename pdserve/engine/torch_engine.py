@@ -41,7 +41,7 @@ class TorchEngine:
         mixing: Mixing | None = None,
         chunk_kernel: ChunkKernel | None = None,
     ) -> None:
-        """`kernel` takes the rows of few queries, `chunk_kernel` all others; `mixing` makes a device's own mixer of a
+        """`kernel` computes rows of few queries, `chunk_kernel` all others; `mixing` makes a device's own mixer for a
         batch."""
         self.grammars = grammars
         self.spec = spec
@@ -83,7 +83,8 @@ class TorchEngine:
 
     @torch.inference_mode()
     def follow(self, rows: Sequence[Row]) -> None:
-        """Takes part in a step whose tokens another rank draws: the same states and logits, in the same order."""
+        """Takes part in a step whose tokens another rank samples: computes the same states and logits, in the same
+        order."""
         x_UE = self._states(rows)
         first = sum(row.num_draws for row in rows)
         if first:
@@ -101,11 +102,12 @@ class TorchEngine:
         return self.model.hidden(EagerMixer(batch, self.pool, self.model.heads, on_layer))
 
     def close(self) -> None:
-        """Nothing to free: weights and pool go with their last reader."""
+        """Nothing to free: weights and pool end with their last reader."""
 
 
 def draws_of(row: Row, masks: RowMasks | None) -> list[Draw]:
-    """The row's draw, and one behind each of its drafts as if that and the ones before it were right."""
+    """The row's sampled token, and one after each of its drafts, as if that draft and the previous ones were
+    accepted."""
     if row.sample is None:
         return []
     draws = []
@@ -117,7 +119,7 @@ def draws_of(row: Row, masks: RowMasks | None) -> list[Draw]:
 
 
 def row_out(row: Row, drawn: Sequence[TokenOut], masks: RowMasks | None) -> RowOut:
-    """What counts of the row's draws; under a grammar only those that had a mask."""
+    """The row's sampled tokens that are kept; with a grammar only those that had a mask."""
     if masks is None:
         return RowOut(kept(drawn, row.drafts))
     return RowOut(kept(drawn[: len(masks.masks)], row.drafts), failed=masks.failed)

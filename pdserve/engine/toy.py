@@ -1,4 +1,4 @@
-"""An engine in integer arithmetic, whose every answer can be computed by hand. No torch, no numpy.
+"""An engine in integer arithmetic whose answers can be computed by hand. No torch, no numpy.
 
 It is for tests and benchmarks of everything around the model. Its KV is real bytes: a block that is missing,
 stale, misplaced or overwritten changes the answer, as it would with a transformer.
@@ -15,16 +15,16 @@ The token drawn after n positions is a printable ASCII character, from the cells
 
 So the prompt [65, 66] gives greedily 32 + (1 * 66 + 2 * 134) mod 7919 mod 95 = 32 + 334 mod 95 = 81 ("Q"). On
 `toy-marked` it gives 84 ("T") when a prefill worker read it, and still 81 when a decode worker read it itself.
-Positions count twice, so that neither a stale cell nor two swapped blocks go unseen; 7919 is a prime that the sum
-passes often, so that a wrong cell does not hide for long.
+Positions enter twice, so that stale cells and swapped blocks change the result. The sum exceeds the prime 7919 often,
+so a wrong cell soon changes the text.
 
-The end of sequence (256) is drawn by one rule only. A prompt that ends with the byte 4 (EOT) asks for it: the byte
-before the EOT is the number of output tokens that come first, 0 where there is none. The text b"hi\\x05\\x04"
-yields five characters and then the end of sequence.
+The end of sequence (256) is sampled by one rule only. A prompt that ends with the byte 4 (EOT) requests it: the byte
+before the EOT is the number of output tokens that come first, 0 if there is none. The text b"hi\\x05\\x04" yields five
+characters and then the end of sequence.
 
-Under min_tokens a banned token (end of sequence, stop token ids) gives way to the next character, from "~" on to
-" ". Of the other sampling settings temperature only switches the noise on; the rest has no effect. Logprobs are
-those of a distribution with one outcome: 0.0.
+With min_tokens a banned token (end of sequence, stop token ids) is replaced by the next character; " " follows "~". Of
+the other sampling settings temperature only switches the noise on; the rest has no effect. Logprobs are those of a
+distribution with one outcome: 0.0.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pdserve.engine.rows import check_rows
 EOS: Final = 256
 EOT: Final = 4
 VOCAB_SIZE: Final = 257
-NUM_ANSWERS: Final = 95  # up to "~"; with few of them text repeats itself
+NUM_ANSWERS: Final = 95  # up to "~"; few characters, so that text repeats itself
 CELL_BYTES: Final = 8
 MARKS: Final = {Role.PREFILL: 1, Role.DECODE: 0}
 
@@ -66,7 +66,7 @@ class ToyPool:
 
 @final
 class ToyEngine:
-    """Answers as the module's text says; each step takes `step_s` at least."""
+    """Answers as the module's docstring describes. Each step takes at least `step_s`."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class ToyEngine:
         return [self._out(row) for row in rows]
 
     def close(self) -> None:
-        """Nothing to free: the pool goes with its last reader."""
+        """Nothing to free: the pool ends with its last reader."""
 
     def _write(self, row: Row) -> None:
         block_size = self.spec.block_size
@@ -132,7 +132,8 @@ class ToyEngine:
         )
 
     def _draws(self, row: Row) -> list[TokenOut]:
-        """The row's draw, and one behind each of its drafts as if that and the ones before it were right."""
+        """The row's sampled token, and one after each of its drafts, as if that draft and the previous ones were
+        accepted."""
         if row.sample is None:
             return []
         history = [*row.history, *row.drafts]

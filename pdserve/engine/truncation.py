@@ -1,4 +1,4 @@
-"""min_p, top_k and top_p as one number per row: the least scaled logit that may still be drawn."""
+"""min_p, top_k and top_p as one number per row: the least scaled logit that may be sampled."""
 
 # Shapes: B rows, V vocabulary, N the likeliest tokens of a row that are looked at.
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.core.types import Sampling
 
-_TIERS: Final = (256, 4096)  # so many tokens are looked at first: few rows need more, and sorting all is slow
+_TIERS: Final = (256, 4096)  # number of tokens considered first: few rows need more, and sorting all is slow
 
 
 def is_truncated(sampling: Sampling) -> bool:
@@ -21,10 +21,10 @@ def is_truncated(sampling: Sampling) -> bool:
 
 
 def cutoffs(scaled_BV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Tokens whose scaled logit (the best of each row is 0) is at least the row's cutoff [B] may be drawn.
+    """Tokens whose scaled logit (the best of each row is 0) is at least the row's cutoff [B] may be sampled.
 
-    min_p comes first, then top_k, then top_p: each sees the distribution that the one before has left. Equal
-    logits stay or go together. How far a row is looked into depends on the row alone: company cannot move it.
+    min_p comes first, then top_k, then top_p: each sees the distribution that the one before has left. Equal logits are
+    kept or removed together. The number of tokens considered depends only on the row, not on the batch.
     """
     vocab_size = scaled_BV.shape[1]
     floors = [math.log(one.min_p) if one.min_p > 0.0 else -math.inf for one in samplings]
@@ -43,7 +43,7 @@ def cutoffs(scaled_BV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 
 def _look(scaled_BV: Tensor, floor_B: Tensor, samplings: Sequence[Sampling], size: int) -> tuple[Tensor, Tensor]:
-    """Cutoffs judged by the `size` likeliest tokens, and whether these were enough to judge by."""
+    """Cutoffs from the `size` most likely tokens, and whether these were enough."""
     device = scaled_BV.device
     top_k_B1 = torch.tensor([one.top_k for one in samplings], device=device)[:, None]
     top_p_B1 = torch.tensor([one.top_p for one in samplings], device=device, dtype=torch.float64)[:, None]

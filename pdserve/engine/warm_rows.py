@@ -1,8 +1,7 @@
-"""Steps that compile every kernel which an engine without graphs launches. Pure.
+"""Steps that launch, and so compile, every kernel of an engine without graphs. Pure.
 
-A kernel that a GPU meets for the first time is compiled while requests wait, for a second or more. Which one a step
-takes depends on its rows in one way: whether a row brings one token, up to sixteen, or a longer chunk. These steps have
-each of them once.
+A kernel is compiled at its first launch, for a second or more, while requests wait. Which kernel a step uses depends
+only on whether a row has one token, up to sixteen, or a longer chunk. These steps contain each case once.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Final
 from pdserve.core.types import Sampling
 from pdserve.engine.interface import EngineSpec, Row
 
-CHUNK: Final = 48  # tokens that no kernel for few queries takes
+CHUNK: Final = 48  # more tokens than a kernel for few queries accepts
 _GREEDY: Final = Sampling(temperature=0.0)
 
 

@@ -1,4 +1,4 @@
-"""Fills a model's parameters from a checkpoint: each exactly once, in the compute dtype, packed as it comes."""
+"""Fills a model's parameters from a checkpoint: each exactly once, in the compute dtype, packed immediately."""
 
 # Shapes: N outputs, K inputs.
 
@@ -49,8 +49,8 @@ def load_weights(
     is_deterministic: bool = False,
     shard: Shard = WHOLE,
 ) -> Weights:
-    """A rank's part of the checkpoint. Raises ModelError on a missing, left over or misshapen tensor, before anything
-    is read."""
+    """Loads a rank's part of the checkpoint. Raises ModelError on a missing, superfluous or misshapen tensor, before
+    reading data."""
     stored = split_experts(config, checkpoint.tensors)
     for name in checkpoint.tensors:
         is_copy_of_embedding = config.is_tied and name == "lm_head.weight"
@@ -77,7 +77,7 @@ class _Scratches(threading.local):
 
 @final
 class CheckpointSource:
-    """Gives parameters from files, to several threads at a time."""
+    """A thread-safe source of parameters from files."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class CheckpointSource:
         return self._read_into(name, torch.empty(size, device=self._device, dtype=self._dtype))
 
     def table(self, name: str, num_rows: int, num_columns: int, *, is_cut: bool = False) -> Tensor:
-        """In the narrower of the stored and the compute dtype: a row that is looked up can be widened then."""
+        """In the narrower of the stored and the compute dtype: a row can be widened when it is looked up."""
         stored = _DTYPES[self._stored[name].dtype]
         dtype = stored if stored.itemsize < self._dtype.itemsize else self._dtype
         if is_cut:
@@ -150,7 +150,7 @@ class CheckpointSource:
     def _kept_matrix(
         self, parts: Mapping[str, int], schemes: Mapping[str, Scheme | None], num_inputs: int, has_bias: bool
     ) -> Linear:
-        """The checkpoint's own integers and scales: rounding them again would lose a little once more."""
+        """The checkpoint's own integers and scales: rounding again would lose precision."""
         rounded_NK = self._scratches.wide.take_matrix(sum(parts.values()), num_inputs, torch.int8)
         scales, biases = [], []
         for (module, scheme), part_NK in zip(schemes.items(), rounded_NK.split(list(parts.values())), strict=True):
@@ -163,7 +163,8 @@ class CheckpointSource:
         return Int8Linear(rounded_NK, torch.cat(scales), torch.cat(biases) if has_bias else None)
 
     def _place(self, num_rows: int, num_columns: int, rounding: Rounding) -> Tensor:
-        """Where a matrix stands before `make_linear`: in memory of its own where that is its final form."""
+        """The place of a matrix before `make_linear`: memory of its own if that is its final form, otherwise
+        scratch."""
         if is_repacked(self._device, self._dtype, rounding):
             return self._scratches.wide.take_matrix(num_rows, num_columns, self._dtype)
         return torch.empty((num_rows, num_columns), device=self._device, dtype=self._dtype)
@@ -177,14 +178,14 @@ class CheckpointSource:
         return scale
 
     def _read_into(self, name: str, target: Tensor) -> Tensor:
-        """Straight to its place where that has the stored form, else by way of the scratch."""
+        """Reads directly to its place if the stored form is final, otherwise through the scratch memory."""
         if target.dtype != _DTYPES[self._stored[name].dtype] or target.device.type != "cpu":
             return target.copy_(self._read_raw(name))
         self._read(name, target)
         return target
 
     def _read_raw(self, name: str, scratch: Scratch | None = None) -> Tensor:
-        """As stored; gone with the next one that is read into the same scratch."""
+        """As stored; overwritten by the next tensor that is read into the same scratch."""
         stored = self._stored[name]
         raw = (scratch or self._scratches.raw).take(stored.num_bytes)
         self._read(name, raw)
@@ -200,5 +201,5 @@ class CheckpointSource:
 
 
 def _is_kept(scheme: Scheme | None) -> bool:
-    """Integers that Int8Linear multiplies as they are: one scale for a whole output, and no overflow."""
+    """Integers that Int8Linear can multiply unchanged: one scale per output, and no overflow."""
     return scheme is not None and scheme.stored == "I8" and scheme.block[1] is None and weight_levels() == LEVELS
