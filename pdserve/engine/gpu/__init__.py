@@ -1,9 +1,9 @@
-"""What runs on a CUDA device: kernels in Triton, and how a step is laid out for CUDA graphs.
+"""The engine on a CUDA device: Triton kernels, and decode steps for CUDA graphs.
 
 The CPU path imports none of it.
 
-Kernels, by module. All write into given tensors or return new ones, none waits for the device, and each fits a CUDA
-graph: its grid depends on shapes alone.
+Kernels, by module. All write into given tensors or return new ones, none waits for the device, and each can be captured
+in a CUDA graph, because its grid depends only on shapes.
 
     norms.rms_norm(x_TE, weight_E, eps) -> out_TE
     norms.add_rms_norm(x_TE, delta_TE, weight_E, eps) -> out_TE         x_TE += delta_TE

@@ -2,11 +2,11 @@
 
     attend(pool, layer, q_THD, rows, make_scratch(...)) -> out_TN
 
-A row brings 1 to 16 queries: its last token, and drafts behind it to be verified. The G query heads of a kv head and
-the row's queries are the rows of one product, so keys and values are read once for all of them. The grid is kv heads x
-programs whatever the rows and their lengths are, so that it can be captured: a program walks through its share of the
-positions of all rows (splits.py). A row of length 0, which pads a bucket, yields zeros. int8 and fp8 blocks stay as
-they are in the products: scales go to the scores and to the weights, in float32. Softmax is taken in powers of two.
+A row has 1 to 16 queries: its last token, and drafts to be verified. The G query heads of a kv head and the row's
+queries are the rows of one product, so keys and values are read once for all of them. The grid is kv heads x programs
+for any rows and lengths, so that it can be captured: a program iterates over its share of the positions of all rows
+(splits.py). A padding row of length 0 yields zeros. int8 and fp8 values are multiplied unscaled, and scales are applied
+to the scores and the weights in float32. Softmax uses powers of two.
 """
 
 # Shapes: B rows, Q queries of each row, T = B * Q, H query heads, K kv heads, G = H / K, D head dim, C tokens per
@@ -31,19 +31,19 @@ from pdserve.engine.pool import TorchPool
 
 MOST_QUERIES: Final = 16
 _LOG2_E: Final = 1.4426950408889634
-_PARTS: Final = 16  # that the merge takes at a time
+_PARTS: Final = 16  # parts that the merge reads at a time
 
 
 @dataclass(frozen=True)
 class Rows:
     """The rows of a step, on the device. A graph's rows all have `num_queries`; others may have fewer."""
 
-    num_queries: int  # at most, of a row
+    num_queries: int  # maximum of a row
     table_BP: Tensor  # int32: the row's blocks, in order
     start_B: Tensor  # int32: position of the first query
-    length_B: Tensor  # int32: positions that exist, the queries' included; 0 is a padding row
+    length_B: Tensor  # int32: number of positions, including the queries; 0 for a padding row
     first_B1: Tensor | None = None  # int32 [B + 1]: each row's first token, and the end; None: num_queries apart
-    # How their tiles are divided: by window, tile and number of programs. Made by the first layer that asks.
+    # The division of their tiles, by window, tile size and number of programs. Made by the first layer that needs it.
     work: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def work_of(self, window: int | None, tile: int, programs: int) -> Tensor:
@@ -55,18 +55,18 @@ class Rows:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a program walks: positions at a time, warps, and how many loads are in flight."""
+    """Parameters of a program: positions at a time, warps, and loads in flight."""
 
     positions: int
     num_warps: int
     num_stages: int
     per_processor: int  # programs that a multiprocessor holds at once
-    most_registers: int | None = None  # of a thread; None: as many as the compiler takes
+    most_registers: int | None = None  # registers per thread; None: chosen by the compiler
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """What the programs leave for the merge; one for all layers and graphs of a stream."""
+    """Partial results for the merge; one buffer for all layers and graphs of a stream."""
 
     num_programs: int  # W, of each kv head
     out: Tensor  # float32 [K, 2 W, M, D]
@@ -82,7 +82,7 @@ def make_scratch(
     num_processors: int,
     device: torch.device,
 ) -> Scratch:
-    """`num_queries`: of a row, at most; `num_processors`: multiprocessors of the device."""
+    """`num_queries`: maximum per row; `num_processors`: multiprocessors of the device."""
     queries = num_heads // num_kv_heads * num_queries
     tiling = choose_tiling(head_dim, dtype, block_of(queries))
     return scratch_of(
@@ -98,7 +98,7 @@ def scratch_of(programs: int, queries: int, num_kv_heads: int, head_dim: int, de
 
 
 def block_of(queries: int) -> int:
-    """M: tl.dot takes 16 and more."""
+    """M: tl.dot requires at least 16."""
     return max(16, int(triton.next_power_of_2(queries)))
 
 
@@ -106,17 +106,17 @@ def choose_tiling(head_dim: int, dtype: torch.dtype, num_query_rows: int) -> Til
     """By shared memory: a tile's keys and values are at most 16 KiB each. See tests/gpu/check_kernels.py --tune."""
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     positions = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    # Stages count the load of the block's number too: with five, two tiles are under way; float32 would spill.
+    # Stages include the load of the block's number: with five, two tiles are being loaded; float32 would spill.
     if num_query_rows >= 64:
         return Tiling(positions, 8, 3, 2, 128)
-    # Left alone, the compiler takes at most 168 registers up to this width: three programs' worth of 65,536.
+    # Without a limit the compiler uses at most 168 registers up to this width, so three programs fit into 65,536.
     most_registers = 168 if row_bytes > 256 and dtype != torch.float32 else None
     return Tiling(positions, 4, 3 if dtype == torch.float32 else 5, 3, most_registers)
 
 
 @triton.jit
 def _tokens(first_of, row, NUM_QUERIES: tl.constexpr, RAGGED: tl.constexpr):
-    """The row's first token and how many it has."""
+    """The row's first token and its number of tokens."""
     first = row * NUM_QUERIES
     count = row * 0 + NUM_QUERIES
     if RAGGED:
@@ -125,7 +125,7 @@ def _tokens(first_of, row, NUM_QUERIES: tl.constexpr, RAGGED: tl.constexpr):
     return first, count
 
 
-# What changes from step to step must not name a kernel of its own: it would be compiled while requests wait.
+# Values that change from step to step must not specialise the kernel, which would then be compiled while requests wait.
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend(
     q,  # [T, H, D], tokens apart
@@ -143,7 +143,7 @@ def _attend(
     table_stride,
     block_stride,
     scale_block_stride,
-    score_scale,  # of q k, with log2(e) where there is no softcap
+    score_scale,  # scale of q k, including log2(e) if there is no softcap
     NUM_QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -158,7 +158,7 @@ def _attend(
     SCALED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)  # the fastest, since the heads of a token lie side by side
+    kv_head = tl.program_id(0)  # varies fastest, because the heads of a token are contiguous
     program = tl.program_id(1)
     num_programs = tl.num_programs(1)
     share = tl.load(work)
@@ -223,7 +223,7 @@ def _attend(
                 seen = seen & (position[None, :] > asked[:, None] - WINDOW)
             score_MN = tl.where(seen, score_MN, float("-inf"))
             higher_M = tl.maximum(most_M, tl.max(score_MN, axis=1))
-            # A query that has seen nothing yet stays at -inf; its difference must not be NaN.
+            # The maximum of a query without visible positions stays -inf; the difference must not be NaN.
             anchor_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)
             p_MN = tl.exp2(score_MN - anchor_M[:, None])
             fade_M = tl.exp2(most_M - anchor_M)
@@ -265,7 +265,8 @@ def _merge(
     PARTS: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """One token and head of a row that several programs share: each part by its share of the exponentials."""
+    """Merges one token and head of a row that several programs share: each part is weighted by its sum of
+    exponentials."""
     row = tl.program_id(0) // NUM_QUERIES
     head = tl.program_id(1)
     share = tl.load(work)
@@ -279,8 +280,8 @@ def _merge(
         return
     d = tl.arange(0, BLOCK_D)
     m = query * GROUP + head % GROUP
-    # log2 of exponentials is above -inf in each part that any query of the row sees; a query behind the window of an
-    # early part has -inf there.
+    # log2 of the sum is above -inf in each part that any query of the row sees. A query whose window begins after a
+    # part has -inf there.
     most = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc_D = tl.zeros([BLOCK_D], tl.float32)
@@ -317,10 +318,9 @@ def attend(
     softcap: float | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """What every query gets, [T, H * D]; see engine.attention.attend for scale and softcap.
+    """The output of every query, [T, H * D]; see engine.attention.attend for scale and softcap.
 
-    Queries at or behind the row's length, as of drafts that a row has fewer of than its bucket, yield numbers without
-    meaning, but no NaN.
+    Queries at or after the row's length (padding for drafts that a row lacks) yield undefined numbers, but no NaN.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
     shape = pool.shape

@@ -1,6 +1,6 @@
-"""Which tokens a row may draw, as bits for the device: grammars and the bans of masks.py.
+"""The tokens that a row may sample, as bits for the device: grammars and the bans of masks.py.
 
-The bits are what masks.py, the one place of these rules, leaves of a row of zeros.
+The bits are computed by applying masks.py, which defines these rules, to a row of zeros.
 """
 
 # Shapes: V vocabulary, W words of 32 tokens.
@@ -22,24 +22,24 @@ from pdserve.engine.masks import BANS, Draw, forbid, mask, may_ban
 
 @final
 class Bans:
-    """Keeps the bits of rows whose bans stand still, for `most_rows` of them."""
+    """Caches the bits of rows whose bans do not change, for up to `most_rows` rows."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], most_rows: int) -> None:
         self.num_words = -(-vocab_size // 32)
         self._vocab_size, self._ends, self._most_rows = vocab_size, tuple(eos_token_ids), most_rows
-        # By identity, and the sampling itself so that its identity is not another's: hashing one may take longer.
+        # By identity, with the sampling itself so that its identity is not reused. Hashing it could take longer.
         self._still: OrderedDict[tuple[int, bool], tuple[Sampling, Any]] = OrderedDict()
 
     def words(self, row: Row, allowed: bytes | memoryview | None) -> Any | None:
-        """Bit t % 32 of word t // 32 is set where token t may be drawn, uint32 [W]; None where any may.
+        """Bit t % 32 of word t // 32 is set if token t may be sampled, uint32 [W]; None if all may.
 
-        `allowed`: what the row's grammar says, if it has one.
+        `allowed`: the mask of the row's grammar, if it has one.
         """
         sampling = row.sample
         assert sampling is not None
-        if not may_ban(sampling):  # nearly every row
+        if not may_ban(sampling):  # the usual case
             return None if allowed is None else self._padded(np.frombuffer(allowed, np.uint8))
-        # Of a row whose last token nobody knows yet only the number of tokens is asked.
+        # If a row's last token is not known yet, only the number of tokens may be used.
         history = row.history if row.follows is None else range(row.start + 1)
         draw = Draw(sampling, history, row.prompt_len, allowed)
         if not any(one.applies(draw) for one in BANS):
@@ -61,7 +61,7 @@ class Bans:
         return self._padded(np.packbits(left_1V[0].numpy() > -math.inf, bitorder="little"))
 
     def _padded(self, given: Any) -> Any:
-        """As masks.forbid has it: a mask that is short bans the rest, one that is long says nothing by it."""
+        """Like masks.forbid: a shorter mask bans the remaining tokens, and extra bits of a longer one are ignored."""
         if len(given) == 4 * self.num_words:
             return given.view(np.uint32)
         words = np.zeros(self.num_words, np.uint32)

@@ -1,7 +1,7 @@
-"""For which numbers of rows a graph is captured, and which one a step takes. Pure.
+"""The numbers of rows for which graphs are captured, and the graph of a step. Pure.
 
-Matrix products with up to some hundred rows take nearly the time of one, so padding costs little; each graph costs
-capture time and some memory. Steps of 16 and more keep the padding under a fifth.
+A matrix product of up to some hundred rows takes little longer than that of one row, so padding is cheap, but each
+graph costs capture time and memory. From 16 rows on, the buckets keep padding under a fifth.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def buckets_for(most_rows: int) -> tuple[int, ...]:
 
 
 def verified_tokens(most_rows: int, most_queries: int) -> int:
-    """Most tokens of a step with drafts that takes a graph: all rows may have some, but no step is made larger than the
-    largest bucket for it, as its logits take memory."""
+    """The maximum number of tokens of a step with drafts that uses a graph. It is not larger than the largest bucket of
+    rows, because logits take memory."""
     return max(most_rows, min(SIZES[-1], most_rows * most_queries))
 
 
 def choose(buckets: Sequence[int], num_rows: int) -> int | None:
-    """The smallest bucket that holds the rows; None where none does."""
+    """The smallest bucket for the rows; None if there is none."""
     index = bisect_left(buckets, num_rows)
     return buckets[index] if index < len(buckets) else None

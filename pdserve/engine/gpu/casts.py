@@ -1,8 +1,8 @@
-"""Casts that round alike in compiled kernels and in Triton's interpreter.
+"""Casts with equal rounding in compiled kernels and in Triton's interpreter.
 
-The interpreter (3.6) cuts bfloat16 off instead of rounding it, mends fp8 mantissas without the carry, and multiplies
-bfloat16 tiles as integers. So there values are first rounded, in float32, to one that the target dtype has, and
-products are taken of float32. Compiled kernels use the hardware's casts, which round to the nearest, ties to even.
+The interpreter (3.6) truncates bfloat16 instead of rounding, rounds fp8 mantissas without the carry, and multiplies
+bfloat16 tiles as integers. So in the interpreter values are first rounded in float32 to a value of the target dtype,
+and products use float32. Compiled kernels use the hardware's casts, which round to the nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-_RINT = tl.constexpr(1.5 * 2.0**23)  # adding it leaves no bits behind the point
-_FP8_RINT = tl.constexpr(1.5 * 2.0**14)  # nor below 2^-9, the step of fp8's subnormals
+_RINT = tl.constexpr(1.5 * 2.0**23)  # adding it rounds to an integer
+_FP8_RINT = tl.constexpr(1.5 * 2.0**14)  # adding it rounds to multiples of 2^-9, the step of fp8's subnormals
 _FP8_LEAST_NORMAL = tl.constexpr(2.0**-6)
 
 
@@ -32,7 +32,7 @@ def cast(x, dtype: tl.constexpr):
 
 @triton.jit
 def operand(x, dtype: tl.constexpr):
-    """A factor of tl.dot whose sums are float32."""
+    """An operand of a tl.dot with float32 sums."""
     if INTERPRETED:
         return x.to(tl.float32)
     else:

@@ -1,15 +1,15 @@
-"""min_p, top_k and top_p as one number per row: how deep below the best a token may lie and still be drawn.
+"""min_p, top_k and top_p as one number per row: how far below the best a token may be and still be sampled.
 
-The depth of a token is (best - logit) / temperature, in float32 as truncation.py computes it; the bits of a float32
-that is not negative are ordered as integers, so depths are searched as numbers, without sorting. The rule is that of
-truncation.py: min_p, then top_k, then top_p, each on what the one before has left; equal depths stay or go together.
-Masses are sums of float32 exponentials in units of 2**-40, as integers: they do not depend on the order of tokens or
-on how many programs add them. torch adds in float64, so a row may keep a token more or less where the mass before it
-is within 1e-6 of top_p.
+The depth of a token is (best - logit) / temperature, in float32 as in truncation.py. The bits of a non-negative float32
+have the order of integers, so depths are searched by bits, without sorting. The rule is that of truncation.py: min_p,
+then top_k, then top_p, each on what the previous one has left; equal depths are kept or removed together. Masses are
+sums of float32 exponentials in integer units of 2**-40, so they do not depend on the order of tokens or on the number
+of programs. torch adds in float64, so a row may keep one token more or less if the mass before it is within 1e-6 of
+top_p.
 
-First a bound below which nothing can be kept, from the best token of each group. Programs for parts of the vocabulary
-list the tokens above it: the candidates. One program for each row then finds the cutoff among these few in eight
-rounds, each of which tries sixteen depths at once.
+First, the best token of each group gives a bound below which no token can be kept. Programs for parts of the vocabulary
+list the tokens above it, the candidates. One program per row then finds the cutoff among these in eight rounds, each of
+which tries sixteen depths at once.
 """
 
 # Shapes: W tries of a round, G groups of tokens.
@@ -19,10 +19,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-GROUP = 128  # tokens whose best is known beforehand
+GROUP = 128  # tokens per group whose best is known in advance
 EVERYTHING = tl.constexpr(0x7FFFFFFE)  # no depth is deeper
 
-_DIGIT = tl.constexpr(4)  # bits of a depth that a round finds
+_DIGIT = tl.constexpr(4)  # bits of a depth that one round determines
 _TRIES = tl.constexpr(16)
 _ROUNDS = tl.constexpr(8)
 _UNIT = tl.constexpr(float(2**40))
@@ -39,7 +39,7 @@ def depth_key(logit, best, temperature):
 
 @triton.jit
 def mass_of(key):
-    """What a token of that depth weighs beside the best: an int64 in units of 2**-40."""
+    """The mass of a token of that depth relative to the best: an int64 in units of 2**-40."""
     return (tl.exp2(key.to(tl.float32, bitcast=True) * _MINUS_LOG2_E) * _UNIT).to(tl.int64)
 
 
@@ -59,7 +59,7 @@ def bound_of(
     bound = floor
     if top_k > 0:
         if top_k < num_groups:
-            # The k-th best of the groups' best is no better than the k-th best of all.
+            # The k-th best of the groups' best tokens is not better than the k-th best of all tokens.
             found = 0
             for step in range(_ROUNDS):
                 below = tl.zeros([_TRIES], tl.int64)
@@ -77,7 +77,7 @@ def bound_of(
             logit = tl.load(group_best + at, mask=at < num_groups, other=float("-inf"))
             key = depth_key(logit, best, temperature)
             mass += tl.where((at < num_groups) & (key <= floor), mass_of(key), 0)
-        # All tokens deeper than this together weigh less than what top_p drops of the groups' best alone.
+        # The total mass of all deeper tokens is less than the mass that top_p drops from the groups' best tokens alone.
         dropped = ((1.0 - top_p) * tl.sum(mass, axis=0).to(tl.float64) / _UNIT).to(tl.float32)
         deep = tl.maximum(tl.log2(size.to(tl.float32)) - tl.log2(dropped), 0.0) * _SLACK_LN_2
         bound = tl.minimum(bound, deep.to(tl.int32, bitcast=True) & EVERYTHING)
@@ -87,14 +87,14 @@ def bound_of(
 @triton.jit
 def find_cutoff(
     logits,  # the row's
-    candidates,  # the row's: tokens, a run in each part's place
-    counts,  # of the candidates of each part
+    candidates,  # the row's tokens, one run per part
+    counts,  # number of candidates of each part
     best,
     temperature,
     top_k,
     top_p,
     floor,
-    mass,  # of all tokens that the floor keeps
+    mass,  # mass of all tokens that the floor keeps
     length,  # of a part
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -111,7 +111,7 @@ def find_cutoff(
         mass = tl.max(masses, axis=0)
         if kth <= floor:
             cutoff = kth
-            # Of the tokens as deep as the k-th only so many were counted as to make k.
+            # Of the tokens as deep as the k-th, only as many as needed for k were counted.
             mass += (top_k - tl.max(below, axis=0)) * mass_of(kth)
     if top_p < 1.0:
         found = 0
@@ -124,14 +124,14 @@ def find_cutoff(
 
 @triton.jit
 def candidate(candidates, counts, first, length, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Tokens number `first` and on of the row's candidates, in the order of the vocabulary, and whether they exist."""
+    """The row's candidates from number `first` on, in the order of the vocabulary, and a mask of the existing ones."""
     number = first + tl.arange(0, BLOCK)
     place = number
     end = 0
     for part in range(PARTS):
         count = tl.load(counts + part)
         end += count
-        place += tl.where(number >= end, length - count, 0)  # it lies in a later part
+        place += tl.where(number >= end, length - count, 0)  # it is in a later part
     exists = number < end
     return tl.load(candidates + place, mask=exists, other=0), exists
 
@@ -148,7 +148,7 @@ def _below(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """For each try, how many candidates' keys are below it, and their mass: int64 [W] each."""
+    """For each tried depth, the number of candidates with keys below it, and their mass: int64 [W] each."""
     below = tl.zeros([_TRIES], tl.int64)
     masses = tl.zeros([_TRIES], tl.int64)
     num_candidates = tl.sum(tl.load(counts + tl.arange(0, PARTS)), axis=0)
@@ -164,13 +164,13 @@ def _below(
 
 @triton.jit
 def _tries(found, step):
-    """The depths that a round tries: `found`, whose upper digits are known, with each digit in the round's place.
+    """The depths that a round tries: `found`, whose upper digits are known, with each possible digit of this round.
 
-    A depth has 31 bits: of the first round's tries the upper half would be negative, and are never chosen."""
+    A depth has 31 bits: the upper half of the first round's depths would be negative, and is never chosen."""
     return found | (tl.arange(0, _TRIES) << (_DIGIT * (_ROUNDS - 1 - step)))
 
 
 @triton.jit
 def _deepest(found, step, is_short):
-    """`found` with the round's digit: the largest number below which too little lies."""
+    """`found` with the round's digit: the largest number below which there is too little mass or too few tokens."""
     return tl.max(tl.where(is_short & (_tries(found, step) >= 0), _tries(found, step), 0), axis=0)

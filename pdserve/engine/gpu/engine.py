@@ -1,13 +1,13 @@
-"""The engine of a CUDA device: decode rows go through graphs, everything else through the eager engine.
+"""The engine of a CUDA device: decode rows use graphs, everything else the eager engine.
 
-A graph row has one token, or one and its drafts where the engine was opened for them: a step with drafts takes a graph
-of rows of several tokens. What rows ask for beyond a plain draw follows behind the graph (redraw.py). A step of graph
-rows alone is launched and not waited for until its flight is, and without drafts it can be launched ahead. Others are
-computed when they are launched, prompts among them, and the rows of a mixed step that can still take the graph.
+A graph row has one token, or one token and drafts if the engine was opened for them; a step with drafts uses a graph
+for rows of several tokens. Everything beyond plain sampling is launched after the graph (redraw.py). A step of graph
+rows only is launched without waiting until `Flight.wait`, and without drafts it can be launched ahead. Other steps are
+computed at launch: prompts, and the rows of a mixed step that can still use the graph.
 
-Of a step ahead the graph computes the logits and draws for rows that ask for nothing more. Where a row's sampling needs
-the token of the step before (a grammar, bad words), what follows behind the graph waits until the host knows it; the
-device computes meanwhile.
+In a step ahead, the graph computes the logits and samples for plain rows. If a row's sampling needs the token of the
+previous step (a grammar, bad words), the work after the graph waits until the host knows it; the device computes in the
+meantime.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ Tell = Callable[[Words], None]
 
 @final
 class GraphEngine:
-    """Takes steps ahead. All of them run on the stream that is current when they are launched, one after the other."""
+    """Supports steps ahead. All steps run in order on the stream that is current when they are launched."""
 
     def __init__(
         self, eager: TorchEngine, decode: StaticDecode, replays: Replays, verify: Replays | None = None
     ) -> None:
-        """`verify`: of steps with drafts, whose buckets are of tokens."""
+        """`verify`: graphs of steps with drafts, with buckets of tokens."""
         self._eager, self._decode, self._replays, self._verify = eager, decode, replays, verify
         self._tables = CheckedTables(2 * decode.num_seats)
         self._mirror = TableMirror(decode.num_seats, decode.num_pages)
         is_cuda = self._is_cuda = decode.table_SP.device.type == "cuda"
         size = len(decode.drawn_B)
-        # Two, since a flight may be read while the next one is under way.
+        # Two, because a flight may be read while the next one is running.
         self._hosts = [
             (
                 torch.zeros(size, dtype=torch.int64, pin_memory=is_cuda),
@@ -65,9 +65,9 @@ class GraphEngine:
         self._turn = 0
         self._tell: Tell | None = None
         self._followed: deque[Any] = deque(maxlen=2)  # events of the last graphs that this rank has followed
-        self._last: PlainRows | None = None  # of the last launch, where its draws are still on the device
+        self._last: PlainRows | None = None  # number of the last launch, if its sampled tokens are still on the device
         self._redraw = Redraw(decode, eager.grammars, eager.spec.eos_token_ids)
-        if decode.is_leader:  # other ranks draw nothing
+        if decode.is_leader:  # other ranks do not sample
             self._redraw.warm()
 
     @property
@@ -89,19 +89,19 @@ class GraphEngine:
         return self._launch(rows, after, None)
 
     def tell_ranks(self, tell: Tell) -> None:
-        """Of the leader of tensor-parallel ranks: `tell` is called before all that the others take part in, with what
-        their `follow` needs."""
+        """For the leader of tensor-parallel ranks: `tell` is called before every computation in which the others take
+        part, with the arguments of their `follow`."""
         self._tell = tell
 
     @torch.inference_mode()
     def follow(self, words: Sequence[int]) -> None:
-        """Takes part in what another rank draws from, and returns while the device computes it."""
+        """Takes part in a step for which another rank samples, and returns while the device computes it."""
         part = from_words(words, self._eager.spec.block_size)
         if part.rows:
             self._eager.follow(part.rows)
             return
         if len(self._followed) == self._followed.maxlen and self._is_cuda:
-            self._followed[0].synchronize()  # pinned inputs take turns; nobody waits for a follower's flights
+            self._followed[0].synchronize()  # pinned inputs alternate; a follower's flights are not waited for
         if part.plain is not None:
             self._begin_plain(part.plain, part.update, self._bucket(self._replays, len(part.plain.seat_B)))
         else:
@@ -145,13 +145,13 @@ class GraphEngine:
         return DoneFlight(outs)
 
     def _compute(self, rows: Sequence[Row], on_layer: OnLayer | None) -> list[RowOut]:
-        """Without a graph."""
+        """Computes rows without a graph."""
         if self._tell is not None and rows:
             self._tell(row_words(rows))
         return self._eager.step(rows, on_layer)
 
     def _takes(self, rows: Sequence[Row]) -> list[int]:
-        """The rows that go through a graph together."""
+        """Launches rows that use one graph together."""
         most_queries = self._decode.most_queries
         fast = [index for index, row in enumerate(rows) if is_graph_row(row, most_queries)]
         if self._verify is not None and any(rows[index].drafts for index in fast):
@@ -161,7 +161,7 @@ class GraphEngine:
         return fast if buckets.choose(self._replays.buckets, len(fast)) is not None else []
 
     def _follow(self, last: PlainRows, rows: ChainedRows, after: Flight | None) -> GraphFlight | None:
-        """Of rows that continue the last step; None where a row needs to be looked at otherwise."""
+        """Launches rows that continue the last step; None if a row needs another path."""
         new = {index: rows[index] for index, place in enumerate(rows.places) if place == NEW_ROW}
         is_running = isinstance(after, GraphFlight) and not after.has_drafts
         if len(new) == len(rows) or (rows.is_ahead and not is_running):
@@ -200,7 +200,7 @@ class GraphEngine:
         return GraphFlight(len(rows), self._sample(rows, range(len(rows)), asking, len(rows)), wants=wants)
 
     def _awaits_tokens(self, rows: Sequence[Row], plain: PlainRows) -> bool:
-        """Whether the sampling of any row needs a token that the step before draws."""
+        """Whether the sampling of any row needs a token that the previous step samples."""
         if isinstance(rows, ChainedRows) and not rows.is_ahead:
             return False
         needs_history_B = self._decode.inputs.samplings.needs_history_S[plain.seat_B]
@@ -208,14 +208,14 @@ class GraphEngine:
 
     @torch.inference_mode()
     def _sample_known(self, count: int, rows: Mapping[int, Row]) -> Sampled:
-        """The rest of a step of `count` rows of one token, behind its graph: `rows` by number, with their histories."""
+        """The part of a step of `count` rows of one token after its graph: `rows` by number, with their histories."""
         every = [Row(tokens=(), start=0, blocks=())] * count
         for index, row in rows.items():
             every[index] = row
         return self._sample(every, range(count), sorted(rows), count)
 
     def _sample(self, rows: Sequence[Row], firsts: Sequence[int], asking: Sequence[int], count: int) -> Sampled:
-        """Launches what the rows ask for beyond the graph, and the copy of all draws to the host."""
+        """Launches everything beyond the graph for the rows, and the copy of all results to the host."""
         extras = self._redraw.launch(rows, firsts, asking) if asking else NO_EXTRAS
         host, event = self._fetch(count)
         return Sampled(host, event, extras)
@@ -258,7 +258,7 @@ class GraphEngine:
             table_SP.view(-1).index_copy_(0, change[0], change[1].to(torch.int32))
 
     def _fetch(self, count: int) -> tuple[tuple[Tensor, Tensor], Any | None]:
-        """Where the first `count` draws will be on the host, and the event behind which they are there."""
+        """The host memory for the first `count` results, and the event after which they are there."""
         decode, host = self._decode, self._hosts[self._turn]
         self._turn = 1 - self._turn
         host[0][:count].copy_(decode.drawn_B[:count], non_blocking=True)
@@ -266,7 +266,7 @@ class GraphEngine:
         return host, self._recorded()
 
     def _recorded(self) -> Any | None:
-        """An event behind what is queued; None without a device."""
+        """An event after the queued work; None without a device."""
         if not self._is_cuda:
             return None
         event = torch.cuda.Event()
@@ -274,7 +274,7 @@ class GraphEngine:
         return event
 
     def _asking(self, seat_B: Any, num_output_B: Any) -> tuple[list[int], bool]:
-        """The rows that ask for more than a graph draws, and whether a row asks for logprobs."""
+        """The rows that need more than the graph's sampling, and whether a row needs logprobs."""
         samplings = self._decode.inputs.samplings
         asks_B, min_tokens_B = samplings.asks_S[seat_B], samplings.min_tokens_S[seat_B]
         if min_tokens_B.any():
@@ -283,6 +283,6 @@ class GraphEngine:
 
 
 def is_graph_row(row: Row, most_queries: int) -> bool:
-    """Whether a graph can compute the row, and it can be drawn there or behind it."""
+    """Whether a graph can compute the row, and it can be sampled in or after the graph."""
     is_token = row.sample is not None and len(row.tokens) == 1 and not row.targets
     return is_token and len(row.drafts) < most_queries

@@ -1,15 +1,15 @@
-"""Which bytes of a KV block a part of a transfer is, and the checksum by which both ends know them. Pure.
+"""The bytes of a KV block that belong to a part of a transfer, and their checksum. Pure.
 
-A part (a range of layers, the kv heads of one tensor-parallel lane) is one or two extents of a block: its values, and
-behind them the scales of a scaled block. An extent is equally long runs at equal distances.
+A part (a range of layers, and the kv heads of one tensor-parallel lane) is one or two extents of a block: its values
+and, in a scaled block, its scales. An extent consists of runs of equal length at equal distances.
 
 The checksum of n bytes, as little-endian 32-bit words w[0], w[1] ..., is a sum, so that thousands of programs can add
 to it in any order:
 
     sum over i of  h ^ (h >> 32)   where   h = (w[i] + (i + 1) * GOLDEN) * MIX        all modulo 2^64
 
-Each step is one to one in w[i]: a change of one word always shows, words that change places show, and what else goes
-wrong is missed once in about 2^60 times. It is against accidents, not against attackers.
+Each step is a bijection of w[i], so a change of one word is always detected, and so are swapped words. Other errors are
+missed about once in 2^60 cases. It protects against accidents, not against attackers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Extent:
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:
-    """Of a multiple of 4 bytes. Slow: the kernels compute it; this says what it is."""
+    """The reference implementation, for a multiple of 4 bytes. It is slow; the kernels compute the same."""
     total = 0
     for index, word in enumerate(memoryview(data).cast("B").cast("I")):
         mixed = (word + (index + 1) * GOLDEN) * MIX & _MASK

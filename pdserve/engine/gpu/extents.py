@@ -1,12 +1,11 @@
-"""Moves an extent of many pool blocks into one staging buffer, or out of it, and sums what it moves.
+"""Copies an extent of many pool blocks into one staging buffer, or out of it, and computes checksums.
 
     gather   pool -> staging     fills the header: stamps, checksum, length
-    scatter  staging -> pool     writes only blocks whose stamps are the expected ones, and says of each block what
-                                 was wrong
+    scatter  staging -> pool     writes only blocks with the expected stamps, and reports the error of each block
 
-A header is HEADER_WORDS int64 for each block: the stamp's two words (the contents' name; the grant's generation and
-the parts' mask), the checksum of extent.py, and the number of bytes. Neither call waits for the device; the status is
-on it. A block whose checksum is wrong has been written: it stays private until the status says that it is whole.
+A header is HEADER_WORDS int64 for each block: the stamp's two words (the contents' name; the grant's generation and the
+parts' mask), the checksum of extent.py, and the number of bytes. Neither call waits for the device, which holds the
+status. A block with a wrong checksum has been written, so it must not be used before its status is known to be good.
 """
 
 # Shapes: B blocks, W words of 4 bytes of one extent.
@@ -89,9 +88,9 @@ def gather(raw: Tensor, block_B: Tensor, extent: Extent, stamp_B2: Tensor, stagi
 
 
 def scatter(raw: Tensor, block_B: Tensor, extent: Extent, stamp_B2: Tensor, staging: Tensor, header: Tensor) -> Tensor:
-    """Writes what `gather` packed into blocks of another pool; int32 [B]: 0, or WRONG_STAMP, WRONG_CHECKSUM or both.
+    """Writes packed blocks of `gather` into another pool; int32 [B]: 0, or WRONG_STAMP, WRONG_CHECKSUM or both.
 
-    `stamp_B2` is what each block is expected to carry. A block with another stamp is not touched.
+    `stamp_B2` are the expected stamps. A block with another stamp is not written.
     """
     sum_B = torch.zeros(len(block_B), dtype=torch.int64, device=raw.device)
     _launch(raw, block_B, extent, staging, header, stamp_B2, sum_B, is_packing=False)

@@ -1,7 +1,7 @@
-"""Copies the paged keys and values of rows into two contiguous tensors, as attention over whole prompts reads them.
+"""Copies the paged keys and values of rows into two contiguous tensors for attention over prompts.
 
-A prefill chunk attends to what its prompt has in the pool already: the copy costs a few percent of the products, and
-any varlen attention will do behind it. int8 and fp8 blocks are multiplied by their scales on the way.
+A prefill chunk attends to its prompt's earlier positions in the pool. The copy costs a few percent of the products, and
+any varlen attention can use the result. int8 and fp8 values are multiplied by their scales during the copy.
 """
 
 # Shapes: B rows, P pages of a table, S positions of all rows, K kv heads, D head dim.
@@ -72,10 +72,10 @@ def flatten(
     most_positions: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values, [S, K, D] each: row b's positions 0, 1, .. stand at first[b] .. first[b + 1] - 1.
+    """Keys and values, [S, K, D] each: row b's positions 0, 1, .. are at first[b] .. first[b + 1] - 1.
 
-    `table_BP` is int32, `first_B1` int32 [B + 1], as varlen attention takes it; `num_positions` is its last entry and
-    `most_positions` the longest row, known on the host.
+    `table_BP` is int32, `first_B1` int32 [B + 1] as for varlen attention; `num_positions` is its last entry and
+    `most_positions` the length of the longest row, both known on the host.
     """
     shape = pool.shape
     num_rows, num_pages = table_BP.shape

@@ -1,4 +1,4 @@
-"""Steps of the graph engine that were launched."""
+"""Launched steps of the graph engine."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from pdserve.engine.torch_engine import row_out
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Draws of a step on their way to the host."""
+    """Results of a step that are being copied to the host."""
 
     host: tuple[Any, Any]  # tokens and logprobs
-    event: Any | None  # behind which they are there; None without a device
+    event: Any | None  # event after which they are there; None without a device
     extras: Extras
 
 
 @final
 class GraphFlight:
-    """A step whose draws are on their way to the host, or whose forward pass runs and whose sampling follows."""
+    """A step whose results are being copied to the host, or whose forward pass runs before its sampling is launched."""
 
     def __init__(
         self,
@@ -37,8 +37,9 @@ class GraphFlight:
         wants: list[int | None] | None = None,
         unsampled: Sequence[int] = (),
     ) -> None:
-        """`count` draws. `drafted`: the rows, of a step with drafts; `wants`: of a step in which some row's sampling
-        asks for logprobs, what each draw's asks for. `sampled`: of a step with unsampled rows, what samples them."""
+        """`count` sampled tokens. `drafted`: the rows of a step with drafts. `wants`: the requested logprobs of each
+        sampled token, if any row requests some. `sampled`: the function that samples the unsampled rows, if there are
+        any."""
         self.has_drafts = drafted is not None
         self.unsampled = unsampled
         self._count, self._drafted, self._wants = count, drafted, wants
@@ -58,7 +59,7 @@ class GraphFlight:
         tokens = sampled.host[0][: self._count].tolist()
         extras, masks_of = sampled.extras, sampled.extras.masks_of
         is_plain = self._drafted is None and self._wants is None
-        if is_plain and not any(masks.failed or not masks.masks for masks in masks_of.values()):  # nearly every step
+        if is_plain and not any(masks.failed or not masks.masks for masks in masks_of.values()):  # the usual case
             return PlainOuts(tokens)
         wants = self._wants or [None] * self._count
         logprobs = sampled.host[1][: self._count].tolist()
@@ -78,7 +79,7 @@ class GraphFlight:
 
 
 def _out(token: TokenOut, masks: RowMasks | None) -> RowOut:
-    """Of a row without drafts; under a grammar its draw counts only if it had a mask."""
+    """For a row without drafts. With a grammar, its token is valid only if it had a mask."""
     if masks is None:
         return RowOut((token,))
     return RowOut((token,) if masks.masks else (), failed=masks.failed)
@@ -86,7 +87,7 @@ def _out(token: TokenOut, masks: RowMasks | None) -> RowOut:
 
 @final
 class DoneFlight:
-    """A step that was computed when it was launched."""
+    """A step that was computed at launch."""
 
     unsampled: Sequence[int] = ()
 

@@ -1,4 +1,4 @@
-"""Sets the logits of the tokens that a row may not draw to minus infinity; the allowed ones are one bit each."""
+"""Sets the logits of banned tokens to minus infinity. A mask has one bit per token."""
 
 # Shapes: S rows of logits, R those of them with bits, V vocabulary, W words of 32 tokens.
 
@@ -27,7 +27,7 @@ def _forbid(logits, words, row_of, stride, num_words, size, BLOCK: tl.constexpr)
 
 
 def forbid(logits_SV: Tensor, word_RW: Tensor, row_R: Tensor) -> None:
-    """In place. Bit t % 32 of word t // 32 (int32) is set where token t stays; `row_R`: int64, each row once."""
+    """In place. Bit t % 32 of word t // 32 (int32) is set if token t is allowed; `row_R`: int64, each row once."""
     size, num_words = logits_SV.shape[1], word_RW.shape[1]
     if num_words * 32 < size or len(word_RW) != len(row_R):
         raise InternalError(f"bits {tuple(word_RW.shape)} for {len(row_R)} rows of {size} tokens")

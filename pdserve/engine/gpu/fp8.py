@@ -1,7 +1,8 @@
-"""Activations as fp8 (e4m3) with a scale for each token, made where they are computed: before a rowwise scaled product.
+"""Rounds activations to fp8 (e4m3) with a scale for each token, in the kernel that computes them, for a rowwise scaled
+product.
 
-x[t, k] is about values[t, k] * scale[t], with scale = max_k |x[t, k]| / 448: what torch._scaled_mm takes, together
-with weights that have a scale for each output. Of a fused operation the unrounded float32 result is rounded once.
+x[t, k] is about values[t, k] * scale[t], with scale = max_k |x[t, k]| / 448: the operands of torch._scaled_mm, with
+weights that have a scale for each output. A fused operation rounds its float32 result once.
 """
 
 # Shapes: T tokens, E row length, F mlp size.
@@ -19,7 +20,7 @@ from pdserve.engine.gpu.gated import gate_times_up
 MOST = 448.0
 _MOST = tl.constexpr(MOST)
 _STEP = tl.constexpr(1 / MOST)
-_LEAST = tl.constexpr(2.0**-100)  # so that a row of zeros has a scale that can be divided by
+_LEAST = tl.constexpr(2.0**-100)  # so that the scale of a row of zeros is not zero
 
 
 @triton.jit
@@ -61,12 +62,12 @@ def _gate(gate_up, values, scales, stride, SIZE: tl.constexpr, IS_GELU: tl.const
 
 
 def quantise(x_TE: Tensor) -> tuple[Tensor, Tensor]:
-    """fp8 [T, E] and float32 scales [T, 1]; rows may lie apart."""
+    """fp8 [T, E] and float32 scales [T, 1]; rows may be apart."""
     return _launch_norm(x_TE, None, None, 0.0)
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x, as `quantise` would give it."""
+    """The norm of x, rounded as by `quantise`."""
     return _launch_norm(x_TE, None, weight_E, eps)
 
 

@@ -21,13 +21,13 @@ class Replays(Protocol):
     buckets: tuple[int, ...]
 
     def replay(self, bucket: int) -> None:
-        """Queues the step that the buffers describe, for that many rows."""
+        """Queues the step in the buffers, for that many rows."""
         ...
 
 
 @final
 class EagerReplays:
-    """Without graphs: the same step, kernel by kernel. For machines without CUDA, and to compare with."""
+    """Without graphs: launches the same step kernel by kernel. For machines without CUDA, and for comparison."""
 
     def __init__(self, decode: StaticDecode, buckets: Sequence[int], num_queries: int = 1) -> None:
         self.buckets = tuple(buckets)
@@ -39,7 +39,7 @@ class EagerReplays:
 
 @final
 class GraphReplays:
-    """All graphs share one memory pool; the largest comes first, so that the others fit into what it took."""
+    """All graphs share one memory pool; the largest is captured first, so that the others fit into its memory."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class GraphReplays:
         progress: Progress = lambda done, count: None,
         num_queries: int = 1,
     ) -> None:
-        """`num_queries`: tokens of a row at most; of several, a bucket is of tokens."""
+        """`num_queries`: maximum tokens per row; if above 1, buckets count tokens."""
         self.buckets = tuple(sorted(buckets))
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         began_s = time.monotonic()
-        # A graph's kernels keep the priority of the stream that they were captured on: before those of transfers.
+        # A graph's kernels keep the priority of the capture stream, which is above that of transfers.
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(priority=-1)
-        stream.wait_stream(torch.cuda.current_stream())  # which may still zero the buffers
+        stream.wait_stream(torch.cuda.current_stream())  # earlier work may still clear the buffers
         with torch.cuda.stream(stream):
             for bucket in reversed(self.buckets):
                 if num_queries == 1:
@@ -63,10 +63,10 @@ class GraphReplays:
                     decode.inputs.send_drafted([], [], bucket)
                 decode.run(
                     bucket, num_queries
-                )  # compiles kernels and lets cuBLAS choose, neither of which may happen in a capture
+                )  # compiles kernels and lets cuBLAS choose algorithms; neither may happen during a capture
                 stream.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                # Transfer threads call CUDA too; what they do must not end our capture.
+                # Transfer threads also call CUDA; their calls must not invalidate the capture.
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     decode.run(bucket, num_queries)
                 self._graphs[bucket] = graph

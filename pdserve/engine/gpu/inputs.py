@@ -1,7 +1,7 @@
-"""What a decode step is told, in one run of bytes: one copy to the device for each step.
+"""The inputs of a decode step in one run of bytes, with one copy to the device per step.
 
-The host writes into pinned memory, the device reads views of its own copy. Pinned buffers take turns, since a copy
-that was begun may still read the last one; two are enough, as at most two steps are launched and not waited for.
+The host writes into pinned memory, and the device reads views of its own copy. Pinned buffers alternate, because a copy
+that was queued may still read the last one. Two are enough, because at most two steps are launched and not waited for.
 """
 
 # Shapes: B rows of a bucket, F bytes of all fields for a row.
@@ -25,20 +25,20 @@ from pdserve.engine.gpu.samplings import Samplings
 from pdserve.engine.interface import Row
 
 _ALIGNMENT: Final = 16
-FIELDS: Final = (  # the wide ones first
+FIELDS: Final = (  # wide types first
     ("token", np.int64),
-    ("follows", np.int64),  # a row of the step before, whose draw is the token; -1: `token` is
+    ("follows", np.int64),  # row of the previous step whose sampled token is the input; -1: use `token`
     ("position", np.int64),
     ("slot", np.int64),
     ("seat", np.int64),
     ("seed", np.int64),
-    ("num_before", np.int64),  # tokens before the one that is drawn
+    ("num_before", np.int64),  # tokens before the sampled one
     ("top_p", np.float64),
     ("start", np.int32),
     ("length", np.int32),
     ("top_k", np.int32),
     ("floor", np.int32),
-    ("first", np.int32),  # of rows with drafts: the row's first token; behind the last row the end
+    ("first", np.int32),  # for rows with drafts: the row's first token; after the last row, the end
     ("temperature", np.float32),
 )
 _TORCH: Final[dict[Any, torch.dtype]] = {
@@ -53,8 +53,8 @@ _TORCH: Final[dict[Any, torch.dtype]] = {
 class Inputs:
     """Fields of up to `most_tokens` tokens and as many rows, on the device: tensors that keep their addresses.
 
-    A row has one token, or one and its drafts (`send_drafted`): what is said of seat, start, length and first is said
-    of rows, all else of tokens.
+    A row has one token, or one and its drafts (`send_drafted`). seat, start, length and first are per row, all other
+    fields per token.
     """
 
     def __init__(self, most_tokens: int, block_size: int, device: torch.device, num_seats: int) -> None:
@@ -88,15 +88,15 @@ class Inputs:
         )
 
     def draws_of(self, token_S: Tensor) -> Draws:
-        """Those at some tokens of the step, int64 numbers of them."""
+        """The values at some tokens of the step, given by int64 numbers."""
         every = self.draws(self._most_tokens)
         return Draws(
             **{one.name: getattr(every, one.name).index_select(0, token_S) for one in dataclasses.fields(Draws)}
         )
 
     def send(self, rows: PlainRows, bucket: int) -> None:
-        """Queues the copy for these rows and the padding behind them, which attends to nothing and stores nothing.
-        `samplings` must know how each seat draws."""
+        """Queues the copy for these rows and the padding after them, which attends to nothing and stores nothing.
+        `samplings` must contain the sampling of each seat."""
         fields = self._host_fields[self._turn]
         self._fill(fields, "token", rows.token_B, bucket, 0)
         self._fill(fields, "follows", rows.follows_B, bucket, -1)
@@ -106,7 +106,7 @@ class Inputs:
         self._fill_draws(fields, rows.seat_B, rows.start_B, rows.block_B, bucket)
 
     def send_drafted(self, rows: Sequence[Row], seats: Sequence[int], bucket: int) -> None:
-        """As `send`, for rows with drafts behind their tokens; `bucket` is of tokens. Each token that pads is a row."""
+        """Like `send`, for rows with drafts after their tokens; `bucket` counts tokens. Each padding token is a row."""
         self.samplings.update(seats, [sampling_of(row) for row in rows])
         fields, size = self._host_fields[self._turn], self._block_size
         start = np.fromiter((row.start for row in rows), np.int64, len(rows))
@@ -128,7 +128,7 @@ class Inputs:
         self._fill_draws(fields, np.array(seats, np.int64)[row_of], position, block, bucket)
 
     def _fill_draws(self, fields: dict[str, Any], seat: Any, position: Any, block: Any, bucket: int) -> None:
-        """What is said of each token, whose row has that seat, and off it goes."""
+        """Fills in the fields of each token, whose row has that seat, and queues the copy."""
         size = self._block_size
         self._fill(fields, "position", position, bucket, 0)
         self._fill(fields, "slot", block * size + position % size, bucket, NOWHERE)

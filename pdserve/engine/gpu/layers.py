@@ -1,4 +1,4 @@
-"""The two launches of a layer's attention over one pool, with all that the model fixes filled in."""
+"""The two launches of a layer's attention over one pool, with the model's parameters filled in."""
 
 # Shapes: T tokens, H query heads, K kv heads, N = H + 2 K, D head dim.
 
@@ -44,7 +44,7 @@ class LayerKernels:
         )
 
     def attend(self, index: int, layer: LayerWeights, q_THD: Tensor, rows: Rows, scratch: Scratch) -> Tensor:
-        """What every query of the rows gets, [T, H * D]."""
+        """The attention output of every query of the rows, [T, H * D]."""
         heads = self.heads
         return attend(
             self.pool,
@@ -58,7 +58,7 @@ class LayerKernels:
         )
 
     def make_scratch(self, num_queries: int, num_processors: int) -> Scratch:
-        """For rows of up to `num_queries`."""
+        """Scratch for rows of up to `num_queries`."""
         heads = self.heads
         return make_scratch(
             num_queries,

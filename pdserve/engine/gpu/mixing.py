@@ -1,8 +1,7 @@
-"""How tokens meet in a step that no graph takes, on a CUDA device: prompts' chunks and drafts.
+"""Attention in a step without a graph on a CUDA device: prompt chunks and drafts.
 
-One launch rotates and stores; rows of up to 16 queries attend where their blocks lie, however many each has; chunks of
-all prompts attend by one flash call a layer. What flash attention does not take (float32, softcaps) goes torch's way,
-chunk by chunk.
+One launch rotates and stores. Rows of up to 16 queries use paged attention. Chunks of all prompts use one flash call
+per layer. Cases that flash attention does not support (float32, softcaps) use torch, chunk by chunk.
 """
 
 # Shapes: T tokens, B rows, P pages of a table, H query heads, N query, key and value heads, D head dim, S positions.
@@ -52,18 +51,19 @@ class TritonRows:
         self._device = device
 
     def plan(self, tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]) -> RowPlan:
-        """One copy to the device: tables, starts, lengths and first tokens lie in one tensor."""
+        """One copy to the device: tables, starts, lengths and first tokens are in one tensor."""
         num_rows, width = len(tables), max(len(table) for table in tables)
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         firsts = edges(counts)
         flat = [block for table in tables for block in (*table, *[0] * (width - len(table)))]
         parts = (flat, starts, lengths, firsts)
-        # Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for every mixture of those that do not.
+        # Each begins at a multiple of 16 bytes, because Triton compiles another kernel for every combination of
+        # alignments.
         padded = [[*part, *[0] * (-len(part) % _WORDS)] for part in parts]
         packed = to_device([word for part in padded for word in part], self._device, torch.int32)
         pieces = packed.split([len(part) for part in padded])
         table_BP, start_B, length_B, first_B1 = (piece[: len(part)] for piece, part in zip(pieces, parts, strict=True))
-        # One or all, since each number of queries is a kernel of its own.
+        # One or the maximum, because each number of queries needs a kernel of its own.
         most = 1 if max(counts) == 1 else MOST_QUERIES
         rows = Rows(most, table_BP.view(num_rows, width), start_B, length_B, first_B1)
         return RowPlan(firsts[-1], rows)
@@ -107,7 +107,7 @@ def takes_flash(heads: Heads, dtype: torch.dtype) -> bool:
 class TritonMixer:
     """One step's attention, of a batch that was packed with `TritonRows`.
 
-    `on_layer` is told how many layers have queued their writes.
+    `on_layer` is called with the number of layers that have queued their writes.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class TritonMixer:
         pool.clear(batch.fresh_blocks)
         chunks = [context for group in batch.groups for context in group.contexts.values() if context.chunk_end]
         device = batch.token_T.device
-        self._runs = {  # of each chunk, for `flatten`: its blocks, and that they begin at 0
+        self._runs = {  # for `flatten`, per chunk: its blocks, which begin at position 0
             id(one): (one.block_BP.int(), to_device([0, one.chunk_end], device, torch.int32)) for one in chunks
         }
 

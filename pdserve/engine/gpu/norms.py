@@ -1,4 +1,4 @@
-"""RMS norm of rows, alone or behind the addition of what the last sublayer computed."""
+"""RMS norm of rows, alone or after the addition of the previous sublayer's output."""
 
 # Shapes: T tokens (or tokens times heads), E row length.
 
@@ -41,7 +41,7 @@ def _norm(
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """As ops.rms_norm, for two axes; rows may lie apart."""
+    """Like ops.rms_norm, for two axes; rows may be apart."""
     return _launch(x_TE, None, weight_E, eps)
 
 

@@ -1,4 +1,4 @@
-"""Turns an eager engine on a CUDA device into one that replays graphs; says why where it cannot."""
+"""Turns an eager engine on a CUDA device into one that replays graphs, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pdserve.engine.model import Decoder
 from pdserve.engine.progress import counting_line
 from pdserve.engine.torch_engine import TorchEngine
 
-_MEASURED: Final = 2  # captures that tell what all take
+_MEASURED: Final = 2  # captures from which the memory of all is estimated
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def graphs_meter(config: WorkerConfig) -> MeasureGraphs:
 
 
 def open_graphs(eager: TorchEngine, config: WorkerConfig) -> GraphEngine:
-    """Tensor-parallel ranks call it together, since their graphs hold the sums of all."""
+    """Tensor-parallel ranks call it together, because their graphs contain all-reduces."""
     return with_graphs(eager, eager.model, config.max_batch, config.worker_id, _most_drafts(config))
 
 
@@ -54,7 +54,7 @@ def _most_drafts(config: WorkerConfig) -> int:
 
 
 def why_no_graphs(config: ModelConfig, block_size: int) -> str:
-    """Empty where decode steps of the model can be captured."""
+    """Empty if decode steps of the model can be captured."""
     if config.experts is not None:
         return "experts: how many tokens each one gets is decided on the host"
     if block_size < 8 or block_size & (block_size - 1):
@@ -65,8 +65,8 @@ def why_no_graphs(config: ModelConfig, block_size: int) -> str:
 def with_graphs(
     eager: TorchEngine, model: Decoder, most_rows: int, worker_id: str, most_drafts: int = 0
 ) -> GraphEngine:
-    """Captures the decode step for every bucket up to `most_rows`, with a progress line; and for every bucket of tokens
-    where rows bring up to `most_drafts` drafts."""
+    """Captures the decode step for every bucket up to `most_rows`, with a progress line; and for every bucket of
+    tokens, if rows may have up to `most_drafts` drafts."""
     decode, most_tokens = _static(eager, model, most_rows, most_drafts)
     replays = GraphReplays(decode, buckets_for(most_rows), counting_line(worker_id, "capturing decode graphs"))
     verify = None
@@ -79,7 +79,7 @@ def with_graphs(
 def measure_graphs(eager: TorchEngine, meter: Meter, *, most_rows: int, most_drafts: int = 0) -> int:
     """Bytes that `with_graphs` will take, from the two largest captures of each set over the engine's own pool.
 
-    Counts of tokens for rows with penalties are part of it: they are taken when such rows come.
+    Includes the token counts for rows with penalties, which are allocated when such rows come.
     """
     meter.settle()
     before = meter.reserved()
@@ -105,7 +105,7 @@ def measure_graphs(eager: TorchEngine, meter: Meter, *, most_rows: int, most_dra
 
 def _static(eager: TorchEngine, model: Decoder, most_rows: int, most_drafts: int) -> tuple[StaticDecode, int]:
     """The static buffers, and the most tokens of a step with drafts."""
-    most_queries = 1 << most_drafts.bit_length()  # each number of queries is a kernel of its own
+    most_queries = 1 << most_drafts.bit_length()  # each number of queries needs a kernel of its own
     most_tokens = verified_tokens(most_rows, most_queries)
     device = eager.pool.tensor.device
     use_device(device)

@@ -1,4 +1,4 @@
-"""What happens between the products, on a CUDA device: engine.ops in Triton."""
+"""engine.ops in Triton: the operations between the products, on a CUDA device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["add_rms_norm", "fp8", "gelu_mul", "rms_norm", "silu_mul"]
 
 
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """Over the last axis, of any tensor."""
+    """RMS norm over the last axis."""
     return norms.rms_norm(x.reshape(-1, x.shape[-1]), weight_E, eps).view(x.shape)
 
 

@@ -1,8 +1,8 @@
 """Repetition, presence and frequency penalties, from counts of tokens that stay on the device.
 
-Of each penalised row the device holds one word per token of the vocabulary: twice the times that it is in the output,
-and one more where it is in the prompt. What is drawn is counted there at once, so a row can be penalised for a token
-that the host has not read. Same arithmetic in the same order as sampling.penalise, in float32.
+For each penalised row the device holds one word per token of the vocabulary: twice its count in the output, plus one if
+it is in the prompt. Sampled tokens are counted there immediately, so a row can be penalised for a token that the host
+has not read. Same arithmetic in the same order as sampling.penalise, in float32.
 """
 
 # Shapes: S rows of logits, P those of them with penalties, V vocabulary, N tokens that a row has seen.
@@ -27,7 +27,7 @@ _BLOCK: Final = 1024
 _FEWEST_SLOTS: Final = 8
 
 
-# The three numbers lie behind each other, so how they are aligned changes with the number of rows.
+# The three arrays are adjacent, so their alignment depends on the number of rows.
 @triton.jit(do_not_specialize_on_alignment=["repetition_of", "presence_of", "frequency_of"])
 def _penalise(
     logits,
@@ -45,7 +45,7 @@ def _penalise(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < size
     word = tl.load(words + tl.load(slot_of + index) * size + token, mask=inside, other=0)
-    if tl.max(word, axis=0) > 0:  # most tokens were never seen
+    if tl.max(word, axis=0) > 0:  # most tokens have not occurred
         at = logits + tl.load(row_of + index) * stride + token
         logit = tl.load(at, mask=inside, other=0.0)
         factor = tl.load(repetition_of + index) + tl.zeros_like(logit)
@@ -61,7 +61,7 @@ def penalise(logits_SV: Tensor, word_CV: Tensor, row_P: Tensor, slot_P: Tensor, 
     if word_CV.shape[1] != size or len(row_P) != len(slot_P):
         raise InternalError(f"counts {tuple(word_CV.shape)} for {len(row_P)} rows of {size} tokens")
     if len(row_P):
-        # Products and sums are rounded one by one, as torch does.
+        # Products and sums are rounded separately, as in torch.
         _penalise[(len(row_P), triton.cdiv(size, _BLOCK))](
             logits_SV,
             word_CV,
@@ -76,14 +76,14 @@ def penalise(logits_SV: Tensor, word_CV: Tensor, row_P: Tensor, slot_P: Tensor, 
 
 
 def penalty_bytes(most_rows: int, vocab_size: int) -> int:
-    """Of all counts, once every row of a full batch had penalties."""
+    """Bytes of all counts if every row of a full batch has penalties."""
     return 2 * most_rows * vocab_size * 4
 
 
 @final
 class Penalties:
-    """The counts of the rows of one engine. Memory is taken when rows with penalties come: 4 bytes per row and token
-    of the vocabulary. `send` copies numbers to the device and does not wait."""
+    """The counts of the rows of one engine. Memory is allocated when rows with penalties come: 4 bytes per row and
+    token of the vocabulary. `send` copies numbers to the device without blocking."""
 
     def __init__(self, vocab_size: int, most_rows: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
@@ -108,12 +108,12 @@ class Penalties:
         return slot_P
 
     def count(self, slot_P: Tensor, drawn_P: Tensor) -> None:
-        """What the rows have drawn, int64."""
+        """Counts the sampled tokens of the rows, int64."""
         two_P = torch.full_like(drawn_P, 2, dtype=torch.int32)
         self._word_CV.view(-1).index_add_(0, slot_P * self._vocab_size + drawn_P, two_P)
 
     def _fill(self, row: Row, slot: int) -> None:
-        """All that the row has seen."""
+        """Counts all tokens of the row."""
         if row.follows is not None:
             raise InternalError("a row with penalties follows a draw that was not counted")
         history = np.fromiter(row.history, np.int64, len(row.history))

@@ -1,6 +1,6 @@
-"""Rotates queries and keys, with a norm before it where the model has one, and stores keys and values in the pool.
+"""Rotates queries and keys, after a norm if the model has one, and stores keys and values in the pool.
 
-One launch a layer. Stored int8 and fp8 values and their scales are bit for bit those of pool.quantise for the same
+One launch per layer. Stored int8 and fp8 values and their scales are bit for bit those of pool.quantise for the same
 input; the rotation is computed in float32 and rounded once, where torch rounds each product to the compute dtype.
 """
 
@@ -96,10 +96,10 @@ def _place(
     else:
         where = tl.load(slot + token)
         if where >= 0:
-            # Of the block: keys of all its tokens, then values; a token's heads lie closely.
+            # A block contains the keys of all its tokens, then the values; a token's heads are contiguous.
             row = tl.where(is_value, PAGE, 0) + where % PAGE
             if SCALED:
-                # As if they had been rounded to the compute dtype on their way, which pool.write's input is.
+                # Rounded to the compute dtype first, like the input of pool.write.
                 low = cast(low, qkv.dtype.element_ty).to(tl.float32)
                 high = cast(high, qkv.dtype.element_ty).to(tl.float32)
                 largest = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1))
@@ -143,8 +143,8 @@ def place(
 ) -> Tensor:
     """Stores the keys and values of the step's tokens; returns the rotated queries, [T, H, D].
 
-    `qkv_TND` has closely lying heads; its tokens may lie apart. `slot_T` and `position_T` are int64; slots are
-    block * C + offset, or NOWHERE. Rows of `table_PD` are what `make_table` makes.
+    `qkv_TND` has contiguous heads; its tokens may be apart. `slot_T` and `position_T` are int64; slots are block * C +
+    offset, or NOWHERE. Rows of `table_PD` are what `make_table` makes.
     """
     num_tokens, _, head_dim = qkv_TND.shape
     shape = pool.shape
@@ -177,7 +177,7 @@ def place(
         HAS_NORM=has_norm,
         SCALED=scales is not None,
         num_warps=1 if head_dim <= 128 else 2,
-        enable_fp_fusion=False,  # a fused product and sum would round otherwise than pool.quantise
+        enable_fp_fusion=False,  # a fused multiply-add would round differently from pool.quantise
     )
     return q_out_THD
 

@@ -1,4 +1,4 @@
-"""The decode rows of a step as arrays: read from rows once, then moved on by a token for each step that follows."""
+"""The decode rows of a step as arrays: read from rows once, then advanced by one token for each following step."""
 
 # Shapes: B rows of a step.
 
@@ -16,20 +16,20 @@ from pdserve.engine.interface import NEW_ROW, ChainedRows, Row
 
 @dataclass(slots=True, kw_only=True)
 class PlainRows:
-    """Rows of one token each, int64 [B] each. `number` is that of their step, 0 where a step cannot be continued."""
+    """Rows of one token each, int64 [B] each. `number` is that of their step, 0 if the step cannot be continued."""
 
     number: int
-    token_B: Any  # 0 where the step before draws it
-    follows_B: Any  # the row of the step before that draws the token, or NEW_ROW
+    token_B: Any  # 0 if the previous step samples it
+    follows_B: Any  # the row of the previous step that samples the token, or NEW_ROW
     seat_B: Any
     start_B: Any
-    block_B: Any  # of the position that is computed
+    block_B: Any  # position that is computed
     prompt_len_B: Any
     tables: list[Sequence[int]]
 
 
 def no_rows() -> PlainRows:
-    """Of a step that is padding alone."""
+    """Arrays of a step with padding only."""
     names = ("token_B", "follows_B", "seat_B", "start_B", "block_B", "prompt_len_B")
     return PlainRows(number=0, tables=[], **{name: np.zeros(0, np.int64) for name in names})
 
@@ -52,8 +52,8 @@ def read(rows: Sequence[Row], mirror: TableMirror, block_size: int, number: int)
 def follow(
     last: PlainRows, rows: ChainedRows, new: dict[int, Row], mirror: TableMirror, block_size: int
 ) -> tuple[PlainRows, Update]:
-    """`rows`, which continue `last`; `new`: those that do not, by index. The others are not looked at, but for those
-    that begin a block."""
+    """Arrays of `rows`, which continue `last`; `new`: rows that do not, by index. Other rows are read only if they
+    begin a new block."""
     place_B = np.array(rows.places, np.int64)
     from_B = np.maximum(place_B, 0)
     plain = PlainRows(

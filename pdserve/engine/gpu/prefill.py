@@ -1,11 +1,11 @@
-"""Attention of all prompts' chunks of a step: one flash call for each layer, behind one copy of their contexts.
+"""Attention of all prompt chunks of a step: one flash call per layer, after one copy of their contexts.
 
     plan_chunks(tables, starts, counts, ..) -> ChunkPlan
     attend_chunks(pool, layer, q_THD, plan, window, scale) -> out_TN
 
-Flash attention reads KV in pages of 256 tokens or none at all, so contexts are gathered (flatten.py). Its causal corner
-is the lower right one of each row, so a context may begin at the first block that a window leaves. Contexts of one call
-are bounded, since the copies take memory.
+Flash attention reads KV in pages of 256 tokens or none at all, so contexts are gathered (flatten.py). Its causal mask
+is aligned to the lower right corner of each row, so a context may begin at the first block inside a window. The
+contexts of one call are limited, because the copies take memory.
 """
 
 # Shapes: T tokens of the chunks, B rows of a call, P pages of a table, S positions of a call, H query heads,
@@ -60,9 +60,9 @@ def plan_chunks(
     most_positions: int,
     device: torch.device,
 ) -> ChunkPlan:
-    """Row i asks with counts[i] positions from starts[i] on; its tokens follow those of row i - 1.
+    """Row i has counts[i] queries, at positions from starts[i] on; its tokens follow those of row i - 1.
 
-    A call gathers `most_positions`, or the positions of one row where these are more.
+    A call gathers up to `most_positions` positions, or those of one longer row.
     """
     calls = {}
     for window in windows:
@@ -83,7 +83,7 @@ def plan_chunks(
 def attend_chunks(
     pool: TorchPool, layer: int, q_THD: Tensor, plan: ChunkPlan, window: int | None, scale: float | None
 ) -> Tensor:
-    """What every token of the chunks gets, [T, H * D]. `q_THD`: of the packed batch."""
+    """The attention output of every token of the chunks, [T, H * D]. `q_THD` belongs to the packed batch."""
     parts = []
     for call in plan.calls[window]:
         k_SKD, v_SKD = flatten(
@@ -118,8 +118,8 @@ def flash(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: Call, window: int |
 
 @cache
 def use_fa3(device: torch.device) -> bool:
-    """Lets FlashAttention-3 stand in for torch's own kernels, where the device is a Hopper and the package
-    `flash_attn_3` is installed. True where it does."""
+    """Replaces torch's own kernels by FlashAttention-3 if the device is a Hopper and the package `flash_attn_3` is
+    installed. True if it did."""
     if torch.cuda.get_device_capability(device)[0] != 9:
         return False
     from torch.nn import attention
@@ -137,7 +137,7 @@ def use_fa3(device: torch.device) -> bool:
 
 
 def _runs(lengths: Sequence[int], most: int) -> Iterator[range]:
-    """Rows that one call takes."""
+    """Number of rows for one call."""
     first, total = 0, 0
     for row, length in enumerate(lengths):
         if row > first and total + length > most:

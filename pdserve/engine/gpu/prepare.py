@@ -1,5 +1,5 @@
-"""What the rows of a decode step begin with: their tokens, which the step before may have drawn, and their block
-tables. One launch instead of five small ones."""
+"""Prepares the rows of a decode step: their tokens, which the previous step may have sampled, and their block tables.
+One launch instead of five small ones."""
 
 # Shapes: B rows, S seats, P pages of a table.
 

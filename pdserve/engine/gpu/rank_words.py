@@ -1,7 +1,7 @@
-"""What tensor-parallel ranks hear of a step of the graph engine, as numbers. Pure.
+"""Encodes the orders for a step of the graph engine to tensor-parallel ranks as numbers. Pure.
 
-The leader keeps the block tables of all ranks: what has changed in them travels, and of each row only what the graph
-reads. A step has a part for a graph, or one of rows without a graph, or first the one and then the other.
+The leader manages the block tables of all ranks: changes of the tables are sent, and the fields of each row that the
+graph reads. A step has a part for a graph, or a part without a graph, or both in this order.
 """
 
 # Shapes: B rows of a step.
@@ -21,17 +21,17 @@ from pdserve.engine.gpu.plain_rows import PlainRows
 from pdserve.engine.gpu.tables import Update
 from pdserve.engine.interface import Row
 
-ROWS: Final = 0  # a part's first word: rows without a graph
+ROWS: Final = 0  # first number of a part: rows without a graph
 PLAIN: Final = 1
 DRAFTED: Final = 2
-_DRAWS: Final = Sampling(temperature=0.0, max_tokens=1)  # the leader draws
+_DRAWS: Final = Sampling(temperature=0.0, max_tokens=1)  # the leader samples
 Words = Sequence[int] | np.ndarray[Any, Any]
 _READ: Final = ("token_B", "follows_B", "seat_B", "start_B", "block_B")  # of PlainRows, by the graph
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of `rows`, `plain` and `drafted` is there."""
+    """Exactly one of `rows`, `plain` and `drafted` is set."""
 
     rows: Sequence[Row] = ()
     plain: PlainRows | None = None
@@ -41,7 +41,7 @@ class Part:
 
 @final
 class LastBlocks(Sequence[int]):
-    """The blocks of a sequence from number `first` on; those before it are not known."""
+    """The blocks of a sequence from number `first` on; earlier ones are unknown."""
 
     def __init__(self, first: int, blocks: Sequence[int]) -> None:
         self._first, self._blocks = first, blocks
@@ -76,7 +76,7 @@ def drafted_words(rows: Sequence[Row], update: Update, block_size: int) -> list[
 
 
 def from_words(words: Words, block_size: int) -> Part:
-    """What the functions above were given, as far as a rank needs it."""
+    """The arguments of the functions above, as far as a rank needs them."""
     left = iter(words)
     kind = next(left)
     if kind == ROWS:

@@ -1,9 +1,9 @@
-"""Draws again, behind a graph, the rows that ask for more than it does: grammars, bans, bias, penalties, top_n_sigma,
-and tells of the likeliest tokens.
+"""Samples again, after a graph, the rows that need more: grammars, bans, bias, penalties, top_n_sigma. Also reports the
+top logprobs.
 
-The graph computes every row's logits and draws from them as they are. What few rows ask for beyond is launched kernel
-by kernel while the graph runs, so the host's share of it (a grammar's mask, the launches) costs no time, and a batch
-without such rows is not touched by it. Order and meaning are those of sampling.py. Nothing waits for the device.
+The graph computes every row's logits and samples from them unchanged. Additional work for few rows is launched kernel
+by kernel while the graph runs, so the host's part of it (grammar masks, launches) costs no time, and batches without
+such rows are not affected. Order and meaning are those of sampling.py. Nothing waits for the device.
 """
 
 # Shapes: B rows of a bucket, S rows that are drawn again, R of them under bans, P with penalties, N biases, L rows
@@ -32,9 +32,9 @@ from pdserve.engine.sending import to_device
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a step has beside tokens and logprobs."""
+    """Results of a step besides tokens and logprobs."""
 
-    masks_of: dict[int, RowMasks] = field(default_factory=dict)  # by row: what its grammar said
+    masks_of: dict[int, RowMasks] = field(default_factory=dict)  # by row: result of its grammar
     top_of: dict[int, int] = field(default_factory=dict)  # by token of the step: the row of `tops`
     tops: tuple[Tensor, Tensor] | None = None  # token ids and logprobs [L, K] on the host, once the step has ended
 
@@ -50,7 +50,7 @@ NO_EXTRAS = Extras()
 
 
 def draws_of(row: Row) -> Iterator[Row]:
-    """The row, and one behind each of its drafts as if that and the ones before it were right."""
+    """The row, and one row after each of its drafts, as if that draft and the previous ones were accepted."""
     if not row.drafts:
         yield row
         return
@@ -72,7 +72,7 @@ class Redraw:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Compiles what no capture has, so that the first row that asks does not wait for a compiler."""
+        """Compiles the kernels that no capture contains, so that the first such row does not wait for a compiler."""
         sampling = Sampling(
             temperature=0.0,
             allowed_token_ids=(0,),
@@ -84,7 +84,7 @@ class Redraw:
         self.launch([Row(tokens=(0,), start=0, blocks=(), sample=sampling, history=[0], prompt_len=1)], [0], [0])
 
     def launch(self, rows: Sequence[Row], firsts: Sequence[int], asking: Sequence[int]) -> Extras:
-        """Behind the replay of `rows`, for those of them that ask for more; `firsts`: the first token of each row."""
+        """Called after the replay of `rows`, for those that need more; `firsts`: the first token of each row."""
         asked = [rows[index] for index in asking]
         masks_by_number = self._grammars.masks_of(asked)
         masks_of = {asking[number]: masks for number, masks in masks_by_number.items()}
@@ -93,7 +93,7 @@ class Redraw:
         for index, asked_row in zip(asking, asked, strict=True):
             masks = masks_of.get(index)
             for at, row in enumerate(draws_of(asked_row)):
-                # Behind a draft that the grammar forbids nothing counts.
+                # Tokens after a draft that the grammar forbids are ignored.
                 if masks is not None and at >= len(masks.masks):
                     break
                 told[firsts[index] + at] = row
@@ -143,7 +143,8 @@ class Redraw:
         decode.drawn_B.index_copy_(0, row_S, drawn_S)
 
     def _tell(self, rows: Mapping[int, Row], again: set[int]) -> tuple[dict[int, int], tuple[Tensor, Tensor] | None]:
-        """Logprobs of what was drawn again, and the likeliest tokens: of the model's logits, as they were."""
+        """Logprobs of the tokens that were sampled again, and the most likely tokens, from the model's unchanged
+        logits."""
         counts = {index: sampling_of(row).logprobs for index, row in rows.items()}
         told = [index for index in counts if counts[index] or (counts[index] == 0 and index in again)]
         if not told:

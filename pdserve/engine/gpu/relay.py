@@ -1,7 +1,7 @@
-"""Copies whole blocks from one pool to another on a device, and sums what it copies.
+"""Copies whole blocks from one pool to another on a device, and computes their checksums.
 
-The sums are those of extent.checksum for each block, so both ends of a transfer can compare what one has read with
-what the other has written. Without a target the blocks are only summed. Does not wait for the device.
+The checksums are those of extent.checksum for each block, so both ends of a transfer can compare the bytes read and
+written. Without a target it only computes checksums. Does not wait for the device.
 """
 
 # Shapes: B blocks, W words of 4 bytes of a block.
@@ -50,7 +50,8 @@ def _relay(
 
 
 def relay(source: Tensor, source_B: Tensor, target: Tensor | None = None, target_B: Tensor | None = None) -> Tensor:
-    """Blocks of `source` [N, block_bytes] to blocks of `target`; the int64 sums [B]. Numbers of blocks are int32."""
+    """Copies blocks of `source` [N, block_bytes] to blocks of `target`; returns the int64 checksums [B]. Block numbers
+    are int32."""
     into, into_B = (source, source_B) if target is None or target_B is None else (target, target_B)
     size = source.shape[1]
     if size != into.shape[1] or size % WORD_BYTES or len(source_B) != len(into_B):

@@ -1,13 +1,14 @@
-"""Draws one token per row from its logits, on the device: what sampling.py does for rows without bans or penalties.
+"""Samples one token per row from its logits on the device, like sampling.py for rows without bans or penalties.
 
-Greedy rows take the lowest of the likeliest tokens. Others add the noise of (seed, position) to the scaled logits
-that cutoff.py leaves, and take the best: a token does not depend on where, when or beside whom it was drawn. For
-equal logits it is the CPU's token, up to the float64 logarithms of noise.py and the mass of cutoff.py; best and
-scaled logits are the same float32 bits. Logprobs are those of the model: log-softmax of the raw logits.
+Greedy rows take the lowest of the most likely tokens. Other rows add the noise of (seed, position) to the scaled logits
+that cutoff.py leaves, and take the best, so a token does not depend on the worker, the time or the batch. For equal
+logits it is the CPU's token, except for the float64 logarithms of noise.py and the mass of cutoff.py; the best and the
+scaled logits have the same float32 bits. Logprobs are the log-softmax of the raw logits.
 
-Three launches. Statistics of parts of the vocabulary; of rows with noise each part's best score or, where top_k or
-top_p is on, its candidates (cutoff.py); and for each row the merge, or the cutoff and the best of the candidates. The
-results do not depend on the number of parts, but for the last bits of the logprob.
+Three launches. The first computes statistics of parts of the vocabulary. The second computes, for rows with noise, each
+part's best score or, with top_k or top_p, its candidates (cutoff.py). The third merges the parts of each row, or finds
+the cutoff and the best candidate. Results do not depend on the number of parts, except for the last bits of the
+logprob.
 """
 
 # Shapes: B rows, V vocabulary, S parts, G groups of tokens.
@@ -30,7 +31,7 @@ from pdserve.engine.gpu.noise import gumbel, stream
 from pdserve.engine.sampling import LEAST_TEMPERATURE
 
 _BLOCK: Final = 1024
-_CANDIDATES: Final = 1024  # of a row that are looked at together
+_CANDIDATES: Final = 1024  # tokens of a row processed together
 _MOST_PARTS: Final = 64
 KEEP_ALL: Final = int(EVERYTHING.value)  # a floor that min_p does not raise
 
@@ -42,10 +43,10 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @dataclass(frozen=True)
 class Draws:
-    """How each row is drawn, on the device, [B] each. Rows that nobody reads may hold anything."""
+    """The sampling of each row, on the device, [B] each. Unused rows may contain anything."""
 
     seed: Tensor  # int64: its bits
-    position: Tensor  # int64: how many tokens come before
+    position: Tensor  # int64: number of tokens before
     temperature: Tensor  # float32; 0 is greedy
     top_k: Tensor  # int32; 0 is off
     top_p: Tensor  # float64; 1 is off
@@ -86,7 +87,8 @@ def _look(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of a part: the largest logit, its first token, the sum of exponentials relative to it, each group's largest."""
+    """For a part: the largest logit, its first token, the sum of exponentials relative to it, and each group's
+    largest."""
     row = tl.program_id(0).to(tl.int64)
     begin, end = _part(size, PARTS, BLOCK)
     best = tl.full([1], float("-inf"), tl.float32)
@@ -134,8 +136,8 @@ def _sift(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of a part of a row with noise: the best score and its first token; where the row is truncated the candidates,
-    how many there are, and the mass of all tokens that the floor keeps."""
+    """For a part of a row with noise: the best score and its first token; if the row is truncated, the candidates,
+    their number, and the mass of all tokens that the floor keeps."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_of + row)
     if temperature <= 0.0:
@@ -174,7 +176,7 @@ def _sift(
             logit = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf")).to(tl.float32)
             key = depth_key(logit, best_logit, temperature)
             is_kept = (at < end) & (key <= floor)
-            if tl.max(is_kept.to(tl.int32), axis=0) > 0:  # with min_p most blocks keep nothing
+            if tl.max(is_kept.to(tl.int32), axis=0) > 0:  # with min_p most blocks keep no token
                 depth = key.to(tl.float32, bitcast=True)
                 score = tl.where(is_kept, gumbel(state, at) - depth.to(tl.float64), float("-inf"))
                 here = tl.max(score, axis=0, keep_dims=True)
@@ -287,7 +289,7 @@ class Sampler:
         self._group_best = scratch(torch.float32, most_rows, self._num_groups)
 
     def draw(self, logits_BV: Tensor, draws: Draws, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Tokens, int64, and their logprobs, float32: [B] each, in `out` where given. Logits are of any float dtype,
+        """Tokens (int64) and their logprobs (float32), [B] each, in `out` if given. Logits may have any float dtype,
         and are not changed."""
         num_rows, size = logits_BV.shape
         if num_rows > self._most_rows or size != self._size:
@@ -362,7 +364,7 @@ class Sampler:
 
 
 def num_parts(num_rows: int, vocab_size: int, num_processors: int) -> int:
-    """A power of two that fills the device twice, and leaves each part some blocks."""
+    """A power of two that fills the device twice, with some blocks in each part."""
     wanted = min(_MOST_PARTS, 2 * num_processors / num_rows, vocab_size / _BLOCK)
     parts = 1
     while parts * 2 <= wanted:

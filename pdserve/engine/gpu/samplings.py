@@ -1,4 +1,5 @@
-"""How the sequences of a device's block tables draw, as arrays by seat: read from a Sampling once, not every step."""
+"""The sampling of the sequences in a device's block tables, as arrays by seat: read from a Sampling once instead of
+every step."""
 
 # Shapes: S seats, B rows.
 
@@ -12,7 +13,7 @@ import numpy as np
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu.sampling import floor_key
 
-FIELDS: Final[tuple[tuple[str, Any, float], ...]] = (  # and what rows that pad a bucket have
+FIELDS: Final[tuple[tuple[str, Any, float], ...]] = (  # also the values of padding rows
     ("seed", np.int64, 0),
     ("top_p", np.float64, 1.0),
     ("top_k", np.int32, 0),
@@ -26,20 +27,20 @@ class Samplings:
     def __init__(self, num_seats: int) -> None:
         self._held: list[Sampling | None] = [None] * num_seats
         self._fields = {name: np.zeros(num_seats, kind) for name, kind, _ in FIELDS}
-        self.asks_S = np.zeros(num_seats, bool)  # for more than a graph draws, at every token
+        self.asks_S = np.zeros(num_seats, bool)  # needs more than the graph's sampling at every token
         self.needs_history_S = np.zeros(num_seats, bool)
         self.min_tokens_S = np.zeros(num_seats, np.int64)
         self.has_logprobs_S = np.zeros(num_seats, bool)
 
     def update(self, seats: Sequence[int], samplings: Sequence[Sampling]) -> None:
-        """`seats[i]` draws by `samplings[i]` from now on."""
+        """Sets the sampling of `seats[i]` to `samplings[i]`."""
         held = self._held
         for seat, sampling in zip(seats, samplings, strict=True):
             if held[seat] is not sampling:
                 self._set(seat, sampling)
 
     def logprobs(self, seats: Sequence[int]) -> list[int | None]:
-        """What each asks for of logprobs."""
+        """The requested logprobs of each."""
         return [None if one is None else one.logprobs for one in map(self._held.__getitem__, seats)]
 
     def field(self, name: str, seat_B: Any) -> Any:
@@ -58,5 +59,5 @@ class Samplings:
 
 
 def asks_for_more(sampling: Sampling) -> bool:
-    """Whether rows must be drawn again behind a graph, or tell of likely tokens, however long their output is."""
+    """Whether rows must be sampled again after a graph, or need top logprobs, for any length of their output."""
     return bool(sampling.needs_history or sampling.adjusts_logits or sampling.logprobs or sampling.allowed_token_ids)

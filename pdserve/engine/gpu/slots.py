@@ -1,7 +1,7 @@
-"""Which rows of a device's table hold what sequences have seen, and whether they still say all of it. Pure.
+"""Assigns slots of a device's count table to sequences, and knows whether the counts are complete. Pure.
 
-A sequence is known by the list of its tokens, which only grows. A slot that was last used for fewer or more tokens than
-its sequence has now was passed by (a step was computed elsewhere, or given up): it has to be filled anew.
+A sequence is identified by its list of tokens, to which tokens are only appended. If a slot was last used for another
+number of tokens than its sequence has now (a step was computed elsewhere or abandoned), it must be filled again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdserve.core.errors import InternalError
 @dataclass(slots=True)
 class _Slot:
     tokens: Sequence[int]  # the caller's list, kept so that its identity is not another's
-    count: int  # of its tokens that the device will have seen once the last step has drawn
+    count: int  # number of its tokens that the device has counted after the last step
     step: int  # when it was last used
 
 
@@ -30,8 +30,8 @@ class Slots:
         self._step = 0
 
     def take(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[tuple[int, bool]]:
-        """For each list of tokens and how many there are now, before one more is drawn: its slot, the lowest that is
-        free, and whether that holds them. A slot is given up only when another sequence needs it."""
+        """For each list of tokens and its present number of tokens, before one more is sampled: its slot (the lowest
+        free one), and whether its counts are complete. A slot is freed only when another sequence needs it."""
         self._step += 1
         return [self._take(tokens, count) for tokens, count in sequences]
 
@@ -51,7 +51,7 @@ class Slots:
     def _new(self) -> int:
         if not self._free:
             for number, slot in list(self._slots.items()):
-                if slot.step < self._step - 1:  # this step may still ask for those of the last one
+                if slot.step < self._step - 1:  # this step may still need the slots of the last one
                     del self._slots[number], self._number_of[id(slot.tokens)]
                     self._free.append(number)
             self._free.sort(reverse=True)

@@ -1,10 +1,10 @@
 """How the attention of a decode step is divided among a fixed number of programs, whatever the lengths. Pure.
 
-All rows' tiles of positions form one sequence, row by row. Program p of a kv head takes tiles p * share to
-(p + 1) * share - 1 of it, so the longest program has at most one tile more than the mean. A row whose tiles all fall to
-one program is finished there. The other rows leave partial results, which a second kernel merges: a program has at most
-two of them, that of the row it begins in and that of the row it ends in. The kernels of work.py and attention.py follow
-this module; the number of programs depends on the device alone, so a CUDA graph holds for all lengths.
+All rows' tiles of positions form one sequence, row by row. Program p of a kv head takes tiles p * share to (p + 1) *
+share - 1 of it, so the longest program has at most one tile more than the mean. A row whose tiles are all in one
+program is finished there. The other rows have partial results, which a second kernel merges: a program has at most two
+of them, for its first and its last row. The kernels of work.py and attention.py follow this module. The number of
+programs depends only on the device, so a CUDA graph is valid for all lengths.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-LEAST_POSITIONS: Final = 128  # of a program: below, its start and the merge cost more than they gain
+LEAST_POSITIONS: Final = 128  # per program: with fewer, its start and the merge cost more than they gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,11 @@ class Part:
     row: int
     begin: int
     end: int
-    slot: int | None  # where its partial result goes; None: it is the whole row
+    slot: int | None  # place of its partial result; None: it is the whole row
 
 
 def num_programs(num_kv_heads: int, num_processors: int, per_processor: int) -> int:
-    """Of each kv head, so that all of them run at once."""
+    """Number of programs per kv head, so that all of them run at once."""
     return max(1, per_processor * num_processors // num_kv_heads)
 
 
@@ -38,18 +38,19 @@ def least_tiles(tile: int) -> int:
 
 
 def tile_range(start: int, length: int, tile: int, window: int = 0) -> tuple[int, int]:
-    """First tile that a query of the row sees, and the end. A row without positions has a tile too: its zeros."""
+    """The first tile that a query of the row sees, and the end. A row without positions also has a tile, for its
+    zeros."""
     first = max(start - window + 1, 0) // tile if window else 0
     return first, max(-(-length // tile), first + 1)
 
 
 def edges(counts: Sequence[int]) -> list[int]:
-    """Where what each row has begins in the sequence of all, and its end."""
+    """The beginning of each row's tiles in the sequence of all tiles, and the end."""
     return list(accumulate(counts, initial=0))
 
 
 def share_of(num_tiles: int, programs: int, least: int) -> int:
-    """Tiles of each program but the last one that has any."""
+    """Tiles of each program; the last program with tiles may have fewer."""
     return max(least, -(-num_tiles // programs))
 
 
@@ -74,8 +75,8 @@ def parts(ranges: Sequence[tuple[int, int]], programs: int, least: int) -> list[
 
 
 def imbalance(found: Sequence[Part], part_tiles: float = 0.0) -> float:
-    """The load of the fullest program over the mean of those that have any; `part_tiles` is what a part costs beside
-    its tiles."""
+    """The load of the fullest program over the mean of the non-empty ones; `part_tiles` is the additional cost of a
+    part."""
     loads: dict[int, float] = {}
     for part in found:
         loads[part.program] = loads.get(part.program, 0.0) + part.end - part.begin + part_tiles

@@ -1,7 +1,7 @@
-"""One decode step over static buffers, from the tokens to the drawn ones: what a CUDA graph captures.
+"""One decode step over static buffers, from input tokens to sampled tokens, which a CUDA graph captures.
 
-Nothing in it is decided on the host and nothing waits: which token a row has may be what the step before drew, block
-tables lie on the device, and rows that pad the bucket attend to nothing and store nothing.
+The host decides nothing in it, and nothing waits: a row's token may be the one that the previous step sampled, block
+tables are on the device, and padding rows attend to nothing and store nothing.
 """
 
 # Shapes: B rows of a bucket, S seats, P pages of a table, N query, key and value heads, D head dim.
@@ -25,7 +25,7 @@ from pdserve.engine.pool import TorchPool
 
 @final
 class StaticMixer:
-    """Attention of one bucket."""
+    """The attention of one bucket."""
 
     read_U: Tensor | None = None
 
@@ -63,28 +63,28 @@ class StaticDecode:
         most_tokens: int = 0,
         most_queries: int = 1,
     ) -> None:
-        """`most_tokens`: of a step whose rows have drafts, each row up to `most_queries` tokens; 0 where none has."""
+        """`most_tokens`: maximum of a step with drafts, with up to `most_queries` tokens per row; 0 without drafts."""
         device = pool.tensor.device
         most_tokens = max(most_tokens, most_rows)
         self.most_queries = most_queries
         self._model = model
-        self.num_seats = 2 * most_rows  # those of a step that runs stand while the next one is written
+        self.num_seats = 2 * most_rows  # the results of the running step must persist while the next one writes
         self.num_pages = -(-max_context_tokens // pool.block_size)
         self.inputs = Inputs(most_tokens, pool.block_size, device, self.num_seats)
         self.table_SP = torch.zeros((self.num_seats, self.num_pages), dtype=torch.int32, device=device)
         self._token_B = torch.zeros(most_tokens, dtype=torch.int64, device=device)
         self.drawn_B = torch.zeros(most_tokens, dtype=torch.int64, device=device)
         self.logprob_B = torch.zeros(most_tokens, dtype=torch.float32, device=device)
-        # They outlive the step, for the rows that are drawn again behind it.
+        # They persist after the step, for the rows that are sampled again.
         self.logits_BV = torch.zeros((most_tokens, vocab_size), dtype=torch.float32, device=device)
         self._kernels = LayerKernels(pool, model.heads, model.dtype, max_context_tokens)
         self._num_processors = num_processors
-        self._scratches: dict[int, Scratch] = {}  # by queries of a row; captured graphs hold their addresses
+        self._scratches: dict[int, Scratch] = {}  # by queries per row; captured graphs contain their addresses
         self.sampler = Sampler(most_tokens, vocab_size, device, num_processors)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank draws."""
+        """Whether this rank samples."""
         return self._model.is_leader
 
     def _scratch(self, num_queries: int) -> Scratch:
@@ -94,11 +94,11 @@ class StaticDecode:
 
     @torch.inference_mode()
     def run(self, bucket: int, num_queries: int = 1) -> None:
-        """Computes the step that `inputs` describe, of rows with up to `num_queries` tokens, `bucket` in all.
+        """Computes the step in `inputs`, of rows with up to `num_queries` tokens, `bucket` tokens in all.
 
-        Rows 0 .. bucket - 1 of `logits_BV`, and what they draw if nothing more is asked of them, in `drawn_B` and
-        `logprob_B`. Of tensor-parallel ranks the first one draws, and tells the others with the next step: a row that
-        follows another needs its token on all of them, also one that was drawn again behind the step.
+        Fills rows 0 .. bucket - 1 of `logits_BV`, and `drawn_B` and `logprob_B` with their plain samples. With
+        tensor-parallel ranks the first one samples, and sends the tokens to the others with the next step, because
+        every rank needs the token of a row that is continued, even if it was sampled again after the step.
         """
         field = self.inputs.field
         self._model.spread(self.drawn_B)

@@ -1,8 +1,7 @@
-"""Block tables that stay on the device: which row of them a sequence has, and what changed since the last step. Pure.
+"""Block tables on the device: the row of each sequence, and the changes since the last step. Pure.
 
-A sequence is known by the list of its blocks: while it is the same list, it only grows, and only what was added is
-sent. The copy that we keep of each list is compared with it at every step, so that a list that was changed in another
-way is sent whole instead of being believed.
+A sequence is identified by its list of blocks. Blocks are only appended to a list, so only the new ones are sent. A
+copy of each list is compared with it at every step; a list that was changed in another way is sent whole.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pdserve.core.errors import InternalError
 class _Seat:
     blocks: Sequence[int]  # the caller's list, kept so that its identity is not another's
     sent: list[int]
-    step: int  # when it was last used
+    step: int  # step at which it was last used
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +39,13 @@ class TableMirror:
         self._seat_of: dict[int, int] = {}  # by identity of the list
         self._free = list(range(num_seats - 1, -1, -1))
         self._step = 0
-        self._is_kept_S = np.zeros(num_seats, bool)  # in this step, without a look at its table
+        self._is_kept_S = np.zeros(num_seats, bool)  # in this step, without comparing its table
 
     def update(self, tables: Sequence[Sequence[int]], kept_R: Any | None = None) -> Update:
-        """For the tables of a step's rows. A seat is given up only when another row needs it: a step that still runs
-        may read what is in it, and what is sent for this one comes after it on the same stream.
+        """Assigns seats to the tables of a step's rows. A seat is freed only when another row needs it. A running step
+        may still read it; the changes for this step come later on the same stream.
 
-        `kept_R`: seats of further rows of the step, whose tables are as the step before had them.
+        `kept_R`: seats of further rows of the step, whose tables have not changed since the previous step.
         """
         self._step += 1
         self._is_kept_S[:] = False
@@ -60,7 +59,7 @@ class TableMirror:
         for number, table in zip(seats, tables, strict=True):
             seat = self._seats[number]
             num_sent = len(seat.sent)
-            if len(table) == num_sent and table == seat.sent:  # nearly every row of a step
+            if len(table) == num_sent and table == seat.sent:  # the usual case
                 continue
             if len(table) > self._num_pages:
                 raise InternalError(f"{len(table)} blocks, a table has {self._num_pages}")
@@ -87,7 +86,7 @@ class TableMirror:
         return number
 
     def _give_up_oldest(self) -> None:
-        """All seats that this step does not use, the sequences of which have most likely left."""
+        """Frees all seats that this step does not use; their sequences have most likely ended."""
         for number, seat in list(self._seats.items()):
             if seat.step < self._step and not self._is_kept_S[number]:
                 del self._seats[number], self._seat_of[id(seat.blocks)]

@@ -2,7 +2,7 @@
 
     split(start_B, length_B, ..) -> work
 
-It runs once a step for each window that the model has, within the graph, since lengths change from step to step.
+It runs once per step for each of the model's windows, within the graph, because lengths change from step to step.
 """
 
 # Shapes: B rows, W programs of a kv head.
@@ -21,12 +21,12 @@ from pdserve.engine.gpu.splits import least_tiles
 #: Words of the result before the rows' edges: share, tiles in all, then each program's first and last row.
 HEAD_WORDS: Final = 2
 _ROWS: Final = 512  # at a time
-_PROGRAMS: Final = 16  # of attention, for one program here
+_PROGRAMS: Final = 16  # programs of attention per program of this kernel
 
 
 @triton.jit
 def tile_range(start, length, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """First tile that any query of the row sees, and the end of its tiles."""
+    """The first tile that any query of the row sees, and the end of its tiles."""
     first = start * 0
     if WINDOW > 0:
         first = tl.maximum(start - WINDOW + 1, 0) // TILE
@@ -79,17 +79,18 @@ def _split(
         end = done + tl.cumsum(count, axis=0)
         done += tl.sum(count, axis=0)
         tl.store(edges + 1 + base + r, end, mask=exists & writes)
-        # A row that ends before a tile comes before the tile's own.
+        # Counts the rows that end before the tile.
         first_row += tl.sum(((end[None, :] <= begin[:, None]) & exists[None, :]).to(tl.int32), axis=1)
         last_row += tl.sum(((end[None, :] <= last[:, None]) & exists[None, :]).to(tl.int32), axis=1)
     is_one = program < num_programs
-    # Where a program has no tile, the first row is behind the last one.
+    # If a program has no tile, its first row is after the last one.
     tl.store(work + HEAD + program, first_row, mask=is_one)
     tl.store(work + HEAD + num_programs + program, tl.where(begin < total, last_row, -1), mask=is_one)
 
 
 def split(start_B: Tensor, length_B: Tensor, num_programs: int, tile: int, window: int | None) -> Tensor:
-    """int32: share, all tiles, first and last row of each program, then where each row's tiles begin, and the end."""
+    """int32: share, all tiles, first and last row of each program, then the beginning of each row's tiles, and the
+    end."""
     num_rows = len(length_B)
     size = HEAD_WORDS + 2 * num_programs + num_rows + 1
     work = torch.empty(size, dtype=torch.int32, device=length_B.device)

@@ -1,1 +1,1 @@
-"""Loops over plain memory, compiled by numba at the first start: what stock torch does in many passes on a CPU."""
+"""CPU kernels, compiled by numba at the first start. Each replaces several passes of torch over memory by one."""

@@ -1,4 +1,4 @@
-"""Powers by vector instructions, as parts of other kernels: 2^(n + f) with |f| <= 1/2, by a series and a shift."""
+"""Powers by vector instructions, for use in other kernels: 2^(n + f) with |f| <= 1/2, by a series and a shift."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdserve.engine.kernels import jit
 from pdserve.engine.kernels.jit import inlined
 
 _HALF, _ONE = np.float32(0.5), np.float32(1)
-_LOW = np.float32(-126)  # below it 2^x is no normal float32
+_LOW = np.float32(-126)  # below it 2^x is not a normal float32
 _LOG2_E, _LOG2_E_WIDE = np.float32(1 / math.log(2)), np.float64(1 / math.log(2))
 # ln 2 in two parts: n times the first is exact, so that x - n ln 2 keeps all its bits. Fast math may merge the two
 # products again: fused multiply-add makes up for that, and CPUs without it reduce in float64.

@@ -1,7 +1,7 @@
-"""Compiles a kernel with numba where it is installed; GPU machines do without.
+"""Compiles kernels with numba if it is installed; GPU machines work without it.
 
-Kernels are serial and give the GIL away; `split_rows` spreads a large call over threads of our own. So there is no
-second pool of OpenMP threads that spins beside torch's, and a row's bits never depend on how the work was split.
+Kernels are serial and release the GIL; `split_rows` divides a large call among threads of our own. So there is no
+second pool of OpenMP threads that spins beside torch's, and a row's bits do not depend on the division.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ try:
 except ImportError:  # a machine whose engine runs on CUDA
     numba = None
 
-# Reductions may be reordered into vector lanes; NaN and infinity keep their meaning.
+# Reductions may be reordered into vector lanes. NaN and infinity are preserved.
 _FAST_MATH: Final = {"nsz", "arcp", "contract", "afn", "reassoc"}
-_COMPILE_S: Final = 60.0  # whoever compiles for longer is not waited for
-_LEAST_ELEMENTS: Final = 1 << 17  # below it, waking a thread costs more than it takes over
+_COMPILE_S: Final = 60.0  # a process that compiles for longer is not waited for
+_LEAST_ELEMENTS: Final = 1 << 17  # below it, waking a thread costs more than it gains
 
 
 def is_available() -> bool:
@@ -36,7 +36,7 @@ def is_available() -> bool:
 def target() -> tuple[str, str]:
     """The CPU that kernels are compiled for, and its features as "+avx2,-amx-tile"; numba's files are kept by both.
 
-    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES may name less than this machine has.
+    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES may name fewer features than this machine has.
     """
     from numba.core.registry import cpu_target
 
@@ -45,21 +45,21 @@ def target() -> tuple[str, str]:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as machine code, kept on disk between runs where a folder can be written; itself without numba."""
+    """`function` as machine code, cached on disk if a folder is writable; the function itself without numba."""
     if numba is None:
         return function
     options = {"fastmath": _FAST_MATH, "error_model": "numpy", "boundscheck": False, "nogil": True}
     try:
         return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
-    except RuntimeError:  # nowhere to keep it: compiled anew at each start
+    except RuntimeError:  # no writable folder: compiled at each start
         return numba.njit(**options)(function)  # type: ignore[no-any-return]
 
 
 @contextmanager
 def compiling_alone(kernel: Any) -> Iterator[None]:
-    """Around the first calls of `kernel`, a result of `compiled`, where several processes may make theirs at once.
+    """A lock around the first calls of `kernel`, a result of `compiled`, for several processes that start together.
 
-    As long as none of its module has been stored, one process compiles and the others wait: then they find it on disk.
+    If no kernel of its module is cached, one process compiles while the others wait; they then load it from disk.
     """
     folder = getattr(getattr(kernel, "stats", None), "cache_path", None)
     descriptor = None if folder is None else _cold_lock(Path(folder), kernel.__module__.rpartition(".")[2])
@@ -79,7 +79,7 @@ def compiling_alone(kernel: Any) -> Iterator[None]:
 
 
 def _cold_lock(folder: Path, module: str) -> int | None:
-    """A file to lock; None where kernels of the module are stored already, or nothing can be."""
+    """A file to lock; None if kernels of the module are cached already or cannot be cached."""
     if any(folder.glob(f"{module}.*.nbi")):
         return None
     try:
@@ -89,7 +89,7 @@ def _cold_lock(folder: Path, module: str) -> int | None:
 
 
 def c_function(signature: Any, function: Callable[..., Any]) -> Any:
-    """`function` as numba's C callback, kept on disk where that is possible. Only where numba is installed."""
+    """`function` as numba's C callback, cached on disk if possible. Requires numba."""
     options = {"fastmath": _FAST_MATH, "error_model": "numpy", "boundscheck": False}
     try:
         return numba.cfunc(signature, cache=True, **options)(function)
@@ -98,7 +98,7 @@ def c_function(signature: Any, function: Callable[..., Any]) -> Any:
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A part of other kernels."""
+    """A function to be called from other kernels."""
     if numba is None:
         return function
     options = {"fastmath": _FAST_MATH, "error_model": "numpy", "boundscheck": False}
@@ -106,7 +106,7 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def split_rows(kernel: Callable[[int, int], object], num_rows: int, num_elements: int) -> None:
-    """Calls kernel(first, end) over all rows, in as many parts as torch has threads where that pays."""
+    """Calls kernel(first, end) over all rows, divided among as many threads as torch has if that is worthwhile."""
     num_parts = min(torch.get_num_threads(), num_rows) if num_elements >= _LEAST_ELEMENTS else 1
     if num_parts <= 1:
         kernel(0, num_rows)

@@ -1,9 +1,8 @@
-"""Attention that reads KV blocks where they lie: softmax(cap(scale * q k)) v, one pass over a row's blocks.
+"""Paged attention, which reads KV blocks in place: softmax(cap(scale * q k)) v, one pass over a row's blocks.
 
-One kernel serves any number of queries per row: decode rows, rows with drafts, prefill chunks. What a query gets
-depends on its own numbers and position alone: its tiles are the blocks from the first that it sees, in order, and
-its arithmetic is the same loop whoever stands beside it. So a position gives the same bits computed alone or in a
-chunk, in any company, by any number of threads.
+One kernel serves any number of queries per row: decode rows, rows with drafts, prefill chunks. A query's result depends
+only on its own numbers and position: its tiles are its visible blocks in order, and its arithmetic is the same loop for
+any number of queries. So a position gives the same bits alone or in a chunk, in any batch, with any number of threads.
 """
 
 # Shapes: H query heads, K kv heads, G = H / K, D head dim, C tokens per block, Q queries of a task, R = Q * G.
@@ -33,7 +32,7 @@ _LOG2_E = np.float32(1 / math.log(2))
 
 @intrinsic
 def _prefetch(_context: Any, array: Any, index: Any) -> Any:
-    """Asks for the line of array[index] before it is needed; any index is harmless."""
+    """Prefetches the cache line of array[index]; any index is harmless."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -50,7 +49,7 @@ def _prefetch(_context: Any, array: Any, index: Any) -> Any:
 
 @njit(fastmath=True)
 def largest(scores: Any, first: Any) -> Any:
-    """Without regard for NaN, which a vector maximum cannot keep: the weights taken from the scores do."""
+    """Ignores NaN, which a vector maximum cannot preserve; the weights computed from the scores do preserve it."""
     largest = first
     for score in scores:
         largest = max(largest, score)
@@ -62,10 +61,10 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
 
     attend(q, data, scales, out, tables, tasks, first, last, num_heads, num_kv_heads, pool_heads, block_stride,
     layer_start, scale_stride, scale_start, window, scale, softcap, scratch) computes tasks[first:last]. All arrays but
-    `tasks` are flat: q and out are [T, H, D], data the pool in its own dtype, scales the same memory as float32.
-    A position has `pool_heads` kv heads in the pool, of which `num_kv_heads` are attended, from the starts on. Strides
-    and starts are in elements; window and softcap are 0 where there is none. Reading stops at a row's last block, but
-    not at its last position: what lies behind in that block must be finite.
+    `tasks` are flat: q and out are [T, H, D], data the pool in its own dtype, scales the same memory as float32. A
+    position has `pool_heads` kv heads in the pool, of which `num_kv_heads` are used, from the starts on. Strides and
+    starts are in elements; window and softcap are 0 if there is none. A row's last block is read to its end, so its
+    unused positions must be finite.
     """
     D, C = head_dim, block_size
     U = np.uint64
@@ -95,7 +94,7 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
         G = num_heads // num_kv_heads
         part = C * pool_heads * D
         stride = U(pool_heads * D)
-        is_all = pool_heads == num_kv_heads  # else a position's heads are a run between those of other ranks
+        is_all = pool_heads == num_kv_heads  # otherwise a position's heads are a run between those of other ranks
         run_lines = -(-num_kv_heads * D // per_line)
         q_scale = np.float32(scale) * _LOG2_E
         cap = np.float32(softcap) * _LOG2_E
@@ -243,5 +242,5 @@ def make_attend(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[..
 
 
 def scratch_floats(head_dim: int, block_size: int, num_heads: int) -> int:
-    """What one thread needs: a tile of keys and values, its scores, and the states of all queries of a task."""
+    """Scratch memory of one thread: a tile of keys and values, its scores, and the states of all queries of a task."""
     return (2 * head_dim + 1) * block_size + num_heads * MAX_QUERIES * (2 * head_dim + 2)

@@ -1,10 +1,10 @@
-"""The product of few rows with packed weights, at the speed that memory gives them.
+"""The product of few rows with packed weights, at memory bandwidth.
 
-oneDNN keeps a float32 matrix in panels of 64 outputs, [N / 64, K, 64], and multiplies few rows with it at two thirds of
-the rate at which the weights could be read: it waits for memory, then computes. Here a block of weights is multiplied
-with all rows while the lines of the next one are on their way. An output is summed as oneDNN sums it, k after k by
-fused multiply-add, in sums of `chunk` inputs: so the bits are the same, and it does not matter which of the two a row
-goes through. `find_chunk` tries that out before any weight is trusted to it.
+oneDNN stores a float32 matrix in panels of 64 outputs, [N / 64, K, 64], and multiplies few rows with it at two thirds
+of the rate at which the weights can be read, because it waits for memory and then computes. Here a block of weights is
+multiplied with all rows while the next block is prefetched. An output is added in oneDNN's order, by fused multiply-add
+over k, with partial sums of `chunk` inputs. The bits are therefore equal, and a row may use either product.
+`find_chunk` tests this before the kernel is used for a weight.
 """
 
 # Shapes: M rows, K inputs, N outputs.
@@ -29,8 +29,8 @@ PANEL: Final = 64  # outputs
 
 _LANES = 16
 _VECTORS = PANEL // _LANES
-_GROUP = 6  # rows at a time: with a panel's four vectors each they fill the registers
-_BLOCK = 64  # inputs: their weights are 16 KiB, half of a core's nearest cache
+_GROUP = 6  # rows at a time: with four vectors of a panel each, they fill the registers
+_BLOCK = 64  # inputs: their weights are 16 KiB, half of the L1 cache
 _LINE = 64
 _INPUT_BYTES = PANEL * 4  # of a panel's weights for one input
 _CHUNKS: Final = (4096, 2048, 1024, 512, 256, 128)
@@ -42,10 +42,10 @@ _FIELDS: Final = 8
 def _multiply(
     _context: Any, rows: Any, w: Any, x: Any, x_stride: Any, sums: Any, count: Any, is_first: Any, ahead: Any, step: Any
 ) -> Any:
-    """sums[r, 0:64] += x[r, k] * w[k, 0:64] for k = 0 .. count - 1, one after the other; `rows` is a literal.
+    """sums[r, 0:64] += x[r, k] * w[k, 0:64] for k = 0 .. count - 1, in order; `rows` is a literal.
 
-    All but counts and flags are addresses. The sums begin at 0 where `is_first`. Two lines are fetched with each k,
-    from `ahead` on, `step` bytes further each time; any address is harmless.
+    All arguments but counts and flags are addresses. The sums begin at 0 if `is_first`. Two cache lines are prefetched
+    with each k, from `ahead` on, `step` bytes further each time; any address is harmless.
     """
     if not isinstance(rows, types.IntegerLiteral):
         return None
@@ -112,7 +112,7 @@ def _multiply(
 
 @intrinsic
 def _take(_context: Any, counter: Any) -> Any:
-    """What `counter` points to, which goes up by one: no two threads are given the same number."""
+    """Atomically increments the number at `counter` and returns the old value, so each thread gets another number."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", args[0], ir.IntType(64)(1), "monotonic")
@@ -149,14 +149,14 @@ def _group(
 
 
 def _panels(task: Any) -> None:
-    """Takes panels until none is left. `task` is a counter, then what `Panels.__call__` puts there."""
+    """Takes panels until none is left. `task` is a counter, followed by the values of `Panels.__call__`."""
     w, x, out_at, M = task[1], task[2], task[3], task[4]
     K, N, chunk = task[5], task[6], task[7]
     out = carray(_floats(out_at), (M, N))
     sums = np.empty((M, PANEL), np.float32)
     sums_at = np.int64(sums.ctypes.data)
     num_groups = (M + _GROUP - 1) // _GROUP
-    # A block's lines are shared out to the first groups, four for each input: two groups fetch two, four one.
+    # The first groups prefetch a block's lines, four for each input: two each with two groups, one each with four.
     step = np.int64(_LINE if num_groups > 3 else 2 * _LINE)
     while True:
         panel = _take(task)
@@ -171,7 +171,7 @@ def _panels(task: Any) -> None:
                     rows = (group + 1) * M // num_groups - row
                     ahead = block + (_BLOCK * _INPUT_BYTES + group * _BLOCK * step)
                     if num_groups == 1 or group * step >= _INPUT_BYTES:
-                        ahead = block  # these are here already
+                        ahead = block  # these are in the cache already
                     x_at, sum_at = x + (row * K + k) * 4, sums_at + row * _INPUT_BYTES
                     _group(rows, block, x_at, K, sum_at, count, np.int64(k == first), ahead, step)
             target = out[:, panel * PANEL : (panel + 1) * PANEL]
@@ -188,7 +188,7 @@ def _kernel() -> Callable[[int], None]:
 
 @final
 class Panels:
-    """Packed weights as oneDNN holds them; `packed` owns the memory."""
+    """Packed weights in oneDNN's layout; `packed` owns the memory."""
 
     def __init__(self, packed: Tensor, num_outputs: int, num_inputs: int, chunk: int) -> None:
         self._packed = packed
@@ -206,12 +206,12 @@ class Panels:
 
 
 def is_supported() -> bool:
-    """Whether the registers are wide enough, on this CPU and in what numba compiles for."""
+    """Whether vector registers are wide enough on this CPU and in numba's target."""
     return torch.cpu._is_avx512_supported() and "+avx512f" in jit.target()[1].split(",")
 
 
 def make_panels(packed: Tensor, num_outputs: int, num_inputs: int) -> Panels | None:
-    """None where oneDNN on this machine packs or sums in another way, or the registers are too few for the kernel."""
+    """None if oneDNN packs or adds differently on this machine, or if there are too few registers for the kernel."""
     is_whole = num_outputs % PANEL == 0 and torch.ops.mkldnn._nbytes(packed) == 4 * num_outputs * num_inputs
     if not is_whole or not is_supported():
         return None
@@ -226,7 +226,7 @@ _chunk_of: Final[dict[tuple[int, int], int | None]] = {}  # by outputs and input
 
 
 def _find_chunk(packed: Tensor, num_outputs: int, num_inputs: int) -> int | None:
-    """In sums of how many inputs oneDNN adds: those that give the same bits, for few rows and for more."""
+    """The number of inputs in oneDNN's partial sums: the one that gives the same bits, for few rows and for more."""
     for chunk in _CHUNKS:
         if chunk < 2 * num_inputs and all(_agree(packed, num_outputs, num_inputs, chunk, rows) for rows in _TRIED_ROWS):
             return chunk

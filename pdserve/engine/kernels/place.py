@@ -1,6 +1,6 @@
 """Rotates queries and keys and stores keys and values in their blocks, in one pass over a step's tokens.
 
-The same numbers as rope.rotate and pool.write, up to the rounding of fused products. Each token is computed alone.
+Equals rope.rotate and pool.write up to the rounding of fused products. Each token is computed independently.
 """
 
 # Shapes: T tokens, H query heads, K kv heads, D head dim, C tokens per block.
@@ -15,7 +15,7 @@ import numpy as np
 from pdserve.engine.kernels import jit
 from pdserve.engine.kernels.paged import largest
 
-# As in pool.quantise, operation by operation; none of them can be fused with another, so the bits are the same.
+# The same operations as in pool.quantise; none of them can be fused, so the bits are equal.
 _INT8_MAX, _STEP, _LEAST = np.float32(127), np.float32(1 / 127), np.float32(2**-120)
 
 
@@ -24,9 +24,8 @@ def make_place(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[...
 
     place(q, k, v, q_stride, k_stride, v_stride, cos, sin, block_T, offset_T, q_out, data, scales, num_heads,
     num_kv_heads, pool_heads, block_stride, layer_start, scale_stride, scale_start, first, last) does tokens first ..
-    last - 1.
-    All arrays are flat; q, k and v advance by their strides per token, q_out [T, H, D] and cos and sin [T, D / 2] lie
-    closely. The pool's arguments are those of kernels.paged.
+    last - 1. All arrays are flat. q, k and v have strides per token; q_out [T, H, D] and cos and sin [T, D / 2] are
+    contiguous. The pool's arguments are those of kernels.paged.
     """
     D, C, R = head_dim, block_size, head_dim // 2
     U = np.uint64
@@ -82,7 +81,7 @@ def make_place(head_dim: int, block_size: int, *, is_int8: bool) -> Callable[...
                     in_layer = part * C * pool_heads + slot
                     target = U(block_T[token] * block_stride + layer_start + in_layer * D)
                     if is_int8:
-                        broken = np.float32(0)  # NaN where a value is not finite, and so is the scale then
+                        broken = np.float32(0)  # NaN if a value is not finite; so is the scale
                         for d in range(U(D)):
                             size[d] = abs(row[d])
                             broken += row[d] * np.float32(0)

@@ -1,9 +1,9 @@
 """Row-wise kernels between the products: norm, gated activation, rounding to int8. float32, one pass over memory each.
 
-Each row is computed alone and in the same order, whatever stands beside it.
+Each row is computed independently, always in the same order.
 
-numba keeps machine code by the time stamp of this file, and exponential.py is inlined here: a change there must change
-this file too, or old kernels stay in use. Revision of the inlined parts: 2.
+numba caches machine code by the time stamp of this file, and exponential.py is inlined here. A change there must also
+change this file; otherwise cached kernels stay in use. Revision of the inlined parts: 2.
 """
 
 # Shapes: T tokens, E hidden size, F mlp size, K inputs of a product. Tensors are contiguous float32 on the CPU.
@@ -21,12 +21,12 @@ from pdserve.engine.kernels.exponential import exp
 from pdserve.engine.kernels.jit import compiled, is_available, split_rows
 
 LEAST_SCALE: Final = 1e-12  # a token of zeros would divide by zero
-LEVELS: Final = 127  # int8 without -128, so that a number and its negative round alike
+LEVELS: Final = 127  # int8 without -128, so that rounding is symmetric
 ZERO_POINT: Final = 128  # VNNI multiplies unsigned by signed
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether the kernels can take these tensors."""
+    """Whether the kernels support these tensors."""
     return is_available() and all(
         tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors
     )
@@ -110,7 +110,7 @@ def _silu_mul(gate_up: Any, out: Any, first: int, end: int) -> None:
 
 @compiled
 def _gelu_mul(gate_up: Any, out: Any, first: int, end: int) -> None:
-    """(1 + tanh(u)) / 2 is 1 / (1 + e^-2u): one exponential, and no loss where tanh is near -1."""
+    """(1 + tanh(u)) / 2 is 1 / (1 + e^-2u): one exponential, and no cancellation if tanh is near -1."""
     size = np.uint64(out.shape[1])
     for row in range(first, end):
         gate, up, target = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :], out[row]

@@ -1,9 +1,9 @@
 """Runs a kernel on torch's own threads.
 
-Between a decode step's products lie tens of microseconds. torch's OpenMP threads still spin then and take work within
-a few; a thread of ours would first have to be woken, and a second OpenMP pool would fight torch's for the cores. So the
-parallel region is opened in the very library that torch has loaded. Where that is another OpenMP than GNU's, work goes
-to our own threads.
+There are tens of microseconds between the products of a decode step. In that time torch's OpenMP threads still spin,
+and take work within a few microseconds. Threads of our own would have to be woken first, and a second OpenMP pool would
+compete with torch's for the cores. So the parallel region is opened in the OpenMP library that torch has loaded. If
+that is not GNU's, our own threads are used.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pdserve.engine.kernels import jit
 
 
 def run(kernel: Callable[[int], None], task: int) -> None:
-    """Calls kernel(task) on as many threads as torch has; each takes of the task's work until none is left.
+    """Calls kernel(task) on as many threads as torch has; each takes parts of the task until none is left.
 
-    `kernel` is a C function as ctypes has it, `task` the address of what it is given.
+    `kernel` is a ctypes function, `task` the address of its argument.
     """
     num_threads = torch.get_num_threads()
     parallel = _parallel()
@@ -35,7 +35,7 @@ def run(kernel: Callable[[int], None], task: int) -> None:
 
 @cache
 def _parallel() -> Callable[..., None] | None:
-    """GOMP_parallel(function, data, num_threads, flags): what GCC makes of `omp parallel`."""
+    """GOMP_parallel(function, data, num_threads, flags), the function to which GCC compiles `omp parallel`."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
         parallel = ctypes.CDLL(str(path)).GOMP_parallel
         parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
