@@ -9,7 +9,8 @@ from pdserve.program import Host, run
 
 
 def make(config: WorkerConfig) -> Host:
-    from decode_worker.program import make_host  # here: flags are read without the packages of the extra `server`
+    # imported here, because flags are parsed without the packages of the extra `server`
+    from decode_worker.program import make_host
 
     return make_host(config)
 

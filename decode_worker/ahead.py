@@ -1,14 +1,14 @@
-"""One step ahead: the next step is launched before the draws of the one before are read. Pure.
+"""One step ahead: launches the next step before the results of the previous one are read. Pure.
 
-So the device finds its next work waiting, and what the host does with tokens costs no step. Only plain decoding goes
-ahead: each row's token is the one that the step before draws for it, which the engine knows and we do not yet.
+The device then always has queued work, and the host handles tokens while it computes. Only plain decoding runs ahead:
+each row's input token is the one that the previous step samples, which the engine knows before this process does.
 
-The forward pass needs no more than that. Sampling may: what a grammar or bad words allow depends on that token. The
-engine names those rows (`Flight.unsampled`). They are sampled once the step before is read (`Step.known_rows`), while
+The forward pass needs only that token. Sampling may need its value: a grammar or bad words depend on it. The engine
+reports those rows (`Flight.unsampled`). They are sampled after the previous step was read (`Step.known_rows`), while
 the device computes the forward pass.
 
-A text may end with a token that is not read yet; its row in the step ahead is computed for nothing, and what that
-draws is passed over. It still writes KV, so the blocks of whoever leaves are lent on until the step has ended.
+A text may end with a token that has not been read yet. Its row in the step ahead is then computed in vain and its
+result is ignored. The row still writes KV, so the blocks of an ended sequence are freed only after that step.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from pdserve.engine.interface import NEW_ROW
 def step_after(
     step: Step, running: Sequence[Resident], blocks: BlockAllocator, *, number: int, block_size: int, max_batch: int
 ) -> Step | None:
-    """The step that follows `step`, which runs; None where it must wait for what that draws.
+    """The step after the running `step`; None if it must wait for the results of `step`.
 
-    It waits where anybody reads a prompt, and where memory is short: a preemption is decided on tokens that are known.
+    It waits while a sequence prefills, and if memory is short, because preemption is decided on known tokens.
     """
     if step.reading or step.drafts is not None or len(running) > max_batch:
         return None
     places = places_in(step, running)
     starts = [len(each.tokens) for each in running]
-    # The others have a block for their next position, and more than one token to go.
+    # The remaining rows have a block for their next position, and more than one token left.
     unsure = [
         index
         for index, (resident, start, place) in enumerate(zip(running, starts, places, strict=True))
@@ -49,7 +49,7 @@ def step_after(
         if is_new:
             starts[index] -= 1
         elif starts[index] + 1 >= resident.ends_at:
-            leaving.add(index)  # the draw of the running step is its last
+            leaving.add(index)  # the token of the running step is its last
             continue
         if starts[index] == len(resident.blocks) * block_size:
             short.append(resident)
@@ -85,7 +85,7 @@ def step_after(
 
 @final
 class Lending:
-    """Blocks of sequences that have left, held while a launched step may write into them."""
+    """Blocks of ended sequences, held while a launched step may write into them."""
 
     def __init__(self, blocks: BlockAllocator) -> None:
         self._blocks = blocks
@@ -99,7 +99,7 @@ class Lending:
         self._launched.append((step, []))
 
     def ended(self, step: Step) -> None:
-        """Nothing is written for the step any more. A step that was never launched lends nothing."""
+        """The step no longer writes. A step that was never launched holds no blocks."""
         for index, (one, lists) in enumerate(self._launched):
             if one is step:
                 del self._launched[index]
@@ -108,7 +108,7 @@ class Lending:
                 return
 
     def release(self, resident: Resident) -> None:
-        """Gives the resident's blocks back, or lends them to the last launched step that has a row of it."""
+        """Frees the resident's blocks, or holds them until the last launched step that has a row of it."""
         for step, lists in reversed(self._launched):
             if any(one is resident for one, _ in step.shares()):
                 lists.append(resident.blocks)

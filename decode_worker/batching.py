@@ -1,11 +1,12 @@
-"""The life of attempts on a decode worker: who lands, what steps mean for them, how they end. Pure: `now_s` comes in.
+"""Attempts on a decode worker: how they begin, how steps change them, how they end. Pure: time is passed as `now_s`.
 
-Who computes what in a step is in planning.py, who holds which blocks in roster.py.
+planning.py chooses the work of a step, and roster.py manages blocks.
 
-    remote:  LANDING -> RUNNING -> (gone)            LANDING until KV is verified and the first token is known
+    remote:  LANDING -> RUNNING -> (gone)            LANDING until the KV is verified and the first token is known
     local:   WAITING -> RUNNING -> (gone)
-    memory ends: RUNNING -> WAITING                  the youngest; its tokens are recomputed later, none changes
-    given up while somebody may write: -> ENDING     blocks are held until the receiver says that nobody does
+    memory ends: RUNNING -> WAITING                  the youngest; its tokens are recomputed later, without changing
+    given up while somebody may write: -> ENDING     abandoned while its blocks may be written: -> ENDING blocks are
+                                                     held until the receiver reports the end
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class DecodeBatching:
         self._inbox_depth = inbox_depth
         self._end_rule = end_rule
         self._check = check
-        self._ended_s = 0.0  # when the last step ended, as `apply` has heard
-        self._begun_s = 0.0  # when the one before it ended: since then the last step had the worker for itself
-        self._expires_at_s = math.inf  # no deadline passes before
+        self._ended_s = 0.0  # end of the last step, as passed to `apply`
+        self._begun_s = 0.0  # end of the step before it, when the last step began
+        self._expires_at_s = math.inf  # the earliest deadline
         self.is_draining = False
 
     def __contains__(self, key: AttemptKey) -> bool:
@@ -89,12 +90,12 @@ class DecodeBatching:
         return resident is not None and resident.has_landed
 
     def num_held(self, key: AttemptKey) -> int:
-        """Blocks that the attempt holds, shared ones included."""
+        """Number of blocks that the attempt holds, including shared ones."""
         resident = self._residents.get(key)
         return 0 if resident is None else len(resident.blocks)
 
     def chains(self, key: AttemptKey) -> tuple[int, ...]:
-        """What stamps will call the blocks that are granted for the attempt, once its KV has landed."""
+        """The content hashes that the blocks granted to the attempt will have after its KV has arrived."""
         return self.roster.chains(self._residents[key])
 
     @property
@@ -104,7 +105,7 @@ class DecodeBatching:
 
     @property
     def num_changes(self) -> int:
-        """While it stands still, so does the membership of the steps."""
+        """While it does not change, neither do the members of the steps."""
         return self.roster.num_changes
 
     @property
@@ -127,7 +128,7 @@ class DecodeBatching:
     # -- taking and ending attempts -----------------------------------------------------------------------------
 
     def offer(self, attempt: Attempt, *, is_local: bool, now_s: float) -> list[DecodeEffect]:
-        """Holds a landing place or a seat for a new attempt, or says why not."""
+        """Reserves blocks or a waiting place for a new attempt, or says why not."""
         reason = self._refusal(attempt, is_local, now_s)
         if reason is not None:
             return [Refused(key=attempt.key, reason=reason)]
@@ -157,7 +158,7 @@ class DecodeBatching:
         return [effect]
 
     def admit(self, key: AttemptKey, first_token: int, now_s: float) -> list[DecodeEffect] | None:
-        """The prefill worker's token, which came at `now_s`. None: nothing here waits for it."""
+        """The prefill worker's token, which arrived at `now_s`. None: no attempt waits for it."""
         resident = self._residents.get(key)
         if resident is None or resident.stage is not Stage.LANDING or resident.first_token is not None:
             return None
@@ -167,7 +168,7 @@ class DecodeBatching:
     def landed(
         self, key: AttemptKey, *, transfer_s: float, busy_s: float, num_bytes: int, now_s: float
     ) -> list[DecodeEffect]:
-        """All granted blocks hold verified KV since `now_s`, and nobody writes any more."""
+        """All granted blocks have verified KV since `now_s`, and there are no writers any more."""
         resident = self._residents.get(key)
         if resident is None or resident.has_landed:
             return []
@@ -185,9 +186,9 @@ class DecodeBatching:
         return [committed, *self._join(resident)]
 
     def lost(self, key: AttemptKey, error: str, *, is_cancelled: bool = False) -> list[DecodeEffect]:
-        """The KV is not to be had, and nobody writes any more: after a failure, or drained after an abort.
+        """The KV will not arrive, and there are no writers any more: after a failure, or drained after an abort.
 
-        `is_cancelled`: its sender gave the transfer up, since nobody needs it any more.
+        `is_cancelled`: its sender abandoned the transfer, because it is no longer needed.
         """
         resident = self._residents.get(key)
         if resident is None or resident.has_landed or resident.is_local:
@@ -203,7 +204,7 @@ class DecodeBatching:
         return [Failed(key=key, kind=kind, message=message), *self.cancel(key)]
 
     def cancel(self, key: AttemptKey) -> list[DecodeEffect]:
-        """Gives an attempt up at whatever stage. Idempotent; an unknown one is released already."""
+        """Abandons an attempt at any stage. Idempotent; an unknown attempt counts as released."""
         resident = self._residents.get(key)
         if resident is None:
             return [Released(key=key)]
@@ -231,12 +232,12 @@ class DecodeBatching:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> tuple[Step, list[DecodeEffect]]:
-        """The next step; the effects come before it. No rows: nothing can be computed now."""
+        """The next step; apply the effects first. No rows: nothing can be computed now."""
         effects = self.expire(now_s)
         return self._planner.plan(now_s), effects
 
     def apply(self, step: Step, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
-        """What the computed step means; sequences that left meanwhile are passed over."""
+        """Applies the results of a step. Sequences that have ended in the meantime are skipped."""
         self.roster.lending.ended(step)
         self._ended_at(now_s)
         effects: list[DecodeEffect] = []
@@ -260,37 +261,40 @@ class DecodeBatching:
                 self._draw(resident, out.drawn[0], now_s, effects)
                 continue
             for index, token in enumerate(out.drawn):
-                if index > 0:  # the token before was a draft that proved right: its KV is there
+                if index > 0:  # the previous token was an accepted draft, so its KV exists
                     self.roster.advance(resident, 1)
                 self._draw(resident, token, now_s, effects)
                 if key not in self._residents:
                     break
         return effects
 
-    # -- one step ahead: for engines that can take it ---------------------------------------------------------------
+    # -- one step ahead: for engines that support it ---------------------------------------------------------------
 
     def plan_after(self, step: Step) -> Step | None:
-        """The step that follows the running `step`, before its draws are known; None where it must wait for them."""
+        """The step after the running `step`, before its tokens are known; None if it must wait for them."""
         return self._planner.plan_after(step)
 
     def launched(self, step: Step) -> None:
-        """The step runs: until `apply` or `dropped` is called for it, it may write into the blocks of its rows."""
+        """The step was launched: until `apply` or `dropped` is called for it, it may write into the blocks of its
+        rows."""
         self.roster.lending.launched(step)
 
     def dropped(self, step: Step) -> None:
-        """A launched step has ended and its draws are not wanted; its positions will be computed again."""
+        """A launched step has ended and its results are discarded; its positions will be computed again."""
         self._planner.dropped()
         self.roster.lending.ended(step)
 
-    # -- many steps at once: for who has the time of a step in closed form, and no engine --------------------------
+    # -- many steps at once: for the simulator, which computes the time of steps in closed form
+    # --------------------------
 
     def run_length(self, step: Step) -> int:
-        """How many steps of exactly these rows may follow each other, this one included; 0: it is more than rows."""
+        """How many steps of exactly these rows may follow each other, this one included; 0: the step also prefills or
+        has drafts."""
         return self._planner.run_length(step)
 
     def apply_run(self, step: Step, count: int, token: TokenOut, now_s: float) -> list[DecodeEffect]:
-        """Of the decode rows what `count` times `plan` and `apply` would do, where each draws `token` each time; of
-        the effects only those that say more than one more token. `count` is 1 or at most `run_length`."""
+        """Does what `count` times `plan` and `apply` would do for the decode rows, if each samples `token` each time.
+        Returns only effects other than one more token. `count` is 1 or at most `run_length`."""
         effects: list[DecodeEffect] = []
         self._ended_at(now_s)
         size = self._block_size
@@ -299,7 +303,7 @@ class DecodeBatching:
             tokens, computed = resident.tokens, resident.computed
             is_plain = resident.decoding_since_s is not None and resident.preempted_at_s is None
             if is_plain and len(tokens) + count < resident.ends_at and computed % size + count < size:
-                tokens += drawn  # nearly every row of a run
+                tokens += drawn  # the usual case in a run
                 resident.computed = computed + count
                 continue
             tokens += drawn[1:]
@@ -308,7 +312,7 @@ class DecodeBatching:
         return effects
 
     def check(self) -> None:
-        """Raises AssertionError unless the books of attempts and blocks agree."""
+        """Raises AssertionError unless the tables of attempts and blocks agree."""
         self.roster.check()
 
     # -- attempts ------------------------------------------------------------------------------------------------
@@ -326,13 +330,13 @@ class DecodeBatching:
         return None
 
     def _distrust(self, resident: Resident, wrong: Mistake, now_s: float) -> DecodeEffect:
-        """What the step drew for it is worth nothing; its text is read anew, into other blocks."""
+        """The step's result for it is discarded; its text is prefilled again into other blocks."""
         self.blocks.distrust(resident.blocks[wrong.index])
         self.roster.preempt(resident, now_s)
         return KvMistaken(key=resident.key, error=wrong.error)
 
     def _join(self, resident: Resident) -> list[DecodeEffect]:
-        """Begins to decode once KV and the first token are both there."""
+        """Begins to decode once the KV and the first token have both arrived."""
         if not resident.has_landed or resident.first_token is None:
             return []
         resident.tokens.append(resident.first_token)
@@ -347,7 +351,7 @@ class DecodeBatching:
     def _draw_plain(
         self, decoding: Sequence[Resident], token_ids: Sequence[int]
     ) -> tuple[PlainDrawn, list[RowOut], list[tuple[Resident, int]]]:
-        """Adds the tokens that only lengthen a text: nearly all. The other rows' outputs, and whose they are, are left
+        """Adds tokens that only lengthen a text, the usual case. Returns the other rows' outputs, and their sequences,
         for `apply`."""
         told: list[Resident] = []
         plain_ids: list[int] = []
@@ -372,7 +376,7 @@ class DecodeBatching:
         return drawn, outs, shares
 
     def _draw(self, resident: Resident, token: TokenOut, now_s: float, effects: list[DecodeEffect]) -> None:
-        """Adds what the token means."""
+        """Adds the effects of the token."""
         attempt, tokens = resident.attempt, resident.tokens
         tokens.append(token.token_id)
         num_tokens = len(tokens)
@@ -396,13 +400,13 @@ class DecodeBatching:
         effects += self._release(resident)
 
     def _ended_at(self, now_s: float) -> None:
-        """A step ended; of one step it may be said twice."""
+        """A step has ended. May be called twice for one step."""
         if now_s > self._ended_s:
             self._begun_s, self._ended_s = self._ended_s, now_s
 
     def _begun(self, resident: Resident, drawn: Drawn, now_s: float) -> Drawn:
         """The attempt's first token here: how long it waited, and how long its prompt took."""
-        if not resident.is_local:  # it took part in the step that has ended now, and in none before
+        if not resident.is_local:  # it took part only in the step that has just ended
             resident.decoding_since_s = max(resident.ready_s, self._begun_s)
             return replace(drawn, decode_queue_s=resident.decoding_since_s - resident.ready_s)
         assert resident.started_s is not None

@@ -1,7 +1,7 @@
-"""The debug mode kv_check: does each block of a row hold what the row's text says? Pure.
+"""The debug mode kv_check: checks that each block of a row has the content hash of the row's text. Pure.
 
-A stamp that differs means that a block was handed to somebody else, or was filled for another text. Asked after each
-step and before its tokens count, so that no token drawn from such a block is told to anybody.
+A different stamp means that a block was reassigned, or filled for another text. It is checked after each step and
+before its tokens are used, so that no token that was sampled from such a block is sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdserve.core.stamps import BlockStamps, chain64
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    index: int  # of the sequence's blocks
+    index: int  # epochs of the sequence's blocks
     error: str
 
 
@@ -25,11 +25,11 @@ class KvCheck:
         self._stamps = stamps
 
     def hold(self, resident: Resident) -> None:
-        """The resident has just been given its blocks."""
+        """The resident has just received its blocks."""
         resident.lives = self._stamps.lives(resident.blocks)
 
     def find(self, resident: Resident, block_size: int) -> Mistake | None:
-        """The first block that is not the one that the resident was given, or is not named as its tokens are."""
+        """The first block that was reassigned, or whose content hash is not that of the resident's tokens."""
         blocks, held = resident.blocks, resident.lives
         resident.lives = lives = self._stamps.lives(blocks)
         if lives[: len(held)] != held:

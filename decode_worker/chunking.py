@@ -1,5 +1,5 @@
-"""How many prompt tokens a step may read beside decode rows, so that residents keep their time per token, and
-memory is worth what it is held for. Pure."""
+"""How many prompt tokens a step may prefill beside decode rows, so that the rows meet their TPOT targets and a longer
+step is worth the memory. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostModel
 from pdserve.core.memory_price import longest_step_s
 
-SLACK_SHARE: Final = 0.9  # of the promised time per token; the rest is for what comes between steps
-FREE_SHARE: Final = 0.02  # of a step: what a chunk may add where the promise is broken without it
-BLIND_SHARE: Final = 4  # of the largest chunk, where nobody said what was promised
+SLACK_SHARE: Final = 0.9  # of the TPOT target; the rest is for the time between steps
+FREE_SHARE: Final = 0.02  # of a step: what a chunk may add if the target is missed without it
+BLIND_SHARE: Final = 4  # of the largest chunk, if no row has a target
 
 
 @final
 class ChunkRule:
-    """Chunks between `least` (a waiting prompt must get on) and `most` tokens; `cost` learns from each step."""
+    """Chunks of `least` (a waiting prompt must make progress) to `most` tokens; `cost` learns from each step."""
 
     def __init__(self, cost: CostModel, *, least: int, most: int) -> None:
         self.cost = cost
@@ -26,15 +26,16 @@ class ChunkRule:
     def tokens(
         self, *, rows: int, context_tokens: int, tpot_s: float | None, cached: int, held_share: float = 0.0
     ) -> int:
-        """For a step of `rows` decode rows over `context_tokens`; `tpot_s` is the strictest promise among them.
+        """For a step of `rows` decode rows over `context_tokens`; `tpot_s` is their strictest TPOT target.
 
-        `cached` is how far the prompt has been read: each of its next tokens attends to so many. `held_share` of the
-        KV memory is held by these rows: the more, the shorter a step is worth being (pdserve.core.memory_price).
+        `cached` is the number of prompt tokens computed so far, to which each next token attends. `held_share` is the
+        share of the KV memory that these rows hold: a larger share makes shorter steps better
+        (pdserve.core.memory_price).
         """
         if rows == 0:
             return self._most
         cost = self.cost
-        # What the weights' reading leaves of the arithmetic is as good as free, whoever was promised what.
+        # Arithmetic that fits into the time for reading the weights is almost free, whatever the targets.
         decode_s = cost.decode_s(rows, context_tokens)
         free_s = (1.0 + FREE_SHARE) * decode_s
         least = self._least

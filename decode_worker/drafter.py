@@ -1,4 +1,5 @@
-"""Which drafts decode rows carry: what repeats in their text, as far as it pays, fits and may be said. Pure."""
+"""Chooses the drafts of decode rows: repetitions in their text, as far as they pay, fit into memory and are allowed.
+Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class Drafter:
         self._end_rule = end_rule
 
     def draft(self, decoding: list[Resident], context_tokens: int, tpot_s: float | None) -> list[list[int]] | None:
-        """Guesses for each decode row, with blocks for them; None where they do not pay."""
+        """Drafts for each decode row, with blocks for them; None if they do not pay."""
         least = self._rule.least_chance(len(decoding))
         guesses: list[list[int]] = []
         chances: list[list[float]] = []
@@ -38,7 +39,7 @@ class Drafter:
         return guesses if any(guesses) else None
 
     def _cut(self, resident: Resident, guess: list[int]) -> list[int]:
-        """Without what would be drawn behind the text's end."""
+        """Without drafts after the end of the text."""
         sampling = resident.attempt.sampling
         room = min(
             sampling.max_tokens - resident.num_output - 1, self._end_rule.max_context_tokens - len(resident.tokens) - 1

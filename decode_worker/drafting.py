@@ -1,12 +1,12 @@
-"""How many drafts each row of a step gets: as many as make the step's tokens per second largest, often none. Pure.
+"""How many drafts each row of a step gets: the number that maximises the step's tokens per second, often none. Pure.
 
-A step of B rows with D drafts gives B tokens and the accepted drafts. What it takes is measured: steps of about as
-many rows have a price, a level without drafts and a line over D / B with them, both in units of what the worker's
-first calibration says of a plain step. Only the ratio of the two counts, so both forget soon, and while drafts pay a
-plain step now and then keeps them comparable.
+A step of B rows with D drafts gives B tokens and the accepted drafts. Its time is measured: steps of similar size share
+a price, which is a constant without drafts and a line over D / B with drafts, both in units of a plain step's predicted
+time. Only their ratio matters, so both forget quickly, and while drafts pay, an occasional plain step keeps them
+comparable.
 
-Drafts are taken in the order of their chances while the rate grows, and only where the best rate is better than a
-plain step's by a margin. All rows wait for the step, so it must also keep the strictest promise among them.
+Drafts are added in the order of their probability while the rate grows, and only if the best rate is better than a
+plain step's by a margin. All rows wait for the step, so it must also meet their strictest TPOT target.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from typing import Final, final
 from pdserve.core.effects import StepAccount
 from pdserve.core.latency import CostPrior
 
-SLACK_SHARE: Final = 0.8  # of the promised time per token; a plain step must follow one that failed
-MARGIN: Final = 1.05  # of the plain rate; for what the prices and the chances do not know
+SLACK_SHARE: Final = 0.8  # of the TPOT target, because a plain step must follow one whose drafts were rejected
+MARGIN: Final = 1.05  # of the plain rate: margin for errors of prices and probabilities
 LEAST_CHANCE: Final = 0.02
-REFERENCE_STEPS: Final = 24  # speculated ones in a row, after which one is plain
-FIRST_PROBE_STEPS: Final = 32  # plain ones that had promising drafts, after which their price is tried again
+REFERENCE_STEPS: Final = 24  # steps with drafts in a row, after which one is plain
+FIRST_PROBE_STEPS: Final = 32  # plain steps with promising drafts, after which the price of drafts is measured again
 LAST_PROBE_STEPS: Final = 1024
-PROBE_GAIN: Final = 0.5  # accepted drafts per row that are promising
-DECAY: Final = 0.95  # of a measurement, per newer one
-FIRST_DRAFTS: Final = 4.0  # drafts per row at which a guess is believed like a measurement, as it is at none
-HOLD: Final = (0.1, 1.0)  # on base and slope, in measurements: what too equal ones cannot tell stays as it is
-OUTLIER: Final = 3.0  # times what was expected; a measurement counts as no more
-SURPRISE: Final = 0.6  # of what was expected; a stall makes no step that fast, so older measurements are wrong
+PROBE_GAIN: Final = 0.5  # expected accepted drafts per row that count as promising
+DECAY: Final = 0.95  # weight of a measurement, per newer one
+FIRST_DRAFTS: Final = 4.0  # drafts per row at which the prior counts like a measurement, as it does at none
+# weight of the present base and slope, in measurements, which keeps them stable if all measurements are similar
+HOLD: Final = (0.1, 1.0)
+OUTLIER: Final = 3.0  # times the expected time; a longer measurement is clipped to it
+SURPRISE: Final = 0.6  # of the expected time; no disturbance makes a step that fast, so older measurements are wrong
 
 
 @final
 class Price:
-    """What steps of about as many rows take, with and without drafts; `base` and `per_draft` are a first guess."""
+    """The time of steps of similar size, with and without drafts; `base` and `per_draft` are initial values."""
 
     __slots__ = (
         "_moments",
@@ -55,7 +56,7 @@ class Price:
         self._weights = (0.0, 0.0, 0.0)  # sums over measurements: 1, d, d * d
         self._moments = (0.0, 0.0)  # t, t * d
         self._believe(base, per_draft)
-        self.num_refused = 0  # promising steps since the last speculated one
+        self.num_refused = 0  # promising steps since the last one with drafts
         self.probe_steps = FIRST_PROBE_STEPS
 
     def speculated(self, drafts_per_row: float) -> float:
@@ -86,7 +87,7 @@ class Price:
         self.base = max(0.0, (m - self.per_draft * wd) / w)
 
     def _believe(self, base: float, per_draft: float) -> None:
-        """Starts anew from a line, as if it had been measured at two places."""
+        """Restarts from a line, as if it had been measured at two points."""
         self.base, self.per_draft = base, per_draft
         guess = base + per_draft * FIRST_DRAFTS
         self._weights = (2.0, FIRST_DRAFTS, FIRST_DRAFTS**2)
@@ -95,7 +96,7 @@ class Price:
 
 @final
 class DraftRule:
-    """At most `most` drafts per row and `most_together` per step; `prior` is the worker's calibration."""
+    """At most `most` drafts per row and `most_together` per step; `prior` is the worker's first cost model."""
 
     def __init__(self, prior: CostPrior, *, most: int, most_together: int) -> None:
         self.most = most
@@ -105,17 +106,18 @@ class DraftRule:
         self._num_speculated = 0  # in a row
 
     def least_chance(self, rows: int) -> float:
-        """Below it a draft costs more than it gives, however cheap the first one of the step is."""
+        """A draft of lower probability costs more than it gains, even if the first one of the step is cheap."""
         price = self._price(rows)
-        per_draft = min(price.per_draft, price.first_per_draft)  # a price that is too high must stay open to proof
+        per_draft = min(price.per_draft, price.first_per_draft)  # a price that is too high must be measured again
         return max(LEAST_CHANCE, per_draft / max(price.plain, 1e-9))
 
     def counts(
         self, chances: Sequence[Sequence[float]], *, context_tokens: int, tpot_s: float | None
     ) -> list[int] | None:
-        """Drafts per row, `chances` being those that its first 1, 2, ... drafts are right; None for a plain step.
+        """Number of drafts per row; `chances` are the probabilities that its first 1, 2, ... drafts are right. None: a
+        plain step.
 
-        `tpot_s` is the strictest promise among the rows.
+        `tpot_s` is the strictest TPOT target of the rows.
         """
         ranked = [(chance, row) for row, each in enumerate(chances) for chance in each]
         if not ranked or self._num_speculated >= REFERENCE_STEPS:

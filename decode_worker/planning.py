@@ -1,8 +1,8 @@
-"""Who computes how much in the next step, and who loses memory for it. Pure: `now_s` comes in.
+"""Chooses the work of the next step, and which sequences are preempted for it. Pure: time is passed as `now_s`.
 
-A running sequence is one that has tokens to compute: one while it decodes, more while it reads its prompt. Decode
-rows go first; what they leave of the budget is for prompt chunks. A step that reads no prompt may carry drafts
-beside its decode rows; they take memory that nobody else is about to need, and never anybody's place.
+A running sequence has tokens to compute: one while it decodes, more while it prefills. Decode rows come first, and
+prompt chunks get the rest of the budget. A step without prompt chunks may have drafts. Drafts use only memory that no
+other sequence needs soon, and never preempt one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Planner:
         self._max_batch = max_batch
         self._chunks = chunks
         self._drafter = drafter
-        self._is_short = False  # memory ended in the last plan, so that nobody could start
+        self._is_short = False  # memory was exhausted in the last plan, so no sequence could start
         self._num_steps = 0
-        self._last: Step | None = None  # the newest one, if it had plain decode rows alone
-        self.is_starved = False  # the oldest waiting one finds no memory
+        self._last: Step | None = None  # the newest step, if it had only plain decode rows
+        self.is_starved = False  # there is no memory for the oldest waiting sequence
 
     def plan(self, now_s: float) -> Step:
         """The next step. No rows: nothing can be computed now."""
@@ -90,7 +90,7 @@ class Planner:
         return step
 
     def plan_after(self, step: Step) -> Step | None:
-        """The step that follows the running `step`, before its draws are known; None where it must wait for them."""
+        """The step after the running `step`, before its tokens are known; None if it must wait for them."""
         roster = self._roster
         if self._drafter is not None or self._is_short or roster.waiting:
             return None
@@ -107,7 +107,7 @@ class Planner:
         return following
 
     def dropped(self) -> None:
-        """A planned step is not computed, so none continues it."""
+        """A planned step was not computed, so no step continues it."""
         self._last = None
 
     def _next_number(self) -> int:
@@ -115,10 +115,11 @@ class Planner:
         return self._num_steps
 
     def run_length(self, step: Step) -> int:
-        """How many steps of exactly these rows may follow each other, this one included; 0: it is more than rows.
+        """How many steps of exactly these rows may follow each other, this one included; 0: the step also prefills or
+        has drafts.
 
-        Until the first of them ends or has filled a block, so that what a run changes for others, it changes in its
-        last step. Nobody may join or leave meanwhile (`num_changes`), and no drawn token may end a text by itself.
+        Until the first of them ends or fills a block, so that a run affects other sequences only in its last step. No
+        sequence may join or leave in the meantime (`num_changes`), and no sampled token may end a text by itself.
         """
         decoding, size = step.decoding, self._roster.block_size
         if step.reading or step.drafts is not None or self._is_short:
@@ -128,24 +129,25 @@ class Planner:
         longest = size
         for each in decoding:
             if each.decoding_since_s is None or each.preempted_at_s is not None:
-                return 0  # its next token has things to tell
+                return 0  # its next token has further effects
             left = min(size - each.computed % size, each.ends_at - len(each.tokens))
             if left < longest:
                 longest = left
         return longest if decoding else 0
 
     def _grow(self, now_s: float) -> tuple[list[Resident], bool]:
-        """The sequences that decode in this step, each with a block for its next position; whether memory ended."""
+        """The sequences that decode in this step, each with a block for its next position; and whether memory was
+        exhausted."""
         decoding: list[Resident] = []
         is_short = False
         roster, size = self._roster, self._roster.block_size
-        for resident in roster.running[: self._max_batch]:  # the oldest first: it is the last to lose its memory
+        for resident in roster.running[: self._max_batch]:  # the oldest first, which is the last to be preempted
             if len(resident.tokens) - resident.computed != 1 or resident.stage is not Stage.RUNNING:
                 continue
             while resident.computed == len(resident.blocks) * size and not roster.grow(resident):
                 is_short = True
                 if len(roster.running) == 1:
-                    break  # landing ones hold the rest; they join or leave soon, so it waits and keeps its KV
+                    break  # sequences in transfer hold the rest; they join or end soon, so it waits and keeps its KV
                 youngest = roster.running[-1]
                 roster.preempt(youngest, now_s)
                 if youngest is resident:
@@ -155,7 +157,7 @@ class Planner:
         return decoding, is_short
 
     def _readers(self, unread: list[Resident], now_s: float, *, may_start: bool) -> Iterator[Resident]:
-        """Who reads a prompt: running ones first, then waiting ones, started as the caller asks for more."""
+        """The sequences to prefill: running ones first, then waiting ones, which are started as the caller iterates."""
         yield from unread
         roster = self._roster
         self.is_starved = not may_start and bool(roster.waiting)
@@ -163,6 +165,6 @@ class Planner:
             oldest = roster.waiting[0]
             if not roster.take_blocks(oldest):
                 self.is_starved = True
-                return  # nobody overtakes for being smaller
+                return  # smaller sequences do not overtake
             roster.start(oldest, now_s)
             yield oldest

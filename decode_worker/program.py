@@ -1,4 +1,4 @@
-"""The decode program: grants landing places, reads prompts itself where asked, writes answers token by token."""
+"""The decode program: grants blocks, prefills prompts of local placements, and sends answers token by token."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ class DecodeProgram(RoleProgram):
         }
 
     def act(self, effects: Iterable[Any]) -> None:
-        """Scores of prompts go first, then the drawn tokens of one call, one message per router: a request's Released
-        must not overtake them."""
+        """Sends scores of prompts first, then the sampled tokens of one call, one message per router. A request's
+        Released must not overtake them."""
         effects = list(effects)
         drawn = [effect for effect in effects if isinstance(effect, fx.Drawn)]
         plain = [effect for effect in effects if isinstance(effect, fx.PlainDrawn)]
@@ -163,7 +163,7 @@ class DecodeProgram(RoleProgram):
             return
         if not reserve.is_local:
             self._num_grants += 1
-            # The transfer's name says nothing of the request: it travels to another worker's logs.
+            # The transfer's name does not reveal the request id, because it appears in another worker's logs.
             name = f"{self.context.config.worker_id}.{self.context.incarnation}.{self._num_grants}"
             transfer = TransferKey(transfer_id=name, attempt=attempt.key.attempt, generation=self._num_grants)
             self._landings[attempt.key] = Landing(transfer, attempt.deadline_at_s)
@@ -221,7 +221,7 @@ class DecodeProgram(RoleProgram):
         )
         remaining_s = None if landing.deadline_at_s is None else max(0.0, landing.deadline_at_s - context.now())
         post, now = context.post, context.now
-        try:  # open before anybody hears of it
+        try:  # opened before any other process is told of it
             check_movable(self.engine.spec.tp_degree, 1 + len(grant.rank_endpoints))
             is_open = self._receiver.expect(
                 grant,
@@ -237,7 +237,7 @@ class DecodeProgram(RoleProgram):
             self._opened(key, grant)
 
     def _opened(self, key: AttemptKey, grant: Grant) -> None:
-        """A prefill worker may be told of the grant, unless the attempt was given up meanwhile."""
+        """A prefill worker may be told of the grant, unless the attempt was abandoned in the meantime."""
         landing = self._landings.get(key)
         if landing is not None and landing.key == grant.key:
             granted = worker_pb2.Granted(request_id=key.request_id, attempt=key.attempt, grant=grant_to_proto(grant))
@@ -286,7 +286,7 @@ class DecodeProgram(RoleProgram):
         is_traced = self.context.tracing.is_on
         for one in drawn:
             key = one.key
-            if key == last:  # one more token of the same step: an accepted draft was before it
+            if key == last:  # one more token of the same step, after an accepted draft
                 assert row is not None
                 self._lengthen(row, one)
                 continue
@@ -294,7 +294,7 @@ class DecodeProgram(RoleProgram):
             response = by_router.get(key.router)
             if response is None:
                 response = by_router[key.router] = worker_pb2.AttachResponse()
-            # Built where it lies: a row that is handed over is copied.
+            # Built in place, because a row that is passed in is copied.
             row = response.tokens.rows.add(
                 request_id=key.request_id, attempt=key.attempt, output_index=one.output_index
             )
@@ -307,7 +307,7 @@ class DecodeProgram(RoleProgram):
             self.emit_response(session, response)
 
     def _tell_more(self, row: worker_pb2.TokenRow, one: fx.Drawn) -> None:
-        """What nearly no row has."""
+        """Fields that few rows have."""
         row.finish = finish_to_proto(one.finish)
         row.decode_s, row.decode_queue_s, row.preempted_s = one.decode_s, one.decode_queue_s, one.preempted_s
         row.queue_s, row.prefill_s, row.cached_tokens = one.queue_s, one.prefill_s, one.cached_tokens
@@ -325,7 +325,7 @@ class DecodeProgram(RoleProgram):
         self._trace(one)
 
     def _trace(self, one: fx.Drawn) -> None:
-        """A span of each duration that is reported with the row; the last of them ends now."""
+        """A span for each duration that is reported with the row; the last one ends now."""
         key, since_s = one.key, one.preempted_s if one.finish is None else 0.0
         cached = {names.CACHED_TOKENS: one.cached_tokens}
         self.record_span(Phase.PREFILL_QUEUE, key, one.queue_s, ended_ago_s=one.prefill_s)

@@ -1,4 +1,4 @@
-"""Who is on a decode worker, in which group and with which blocks; every change leaves the books equal. Pure."""
+"""The sequences on a decode worker, their groups and their blocks, which every change keeps consistent. Pure."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from pdserve.core.stamps import chain64
 
 @final
 class Roster:
-    """`residents` are all, in the order of arrival; `running` and `waiting` are by age, and nobody is in both."""
+    """`residents` are all, in the order of arrival; `running` and `waiting` are ordered by age and disjoint."""
 
     def __init__(self, blocks: BlockAllocator, *, block_size: int, check: KvCheck | None) -> None:
         self.blocks = blocks
         self.block_size = block_size
         self.residents: dict[AttemptKey, Resident] = {}
         self.running: list[Resident] = []
-        self.waiting: list[Resident] = []  # a preempted one is the oldest there, so the first to start again
+        self.waiting: list[Resident] = []  # a preempted one is the oldest here, so it starts again first
         self.lending = Lending(blocks)
         self._check = check
         self.num_arrived = 0
         self.num_preemptions = 0
-        self.num_with_tpot = 0  # running ones with a promised time per token
-        self.num_changes = 0  # while it stands still, so does the membership of the steps
+        self.num_with_tpot = 0  # running ones with a TPOT target
+        self.num_changes = 0  # while it does not change, neither do the members of the steps
 
     # -- membership ---------------------------------------------------------------------------------------------
 
     def add(self, resident: Resident) -> None:
-        """A new one; in its stage it is either WAITING or LANDING, where it has its blocks already."""
+        """Adds a new one; its stage is WAITING, or LANDING if it has its blocks already."""
         self.num_arrived += 1
         self.residents[resident.key] = resident
         if resident.stage is Stage.WAITING:
@@ -41,7 +41,7 @@ class Roster:
             self.num_changes += 1
 
     def start(self, resident: Resident, now_s: float) -> None:
-        """The oldest waiting one, which has its blocks, computes from now on."""
+        """Starts the oldest waiting one, which has its blocks."""
         assert self.waiting[0] is resident, resident
         del self.waiting[0]
         resident.computed = resident.cached
@@ -50,7 +50,7 @@ class Roster:
         self._run(resident)
 
     def join(self, resident: Resident) -> None:
-        """A landed one decodes from the next step on."""
+        """One whose KV has arrived decodes from the next step on."""
         self._run(resident)
 
     def _run(self, resident: Resident) -> None:
@@ -63,7 +63,7 @@ class Roster:
         self.num_with_tpot += sign * (resident.attempt.tpot_s is not None)
 
     def preempt(self, resident: Resident, now_s: float) -> None:
-        """It gives its memory back and waits to be computed anew."""
+        """Frees its memory; it waits to be computed again."""
         if resident.preempted_at_s is None and resident.decoding_since_s is not None:
             resident.preempted_at_s = now_s
         self.lending.release(resident)
@@ -86,17 +86,17 @@ class Roster:
             self._count(resident, -1)
         elif resident in self.waiting:
             self.waiting.remove(resident)
-        self.num_changes += 1  # what it held, another may take
+        self.num_changes += 1  # another sequence may take its blocks
 
     # -- memory -------------------------------------------------------------------------------------------------
 
     def take_blocks(self, resident: Resident) -> bool:
-        """Blocks for all of the resident's tokens, those found in the prefix cache first."""
+        """Allocates blocks for all of the resident's tokens, using the prefix cache first."""
         size, num_tokens = self.block_size, len(resident.tokens)
         shared = [] if resident.is_scored else resident.hashes[: shareable_blocks(num_tokens, size)]
         matched = self.blocks.match(shared)
         missing = blocks_for(num_tokens, size) - len(matched)
-        # One block for each running sequence to grow into, else the newcomer only causes preemptions.
+        # Leaves one block for each running sequence to grow; otherwise the new one only causes preemptions.
         fresh = self.blocks.allocate(missing) if missing + len(self.running) <= self.blocks.num_available else None
         if fresh is None:
             self.blocks.release(matched)
@@ -108,21 +108,21 @@ class Roster:
         return True
 
     def grow(self, resident: Resident) -> bool:
-        """A block more; false where there is none."""
+        """Allocates one more block; False if there is none."""
         fresh = self.blocks.allocate(1)
         if fresh is not None:
             resident.blocks += fresh
         return fresh is not None
 
     def room_for(self, resident: Resident, count: int) -> int:
-        """How many of `count` drafts there are blocks for, taking those that nobody will need in the next step."""
+        """How many of `count` drafts have blocks, allocated only from those that no sequence needs in the next step."""
         while resident.computed + 1 + count > len(resident.blocks) * self.block_size:
             if self.blocks.num_available <= len(self.running) or not self.grow(resident):
                 return len(resident.blocks) * self.block_size - resident.computed - 1
         return count
 
     def land(self, resident: Resident) -> None:
-        """The granted blocks hold verified KV of all of the resident's tokens."""
+        """The granted blocks have verified KV of all of the resident's tokens."""
         resident.has_landed = True
         resident.computed = len(resident.tokens)
         granted = resident.blocks[resident.cached // self.block_size :]
@@ -131,7 +131,7 @@ class Roster:
         self._publish(resident, 0)
 
     def chains(self, resident: Resident) -> tuple[int, ...]:
-        """What stamps call the blocks that were granted to a landing one."""
+        """The content hashes of the blocks that were granted to one in stage LANDING."""
         names = resident.attempt.chains(resident.hashes, resident.tokens, self.block_size)
         return names[resident.cached // self.block_size :]
 
@@ -143,7 +143,7 @@ class Roster:
             self._publish(resident, full)
 
     def _publish(self, resident: Resident, first: int) -> None:
-        """Makes the computed full blocks from number `first` on findable."""
+        """Adds the computed full blocks from number `first` on to the prefix cache."""
         full = resident.computed // self.block_size
         if full > len(resident.hashes):
             resident.hashes = resident.attempt.extend_hashes(resident.hashes, resident.tokens, self.block_size)
@@ -152,7 +152,7 @@ class Roster:
             self.blocks.publish(resident.blocks[index], resident.hashes[index])
 
     def check(self) -> None:
-        """Raises AssertionError unless the books of attempts and blocks agree."""
+        """Raises AssertionError unless the tables of attempts and blocks agree."""
         self.blocks.check(holders=[*(each.blocks for each in self.residents.values()), *self.lending.lent])
         for resident in self.residents.values():
             stage, size = resident.stage, self.block_size

@@ -1,13 +1,12 @@
-"""Guesses what a sequence goes on with: what followed the last time that it said the same. Pure.
+"""Predicts how a sequence continues: as after the last occurrence of the same tokens (n-gram speculation). Pure.
 
-The match is the longest run of tokens, two at least, that ends the text and stands earlier in it too, the latest of
-equals. While the text goes on as the match did, the match is followed and grows by each token; when it does not, the
-places of the last two tokens are looked up. The index takes one entry per token, so a step costs the same at any
-length.
+The match is the longest run of at least two tokens that ends the text and also occurs earlier, the latest of equals.
+While the text continues like the match, the match grows by each token; otherwise the places of the last two tokens are
+looked up. The index has one entry per token, so a step costs the same at any length.
 
-Every token tells whether the guess was right, whether or not anybody acted on it. So the odds of each length of
-match are known before a single draft is computed, and text that does not repeat itself never costs a step. Each
-sequence has its own odds, at first low ones: what others copy says nothing of it, and it learns for free.
+Every token shows whether the prediction was right, even if it was not used as a draft. So the odds of each match length
+are known before any draft is computed, and text without repetition costs no step. Each sequence has its own odds, which
+begin low: other sequences predict nothing about it, and learning is free.
 """
 
 from __future__ import annotations
@@ -16,22 +15,23 @@ from collections.abc import Sequence
 from typing import Final, final
 
 LEAST_MATCH: Final = 2
-MOST_PLACES: Final = 32  # looked at, the latest first
-LONGEST_COMPARED: Final = 16  # tokens of a place; what is followed may grow beyond
+MOST_PLACES: Final = 32  # places considered, the latest first
+LONGEST_COMPARED: Final = 16  # tokens compared at a place; a match that is followed may grow beyond
 LONGEST_TOLD_APART: Final = 19
 
-# A copy goes on the surer the longer it has been one. Lengths of a class share their odds.
+# Longer matches are more likely to continue. Lengths of a class share their odds.
 _CLASS_OF: Final = tuple(
     sum(length > last for last in (2, 3, 4, 6, 10, 18)) for length in range(LONGEST_TOLD_APART + 1)
 )
-_FIRST_CHANCES: Final = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)  # by class; believed like FIRST_WEIGHT tries
+# initial odds by class, which count like FIRST_WEIGHT tries
+_FIRST_CHANCES: Final = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
 FIRST_WEIGHT: Final = 3.0
-DECAY: Final = 0.9  # per try, so that some ten count
+DECAY: Final = 0.9  # forgetting factor per try, so that about ten tries count
 
 
 @final
 class Odds:
-    """How often guesses were right of late, by the length of the match."""
+    """How often recent predictions were right, by the length of the match."""
 
     __slots__ = ("_right", "_tried")
 
@@ -45,26 +45,26 @@ class Odds:
         self._tried[one] = DECAY * self._tried[one] + 1.0
 
     def chance(self, length: int) -> float:
-        """That the next token after a match of `length` tokens is the guessed one."""
+        """The probability that the next token after a match of `length` tokens is the predicted one."""
         one = _CLASS_OF[min(length, LONGEST_TOLD_APART)]
         return (self._right[one] + FIRST_WEIGHT * _FIRST_CHANCES[one]) / (self._tried[one] + FIRST_WEIGHT)
 
 
 @final
 class Guesser:
-    """One sequence's match and its odds. `tokens` is always the same growing text."""
+    """One sequence's match and its odds. `tokens` is always the same list, to which tokens are appended."""
 
     __slots__ = ("_before", "_latest", "_odds", "length", "source")
 
     def __init__(self) -> None:
         self._odds = Odds()
-        self._latest: dict[int, int] = {}  # by the two tokens before: the latest place
-        self._before: list[int] = [0, 0]  # place -> the place before it behind the same two tokens, 0 for none
-        self.source = 0  # where the token stands that is guessed next; 0 without a match
+        self._latest: dict[int, int] = {}  # latest place by the two tokens before it
+        self._before: list[int] = [0, 0]  # place -> the previous place after the same two tokens, 0 for none
+        self.source = 0  # position of the predicted next token; 0 without a match
         self.length = 0  # of the match
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Takes the tokens that came since the last call."""
+        """Adds the tokens since the last call."""
         latest, before = self._latest, self._before
         is_first = len(before) == 2
         for place in range(len(before), len(tokens) + 1):
@@ -74,7 +74,7 @@ class Guesser:
             before.append(earlier)
             latest[pair] = place
             if is_first and place < len(tokens):
-                continue  # a prompt is not what the model says: it tells nothing of the odds
+                continue  # a prompt is not written by the model, so it does not change the odds
             if self.source:
                 is_right = tokens[self.source] == newest
                 self._odds.record(self.length, is_right=is_right)
@@ -85,7 +85,7 @@ class Guesser:
             self._look_up(tokens, place, earlier)
 
     def guess(self, tokens: Sequence[int], count: int) -> list[int]:
-        """The next `count` tokens, none without a match. A match that reaches the text's end goes round in itself."""
+        """The next `count` tokens; none without a match. A match that reaches the end of the text repeats."""
         if not self.source:
             return []
         period = len(tokens) - self.source
@@ -94,7 +94,8 @@ class Guesser:
         return [tokens[self.source + index % period] for index in range(count)]
 
     def chances(self, count: int, least: float) -> list[float]:
-        """That the first 1, 2, ... guesses are all right; up to `count` of them and down to `least`."""
+        """The probabilities that the first 1, 2, ... predictions are all right; up to `count` of them and down to
+        `least`."""
         chances: list[float] = []
         chance = 1.0
         if self.source:

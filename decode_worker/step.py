@@ -1,6 +1,6 @@
-"""Who computes how much in one decode step; the engine's rows are made when somebody asks for them. Pure.
+"""The work of one decode step; the engine's rows are created on demand. Pure.
 
-A simulator never asks: it has no engine, and rows of a long prompt are copies of its tokens.
+The simulator never creates rows: it has no engine, and rows of a long prompt copy its tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdserve.engine.interface import NEW_ROW, PENDING, ChainedRows, Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """How the rows of a step of plain decode rows continue those of the step numbered `before`; see ChainedRows."""
+    """How the rows of a plain decode step continue those of step number `before`; see ChainedRows."""
 
     before: int
     places: Sequence[int]  # for each of `decoding`
@@ -25,9 +25,9 @@ class Chain:
     is_ahead: bool
 
 
-@dataclass(kw_only=True)  # no slots: of cached_property
+@dataclass(kw_only=True)  # no slots, because of cached_property
 class Step:
-    """`decoding` compute one position each, and their drafts where there are any; `reading` so many of a prompt."""
+    """`decoding` compute one position each, and their drafts if any; `reading` compute a number of prompt positions."""
 
     decoding: list[Resident]
     drafts: list[list[int]] | None  # one list for each of `decoding`
@@ -43,11 +43,11 @@ class Step:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has decode rows of one token each and no others."""
+        """Whether it has only decode rows of one token each."""
         return bool(self.decoding) and not self.reading and self.drafts is None
 
     def shares(self) -> Iterator[tuple[Resident, int]]:
-        """Each sequence and how many of its positions are computed, drafts aside; in the order of `rows`."""
+        """Each sequence and the number of its computed positions, without drafts; in the order of `rows`."""
         for resident in self.decoding:
             yield resident, 1
         yield from self.reading
@@ -57,7 +57,7 @@ class Step:
         return [resident.key for resident, _ in self.shares()]
 
     def rows_again(self) -> list[Row | None]:
-        """The rows once every token before them is known, to be computed anew; None for who has left."""
+        """The rows after all earlier tokens are known, to be computed again; None for ended sequences."""
         again: list[Row | None] = []
         for resident, count in self.shares():
             is_here = resident.stage is Stage.RUNNING and bool(resident.blocks)
@@ -65,8 +65,8 @@ class Step:
         return again
 
     def known_rows(self, indexes: Iterable[int]) -> dict[int, Row]:
-        """Those of `decoding` at `indexes`, of a step ahead whose step before was read: their histories hold the tokens
-        that were pending. Sequences that have left are missing."""
+        """Those of `decoding` at `indexes`, in a step ahead after the previous step was read: their histories contain
+        the tokens that were pending. Ended sequences are missing."""
         assert self.chain is not None
         starts, known = self.chain.starts, dict[int, Row]()
         for index in indexes:
@@ -78,7 +78,7 @@ class Step:
 
     @cached_property
     def rows(self) -> Sequence[Row]:
-        """For the engine, as of when they are first asked for: before anything else changes."""
+        """The engine's rows, as of the first access, which must come before any change."""
         size = self.block_size
         if self.chain is not None:
             chain = self.chain
@@ -111,7 +111,7 @@ def places_in(step: Step | None, decoding: Sequence[Resident]) -> Sequence[int]:
     """For each of `decoding`, its place among the decode rows of `step`, or NEW_ROW."""
     if step is None:
         return [NEW_ROW] * len(decoding)
-    if decoding == step.decoding:  # nearly always, in a steady batch
+    if decoding == step.decoding:  # the usual case in a steady batch
         return range(len(decoding))
     place_of = {resident: place for place, resident in enumerate(step.decoding)}
     return [place_of.get(resident, NEW_ROW) for resident in decoding]

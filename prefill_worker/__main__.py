@@ -9,7 +9,8 @@ from pdserve.program import Host, run
 
 
 def make(config: WorkerConfig) -> Host:
-    from prefill_worker.program import make_host  # here: flags are read without the packages of the extra `server`
+    # imported here, because flags are parsed without the packages of the extra `server`
+    from prefill_worker.program import make_host
 
     return make_host(config)
 

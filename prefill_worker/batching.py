@@ -1,14 +1,14 @@
-"""Which prompt chunks share a step, and when memory of a prompt is taken and given back. Pure: `now_s` comes in.
+"""Chooses the prompt chunks of a step, and allocates and frees the memory of prompts. Pure: time is passed as `now_s`.
 
-A prompt waits in the inbox, is computed in chunks, then lies still until its KV has left:
+A prompt waits in the inbox, is computed in chunks, and is held until its KV was sent:
 
     WAITING -> COMPUTING -> SENDING -> (gone)        first come, first served
-    WAITING -> COMPUTING -> (gone)                   its first token must be its last: its KV is not sent
+    WAITING -> COMPUTING -> (gone)                   its first token must be its last, so its KV is not sent
     WAITING -> COMPUTING -> ENDING -> (gone)         its first token happened to be its last
 
-All blocks of a prompt are taken when its computing starts, so that nothing here can run out of memory half-way.
-From then on a sender may read them, so they are given back only when `sent` says that it does not. When finished
-blocks are handed to it is decided for each prompt as its computing starts (prefill_worker/pushing.py).
+All blocks of a prompt are allocated when its computation starts, so memory cannot run out half-way. From then on a
+sender may read them, so they are freed only after `sent` was called. When finished blocks are passed to the sender is
+decided for each prompt at the start of its computation (prefill_worker/pushing.py).
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ class PrefillBatching:
         may_divide: bool,
         now_s: float,
     ) -> list[PrefillEffect]:
-        """Takes a new attempt into the inbox, or says why not.
+        """Adds a new attempt to the inbox, or says why not.
 
-        The receiver's blocks, held and granted ones, have `granted_size` tokens each. `may_divide`: it takes a block in
+        The receiver's held and granted blocks have `granted_size` tokens each. `may_divide`: it accepts blocks in
         groups of layers.
         """
         key, size = attempt.key, self._block_size
@@ -127,7 +127,7 @@ class PrefillBatching:
             message = f"grant: {held_blocks} held and {num_granted} granted blocks, expected {granted} in all"
             return [Failed(key=key, kind=FailureKind.TRANSFER, message=message), Released(key=key)]
         tokens = attempt.token_ids
-        held = held_blocks * granted_size // size  # a block of ours that the receiver holds in part is sent
+        held = held_blocks * granted_size // size  # a block that the receiver holds only in part is sent
         hashes = attempt.extend_hashes([], tokens, size)
         prompt = Prompt(
             attempt=attempt,
@@ -143,7 +143,7 @@ class PrefillBatching:
         return []
 
     def plan(self, now_s: float) -> tuple[Step, list[PrefillEffect]]:
-        """The next step; the effects come before it. No rows: nothing can be computed now."""
+        """The next step; apply the effects first. No rows: nothing can be computed now."""
         effects = self.expire(now_s)
         budget = self._max_batch_tokens
         shares: list[tuple[Prompt, int]] = []
@@ -159,12 +159,12 @@ class PrefillBatching:
         return Step(shares=shares, account=account, block_size=self._block_size), effects
 
     def wants_layers(self, step: Step) -> bool:
-        """Whether `stored` has anything to do for this step."""
+        """Whether `stored` must be called for this step."""
         return any(prompt.push.groups > 1 and count == prompt.remaining for prompt, count in step.shares)
 
     def stored(self, step: Step, num_layers: int, of: int) -> list[PrefillEffect]:
-        """While the step runs: its first `num_layers` of `of` layers are what they will be after it. The last group
-        waits for `apply`, which says that it is the last."""
+        """Called while the step runs: its first `num_layers` of `of` layers are final. The last group waits for
+        `apply`, which marks it as the last."""
         effects: list[PrefillEffect] = []
         for prompt, count in step.shares:
             push = prompt.push
@@ -173,13 +173,13 @@ class PrefillBatching:
             if not is_due or prompt.attempt.key not in self._computing:
                 continue
             for block, chain in zip(prompt.blocks, prompt.chains(self._block_size), strict=True):
-                self.blocks.stamps.mark(block, chain)  # the sender asks for a block's name with its first group
+                self.blocks.stamps.mark(block, chain)  # the sender needs a block's content hash with its first group
             effects.append(self._pushed(prompt, len(prompt.blocks), is_last=False, end_group=done))
             prompt.pushed_groups = done
         return effects
 
     def apply(self, step: Step, outs: Sequence[RowOut], now_s: float) -> list[PrefillEffect]:
-        """What the computed step means; prompts that left meanwhile are passed over."""
+        """Applies the results of a step. Prompts that have ended in the meantime are skipped."""
         effects: list[PrefillEffect] = []
         for (prompt, count), out in zip(step.shares, outs, strict=True):
             key = prompt.attempt.key
@@ -200,7 +200,7 @@ class PrefillBatching:
                 continue
             assert len(out.drawn) == 1, "the last chunk draws one token"
             first = self._first(prompt, out.drawn[0], now_s)
-            if first.finish is not None:  # nobody needs the KV elsewhere
+            if first.finish is not None:  # the KV is not needed elsewhere
                 effects += [first, *self.cancel(key)]
                 continue
             effects += [*self._done(prompt), first]
@@ -212,7 +212,7 @@ class PrefillBatching:
         return [Failed(key=key, kind=kind, message=message), *self.cancel(key)] if self._is_live(key) else []
 
     def cancel(self, key: AttemptKey) -> list[PrefillEffect]:
-        """Gives an attempt up at whatever stage. Idempotent; an unknown one is released already."""
+        """Abandons an attempt at any stage. Idempotent; an unknown attempt counts as released."""
         prompt = self._prompts.get(key)
         if prompt is None:
             return [Released(key=key)]
@@ -231,9 +231,9 @@ class PrefillBatching:
     def sent(
         self, key: AttemptKey, *, is_whole: bool, error: str = "", is_cancelled: bool = False
     ) -> list[PrefillEffect]:
-        """The sender reads no block of the attempt any more, because all was sent or because it gave up.
+        """The sender no longer reads blocks of the attempt, because all was sent or because it aborted.
 
-        `is_cancelled`: the receiver gave the transfer up, since nobody needs it any more.
+        `is_cancelled`: the receiver abandoned the transfer, because it is no longer needed.
         """
         prompt = self._prompts.get(key)
         if prompt is None or prompt.stage is Stage.WAITING:
@@ -253,7 +253,7 @@ class PrefillBatching:
         return effects
 
     def check(self) -> None:
-        """Raises AssertionError unless the books of attempts and blocks agree."""
+        """Raises AssertionError unless the tables of attempts and blocks agree."""
         self.blocks.check(holders=[prompt.blocks for prompt in self._prompts.values()])
         for key, prompt in self._prompts.items():
             assert (key in self._waiting) == (prompt.stage is Stage.WAITING), prompt
@@ -262,19 +262,19 @@ class PrefillBatching:
         assert self._waiting.keys() | self._computing.keys() <= self._prompts.keys()
 
     def _chunks(self, now_s: float, effects: list[PrefillEffect]) -> Iterable[Prompt]:
-        """What computes already, then what can start, until the caller has enough."""
+        """Prompts that are being computed, then prompts that can start, until the caller stops iterating."""
         yield from list(self._computing.values())
         for key, prompt in list(self._waiting.items()):
             if not self._start(prompt, now_s):
-                return  # first come, first served: nobody overtakes for being smaller
+                return  # first come, first served: smaller prompts do not overtake
             if prompt.is_moved:
                 effects.append(SendStarted(key=key, plan=prompt.push.name, groups=prompt.push.groups))
-                effects += self._done(prompt)  # what the cache holds
+                effects += self._done(prompt)  # tokens in the prefix cache
             yield prompt
 
     def _start(self, prompt: Prompt, now_s: float) -> bool:
         size = self._block_size
-        # A prompt that is scored is computed whole: a cache holds no logprobs.
+        # A prompt that is scored is computed completely, because a cache holds no logprobs.
         is_scored = prompt.attempt.num_top_of_prompt is not None
         matched = [] if is_scored else self.blocks.match(prompt.hashes[: shareable_blocks(len(prompt.tokens), size)])
         fresh = self.blocks.allocate(blocks_for(len(prompt.tokens), size) - len(matched))

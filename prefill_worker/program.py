@@ -1,4 +1,5 @@
-"""The prefill program: reads prompts, draws their first token, pushes their KV to whoever granted a place."""
+"""The prefill program: computes prompts, samples their first token, and pushes their KV to the granting decode
+worker."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class PrefillProgram(RoleProgram):
         self._sender = sender
         self._moved_bytes = 0  # when the last step ended
         self._shape = shape_of(engine.spec)
-        # With the deadline on our clock, and what a receiver of another shape asks of the sender.
+        # Adds the deadline by this process's clock, and the data that a receiver of another shape requires.
         self._grants: dict[AttemptKey, tuple[Grant, float | None, Text | None]] = {}
         self._batching = PrefillBatching(
             blocks=self.blocks,
@@ -79,7 +80,7 @@ class PrefillProgram(RoleProgram):
 
     @property
     def why_whole(self) -> str:
-        """Why blocks do not leave in groups of layers; empty where they can."""
+        """Why blocks cannot be sent in groups of layers; empty if they can."""
         if self.engine.spec.num_layers == 1:
             return "these KV blocks have no equal runs of layers"
         if not self._sender.divides_blocks:
@@ -137,7 +138,7 @@ class PrefillProgram(RoleProgram):
         return fingerprint_to_proto(fingerprint_of(self.engine.spec))
 
     def add_servicers(self, server: Any) -> None:
-        """Prefill workers are called by routers only."""
+        """Only routers call prefill workers."""
 
     def on_layer(self, step: Step) -> OnLayer | None:
         if not self._batching.wants_layers(step):
@@ -201,7 +202,7 @@ class PrefillProgram(RoleProgram):
     def _measure_sent(self, key: AttemptKey, grant: Grant, sent: Sent) -> None:
         if not sent.num_bytes:
             return
-        # What left in one piece shows what the link takes with all that comes before and behind the bytes.
+        # A transfer in one piece measures the link including all overheads before and after the bytes.
         took_s = sent.busy_s if sent.early_bytes else sent.exposed_s
         self._batching.pushing.sent(grant.worker_id, sent.num_bytes, took_s)
         metrics = self.context.metrics
@@ -244,7 +245,7 @@ class PrefillProgram(RoleProgram):
 
 
 def text_of(attempt: Attempt, block_size: int, grant: Grant, their_key: bytes) -> Text:
-    """How this worker and the granting one name the blocks that are to travel."""
+    """The content hashes of the blocks to send, on this worker and on the granting one."""
     tokens, theirs = attempt.token_ids, replace(attempt, chain_key=their_key)
     their_size = grant.fingerprint.shape.block_size
     own = attempt.chains(attempt.extend_hashes([], tokens, block_size), tokens, block_size)
@@ -257,8 +258,8 @@ def text_of(attempt: Attempt, block_size: int, grant: Grant, their_key: bytes) -
 
 
 def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] = load_engine) -> PrefillProgram:
-    """Runs on the engine thread. Raises ModelError, and ConfigError, also where ranks have pools of their own or where
-    blocks cannot leave by layers as configured."""
+    """Runs on the engine thread. Raises ModelError, and ConfigError, also if blocks cannot be sent by layers as
+    configured."""
     config = context.config
     engine = load(config, context.role)
     check_movable(engine.spec.tp_degree, 1 + len(getattr(engine, "rank_addresses", ())))

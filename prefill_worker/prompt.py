@@ -1,4 +1,4 @@
-"""One prompt on a prefill worker: where it stands, what it holds, its rows of a step. Pure."""
+"""One prompt on a prefill worker: its stage, its blocks, its rows of a step. Pure."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from prefill_worker.pushing import BY_CHUNK, Push
 class Stage(Enum):
     WAITING = "waiting"
     COMPUTING = "computing"
-    SENDING = "sending"  # all computed; the sender may still read
-    ENDING = "ending"  # given up, but the sender may still read
+    SENDING = "sending"  # completely computed; the sender may still read
+    ENDING = "ending"  # abandoned, but the sender may still read
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Prompt:
-    """Where one attempt stands."""
+    """The state of one attempt."""
 
     attempt: Attempt
     receiver: str  # the decode worker
-    may_divide: bool  # whether it takes a block in groups of layers
-    is_moved: bool  # False: its first token is its last, so that nobody needs its KV elsewhere
-    held_blocks: int  # leading blocks that it has whole, in our size
+    may_divide: bool  # whether it accepts blocks in groups of layers
+    is_moved: bool  # False: its first token is its last, so its KV is not needed elsewhere
+    held_blocks: int  # leading blocks that it has completely, in this worker's block size
     stage: Stage = Stage.WAITING
     tokens: tuple[int, ...]
     hashes: list[bytes]
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # leading positions whose KV is in `blocks`
-    cached: int = 0  # of them, found in the prefix cache
+    cached: int = 0  # the part of them that was found in the prefix cache
     push: Push = BY_CHUNK
-    pushed: int = 0  # leading blocks that were handed to the sender or are held by the receiver
-    pushed_groups: int = 0  # of the layers of those behind
+    pushed: int = 0  # leading blocks that were passed to the sender or are held by the receiver
+    pushed_groups: int = 0  # number of layers of the following blocks that were passed to the sender
     started_s: float = 0.0
 
     @property
@@ -44,11 +44,11 @@ class Prompt:
         return len(self.tokens) - self.computed
 
     def chains(self, block_size: int) -> tuple[int, ...]:
-        """What stamps call its blocks."""
+        """The content hashes of its blocks."""
         return self.attempt.chains(self.hashes, self.tokens, block_size)
 
     def row(self, count: int, block_size: int) -> Row:
-        """Its next `count` positions; the row draws if no more remain."""
+        """Its next `count` positions. The row samples if no more remain."""
         end = self.computed + count
         is_last = end == len(self.tokens)
         attempt = self.attempt
@@ -64,9 +64,9 @@ class Prompt:
         )
 
 
-@dataclass(kw_only=True)  # no slots: of cached_property
+@dataclass(kw_only=True)  # no slots, because of cached_property
 class Step:
-    """Who computes how many of its prompt's tokens; the engine's rows are made when somebody asks for them."""
+    """The prompt tokens to compute for each prompt; the engine's rows are created on demand."""
 
     shares: list[tuple[Prompt, int]]
     account: StepAccount
@@ -82,5 +82,5 @@ class Step:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """As of when they are first asked for: before anything else changes."""
+        """The rows as of the first access, which must come before any change."""
         return [prompt.row(count, self.block_size) for prompt, count in self.shares]

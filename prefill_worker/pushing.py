@@ -1,13 +1,14 @@
-"""When a prompt's KV leaves: as chunks are computed, the last chunk by groups of layers, or all at the end. Pure.
+"""Chooses when a prompt's KV is sent: by chunks as they are computed, the last chunk by groups of layers, or all at the
+end. Pure.
 
-What leaves early lands early, and has its price: each part is one more message, and where a transfer shares cores or
-memory with the engine, each byte that moves while it computes makes that step longer. Both are weighed in seconds
-until the receiver has all, from the link and the steps as they were measured:
+KV that is sent early arrives early, at a cost: each part is one more message and, if a transfer shares cores or memory
+bandwidth with the engine, each byte sent during a step makes that step longer. Plans are compared by seconds until the
+receiver has everything, from the measured link and steps:
 
     price(plan) = exposed_s(plan) + stolen_s per byte * bytes hidden + MESSAGE_S * messages
 
-The cheapest plan is taken, and another one than sending at the end only where it is cheaper by MARGIN, and by more
-than the computing varies.
+The cheapest plan is chosen. KV is sent early only if that saves MARGIN of the transfer cost, and more than compute
+times vary.
 """
 
 from __future__ import annotations
@@ -22,24 +23,26 @@ from pdserve.core.fit import Fit
 from pdserve.core.latency import TYPICAL_TRANSFER_BYTES, CostPrior, LinkModel
 from pdserve.core.overlap import grouped_s
 
-MESSAGE_S: Final = 1e-4  # both ends' handling of one more part; benchmarks/overlap.py measures it
-DEVICE_MESSAGE_S: Final = 5e-4  # between GPUs: launches, events and the words of both ends; estimated, not measured
-MARGIN: Final = 0.1  # of what sending at the end exposes: less than that is no gain that anybody could see
-STEP_SHARE: Final = 0.02  # of the computing: steps vary by as much, and a thread beside the engine can cost it
+MESSAGE_S: Final = 1e-4  # cost of one more part at both ends; benchmarks/overlap.py measures it
+DEVICE_MESSAGE_S: Final = 5e-4  # between GPUs: launches, events and messages of both ends; estimated, not measured
+MARGIN: Final = 0.1  # of the exposed time of sending at the end: a smaller gain would not be noticeable
+STEP_SHARE: Final = 0.02  # of the compute time: steps vary by as much, and a thread beside the engine can cost as much
 MOST_GROUPS: Final = 8
-REVISIT: Final = 32  # of so many prompts that would leave at the end, one leaves early: what it steals may have changed
-MOST_FAILED: Final = 2  # transfers in layer groups that fail in a row on a link, before its blocks leave whole
-WHOLE_PROMPTS: Final = 32  # that leave whole then, until groups are tried again; doubled by each further failure
+# one of this many prompts that would be sent at the end is sent early, to measure the slowdown again
+REVISIT: Final = 32
+MOST_FAILED: Final = 2  # failed transfers in layer groups in a row on a link, after which its blocks are sent whole
+# prompts that are then sent whole before groups are tried again; doubled by each further failure
+WHOLE_PROMPTS: Final = 32
 MOST_WHOLE_PROMPTS: Final = 1024
 MAX_LINKS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """How one prompt's KV leaves."""
+    """How one prompt's KV is sent."""
 
-    is_early: bool  # finished blocks go while the rest of the prompt is computed
-    groups: int = 1  # equal ranges of layers, in which the last chunk goes
+    is_early: bool  # finished blocks are sent while the rest of the prompt is computed
+    groups: int = 1  # equal ranges of layers in which the last chunk is sent
 
     @property
     def name(self) -> str:
@@ -52,18 +55,18 @@ BY_CHUNK: Final = Push(is_early=True)
 
 @dataclass(slots=True)
 class _Failures:
-    """Of one link's transfers in layer groups."""
+    """Failures of one link's transfers in layer groups."""
 
     in_a_row: int = 0
-    num_whole: int = 0  # prompts that leave whole before groups are tried again
+    num_whole: int = 0  # prompts that are sent whole before groups are tried again
 
 
 @final
 class PushRule:
-    """Of one prefill worker; learns from each step and each finished transfer.
+    """The choice of one prefill worker; learns from each step and each finished transfer.
 
-    Transfers in layer groups that fail repeatedly on a link are not chosen there for a while, since a transfer that
-    fails shows no speed from which the prices could learn.
+    If transfers in layer groups fail repeatedly on a link, groups are not used there for some time, because failed
+    transfers give no measurement to learn from.
     """
 
     def __init__(
@@ -77,7 +80,8 @@ class PushRule:
         choice: str = "auto",
         message_s: float = MESSAGE_S,
     ) -> None:
-        """`choice`: as WorkerConfig.push; anything but auto is for measurements. `message_s`: what a message costs."""
+        """`choice`: as in WorkerConfig.push; values other than auto are for measurements. `message_s`: cost of a
+        message."""
         self._block_size = block_size
         self._block_bytes = block_bytes
         self._chunk = max_batch_tokens
@@ -90,23 +94,23 @@ class PushRule:
             (1.0, 512.0, 512.0 * 1024.0, TYPICAL_TRANSFER_BYTES),
         )
         self._links: OrderedDict[str, LinkModel] = OrderedDict()
-        self._any_link = LinkModel()  # what an unmeasured one is taken for
-        self.num_withheld = 0  # prompts that left whole where groups had failed
-        self._failures: OrderedDict[str, _Failures] = OrderedDict()  # of links whose last transfer in groups failed
+        self._any_link = LinkModel()  # the assumption for an unmeasured link
+        self.num_withheld = 0  # prompts that were sent whole because groups had failed
+        self._failures: OrderedDict[str, _Failures] = OrderedDict()  # by link whose last transfer in groups failed
         self._num_late = 0
 
     @property
     def stolen_s(self) -> float:
-        """By which a step is longer for each byte that moves meanwhile."""
+        """Seconds by which each byte sent during a step makes it longer."""
         return self._step.coefficients[3]
 
     def link(self, receiver: str) -> LinkModel:
         return self._links.get(receiver, self._any_link)
 
     def choose(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int, may_divide: bool = True) -> Push:
-        """For a prompt whose first `cached` tokens need no computing.
+        """The plan for a prompt whose first `cached` tokens are in the cache.
 
-        The receiver has `held_blocks` leading blocks; `may_divide`: it takes a block in groups of layers.
+        The receiver has `held_blocks` leading blocks; `may_divide`: it accepts blocks in groups of layers.
         """
         if self._choice == "end":
             return AT_END
@@ -126,11 +130,12 @@ class PushRule:
         return BY_CHUNK if self._num_late % REVISIT == 0 and num_tokens - cached > self._chunk else AT_END
 
     def prices(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int) -> dict[Push, float]:
-        """Seconds, beside the computing, until the receiver has all: of sending at the end, and of each early plan."""
+        """Seconds, in addition to the compute time, until the receiver has everything: for sending at the end, and for
+        each early plan."""
         return self._weigh(receiver, cached, num_tokens, held_blocks, self.stolen_s, self._message_s)
 
     def exposed(self, receiver: str, *, cached: int, num_tokens: int, held_blocks: int) -> dict[Push, float]:
-        """Of them only what is between the first token and the landing."""
+        """Only the part between the first token and the arrival of the KV."""
         return self._weigh(receiver, cached, num_tokens, held_blocks, 0.0, 0.0)
 
     def _weigh(
@@ -142,7 +147,7 @@ class PushRule:
         total = sum(num_bytes for _, num_bytes in parts)
         last_ready_s, last_bytes = parts[-1]
         computing_s = last_ready_s - parts[-2][0] if len(parts) > 1 else last_ready_s
-        behind = 0.0  # seconds that the link is still busy with what was computed before, when the last chunk is
+        behind = 0.0  # seconds that the link is still busy with earlier chunks when the last one is computed
         waiting = total
         for ready_s, num_bytes in parts[:-1]:
             behind = max(behind, waiting / bandwidth - (last_ready_s - ready_s))
@@ -157,12 +162,12 @@ class PushRule:
         return weights
 
     def stepped(self, account: StepAccount, step_s: float, moved_bytes: int) -> None:
-        """A step took `step_s`, and so many bytes of KV left meanwhile."""
+        """A step took `step_s`, and this many bytes of KV were sent during it."""
         if account.prefill_tokens:
             self._step.observe((1.0, account.prefill_tokens, account.prefill_token_context, moved_bytes), step_s)
 
     def sent(self, receiver: str, exposed_bytes: int, exposed_s: float) -> None:
-        """A transfer took `exposed_s` for the bytes that were left when its prompt had been computed."""
+        """A transfer took `exposed_s` for the bytes that remained when its prompt was computed."""
         link = self._links.get(receiver)
         if link is None:
             link = self._links[receiver] = LinkModel(self._any_link.latency_s, self._any_link.bandwidth_bytes_s)
@@ -173,7 +178,7 @@ class PushRule:
         self._any_link.observe(exposed_bytes, exposed_s)
 
     def ended(self, receiver: str, push: Push, *, is_whole: bool) -> None:
-        """A transfer was sent (`is_whole`) or failed; not one that its owner cancelled."""
+        """A transfer was sent (`is_whole`) or failed. Not called for cancelled transfers."""
         if push.groups == 1:
             return
         if is_whole:
@@ -189,7 +194,7 @@ class PushRule:
             failures.num_whole = min(WHOLE_PROMPTS << doublings, MOST_WHOLE_PROMPTS)
 
     def _must_leave_whole(self, receiver: str) -> bool:
-        """Counts a prompt that layer groups are withheld from."""
+        """Counts a prompt for which layer groups are not used."""
         failures = self._failures.get(receiver)
         if failures is None or not failures.num_whole:
             return False
@@ -198,7 +203,8 @@ class PushRule:
         return True
 
     def _parts(self, cached: int, num_tokens: int, held_blocks: int) -> list[tuple[float, float]]:
-        """(when, from the start of the computing; bytes) of what becomes ready with each step of the prompt alone."""
+        """(time from the start of the computation, bytes) of the KV that becomes final with each step of the prompt
+        alone."""
         base_s, per_token_s, per_token_context_s, _ = self._step.coefficients
         size = self._block_size
         ends = [cached, *range(cached + self._chunk, num_tokens, self._chunk), num_tokens]
