@@ -1,1 +1,1 @@
-"""What a cluster would do: discrete events over the router's and the workers' own decision code. Pure."""
+"""Simulates a cluster: discrete events around the router's and the workers' own decision code. Pure."""

@@ -1,4 +1,4 @@
-"""What happens next in simulated time. Pure: the only clock here is the one that this turns."""
+"""The event queue and the simulated clock. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, final
 
 @final
 class Agenda:
-    """Entries of one moment happen in the order in which they were made, so equal delays keep a stream's order."""
+    """Entries of the same time happen in the order in which they were added, so equal delays keep a stream's order."""
 
     __slots__ = ("_entries", "now_s", "num_entries")
 
@@ -19,7 +19,7 @@ class Agenda:
         self.num_entries = 0
 
     def at(self, time_s: float, action: Callable[..., None], *details: Any) -> None:
-        """A time that is past counts as now."""
+        """A time in the past counts as now."""
         self.num_entries += 1
         heapq.heappush(self._entries, (max(time_s, self.now_s), self.num_entries, action, details))
 
@@ -28,7 +28,7 @@ class Agenda:
         heapq.heappush(self._entries, (self.now_s + delay_s, self.num_entries, action, details))
 
     def step(self) -> bool:
-        """Does the next entry; False where there is none."""
+        """Runs the next entry. False: there is none."""
         if not self._entries:
             return False
         self.now_s, _, action, details = heapq.heappop(self._entries)

@@ -1,6 +1,6 @@
 """Line charts as SVG text. Pure.
 
-Colours are CSS variables of the page (simulator/report.py), so that one drawing serves light and dark.
+Colours are CSS variables of the page (simulator/report.py), so that one drawing serves the light and the dark theme.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from typing import Final
 
 WIDE: Final = 720
-HALF: Final = 480  # where two stand side by side
-COLOURS: Final = 8  # of the page's palette; series beyond repeat it dashed
+HALF: Final = 480  # for two charts side by side
+COLOURS: Final = 8  # colours of the page's palette; further series repeat them with dashes
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 40
-_GAP: Final = 1e-12  # relative; where a tick rounds to just beyond the end
+_GAP: Final = 1e-12  # relative tolerance for ticks that round to just beyond the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """`colour` is its place in the palette: it stays with the thing that is drawn, whatever else is drawn."""
+    """`colour` is its place in the palette, which stays the same in every chart."""
 
     name: str
     points: Sequence[tuple[float, float]]
     colour: int = 0
-    is_marked: bool = False  # each point is a measurement and gets a dot that tells its values
+    is_marked: bool = False  # each point is a measurement, shown as a dot with its values
     is_filled: bool = False
     is_stepped: bool = False
 
@@ -39,7 +39,7 @@ class Axis:
     unit: str = ""  # "%": values are shares; "s": seconds; "n": a count
 
     def place(self, value: float) -> float:
-        """0 at its low end, 1 at its high end; not beyond."""
+        """0 at its low end, 1 at its high end, clipped."""
         low, high, at = self.low, self.high, value
         if self.is_log:
             low, high, at = math.log(low), math.log(high), math.log(max(value, self.low))
@@ -59,7 +59,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A dashed line at a value of one axis, such as a promise."""
+    """A dashed line at a value of one axis, such as a target."""
 
     at: float
     label: str
@@ -76,7 +76,7 @@ def line_chart(
     width: int = WIDE,
     height: int = 280,
 ) -> str:
-    """`title` is what a screen reader says."""
+    """`title` is for screen readers."""
     right, bottom = width - _RIGHT, height - (_BOTTOM if x.label else 22)
 
     def at_x(value: float) -> float:
@@ -155,7 +155,7 @@ def _even_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def _log_ticks(low: float, high: float, most: int = 8) -> list[float]:
-    """Powers of ten, with 2 and 5 between them where there is room."""
+    """Powers of ten, with 2 and 5 between them if there is room."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1.0, 2.0, 5.0), (1.0,)):
         ticks = [factor * 10.0**power for power in decades for factor in factors]

@@ -13,9 +13,9 @@ MAX_WORKERS: Final = 4096
 
 
 def make_workers(profile: Profile, num_prefill: int, num_decode: int, *, link: str = "") -> tuple[WorkerShape, ...]:
-    """p0, p1, ... and d0, d1, ..., all of `profile`, on the link of that name (the profile's first).
+    """Workers p0, p1, ... and d0, d1, ..., all of `profile`, on the link of that name (default: the profile's first).
 
-    Raises ConfigError on counts that serve nobody and on a link that the profile does not have, listing those it has.
+    Raises ConfigError on unusable counts, and on a link that the profile lacks, listing its links.
     """
     for field, count, low in (("prefill", num_prefill, 0), ("decode", num_decode, 1)):
         if not low <= count <= MAX_WORKERS:

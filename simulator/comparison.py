@@ -1,4 +1,4 @@
-"""A run beside others: what was asked, what came of it, as plain data. Pure."""
+"""Runs for comparison: their settings and results as plain data. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Run:
 
     @property
     def shortage(self) -> Shortage | None:
-        """What it lacks to say that its rate can be held; None: nothing."""
+        """What it lacks for a verdict that its rate can be sustained; None: nothing."""
         ended = [row.ended_s - row.arrival_s for row in self.result.requests if row.ended_s is not None]
         return shortage(
             requests=self.summary.requests,
@@ -41,7 +41,7 @@ class Run:
 
 
 def as_json(run: Run) -> dict[str, Any]:
-    """Equal runs give equal objects: no real time in it."""
+    """Equal runs give equal objects, because they contain no real time."""
     config, summary = run.result.config, run.summary
     prefill, decode = run.split.split(":")
     head = {
@@ -75,9 +75,9 @@ def rows_of(runs: Iterable[Run]) -> Iterator[dict[str, Any]]:
 
 
 def highest_held(runs: Iterable[Run]) -> dict[str, float | None]:
-    """Of each policy: the highest of the tried rates that held, with every lower one that was tried; 0 if none did.
+    """By policy: the highest tried rate that met the target, as did all lower ones; 0 if none did.
 
-    None: that run is too short to say so.
+    None: that run is too short for a verdict.
     """
     held: dict[str, float | None] = {}
     broken: set[str] = set()

@@ -1,4 +1,4 @@
-"""What the report's charts show: points from runs. Pure."""
+"""Computes the points of the report's charts from runs. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from simulator.charts import HALF, Axis, Rule, Series, line_chart
 from simulator.comparison import TARGET, Run
 from simulator.model import RequestRow, Sample
 
-_MOST_POINTS: Final = 360  # of a timeline or a distribution: more than its pixels tell
+_MOST_POINTS: Final = 360  # of a timeline or a distribution; more would not be visible
 
 
 def colours(runs: Iterable[Run]) -> dict[str, int]:
-    """Each policy keeps its colour through the page."""
+    """Each policy has the same colour on the whole page."""
     return {policy: number for number, policy in enumerate(dict.fromkeys(run.policy for run in runs))}
 
 
@@ -46,8 +46,8 @@ def share_chart(
     colour_of: dict[str, int],
     title: str,
 ) -> str:
-    """Of all requests, refused ones too, the share whose time was at most so long: no curve of a run that left some
-    unanswered reaches the top."""
+    """The share of all requests, including rejected ones, whose time was at most x. If a run left requests unanswered,
+    its curve does not reach 1."""
     held = {
         run.policy: sorted(seen for row in run.result.requests if (seen := value(row)) is not None and seen > 0.0)
         for run in runs
@@ -70,7 +70,7 @@ def share_chart(
     )
 
 
-TIMELINE_COLOURS: Final = (6, 3)  # apart from the first policies', which mean something else
+TIMELINE_COLOURS: Final = (6, 3)  # different from the colours of the first policies, which have another meaning
 TIMELINES: Final[tuple[tuple[str, tuple[tuple[str, Callable[[Sample], float]], ...]], ...]] = (
     ("queued requests", (("queued", lambda one: one.queued),)),
     ("running requests, and rows that decode", (("running", lambda one: one.running), ("rows", lambda one: one.rows))),
@@ -108,7 +108,7 @@ def timeline(run: Run, number: int) -> str:
 
 
 def means(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
-    """At most so many points; each the mean of its neighbours."""
+    """At most this many points; each is the mean of its neighbours."""
     size = math.ceil(len(points) / most) if points else 1
     if size == 1:
         return list(points)

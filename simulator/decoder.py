@@ -1,8 +1,8 @@
 """A simulated decode worker: decode_worker.program with a clock in place of an engine. Pure.
 
-Steps that only decode are not taken one by one. While nobody joins, leaves, ends or needs a block, a run of them
-lasts as long as runs.py says and is applied at once. A message in the middle of a run is read at the end of the step
-that it falls into; where it changes who decodes, the run ends there.
+Steps that only decode are not simulated one by one. While no sequence joins, leaves, ends or needs a block, the time of
+a run of steps is computed by runs.py and applied at once. A message that arrives during a run is read at the end of the
+step in which it arrives. If it changes which sequences decode, the run ends there.
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ from simulator.runs import Pace
 from simulator.speed import Speed
 from simulator.tally import Tally
 
-LEAST_CHUNK: Final = 16  # prompt tokens beside decode rows: a block of the live system's, however large ours are
+# prompt tokens beside decode rows: a block of the live system, whatever the simulated block size
+LEAST_CHUNK: Final = 16
 
 
 @dataclass(slots=True)
 class Run:
-    """Steps that are being taken. `count` 0: one step, that is more than decode rows."""
+    """The steps in progress. `count` 0: one step with more than decode rows."""
 
     step: Step
     count: int
     pace: Pace
     jitter: float
     since_s: float
-    border: int = 0  # the step after which the inbox is to be read; 0: none
+    border: int = 0  # the step after which the inbox must be read; 0: none
 
     def end_of(self, steps: int) -> float:
         return self.since_s + self.pace.after(steps) * self.jitter
 
     def steps_by(self, now_s: float) -> int:
-        """Which step is under way, or ends now."""
+        """The number of the step that is running or ends now."""
         return self.pace.steps_until((now_s - self.since_s) / self.jitter)
 
 
 @dataclass(slots=True)
 class Untold:
-    """Tokens of one attempt that its router has not heard of."""
+    """Tokens of one attempt that were not reported to its router."""
 
     output_index: int  # of the first
     count: int
@@ -82,7 +83,7 @@ class Decoder(Machine):
         self._num_grants = 0
         self._run: Run | None = None
         self._untold: dict[AttemptKey, Untold] = {}
-        self._tell_at_s = 0.0  # when the untold ones are due
+        self._tell_at_s = 0.0  # when the unreported ones are due
         self._fingerprint = Fingerprint(
             protocol=1,
             model="simulated",
@@ -169,7 +170,7 @@ class Decoder(Machine):
 
     def cancel(self, key: AttemptKey) -> None:
         if self._batching.stage(key) is Stage.RUNNING:
-            self._settle()  # what it has computed so far counts
+            self._settle()  # the steps so far are applied
         super().cancel(key)
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -179,12 +180,12 @@ class Decoder(Machine):
         super().stall(for_s)
 
     def change_speed(self) -> None:
-        """Steps that have not begun will take another time."""
+        """The duration of steps that have not begun has changed."""
         self._cut()
         super().change_speed()
 
     def _cut(self) -> None:
-        """The step that is under way is the last of its run."""
+        """Makes the current step the last of its run."""
         run = self._run
         if run is not None and run.count > 1:
             last = run.steps_by(self.agenda.now_s)
@@ -197,12 +198,12 @@ class Decoder(Machine):
         assert run is not None
         if run.count > 1 and run.border == 0:
             under_way = run.steps_by(self.agenda.now_s)
-            if under_way < run.count:  # else the run's own end reads the inbox
+            if under_way < run.count:  # otherwise the end of the run reads the inbox
                 run.border = under_way
                 self.agenda.at(run.end_of(under_way), self._at_border, run)
 
     def _at_border(self, run: Run) -> None:
-        """A step inside a run has ended, and there are messages."""
+        """A step within a run has ended, and there are messages."""
         if self.is_dead or run is not self._run:
             return
         if self.is_stalled:
@@ -211,7 +212,7 @@ class Decoder(Machine):
         self.note()
         changes = self._batching.num_changes
         self.read_inbox()
-        if self._run is None:  # a message could not be read without settling
+        if self._run is None:  # a message cannot be processed before the run's steps are applied
             self._changed()
             self._go()
             return
@@ -258,7 +259,7 @@ class Decoder(Machine):
         self._go()
 
     def _settle(self) -> None:
-        """The run ends with the step that ends now; what it has computed is applied."""
+        """Ends the run with the step that ends now, and applies its steps."""
         run, now_s, batching = self._run, self.agenda.now_s, self._batching
         if run is None:
             return
@@ -293,7 +294,7 @@ class Decoder(Machine):
     # -- tokens --------------------------------------------------------------------------------------------------
 
     def _tell(self, drawn: Iterable[fx.Drawn], others: Iterable[AttemptKey] = ()) -> None:
-        """The untold tokens of these attempts, one message per router; `drawn` are their last ones."""
+        """Sends the unreported tokens of these attempts, one message per router; `drawn` are their last ones."""
         by_router: dict[int, list[events.TokenRow]] = {}
         for one in drawn:
             key = one.key
@@ -331,7 +332,7 @@ class Decoder(Machine):
     # -- effects -------------------------------------------------------------------------------------------------
 
     def act(self, effects: list[Any]) -> None:
-        """Tokens go first, as in the live worker: a request's Released must not overtake them."""
+        """Tokens are sent first, as in the live worker: a request's Released must not overtake them."""
         drawn = [effect for effect in effects if isinstance(effect, fx.Drawn)]
         for one in drawn:
             if one.decode_s or one.decode_queue_s or one.preempted_s:

@@ -21,13 +21,13 @@ IN_TIME = frozenset({commands.Outcome.SERVED, commands.Outcome.LATE})
 
 class Machines(Protocol):
     def __call__(self, worker_id: str) -> Machine | None:
-        """The worker's present life; None while it is dead."""
+        """The running instance of the worker; None while it is dead."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A request whose client waits for the last word."""
+    """A request whose client waits for its end."""
 
     row: RequestRow
     names: BlockNames
@@ -150,7 +150,7 @@ class Front:
 
     def _send(self, worker_id: str, what: str, *details: object) -> None:
         machine = self._machines(worker_id)
-        if machine is not None:  # else WorkerLost is on its way
+        if machine is not None:  # otherwise WorkerLost is about to arrive
             self._agenda.after(self._config.message_s, machine.deliver, getattr(machine, what), *details)
 
     def _key(self, command: commands.Reserve | commands.Prefill | commands.Admit | commands.Cancel) -> AttemptKey:

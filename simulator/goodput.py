@@ -1,13 +1,14 @@
-"""Goodput: the highest rate at which enough requests keep both promises. Pure: the caller brings what runs a rate.
+"""Goodput: the highest rate at which enough requests meet both targets. Pure: the caller provides the function that
+runs a rate.
 
 Open loop: a run replays the same requests with their arrivals closer together or further apart (`scale` times the
-trace's own rate). A request counts only if it was served whole and kept its TTFT and its TPOT; refused, failed,
-expired and cancelled ones are misses.
+trace's own rate). A request counts only if it was served completely and met its TTFT and TPOT targets; rejected,
+failed, expired and cancelled ones are misses.
 
-Attainment is noisy and, near the edge, not monotone in the rate. The search keeps one invariant: every probed rate up
-to `scale` met the target, and the next probed one, at most `tolerance` above, missed it. So the answer is a rate
-that was seen to hold, on the careful side of the edge; with several seeds the rows of all runs are pooled before the
-target is asked for.
+Attainment is noisy and, near the limit, not monotone in the rate. The search keeps one invariant: every tried rate up
+to `scale` met the target, and the next tried one, at most `tolerance` above, missed it. So the answer is a rate that
+was shown to meet the target. With several seeds the rows of all runs are pooled before they are compared with the
+target.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from simulator.reshape import Reshaped, Step, rate_scaled
 from simulator.sufficiency import TARGET as TARGET
 from simulator.sufficiency import Shortage, shortage, surely_misses
 
-TOLERANCE: Final = 0.03  # relative, between the rate that holds and the one that does not
-TRICKLE: Final = 64.0  # a rate so many times below the first guess that fails as well: not attainable; above: no edge
-STEP: Final = 1.3  # between two rates while the edge is not yet bracketed; grows with each
+TOLERANCE: Final = 0.03  # relative, between the rate that meets the target and the one that does not
+# if a rate this many times below the first guess misses too: not attainable; if one this many times above meets it: no
+# limit
+TRICKLE: Final = 64.0
+STEP: Final = 1.3  # factor between two rates until the limit is bracketed; grows with each
 
 
 @dataclass(slots=True, kw_only=True)
 class Probe:
-    """What the runs at one rate showed. `num_rows` counts every request of them, ended or not."""
+    """The results of the runs at one rate. `num_rows` counts every request, ended or not."""
 
     scale: float
     rate_rps: float
@@ -43,14 +46,14 @@ class Probe:
     misses: Counter[str] = field(default_factory=Counter)  # by simulator.metrics.miss
     is_whole: bool = True  # False: stopped as soon as the target was out of reach; the other figures are partial
     prompt_tokens: int = 0  # of all that ended
-    prompt_tokens_met: int = 0  # of those that met both promises
+    prompt_tokens_met: int = 0  # of those that met both targets
     ttfts_s: list[float] = field(default_factory=list)  # of those that had a first token
     tpots_s: list[float] = field(default_factory=list)  # of those that had a second
     stayed_s: float = 0.0  # from arrival to end, over all that ended
     num_ended: int = 0
 
     def count(self, row: RequestRow) -> bool:
-        """False once the target cannot be reached, whatever the rest does."""
+        """False once the target cannot be reached, whatever the remaining requests do."""
         self.prompt_tokens += row.prompt_tokens
         if row.ended_s is not None:
             self.stayed_s += row.ended_s - row.arrival_s
@@ -72,7 +75,7 @@ class Probe:
 
     @property
     def can_hold(self) -> bool:
-        """The target can still be reached, or has been. Compared in rows, where no rounding can tip it."""
+        """The target can still be reached, or was. Compared in rows, to avoid rounding."""
         return self.num_rows - self.num_missed >= math.ceil(self.target * self.num_rows - 1e-9)
 
     @property
@@ -81,12 +84,13 @@ class Probe:
 
     @property
     def attainment(self) -> float:
-        """Of a run that was stopped: what it could have reached at best."""
+        """For a stopped run: what it could have reached at best."""
         return (self.num_rows - self.num_missed) / self.num_rows
 
     @property
     def token_attainment(self) -> float:
-        """Share of prompt tokens whose requests met both promises: the target leaves room to give up the longest."""
+        """Share of prompt tokens whose requests met both targets: the goal allows a policy to give up the longest
+        prompts."""
         return self.prompt_tokens_met / max(1, self.prompt_tokens)
 
     @property
@@ -96,9 +100,9 @@ class Probe:
 
     @property
     def limit(self) -> str:
-        """Which promise most misses broke: "ttft", "tpot", or "" where nothing was missed.
+        """The target that most misses broke: "ttft", "tpot", or "" if there are no misses.
 
-        Who was refused or never served whole waited in vain for a first token, and counts for TTFT.
+        Rejected and incomplete requests count for TTFT.
         """
         tpot = self.misses[LATE_TOKENS]
         return "" if not self.num_missed else "tpot" if tpot > self.num_missed - tpot else "ttft"
@@ -106,14 +110,14 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """So many requests of a trace, held in memory: a search runs them many times."""
+    """The requests of a trace, held in memory, because a search runs them many times."""
 
     name: str
     block_tokens: int
     requests: tuple[TraceRequest, ...]
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where they have no duration."""
+        """Raises ConfigError if they have no duration."""
         span_s = self.requests[-1].arrival_s - self.requests[0].arrival_s if self.requests else 0.0
         if not span_s > 0.0:
             expected = "arrivals that take some time"
@@ -131,27 +135,27 @@ class Window:
 
 
 def cut(trace: Trace, *steps: Step) -> Window:
-    """`trace` as the steps leave it; one of them should bound its length."""
+    """`trace` after the steps; one of them should limit its length."""
     reshaped = Reshaped(trace, *steps)
     return Window(name=reshaped.name, block_tokens=reshaped.block_tokens, requests=tuple(reshaped))
 
 
 class Run(Protocol):
-    """A run at `scale`; `to_end`: also where the target is out of reach, for the figures of everybody."""
+    """A run at `scale`; `to_end`: even if the target is out of reach, for complete figures."""
 
     def __call__(self, scale: float, to_end: bool = False) -> Probe: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """`scale` and `rate_rps` are 0 where no rate held."""
+    """`scale` and `rate_rps` are 0 if no rate met the target."""
 
     scale: float
     rate_rps: float
     held: Probe | None  # at the goodput
     missed: Probe | None  # at the lowest rate above it that was tried
     probes: tuple[Probe, ...]  # in the order they ran
-    is_bound: bool = False  # not searched further: it is no better than the rate of `missed`
+    is_bound: bool = False  # the search stopped early: the goodput is below the rate of `missed`
 
     @property
     def limit(self) -> str:
@@ -173,7 +177,7 @@ class Goodput:
 
     @property
     def verdict(self) -> str:
-        """One line for people."""
+        """One line of text."""
         if self.held is not None:
             if self.missed is None:
                 return f"at least {self.rate_rps:.4g} requests/s: so few requests never overload this cluster"
@@ -194,8 +198,8 @@ class Goodput:
 def find_goodput(
     run: Run, first: float, *, tolerance: float = TOLERANCE, floor: float = 0.0, step: float = STEP
 ) -> Goodput:
-    """Searches from the scale `first` on; `step` is the smaller the better a guess that is. Nothing at or below the
-    scale `floor` is of interest: where the rate just above it misses, the search ends with `is_bound`.
+    """Searches from the scale `first` on; use a smaller `step` for a better first guess. Scales at or below `floor` are
+    of no interest: if the rate just above misses, the search ends with `is_bound`.
 
     Raises ConfigError on a `first` or `tolerance` that is not above 0.
     """
@@ -240,7 +244,7 @@ def find_goodput(
 def runner(windows: Sequence[Window], config: SimConfig, simulate: Simulate, *, target: float = TARGET) -> Run:
     """Runs every window (one per seed) at a scale, each with a seed of its own, and pools their rows.
 
-    A run ends early only when no outcome of what is left could reach the target any more.
+    A run ends early only if the remaining requests cannot change that the target is missed.
     """
     if not windows:
         raise ConfigError("windows", 0, "at least one")
@@ -256,7 +260,7 @@ def runner(windows: Sequence[Window], config: SimConfig, simulate: Simulate, *, 
             if not probe.can_hold and not to_end:
                 probe.is_whole = False
                 break
-            # Who never ended is in no row that was counted.
+            # Requests that never ended were not counted in any row.
             probe.misses["unfinished"] += sum(row.outcome == "unfinished" for row in result.requests)
         return probe
 

@@ -1,7 +1,7 @@
-"""One life of a simulated worker, whatever its role: messages in, events out, reports. Pure.
+"""One instance of a simulated worker of either role: reads messages, sends events and reports. Pure.
 
-It does what pdserve.worker.program does with the same batching: messages are read between steps, effects become
-events for the routers in the same order, loads are told on each heartbeat and soon after a change.
+It does what pdserve.worker.program does, with the same batching: it reads messages between steps, turns effects into
+events for the routers in the same order, and reports its load on each heartbeat and soon after a change.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from simulator.prompts import BlockNames, SyntheticAttempt, blank, sampling_of
 from simulator.speed import Speed
 from simulator.tally import Tally
 
-DENSE_SAMPLES: Final = 100  # batches that are told as often as a live worker does; once learnt, fewer say as much
-SPARSE_S: Final = 0.5  # between those that are told then
-IDLE_BEAT_S: Final = 1.0  # between the reports of a worker with nothing new to say
+DENSE_SAMPLES: Final = 100  # batches that are reported as often as by a live worker; after learning, fewer are enough
+SPARSE_S: Final = 0.5  # interval between reports after that
+IDLE_BEAT_S: Final = 1.0  # interval between the reports of a worker without changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a router asks of a worker, with what the runtime adds of the request."""
+    """A router's command to a worker, with the request data that the runtime adds."""
 
     key: AttemptKey
     names: BlockNames
@@ -68,7 +68,7 @@ class Machine(ABC):
         self.stalled_until_s = 0.0
         self.num_steps = 0
         self.num_timed = 0
-        self.stranded: dict[AttemptKey, int] = {}  # blocks held that nobody computes, moves or decodes
+        self.stranded: dict[AttemptKey, int] = {}  # blocks held that are not computed, transferred or decoded
         self._num_stranded = 0
         self.inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._ledger = AttemptLedger()
@@ -76,7 +76,8 @@ class Machine(ABC):
         self._told: fx.Load | None = None
         self._is_beat_due = False
 
-    # -- what a role adds ----------------------------------------------------------------------------------------
+    # -- implemented by each role
+    # ----------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -88,11 +89,11 @@ class Machine(ABC):
 
     @abstractmethod
     def _interrupt(self) -> None:
-        """Something is in the inbox while it computes: it is read at the end of the present step."""
+        """A message arrived while it computes: it is read at the end of the current step."""
 
     @abstractmethod
     def _go(self) -> None:
-        """Begins the next step, if there is something to compute."""
+        """Begins the next step, if there is work."""
 
     @abstractmethod
     def act(self, effects: list[Any]) -> None:
@@ -123,11 +124,11 @@ class Machine(ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held for anybody."""
+        """True if it holds no memory for any request."""
         return not self.batching.live()
 
     def connect(self) -> None:
-        """Whoever was there before the first request is known at once."""
+        """Workers that exist before the first request are known immediately."""
         delay_s = self.around.config.message_s if self.agenda.now_s > 0.0 else 0.0
         for router in range(self.around.config.num_routers):
             self.agenda.after(delay_s, self.around.tell, router, self.hello())
@@ -145,7 +146,7 @@ class Machine(ABC):
 
     def change_speed(self) -> None:
         """Called before it changes."""
-        self.num_timed = 0  # what was learnt is void
+        self.num_timed = 0  # what was learned is invalid
 
     @property
     def is_stalled(self) -> bool:
@@ -154,7 +155,7 @@ class Machine(ABC):
     # -- messages ------------------------------------------------------------------------------------------------
 
     def deliver(self, action: Callable[..., None], *details: Any) -> None:
-        """`action` is one of this machine's own methods; it happens between steps."""
+        """`action` is one of this machine's methods; it runs between steps."""
         if self.is_dead:
             return
         if self.is_stalled:
@@ -169,7 +170,7 @@ class Machine(ABC):
             self._go()
 
     def post(self, action: Callable[..., None], *details: Any) -> None:
-        """From whoever moves KV, which may be called by this very machine: it is read after what goes on now."""
+        """From the network, which may be called by this machine itself: it is read after the current action."""
         self.agenda.after(0.0, self.deliver, action, *details)
 
     def read_inbox(self) -> None:
@@ -190,7 +191,7 @@ class Machine(ABC):
         raise AssertionError("only prefill workers send")
 
     def moving(self, key: AttemptKey) -> None:
-        """A landing place of ours is in use."""
+        """The transfer into granted blocks has begun."""
         self.note()
         self.unstrand(key)
 
@@ -227,7 +228,7 @@ class Machine(ABC):
         self.agenda.after(self.around.config.message_s, self.around.tell, router, event)
 
     def act_on(self, effect: Any) -> None:
-        """The effects that both roles have."""
+        """Carries out the effects that both roles have."""
         key: AttemptKey = effect.key
         name, worker_id = key.request_id, self.shape.worker_id
         match effect:
@@ -269,7 +270,7 @@ class Machine(ABC):
     # -- reports -------------------------------------------------------------------------------------------------
 
     def timed(self, account: fx.StepAccount, step_s: float) -> bool:
-        """A step of this account took so long; whether it is one of those that are told."""
+        """Records the time of a step; True if it is reported."""
         now_s, heartbeat_s = self.agenda.now_s, self.around.config.heartbeat_s
         every_s = heartbeat_s / 10 if self.num_timed < DENSE_SAMPLES else max(SPARSE_S, heartbeat_s / 10)
         if now_s - self._timed_s < every_s:
@@ -296,7 +297,7 @@ class Machine(ABC):
         self._num_stranded -= self.stranded.pop(key, 0)
 
     def note(self) -> None:
-        """Before what is held changes."""
+        """Called before the held memory changes."""
         size = self.block_size
         self.tally.hold(self.agenda.now_s, self.blocks.num_referenced * size, self._num_stranded * size)
 

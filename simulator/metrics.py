@@ -1,8 +1,8 @@
-"""What a run was worth: figures over its rows. Pure.
+"""Computes the figures of a run from its rows. Pure.
 
-Whatever was not served whole within both promises is a miss: late, refused, expired, failed, cancelled, unfinished.
-Percentiles are by nearest rank over the requests that have the time at all, and say of how many: a policy that
-refuses much has few, so read them beside the attainment, which counts everybody.
+Every request that was not served completely within both targets is a miss: late, rejected, expired, failed, cancelled,
+unfinished. Percentiles are by nearest rank over the requests that have the time, with their number: a policy that
+rejects many has few, so compare them together with the attainment, which counts all requests.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pdserve.core.types import Role
 from simulator.model import RequestRow, SimResult, WorkerRow
 
 SHARES: Final = (0.5, 0.9, 0.95, 0.99)
-LATE_TOKENS: Final = "late tokens"  # the first token was in time, the mean time per token was not
+LATE_TOKENS: Final = "late tokens"  # the first token was on time, the mean time per token was not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """Of `of` values; None where there are none."""
+    """Percentiles of `of` values; None if there are none."""
 
     of: int
     mean: float | None = None
@@ -34,7 +34,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleUse:
-    """What the workers of one role did, in the mean over them."""
+    """Means over the workers of one role."""
 
     workers: int
     busy_share: float  # of the time until the last request ended
@@ -42,7 +42,7 @@ class RoleUse:
     prefill_tokens: int
     decode_tokens: int
     kv_share: float  # of their blocks' capacity that was held
-    stranded_share: float  # of what was held: by who neither computes, moves nor decodes
+    stranded_share: float  # share of the held memory that is not computed, transferred or decoded
     preemptions: int
 
 
@@ -51,24 +51,24 @@ class Summary:
     requests: int
     met: int
     attainment: float  # met / requests
-    ttft_attainment: float  # the first token in time, whatever came after
+    ttft_attainment: float  # share with the first token on time
     tpot_attainment: float
-    token_attainment: float  # of all tokens asked for, those that came by ttft_slo + i * tpot_slo
+    token_attainment: float  # share of all requested tokens that came by ttft_slo + i * tpot_slo
     rate_rps: float  # that arrived
-    goodput_rps: float  # of them, that met both promises
+    goodput_rps: float  # requests that met both targets
     goodput_per_worker_rps: float
     tokens_per_s: float  # of answers
     outcomes: dict[str, int]
-    misses: dict[str, int]  # by which promise was broken, or how the request ended
-    paths: dict[str, tuple[int, int]]  # path: requests placed on it, and how many of them met both promises
+    misses: dict[str, int]  # by the missed target, or by the outcome of the request
+    paths: dict[str, tuple[int, int]]  # path: requests placed on it, and how many of them met both targets
     ttft_s: Percentiles
     tpot_s: Percentiles
     queue_s: Percentiles
-    transfer_s: Percentiles  # of those whose KV moved
-    refusal_s: Percentiles  # from arrival to the refusal
+    transfer_s: Percentiles  # of requests whose KV was transferred
+    refusal_s: Percentiles  # from arrival to rejection
     ttft_error: float | None  # median |predicted - actual| / actual
     tpot_error: float | None
-    cached_share: float  # of prompt tokens of placed requests, found in a cache
+    cached_share: float  # share of the prompt tokens of placed requests that were found in a cache
     preemptions: int
     span_s: float  # of arrivals
     lasted_s: float  # until the last request ended
@@ -79,7 +79,7 @@ def summarise(result: SimResult) -> Summary:
     rows = result.requests
     met = sum(row.has_met_slo for row in rows)
     lasted_s = duration_s(result)
-    # A burst has no rate of arrival; it is told by the time that it took to serve.
+    # A burst has no arrival rate, so its rate is computed from the time to serve it.
     span_s = result.span_s if result.span_s > 0.0 else lasted_s
     placed = [row for row in rows if row.path is not None]
     return Summary(
@@ -129,7 +129,7 @@ def is_in_time_tpot(row: RequestRow) -> bool:
 
 
 def miss(row: RequestRow) -> str:
-    """Why the request counts for nothing; "" where it met both promises."""
+    """Why the request is a miss; "" if it met both targets."""
     if row.has_met_slo:
         return ""
     if row.outcome != "late":
@@ -140,15 +140,15 @@ def miss(row: RequestRow) -> str:
 
 
 def tokens_in_time(row: RequestRow) -> int:
-    """Tokens i that came by ttft_slo + i * tpot_slo: a reader who reads at the promised speed never waits for them.
+    """Number of tokens i that came by ttft_slo + i * tpot_slo.
 
-    Rows hold the mean time per token, so tokens are taken to have come evenly.
+    Rows contain only the mean time per token, so tokens are assumed to be evenly spaced.
     """
     if row.ttft_s is None:
         return 0
     spare_s = row.slo.ttft_s - row.ttft_s
     lost_s = (row.tpot_s or 0.0) - row.slo.tpot_s  # with each further token
-    if lost_s <= 0.0:  # catches up, if it was late at all
+    if lost_s <= 0.0:  # catches up, if it was late
         late = 0 if spare_s >= 0.0 else row.tokens if lost_s == 0.0 else math.ceil(spare_s / lost_s - 1e-9)
         return max(row.tokens - late, 0)
     return min(row.tokens, math.floor(spare_s / lost_s + 1e-9) + 1) if spare_s >= 0.0 else 0

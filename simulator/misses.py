@@ -1,4 +1,4 @@
-"""Which requests fared worst, and why, in words. Pure."""
+"""The worst requests, with the reasons in words. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from simulator.model import RequestRow
 
 
 def worst(rows: Iterable[RequestRow], count: int) -> list[RequestRow]:
-    """Of those that missed: what was lost first, then what was late, by how far, then what was refused or left."""
+    """Requests that missed a target: failed ones first, then late ones by how late, then rejected and cancelled
+    ones."""
     missed = [row for row in rows if not row.has_met_slo]
     return sorted(missed, key=_badness, reverse=True)[:count]
 
 
 def lateness(row: RequestRow) -> float:
-    """The worse of both times over its promise; above 1 is late. Infinite without a first token."""
+    """The larger ratio of time to target; above 1 is late. Infinite without a first token."""
     if row.ttft_s is None:
         return math.inf
     return max(row.ttft_s / row.slo.ttft_s, (row.tpot_s or 0.0) / row.slo.tpot_s)
@@ -46,7 +47,7 @@ def why(row: RequestRow) -> str:
 
 def _share_of_ttft(row: RequestRow) -> str:
     assert row.ttft_s is not None
-    # A transfer overlaps the prefill that it follows, so that only their sum can be told apart from the queue.
+    # A transfer overlaps its prefill, so only their sum can be separated from the queue.
     work = "prefill and transfer" if row.path is Path.REMOTE else "prefill"
     spent = {"queue": min(row.queue_s, row.ttft_s), work: max(row.ttft_s - row.queue_s, 0.0)}
     name, longest_s = max(spent.items(), key=lambda item: item[1])

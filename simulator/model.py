@@ -1,4 +1,4 @@
-"""What a simulation is given and what it answers. Pure data.
+"""Inputs and results of a simulation. Pure data.
 
 Seconds are simulated seconds since the start of the trace unless a name says otherwise.
 """
@@ -20,7 +20,7 @@ from router.settings import RouterSettings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
     """One request of a trace. `block_ids`: one id per `Trace.block_tokens` prompt tokens; equal ids mean an equal
-    prefix. Empty where the trace does not say."""
+    prefix. Empty if the trace has none."""
 
     arrival_s: float
     prompt_tokens: int
@@ -29,19 +29,19 @@ class TraceRequest:
     tenant: str = ""
     priority: int = 0
     slo: Slo | None = None  # None: the run's
-    cancel_after_s: float | None = None  # the client leaves so long after its arrival
-    max_tokens: int | None = None  # that its client allowed; None: the run's
+    cancel_after_s: float | None = None  # the client disconnects this long after its arrival
+    max_tokens: int | None = None  # max_tokens of its client; None: the run's
 
 
 class Trace(Protocol):
-    """Requests in order of arrival; read as a stream, so that a trace may be larger than memory."""
+    """Requests in order of arrival, read as a stream, so that a trace may be larger than memory."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def block_tokens(self) -> int:
-        """Prompt tokens that one of `block_ids` stands for; 0: the trace has none."""
+        """Prompt tokens per block id; 0: the trace has no ids."""
         ...
 
     def __iter__(self) -> Iterator[TraceRequest]: ...
@@ -64,13 +64,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerShape:
-    """One simulated worker. `cost` is the truth; the router believes `prior` (None: the truth) until it has learnt."""
+    """One simulated worker. `cost` is its true cost. The router starts from `prior` (None: the true cost) and
+    learns."""
 
     worker_id: str
     role: Role
     cost: CostPrior
     prior: CostPrior | None = None
-    slowness: float = 1.0  # every step takes so many times as long
+    slowness: float = 1.0  # every step takes this many times as long
     kv_capacity_tokens: int = 400_000
     kv_bytes_per_token: int = 131_072
     link: Link = field(default_factory=Link)
@@ -89,7 +90,7 @@ class WorkerShape:
 
 
 class DisturbanceKind(Enum):
-    DIE = "die"  # the process ends; with `for_s` its successor connects after so long, empty
+    DIE = "die"  # the process ends; with `for_s` an empty successor connects after that time
     SLOW = "slow"  # steps take `factor` times as long, for `for_s`
     STALL = "stall"  # nothing moves for `for_s`
 
@@ -113,22 +114,22 @@ class Disturbance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimConfig:
-    """Everything that a run depends on beside its trace: equal configs and traces give equal results."""
+    """Everything that determines a run besides its trace: equal configs and traces give equal results."""
 
     workers: tuple[WorkerShape, ...]
     slo: Slo
     router: RouterSettings = field(default_factory=RouterSettings)
-    num_routers: int = 1  # requests go to each in turn; each sees the others' work by worker reports alone
-    block_size: int = 512  # tokens of one KV block, a divisor of the trace's block_tokens where it has any
+    num_routers: int = 1  # requests go to each in turn; each sees the others' work only by the workers' reports
+    block_size: int = 512  # tokens of one KV block; must divide the trace's block_tokens if it has any
     seed: int = 0
     noise: float = 0.0  # relative standard deviation of a step's time
     message_s: float = 2e-4  # one way between router and worker
     heartbeat_s: float = 0.25  # between a worker's reports
-    index_delay_s: float = 0.01  # until the prefix index knows what a worker stored
-    report_s: float = 0.25  # a decode worker's tokens are told together, at most so long
+    index_delay_s: float = 0.01  # until the prefix index has a worker's new blocks
+    report_s: float = 0.25  # a decode worker's tokens are reported in batches, at most this late
     deadline_s: float | None = None
-    # That clients allow where the trace does not say; a multiple of it where the answer is longer. Routers plan with
-    # it: were it the answer's length, they would know what nobody knows.
+    # max_tokens if the trace has none; a multiple of it for longer answers. Routers plan with it: the answer's length
+    # would reveal what a router cannot know.
     max_tokens: int = 4096
     disturbances: tuple[Disturbance, ...] = ()
 
@@ -160,42 +161,42 @@ class SimConfig:
 
 @dataclass(slots=True, kw_only=True)
 class RequestRow:
-    """How one request fared. `outcome` is a value of router.commands.Outcome."""
+    """The result of one request. `outcome` is a value of router.commands.Outcome."""
 
     number: int  # in the trace
     arrival_s: float
     prompt_tokens: int
-    output_tokens: int  # that the trace asks for
+    output_tokens: int  # requested by the trace
     slo: Slo
     tenant: str = ""
     outcome: str = "unfinished"
     ttft_s: float | None = None
     tpot_s: float | None = None  # 0 for a single token
     ended_s: float | None = None
-    tokens: int = 0  # that the client got
+    tokens: int = 0  # received by the client
     path: Path | None = None
     prefill_worker: str = ""
     decode_worker: str = ""
     cached_tokens: int = 0
     queue_s: float = 0.0
     transfer_s: float = 0.0
-    transfer_exposed_s: float = 0.0  # of it, after the prefill
+    transfer_exposed_s: float = 0.0  # the part after the prefill
     transfer_bytes: int = 0
     attempts: int = 0
     preemptions: int = 0
-    predicted_ttft_s: float | None = None  # when it was placed, waiting so far included
+    predicted_ttft_s: float | None = None  # predicted at placement, including the wait before
     predicted_tpot_s: float | None = None
     retry_after_s: float | None = None  # of a refusal
 
     @property
     def has_met_slo(self) -> bool:
-        """Whole answer, both promises kept. Refused, failed, expired, cancelled and late ones have not."""
+        """The whole answer came and met both targets."""
         return self.outcome == "served"
 
 
 @dataclass(slots=True, kw_only=True)
 class WorkerRow:
-    """What one worker did."""
+    """Statistics of one worker."""
 
     worker_id: str
     role: Role
@@ -205,7 +206,7 @@ class WorkerRow:
     decode_tokens: int = 0
     mean_rows: float = 0.0  # of its decode steps
     kv_token_s: float = 0.0  # integral of the tokens whose blocks were held
-    stranded_token_s: float = 0.0  # of them, held by what neither computes, moves nor decodes
+    stranded_token_s: float = 0.0  # the part that is not computed, transferred or decoded
     preemptions: int = 0
 
 
@@ -218,8 +219,8 @@ class Sample:
     running: int
     busy_prefills: int
     busy_decodes: int
-    rows: int  # that decode
-    kv_share: float  # of all decode workers' blocks that are held
+    rows: int  # sequences that decode
+    kv_share: float  # share of all decode workers' blocks that are held
 
 
 @dataclass(slots=True, kw_only=True)
@@ -230,20 +231,20 @@ class SimResult:
     workers: list[WorkerRow]
     samples: list[Sample]
     span_s: float  # last arrival - first arrival
-    wall_s: float = 0.0  # real time, filled in by whoever has a clock
+    wall_s: float = 0.0  # real time, filled in by the caller
     counters: dict[str, int] = field(default_factory=dict)
 
     @property
     def attainment(self) -> float:
-        """Share of all requests that met both promises; 0 of none."""
+        """Share of all requests that met both targets; 0 without requests."""
         return sum(one.has_met_slo for one in self.requests) / len(self.requests) if self.requests else 0.0
 
 
 class Simulate(Protocol):
     """`simulator.world.simulate`.
 
-    `on_ended` is shown each row as it ends, whatever its outcome; where it answers False the run stops there, and who
-    has not ended stays "unfinished". So a search need not finish runs whose answer is known.
+    `on_ended` is called with each row as it ends, whatever its outcome. If it returns False, the run stops, and the
+    remaining requests stay "unfinished". So a search need not complete runs whose result is known.
     """
 
     def __call__(

@@ -1,7 +1,7 @@
-"""KV on its way: each transfer is two sessions of kvtransfer, and a flow that shares both ends' bandwidth. Pure.
+"""Simulated KV transfers: each is two sessions of kvtransfer, and a flow that shares the bandwidth of both ends. Pure.
 
-A worker's flows get equal shares of its bandwidth, and a flow runs as fast as the smaller of its two shares. Chunks
-of a transfer move one after the other; each has landed one latency after its last byte has left.
+A worker's flows get equal shares of its bandwidth, and a flow runs as fast as the smaller of its two shares. Chunks of
+a transfer are sent one after the other; each arrives one latency after its last byte was sent.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from simulator.model import Link
 
 
 class End(Protocol):
-    """A worker as its transfers see it."""
+    """What a transfer needs from a worker."""
 
     link: Link
     flows: dict[TransferKey, Transfer]
 
     def moving(self, key: AttemptKey) -> None:
-        """The first byte is on its way."""
+        """The first byte was sent."""
 
     def received(
         self, key: AttemptKey, transfer: TransferKey, transfer_s: float, busy_s: float, num_bytes: int
     ) -> None:
-        """Every block has landed and was verified."""
+        """Every block has arrived and was verified."""
 
     def not_received(self, key: AttemptKey, transfer: TransferKey, error: str) -> None:
-        """Nobody writes any more, and not all has come."""
+        """The transfer ended incomplete, and there are no writers any more."""
 
     def sent(self, key: AttemptKey, transfer: TransferKey, is_whole: bool, error: str, exposed_s: float = 0.0) -> None:
-        """Nobody reads the source blocks any more; whole, it has landed `exposed_s` after the last of it was pushed."""
+        """The source blocks are no longer read. If complete, it arrived `exposed_s` after its last push."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,15 +49,15 @@ class Transfer:
     sender: End | None = None
     sender_key: AttemptKey | None = None
     latency_s: float = 0.0
-    pushed: deque[tuple[int, int]] = field(default_factory=deque)  # chunks that have not begun to move
-    chunk: tuple[int, int] | None = None  # the one that moves
+    pushed: deque[tuple[int, int]] = field(default_factory=deque)  # chunks that are not being sent yet
+    chunk: tuple[int, int] | None = None  # the chunk that is being sent
     left_bytes: float = 0.0  # of it
     bytes_per_s: float = 0.0
-    as_of_s: float = 0.0  # when left_bytes was so many
-    turn: int = 0  # outdates the ends that were foreseen
+    as_of_s: float = 0.0  # time at which left_bytes was valid
+    turn: int = 0  # invalidates earlier predictions of the end
     began_s: float | None = None
     chunk_began_s: float = 0.0
-    busy_s: float = 0.0  # with a chunk on its way, latency apart
+    busy_s: float = 0.0  # time with a chunk in transfer, without latency
     last_pushed_s: float = 0.0
 
     @property
@@ -96,7 +96,7 @@ class Network:
         self._still(transfer)
         if transfer.inward.has_ended:
             self._tell_receiver(transfer)
-        else:  # what is in flight lands first
+        else:  # the chunk in flight arrives first
             self._agenda.after(transfer.latency_s, self._receiver_ends, transfer)
         self._agenda.after(transfer.latency_s, self._sender_ends, transfer, Event.CANCELLED, "the receiver gave up")
 
@@ -130,7 +130,7 @@ class Network:
         self._agenda.after(transfer.latency_s, self._receiver_ends, transfer, Event.CANCELLED, "the sender gave up")
 
     def cut(self, end: End) -> None:
-        """A worker died. What it sent or received ends on the other side."""
+        """A worker died. Its transfers end on the other side."""
         for transfer in list(self._transfers.values()):
             if transfer.receiver is end:
                 self._still(transfer)
@@ -215,7 +215,7 @@ class Network:
             transfer_s = self._agenda.now_s - transfer.began_s
             busy_s = transfer.latency_s + transfer.busy_s
             transfer.receiver.received(transfer.receiver_key, transfer.key, transfer_s, busy_s, num_bytes)
-            self._forget_if_over(transfer)  # its sender may have given up while the last chunk was on its way
+            self._forget_if_over(transfer)  # its sender may have aborted while the last chunk was in transfer
 
     # -- ends ----------------------------------------------------------------------------------------------------
 

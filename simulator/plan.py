@@ -1,12 +1,12 @@
-"""How to split a number of workers into prefill and decode ones: by simulation, not by averages. Pure.
+"""Finds the best split of a number of workers into prefill and decode workers, by simulation instead of averages. Pure.
 
-Every split runs the same requests, with their full distribution of lengths, and is judged by the rate at which they
-arrive (simulator.goodput). A decode worker may also read prompts itself, so those of the goodput policy are the mixed
-workers, and 0:K is the cluster that is not disaggregated at all.
+Every split runs the same requests, with their full distribution of lengths, and is judged by their arrival rate
+(simulator.goodput). With the goodput policy, decode workers may also prefill, and 0:K is the cluster without
+disaggregation.
 
-Two searches: `sweep` looks everywhere, coarse to fine, and gives a curve to look at; its rounds can run in parallel
-and the answer does not depend on how. `climb` only wants the best split, and asks each other one a single question:
-does it hold a rate above the best so far?
+There are two searches. `sweep` covers all splits, coarse to fine, and gives a curve; its rounds can run in parallel,
+and the answer does not depend on the number of processes. `climb` finds only the best split, and tests of each other
+split only whether it sustains a higher rate than the best so far.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from simulator.cluster import MAX_WORKERS, make_workers
 from simulator.goodput import STEP, TOLERANCE, Goodput, Run, Window, find_goodput, runner
 from simulator.model import SimConfig, Simulate
 
-MARGIN: Final = 0.03  # what disaggregation must be worth before it is advised: it needs a network for KV
-ALWAYS_WHOLE: Final = ("colocated",)  # policies that have no use for a prefill worker
-SHARE_OF_CAPACITY: Final = 0.8  # of all workers' time, where the search for the highest rate begins
-NEAR: Final = 1.1  # the first step from a rate that another window had
+MARGIN: Final = 0.03  # gain required for disaggregation, because it needs a network for KV
+ALWAYS_WHOLE: Final = ("colocated",)  # policies that use no prefill worker
+SHARE_OF_CAPACITY: Final = 0.8  # share of all workers' time at which the search for the highest rate begins
+NEAR: Final = 1.1  # the first step from the rate of another window
 CHUNK_TOKENS: Final = 2048
 MAX_ROWS: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is planned for. `windows`: the requests, once per seed."""
+    """The input of a plan. `windows`: the requests, once per seed."""
 
     windows: tuple[Window, ...]
     profile: Profile
     num_workers: int
     slo: Slo
     router: RouterSettings = field(default_factory=lambda: RouterSettings(policy="goodput"))
-    link: str = ""  # of the profile's; "": its first
+    link: str = ""  # name of the profile's link; "": its first
     block_size: int = 64
     seed: int = 0
     tolerance: float = TOLERANCE
@@ -52,7 +52,7 @@ class Question:
 
     @property
     def splits(self) -> range:
-        """Numbers of prefill workers that can be meant."""
+        """The valid numbers of prefill workers."""
         return range(1 if self.router.policy in ALWAYS_WHOLE else self.num_workers)
 
     def resized(self, num_workers: int) -> Question:
@@ -73,7 +73,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What one request takes of one worker in the mean, in seconds, were it never to wait: where a search begins."""
+    """Mean seconds that one request takes of one worker without waiting, from which a search begins."""
 
     prefill_s: float
     decode_s: float
@@ -84,7 +84,7 @@ class Demand:
 
 
 def demand(question: Question) -> Demand:
-    """Over the whole distribution; nothing is cached, and a decode step is shared by as many rows as fit."""
+    """Over the whole distribution, without caches, with as many rows per decode step as fit."""
     cost, num_requests, prefill_s, decode_s, context = question.profile.cost, 0, 0.0, 0.0, 0.0
     for one in question.windows[0]:
         tokens, rows_context = one.prompt_tokens, one.prompt_tokens + 0.5 * one.output_tokens
@@ -99,7 +99,7 @@ def demand(question: Question) -> Demand:
 
 
 def first_guess(question: Question) -> float:
-    """A scale near which the highest rate may lie."""
+    """A first guess of the scale of the highest rate."""
     needed = demand(question)
     capacity_rps = question.num_workers / (needed.prefill_s + needed.decode_s)
     return SHARE_OF_CAPACITY * capacity_rps / question.windows[0].rate_rps
@@ -108,7 +108,7 @@ def first_guess(question: Question) -> float:
 def measure(
     question: Question, num_prefill: int, simulate: Simulate, *, first: float = 0.0, floor: float = 0.0
 ) -> Goodput:
-    """The goodput of one split, above the scale `floor` only; `first`: near which scale it is known to lie."""
+    """The goodput of one split, if above the scale `floor`; `first`: a scale near which it is expected."""
     run = question.run(num_prefill, simulate)
     begin, step = (first, NEAR) if first else (first_guess(question), STEP)
     return find_goodput(run, begin, tolerance=question.tolerance, floor=floor, step=step)
@@ -117,16 +117,16 @@ def measure(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     num_workers: int
-    curve: dict[int, Goodput]  # by number of prefill workers, those that were looked at
+    curve: dict[int, Goodput]  # by number of prefill workers, for the tested splits
 
     @property
     def best(self) -> int:
-        """Prefill workers of the split with the highest goodput; of equal ones the fewest."""
+        """The number of prefill workers of the split with the highest goodput; the fewest of equal ones."""
         return max(self.curve, key=lambda one: (self.curve[one].rate_rps, -one))
 
     @property
     def advice(self) -> int:
-        """`best`, or 0 where not disaggregating is within MARGIN of it."""
+        """`best`, or 0 if the cluster without disaggregation is within MARGIN of it."""
         whole = self.curve.get(0)
         is_close = whole is not None and whole.rate_rps * (1.0 + MARGIN) >= self.curve[self.best].rate_rps
         return 0 if is_close else self.best
@@ -139,12 +139,13 @@ class Plan:
         return f"{num_prefill}:{self.num_workers - num_prefill}"
 
 
-Evaluate = Callable[[Sequence[int], float], Iterable[Goodput]]  # splits and the floor: the goodput of each, in order
+Evaluate = Callable[[Sequence[int], float], Iterable[Goodput]]  # (splits, floor) -> the goodput of each, in order
 
 
 def sweep(num_workers: int, splits: range, evaluate: Evaluate) -> Plan:
-    """A quarter of all splits, then ever finer around the best disaggregated one: 0:K stands beside that hill, not on
-    it. Who must beat the best so far, and does not at the first try, has only a bound in the curve."""
+    """Runs a quarter of all splits, then ever finer around the best disaggregated one; 0:K is separate, because it is
+    not part of that curve. A split that misses at the first rate above the best so far has only a bound in the
+    curve."""
     curve: dict[int, Goodput] = {}
     step = max(1, len(splits) // 4)
     wanted = list(splits[::step])
@@ -161,7 +162,7 @@ def sweep(num_workers: int, splits: range, evaluate: Evaluate) -> Plan:
 
 
 def climb(num_workers: int, splits: range, begin: int, evaluate: Evaluate) -> Plan:
-    """0:K where it is one of `splits`, then from `begin` towards more goodput, in steps that halve."""
+    """Runs 0:K if it is one of `splits`, then goes from `begin` towards more goodput, in steps that halve."""
     curve: dict[int, Goodput] = {}
 
     def ask(one: int) -> None:
@@ -188,7 +189,7 @@ def _near(top: int, step: int, splits: range, curve: Mapping[int, Goodput]) -> l
 
 
 def _top(curve: Mapping[int, Goodput]) -> int:
-    """The best disaggregated split; among bounds the one whose run went on the longest, which came the closest."""
+    """The best disaggregated split; among bounds, the one whose run lasted longest, which came closest."""
 
     def worth(one: int) -> tuple[float, int, int]:
         found = curve[one]
@@ -200,9 +201,9 @@ def _top(curve: Mapping[int, Goodput]) -> int:
 def workers_for(
     rate_rps: float, plan: Plan, holds: Callable[[int, int], bool], most: int = MAX_WORKERS
 ) -> tuple[int, int] | None:
-    """The fewest workers, as (prefill, decode), that hold `rate_rps` by simulation; None: not even `most` do.
+    """The fewest workers, as (prefill, decode), that sustain `rate_rps` in simulation; None: not even `most` do.
 
-    `holds(num_prefill, num_decode)` runs it. It begins where the plan's best split, stretched, would be enough, and
+    `holds(num_prefill, num_decode)` runs it. The search begins with the plan's best split, scaled to the rate, and
     keeps its proportion, give or take one worker.
     """
     if not 0.0 < rate_rps < math.inf:

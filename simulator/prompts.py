@@ -1,4 +1,4 @@
-"""Prompts without text: which KV blocks of two prompts are the same is told by the trace's ids, not by tokens. Pure."""
+"""Prompts without text: the trace's ids, not tokens, decide which KV blocks of two prompts are equal. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pdserve.core.hashing import HASH_BYTES
 from pdserve.core.types import Sampling, TokenOut
 from simulator.model import TraceRequest
 
-TOKEN = TokenOut(token_id=0)  # that every simulated engine draws
+TOKEN = TokenOut(token_id=0)  # the token that every simulated engine samples
 
 
 @dataclass(frozen=True, slots=True)
 class BlockNames:
-    """Names of one request's blocks, in the form of the hashes that the live system computes.
+    """Content hashes of one request's blocks, in the format of the live system.
 
-    Blocks that the trace speaks of are named by its ids; what is behind them, the last part of the prompt and the
-    answer, is the request's own.
+    Blocks with ids in the trace are derived from the ids. The following blocks, the end of the prompt and the answer,
+    are unique to the request.
     """
 
     number: int
-    prompt: tuple[bytes, ...]  # full blocks that the trace names
+    prompt: tuple[bytes, ...]  # full blocks with ids in the trace
 
     def extend(self, known: list[bytes], num_tokens: int, block_size: int) -> list[bytes]:
         full = num_tokens // block_size
@@ -33,7 +33,7 @@ class BlockNames:
 
 
 def block_names(number: int, request: TraceRequest, block_tokens: int, block_size: int) -> BlockNames:
-    """`block_tokens` is a multiple of `block_size`, or 0 where the trace has no ids."""
+    """`block_tokens` is a multiple of `block_size`, or 0 if the trace has no ids."""
     if not request.block_ids or not block_tokens:
         return BlockNames(number, ())
     parts = block_tokens // block_size
@@ -58,11 +58,11 @@ class SyntheticAttempt(Attempt):
 
 @lru_cache(maxsize=64)
 def blank(num_tokens: int) -> tuple[int, ...]:
-    """Token ids that nobody reads."""
+    """Dummy token ids."""
     return (TOKEN.token_id,) * num_tokens
 
 
 @lru_cache(maxsize=4096)
 def sampling_of(max_tokens: int) -> Sampling:
-    """A worker ends the answer where the trace does; a router is given another."""
+    """max_tokens for the worker, which ends the answer at the trace's length; routers get another value."""
     return Sampling(max_tokens=max_tokens, ignore_eos=True)

@@ -1,9 +1,9 @@
 """A recording of a live router, read as a trace. Pure: reads lines, opens nothing.
 
-The requests come as they came, with the lengths that were drawn, so that a simulation of the cluster that was
-recorded (recorded_cluster.py) reproduces the run, and one of another cluster or policy says how that would have fared.
-A length that nobody saw (refused, failed, still running at the end) is taken to be the mean of the complete answers
-before it, within what was asked for; of a client that left it is all that was asked for: it leaves again.
+Requests have their recorded arrivals and sampled lengths. So a simulation of the recorded cluster (recorded_cluster.py)
+reproduces the run, and one of another cluster or policy shows how that would have performed. An unknown length
+(rejected, failed, still running at the end) is replaced by the mean of the complete answers before it, at most the
+requested length. If a client disconnected, the length is the requested one, and the client disconnects again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from simulator.model import TraceRequest
 from simulator.trace_rows import NumberedLine, TraceError
 
 _KINDS: Final = (WorkerConnected, RequestArrived, ClientLeft, EmitTokens, FinishRequest, FailRequest, EndCancelled)
-ID_BYTES: Final = 7  # enough to tell blocks apart, and a number below 2**63
+ID_BYTES: Final = 7  # enough to distinguish blocks, and a number below 2**63
 
 
 def is_recording(first_line: str) -> bool:
@@ -36,14 +36,14 @@ def is_recording(first_line: str) -> bool:
 
 
 def block_tokens(lines: Iterable[NumberedLine], name: str) -> int:
-    """Tokens that one of a request's block ids stands for; 0 where no worker connected."""
+    """Tokens per block id of a request; 0 if no worker connected."""
     _, rows = steps(lines, name, (WorkerConnected,))
     return next((item.block_size for _, items in rows for item in items), 0)
 
 
 @dataclass(slots=True)
 class _Seen:
-    """One request on its way through the recording."""
+    """One request while the recording is read."""
 
     number: int
     facts: RequestArrived
@@ -55,8 +55,8 @@ class _Seen:
 
 
 def read_recording(lines: Iterable[NumberedLine], name: str) -> Iterator[TraceRequest]:
-    """In order of arrival; holds only what runs, or waits behind it. Raises TraceError at the first line that is no
-    step of a router."""
+    """Yields requests in order of arrival; holds only running requests and those that wait behind them. Raises
+    TraceError at the first invalid line."""
     waiting: deque[_Seen] = deque()
     known: dict[str, _Seen] = {}
     lengths = _Lengths()
@@ -78,7 +78,7 @@ def read_recording(lines: Iterable[NumberedLine], name: str) -> Iterator[TraceRe
                 continue
             found = known.get(item.request_id)
             if found is None:
-                continue  # an answer after its last word
+                continue  # an answer after its end
             match item:
                 case EmitTokens():
                     found.drawn = item.first_index + len(item.tokens)
@@ -115,10 +115,10 @@ def _request(seen: _Seen, lengths: _Lengths, block_size: int) -> TraceRequest:
         output = most
     else:
         output = max(lengths.mean(most), seen.drawn)
-    # Hashed again: a simulated router's names are no hashes, and differ in any of their bytes.
+    # Hashed again, because content hashes of a simulated router are no real hashes and differ in any of their bytes.
     blocks = [int.from_bytes(blake2b(one, digest_size=ID_BYTES).digest()) for one in facts.block_hashes]
     if blocks and len(blocks) * block_size < facts.num_prompt_tokens:
-        blocks.append(seen.number)  # only full blocks are hashed: the rest is shared with nobody
+        blocks.append(seen.number)  # only full blocks are hashed; the rest is not shared
     return TraceRequest(
         arrival_s=seen.arrival_s,
         prompt_tokens=facts.num_prompt_tokens,
@@ -138,10 +138,10 @@ def _request(seen: _Seen, lengths: _Lengths, block_size: int) -> TraceRequest:
 def steps(
     lines: Iterable[NumberedLine], name: str, kinds: tuple[type, ...]
 ) -> tuple[RouterSettings, Iterator[tuple[float, list[Any]]]]:
-    """(what the router was built with, (time, the event and the commands that are of `kinds`) of each step).
+    """(the router's settings, (time, the event, the commands of `kinds`) of each step).
 
-    Others are not decoded, so that reading is quick. A last line that cannot be read was cut off when the router died.
-    Raises TraceError: here for the first line, the iterator for the others.
+    Other kinds are not decoded, for speed. An invalid last line is ignored, because it was truncated when the router
+    died. Raises TraceError: this function for the first line, the iterator for the others.
     """
     rows = iter(lines)
     line, text = next(rows, (1, ""))

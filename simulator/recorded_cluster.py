@@ -1,4 +1,4 @@
-"""The cluster that a recorded router saw: its workers, what they were learnt to cost, their links and deaths. Pure.
+"""The cluster of a recorded router: its workers, their learned costs, links and deaths. Pure.
 
 With read_recording's trace and `RecordedCluster.config`, a simulation reproduces the recorded run.
 """
@@ -45,28 +45,28 @@ _KINDS: Final = (
     Reserve,
     Granted,
 )
-DEFAULT_HEARTBEAT_S: Final = 0.1  # where no worker reported twice
-DEFAULT_MESSAGE_S: Final = 2e-4  # where nothing was granted
-MOST_ERRORS: Final = 4096  # batches of late that tell how far off their cost single ones are
+DEFAULT_HEARTBEAT_S: Final = 0.1  # if no worker reported twice
+DEFAULT_MESSAGE_S: Final = 2e-4  # if nothing was granted
+MOST_ERRORS: Final = 4096  # recent batches from which the variation around the cost is computed
 FEWEST_ERRORS: Final = 16
-SIGMA_OF_MEDIAN: Final = 1.4826  # standard deviation of a normal variable whose median distance from its mean is 1
+SIGMA_OF_MEDIAN: Final = 1.4826  # standard deviation of a normal variable with a median distance of 1 from its mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCluster:
-    """What the recorded router knew at the end of its recording."""
+    """What the recorded router knew at the end of the recording."""
 
     router: RouterSettings
     workers: tuple[WorkerShape, ...]
     block_size: int
-    slo: Slo  # that most requests had
+    slo: Slo  # targets that most requests had
     heartbeat_s: float
-    message_s: float  # one way between router and worker: half of what the quickest grant took
-    noise: float  # relative standard deviation of batches around what they were foretold to take, outliers apart
+    message_s: float  # one way between router and worker: half of the fastest grant
+    noise: float  # relative standard deviation of batches around their prediction, without outliers
     disturbances: tuple[Disturbance, ...]  # worker deaths
 
     def config(self, **others: Any) -> SimConfig:
-        """`others` are fields of SimConfig that replace or add to what was recorded."""
+        """`others` are fields of SimConfig that override or add to the recorded ones."""
         held: dict[str, Any] = {
             "workers": self.workers,
             "slo": self.slo,
@@ -81,7 +81,7 @@ class RecordedCluster:
 
 
 def read_cluster(lines: Iterable[NumberedLine], name: str) -> RecordedCluster:
-    """Raises TraceError as read_recording does, ConfigError where no decode worker ever connected."""
+    """Raises TraceError like read_recording, and ConfigError if no decode worker ever connected."""
     settings, rows = steps(lines, name, _KINDS)
     seen = _Cluster()
     for now_s, items in rows:
@@ -107,12 +107,12 @@ def read_cluster(lines: Iterable[NumberedLine], name: str) -> RecordedCluster:
 class _Worker:
     hello: WorkerConnected  # the first
     cost: CostModel
-    link: LinkModel | None = None  # of its transfers, whoever is at the other end
+    link: LinkModel | None = None  # speeds of its transfers with any peer
     first_beat_s: float = 0.0
     last_beat_s: float = 0.0
     num_beats: int = 0
-    lost: list[float] = field(default_factory=list)  # when it went
-    back: list[float] = field(default_factory=list)  # when it came again; the last may be missing
+    lost: list[float] = field(default_factory=list)  # when it disconnected
+    back: list[float] = field(default_factory=list)  # when it connected again; the last may be missing
 
     def shape(self) -> WorkerShape:
         hello, link = self.hello, self.link
@@ -140,9 +140,9 @@ class _Cluster:
         self.workers: dict[str, _Worker] = {}
         self.slos: Counter[Slo] = Counter()
         self.quickest_grant_s = math.inf
-        self.errors: deque[float] = deque(maxlen=MOST_ERRORS)  # of batches, relative to what was foretold
-        self._asked_s: dict[tuple[str, int], float] = {}  # attempt -> when its decode worker was asked
-        self._senders: dict[tuple[str, int], str] = {}  # attempt -> prefill worker, while its KV is to come
+        self.errors: deque[float] = deque(maxlen=MOST_ERRORS)  # of batches, relative to the prediction
+        self._asked_s: dict[tuple[str, int], float] = {}  # attempt -> when the request to its decode worker was sent
+        self._senders: dict[tuple[str, int], str] = {}  # attempt -> prefill worker, until its KV has arrived
         self._first_s: float | None = None  # arrivals
         self._last_s = 0.0
 
@@ -201,8 +201,8 @@ class _Cluster:
         return sum((one.last_beat_s - one.first_beat_s) / (one.num_beats - 1) for one in beating) / len(beating)
 
     def deaths(self) -> list[Disturbance]:
-        """Between the first and the last arrival: a worker that was lost before had come late, and after it the
-        cluster was ended."""
+        """Only between the first and the last arrival: earlier losses belong to the start of the cluster, later ones to
+        its end."""
         found = []
         for worker_id, worker in self.workers.items():
             for lost_s, back_s in zip_longest(worker.lost, worker.back, fillvalue=math.inf):

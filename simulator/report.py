@@ -1,4 +1,4 @@
-"""One self-contained HTML page of runs: no network, no script; light and dark. Pure.
+"""One self-contained HTML page of runs, without network and scripts, in a light and a dark theme. Pure.
 
 Every text that comes from a trace, a profile or a name is escaped.
 """
@@ -68,7 +68,8 @@ def page(runs: Sequence[Run], *, cluster: str) -> str:
 
 
 def focused(runs: Sequence[Run]) -> list[Run]:
-    """The runs at the lowest rate at which any policy misses the target: there policies differ. Else at the highest."""
+    """The runs at the lowest rate at which any policy misses the target, where policies differ. Otherwise at the
+    highest rate."""
     missed = [run.rate_scale for run in runs if run.summary.attainment < TARGET]
     scale = min(missed) if missed else max(run.rate_scale for run in runs)
     return [run for run in runs if run.rate_scale == scale]
@@ -96,7 +97,7 @@ def _split(runs: Sequence[Run]) -> str:
 
 
 def _tiles(focus: Sequence[Run]) -> str:
-    """Of a single run: of several the table tells more."""
+    """For a single run; for several runs the table shows more."""
     if len(focus) > 1:
         return ""
     run = focus[0]
@@ -215,7 +216,7 @@ def _key(colour: int) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells of `rows` are HTML already. Words stand to the left, figures to the right."""
+    """Cells of `rows` are HTML already. Text is left-aligned, figures are right-aligned."""
     kinds = [
         "left" if name in ("policy", "time", "path", "workers") else "left why" if name == "why" else ""
         for name in head

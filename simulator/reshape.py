@@ -1,7 +1,7 @@
-"""Other traces from a trace: faster, spread, cut, joined. Pure.
+"""Transforms traces: rate, spread, cut, join. Pure.
 
-Each step takes requests in order of arrival and gives requests in order of arrival, one by one, so that steps can
-be chained and nothing is held in memory. Reshaped carries them out anew at each reading: equal seeds, equal traces.
+Each step reads and yields requests in order of arrival, one by one, so that steps can be chained without holding a
+trace in memory. Reshaped applies them at each iteration; equal seeds give equal traces.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Reshaped:
 
 
 def rate_scaled(rate_scale: float) -> Step:
-    """So many times the arrivals per second; what arrives stays the same."""
+    """Multiplies the arrival rate; the requests stay the same."""
     _check("rate_scale", rate_scale, 0.0 < rate_scale < math.inf, "a finite number above 0")
     return lambda requests: (replace(one, arrival_s=one.arrival_s / rate_scale) for one in requests)
 
 
 def jittered(seed: int, quantum_s: float) -> Step:
-    """Spreads each group of equal arrivals uniformly over `quantum_s`, or up to the next group where that is nearer.
+    """Spreads each group of equal arrivals uniformly over `quantum_s`, or up to the next group if that is earlier.
 
-    A trace whose timestamps were rounded otherwise fires whole groups at once, which no client did.
+    Otherwise a trace with rounded timestamps would send whole groups at once, which the clients did not.
     """
     _check("quantum_s", quantum_s, 0.0 < quantum_s < math.inf, "a finite number above 0")
 
@@ -76,7 +76,7 @@ def first(count: int) -> Step:
 
 
 def window(start_s: float, end_s: float) -> Step:
-    """What arrives in [start_s, end_s); time counts from start_s."""
+    """The requests that arrive in [start_s, end_s); times are relative to start_s."""
     _check("window", f"[{start_s}, {end_s})", 0.0 <= start_s < end_s, "0 <= start < end")
 
     def step(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
@@ -93,7 +93,7 @@ def window(start_s: float, end_s: float) -> Step:
 class Joined:
     """`before` until `at_s`, from then on `after` from its beginning: a change of traffic at a known time.
 
-    The two share no prefixes: ids of the one become even, of the other odd.
+    The two share no prefixes: ids of one become even, of the other odd.
     """
 
     def __init__(self, before: Trace, after: Trace, at_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The cluster moment by moment, in bounded memory: a run twice as long is sampled half as often. Pure."""
+"""Samples the cluster's state over time in bounded memory: a run twice as long is sampled half as often. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a worker's steps truly take: its cost model, how slow it is, and noise of its own. Pure."""
+"""The true duration of a worker's steps: its cost model, its slowness, and its noise. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pdserve.core.latency import CostModel
 from simulator.model import WorkerShape
 from simulator.runs import Pace
 
-LEAST_FACTOR: Final = 0.1  # of a step's time that noise leaves at least
+LEAST_FACTOR: Final = 0.1  # minimum share of a step's time after noise
 
 
 @final
 class Speed:
-    """Belongs to the machine, not to the process: a successor finds the same."""
+    """Belongs to the machine, not to the process: a successor has the same."""
 
     def __init__(self, shape: WorkerShape, noise: float, rng: random.Random) -> None:
         self._truth = CostModel(shape.cost)  # never corrected
         self._slowness = shape.slowness
         self._noise = noise
         self._rng = rng
-        self.factors: list[float] = []  # of the disturbances that last
+        self.factors: list[float] = []  # of active disturbances
 
     @property
     def slowness(self) -> float:
@@ -36,14 +36,14 @@ class Speed:
         return seconds * self.slowness
 
     def pace(self, account: StepAccount) -> Pace:
-        """Of steps that only decode."""
+        """For steps that only decode."""
         first_s = self._truth.decode_s(account.decode_rows, account.context_tokens)
         _, _, per_context_token = self._truth.decode_coefficients
         slowness = self.slowness
         return Pace(first_s * slowness, per_context_token * account.decode_rows * slowness)
 
     def jitter(self, steps: int = 1) -> float:
-        """By which the time of so many steps is to be multiplied: their errors are independent."""
+        """The factor for the time of this many steps, whose errors are independent."""
         if self._noise == 0.0:
             return 1.0
         return max(LEAST_FACTOR, 1.0 + self._noise * self._rng.gauss(0.0, 1.0) / math.sqrt(steps))

@@ -1,4 +1,4 @@
-"""Where workers live one after the other: a place with a speed, a tally and whoever works there now. Pure."""
+"""The place of a worker and its successors: its speed, its statistics and its current instance. Pure."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ class Station:
             self._speed.factors.remove(factor)
 
     def finish(self) -> None:
-        """The books up to now."""
+        """The statistics up to now."""
         if self.machine is not None:
             self.machine.note()

@@ -1,10 +1,10 @@
-"""Whether a run is long enough to say anything about the rate that it ran at. Pure.
+"""Decides whether a run is long enough for a verdict on its rate. Pure.
 
-A run that begins and ends empty shows the empty cluster as well as the loaded one, and few requests show an attainment
-only roughly. So a run may support a verdict on a rate only if
+A run begins and ends with an empty cluster, and few requests give only a rough attainment. So a run supports a verdict
+on a rate only if
 
-    it lasts     SPANS times as long as a request stays, and as the TTFT target: else an overload has no time to show
-    it has       ENOUGH requests after the first has left: else the attainment is known no better than MARGIN
+    it lasts     SPANS times as long as a request stays, and as the TTFT target: otherwise overload has no time to show
+    it has       ENOUGH requests after the first has left: otherwise the attainment is not known to MARGIN
 
 ENOUGH is the number at which the 95 % confidence interval of an attainment of TARGET is MARGIN to either side.
 """
@@ -17,14 +17,14 @@ from typing import Final
 
 SPANS: Final = 10.0
 MARGIN: Final = 0.03
-TARGET: Final = 0.9  # share of all requests that must meet both targets, for a rate to be held
+TARGET: Final = 0.9  # share of all requests that must meet both targets for a rate to be sustained
 _Z: Final = 1.96  # 95 %, both sides
 ENOUGH: Final = math.ceil(_Z**2 * TARGET * (1.0 - TARGET) / MARGIN**2)  # 385
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """What a verdict on a rate would need, and what there is."""
+    """What a verdict on a rate requires, and what the runs have."""
 
     rate_rps: float
     requests: int
@@ -41,9 +41,9 @@ class Shortage:
 
 
 def shortage(*, requests: int, rate_rps: float, stay_s: float, slo_ttft_s: float, num_runs: int = 1) -> Shortage | None:
-    """None: the runs suffice. `requests` of all `num_runs` together, of which each arrived at `rate_rps`.
+    """None: the runs suffice. `requests` is the sum over all `num_runs`, each of which ran at `rate_rps`.
 
-    `stay_s`: how long a request stays in the cluster in the mean at that rate, from arrival to its end.
+    `stay_s`: mean time of a request in the cluster at that rate, from arrival to its end.
     """
     if not rate_rps > 0.0:
         return None
@@ -65,7 +65,7 @@ def shortage(*, requests: int, rate_rps: float, stay_s: float, slo_ttft_s: float
 
 def surely_misses(met: int, requests: int) -> bool:
     """Whether so few met their targets that chance does not explain it: the upper end of Wilson's interval is below
-    TARGET. Few requests may be enough to say that a target cannot be met at all."""
+    TARGET. Few requests may be enough to show that a target cannot be met."""
     if not requests:
         return False
     share, z2 = met / requests, _Z**2

@@ -1,4 +1,4 @@
-"""Workloads without a file: Poisson arrivals, lengths drawn from a distribution, shared prefixes. Pure."""
+"""Synthetic workloads: Poisson arrivals, lengths from a distribution, shared prefixes. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ BLOCK_TOKENS: Final = 512
 
 
 def lengths_of(values: tuple[int, ...]) -> Draw:
-    """Each of `values` equally likely: the list of a real service's lengths is the best distribution there is."""
+    """Each of `values` is equally likely. A list of a real service's lengths is the best distribution."""
     if not values or min(values) < 1:
         raise ConfigError("lengths", values[:5], "at least one number of tokens, each at least 1")
     return lambda rng: rng.choice(values)
 
 
 def log_normal(*, median: float, spread: float, most: int) -> Draw:
-    """Half of the draws are below `median`, two thirds within a factor of exp(spread) of it, none above `most`."""
+    """Half of the values are below `median`, two thirds within a factor of exp(spread) of it, none above `most`."""
     if not (1.0 <= median <= most and 0.0 <= spread < math.inf):
         raise ConfigError("lengths", (median, spread, most), "1 <= median <= most, spread at least 0")
     return lambda rng: min(most, max(1, round(median * math.exp(spread * rng.gauss(0.0, 1.0)))))
@@ -31,8 +31,8 @@ def log_normal(*, median: float, spread: float, most: int) -> Draw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poisson:
-    """Requests at `rate_rps` for `duration_s`. With `num_prefixes` each prompt begins with one of so many texts of
-    `prefix_tokens`, as system prompts do; the rest of it is its own."""
+    """Requests at `rate_rps` for `duration_s`. With `num_prefixes`, each prompt begins with one of that many texts of
+    `prefix_tokens`, like system prompts; the rest is unique."""
 
     rate_rps: float
     duration_s: float
@@ -72,8 +72,8 @@ class Poisson:
 
 
 def chat(*, rate_rps: float = 16.0, duration_s: float = 20.0, seed: int = 0) -> Poisson:
-    """What `pdserve simulate` runs without a trace: conversations under eight system prompts, many short answers and
-    prompts and a long tail of both."""
+    """The default workload of `pdserve simulate`: conversations with eight system prompts, many short prompts and
+    answers, and a long tail of both."""
     return Poisson(
         rate_rps=rate_rps,
         duration_s=duration_s,

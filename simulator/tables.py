@@ -1,4 +1,4 @@
-"""Runs as text for a person. Pure."""
+"""Formats runs as text. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HEAD = ("POLICY", "P:D", "REQ/S", "ATTAINED", "GOODPUT/S", "TTFT p50", "p99", "
 
 
 def render(runs: Sequence[Run], cluster: str) -> str:
-    """What was asked, a line for each run, and details: of the run, or of the rates where there are several."""
+    """The settings, a line for each run, and details of the run, or of the rates if there are several."""
     first = runs[0]
     config = first.result.config
     slo = config.slo
@@ -35,7 +35,7 @@ def held_text(rate_rps: float | None) -> str:
 
 
 def short_note(runs: Sequence[Run]) -> str:
-    """What the longest of the needed runs would be, where any run is too short for a verdict; else empty."""
+    """The longest required run, if any run is too short for a verdict; otherwise empty."""
     short = [lack for run in runs if (lack := run.shortage) is not None]
     if not short:
         return ""
@@ -64,7 +64,7 @@ def details(summary: Summary) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, figures to the right."""
+    """The first column is left-aligned, figures are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
@@ -80,7 +80,7 @@ def count(number: int, noun: str) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """With the unit that people read best."""
+    """With the most readable unit."""
     if value is None:
         return "-"
     if value < 0.9995:

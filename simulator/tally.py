@@ -1,4 +1,4 @@
-"""What one worker did over the whole run, its successors' lives included. Pure."""
+"""Statistics of one worker over the whole run, including its successors. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tally:
         self.row = WorkerRow(worker_id=self.shape.worker_id, role=self.shape.role)
 
     def hold(self, now_s: float, held_tokens: int, stranded_tokens: int) -> None:
-        """What was held since the last call; called before it changes."""
+        """Adds the memory held since the last call; called before it changes."""
         since_s = now_s - self._noted_s
         if since_s > 0.0:
             self.row.kv_token_s += held_tokens * since_s

@@ -1,8 +1,8 @@
 """Rows of published trace files as TraceRequests. Pure: reads lines, opens nothing.
 
-Mooncake JSONL: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one per 512 prompt tokens).
-Azure CSV: `TIMESTAMP` (date and time), `ContextTokens`, `GeneratedTokens`; columns in any order, others ignored.
-A row that cannot be meant is an error, never skipped: a trace with holes is another trace.
+Mooncake JSONL: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one per 512 prompt tokens). Azure CSV:
+`TIMESTAMP` (date and time), `ContextTokens`, `GeneratedTokens`; columns in any order, others ignored. An invalid row is
+an error and never skipped, because a trace with gaps is another trace.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pdserve.core.errors import ConfigError
 from simulator.model import TraceRequest
 
 MOONCAKE_BLOCK_TOKENS: Final = 512
-MOONCAKE_QUANTUM_S: Final = 3.0  # its timestamps take few values, so far apart
-MAX_TOKENS: Final = 10_000_000  # of a prompt or an answer; more is a damaged row
+MOONCAKE_QUANTUM_S: Final = 3.0  # step between its rounded timestamps
+MAX_TOKENS: Final = 10_000_000  # limit for a prompt or an answer; more means a damaged row
 MAX_SPAN_S: Final = 366 * 86_400.0 * 10
 _MAX_STAMP_MS: Final = 10**15
 _MOONCAKE_COLUMNS: Final = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -29,7 +29,7 @@ NumberedLine = tuple[int, str]  # lines count from 1, as editors do
 
 
 class TraceError(ConfigError):
-    """A trace file says something that cannot be meant: in which line and column, and what may stand there."""
+    """A trace file has an invalid value: names the line, the column, and the allowed values."""
 
     reason = "TRACE"
 
@@ -48,7 +48,7 @@ def is_azure(first_line: str) -> bool:
 
 
 def read_mooncake(lines: Iterable[NumberedLine], name: str) -> Iterator[TraceRequest]:
-    """Raises TraceError at the first row that is wrong."""
+    """Raises TraceError at the first invalid row."""
     clock = _Clock(name)
     for line, text in lines:
         row = _object(text)
@@ -75,7 +75,7 @@ def read_mooncake(lines: Iterable[NumberedLine], name: str) -> Iterator[TraceReq
 
 
 def read_azure(lines: Iterable[NumberedLine], name: str) -> Iterator[TraceRequest]:
-    """The first line is the header. Raises TraceError at the first row that is wrong."""
+    """The first line is the header. Raises TraceError at the first invalid row."""
     clock = _Clock(name)
     at: tuple[int, ...] = ()
     for line, text in lines:
@@ -101,7 +101,7 @@ def read_azure(lines: Iterable[NumberedLine], name: str) -> Iterator[TraceReques
 
 
 class _Clock:
-    """Seconds since the first row; time never runs back."""
+    """Seconds since the first row; times must not decrease."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -161,7 +161,7 @@ def _integer(text: str) -> int | None:
 
 
 def _date_s(text: str) -> float | None:
-    """Seconds since 1970. Without a zone it is read as UTC: only differences matter. Digits beyond the microsecond
+    """Seconds since 1970. Without a zone it counts as UTC, because only differences matter. Digits beyond microseconds
     are dropped, which keeps the order."""
     try:
         when = datetime.fromisoformat(text)

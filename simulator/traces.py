@@ -1,6 +1,6 @@
-"""Opens a trace file of any known format, told by its first line. Reads it as a stream, once per run.
+"""Opens a trace file of any known format, recognised by its first line. Reads it as a stream, once per run.
 
-A recording of a live router (pdserve up --record) is such a trace, and knows the cluster that it was made on.
+A recording of a live router (pdserve up --record) is also a trace, and contains its cluster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from simulator.trace_rows import (
     read_mooncake,
 )
 
-MAX_LINE_CHARS: Final = 16 * 2**20  # a longer one is no row: a file without line ends must not fill the memory
+MAX_LINE_CHARS: Final = 16 * 2**20  # limit of a line, so that a file without line ends does not fill the memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class Format:
     recognises: Callable[[str], bool]  # its first line
     read: Callable[[Iterable[NumberedLine], str], Iterator[TraceRequest]]
     block_tokens: int = 0
-    find_block_tokens: Callable[[Iterable[NumberedLine], str], int] | None = None  # where each file has its own
+    find_block_tokens: Callable[[Iterable[NumberedLine], str], int] | None = None  # if each file has its own
     read_cluster: Callable[[Iterable[NumberedLine], str], RecordedCluster] | None = None
-    quantum_s: float = 0.0  # arrivals are rounded to such steps; 0: they are not
+    quantum_s: float = 0.0  # step to which arrivals are rounded; 0: not rounded
 
 
 FORMATS: Final = (
@@ -60,10 +60,10 @@ FORMATS: Final = (
 
 @final
 class FileTrace:
-    """A trace in a file. Each iteration reads it anew. Rows are checked as they are read."""
+    """A trace in a file. Each iteration reads the file again. Rows are checked as they are read."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises ConfigError where the file cannot be read, TraceError where its first line is of no known format."""
+        """Raises ConfigError if the file cannot be read, TraceError if its first line has no known format."""
         self._path = Path(path)
         self.name = self._path.name
         first = next(self._lines(), None)
@@ -86,15 +86,15 @@ class FileTrace:
             raise ConfigError("trace", f"{self.name}, a header and no rows", "a file with at least one request")
 
     def cluster(self) -> RecordedCluster | None:
-        """The one that the trace was recorded on; None of a trace that knows none."""
+        """The cluster of a recording; None for other traces."""
         read = self.format.read_cluster
         return None if read is None else read(self._lines(), self.name)
 
     def _lines(self) -> Iterator[NumberedLine]:
-        """Blank ones are skipped, and counted."""
+        """Blank lines are skipped, but counted."""
         line = 0
         try:
-            # A byte order mark is no part of the first row.
+            # A byte order mark is not part of the first row.
             with self._path.open(encoding="utf-8-sig") as file:
                 for text in iter(lambda: file.readline(MAX_LINE_CHARS), ""):
                     line += 1

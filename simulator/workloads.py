@@ -1,7 +1,7 @@
-"""Workloads by name, without a file: what `pdserve simulate --workload NAME` runs. Pure.
+"""The workloads of `pdserve simulate --workload NAME`. Pure.
 
-chat       conversations under eight system prompts (synthetic.py)
-long-tail  short prompts, and now and then a prompt of up to 100,000 tokens
+chat       conversations with eight system prompts (synthetic.py)
+long-tail short prompts, and occasionally a prompt of up to 100,000 tokens
 bursts     chat lengths; requests come in bursts, with silence between them
 agents     sessions that return with their whole history and a tool's output, so that prompts grow
 
@@ -27,7 +27,7 @@ LONGEST_PROMPT: Final = 100_000
 
 
 def either(share: float, rare: Draw, common: Draw) -> Draw:
-    """`rare` for that share of the draws, else `common`."""
+    """`rare` for that share of the values, otherwise `common`."""
     if not 0.0 <= share <= 1.0:
         raise ConfigError("share", share, "a number from 0 to 1")
     return lambda rng: rare(rng) if rng.random() < share else common(rng)
@@ -41,7 +41,7 @@ class Bursts:
     duration_s: float
     prompts: Draw
     outputs: Draw
-    mean_size: float = 24.0  # requests of a burst
+    mean_size: float = 24.0  # mean requests per burst
     width_s: float = 0.5
     seed: int = 0
     name: str = "built-in bursts"
@@ -71,15 +71,15 @@ class Bursts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agents:
-    """Sessions of a geometric number of turns. A turn's prompt is the session's whole history and what is new."""
+    """Sessions of a geometric number of turns. A turn's prompt is the session's whole history and new tokens."""
 
     rate_rps: float  # of turns
-    duration_s: float  # in which sessions begin; their last turns come later
+    duration_s: float  # time in which sessions begin; their last turns come later
     first_prompts: Draw
-    additions: Draw  # tokens that a turn adds: the tool's output or the user's words
+    additions: Draw  # tokens that a turn adds: tool output or user text
     outputs: Draw
     mean_turns: float = 8.0
-    mean_pause_s: float = 4.0  # from one turn's arrival to the next one's
+    mean_pause_s: float = 4.0  # from one turn's arrival to the next
     longest_prompt: int = LONGEST_PROMPT  # a session that would exceed it ends
     seed: int = 0
     name: str = "built-in agents"
@@ -119,7 +119,7 @@ class Agents:
 
 
 def long_tail(*, rate_rps: float, duration_s: float, seed: int = 0) -> Trace:
-    """Two of a hundred prompts have 8,000 to 100,000 tokens, and half of all tokens."""
+    """Two percent of the prompts have 8,000 to 100,000 tokens; they contain half of all tokens."""
     return Poisson(
         rate_rps=rate_rps,
         duration_s=duration_s,

@@ -1,8 +1,7 @@
-"""A whole cluster under a trace: `simulate`. Pure: time is what the agenda says, chance comes from the seed.
+"""Simulates a whole cluster with a trace: `simulate`. Pure: time comes from the agenda, randomness from the seed.
 
-Routers are RouterState, workers are the live workers' batching over the live block allocator, prefixes are known by
-PrefixIndex, KV moves in kvtransfer's sessions. What is simulated here is what lies between them: seconds, bytes and
-messages. docs/simulator.md has the formulas.
+The decisions are made by production code: RouterState, the workers' batching, the block allocator, PrefixIndex and
+kvtransfer's sessions. Only time, bytes and messages between them are simulated. docs/simulator.md has the formulas.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from simulator.prompts import block_names
 from simulator.samples import Samples
 from simulator.station import Station
 
-LONGEST_S: Final = 86_400.0  # after the last arrival; who has not ended then never will
-SETTLE_S: Final = 300.0  # after the last word to a client, for workers to let go
+LONGEST_S: Final = 86_400.0  # after the last arrival; requests that have not ended by then never will
+SETTLE_S: Final = 300.0  # after the last request has ended, for workers to release memory
 
 OnEnded = Callable[[RequestRow], bool]
 
@@ -40,17 +39,17 @@ def simulate(
     *,
     keeps_rows: bool = True,
 ) -> SimResult:
-    """`on_ended` is shown each row as it ends; where it answers False, the run stops there. Without `keeps_rows` the
+    """`on_ended` is called with each row as it ends; if it returns False, the run stops. Without `keeps_rows` the
     result has no request rows, so that a trace may be larger than memory.
 
-    Raises ConfigError on a wrong config, on an unknown policy, and on a row of the trace that cannot be, by its number.
+    Raises ConfigError on an invalid config, an unknown policy, or an invalid row of the trace, with its number.
     """
     return World(trace, config, on_ended, keeps_rows=keeps_rows).run()
 
 
 @final
 class World:
-    """One run. Kept apart from `simulate` for whoever wants to look inside afterwards."""
+    """One run. Separate from `simulate` so that callers can inspect it afterwards."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class World:
         self._sample()
 
     def step(self) -> bool:
-        """Does what happens next; False once the run is over."""
+        """Runs the next event. False: the run has ended."""
         return not self._is_over() and self.agenda.step()
 
     def result(self) -> SimResult:
@@ -138,7 +137,7 @@ class World:
                 yield station.machine
 
     def check(self) -> None:
-        """Raises AssertionError unless all books balance."""
+        """Raises AssertionError unless all tables are consistent."""
         for front in self.fronts:
             front.state.check()
         for machine in self.machines():

@@ -1,4 +1,4 @@
-"""Flags that break workers of a simulation: --kill d0@10:5, --slow p1@20:30x3, --stall d1@15:2. Pure."""
+"""Flags that disturb workers of a simulation: --kill d0@10:5, --slow p1@20:30x3, --stall d1@15:2. Pure."""
 
 from __future__ import annotations
 

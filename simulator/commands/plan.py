@@ -1,6 +1,6 @@
-"""`pdserve plan`: how many of K workers should only read prompts, or whether to disaggregate at all.
+"""`pdserve plan`: how many of K workers should only prefill, or whether to disaggregate at all.
 
-By simulation of a trace on each split; equal arguments give equal answers, however many processes share the work.
+It simulates a trace on each split. Equal arguments give equal answers for any number of processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `pdserve plan` does once its flags are read: a search over processes, its answer in words or as an object."""
+"""Carries out `pdserve plan` after its flags are parsed: a search over processes, with text or JSON output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from simulator.sufficiency import Shortage
 from simulator.traces import FileTrace
 from simulator.world import simulate
 
-_BLOCK_TOKENS: Final = 64  # of traces that name no blocks
+_BLOCK_TOKENS: Final = 64  # for traces without block ids
 _MOST_SEEDS: Final = 16
 _BAR: Final = 30
 UNATTAINABLE: Final = 1  # exit status: no split meets the targets at any rate
@@ -52,7 +52,7 @@ def carry_out(args: argparse.Namespace) -> int:
 
 
 def ask(args: argparse.Namespace) -> Question:
-    """Raises ConfigError or InvalidRequest on what cannot be meant."""
+    """Raises ConfigError or InvalidRequest on invalid values."""
     for name, value, most in (("seeds", args.seeds, _MOST_SEEDS), ("jobs", args.jobs, 1024)):
         if not 1 <= value <= most:
             raise ConfigError(name, value, f"1 to {most}")
@@ -64,7 +64,7 @@ def ask(args: argparse.Namespace) -> Question:
     windows = []
     for number in range(args.seeds):
         steps: list[Step] = [first(args.requests)]
-        if trace.quantum_s:  # arrivals that were rounded come in bursts that no client made
+        if trace.quantum_s:  # rounded arrivals come in bursts that the clients did not send
             steps.append(jittered(args.seed + number, trace.quantum_s))
         windows.append(cut(trace, *steps))
     return Question(
@@ -113,7 +113,7 @@ def _measure(question: Question, num_prefill: int, floor: float) -> Goodput:
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """Whether so many workers hold the wanted rate."""
+    """Whether this many workers sustain the requested rate."""
 
     question: Question
     rate_rps: float
@@ -183,12 +183,13 @@ def advice(plan: Plan) -> str:
 
 
 def lacking(question: Question, plan: Plan) -> Shortage | None:
-    """What the requests lack to say which split is best: the best ran at the highest rate, so it needs the most."""
+    """What the requests lack to decide which split is best. The best split ran at the highest rate, so it needs the
+    most."""
     return plan.curve[plan.best].shortage(question.slo.ttft_s, len(question.windows))
 
 
 def as_object(question: Question, plan: Plan, shortage: Shortage | None = None) -> dict[str, Any]:
-    """Without a verdict, what would be part of one is null."""
+    """Without a verdict, its fields are null."""
     curve = [
         {
             "prefill": split,
@@ -225,7 +226,7 @@ def as_object(question: Question, plan: Plan, shortage: Shortage | None = None) 
 
 @final
 class Bar:
-    """One line on stderr; silent where nobody looks."""
+    """One progress line on stderr; none without a terminal."""
 
     def __init__(self) -> None:
         self._is_seen = sys.stderr.isatty()

@@ -1,6 +1,6 @@
-"""What `pdserve simulate` is asked: the trace, the cluster and its settings, from the flags.
+"""The input of `pdserve simulate` from its flags: the trace, the cluster and its settings.
 
-A recording brings its own cluster, policy and promises; any flag of the cluster replaces all of its workers.
+A recording has its own cluster, policy and targets; any flag about the cluster replaces all of its workers.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from simulator.traces import FileTrace
 from simulator.workloads import make_workload
 
 _COMPARED: Final = "goodput,round-robin,colocated"
-_COMPARED_AT: Final = (1.0, 1.5, 2.0, 2.5)  # times the rate of the built-in workload: from all well to overload
-_BLOCK_TOKENS: Final = 64  # of traces that name no blocks
+_COMPARED_AT: Final = (1.0, 1.5, 2.0, 2.5)  # multiples of the built-in workload's rate, from low load to overload
+_BLOCK_TOKENS: Final = 64  # for traces without block ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     trace: Trace
-    cluster: str  # for people
+    cluster: str  # name for display
     policies: tuple[str, ...]
     rate_scales: tuple[float, ...]
     base: SimConfig
-    rules_off: tuple[str, ...] = ()  # of the goodput policy; the others have no such rules
+    rules_off: tuple[str, ...] = ()  # rules of the goodput policy; the others have none
 
     def config(self, policy: str) -> SimConfig:
-        """The colocated cluster is the same machines, each of which does both."""
+        """The colocated cluster has the same machines, each of which does both."""
         workers = self.base.workers
         if policy == "colocated":
-            # How fast a recorded prefill worker decodes, nobody saw.
+            # The decode speed of a recorded prefill worker is unknown.
             both = next(one for one in workers if one.role is Role.DECODE)
             workers = tuple(dataclasses.replace(both, worker_id=one.worker_id) for one in workers)
         router = dataclasses.replace(

@@ -1,7 +1,7 @@
-"""`pdserve simulate`: what a cluster would do with a trace, by the router's and the workers' own decision code.
+"""`pdserve simulate`: simulates a cluster with a trace, using the router's and the workers' own decision code.
 
-Without a trace it runs a built-in workload; alone it compares three policies at rising rates. A recording brings its
-own cluster. Several policies or rates are a run each. Equal arguments give equal output.
+Without a trace it runs a built-in workload. Without arguments it compares three policies at rising rates. A recording
+has its own cluster. Each combination of policy and rate is one run. Equal arguments give equal output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from simulator.commands.disturb import add_disturbance_flags
 
 HELP = "simulate a cluster on a trace"
 POLICY_NAMES: Final = ", ".join(POLICIES)
-# Written out, because importing the rules, workloads and formats would slow down every command. A test compares.
+# Listed here, because importing the rules, workloads and formats would slow down every command. A test compares them.
 RULE_NAMES: Final = (
     "path-choice, most-loaded, tandem, least-slack, ageing, fairness, priority, refusal, "
     "shortest, deadline-drop, transfer-price, prefix-value"

@@ -1,4 +1,4 @@
-"""Carries out what `pdserve simulate` was asked: each run, and what is printed and written of it."""
+"""Carries out `pdserve simulate`: runs the simulations, and prints and writes the results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _run(policy: str, scale: float, trace: Trace, config: SimConfig, span_s: flo
 
 
 def _span_s(trace: Trace) -> float:
-    """Until the last arrival. Reads the whole trace, so that a wrong row is told before anything runs for long."""
+    """The time until the last arrival. Reads the whole trace, so that an invalid row is reported before a long run."""
     last_s = 0.0
     for one in trace:
         last_s = one.arrival_s
@@ -63,7 +63,7 @@ def _span_s(trace: Trace) -> float:
 
 
 def _object(runs: Sequence[Run], cluster: str) -> dict[str, object]:
-    """The first run's figures; and where there are others, all runs' beside them."""
+    """The first run's figures; with several runs, also a comparison of all."""
     found = {"cluster": cluster} | as_json(runs[0])
     if len(runs) > 1:
         found |= {"highest_held_rps": highest_held(runs), "runs": [as_json(run) for run in runs]}
