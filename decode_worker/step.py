@@ -5,9 +5,10 @@ The simulator never creates rows: it has no engine, and rows of a long prompt co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import final
 
 from decode_worker.resident import Resident, Stage
 from pdserve.core.attempt import AttemptKey
@@ -23,6 +24,26 @@ class Chain:
     places: Sequence[int]  # for each of `decoding`
     starts: Sequence[int]  # the position that each of `decoding` computes
     is_ahead: bool
+
+
+@final
+class KnownRows(Mapping[int, Row]):
+    """Rows by number, built when they are read: an engine that keeps the cursors of their grammars reads none."""
+
+    def __init__(self, residents: dict[int, Resident], block_size: int) -> None:
+        self._residents, self._block_size = residents, block_size
+
+    def __getitem__(self, index: int) -> Row:
+        return self._residents[index].row(1, self._block_size)
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._residents
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._residents)
+
+    def __len__(self) -> int:
+        return len(self._residents)
 
 
 @dataclass(kw_only=True)  # no slots, because of cached_property
@@ -64,17 +85,17 @@ class Step:
             again.append(resident.row(count, self.block_size) if is_here else None)
         return again
 
-    def known_rows(self, indexes: Iterable[int]) -> dict[int, Row]:
+    def known_rows(self, indexes: Iterable[int]) -> KnownRows:
         """Those of `decoding` at `indexes`, in a step ahead after the previous step was read: their histories contain
         the tokens that were pending. Ended sequences are missing."""
         assert self.chain is not None
-        starts, known = self.chain.starts, dict[int, Row]()
+        starts, known = self.chain.starts, dict[int, Resident]()
         for index in indexes:
             resident, start = self.decoding[index], starts[index]
-            is_here = resident.stage is Stage.RUNNING and bool(resident.blocks)
+            is_here = resident.stage is Stage.RUNNING and resident.blocks
             if is_here and resident.computed == start == len(resident.tokens) - 1:
-                known[index] = resident.row(1, self.block_size)
-        return known
+                known[index] = resident
+        return KnownRows(known, self.block_size)
 
     @cached_property
     def rows(self) -> Sequence[Row]:

@@ -14,10 +14,10 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
@@ -34,6 +34,8 @@ MAX_COMPILED: Final = 64  # grammars
 MAX_MATCHERS: Final = 512  # each takes some 150 bytes per output token
 MAX_ROW_S: Final = 0.5  # of CPU for a row in one step: beyond it the row fails, because the other rows wait for it
 MAX_THREADS: Final = 8  # threads that compute the masks of a step
+FEWEST_TOGETHER: Final = 4  # rows from which on several threads are used
+FIRST_WORDS: Final = 64  # of a mask, which nearly always allow a token
 MAX_STEP_TOKENS: Final = 17  # tokens that one step may add to a row: one, and the accepted drafts
 
 
@@ -50,13 +52,19 @@ class RowMasks:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Going:
+class Cursor:
     """A text that was masked in recent steps, identified by its list of tokens, to which tokens are only appended."""
 
     history: Sequence[int]  # kept so that its identity is not reused
     grammar: Grammar
     num_tokens: int  # number of tokens of the list that its matcher has consumed
-    matcher: LLMatcher | None  # None: the matcher is still stored by its output
+    matcher: LLMatcher | None  # None: it must be found by the output, or built again
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    cursors: list[Cursor | None]  # of each row that has a mask, for the next step
+    failed: dict[int, str]  # by row number: why no token can be sampled; the row's mask has no meaning
 
 
 @final
@@ -68,87 +76,158 @@ class Grammars:
         self._compiler = compiler
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._matchers: OrderedDict[tuple[Grammar, tuple[int, ...]], LLMatcher] = OrderedDict()
-        self._going: OrderedDict[int, _Going] = OrderedDict()  # by identity of the list
+        self._going: OrderedDict[int, Cursor] = OrderedDict()  # by identity of the list
         self._executor: LLExecutor | None = None
         self._words_RW = np.zeros((0, 0), np.int32)
         self.num_replays = 0
 
-    def masks_of(self, rows: Sequence[Row]) -> dict[int, RowMasks]:
-        """The masks of the rows with a grammar that sample, by row number. They are valid until the next call.
+    @property
+    def num_words(self) -> int:
+        """Words of 32 tokens in a mask; 0 if no grammar is supported."""
+        return 0 if self._compiler is None else self._compiler.num_words
 
-        Rows without drafts whose token list has grown since the last step are masked together, by several threads.
-        """
-        masks: dict[int, RowMasks] = {}
-        together: dict[int, LLMatcher] = {}
-        for index, row in enumerate(rows):
-            sampling = row.sample
-            if sampling is None or sampling.grammar is None:
-                continue
-            matcher = None if row.drafts else self._advanced(row, sampling.grammar)
-            if matcher is not None:
-                together[index] = matcher
-            else:
-                masks[index] = self._by_output(row, sampling.grammar)
-        for index, mask in zip(together, self._compute(list(together.values())), strict=True):
-            grammar = self._going[id(rows[index].history)].grammar
-            masks[index] = self._by_output(rows[index], grammar) if mask is None else mask
-        while len(self._going) > MAX_MATCHERS:
-            self._going.popitem(last=False)
+    def masks_of(self, rows: Sequence[Row]) -> dict[int, RowMasks]:
+        """The masks of the rows with a grammar that sample, by row number. They are valid until the next call."""
+        bound = {index: row for index, row in enumerate(rows) if row.sample is not None and row.sample.grammar}
+        masks = {index: self._by_output(row) for index, row in bound.items() if row.drafts}
+        together = [index for index in bound if index not in masks]
+        if together:
+            if len(self._words_RW) < len(together):
+                self._words_RW = np.zeros((len(together), self.num_words), np.int32)
+            words_RW = self._words_RW[: len(together)]
+            failed = self.fill([None] * len(together), lambda at: rows[together[at]], words_RW).failed
+            views, size = self._words_RW.data.cast("B"), 4 * self.num_words
+            for at, index in enumerate(together):
+                view = views[size * at : size * (at + 1)]
+                masks[index] = RowMasks(failed=failed[at]) if at in failed else RowMasks((view,))
         return masks
 
-    def _advanced(self, row: Row, grammar: Grammar) -> LLMatcher | None:
-        """The matcher of a text that was masked before, advanced to its end; None if it must be found by its output."""
-        going = self._going.get(id(row.history))
-        if going is None or going.grammar != grammar or len(row.history) < going.num_tokens:
+    def fill(self, moves: Sequence[tuple[Cursor, int] | None], row_at: Callable[[int], Row], words_RW: Any) -> Filled:
+        """Writes the masks of rows with a grammar and without drafts: int32 [R, num_words], contiguous.
+
+        One library call advances all matchers and another writes all masks, both with several threads. A row is given
+        by the cursor that the last call returned for it and the token that was appended since. Where there is none,
+        `row_at` is called with the row's number.
+        """
+        cursors, matchers = self._move(moves, row_at)
+        is_done = self._compute(matchers, words_RW)
+        failed: dict[int, str] = {}
+        for index in [index for index, done in enumerate(is_done) if not done]:
+            row = row_at(index)
+            masks = self._by_output(row)
+            if masks.masks:
+                words_RW[index] = np.frombuffer(masks.masks[0], np.int32)
+                cursors[index] = self._going[id(row.history)]
+            else:
+                failed[index] = masks.failed or ""
+        while len(self._going) > MAX_MATCHERS:
+            self._going.popitem(last=False)
+        return Filled(cursors, failed)
+
+    def _move(
+        self, moves: Sequence[tuple[Cursor, int] | None], row_at: Callable[[int], Row]
+    ) -> tuple[list[Cursor | None], dict[int, LLMatcher]]:
+        """Cursors and matchers of texts that were masked before, advanced to their ends, by row number. Those of the
+        other rows must be found by their outputs."""
+        cursors: list[Cursor | None] = [None] * len(moves)
+        matchers: dict[int, LLMatcher] = {}
+        steps: list[tuple[LLMatcher, int]] = []
+        moving: list[tuple[int, Cursor]] = []
+        going = self._going
+        for index, move in enumerate(moves):
+            if move is not None and move[0].matcher is not None:  # nearly every row
+                cursor, token = move
+            else:
+                row = row_at(index)
+                found = self._cursor_of(row)
+                if found is None:
+                    continue
+                cursor = found
+                if cursor.matcher is None or len(row.history) != cursor.num_tokens + 1:
+                    if (matcher := self._advanced(row, cursor)) is not None:
+                        cursors[index], matchers[index] = cursor, matcher
+                    continue
+                token = row.history[-1]
+            assert cursor.matcher is not None
+            steps.append((cursor.matcher, token))
+            moving.append((index, cursor))
+        for (index, cursor), (matcher, _), is_allowed in zip(moving, steps, self._consume(steps), strict=True):
+            if is_allowed:
+                cursor.num_tokens += 1
+                key = id(cursor.history)
+                going[key] = cursor
+                going.move_to_end(key)
+                cursors[index], matchers[index] = cursor, matcher
+        return cursors, matchers
+
+    def _cursor_of(self, row: Row) -> Cursor | None:
+        cursor = self._going.get(id(row.history))
+        grammar = None if row.sample is None else row.sample.grammar
+        if cursor is None or (cursor.grammar is not grammar and cursor.grammar != grammar):
             return None
-        if going.matcher is None:
-            going.matcher = self._matchers.pop((grammar, tuple(row.history[row.prompt_len : going.num_tokens])), None)
-        matcher = going.matcher
-        new = list(row.history[going.num_tokens :])
+        return cursor
+
+    def _advanced(self, row: Row, cursor: Cursor) -> LLMatcher | None:
+        """The matcher of a text to which any number of tokens was appended; None if it must be found by its output."""
+        if len(row.history) < cursor.num_tokens:
+            return None
+        if cursor.matcher is None:
+            output = tuple(row.history[row.prompt_len : cursor.num_tokens])
+            cursor.matcher = self._matchers.pop((cursor.grammar, output), None)
+        matcher = cursor.matcher
+        new = list(row.history[cursor.num_tokens :])
         if matcher is None or len(new) > MAX_STEP_TOKENS or (new and not matcher.consume_tokens(new)):
             return None
-        going.num_tokens = len(row.history)
+        cursor.num_tokens = len(row.history)
         self._going.move_to_end(id(row.history))
         return matcher
 
-    def _by_output(self, row: Row, grammar: Grammar) -> RowMasks:
-        """Finds the matcher by the output or makes it again. The next step may find it by the token list."""
+    def _consume(self, steps: list[tuple[LLMatcher, int]]) -> list[bool]:
+        """Advances each matcher by one token; whether its grammar allows that token."""
+        if len(steps) < FEWEST_TOGETHER:
+            return [matcher.consume_token(token) for matcher, token in steps]
+        return self._threads().consume_token_par(steps)
+
+    def _compute(self, matchers: Mapping[int, LLMatcher], words_RW: Any) -> list[bool]:
+        """Whether each row's mask was written. It was not if no token is allowed or a matcher took too long: such rows
+        are handled one by one."""
+        is_done = [False] * len(words_RW)
+        if not matchers:
+            return is_done
+        began_s, size = time.perf_counter(), 4 * self.num_words
+        first = words_RW.ctypes.data
+        if len(matchers) < FEWEST_TOGETHER:
+            for index, matcher in matchers.items():
+                matcher.unsafe_compute_mask_ptr(first + size * index, size)
+        else:
+            pairs = list(zip(matchers.values(), matchers, strict=True))
+            self._threads().unsafe_compute_mask_ptr(pairs, first, size, len(words_RW))
+        if time.perf_counter() - began_s > MAX_ROW_S:
+            return is_done
+        has_any = words_RW[:, :FIRST_WORDS].any(axis=1).tolist()
+        for index, matcher in matchers.items():
+            is_done[index] = (has_any[index] or bool(words_RW[index].any())) and not matcher.is_error()
+        return is_done
+
+    def _threads(self) -> LLExecutor:
+        if self._executor is None:
+            self._executor = make_threads()
+        return self._executor
+
+    def _by_output(self, row: Row) -> RowMasks:
+        """Finds the matcher by the output, or makes it again; the next step may find it by the list."""
+        assert row.sample is not None
+        grammar = row.sample.grammar
+        assert grammar is not None
         going = self._going.pop(id(row.history), None)
         output = tuple(row.history[row.prompt_len :])
         if going is not None and going.matcher is not None and not going.matcher.is_error():
             self._matchers[grammar, output[: going.num_tokens - row.prompt_len]] = going.matcher
         masks = self.masks(grammar, output, row.drafts)
-        self._going[id(row.history)] = _Going(
+        self._going[id(row.history)] = Cursor(
             history=row.history, grammar=grammar, num_tokens=len(row.history), matcher=None
         )
         return masks
-
-    def _compute(self, matchers: Sequence[LLMatcher]) -> list[RowMasks | None]:
-        """None if no token is allowed or a matcher took too long: such rows are handled one by one."""
-        if not matchers:
-            return []
-        assert self._compiler is not None
-        num_words = self._compiler.num_words
-        if len(self._words_RW) < len(matchers):
-            self._words_RW = np.zeros((len(matchers), num_words), np.int32)
-        words_RW = self._words_RW[: len(matchers)]
-        began_s = time.perf_counter()
-        if len(matchers) == 1:
-            matchers[0].unsafe_compute_mask_ptr(words_RW.ctypes.data, 4 * num_words)
-        else:
-            if self._executor is None:
-                self._executor = _executor()
-            pairs = [(matcher, index) for index, matcher in enumerate(matchers)]
-            self._executor.unsafe_compute_mask_ptr(pairs, words_RW.ctypes.data, 4 * num_words, len(matchers))
-        if time.perf_counter() - began_s > MAX_ROW_S:
-            return [None] * len(matchers)
-        most_R: list[int] = words_RW.view(np.uint32).max(axis=1).tolist()  # faster than any()
-        views = words_RW.data.cast("B")
-        size = 4 * num_words
-        return [
-            RowMasks((views[size * index : size * (index + 1)],)) if most and not matcher.is_error() else None
-            for index, (matcher, most) in enumerate(zip(matchers, most_R, strict=True))
-        ]
 
     def masks(self, grammar: Grammar, output: tuple[int, ...], drafts: Sequence[int]) -> RowMasks:
         began_s = time.thread_time()
@@ -219,7 +298,7 @@ class Grammars:
         return tuple(masks)
 
 
-def _executor() -> LLExecutor:
+def make_threads() -> LLExecutor:
     from llguidance import LLExecutor
 
     return LLExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))))

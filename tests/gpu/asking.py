@@ -7,7 +7,7 @@ every step eagerly. Import it behind interpreter.prepare.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from pdserve.engine.gpu.engine import GraphEngine
 from pdserve.engine.gpu.flights import GraphFlight
 from pdserve.engine.gpu.graphs import EagerReplays, GraphReplays
 from pdserve.engine.gpu.static import StaticDecode
-from pdserve.engine.grammars import RowMasks
+from pdserve.engine.grammars import Filled, RowMasks
 from pdserve.engine.interface import PENDING, Engine, Flight, Row
 from pdserve.engine.opening import open_torch_engine
 
@@ -56,6 +56,12 @@ class EveryThird:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
+        self.num_words = -(-vocab_size // 32)
+
+    def fill(self, moves: Sequence[Any], row_at: Callable[[int], Row], words_RW: Any) -> Filled:
+        for index, masks in self.masks_of([row_at(index) for index in range(len(moves))]).items():
+            words_RW[index].view(np.uint8)[:] = np.frombuffer(masks.masks[0].ljust(4 * self.num_words, b"\0"), np.uint8)
+        return Filled([None] * len(moves), {})
 
     def masks_of(self, rows: Sequence[Row]) -> dict[int, RowMasks]:
         bound = {index: row for index, row in enumerate(rows) if row.sample is not None and row.sample.grammar}

@@ -29,7 +29,7 @@ from pdserve.engine.gpu.graphs import Replays
 from pdserve.engine.gpu.inputs import sampling_of
 from pdserve.engine.gpu.plain_rows import PlainRows, follow, read
 from pdserve.engine.gpu.rank_words import Words, drafted_words, from_words, plain_words, row_words
-from pdserve.engine.gpu.redraw import NO_EXTRAS, Redraw
+from pdserve.engine.gpu.redraw import NO_EXTRAS, Asking, Move, Redraw, RowsByNumber
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.gpu.tables import TableMirror, Update
 from pdserve.engine.interface import NEW_ROW, ChainedRows, EngineSpec, Flight, OnLayer, Row, RowOut
@@ -131,7 +131,7 @@ class GraphEngine:
         if not fast:
             return DoneFlight(self._compute(rows, on_layer))
         if len(fast) == len(rows):
-            return self._replay(rows, number)
+            return self._replay(rows, number, after)
         if any(row.follows is not None for row in rows):
             raise InternalError("a step ahead has rows that no graph takes")
         flight = self._replay([rows[index] for index in fast])
@@ -174,29 +174,31 @@ class GraphEngine:
         self._decode.inputs.samplings.update(
             [int(plain.seat_B[index]) for index in new], [sampling_of(row) for row in new.values()]
         )
-        return self._replay_plain(rows, plain, update, bucket)
+        return self._replay_plain(rows, plain, update, bucket, after)
 
-    def _replay(self, rows: Sequence[Row], number: int = 0) -> GraphFlight:
+    def _replay(self, rows: Sequence[Row], number: int = 0, after: Flight | None = None) -> GraphFlight:
         decode = self._decode
         if self._verify is not None and any(row.drafts for row in rows):
             return self._replay_drafted(rows, self._verify)
         plain, update = read(rows, self._mirror, self._eager.spec.block_size, number)
         bucket = self._bucket(self._replays, len(rows))
         decode.inputs.samplings.update(update.seats, [sampling_of(row) for row in rows])
-        return self._replay_plain(rows, plain, update, bucket)
+        return self._replay_plain(rows, plain, update, bucket, after)
 
     @torch.inference_mode()
-    def _replay_plain(self, rows: Sequence[Row], plain: PlainRows, update: Update, bucket: int) -> GraphFlight:
+    def _replay_plain(
+        self, rows: Sequence[Row], plain: PlainRows, update: Update, bucket: int, after: Flight | None
+    ) -> GraphFlight:
         decode = self._decode
         if self._tell is not None:
             self._tell(plain_words(plain, update))
         self._begin_plain(plain, update, bucket)
-        asking, has_logprobs = self._asking(plain.seat_B, plain.start_B + 1 - plain.prompt_len_B)
-        wants = decode.inputs.samplings.logprobs(plain.seat_B.tolist()) if has_logprobs else None
+        asking = self._asking(plain.seat_B, plain.start_B + 1 - plain.prompt_len_B)
+        wants = decode.inputs.samplings.logprobs(plain.seat_B.tolist()) if asking.has_logprobs else None
         self._last = plain if plain.number else None
-        if asking and self._awaits_tokens(rows, plain):
-            later = partial(self._sample_known, len(rows))
-            return GraphFlight(len(rows), later, wants=wants, unsampled=asking)
+        if asking.rows and isinstance(after, GraphFlight) and self._awaits_tokens(rows, plain):
+            later = partial(self._sample_known, plain, asking, after)
+            return GraphFlight(len(rows), later, wants=wants, unsampled=asking.rows)
         return GraphFlight(len(rows), self._sample(rows, range(len(rows)), asking, len(rows)), wants=wants)
 
     def _awaits_tokens(self, rows: Sequence[Row], plain: PlainRows) -> bool:
@@ -207,16 +209,26 @@ class GraphEngine:
         return bool((needs_history_B & (plain.follows_B != NEW_ROW)).any())
 
     @torch.inference_mode()
-    def _sample_known(self, count: int, rows: Mapping[int, Row]) -> Sampled:
-        """The part of a step of `count` rows of one token after its graph: `rows` by number, with their histories."""
-        every = [Row(tokens=(), start=0, blocks=())] * count
-        for index, row in rows.items():
-            every[index] = row
-        return self._sample(every, range(count), sorted(rows), count)
+    def _sample_known(self, plain: PlainRows, asking: Asking, before: GraphFlight, rows: Mapping[int, Row]) -> Sampled:
+        """The part after the graph of a step whose rows follow `before`, for those of `asking` in `rows`."""
+        asking, count = asking.of(rows), len(plain.follows_B)
+        places, cursors, token_ids = plain.follows_B.tolist(), before.cursors, before.token_ids
+        moves = [
+            (cursor, token_ids[places[index]]) if (cursor := cursors.get(places[index])) is not None else None
+            for index in asking.bound
+        ]
+        return self._sample(rows, range(count), asking, count, moves)
 
-    def _sample(self, rows: Sequence[Row], firsts: Sequence[int], asking: Sequence[int], count: int) -> Sampled:
+    def _sample(
+        self,
+        rows: RowsByNumber,
+        firsts: Sequence[int],
+        asking: Asking,
+        count: int,
+        moves: Sequence[Move | None] | None = None,
+    ) -> Sampled:
         """Launches everything beyond the graph for the rows, and the copy of all results to the host."""
-        extras = self._redraw.launch(rows, firsts, asking) if asking else NO_EXTRAS
+        extras = self._redraw.launch(rows, firsts, asking, moves) if asking.rows else NO_EXTRAS
         host, event = self._fetch(count)
         return Sampled(host, event, extras)
 
@@ -227,7 +239,10 @@ class GraphEngine:
             self._tell(drafted_words(rows, update, self._eager.spec.block_size))
         firsts, count = self._begin_drafted(rows, update, verify)
         num_output_B = np.array([row.start + 1 - row.prompt_len for row in rows], np.int64)
-        asking, has_logprobs = self._asking(np.array(update.seats, np.int64), num_output_B)
+        asking = self._asking(np.array(update.seats, np.int64), num_output_B)
+        # Behind a draft a grammar's mask is another one: these rows are looked at one by one.
+        asking = Asking(rows=asking.rows, bound=[], others=asking.rows, has_logprobs=asking.has_logprobs)
+        has_logprobs = asking.has_logprobs
         wants = [sampling_of(row).logprobs for row in rows for _ in range(row.num_queries)] if has_logprobs else None
         return GraphFlight(count, self._sample(rows, firsts, asking, count), drafted=list(rows), wants=wants)
 
@@ -273,13 +288,22 @@ class GraphEngine:
         event.record()
         return event
 
-    def _asking(self, seat_B: Any, num_output_B: Any) -> tuple[list[int], bool]:
-        """The rows that need more than the graph's sampling, and whether a row needs logprobs."""
+    def _asking(self, seat_B: Any, num_output_B: Any) -> Asking:
         samplings = self._decode.inputs.samplings
         asks_B, min_tokens_B = samplings.asks_S[seat_B], samplings.min_tokens_S[seat_B]
         if min_tokens_B.any():
             asks_B |= num_output_B < min_tokens_B
-        return np.flatnonzero(asks_B).tolist(), bool(samplings.has_logprobs_S[seat_B].any())
+        rows = np.flatnonzero(asks_B).tolist()
+        has_logprobs = bool(samplings.has_logprobs_S[seat_B].any())
+        if not rows:
+            return Asking(rows=[], bound=[], others=[], has_logprobs=has_logprobs)
+        is_bound_B = samplings.is_bound_S[seat_B]
+        return Asking(
+            rows=rows,
+            bound=np.flatnonzero(asks_B & is_bound_B).tolist(),
+            others=np.flatnonzero(asks_B & ~is_bound_B).tolist(),
+            has_logprobs=has_logprobs,
+        )
 
 
 def is_graph_row(row: Row, most_queries: int) -> bool:

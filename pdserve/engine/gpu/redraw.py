@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import Any, Self, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,10 +25,30 @@ from pdserve.engine.gpu.forbid import forbid
 from pdserve.engine.gpu.inputs import sampling_of
 from pdserve.engine.gpu.penalties import Penalties
 from pdserve.engine.gpu.static import StaticDecode
-from pdserve.engine.grammars import Grammars, RowMasks
+from pdserve.engine.grammars import Cursor, Grammars, RowMasks
 from pdserve.engine.interface import Row
 from pdserve.engine.sampling import keep_top_sigma
 from pdserve.engine.sending import to_device
+
+RowsByNumber = Sequence[Row] | Mapping[int, Row]
+Move = tuple[Cursor, int]  # a text that was masked before, and the token that was appended since
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """Which rows of a step need more than the graph's sampling, by number, and whether any row needs logprobs."""
+
+    rows: list[int]  # `bound` and `others`
+    bound: list[int]  # they need a grammar's mask and nothing else, and have no drafts
+    others: list[int]
+    has_logprobs: bool = False
+
+    def of(self, rows: Mapping[int, Row]) -> Self:
+        """Those in `rows`."""
+        if len(rows) == len(self.rows):
+            return self
+        bound, others = ([index for index in each if index in rows] for each in (self.bound, self.others))
+        return replace(self, rows=sorted(rows), bound=bound, others=others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +56,7 @@ class Extras:
     """Results of a step besides tokens and logprobs."""
 
     masks_of: dict[int, RowMasks] = field(default_factory=dict)  # by row: result of its grammar
+    cursors: dict[int, Cursor] = field(default_factory=dict)  # by row: the position of its grammar, for the next step
     top_of: dict[int, int] = field(default_factory=dict)  # by token of the step: the row of `tops`
     tops: tuple[Tensor, Tensor] | None = None  # token ids and logprobs [L, K] on the host, once the step has ended
 
@@ -69,6 +91,10 @@ class Redraw:
         self._device = decode.logits_BV.device
         self._penalties = Penalties(vocab_size, most_tokens, self._device)
         self._is_cuda = self._device.type == "cuda"
+        self._mask_words = max(self._bans.num_words, grammars.num_words)
+        # Used in turns, because the copy of the last step's masks may not have ended; at most two steps run.
+        self._masks = [torch.empty((0, self._mask_words), dtype=torch.int32) for _ in range(2)]
+        self._turn = 0
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -81,16 +107,21 @@ class Redraw:
             top_n_sigma=1.0,
             logprobs=1,
         )
-        self.launch([Row(tokens=(0,), start=0, blocks=(), sample=sampling, history=[0], prompt_len=1)], [0], [0])
+        row = Row(tokens=(0,), start=0, blocks=(), sample=sampling, history=[0], prompt_len=1)
+        self.launch([row], [0], Asking(rows=[0], bound=[], others=[0]))
 
-    def launch(self, rows: Sequence[Row], firsts: Sequence[int], asking: Sequence[int]) -> Extras:
-        """Called after the replay of `rows`, for those that need more; `firsts`: the first token of each row."""
-        asked = [rows[index] for index in asking]
-        masks_by_number = self._grammars.masks_of(asked)
-        masks_of = {asking[number]: masks for number, masks in masks_by_number.items()}
+    def launch(
+        self, rows: RowsByNumber, firsts: Sequence[int], asking: Asking, moves: Sequence[Move | None] | None = None
+    ) -> Extras:
+        """Called after the replay of `rows`, for those that need more; `firsts`: the first token of each row. `moves`:
+        for each of `asking.bound`, the cursor of the previous step and the token that it sampled."""
+        others = asking.others
+        asked = [rows[index] for index in others]
+        masks_by_number = self._grammars.masks_of(asked) if asked else {}
+        masks_of = {others[number]: masks for number, masks in masks_by_number.items()}
         told: dict[int, Row] = {}  # by token of the step, as all below
         words_of: dict[int, Any] = {}
-        for index, asked_row in zip(asking, asked, strict=True):
+        for index, asked_row in zip(others, asked, strict=True):
             masks = masks_of.get(index)
             for at, row in enumerate(draws_of(asked_row)):
                 # Tokens after a draft that the grammar forbids are ignored.
@@ -100,23 +131,50 @@ class Redraw:
                 words = self._bans.words(row, None if masks is None else masks.masks[at])
                 if words is not None:
                     words_of[firsts[index] + at] = words
+        bound = asking.bound
+        mask_RW = self._take_masks(len(bound) + len(words_of))
+        cursors: dict[int, Cursor] = {}
+        if bound:
+            words_RW = mask_RW[: len(bound)].numpy()
+            filled = self._grammars.fill(moves or [None] * len(bound), lambda at: rows[bound[at]], words_RW)
+            for number, reason in filled.failed.items():
+                words_RW[number] = -1  # every token is allowed; the sampled one is ignored
+                masks_of[bound[number]] = RowMasks(failed=reason)
+            cursors = {index: one for index, one in zip(bound, filled.cursors, strict=True) if one is not None}
+        for at, words in enumerate(words_of.values(), len(bound)):
+            mask_RW[at].numpy()[: len(words)] = words.view("int32")
         again = [token for token, row in told.items() if token in words_of or sampling_of(row).adjusts_logits]
-        if again:
-            self._draw(told, again, words_of)
+        if again or bound:
+            self._draw(told, again, [firsts[index] for index in bound], list(words_of), mask_RW)
         top_of, tops = self._tell(told, set(again))
-        return Extras(masks_of, top_of, tops)
+        return Extras(masks_of, cursors, top_of, tops)
 
-    def _draw(self, rows: Mapping[int, Row], again: Sequence[int], words_of: dict[int, Any]) -> None:
+    def _take_masks(self, count: int) -> Tensor:
+        """Memory for the masks of one step, int32 [count, W], pinned if there is a device. Masks are written there once
+        and copied from there."""
+        self._turn = 1 - self._turn
+        have = len(self._masks[self._turn])
+        if have < count:
+            size = max(count, 2 * have), self._mask_words
+            self._masks[self._turn] = torch.zeros(size, dtype=torch.int32, pin_memory=self._is_cuda)
+        return self._masks[self._turn][:count]
+
+    def _draw(
+        self,
+        rows: Mapping[int, Row],
+        again: Sequence[int],
+        bound: Sequence[int],
+        masked: Sequence[int],
+        mask_RW: Tensor,
+    ) -> None:
+        """`mask_RW` are those of the tokens `bound` and of `masked`, which are among `again`."""
         decode = self._decode
-        row_S = to_device(again, self._device)
+        row_S = to_device(np.array([*bound, *again]), self._device)
         logits_SV = decode.logits_BV.index_select(0, row_S)
-        place = {index: at for at, index in enumerate(again)}
-        if words_of:
-            word_RW = torch.empty((len(words_of), self._bans.num_words), dtype=torch.int32, pin_memory=self._is_cuda)
-            for at, words in enumerate(words_of.values()):
-                word_RW[at].numpy()[:] = words.view("int32")
-            row_R = to_device([place[index] for index in words_of], self._device)
-            forbid(logits_SV, word_RW.to(self._device, non_blocking=True), row_R)
+        place = {index: at for at, index in enumerate(again, len(bound))}
+        if len(mask_RW):
+            row_R = to_device(np.array([*range(len(bound)), *(place[index] for index in masked)]), self._device)
+            forbid(logits_SV, mask_RW.to(self._device, non_blocking=True), row_R)
         size = logits_SV.shape[1]
         biases = [
             (place[index] * size + token, bias)

@@ -12,6 +12,7 @@ import numpy as np
 
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu.sampling import floor_key
+from pdserve.engine.masks import may_ban
 
 FIELDS: Final[tuple[tuple[str, Any, float], ...]] = (  # also the values of padding rows
     ("seed", np.int64, 0),
@@ -28,6 +29,7 @@ class Samplings:
         self._held: list[Sampling | None] = [None] * num_seats
         self._fields = {name: np.zeros(num_seats, kind) for name, kind, _ in FIELDS}
         self.asks_S = np.zeros(num_seats, bool)  # needs more than the graph's sampling at every token
+        self.is_bound_S = np.zeros(num_seats, bool)  # needs a grammar's mask and nothing else beyond the graph
         self.needs_history_S = np.zeros(num_seats, bool)
         self.min_tokens_S = np.zeros(num_seats, np.int64)
         self.has_logprobs_S = np.zeros(num_seats, bool)
@@ -53,6 +55,7 @@ class Samplings:
         fields["top_p"][seat], fields["top_k"][seat] = sampling.top_p, sampling.top_k
         fields["floor"][seat], fields["temperature"][seat] = floor_key(sampling.min_p), sampling.temperature
         self.asks_S[seat] = asks_for_more(sampling)
+        self.is_bound_S[seat] = is_bound(sampling)
         self.needs_history_S[seat] = sampling.needs_history
         self.min_tokens_S[seat] = sampling.min_tokens
         self.has_logprobs_S[seat] = sampling.logprobs is not None
@@ -61,3 +64,10 @@ class Samplings:
 def asks_for_more(sampling: Sampling) -> bool:
     """Whether rows must be sampled again after a graph, or need top logprobs, for any length of their output."""
     return bool(sampling.needs_history or sampling.adjusts_logits or sampling.logprobs or sampling.allowed_token_ids)
+
+
+def is_bound(sampling: Sampling) -> bool:
+    """Whether a grammar masks the row, and the row asks for nothing else that a graph does not sample."""
+    return sampling.grammar is not None and not (
+        may_ban(sampling) or sampling.adjusts_logits or sampling.logprobs is not None
+    )

@@ -20,7 +20,7 @@ from pdserve.core.attempt import EndRule
 from pdserve.core.grammar import Grammar, GrammarKind, choice
 from pdserve.core.types import FinishReason, Sampling, TokenOut
 from pdserve.engine import grammars as grammars_module
-from pdserve.engine.grammars import Grammars
+from pdserve.engine.grammars import Cursor, Grammars
 from pdserve.engine.interface import Engine, Row
 from pdserve.engine.toy import ToyEngine
 from pdserve.structured.compile import Compiler
@@ -222,6 +222,50 @@ def test_growing_texts_are_masked_together_as_alone() -> None:
                 del texts[sampling]
     assert len(texts) >= 3
     assert going.num_replays < 8, "texts that grow are made again"
+
+
+def test_masks_of_texts_that_are_known_by_cursors_are_those_of_their_rows() -> None:
+    """Rows are read at first, where no cursor is given, and where a matcher cannot go on; else never."""
+    compiler, rng = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)), random.Random(3)
+    going, num_words = Grammars(compiler), compiler.num_words
+    dead = Grammar(GrammarKind.LARK, 'start: "a" | "b" X\nX: /a/ & /b/')
+    grammars = [json_schema(PERSON)] * 4 + [Grammar(GrammarKind.REGEX, "[a-z]{9}"), dead, dead]
+    texts = [(grammar, [*PROMPT]) for grammar in grammars]
+    cursors: list[Cursor | None] = [None] * len(texts)
+    num_read = []
+    for step in range(9):
+        read: list[int] = []
+
+        def row_at(index: int, read: list[int] = read, texts: Any = texts) -> Row:
+            read.append(index)
+            grammar, text = texts[index]
+            sampling = Sampling(grammar=grammar)
+            return Row(
+                tokens=text[-1:], start=len(text) - 1, blocks=(), sample=sampling, history=text, prompt_len=len(PROMPT)
+            )
+
+        if step == 6:
+            cursors[1] = None  # as after a step that was not taken ahead
+        moves = [
+            None if cursor is None else (cursor, text[-1]) for cursor, (_, text) in zip(cursors, texts, strict=True)
+        ]
+        words_RW = np.zeros((len(texts), num_words), np.int32)
+        filled = going.fill(moves, row_at, words_RW)
+        num_read.append(len(set(read)))
+        staying = []
+        for index, (grammar, text) in enumerate(texts):
+            alone = Grammars(compiler).masks(grammar, tuple(text[len(PROMPT) :]), ())
+            assert filled.failed.get(index) == alone.failed
+            if alone.failed is None:
+                assert words_RW[index].tobytes() == alone.masks[0]
+                bits = np.unpackbits(np.frombuffer(alone.masks[0], np.uint8), bitorder="little")
+                text.append(int(rng.choice(np.flatnonzero(bits))))
+                staying += [index] if text[-1] != EOS else []
+        texts, cursors = [texts[index] for index in staying], [filled.cursors[index] for index in staying]
+    assert len(texts) >= 4
+    assert num_read[0] == 7
+    assert num_read[6] == 1
+    assert num_read[5] == num_read[7] == num_read[8] == 0
 
 
 def test_a_mask_behind_drafts_is_that_of_their_text_and_leaves_the_matcher_where_it_stood() -> None:

@@ -13,7 +13,8 @@ from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu.bans import Bans
 from pdserve.engine.gpu.flights import GraphFlight
-from pdserve.engine.grammars import RowMasks
+from pdserve.engine.gpu.redraw import Move
+from pdserve.engine.grammars import Cursor, Filled, RowMasks
 from pdserve.engine.interface import PENDING, Engine, Flight, Row
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "any")
@@ -43,6 +44,27 @@ WITH_HISTORY: tuple[dict[str, Any], ...] = (
 
 class EveryThird:
     """In place of Grammars: two of three tokens are allowed, which ones the last token says."""
+
+    num_words = 12
+
+    def __init__(self) -> None:
+        self.num_moves = 0
+
+    def fill(self, moves: Sequence[Move | None], row_at: Callable[[int], Row], words_RW: Any) -> Filled:
+        rows, failed = [row_at(index) for index in range(len(moves))], {}
+        for row, move in zip(rows, moves, strict=True):
+            if move is not None:
+                self.num_moves += 1
+                assert (id(move[0].history), move[1]) == (id(row.history), row.history[-1])
+        for index, masks in self.masks_of(rows).items():
+            if masks.failed is not None:
+                failed[index] = masks.failed
+            else:
+                words_RW[index].view(np.uint8)[:] = np.frombuffer(masks.masks[0].ljust(48, b"\0"), np.uint8)
+        cursors = [
+            Cursor(history=row.history, grammar=GRAMMAR, num_tokens=len(row.history), matcher=None) for row in rows
+        ]
+        return Filled(list(cursors), failed)
 
     def masks_of(self, rows: Sequence[Row]) -> dict[int, RowMasks]:
         masks = {}
@@ -135,9 +157,11 @@ def test_they_go_one_step_ahead(make_pair: Callable[..., Any]) -> None:
 
 def test_rows_that_need_the_last_token_go_ahead_and_are_sampled_behind_it(make_pair: Callable[..., Any]) -> None:
     """Beside rows that do not; all that ask for more than the graph draws wait with them."""
-    eager, graph = make_pair("llama", most_rows=14, grammars=EveryThird())
+    grammars = EveryThird()
+    eager, graph = make_pair("llama", most_rows=14, grammars=grammars)
     kinds = (*WITHOUT_HISTORY, *WITH_HISTORY)
     go_ahead(eager, graph, kinds, num_unsampled=len(kinds) - 2)
+    assert grammars.num_moves == 3, "its one row that asks for a grammar alone, in the steps ahead"
 
 
 def go_ahead(eager: Any, graph: Any, kinds: Sequence[dict[str, Any]], num_unsampled: int) -> None:
