@@ -224,8 +224,10 @@ class Grammars:
         if going is not None and going.matcher is not None and not going.matcher.is_error():
             self._matchers[grammar, output[: going.num_tokens - row.prompt_len]] = going.matcher
         masks = self.masks(grammar, output, row.drafts)
+        # Taken from there at once: many texts begin alike, and each needs a matcher of its own.
+        matcher = self._matchers.pop((grammar, output), None)
         self._going[id(row.history)] = Cursor(
-            history=row.history, grammar=grammar, num_tokens=len(row.history), matcher=None
+            history=row.history, grammar=grammar, num_tokens=len(row.history), matcher=matcher
         )
         return masks
 

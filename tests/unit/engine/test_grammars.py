@@ -265,7 +265,8 @@ def test_masks_of_texts_that_are_known_by_cursors_are_those_of_their_rows() -> N
     assert len(texts) >= 4
     assert num_read[0] == 7
     assert num_read[6] == 1
-    assert num_read[5] == num_read[7] == num_read[8] == 0
+    assert sum(num_read[2:]) == 1
+    assert going.num_replays <= 2, "texts that begin alike are made again"
 
 
 def test_a_mask_behind_drafts_is_that_of_their_text_and_leaves_the_matcher_where_it_stood() -> None:
