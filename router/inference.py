@@ -13,6 +13,7 @@ from typing import Any, Final, final
 
 import grpc.aio
 
+from pdserve.core.attempt import Attempt, AttemptKey
 from pdserve.core.errors import Cancelled, InternalError, InvalidRequest, NoWorkers, PdserveError
 from pdserve.prefix.lookup import PrefixLookup
 from pdserve.telemetry import names
@@ -20,7 +21,7 @@ from pdserve.telemetry.interceptors import current_span
 from pdserve.telemetry.tracing import OpenSpan
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 from pdserve.wire import status
-from router import messages
+from pdserve.wire.sequence import SEQUENCE
 from router.admission import Admission, Prepared
 from router.answer import MAX_PENDING_TOKENS, Answer
 from router.events import RequestArrived
@@ -243,9 +244,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             block_hashes=prepared.block_hashes,
             cached_blocks=cached,
         )
-        sequence = messages.sequence_of(
-            request_id, prepared.prompt_ids, sampling, span.traceparent, b"", prepared.slo.tpot_s
+        # Of no attempt yet: the runtime adds number, output and deadline of each.
+        attempt = Attempt(
+            key=AttemptKey("", request_id, 0),
+            prompt_ids=prepared.prompt_ids,
+            sampling=sampling,
+            tpot_s=prepared.slo.tpot_s,
         )
+        sequence = SEQUENCE.encode(attempt)
+        sequence.traceparent = span.traceparent
         self._runtime.begin(arrival, answer, sequence, told)
         return request_id
 

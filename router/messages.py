@@ -13,7 +13,7 @@ from pdserve.core.attempt import FailureKind, RefusalReason
 from pdserve.core.durations import check_duration
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.latency import CostPrior
-from pdserve.core.types import Sampling, TokenOut
+from pdserve.core.types import TokenOut
 from pdserve.v1 import worker_pb2
 from pdserve.wire import convert
 from router import commands, events
@@ -210,25 +210,6 @@ def _plain_rows(message: worker_pb2.PlainTokens) -> list[events.TokenRow]:
         )
         for request_id, attempt, index, token_id in zip(*columns, strict=True)
     ]
-
-
-def sequence_of(
-    request_id: str,
-    prompt_ids: tuple[int, ...],
-    sampling: Sampling,
-    traceparent: str,
-    cache_salt: bytes,
-    tpot_s: float | None = None,
-) -> worker_pb2.Sequence:
-    """What stays the same over all attempts of a request."""
-    return worker_pb2.Sequence(
-        request_id=request_id,
-        prompt_token_ids=prompt_ids,
-        sampling=convert.sampling_to_proto(sampling),
-        traceparent=traceparent,
-        cache_salt=cache_salt,
-        tpot_s=tpot_s,
-    )
 
 
 def request_of(command: commands.WorkerCommand, sequence: worker_pb2.Sequence | None) -> worker_pb2.AttachRequest:

@@ -13,7 +13,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.hashing import chain_key
 from pdserve.core.types import check_token_ids
 from pdserve.v1 import worker_pb2
-from pdserve.wire.convert import sampling_from_proto
+from pdserve.wire.sequence import SEQUENCE
 
 MAX_REQUEST_ID_CHARS: Final = 256
 MAX_SALT_BYTES: Final = 1024
@@ -37,40 +37,37 @@ def key_of(router: int, request_id: str, attempt: int) -> AttemptKey:
 
 def read_sequence(message: worker_pb2.Sequence, key: AttemptKey, limits: Limits, now_s: float) -> Attempt:
     """Raises InvalidRequest, naming the field and its limit."""
-    prompt, output = tuple(message.prompt_token_ids), tuple(message.output_token_ids)
-    num_tokens = len(prompt) + len(output)
-    if not prompt:
+    num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
+    if not message.prompt_token_ids:
         raise InvalidRequest("prompt_token_ids", "none", "at least one token")
     if num_tokens > limits.max_context_tokens:
         raise InvalidRequest(
             "prompt_token_ids", f"{num_tokens} tokens with the output so far", f"at most {limits.max_context_tokens}"
-        )
-    _check_ids("prompt_token_ids", prompt, limits.vocab_size)
-    _check_ids("output_token_ids", output, limits.vocab_size)
-    sampling = sampling_from_proto(message.sampling)
-    check_token_ids(sampling, limits.vocab_size, "sampling.")
-    if len(output) >= sampling.max_tokens:
-        raise InvalidRequest(
-            "output_token_ids", f"{len(output)} tokens", f"fewer than max_tokens {sampling.max_tokens}"
         )
     if len(message.cache_salt) > MAX_SALT_BYTES:
         raise InvalidRequest("cache_salt", f"{len(message.cache_salt)} bytes", f"at most {MAX_SALT_BYTES}")
     deadline_s = message.deadline_s if message.HasField("deadline_s") else None
     if deadline_s is not None:
         check_duration("deadline_s", deadline_s)
-    tpot_s = message.tpot_s if message.HasField("tpot_s") else None
-    if tpot_s is not None:
-        check_duration("tpot_s", tpot_s, low=SHORTEST_SLO_S)
-    return Attempt(
-        key=key,
-        prompt_ids=prompt,
-        output_ids=output,
-        sampling=sampling,
+    if message.HasField("tpot_s"):
+        check_duration("tpot_s", message.tpot_s, low=SHORTEST_SLO_S)
+    attempt = SEQUENCE.decode(
+        message,
+        key.peer,
         chain_key=_chain_key(message.cache_salt, limits.hash_seed),
         arrived_s=now_s,
         deadline_at_s=None if deadline_s is None else now_s + deadline_s,
-        tpot_s=tpot_s,
     )
+    _check_ids("prompt_token_ids", attempt.prompt_ids, limits.vocab_size)
+    _check_ids("output_token_ids", attempt.output_ids, limits.vocab_size)
+    check_token_ids(attempt.sampling, limits.vocab_size, "sampling.")
+    if len(attempt.output_ids) >= attempt.sampling.max_tokens:
+        raise InvalidRequest(
+            "output_token_ids",
+            f"{len(attempt.output_ids)} tokens",
+            f"fewer than max_tokens {attempt.sampling.max_tokens}",
+        )
+    return attempt
 
 
 def _check_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
