@@ -12,7 +12,7 @@ from typing import Final, final
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.hashing import block_hashes, chain_key
-from pdserve.core.types import Sampling, Slo, check_bad_words, check_token_ids
+from pdserve.core.types import RequestAttributes, Sampling, Slo, check_bad_words, check_token_ids
 from pdserve.text.bad_words import bad_word_ids
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class Prepared(RequestAttributes):
     """A request that can be placed."""
 
     request_id: str  # the client's, or ours where it gave none
@@ -50,7 +50,6 @@ class Prepared:
     samplings: tuple[Sampling, ...]  # of the answers that are drawn for them
     slo: Slo
     deadline_s: float
-    priority: int
     block_hashes: tuple[bytes, ...]
     is_chat: bool
 
@@ -98,9 +97,9 @@ class Admission:
             samplings=tuple(group.samplings(sampling, n, best_of)),
             slo=slo,
             deadline_s=timeout_s if time_remaining_s is None else min(timeout_s, max(time_remaining_s, 0.0)),
-            priority=request.priority,
             block_hashes=await self._hashes(prompt, model),
             is_chat=request.HasField("chat"),
+            **convert.attributes_from_proto(request),
         )
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest, model: ModelFacts | None) -> list[int]:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from kvtransfer.transport import Grant
 from pdserve.core.attempt import FailureKind, RefusalReason
 from pdserve.core.latency import CostPrior
-from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut
+from pdserve.core.types import FinishReason, RequestAttributes, Role, Sampling, Slo, TokenOut
 
 # -- from clients ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestArrived:
+class RequestArrived(RequestAttributes):
     """A validated, tokenised request, after the prefix index was asked.
 
     `request_id` is unique among the requests that this router still knows. `sampling` is complete (seed
@@ -33,7 +33,6 @@ class RequestArrived:
     spent_s: float = 0.0  # since the call came in: tokenising, asking the index; part of the TTFT
     lookup_s: float = 0.0  # of it, asking the index
     deadline_s: float | None = None  # time that remains at arrival; None: none
-    priority: int = 0  # larger goes first
     tenant: str = ""
     block_hashes: tuple[bytes, ...] = ()  # of the prompt's full blocks
     cached_blocks: Mapping[str, int] = field(default_factory=dict)  # worker id -> leading prompt blocks it may hold

@@ -240,9 +240,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             spent_s=0.0 if index else spent_s,
             lookup_s=0.0 if index else lookup_s,
             deadline_s=max(prepared.deadline_s - spent_s, 0.0),
-            priority=prepared.priority,
             block_hashes=prepared.block_hashes,
             cached_blocks=cached,
+            **prepared.attributes(),
         )
         # Of no attempt yet: the runtime adds number, output and deadline of each.
         attempt = Attempt(
@@ -250,6 +250,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             prompt_ids=prepared.prompt_ids,
             sampling=sampling,
             tpot_s=prepared.slo.tpot_s,
+            **prepared.attributes(),
         )
         sequence = SEQUENCE.encode(attempt)
         sequence.traceparent = span.traceparent

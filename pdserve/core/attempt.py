@@ -10,7 +10,7 @@ from typing import NamedTuple, cast, final
 
 from pdserve.core.hashing import extend_hashes, tail_hash
 from pdserve.core.stamps import chain64
-from pdserve.core.types import FinishReason, Sampling
+from pdserve.core.types import FinishReason, RequestAttributes, Sampling
 
 
 class AttemptKey(NamedTuple):
@@ -55,7 +55,7 @@ class FailureKind(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class Attempt(RequestAttributes):
     """What must be known to compute any token of the request."""
 
     key: AttemptKey

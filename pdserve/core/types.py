@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 from pdserve.core.durations import SHORTEST_SLO_S, check_duration
 from pdserve.core.errors import InvalidRequest
@@ -138,6 +138,20 @@ class Slo:
     def __post_init__(self) -> None:
         check_duration("slo.ttft_s", self.ttft_s, low=SHORTEST_SLO_S)
         check_duration("slo.tpot_s", self.tpot_s, low=SHORTEST_SLO_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestAttributes:
+    """What a client says about a request beside prompt, sampling and targets.
+
+    Router, recording and workers carry it unchanged. A field has the same name in GenerateRequest and in the workers'
+    Sequence, and an attribute of their spans and logs (pdserve/telemetry/names.py).
+    """
+
+    priority: int = 0  # larger goes first
+
+    def attributes(self) -> dict[str, Any]:
+        return {one.name: getattr(self, one.name) for one in fields(RequestAttributes)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

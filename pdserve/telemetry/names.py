@@ -58,6 +58,10 @@ PATH: Final = _attribute(
 )
 WORKER_ID: Final = _attribute("pdserve.worker.id", "name of the worker that recorded the span")
 WORKER_ROLE: Final = _attribute("pdserve.worker.role", "role of that worker: `prefill` or `decode`")
+#: By the field of RequestAttributes; on spans of workers, if the client has set it.
+REQUEST_ATTRIBUTES: Final[Mapping[str, str]] = {
+    "priority": _attribute("pdserve.priority", "priority of the request, if it is not 0"),
+}
 PREFILL_WORKER: Final = _attribute("pdserve.prefill_worker.id", "name of the last attempt's prefill worker")
 DECODE_WORKER: Final = _attribute("pdserve.decode_worker.id", "name of the last attempt's decode worker")
 TTFT_S: Final = _attribute("pdserve.ttft_s", "time to first token, in seconds")
@@ -111,7 +115,7 @@ def _span(
     return name, SpanSpec(name=name, by=by, kind=kind, parent=parent, help=help_text, attributes=attributes)
 
 
-_BY_WORKER: Final = (REQUEST_ID, ATTEMPT, WORKER_ID, WORKER_ROLE)
+_BY_WORKER: Final = (REQUEST_ID, ATTEMPT, WORKER_ID, WORKER_ROLE, *REQUEST_ATTRIBUTES.values())
 _TRANSPORT: Final = (TRANSFER_KIND, TRANSFER_REASON)
 _OF_CALL: Final = (
     OPERATION, PROVIDER, REQUEST_MODEL, RESPONSE_MODEL, REQUEST_MAX_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS, REQUEST_ID,

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.grammar import Grammar, GrammarKind, choice
-from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut, check_counts
+from pdserve.core.types import FinishReason, RequestAttributes, Role, Sampling, Slo, TokenOut, check_counts
 from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
 
 Word = TypeVar("Word")
@@ -104,6 +104,12 @@ def grammar_to_proto(grammar: Grammar) -> inference_pb2.StructuredOutput:
     else:
         setattr(message, grammar.kind.value, grammar.text)
     return message
+
+
+def attributes_from_proto(message: inference_pb2.GenerateRequest) -> dict[str, Any]:
+    """The fields of RequestAttributes that the client has set."""
+    names = [one.name for one in dataclasses.fields(RequestAttributes)]
+    return {name: getattr(message, name) for name in names if message.HasField(name)}  # type: ignore[arg-type]
 
 
 def slo_from_proto(message: inference_pb2.Slo, default: Slo) -> Slo:

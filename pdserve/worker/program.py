@@ -50,6 +50,7 @@ class Track:
     """What telemetry needs of a live attempt."""
 
     traceparent: str
+    attributes: Mapping[str, Any]  # of the request, as far as the client has set them
 
 
 class RoleProgram(ABC):
@@ -354,7 +355,9 @@ class RoleProgram(ABC):
             self._failed(fx.Failed(key=key, kind=FailureKind.INVALID, message=error.message))
             self._released(fx.Released(key=key))
             return None
-        self.tracks[key] = Track(message.traceparent)
+        self.tracks[key] = Track(
+            message.traceparent, {name: value for name, value in attempt.attributes().items() if value}
+        )
         return attempt
 
     def record_span(
@@ -375,6 +378,7 @@ class RoleProgram(ABC):
             names.ATTEMPT: key.attempt,
             names.WORKER_ID: self.context.config.worker_id,
             names.WORKER_ROLE: self.context.role.value,
+            **{names.REQUEST_ATTRIBUTES[one]: value for one, value in track.attributes.items()},
         }
         end_ns = time.time_ns() - int(ended_ago_s * 1e9)
         name = names.PHASE_SPANS[phase]
@@ -388,7 +392,9 @@ class RoleProgram(ABC):
         self.emit(effect.key.router, refused=messages.refused(effect))
 
     def _failed(self, effect: fx.Failed) -> None:
+        track = self.tracks.get(effect.key)
         extra = {"request_id": effect.key.request_id, "attempt": effect.key.attempt, "kind": effect.kind.value}
+        extra |= {} if track is None else track.attributes
         log.log(logging.ERROR if effect.kind is FailureKind.INTERNAL else logging.INFO, "attempt failed", extra=extra)
         self.emit(effect.key.router, failed=messages.failed(effect))
 

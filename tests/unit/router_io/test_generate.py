@@ -8,8 +8,14 @@ from typing import cast
 import pytest
 
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.types import RequestAttributes
 from pdserve.engine.toy import answer
+from pdserve.v1 import worker_pb2
+from pdserve.wire.sequence import SEQUENCE
+from router import codec
 from router.answer import Answer
+from router.events import RequestArrived
+from router.measure import Told
 from tests.unit.router_io.conftest import Connect, until
 from tests.unit.router_io.processes import Program
 
@@ -39,6 +45,29 @@ async def test_a_long_prompt_goes_through_both_workers(connect: Connect, decode:
     assert [(one.prefill_worker, one.decode_worker) for one in explanation.candidates if one.is_chosen] == [
         ("p0", "d0")
     ]
+
+
+async def test_what_a_client_says_of_a_request_reaches_state_and_workers(
+    connect: Connect, decode: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = await connect(decode)
+    runtime = front.server.runtime
+    begin, begun = runtime.begin, []
+
+    def note(arrival: RequestArrived, answer: Answer, sequence: worker_pb2.Sequence, told: Told) -> None:
+        begun.append((arrival, SEQUENCE.decode(sequence, chain_key=b"", arrived_s=0.0, deadline_at_s=None)))
+        begin(arrival, answer, sequence, told)
+
+    monkeypatch.setattr(runtime, "begin", note)
+    said = {"priority": -2}
+    await front.client.generate("hello", max_tokens=4, **said)
+    await front.client.generate("hello", max_tokens=4)
+    assert [(arrival.attributes(), attempt.attributes()) for arrival, attempt in begun] == [
+        (said, said),
+        (RequestAttributes().attributes(),) * 2,
+    ]
+    recorded = codec.decode(RequestArrived, codec.encode(begun[0][0]))
+    assert recorded.attributes() == said
 
 
 async def test_many_at_once_do_not_mix(connect: Connect, decode: Program, prefill: Program) -> None:

@@ -2,11 +2,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import fields
 
 import pytest
 
 from pdserve.core.errors import ConfigError, NoWorkers
 from pdserve.core.phases import Phase
+from pdserve.core.types import RequestAttributes
 from pdserve.telemetry import names
 from pdserve.telemetry.propagate import parse
 from pdserve.telemetry.tracing import make_tracing
@@ -14,6 +16,10 @@ from tests.unit.telemetry.otlp_sink import OtlpSink
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = PARENT[:-1] + "0"
+
+
+def test_each_attribute_of_a_request_has_a_name_in_spans() -> None:
+    assert list(names.REQUEST_ATTRIBUTES) == [one.name for one in fields(RequestAttributes)]
 
 
 def test_spans_of_one_request_make_one_tree(sink: OtlpSink) -> None:
