@@ -146,10 +146,8 @@ def decode_floor(shape: Shape, rows: int, context: int, copy_gb_s: float = COPY_
             Kernel("silu", layers, rows * ceil(mlp / 1024), 6 * rows * mlp),
             product("down", mlp, hidden),
             product("head", hidden, vocab, 1),
-            Kernel("logits to float32", 1, 0, 6 * rows * vocab),
-            Kernel(
-                "sampler", 3, rows, 4 * rows * vocab / 3
-            ),  # of greedy rows its first launch reads all, the others little
+            # Of greedy rows its first launch reads all logits, as the head's product left them, the others little.
+            Kernel("sampler", 3, rows, 2 * rows * vocab / 3),
             Kernel("tokens and tables; embedding", 2, 0, 2 * rows * hidden),
         ),
         copy_gb_s,
@@ -164,7 +162,7 @@ CUTOFF_S: Final = 9 * 1.0e-6
 def truncated_draw_s(shape: Shape, rows: int, copy_gb_s: float = COPY_GB_S) -> float:
     """Of rows with top-p: the logits are read twice, by as many programs as fill the device; then one program a row,
     in rounds of one for each processor."""
-    read_s = 2 * 4 * rows * shape.vocab / (copy_gb_s * 1e9)
+    read_s = 2 * 2 * rows * shape.vocab / (copy_gb_s * 1e9)
     return 3 * START_S + 2 * GAP_S + read_s + ceil(rows / PROCESSORS) * CUTOFF_S
 
 

@@ -75,6 +75,12 @@ class PlainLinear:
     def __call__(self, x_TK: Tensor) -> Tensor:
         return F.linear(x_TK, self._weight_NK, self._bias_N)
 
+    def into(self, x_TK: Tensor, out_TN: Tensor) -> Tensor:
+        """The same product, in `out_TN`, which is of the weight's dtype."""
+        if self._bias_N is not None:
+            return torch.addmm(self._bias_N, x_TK, self._weight_NK.t(), out=out_TN)
+        return torch.mm(x_TK, self._weight_NK.t(), out=out_TN)
+
 
 @final
 class PackedLinear:

@@ -19,7 +19,7 @@ from pdserve.engine import ops as host_ops
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.experts import apply_experts
 from pdserve.engine.fp8 import Fp8Linear
-from pdserve.engine.linear import Linear
+from pdserve.engine.linear import Linear, PlainLinear
 from pdserve.engine.mixing import Heads, Mixer
 from pdserve.engine.ops import Ops
 from pdserve.engine.parameters import ExpertWeights, MlpWeights, Weights
@@ -43,6 +43,8 @@ class Decoder:
         self._ops = ops
         self._gated = ops.silu_mul if config.activation == "silu" else ops.gelu_mul
         shards = () if ranks is None else (Shard(rank, ranks.shard.size) for rank in range(ranks.shard.size))
+        head, is_plain = weights.head, ranks is None and config.logit_softcap is None
+        self._plain_head = head if is_plain and isinstance(head, PlainLinear) else None  # its product is the logits
         self._tokens_of = tuple(one.span(whole.vocab_size, whole.vocab_size) for one in shards)  # by rank
 
     @property
@@ -61,7 +63,7 @@ class Decoder:
         return self._weights.dtype
 
     def hidden(self, mixer: Mixer) -> Tensor:
-        """Writes the KV of all tokens; returns the states, before the last norm, of the tokens that are needed, [U, E].
+        """Writes the KV of all tokens; returns the states, after the last norm, of the tokens that are needed, [U, E].
 
         Ranks synchronise before the first store, between layers and after the last store, so no rank clears, stores or
         reads a block while another one is in an earlier or later step.
@@ -87,11 +89,18 @@ class Decoder:
             delta_TE = self._sum(self._mlp(layer.mlp, x_TE, delta_TE, layer.mlp_norm_E))
             if layer.mlp_post_norm_E is not None:
                 delta_TE = self._norm(delta_TE, layer.mlp_post_norm_E)
-        return x_TE if delta_TE is None else x_TE.add_(delta_TE)
+        return self._add_norm(x_TE, delta_TE, self._weights.norm_E)
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Of `logits` with `out_TV`: that of the head's product, unless more is computed from it in float32."""
+        return torch.float32 if self._plain_head is None else self.dtype
 
     def logits(self, x_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
-        """float32, [T, V]; written to `out_TV` if given."""
-        logits_TV = self._weights.head(self._norm(x_TE, self._weights.norm_E))
+        """Logits of states that `hidden` returned, [T, V]: float32, or of `logits_dtype` in `out_TV`."""
+        if out_TV is not None and self._plain_head is not None:
+            return self._plain_head.into(x_TE, out_TV)
+        logits_TV = self._weights.head(x_TE)
         if self._ranks is not None:
             logits_TV = self._ranks.join(logits_TV.float(), [end - begin for begin, end in self._tokens_of])
         logits_TV = logits_TV.float() if out_TV is None else out_TV.copy_(logits_TV)

@@ -27,6 +27,7 @@ from tests.gpu.fake_cuda import FakeCuda, fake_cuda
 _aten = torch.ops.aten
 _READS = (_aten._local_scalar_dense, _aten.nonzero, _aten.masked_select, _aten.equal)
 _COPIES = (_aten._to_copy, _aten.copy_)
+_ALLOCATIONS = (_aten.empty, _aten.empty_strided, _aten.detach)
 
 
 class ForbiddenInCapture(RuntimeError):
@@ -41,12 +42,15 @@ class Captures:
     num_graphs: int = 0
     is_on: bool = False
     keys: set[tuple[Any, ...]] = field(default_factory=set)
+    launched: list[str] = field(default_factory=list)  # by the captures: kernels and operators that compute
 
     def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         key = cache_key(kernel, args, kwargs)
         if self.is_on and key not in self.keys:
             raise ForbiddenInCapture(f"{key[0]} is compiled in a capture")
         self.keys.add(key)
+        if self.is_on:
+            self.launched.append(key[0])
 
     def wait(self, *_: Any) -> None:
         if self.is_on:
@@ -57,7 +61,7 @@ class Captures:
         assert not self.is_on
         self.is_on = True
         try:
-            with OperatorRules(), HostRules():
+            with OperatorRules(self.launched), HostRules():
                 yield
         finally:
             self.is_on = False
@@ -65,6 +69,10 @@ class Captures:
 
 
 class OperatorRules(TorchDispatchMode):
+    def __init__(self, launched: list[str]) -> None:
+        super().__init__()
+        self._launched = launched
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.overloadpacket in _READS:
@@ -74,6 +82,8 @@ class OperatorRules(TorchDispatchMode):
             devices.add(torch.device(kwargs.get("device") or args[0].device).type)
             if len(devices) > 1:
                 raise ForbiddenInCapture(f"{func} copies between host and device")
+        if func.namespace == "aten" and not func.is_view and func.overloadpacket not in _ALLOCATIONS:
+            self._launched.append(str(func.overloadpacket))
         return func(*args, **kwargs)
 
 

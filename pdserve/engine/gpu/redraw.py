@@ -170,7 +170,7 @@ class Redraw:
         """`mask_RW` are those of the tokens `bound` and of `masked`, which are among `again`."""
         decode = self._decode
         row_S = to_device(np.array([*bound, *again]), self._device)
-        logits_SV = decode.logits_BV.index_select(0, row_S)
+        logits_SV = decode.logits_BV.index_select(0, row_S).float()
         place = {index: at for at, index in enumerate(again, len(bound))}
         if len(mask_RW):
             row_R = to_device(np.array([*range(len(bound)), *(place[index] for index in masked)]), self._device)
@@ -195,7 +195,7 @@ class Redraw:
                 [sampling_of(rows[index]).top_n_sigma for index in limited], self._device, torch.float32
             )
             logits_SV.index_copy_(0, row_R, keep_top_sigma(logits_SV.index_select(0, row_R), sigma_R))
-        drawn_S, _ = decode.sampler.draw(logits_SV, decode.inputs.draws_of(row_S))
+        drawn_S, _ = decode.sampler.draw(logits_SV, decode.inputs.draws_of(row_S), parts=decode.sampler.most_parts)
         if penalised:
             self._penalties.count(slot_P, drawn_S.index_select(0, row_P))
         decode.drawn_B.index_copy_(0, row_S, drawn_S)
@@ -209,7 +209,7 @@ class Redraw:
             return {}, None
         decode = self._decode
         row_L = to_device(told, self._device)
-        logprob_LV = decode.logits_BV.index_select(0, row_L).log_softmax(dim=-1)
+        logprob_LV = decode.logits_BV.index_select(0, row_L).log_softmax(dim=-1, dtype=torch.float32)
         drawn_L1 = decode.drawn_B.index_select(0, row_L)[:, None]
         decode.logprob_B.index_copy_(0, row_L, logprob_LV.gather(1, drawn_L1)[:, 0])
         most = min(max(counts[index] or 0 for index in told), logprob_LV.shape[1])

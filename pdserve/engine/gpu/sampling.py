@@ -288,9 +288,24 @@ class Sampler:
         self._mass = scratch(torch.int64, most_rows, _MOST_PARTS)
         self._group_best = scratch(torch.float32, most_rows, self._num_groups)
 
-    def draw(self, logits_BV: Tensor, draws: Draws, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    @property
+    def most_parts(self) -> int:
+        """Of one row."""
+        return num_parts(1, self._size, self._num_processors)
+
+    def draw(
+        self,
+        logits_BV: Tensor,
+        draws: Draws,
+        out: tuple[Tensor, Tensor] | None = None,
+        *,
+        parts: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Tokens (int64) and their logprobs (float32), [B] each, in `out` if given. Logits may have any float dtype,
-        and are not changed."""
+        and are not changed.
+
+        `parts` of the vocabulary, each number of which is a kernel of its own; None: as fits the number of rows.
+        """
         num_rows, size = logits_BV.shape
         if num_rows > self._most_rows or size != self._size:
             raise InternalError(f"logits {num_rows} x {size}: the sampler is for {self._most_rows} x {self._size}")
@@ -300,7 +315,7 @@ class Sampler:
         )
         if not num_rows:
             return token_B, logprob_B
-        parts = num_parts(num_rows, size, self._num_processors)
+        parts = parts or num_parts(num_rows, size, self._num_processors)
         stride, grid = logits_BV.stride(0), (num_rows, parts)
         _look[grid](
             logits_BV,

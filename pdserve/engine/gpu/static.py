@@ -75,8 +75,8 @@ class StaticDecode:
         self._token_B = torch.zeros(most_tokens, dtype=torch.int64, device=device)
         self.drawn_B = torch.zeros(most_tokens, dtype=torch.int64, device=device)
         self.logprob_B = torch.zeros(most_tokens, dtype=torch.float32, device=device)
-        # They persist after the step, for the rows that are sampled again.
-        self.logits_BV = torch.zeros((most_tokens, vocab_size), dtype=torch.float32, device=device)
+        # They persist after the step, for the rows that are sampled again. The sampler reads any float dtype.
+        self.logits_BV = torch.zeros((most_tokens, vocab_size), dtype=model.logits_dtype, device=device)
         self._kernels = LayerKernels(pool, model.heads, model.dtype, max_context_tokens)
         self._num_processors = num_processors
         self._scratches: dict[int, Scratch] = {}  # by queries per row; captured graphs contain their addresses

@@ -33,7 +33,7 @@ GREEDY = Sampling(temperature=0.0)
 @pytest.fixture
 def open_triton(monkeypatch: pytest.MonkeyPatch, tiny: Callable[[str], Path]) -> Callable[..., Any]:
     """An engine on the CPU that takes a GPU's ways: each product is torch's, all else a kernel."""
-    facts = SimpleNamespace(multi_processor_count=132)
+    facts = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
     monkeypatch.setattr(opening, "is_triton", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
 
@@ -78,8 +78,10 @@ def test_random_steps_compile_nothing(name: str, kv_dtype: str, open_triton: Cal
             assert compiled.variants() == warmed
 
 
-def test_redraws_compile_nothing_beyond_the_graphs(open_triton: Callable[..., Any]) -> None:
-    engine = open_triton("llama")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_redraws_compile_nothing_beyond_the_graphs(open_triton: Callable[..., Any], dtype: str) -> None:
+    """Graphs draw from logits of the model's dtype, redraws from float32."""
+    engine = open_triton("llama", dtype=dtype)
     with count_compiled() as compiled, torch.inference_mode():
         decode = StaticDecode(
             engine.model,
@@ -104,10 +106,10 @@ def redraw(decode: StaticDecode, num_rows: int) -> None:
     """What follows a graph for rows that ask for more: bans, penalties, and a draw."""
     size = decode.logits_BV.shape[1]
     row_S = torch.zeros(num_rows, dtype=torch.int64)
-    logits_SV = decode.logits_BV.index_select(0, row_S)
+    logits_SV = decode.logits_BV.index_select(0, row_S).float()
     forbid(logits_SV, torch.zeros((num_rows, size // 32), dtype=torch.int32), row_S)
     penalise(logits_SV, torch.zeros((8, size), dtype=torch.int32), row_S, row_S, torch.zeros((3, num_rows)))
-    decode.sampler.draw(logits_SV, decode.inputs.draws_of(row_S))
+    decode.sampler.draw(logits_SV, decode.inputs.draws_of(row_S), parts=decode.sampler.most_parts)
 
 
 def test_copies_of_blocks_compile_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_floor import LLAMA_8B, decode_floor
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
 from pdserve.engine.device_defaults import with_device_defaults
@@ -64,6 +67,18 @@ def test_decode_graphs_are_captured(
         captures.num_graphs = 0
         with_graphs(eager, eager.model, MOST_ROWS, "w", most_drafts)
         assert captures.num_graphs == num_graphs
+
+
+def test_a_step_launches_what_the_floor_counts(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel between the products that benchmarks/gpu_floor.py does not know."""
+    folder = tiny("llama")
+    monkeypatch.setattr(Redraw, "warm", lambda self: None)
+    with strict_capture() as captures:
+        eager = open_torch_engine(config(folder, dtype="bfloat16"))
+        with_graphs(eager, eager.model, 1, "w")
+        assert captures.num_graphs == 1
+    shape = dataclasses.replace(LLAMA_8B, num_layers=2)
+    assert len(captures.launched) == decode_floor(shape, 1, 64).num_kernels, Counter(captures.launched)
 
 
 class Group:
