@@ -9,11 +9,16 @@ from __future__ import annotations
 from typing import Final
 
 from benchmarks.gpu_floor import (
+    ATTENTION_IN_FLIGHT,
     ATTENTION_SHARE,
     COPY_GB_S,
     CUTOFF_S,
     GAP_S,
+    H200_GB_S,
+    IN_FLIGHT_BYTES,
+    LATENCY_S,
     LLAMA_8B,
+    PROCESSORS,
     START_S,
     attention_kernels,
     attention_parts,
@@ -77,6 +82,10 @@ def claims() -> str:
         f"| b=128 | 8,500 tok/s | {128 / many.step_s:,.0f} | {many_gb:.2f} GB at {COPY_GB_S:.0f} GB/s is "
         f"{many_gb / COPY_GB_S * 1e3:.2f} ms; products at 86 % of a copy, attention at {ATTENTION_SHARE:.0%}: "
         f"{many.step_s * 1e3:.2f} |",
+        f"| attention, bytes in flight on a processor | {IN_FLIGHT_BYTES / 1024:.1f} KiB | "
+        f"{ATTENTION_IN_FLIGHT / 1024:.0f} KiB | Little's law for an H200: {H200_GB_S:,.0f} GB/s and "
+        f"{LATENCY_S * 1e6:.0f} us over {PROCESSORS} processors. Three programs compute a tile each while the next, "
+        "32 KiB, is on its way; 192 KiB once it is computed |",
         f"| step over its kernels | 1.10 | {one.step_s / one.kernels_s:.2f}, {many.step_s / many.kernels_s:.2f} | "
         f"{one.num_kernels} and {many.num_kernels} gaps of 1 us |",
         f"| idle between steps | 2 % | {queued_us * 1e-6 / one.step_s:.1%} | the next step is queued while this one "

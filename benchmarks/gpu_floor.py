@@ -25,6 +25,13 @@ START_S: Final = 2.0e-6  # until a kernel that depends on the last one moves byt
 #: Of a copy, for products of few rows and of many: what public measurements of this shape's products on an H100 give.
 FEW_ROWS, PRODUCT_SHARE, WIDE_PRODUCT_SHARE = 16, 0.95, 0.86
 ATTENTION_SHARE: Final = 0.85
+#: What must be on its way to each processor for the memory's full rate, by Little's law: bandwidth times latency. Of an
+#: H200 (vendor: 4,800 GB/s), whose loads take about a microsecond under load.
+H200_GB_S, LATENCY_S = 4800.0, 1.0e-6
+IN_FLIGHT_BYTES: Final = H200_GB_S * 1e9 * LATENCY_S / PROCESSORS
+#: What the compiled kernel has on its way to a processor at least, while three programs compute a tile each: the next
+#: tile's keys and values of each, 64 x 128 x 2 x 2 bytes (tests/gpu/machine_code.py reads it from the code).
+ATTENTION_IN_FLIGHT: Final = 3 * 64 * 128 * 2 * 2
 TILE, PER_PROCESSOR = 64, 3  # of attention.choose_tiling for heads of 128 in bfloat16
 #: What a part costs a program beside its tiles: 1.5 us of loads that wait for each other, where a tile of 32 KiB takes
 #: 5 us while all programs share the bandwidth.

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from tests.gpu.all_cases import CASES, LAUNCHES
-from tests.gpu.machine_code import shortcomings, usage
+from tests.gpu.machine_code import in_flight, shortcomings, usage
 
 MOST_SPILLED_BYTES = 64
 META = torch.device("meta")
@@ -58,7 +58,8 @@ def main() -> int:
         return kernel
 
     JITFunction.run = compile_only
-    print("| launch | kernel | registers | spilled bytes | shared bytes | compile s | lacks |\n" + "|---" * 7 + "|")
+    head = "| launch | kernel | registers | spilled bytes | shared bytes | in flight | compile s | lacks |"
+    print(head + "\n" + "|---" * 8 + "|")
     failed = False
     runs: list[tuple[str, Callable[[], object]]] = [
         (launch.name, lambda launch=launch: launch.make(META)[0]())  # type: ignore[misc]
@@ -81,7 +82,9 @@ def main() -> int:
             missing = shortcomings(kernel) if (name, run) in launches else []
             failed |= bool(missing)
             told = f"**{'; '.join(missing)}**" if missing else ""
-            print(f"| {name} | {of.name} | {registers} | {spilled} | {of.shared} | {took_s:.1f} | {told} |", flush=True)
+            moving = f"{in_flight(kernel):,}" if of.name == "_attend" else ""
+            sizes = f"{registers} | {spilled} | {of.shared} | {moving}"
+            print(f"| {name} | {of.name} | {sizes} | {took_s:.1f} | {told} |", flush=True)
     return int(failed)
 
 

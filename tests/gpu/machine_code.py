@@ -4,7 +4,8 @@
 
 Kernels that are bound by memory must move 16 bytes with a load or store. Attention must copy keys and values
 asynchronously, multiply them on tensor cores, and leave registers and shared memory for as many programs on a
-multiprocessor as engine/gpu/attention.py counts on.
+multiprocessor as engine/gpu/attention.py counts on. While they compute, so many bytes must be on their way to each
+multiprocessor as Little's law asks for at the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import triton
+
+from benchmarks.gpu_floor import IN_FLIGHT_BYTES
 
 REGISTERS: Final = 65_536  # of a multiprocessor of sm_90; each warp has a multiple of 256
 SHARED_BYTES: Final = 227 * 1024  # and 1 KiB of each program is the system's
@@ -69,7 +73,41 @@ def shortcomings(kernel: Any) -> list[str]:
         programs = resident(usage(kernel)[0], of.num_warps, of.shared)
         if programs < PROGRAMS[of.num_warps]:
             missing.append(f"room for {PROGRAMS[of.num_warps]} programs on a multiprocessor: there is for {programs}")
+        if "bf16" in kernel.asm["ptx"]:
+            moving = in_flight(kernel)
+            if moving < IN_FLIGHT_BYTES:
+                missing.append(f"{IN_FLIGHT_BYTES:,.0f} bytes in flight on a multiprocessor: there are {moving:,}")
     return missing
+
+
+def in_flight(kernel: Any) -> int:
+    """Bytes of keys and values on their way to a multiprocessor at least, while all its programs compute."""
+    num_warps = kernel.metadata.num_warps
+    return PROGRAMS[num_warps] * least_in_flight(kernel.asm["ptx"], num_warps)
+
+
+def least_in_flight(ptx: str, num_warps: int) -> int:
+    """Bytes of keys and values that one program has on their way while it computes a tile: of the loop of tiles, the
+    newest groups of asynchronous copies, as many as its wait leaves open. 0 where it waits for all."""
+    for body in loops(ptx):
+        waits = re.findall(r"cp\.async\.wait_group\s+(\w+)", body)
+        # Copies of 4 bytes are of block numbers and scales.
+        groups = [
+            sum(int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\S*\s[^;]*\],\s*(0x8|0x10)\b", group))
+            for group in body.split("cp.async.commit_group")[:-1]
+        ]
+        if waits and any(groups):
+            newest = [groups[-1 - number % len(groups)] for number in range(min(int(wait, 0) for wait in waits))]
+            return sum(newest) * 32 * num_warps
+    raise RuntimeError("no loop with asynchronous copies")
+
+
+def loops(ptx: str) -> Iterator[str]:
+    """The innermost ones: from a label to a branch back to it, with no label between."""
+    parts = re.split(r"^(\$L__BB\w+):", ptx, flags=re.MULTILINE)
+    for label, body in zip(parts[1::2], parts[2::2], strict=True):
+        if back := re.search(rf"\bbra(?:\.uni)?\s+{re.escape(label)};", body):
+            yield body[: back.start()]
 
 
 def opcodes_of(code: str) -> set[str]:

@@ -102,13 +102,17 @@ def block_of(queries: int) -> int:
     return max(16, int(triton.next_power_of_2(queries)))
 
 
-def choose_tiling(head_dim: int, dtype: torch.dtype, num_query_rows: int) -> Tiling:
-    """By shared memory: a tile's keys and values are at most 16 KiB each. See tests/gpu/check_kernels.py --tune."""
+def choose_tiling(head_dim: int, dtype: torch.dtype, num_query_rows: int, *, is_scaled: bool = False) -> Tiling:
+    """By shared memory: a tile's keys and values are at most 16 KiB each. See tests/gpu/check_kernels.py --tune.
+
+    `is_scaled`: the pool is int8 or fp8.
+    """
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     positions = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    # Stages include the load of the block's number: with five, two tiles are being loaded; float32 would spill.
+    # Stages include the load of the block's number: with five, the next tile is being loaded while one is computed;
+    # with three, none is. float32 keeps three, and so do 64 queries of a scaled pool, which would spill.
     if num_query_rows >= 64:
-        return Tiling(positions, 8, 3, 2, 128)
+        return Tiling(positions, 8, 3 if is_scaled or dtype == torch.float32 else 5, 2, 128)
     # Without a limit the compiler uses at most 168 registers up to this width, so three programs fit into 65,536.
     most_registers = 168 if row_bytes > 256 and dtype != torch.float32 else None
     return Tiling(positions, 4, 3 if dtype == torch.float32 else 5, 3, most_registers)
@@ -338,7 +342,7 @@ def attend(
     scale = head_dim**-0.5 if scale is None else scale
     block_d = triton.next_power_of_2(head_dim)
     block_m = block_of(group * rows.num_queries)
-    tiling = tiling or choose_tiling(head_dim, q_THD.dtype, block_m)
+    tiling = tiling or choose_tiling(head_dim, q_THD.dtype, block_m, is_scaled=pool.scales is not None)
     stored, scales = pool.tensor[:, layer], None if pool.scales is None else pool.scales[:, layer]
     shared = {
         "HEAD_DIM": head_dim,

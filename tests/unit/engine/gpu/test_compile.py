@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.gpu_floor import ATTENTION_IN_FLIGHT
 from tests.gpu import machine_code
 from tests.gpu.all_cases import FILES
-from tests.gpu.machine_code import opcodes_of, resident, shortcomings
+from tests.gpu.machine_code import least_in_flight, opcodes_of, resident, shortcomings
 
 ROOT = Path(__file__).parents[4]
 pytestmark = pytest.mark.gpu_checks
@@ -29,6 +30,8 @@ def test_every_kernel_compiles_for_sm_90_without_a_device(flags: list[str]) -> N
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     missing = {case.__name__ for case in FILES if not any(launch.name in done.stdout for launch in case.LAUNCHES)}
     assert not missing, done.stdout
+    [attend] = [line for line in done.stdout.splitlines() if "| attend llama-8b b=1 ctx=1024 q=1 | _attend |" in line]
+    assert f" {ATTENTION_IN_FLIGHT:,} " in attend, "what docs/gpu.md says"
 
 
 def test_a_multiprocessor_holds_as_many_programs_as_its_registers_and_shared_memory() -> None:
@@ -47,11 +50,58 @@ CODE = """
 """
 
 
+#: A loop of tiles as ptxas gets it: keys and values of two tiles ahead, and block numbers; one tile is left open.
+LOOP = """
+$L__BB0_2:
+    mov.u32 %r1, 0;
+$L__BB0_4:  // %exit
+    cp.async.wait_group 3;
+$L__tmp7:
+    mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1};
+    cp.async.cg.shared.global [ %r4 + 0 ], [ %rd4 + 0 ], 0x10, %r5;
+    @%p2 cp.async.cg.shared.global [ %r6 + 0 ], [ %rd6 + 0 ], 0x10, %r7;
+    cp.async.commit_group;
+    cp.async.ca.shared.global [ %r8 + 0 ], [ %rd8 + 0 ], 0x8, %r9;
+    cp.async.commit_group;
+    cp.async.ca.shared.global [ %r8 + 0 ], [ %rd8 + 0 ], 0x4, %r9;
+    cp.async.commit_group;
+    @%p55 bra $L__BB0_4;
+    bra.uni $L__BB0_2;
+"""
+
+
+def test_bytes_in_flight_are_those_of_the_open_groups() -> None:
+    """The wait comes first: what it leaves open is on its way while the tile is computed."""
+    assert least_in_flight(LOOP, num_warps=4) == (16 + 16 + 8) * 128
+    assert least_in_flight(LOOP.replace("wait_group 3", "wait_group 2"), num_warps=8) == 8 * 256
+    assert least_in_flight(LOOP.replace("wait_group 3", "wait_group 5"), num_warps=4) == (2 * 8 + 32) * 128
+    assert least_in_flight(LOOP.replace("wait_group 3", "wait_group 0"), num_warps=4) == 0
+    with pytest.raises(RuntimeError, match="no loop"):
+        least_in_flight(LOOP.replace("@%p55 bra", "@%p55 call"), num_warps=4)
+
+
+def test_a_tile_that_is_waited_for_alone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with three stages: nothing is on its way while a tile is computed."""
+    told = {"cuobjdump": "REG:158 STACK:0 SHARED:0 LOCAL:0", "nvdisasm": CODE}
+    monkeypatch.setattr(machine_code, "dump", lambda kernel, name, *_: told[name])
+    monkeypatch.setattr(machine_code, "IN_FLIGHT_BYTES", 3 * 40 * 128)
+
+    def lacks(ptx: str) -> list[str]:
+        of = SimpleNamespace(name="_attend", num_warps=4, shared=72_000)
+        return shortcomings(SimpleNamespace(metadata=of, asm={"ptx": ptx, "cubin": b""}))
+
+    assert lacks(LOOP) == []
+    assert lacks(LOOP.replace("wait_group 3", "wait_group 0")) == [
+        "15,360 bytes in flight on a multiprocessor: there are 0"
+    ]
+
+
 def test_missing_instructions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert opcodes_of(CODE) == {"LDC", "LDGSTS.E.BYPASS.128", "HMMA.16816.F32.BF16", "STG.E.128"}
     kernel = SimpleNamespace(
-        metadata=SimpleNamespace(name="_attend", num_warps=4, shared=72_000), asm={"ptx": "mma.bf16", "cubin": b""}
+        metadata=SimpleNamespace(name="_attend", num_warps=4, shared=72_000), asm={"ptx": LOOP, "cubin": b""}
     )
+    monkeypatch.setattr(machine_code, "IN_FLIGHT_BYTES", 0)
 
     def lacks(code: str, registers: int) -> list[str]:
         usage = f"REG:{registers} STACK:0 SHARED:0 LOCAL:0"
