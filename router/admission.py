@@ -81,6 +81,7 @@ class Admission:
         """Raises InvalidRequest, naming the field and its limit; Overloaded when too many wait for a thread."""
         limits = self.limits
         request_id = _request_id(request)
+        attributes = convert.attributes_from_proto(request)
         sampling = await self._sampling(request.sampling, model)
         n, best_of = group.counts(request, sampling)
         slo = convert.slo_from_proto(request.slo, limits.default_slo)
@@ -99,7 +100,7 @@ class Admission:
             deadline_s=timeout_s if time_remaining_s is None else min(timeout_s, max(time_remaining_s, 0.0)),
             block_hashes=await self._hashes(prompt, model),
             is_chat=request.HasField("chat"),
-            **convert.attributes_from_proto(request),
+            **attributes.attributes(),
         )
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest, model: ModelFacts | None) -> list[int]:

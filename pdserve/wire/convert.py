@@ -106,10 +106,10 @@ def grammar_to_proto(grammar: Grammar) -> inference_pb2.StructuredOutput:
     return message
 
 
-def attributes_from_proto(message: inference_pb2.GenerateRequest) -> dict[str, Any]:
-    """The fields of RequestAttributes that the client has set."""
+def attributes_from_proto(message: inference_pb2.GenerateRequest) -> RequestAttributes:
+    """What the client has not set takes its default."""
     names = [one.name for one in dataclasses.fields(RequestAttributes)]
-    return {name: getattr(message, name) for name in names if message.HasField(name)}  # type: ignore[arg-type]
+    return RequestAttributes(**{name: getattr(message, name) for name in names if message.HasField(name)})  # type: ignore[arg-type]
 
 
 def slo_from_proto(message: inference_pb2.Slo, default: Slo) -> Slo:
