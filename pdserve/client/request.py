@@ -74,6 +74,7 @@ class Options(TypedDict, total=False):
     slo: Slo | None
     timeout_s: float | None  # of the whole call, its retries included
     request_id: str | None
+    session_id: str | None  # groups requests in spans, logs and recordings; at most 128 printable characters
     priority: int | None  # larger goes first among requests of equal slack
     truncate_prompt_tokens: int | None  # keeps the last so many prompt tokens
 

@@ -31,6 +31,7 @@ _COUNTS: Final = (
     ("allowed_token_ids", "allowed_token_ids", "ids", MAX_ALLOWED_TOKEN_IDS),
     ("bad_token_ids", "bad_words", "token sequences", MAX_BAD_SEQUENCES),
 )
+MAX_SESSION_ID_CHARS: Final = 128
 MAX_SEED: Final = 2**64 - 1
 
 
@@ -145,10 +146,17 @@ class RequestAttributes:
     """What a client says about a request beside prompt, sampling and targets.
 
     Router, recording and workers carry it unchanged. A field has the same name in GenerateRequest and in the workers'
-    Sequence, and an attribute of their spans and logs (pdserve/telemetry/names.py).
+    Sequence, and an attribute of their spans and logs (pdserve/telemetry/names.py). Raises InvalidRequest.
     """
 
     priority: int = 0  # larger goes first
+    session_id: str = ""  # groups the requests of one user or conversation; empty: none
+
+    def __post_init__(self) -> None:
+        is_short = len(self.session_id) <= MAX_SESSION_ID_CHARS
+        given = "characters that cannot be printed" if is_short else f"{len(self.session_id)} characters"
+        allowed = f"at most {MAX_SESSION_ID_CHARS} printable characters"
+        _require("session_id", given, is_short and self.session_id.isprintable(), allowed)
 
     def attributes(self) -> dict[str, Any]:
         return {one.name: getattr(self, one.name) for one in fields(RequestAttributes)}

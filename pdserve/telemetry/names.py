@@ -61,6 +61,7 @@ WORKER_ROLE: Final = _attribute("pdserve.worker.role", "role of that worker: `pr
 #: By the field of RequestAttributes; on spans of workers, if the client has set it.
 REQUEST_ATTRIBUTES: Final[Mapping[str, str]] = {
     "priority": _attribute("pdserve.priority", "priority of the request, if it is not 0"),
+    "session_id": _attribute("session.id", "session id of the request, if it has one"),
 }
 PREFILL_WORKER: Final = _attribute("pdserve.prefill_worker.id", "name of the last attempt's prefill worker")
 DECODE_WORKER: Final = _attribute("pdserve.decode_worker.id", "name of the last attempt's decode worker")

@@ -60,6 +60,7 @@ def test_every_option_reaches_its_field() -> None:
             "timeout_s": 9,
             "request_id": "mine",
             "priority": -3,
+            "session_id": "mine too",
             "truncate_prompt_tokens": 4,
             "logit_bias": {3: -100, 9: 0.5},
             "allowed_token_ids": [3, 9],
@@ -99,6 +100,7 @@ def test_every_option_reaches_its_field() -> None:
         slo=inference_pb2.Slo(ttft_s=1.0, tpot_s=0.5),
         request_id="mine",
         priority=-3,
+        session_id="mine too",
         truncate_prompt_tokens=4,
     )
 
@@ -145,6 +147,7 @@ def test_one_stop_string_needs_no_list() -> None:
         ("hi", {"slo": {"ttft_s": 1}}, "slo"),
         ("hi", {"slo": 0.5}, "slo"),
         ("hi", {"request_id": 5}, "request_id"),
+        ("hi", {"session_id": 5}, "session_id"),
         ("hi", {"timeout_s": "1"}, "timeout_s"),
         ("hi", {"priority": 0.5}, "priority"),
         ("hi", {"max_new_tokens": 5}, "max_new_tokens"),

@@ -119,6 +119,17 @@ async def test_a_prompt_with_too_many_logprobs_is_refused(
     )
 
 
+@pytest.mark.parametrize("session_id", ["s" * 129, "a\nb"])
+async def test_a_session_id_is_checked_before_the_prompt(
+    gated: tuple[Admission, GatedTokenizer], session_id: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await gated[0].prepare(request("", session_id=session_id), MODEL, None)
+    assert (caught.value.field, caught.value.expected) == ("session_id", "at most 128 printable characters")
+    prepared = await gated[0].prepare(request("hi", session_id="s" * 128, priority=-2), MODEL, None)
+    assert prepared.attributes() == {"priority": -2, "session_id": "s" * 128}
+
+
 async def test_what_was_absent_is_filled_in(gated: tuple[Admission, GatedTokenizer]) -> None:
     one, _ = gated
     prompt = "a prompt of two full blocks and a bit more."

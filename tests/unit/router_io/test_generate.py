@@ -59,7 +59,7 @@ async def test_what_a_client_says_of_a_request_reaches_state_and_workers(
         begin(arrival, answer, sequence, told)
 
     monkeypatch.setattr(runtime, "begin", note)
-    said = {"priority": -2}
+    said = {"priority": -2, "session_id": "é" * 128}
     await front.client.generate("hello", max_tokens=4, **said)
     await front.client.generate("hello", max_tokens=4)
     assert [(arrival.attributes(), attempt.attributes()) for arrival, attempt in begun] == [

@@ -98,7 +98,7 @@ async def test_each_worker_records_its_own_spans(start: Any, attach: Any, ask: A
     remote, local = ask("remote", PROMPT), ask("local", [99, *PROMPT])
     for sequence, parent in ((remote, "b7ad6b7169203331"), (local, "b7ad6b7169203332")):
         sequence.traceparent = f"00-{TRACE}-{parent}-01"
-    remote.priority = -2
+    remote.priority, remote.session_id = -2, "conversation 7"
     await router.remote(remote)
     await router.local(local)
 
@@ -117,7 +117,7 @@ async def test_each_worker_records_its_own_spans(start: Any, attach: Any, ask: A
         ("pdserve.decode", "decode-0", "b7ad6b7169203332"),
     }
     assert {span.trace_id for span in spans} == {TRACE}
-    set_by_client = {names.REQUEST_ATTRIBUTES["priority"]: -2}
+    set_by_client = {"pdserve.priority": -2, "session.id": "conversation 7"}
     for span in spans:
         found = {name: span.attributes[name] for name in names.REQUEST_ATTRIBUTES.values() if name in span.attributes}
         assert found == (set_by_client if span.attributes[names.REQUEST_ID] == "remote" else {})
