@@ -1,4 +1,4 @@
-"""Times at which something is due, one per key. Pure: `now_s` comes in.
+"""Times at which something is due, one per key. Pure: time is passed as `now_s`.
 
 Memory is bounded by the keys that have an alarm, not by the alarms that were ever set: an alarm that was cleared or
 moved leaves the heap when it reaches its head, or when more than half of the heap is stale.
@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator
 from typing import Final, Generic, TypeVar, final
 
 Key = TypeVar("Key", bound=Hashable)
-SLACK: Final = 64  # stale entries that a small heap may hold
+SLACK: Final = 64  # stale entries that are always allowed
 
 
 @final
@@ -34,7 +34,7 @@ class Alarms(Generic[Key]):
         return iter(self._at)
 
     def set(self, key: Key, at_s: float) -> None:
-        """Replaces the alarm that the key has."""
+        """Sets the key's alarm, replacing an earlier one."""
         assert not math.isnan(at_s), key
         self._number += 1
         self._at[key] = (at_s, self._number)
@@ -42,7 +42,7 @@ class Alarms(Generic[Key]):
         self._drop_stale()
 
     def clear(self, key: Key) -> None:
-        """Nothing happens where it has none."""
+        """No-op if it has none."""
         if self._at.pop(key, None) is not None:
             self._drop_stale()
 

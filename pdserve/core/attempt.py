@@ -1,4 +1,4 @@
-"""One placement of one request, as a worker sees it, and when its text ends. Pure: standard library only."""
+"""One placement of one request on a worker, and when its text ends. Pure: standard library only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AttemptKey(NamedTuple):
 
 
 class RefusalReason(Enum):
-    """Why a worker does not take an attempt; it then holds nothing for it."""
+    """Why a worker declines an attempt; it then holds nothing for it."""
 
     INBOX_FULL = "inbox_full"
     NO_BLOCKS = "no_blocks"
@@ -51,21 +51,21 @@ class FailureKind(Enum):
     DEADLINE = "deadline"
     INTERNAL = "internal"
     INVALID = "invalid"  # the request itself is wrong
-    TRANSFER = "transfer"  # the landing place is gone; a new grant may work
+    TRANSFER = "transfer"  # the granted blocks are gone; a new grant may work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt(RequestAttributes):
-    """What must be known to compute any token of the request."""
+    """Everything that is needed to compute the request's tokens."""
 
     key: AttemptKey
     prompt_ids: tuple[int, ...]
-    output_ids: tuple[int, ...] = ()  # tokens that the client already has
+    output_ids: tuple[int, ...] = ()  # output tokens that the client already has
     sampling: Sampling
     chain_key: bytes = b""  # of the prefix cache's hash chain
     arrived_s: float = 0.0
     deadline_at_s: float | None = None  # on the clock of `now_s`
-    tpot_s: float | None = None  # promised time per output token
+    tpot_s: float | None = None  # TPOT target
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -73,14 +73,14 @@ class Attempt(RequestAttributes):
 
     @property
     def num_tokens(self) -> int:
-        """Positions whose KV must be there before the next token can be drawn."""
+        """Positions whose KV is needed before the next token can be sampled."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def num_top_of_prompt(self) -> int | None:
-        """How many most likely tokens to tell of each prompt position; None where the prompt is not scored.
+        """Number of most likely tokens to report for each prompt position; None if the prompt is not scored.
 
-        The scores come before the first token, so who has a token has them.
+        The scores are sent before the first token.
         """
         return None if self.output_ids else self.sampling.prompt_logprobs
 
@@ -89,11 +89,12 @@ class Attempt(RequestAttributes):
         return () if self.num_top_of_prompt is None else self.prompt_ids[first + 1 : end + 1]
 
     def extend_hashes(self, known: list[bytes], token_ids: Sequence[int], block_size: int) -> list[bytes]:
-        """`known` and the names of the full blocks of `token_ids` after them; equal names mean equal KV."""
+        """`known` and the hashes of the following full blocks of `token_ids`; equal hashes mean equal KV."""
         return extend_hashes(known, token_ids, block_size, self.chain_key)
 
     def chains(self, hashes: Sequence[bytes], token_ids: Sequence[int], block_size: int) -> tuple[int, ...]:
-        """What stamps call the blocks of `token_ids`, the last partly filled one included; `hashes` as above."""
+        """The content hashes of the blocks of `token_ids` as in stamps, including the last, partly filled one; `hashes`
+        as above."""
         full = tuple(map(chain64, hashes[: len(token_ids) // block_size]))
         tail = tail_hash(hashes, token_ids, block_size, self.chain_key)
         return full if tail is None else (*full, chain64(tail))
@@ -107,39 +108,40 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def shareable_blocks(num_tokens: int, block_size: int) -> int:
-    """Leading blocks of a sequence that a prefix cache may supply: one token at least is always computed."""
+    """Number of leading blocks of a sequence that a prefix cache may supply: at least one token is always computed."""
     return max(0, num_tokens - 1) // block_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRule:
-    """When a text ends, for the worker that draws its tokens; stop strings are the router's."""
+    """When a text ends, for the worker that samples its tokens. The router checks stop strings."""
 
     eos_token_ids: frozenset[int]
     max_context_tokens: int
 
     def is_end(self, sampling: Sampling, token_id: int) -> bool:
-        """Whether the token ends a text that is long enough; where a grammar is asked for, any."""
+        """Whether the token ends a text that is long enough; with a grammar, a text of any length."""
         if token_id in self.eos_token_ids and (sampling.grammar is not None or not sampling.ignore_eos):
             return True
         return token_id in sampling.stop_token_ids
 
     def end_ids(self, sampling: Sampling) -> frozenset[int]:
-        """Every token that `finish` may end a text of this sampling with."""
+        """Every token with which `finish` may end a text of this sampling."""
         stops = sampling.stop_token_ids
         return self.eos_token_ids.union(stops) if stops else self.eos_token_ids
 
     def ends_with_next(self, sampling: Sampling, num_output: int, num_tokens: int) -> bool:
-        """Whether the next token is the last one whatever it is, after `num_output` output tokens, `num_tokens` in all.
+        """Whether the next token is the last one in any case, after `num_output` output tokens, `num_tokens` in all.
 
-        Nobody decodes from the KV of such a text.
+        The KV of such a text is not needed for decoding.
         """
         return num_output + 1 >= sampling.max_tokens or num_tokens + 1 >= self.max_context_tokens
 
     def finish(self, sampling: Sampling, token_id: int, num_output: int, num_tokens: int) -> FinishReason | None:
-        """After `token_id` was drawn as output token number `num_output`, token number `num_tokens` of all."""
+        """Call it after `token_id` was sampled as output token number `num_output`, token number `num_tokens` of
+        all."""
         if sampling.grammar is not None and token_id in self.eos_token_ids:
-            return FinishReason.STOP  # the grammar lets nothing follow, so neither min_tokens nor ignore_eos has a say
+            return FinishReason.STOP  # the grammar allows no further token, so min_tokens and ignore_eos do not apply
         if self.is_end(sampling, token_id) and num_output > sampling.min_tokens:
             return FinishReason.STOP
         if num_output >= sampling.max_tokens or num_tokens >= self.max_context_tokens:
@@ -149,9 +151,9 @@ class EndRule:
 
 @final
 class AttemptLedger:
-    """The newest attempt of each request that is held, so that late messages are told from new work.
+    """The newest attempt of each held request, to distinguish late messages from new work.
 
-    Who holds nothing of a request forgets it: its router may then use the name again, from attempt 1 on.
+    A request of which nothing is held is forgotten: its router may then use the name again, from attempt 1 on.
     """
 
     def __init__(self, capacity: int = 8192) -> None:
@@ -164,7 +166,7 @@ class AttemptLedger:
         return None if attempt is None else key._replace(attempt=attempt)
 
     def begin(self, key: AttemptKey) -> bool:
-        """Notes a new attempt; False, and nothing noted, if it is not newer than what was seen."""
+        """Records a new attempt. False, without recording it, if it is not newer than the last one."""
         newest = self.newest(key)
         if newest is not None and key.attempt <= newest.attempt:
             return False
@@ -175,7 +177,7 @@ class AttemptLedger:
         return True
 
     def forget(self, key: AttemptKey) -> None:
-        """Nothing is held of the attempt; a newer one of the same request stays."""
+        """Forgets the attempt, unless a newer one of the same request is held."""
         if self.newest(key) == key:
             del self._newest[key.router, key.request_id]
 

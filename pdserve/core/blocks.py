@@ -1,7 +1,7 @@
-"""Who holds which KV block, and which finished blocks later prompts may share. Pure: no clock, no randomness.
+"""Allocates KV blocks, and keeps finished blocks for later prompts with the same prefix. Pure: no clock, no randomness.
 
-A block is exactly one of: free; cached (nobody holds it, its hash still finds it); referenced (held by one or
-more sequences, with or without a hash). Cached blocks are given up least recently used first when free ones end.
+A block is exactly one of: free; cached (held by no sequence, but found by its hash); referenced (held by one or more
+sequences, with or without a hash). When there are no free blocks, the least recently used cached blocks are evicted.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pdserve.core.stamps import BlockStamps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheChange:
-    """What became or ceased to be findable since the change numbered `sequence - 1`.
+    """The hashes that were added to and removed from the prefix cache since change number `sequence - 1`.
 
-    A snapshot holds all that is findable after change `sequence`; what a reader knew before is void.
-    Applying a hash twice changes nothing, so a snapshot may overlap the changes that follow it.
+    A snapshot contains all hashes after change `sequence`, and replaces everything that a reader knew before. Applying
+    a hash twice changes nothing, so a snapshot may overlap the changes that follow it.
     """
 
     sequence: int
@@ -40,7 +40,7 @@ class BlockAllocator:
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks, the next to give up first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks in the order of eviction
         self._stored: dict[bytes, None] = {}  # a dict for its order
         self._removed: dict[bytes, None] = {}
         self._sequence = 0
@@ -60,7 +60,7 @@ class BlockAllocator:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can hand out: the free and the evictable ones."""
+        """Number of blocks that `allocate` can use: free and evictable ones."""
         return len(self._free) + len(self._evictable)
 
     @property
@@ -83,7 +83,7 @@ class BlockAllocator:
         return blocks
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest findable prefix of `hashes`, with one more reference each."""
+        """The blocks of the longest cached prefix of `hashes`, with one more reference each."""
         blocks: list[int] = []
         for one in hashes:
             block = self._block_of.get(one)
@@ -96,10 +96,10 @@ class BlockAllocator:
         return blocks
 
     def publish(self, block: int, block_hash: bytes) -> bool:
-        """Makes a referenced block, whose contents are final, findable.
+        """Adds a referenced block with final contents to the prefix cache.
 
-        False if it is not: the cache is off, or another block holds the same tokens. Such a duplicate stays
-        private to its holders and becomes free when they let it go.
+        False if it was not added: the cache is off, or another block has the same tokens. Such a duplicate is not
+        shared, and becomes free when its holders release it.
         """
         assert self._references[block] > 0, f"block {block} is published by nobody who holds it"
         if not self._is_cache_on or self._block_of.get(block_hash, block) != block:
@@ -113,7 +113,7 @@ class BlockAllocator:
         return True
 
     def distrust(self, block: int) -> None:
-        """Nobody shall find the block any more: it does not hold what it should."""
+        """Removes the block from the prefix cache because its contents are wrong."""
         if block in self._hash_of:
             self._forget(block)
             if block in self._evictable:
@@ -121,8 +121,8 @@ class BlockAllocator:
                 self._free.add(block)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Gives one reference of each block back; `blocks` in prompt order."""
-        # Reversed so that a shared prefix is evicted last: without it what follows cannot be found.
+        """Releases one reference of each block; `blocks` in prompt order."""
+        # Reversed so that a shared prefix is evicted last: without it the following blocks cannot be found.
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} is released more often than taken"
             self._references[block] -= 1
@@ -133,7 +133,8 @@ class BlockAllocator:
                     self._free.add(block)
 
     def take_changes(self) -> CacheChange | None:
-        """Changes since the last call, numbered; None when there are none. One that undid another is not told."""
+        """Changes since the last call, numbered; None if there are none. Changes that cancel each other are left
+        out."""
         if not self._stored and not self._removed:
             return None
         self._sequence += 1
@@ -146,7 +147,8 @@ class BlockAllocator:
         return CacheChange(sequence=self._sequence, stored=tuple(self._block_of), is_snapshot=True)
 
     def check(self, holders: Iterable[Sequence[int]] | None = None) -> None:
-        """Raises AssertionError unless the books balance; with `holders`, unless exactly they hold the references."""
+        """Raises AssertionError unless the tables are consistent; with `holders`, unless exactly they hold the
+        references."""
         for block, count in enumerate(self._references):
             assert count >= 0, f"block {block} has {count} references"
         free = {block for first, length in self._free.runs() for block in range(first, first + length)}

@@ -36,7 +36,8 @@ class PdserveError(Exception):
         return str(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As it is, message and fields: a process that works for another may fail with any of these."""
+        """Passes the error on unchanged, with message and fields: a process that works for another may fail with any of
+        these."""
         return _rebuilt, (type(self), self.args), self.__dict__
 
 
@@ -47,7 +48,7 @@ def _rebuilt(kind: type[PdserveError], args: tuple[Any, ...]) -> PdserveError:
 
 
 class InvalidRequest(PdserveError):
-    """`field` holds `seen`, `expected` is what it may hold."""
+    """`field` has the value `seen`; `expected` describes the allowed values."""
 
     reason = "INVALID_REQUEST"
 
@@ -65,7 +66,7 @@ class NotFound(PdserveError):
 
 
 class UnknownMethod(NotFound):
-    """`name` is the full name of the method; empty where the server does not repeat it."""
+    """`name` is the full name of the method; empty if the server does not repeat it."""
 
     reason = "UNKNOWN_METHOD"
 
@@ -76,7 +77,7 @@ class UnknownMethod(NotFound):
 
 
 class ConfigError(PdserveError):
-    """A setting is wrong: which one, what it holds, what it may hold."""
+    """A setting is wrong: its name, its value, and the allowed values."""
 
     reason = "CONFIG"
 
@@ -106,7 +107,7 @@ class Overloaded(PdserveError):
 
 
 class Unavailable(PdserveError):
-    """Nobody is there; `retry_after_s` is None when nothing suggests a time."""
+    """No process can do the work now; `retry_after_s` is None if no time is known."""
 
     reason = "UNAVAILABLE"
 

@@ -31,7 +31,7 @@ class FreeRuns:
         return iter(sorted(self._length_from.items()))
 
     def take(self, count: int) -> list[int]:
-        """Removes and returns `count` blocks; the caller knows that there are as many."""
+        """Removes and returns `count` blocks; the caller must ensure that there are as many."""
         assert count <= self._len
         taken: list[int] = []
         while len(taken) < count:
@@ -46,7 +46,7 @@ class FreeRuns:
         return taken
 
     def add(self, block: int) -> None:
-        """Puts a block back that is not in the set, joining its neighbours' runs."""
+        """Adds a block that is not in the set, joining its neighbours' runs."""
         first, length = block, 1
         before = self._first_until.get(block)
         if before is not None:

@@ -1,4 +1,4 @@
-"""Packages beyond the base dependencies: which extra of pyproject.toml holds them, and how to install it. Pure."""
+"""Packages beyond the base dependencies: the extra of pyproject.toml with each, and how to install it. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXTRAS: Final[Mapping[str, str]] = {
 
 
 def command(extra: str = "") -> str:
-    """Installs pdserve with that extra, or with its base dependencies alone, from a checkout."""
+    """The command that installs pdserve with that extra, or with its base dependencies only, from a checkout."""
     return f"pip install -c constraints.txt '.[{extra}]'" if extra else "pip install -c constraints.txt ."
 
 
@@ -28,7 +28,7 @@ def advice(extra: str) -> str:
 
 
 def missing(error: ModuleNotFoundError) -> ConfigError | None:
-    """The error to show where a package of an extra is not installed; None where the module is another one."""
+    """The error for a missing package of an extra; None if the module belongs to none."""
     package = (error.name or "").partition(".")[0]
     extra = EXTRAS.get(package)
     if extra is None:

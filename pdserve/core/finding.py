@@ -1,4 +1,4 @@
-"""What `pdserve doctor` reports of one thing that it checked. Pure."""
+"""The result of one check of `pdserve doctor`. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`advice` says what to do about it."""
+    """`advice` says how to repair it."""
 
     level: Level
     name: str

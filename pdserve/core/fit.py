@@ -1,11 +1,11 @@
-"""A linear model of a duration that follows its samples: recursive least squares with forgetting. Pure.
+"""A linear model of a duration, fitted online by recursive least squares with forgetting. Pure.
 
-Errors are ratios, so that long and short batches weigh the same. A sample is believed no further than CLIP_SIGMAS
-from its prediction: one stall moves little, and a stall in every tenth batch leaves coefficients and band near those
-of the other nine. Twice as long pulls no more than half as long: batches are late by much and early by little, and
-their middle is foretold, not their mean. CHANGE_STREAK samples beyond CHANGE_SIGMAS, all on one side, are a machine
-that has changed: what they agree on scales all coefficients at once, and these are learnt anew from there.
-Predictions are finite and never negative, whatever the samples were.
+Errors are ratios, so that long and short batches have equal weight. Samples are clipped to CLIP_SIGMAS around the
+prediction: a single stall has little effect, and with a stall in every tenth batch, coefficients and band stay near
+those of the other nine. Errors are log ratios, so twice the time has the same weight as half the time: batches are late
+by much and early by little, and the model predicts their median, not their mean. CHANGE_STREAK consecutive samples
+beyond CHANGE_SIGMAS on one side mean that the machine has changed: their common factor scales all coefficients at once,
+and learning restarts from there. Predictions are finite and never negative, for any samples.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Final
 
 from pdserve.core.durations import DAY_S
 
-LONGEST_S: Final = DAY_S  # samples and predictions beyond a day are nonsense
-NO_TIME_S: Final = 1e-12  # below what any clock tells: no sample
+LONGEST_S: Final = DAY_S  # limit of samples and predictions: a day
+NO_TIME_S: Final = 1e-12  # below the resolution of any clock: not a sample
 CLIP_SIGMAS: Final = 2.0
-CLIPPED_SHARE: Final = 0.92  # of a normal variable's variance that is left when clipped there
+CLIPPED_SHARE: Final = 0.92  # share of a normal variable's variance that remains after clipping there
 BAND_GAIN: Final = 0.05
 CHANGE_SIGMAS: Final = 3.0
 CHANGE_STREAK: Final = 5
 SMALLEST_ERROR: Final = 0.02  # relative; a band never shrinks below it
 FIRST_ERROR: Final = 0.5  # relative; before any sample
 WIDEST_ERROR: Final = 2.0
-KNOWN_SAMPLES: Final = 16  # since the last change: with fewer, or
-KNOWN_ERROR: Final = 0.3  # with a wider band, nothing should be refused for what the model says
+KNOWN_SAMPLES: Final = 16  # samples since the last change; with fewer, or
+KNOWN_ERROR: Final = 0.3  # with a wider band, no request is rejected because of the model
 FORGETTING: Final = 0.99
-NOISE: Final = 0.1  # relative standard deviation that a typical sample is believed to have
-PRIOR_SPREAD: Final = 2.0  # how far a coefficient may be from its prior, relative to a typical batch
-SHORTEST_S: Final = 1e-3  # a typical batch is not taken for less: a prior of zeros must be able to move
+NOISE: Final = 0.1  # assumed relative standard deviation of a typical sample
+PRIOR_SPREAD: Final = 2.0  # assumed error of a coefficient's prior, relative to a typical batch
+SHORTEST_S: Final = 1e-3  # lower bound of a typical batch, so that a prior of zeros can change
 
 
 class Fit:
@@ -66,7 +66,7 @@ class Fit:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough has been seen, and it agreed well enough, for a promise to be refused over it."""
+        """Whether there are enough samples with a small enough error to reject requests by predictions."""
         return self._recent >= KNOWN_SAMPLES and self.error <= KNOWN_ERROR
 
     def predict(self, features: Sequence[float]) -> float:
@@ -76,9 +76,9 @@ class Fit:
         return min(total, LONGEST_S)
 
     def observe(self, features: Sequence[float], seconds: float, known_s: float = 0.0) -> bool:
-        """Corrects the coefficients. False: the sample is no sample (not finite, not positive) and was dropped.
+        """Corrects the coefficients. False: the sample is invalid (not finite, not positive) and was dropped.
 
-        `known_s` of the `seconds` is predicted by others; errors stay relative to the whole.
+        `known_s` of the `seconds` is predicted by other models; errors stay relative to the whole.
         """
         usable = math.isfinite(seconds) and NO_TIME_S < seconds <= LONGEST_S
         if not usable or not all(math.isfinite(f) and 0.0 <= f <= 1e15 for f in features) or not any(features):
@@ -89,38 +89,38 @@ class Fit:
             predicted = self._floored(features, known_s, seconds)
         ratio = math.log(seconds / predicted)
         if self._recent < CHANGE_STREAK:
-            believed = math.exp(ratio)  # the first samples since a change tell what it is, whatever their size
+            believed = math.exp(ratio)  # the first samples after a change determine its size
         else:
             believed = 1.0 + math.tanh(_clip(ratio, CLIP_SIGMAS * self.error))
         x = [feature / scale / predicted for feature, scale in zip(features, self._scales, strict=True)]
         explained = sum(theta * one for theta, one in zip(self._theta, x, strict=True))
         self._correct(x, believed - known_s / predicted - explained)
         shown = _clip(ratio, CLIP_SIGMAS * self.error)
-        # The first residuals are of a model that is still learning, and FIRST_ERROR is no evidence: the n-th sample
-        # weighs as n, so that they count for little by the time that the band is used.
+        # The first residuals come from a model that is still learning, and FIRST_ERROR is only an assumption. The n-th
+        # sample has weight n, so both count little when the band is used.
         gain = max(BAND_GAIN, 2.0 / (self._recent + 3))
         variance = (1.0 - gain) * self.error**2 + gain * shown**2 / CLIPPED_SHARE
         self.error = min(max(math.sqrt(variance), SMALLEST_ERROR), WIDEST_ERROR)
         self.num_samples += 1
         self._recent += 1
         if self._recent == CHANGE_STREAK:
-            self._relearn()  # the first ones found the size, however far the prior was
+            self._relearn()  # the first samples have corrected the scale, however wrong the prior was
         return True
 
     def _relearn(self) -> None:
-        """The present coefficients become the prior."""
+        """Makes the present coefficients the prior."""
         typical = max(sum(self._theta), SHORTEST_S)
-        # Relative to a typical batch each coefficient may be off by its own size, or by a share of the whole.
+        # The error of each coefficient may be its own size, or a share of a typical batch.
         self._widest = [max(PRIOR_SPREAD * theta, 0.2 * typical) ** 2 for theta in self._theta]
         size = len(self._theta)
         self._covariance = [[self._widest[i] if i == j else 0.0 for j in range(size)] for i in range(size)]
 
     def _floored(self, features: Sequence[float], known_s: float, seconds: float) -> float:
-        """The prediction, where it may be divided by."""
+        """The prediction, bounded below for use as a divisor."""
         return max(self.predict(features) + known_s, 1e-3 * seconds, 1e-9)
 
     def _has_changed(self, ratio: float) -> bool:
-        """Whether this sample is the last of a streak; the coefficients are scaled by what all of it agree on."""
+        """True if this sample completes a streak; the coefficients were then scaled by the streak's common factor."""
         streak = self._streak
         if abs(ratio) <= CHANGE_SIGMAS * self.error:
             streak.clear()
@@ -150,19 +150,19 @@ class Fit:
         gain = [one / denominator for one in px]
         theta = [old + step * residual for old, step in zip(self._theta, gain, strict=True)]
         if min(theta) < 0.0:
-            # Correlated coefficients move against each other. Where one may go no lower, its partner would go on
-            # alone, away from the sample: so they are taken for independent, and all move the same way.
+            # Correlated coefficients move in opposite directions. If one has reached zero, the other would continue
+            # alone, away from the sample. So they are treated as independent and all move in the same direction.
             covariance = [[covariance[i][i] if i == j else 0.0 for j in range(size)] for i in range(size)]
             px = [covariance[i][i] * x[i] for i in range(size)]
             denominator = noise + sum(x[i] * px[i] for i in range(size))
             gain = [one / denominator for one in px]
             theta = [max(0.0, old + step * residual) for old, step in zip(self._theta, gain, strict=True)]
-        # Directions that no sample excites would grow without bound: forgetting stops at the prior's spread.
+        # Uncertainty in directions without samples would grow without bound, so forgetting stops at the prior's spread.
         forget = FORGETTING if all(covariance[i][i] < self._widest[i] for i in range(size)) else 1.0
         updated = [[(covariance[i][j] - gain[i] * px[j]) / forget for j in range(size)] for i in range(size)]
         for i in range(size):
             updated[i][i] = min(max(updated[i][i], 1e-12 * self._widest[i]), self._widest[i])
-            for j in range(i):  # symmetric and positive, whatever rounding did
+            for j in range(i):  # kept symmetric and positive despite rounding
                 bound = math.sqrt(updated[i][i] * updated[j][j])
                 mean = _clip(0.5 * (updated[i][j] + updated[j][i]), 0.999 * bound)
                 updated[i][j] = updated[j][i] = mean

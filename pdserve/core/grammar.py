@@ -1,6 +1,6 @@
-"""What an answer must look like: a grammar by kind and text. Pure: standard library only.
+"""The required form of an answer: a grammar of some kind, and its text. Pure: standard library only.
 
-Whether a text compiles, and can be met at all, is found out at admission (`pdserve.structured.checker`).
+Admission checks whether a text compiles and can be satisfied (`pdserve.structured.checker`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GrammarKind(Enum):
 @final
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Raises InvalidRequest, naming the field, where the text is empty, too long or not what its kind holds."""
+    """Raises InvalidRequest, naming the field, if the text is empty, too long or invalid for its kind."""
 
     kind: GrammarKind
     text: str = ""

@@ -21,7 +21,7 @@ if array(_UINT32).itemsize != 4:  # pragma: no cover - no platform that we run o
 
 
 def hash_seed(model_hash: str, dtype: str, layout: str, block_size: int) -> bytes:
-    """What makes KV of two engines differ for equal tokens: 32 bytes for `chain_key`."""
+    """Identifies everything that makes KV differ for equal tokens: 32 bytes for `chain_key`."""
     return blake2b(
         f"{model_hash}\n{dtype}\n{layout}\n{block_size}".encode(), digest_size=KEY_BYTES, person=b"pdserve.seed"
     ).digest()
@@ -30,7 +30,7 @@ def hash_seed(model_hash: str, dtype: str, layout: str, block_size: int) -> byte
 def chain_key(salt: bytes, hash_seed: bytes) -> bytes:
     """Key of one tenant's chain on one model: 32 bytes. An empty salt is the shared tenant's."""
     digest = blake2b(digest_size=KEY_BYTES, person=b"pdserve.chain")
-    digest.update(len(salt).to_bytes(8, "little"))  # so that (salt, seed) cannot be split another way
+    digest.update(len(salt).to_bytes(8, "little"))  # so that (salt, seed) is unambiguous
     digest.update(salt)
     digest.update(hash_seed)
     return digest.digest()
@@ -42,7 +42,7 @@ def block_hashes(token_ids: Sequence[int], block_size: int, key: bytes) -> list[
 
 
 def extend_hashes(known: list[bytes], token_ids: Sequence[int], block_size: int, key: bytes) -> list[bytes]:
-    """`known` (hashes of the first blocks of `token_ids`) and the hashes of the full blocks after them."""
+    """`known` (hashes of the first blocks of `token_ids`) and the hashes of the following full blocks."""
     first, full = len(known), len(token_ids) // block_size
     if full <= first:
         return known[:full]
@@ -59,9 +59,9 @@ def extend_hashes(known: list[bytes], token_ids: Sequence[int], block_size: int,
 
 
 def tail_hash(hashes: Sequence[bytes], token_ids: Sequence[int], block_size: int, key: bytes) -> bytes | None:
-    """Name of the last, partly filled block; None where there is none. `hashes` are of the full blocks before it.
+    """Hash of the last, partly filled block; None if there is none. `hashes` are those of the full blocks before it.
 
-    It has fewer bytes than any full block, so it is never the name of one.
+    The hashed text is shorter than that of a full block, so the two cannot collide.
     """
     full = len(token_ids) // block_size
     if full * block_size == len(token_ids):

@@ -1,7 +1,7 @@
-"""The one JSON encoder for what commands print and write. Pure.
+"""The JSON encoder for the output of all commands. Pure.
 
-RFC 8259 has no NaN and no Infinity, and most readers reject them. A float that is not finite has no value to report,
-so it becomes null, as an absent value does.
+RFC 8259 has no NaN and no Infinity, and most readers reject them. A float that is not finite becomes null, like an
+absent value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a batch and a transfer will take, in closed form, corrected online by each finished batch. Pure.
+"""Cost models of batches and transfers in closed form, corrected online by each finished batch. Pure.
 
     decode_s(rows, context) = decode_base + per_row * rows + per_context_token * context
     prefill_s(u, cached)    = max(decode_base, prefill_base + per_token * u) + per_token_context * u * (cached + u / 2)
@@ -6,8 +6,8 @@
                               + per_row * rows + per_context_token * context + per_token_context * u * (cached + u / 2)
     transfer_s(bytes)       = latency + bytes / bandwidth
 
-A step reads the weights once, whatever it computes: that is `decode_base`. A prompt chunk beside decode rows costs
-nothing but its attention while its own arithmetic takes less than that.
+Every step reads the weights once, which takes `decode_base`. A prompt chunk beside decode rows costs only its
+attention, as long as its own arithmetic takes less than that.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Final
 
 from pdserve.core.fit import LONGEST_S, Fit
 
-MOST_WORK: Final = 1e15  # a batch with more tokens times context is no batch
+MOST_WORK: Final = 1e15  # limit of tokens times context of a batch
 TYPICAL_TRANSFER_BYTES: Final = 1e7
-HIDDEN_SHARE: Final = 1.25  # of the weights' time: a step that is longer, rows and attention apart, is not theirs
+# times the time of reading the weights: a longer step, rows and attention excluded, is limited by arithmetic
+HIDDEN_SHARE: Final = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class CostPrior:
     decode_per_context_token_s: float = 1e-7
 
     def sane(self) -> CostPrior:
-        """The same with every coefficient that is not a finite number >= 0 replaced by the default."""
+        """A copy in which coefficients that are not finite or negative are replaced by defaults."""
         default = CostPrior()
         held = {one.name: getattr(self, one.name) for one in fields(self)}
         return CostPrior(
@@ -47,7 +48,7 @@ class CostPrior:
 
 
 class CostModel:
-    """Seconds that one worker needs. Corrected by `observe` with every batch that it reports."""
+    """The cost model of one worker. `observe` corrects it with every reported batch."""
 
     __slots__ = ("_decode", "_prefill", "decode_coefficients", "prefill_coefficients")
 
@@ -61,7 +62,7 @@ class CostModel:
             (prior.decode_base_s, prior.decode_per_row_s, prior.decode_per_context_token_s),
             (1.0, 16.0, 16.0 * 1024.0),
         )
-        #: (base, per token, per token and token of context) and (base, per row, per context token), for who prices
+        #: (base, per token, per token and token of context) and (base, per row, per context token), to compare
         #: many workers at once.
         self.prefill_coefficients: tuple[float, ...] = self._prefill.coefficients
         self.decode_coefficients: tuple[float, ...] = self._decode.coefficients
@@ -83,7 +84,7 @@ class CostModel:
         return seconds if seconds < LONGEST_S else LONGEST_S
 
     def decode_s(self, rows: float, context_tokens: float) -> float:
-        """Seconds of one decode step of `rows` sequences with `context_tokens` in sum."""
+        """Seconds of one decode step of `rows` sequences with `context_tokens` in total."""
         if rows <= 0.0:
             return 0.0
         base, per_row, per_context_token = self.decode_coefficients
@@ -93,7 +94,7 @@ class CostModel:
     def step_s(
         self, rows: float, context_tokens: float, prefill_tokens: float = 0.0, prefill_token_context: float = 0.0
     ) -> float:
-        """Seconds of one step that decodes, reads prompts, or both.
+        """Seconds of one step that decodes, prefills, or both.
 
         `prefill_token_context` is the sum of count * (cached + count / 2) over the chunks.
         """
@@ -107,18 +108,18 @@ class CostModel:
         return seconds if seconds < LONGEST_S else LONGEST_S
 
     def chunk_tokens(self, step_s: float, rows: float, context_tokens: float, cached: float) -> float:
-        """The inverse of `step_s`: how long a chunk after `cached` tokens may be. May be infinite."""
+        """The inverse of `step_s`: the maximum length of a chunk after `cached` tokens. May be infinite."""
         prefill_base, per_token, per_token_context = self.prefill_coefficients
         decode_base, per_row, per_context_token = self.decode_coefficients
         left_s = step_s - per_row * rows - per_context_token * context_tokens
-        # A maximum is within the limit where both of its sides are.
+        # A maximum is within the limit if both of its arguments are.
         beside_weights = _length(left_s - decode_base, 0.0, per_token_context, cached)
         return min(beside_weights, _length(left_s - prefill_base, per_token, per_token_context, cached))
 
     def observe(
         self, *, rows: int, prefill_tokens: int, prefill_token_context: float, context_tokens: int, step_s: float
     ) -> bool:
-        """One finished batch. A mixed one corrects the side that it is believed to have waited for."""
+        """One finished batch. A mixed one corrects the side that limited it."""
         is_sample = self._learn(rows, prefill_tokens, prefill_token_context, context_tokens, step_s)
         self.prefill_coefficients, self.decode_coefficients = self._prefill.coefficients, self._decode.coefficients
         return is_sample
@@ -134,7 +135,7 @@ class CostModel:
         weights_s, per_row, per_context_token = self.decode_coefficients
         rows_s = min(per_row * rows + per_context_token * context_tokens, LONGEST_S)
         attention_s = min(per_token_context * prefill_token_context, LONGEST_S)
-        # A step that took longer than the weights explain has waited for the arithmetic, whatever was believed of it.
+        # A step that took longer than reading the weights was limited by arithmetic, whatever was predicted.
         hides = base + per_token * prefill_tokens < weights_s
         if hides and step_s - rows_s - attention_s <= HIDDEN_SHARE * weights_s:
             return self._decode.observe((1.0, rows, context_tokens), step_s, known_s=attention_s)
@@ -142,7 +143,7 @@ class CostModel:
 
     @property
     def coefficients(self) -> CostPrior:
-        """The present ones, in the prior's form."""
+        """The present coefficients, in the form of the prior."""
         prefill, decode = self._prefill.coefficients, self._decode.coefficients
         return CostPrior(
             prefill_base_s=prefill[0],
@@ -164,7 +165,7 @@ class CostModel:
 
     @property
     def step_error(self) -> float:
-        """Of a mixed step: the wider of both."""
+        """For a mixed step: the larger of both."""
         return max(self._prefill.error, self._decode.error)
 
     @property
@@ -177,7 +178,7 @@ class CostModel:
 
     @property
     def is_prefill_known(self) -> bool:
-        """Whether enough batches have agreed well enough for a request to be refused over what is predicted."""
+        """Whether there are enough batches with a small enough error to reject requests by predictions."""
         return self._prefill.is_known
 
     @property
@@ -186,13 +187,13 @@ class CostModel:
 
 
 class LinkModel:
-    """Seconds that KV needs between one pair of workers, whatever else shares the way."""
+    """Seconds that KV needs between one pair of workers, including the effect of other traffic."""
 
     __slots__ = ("_fit", "coefficients")
 
     def __init__(self, latency_s: float = 1e-3, bandwidth_bytes_s: float = 1e9) -> None:
         self._fit = Fit((latency_s, 1.0 / max(bandwidth_bytes_s, 1.0)), (1.0, TYPICAL_TRANSFER_BYTES))
-        #: (latency, per byte), for who prices many pairs at once.
+        #: (latency, per byte), for callers that compare many pairs.
         self.coefficients: tuple[float, ...] = self._fit.coefficients
 
     def transfer_s(self, num_bytes: float) -> float:
@@ -203,7 +204,7 @@ class LinkModel:
         return seconds if seconds < LONGEST_S else LONGEST_S
 
     def observe(self, num_bytes: float, busy_s: float) -> bool:
-        """One finished transfer, the waits for what it was to carry apart. False: it is no sample."""
+        """One finished transfer, without the time in which it waited for KV. False: it is not a sample."""
         is_sample = self._fit.observe((1.0, num_bytes), busy_s) if num_bytes > 0.0 else False
         self.coefficients = self._fit.coefficients
         return is_sample

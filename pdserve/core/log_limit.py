@@ -1,4 +1,4 @@
-"""How often something that strangers can cause may be written to the log. Pure."""
+"""Limits how often an event that foreign processes can cause is logged. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LogLimit:
         self._next_s = -float("inf")
 
     def due(self, now_s: float) -> int:
-        """Counts one event. How many there were since the last line, if a line is due now; else 0."""
+        """Counts one event. Returns the number of events since the last line if a line is due now; otherwise 0."""
         self._count += 1
         if now_s < self._next_s:
             return 0

@@ -1,14 +1,14 @@
-"""How long after its first token a prompt's KV has landed, in closed form. Pure.
+"""How long after its first token a prompt's KV has arrived, in closed form. Pure.
 
-KV becomes ready in parts, the last of them with the first token. Parts leave in order, each once it is ready and
-the link has moved those before it:
+KV becomes ready in parts, the last of them with the first token. Parts are sent in order, each when it is ready and the
+previous ones were sent:
 
     left_i  = max(left_(i-1), ready_i) + bytes_i / bandwidth
     exposed = latency + left_n - ready_n
             = latency + max over i of (bytes_i + .. + bytes_n) / bandwidth - (ready_n - ready_i)
 
-What is not exposed is hidden behind the computing. The simulator's network moves parts by the same rule, so the
-price of a placement, the prefill worker's choice of when to send, and what a simulation shows are one formula.
+The rest is hidden behind computation. The simulator's network follows the same rule, so the cost of a placement, the
+prefill worker's choice of when to send, and simulation use one formula.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdserve.core.latency import LinkModel
 
 
 def exposed_s(parts: Iterable[tuple[float, float]], link: LinkModel) -> float:
-    """Seconds from the last part's readiness to its landing; 0 where nothing travels.
+    """Seconds from the last part's readiness to its arrival; 0 if nothing is sent.
 
     `parts`: (seconds when it is ready, bytes) in order of readiness.
     """
@@ -40,11 +40,12 @@ def chunked_exposed_s(
     chunks_s: float,
     last_s: float,
 ) -> float:
-    """The same for chunks that hold `chunk_bytes` each, but for the last: in constant time.
+    """The same for chunks of `chunk_bytes` each, except the last, in constant time.
 
-    `chunks_s` passes from the first part's readiness to the last one's, `last_s` from the last but one's. Exact where
-    no chunk but the last takes less time than the one before it, as with growing context: what waits then is a convex
-    function of the part that the link has been busy since, and greatest at one of its ends.
+    `chunks_s` is the time from the first part's readiness to the last one's, `last_s` that from the last but one. The
+    result is exact if no chunk but the last takes less time than the one before it, as with growing context: the
+    waiting time is then a convex function of the part since which the link is busy, so its maximum is at one of the
+    ends.
     """
     latency_s, per_byte_s = link.coefficients
     waiting_s = per_byte_s * (last_bytes if last_bytes < num_bytes else num_bytes)
@@ -59,14 +60,15 @@ def chunked_exposed_s(
 
 
 def grouped_s(num_bytes: float, computing_s: float, groups: int, bandwidth: float) -> float:
-    """What is exposed of one chunk alone, latency apart, where it leaves in `groups` equal ones as layers are done."""
+    """The exposed time of a single chunk, without latency, if it is sent in `groups` equal groups of layers as they are
+    computed."""
     later = 1.0 - 1.0 / groups
     return max(num_bytes / groups / bandwidth, num_bytes / bandwidth - computing_s * later)
 
 
 def hidden_share(busy_s: float, exposed_s: float) -> float:
-    """Of the time that a transfer's bytes were on their way, the share that passed before the last was computed.
+    """The share of a transfer's busy time that was before the last chunk was computed.
 
-    `exposed_s` holds the last message's latency and the receiver's word, too, so the share is not flattered.
+    `exposed_s` includes the latency of the last message and the receiver's confirmation, so the share is a lower bound.
     """
     return max(0.0, 1.0 - exposed_s / busy_s) if busy_s > 0.0 else 0.0

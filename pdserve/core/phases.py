@@ -1,8 +1,8 @@
 """The phases of a request: every moment between its arrival and its end belongs to exactly one. Pure.
 
-The router cuts the time of a request into stretches, by its own clock. A worker reports how long its own work took,
-by its own clock, and that much of the stretch in which it worked is its phase. What no report explains of such a
-stretch is MESSAGES. Clocks of two processes are never compared. router/timeline.py does the cutting.
+The router divides the time of a request into intervals, by its own clock. A worker reports how long its own work took,
+by its own clock, and that part of the interval is the worker's phase. The rest of the interval is MESSAGES. Clocks of
+two processes are never compared. router/timeline.py divides the time.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Phases:
         return cls(**{f"{phase.value}_s": took_s for phase, took_s in seconds.items()})
 
     def shown(self) -> list[tuple[str, float]]:
-        """Name and seconds of every phase that took any time, in the order in which a request goes through them."""
+        """Name and seconds of every phase with non-zero time, in the order of a request."""
         seconds = [(phase.value.replace("_", " "), float(getattr(self, f"{phase.value}_s"))) for phase in Phase]
         return [(name, took_s) for name, took_s in seconds if took_s > 0.0]
 
@@ -94,10 +94,10 @@ NO_PHASES: Final = Phases()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """One stretch of one phase, in the order of the request's life. `begin_s` counts from arrival."""
+    """One interval of one phase, in the order of time. `begin_s` counts from arrival."""
 
     phase: Phase
     attempt: int  # 0: before the first
     begin_s: float
     seconds: float
-    is_reported: bool  # by who did the work, which records its own span
+    is_reported: bool  # measured by the worker, which records its own span

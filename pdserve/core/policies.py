@@ -1,4 +1,4 @@
-"""Names of the router's placement policies, for those that check or list them without importing the router. Pure."""
+"""Names of the router's placement policies, for modules that must not import the router. Pure."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@
                                               <-------  answer mac
     first message
 
-Every proof holds the address that the caller has dialled, so a proof given to a false worker is of no use with a real
-one. The challenge is random per process, so a proof cannot be replayed to a later process on the same address. Nothing
-here depends on a clock. Randomness comes from the caller. The reasons: docs/decisions/0007-cluster-secret.md.
+Every proof contains the address that the caller dialled, so a false worker cannot use it with a real one. The challenge
+is random per process, so a proof cannot be replayed to a later process on the same address. No clock is needed.
+Randomness comes from the caller. Reasons: docs/decisions/0007-cluster-secret.md.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MIN_SECRET_CHARS: Final = 16
 MAX_SECRET_CHARS: Final = 4096
 NONCE_BYTES: Final = 16
 MAC_BYTES: Final = 32
-MAX_SEEN_NONCES: Final = 65_536  # of proven calls; strangers cannot add to them
+MAX_SEEN_NONCES: Final = 65_536  # nonces of proven calls; foreign processes cannot add to them
 
-# leader: of a worker's tensor-parallel ranks; rank: one that joins it from another host
+# leader: leader of a worker's tensor-parallel ranks; rank: a rank that joins from another host
 Role = Literal["router", "worker", "leader", "rank"]
 
 
@@ -49,7 +49,7 @@ class ClusterSecret:
         self._key = text.encode()
 
     def mac(self, purpose: str, *parts: str | bytes) -> bytes:
-        """MAC_BYTES bytes; different lists of parts never give the same input."""
+        """MAC_BYTES bytes; different lists of parts have different inputs."""
         digest = hmac.new(self._key, digestmod=hashlib.sha256)
         for part in ("pdserve.v1", purpose, *parts):
             data = part.encode() if isinstance(part, str) else part
@@ -64,9 +64,9 @@ class ClusterSecret:
 
 
 def canonical_address(address: str) -> str:
-    """HOST:PORT as it stands in proofs, and as it must be dialled.
+    """HOST:PORT in the form that proofs contain and callers must dial.
 
-    localhost may be two addresses, on which different processes listen; it is read as the IPv4 one.
+    localhost may be two addresses with different listeners; it is read as the IPv4 address.
     """
     host, colon, port = address.lower().rpartition(":")
     return f"127.0.0.1{colon}{port}" if host == "localhost" else f"{host}{colon}{port}"
@@ -74,7 +74,7 @@ def canonical_address(address: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallProof:
-    """What a caller sends with its call."""
+    """The metadata that a caller sends with its call."""
 
     role: str
     caller: str
@@ -113,7 +113,8 @@ class Introduction:
         self._challenge = b""
 
     def greeted(self, challenge: bytes, mac: bytes) -> CallProof:
-        """Takes the answer to GetChallenge. Raises Unauthenticated unless the callee proves to be of the cluster."""
+        """Checks the answer to GetChallenge. Raises Unauthenticated unless the callee proves that it belongs to the
+        cluster."""
         me, secret = self._identity, self._identity.secret
         if not secret.matches(mac, "greeting", self.target, challenge, self.nonce):
             raise Unauthenticated(_not_proven(self.target))
@@ -129,7 +130,7 @@ class Introduction:
         )
 
     def answered(self, mac: bytes) -> None:
-        """Takes the call's initial metadata. Raises Unauthenticated unless it answers this very call."""
+        """Checks the call's initial metadata. Raises Unauthenticated unless it answers this call."""
         if not self._identity.secret.matches(
             mac, "answer", self._method, self._identity.name, self.target, self._challenge, self.nonce
         ):
@@ -157,7 +158,7 @@ class CallChecker:
         return self._challenge, self._secret.mac("greeting", self._target, self._challenge, nonce)
 
     def check(self, method: str, role: Role, proof: CallProof | None) -> bytes:
-        """The mac that answers the call. Raises Unauthenticated unless a `role` of the cluster makes it, just now."""
+        """The MAC that answers the call. Raises Unauthenticated unless a `role` of the cluster makes the call now."""
         if proof is None:
             raise Unauthenticated("the call has no proof of the cluster's secret; only the cluster's own processes may")
         call = (method, proof.role, proof.caller, proof.target, proof.challenge, proof.nonce)
@@ -182,7 +183,7 @@ class CallChecker:
 
     def _remember(self, nonce: bytes) -> None:
         self._seen.add(nonce)
-        if len(self._seen) >= self._max_nonces:  # a new challenge makes all old proofs worthless at once
+        if len(self._seen) >= self._max_nonces:  # a new challenge invalidates all old proofs
             self._challenge = self._fresh()
             self._seen.clear()
 

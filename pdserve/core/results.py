@@ -1,4 +1,4 @@
-"""What a finished request reports beside its text: token counts and times. Pure."""
+"""Token counts and times of a finished request. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdserve.core.types import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Of a whole call: the prompt once, and the sampled tokens of all answers. In the router, of one answer."""
+    """For a whole call: the prompt once, and the sampled tokens of all answers. In the router, for one answer."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -35,11 +35,11 @@ class Timings:
     phases: Phases = NO_PHASES
     transfer_s: float = 0.0  # first byte to commit; overlaps the prefill
     transfer_busy_s: float = 0.0  # part of transfer_s with bytes in flight
-    transfer_exposed_s: float = 0.0  # after the prefill: the part that it did not hide
+    transfer_exposed_s: float = 0.0  # after prefill: the part that prefill did not hide
     path: Path | None = None  # of the last attempt
     prefill_worker: str = ""  # empty on the local path
     decode_worker: str = ""
     attempts: int = 0  # placements tried; 1 when nothing went wrong
     transfer_bytes: int = 0
-    transfer_saved_bytes: int = 0  # that the decode worker already had
+    transfer_saved_bytes: int = 0  # KV that the decode worker already had
     preemptions: int = 0  # times that the sequence was evicted for lack of blocks, and recomputed

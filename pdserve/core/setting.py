@@ -1,6 +1,6 @@
-"""Declares one setting: its help, its default, and the values that it may hold. Pure: standard library only.
+"""Declares one setting: its help, its default, and its allowed values. Pure: standard library only.
 
-A range is stated once, here, and checked wherever the value comes from: a flag, `--set`, a TOML file or a test.
+A range is stated once and checked for every source of the value: a flag, `--set`, a TOML file or a test.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Final
 from pdserve.core.errors import ConfigError
 from pdserve.core.urls import has_password
 
-LARGEST_COUNT: Final = 2**31 - 1  # of what travels as an int32
+LARGEST_COUNT: Final = 2**31 - 1  # limit of fields that are sent as int32
 PORTS: Final = (0, 65_535)
-NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")  # it becomes part of a key in Redis and of a file's name
+NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")  # used in Redis keys and file names
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def setting(
 ) -> Any:
     """A dataclass field.
 
-    `env` names the environment variable of a secret, which has no flag; `is_url` is a secret only while it holds a
+    `env` names the environment variable of a secret, which has no flag. `is_url`: it is a secret only if it contains a
     password. `is_name` allows what NAME matches.
     """
     allowed = None if within is None else Range(*within)

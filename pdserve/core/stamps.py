@@ -1,8 +1,8 @@
-"""What each block of a pool holds, for whoever moves or reads it: a name of its contents, a count of its lives. Pure.
+"""The content hash and the epoch of each block of a pool, for transfers and checks. Pure.
 
-The worker's engine thread writes; transfer threads read single entries, which the interpreter keeps whole. The names
-are the prefix cache's chain hashes cut to 64 bits, the last block's partial contents included: enough to find a
-mix-up, while the cache itself compares 128 bits.
+The worker's engine thread writes; transfer threads read single entries, which is atomic in the interpreter. The content
+hashes are the prefix cache's chain hashes cut to 64 bits, also for a partly filled last block. That is enough to detect
+a mix-up; the cache itself compares 128 bits.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from operator import itemgetter
 from typing import Final, final
 
 CHAIN_BITS: Final = 64
-UNMARKED: Final = 0  # the block's contents have no name (yet)
+UNMARKED: Final = 0  # the block's contents have no hash (yet)
 _CHAIN_BYTES: Final = CHAIN_BITS // 8
 
 
 def chain64(block_hash: bytes) -> int:
-    """The name that stands for a chain hash in a stamp; never UNMARKED."""
+    """The 64-bit form of a chain hash in a stamp; never UNMARKED."""
     return int.from_bytes(block_hash[:_CHAIN_BYTES], "little") or 1
 
 
@@ -29,13 +29,14 @@ class BlockStamps:
     def __init__(self, num_blocks: int) -> None:
         self._lives = array("Q", bytes(8 * num_blocks))
         self._chains = array("Q", bytes(8 * num_blocks))
-        self._begun: dict[int, None] | None = None  # since they were last taken, in order; None: nobody asks
+        # reassigned blocks since the last `take_begun`, in order; None: not recorded
+        self._begun: dict[int, None] | None = None
 
     def __len__(self) -> int:
         return len(self._lives)
 
     def begin(self, blocks: Iterable[int]) -> None:
-        """These blocks were handed out anew: what they held is void."""
+        """These blocks were reassigned: their contents are invalid."""
         for block in blocks:
             self._lives[block] += 1
             self._chains[block] = UNMARKED
@@ -43,26 +44,27 @@ class BlockStamps:
                 self._begun[block] = None
 
     def take_begun(self) -> list[tuple[int, int]]:
-        """(block, life) of those that were handed out anew since the last call, for whoever follows with `reach`."""
+        """(block, epoch) of the blocks that were reassigned since the last call, for a follower that calls `reach`."""
         begun, self._begun = self._begun or {}, {}
         return [(block, self._lives[block]) for block in begun]
 
     def reach(self, block: int, life: int) -> None:
-        """The block has this life where the lives are counted; what it held is void if it is a later one."""
+        """Sets the block's epoch to the leader's; a later epoch invalidates its contents."""
         if life > self._lives[block]:
             self._chains[block] = UNMARKED
             self._lives[block] = life
 
     def mark(self, block: int, chain: int) -> None:
-        """The block's contents are final and have this name."""
+        """The block's contents are final and have this hash."""
         self._chains[block] = chain
 
     def life(self, block: int) -> int:
-        """How often the block has been handed out. Equal before and after a copy: nobody reused it meanwhile."""
+        """How often the block was assigned. If it is equal before and after a copy, the block was not reused in
+        between."""
         return self._lives[block]
 
     def chain(self, block: int) -> int:
-        """The name of its contents, or UNMARKED."""
+        """The hash of its contents, or UNMARKED."""
         return self._chains[block]
 
     def lives(self, blocks: Sequence[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Words that every room shares: roles, sampling, finish reasons, tokens. Pure: standard library only."""
+"""Types that all packages share: roles, sampling, finish reasons, tokens. Pure: standard library only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ MAX_LOGIT_BIAS: Final = 100.0
 MAX_ALLOWED_TOKEN_IDS: Final = 8192
 MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_CHARS: Final = 256
-MAX_BAD_SEQUENCES: Final = 2 * MAX_BAD_WORDS  # of tokens: a word has one as it begins a text and one after a space
+# token sequences: a word has one at the beginning of a text and one after a space
+MAX_BAD_SEQUENCES: Final = 2 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS: Final = 1024
 _COUNTS: Final = (
     ("stop", "stop", "strings", MAX_STOP_STRINGS),
@@ -46,19 +47,19 @@ class FinishReason(StrEnum):
 
 
 class Path(StrEnum):
-    REMOTE = "remote"  # prefill on a prefill worker, KV moved to the decode worker
-    LOCAL = "local"  # the decode worker reads the prompt itself
+    REMOTE = "remote"  # prefill on a prefill worker, KV transferred to the decode worker
+    LOCAL = "local"  # the decode worker prefills the prompt itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn and when the text ends.
+    """How tokens are sampled and when the text ends.
 
     Raises InvalidRequest, naming the field and the limit, on values outside the stated ranges.
     """
 
     max_tokens: int = 256
-    min_tokens: int = 0  # end of sequence and stop tokens cannot be drawn before
+    min_tokens: int = 0  # end of sequence and stop tokens cannot be sampled before
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 keeps every token
     top_p: float = 1.0  # in (0, 1]
@@ -71,14 +72,14 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # None: none; 0: the drawn token's; k: and of the k most likely
+    logprobs: int | None = None  # None: none; 0: of the sampled token; k: also of the k most likely
     include_stop_in_output: bool = False
     skip_special_tokens: bool = True  # in the text; they are always among the token ids
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, in [-100, 100]), added to the logit; ids ascend
-    allowed_token_ids: tuple[int, ...] = ()  # no other token can be drawn; empty: any
+    allowed_token_ids: tuple[int, ...] = ()  # no other token can be sampled; empty: any
     bad_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that the output never contains
-    prompt_logprobs: int | None = None  # as logprobs, of the prompt's own tokens
-    grammar: Grammar | None = None  # what the output must look like; its end is drawn whatever ignore_eos says
+    prompt_logprobs: int | None = None  # like logprobs, for the prompt's own tokens
+    grammar: Grammar | None = None  # required form of the output; its end is sampled even with ignore_eos
 
     def __post_init__(self) -> None:
         check_counts(self)
@@ -89,7 +90,7 @@ class Sampling:
         _require_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _require_number("min_p", self.min_p, 0.0, 1.0)
         _require_number("top_n_sigma", self.top_n_sigma, 0.0, 100.0)
-        # Logits are divided by it: a tiny one would overflow them.
+        # Logits are divided by it; a tiny value would overflow.
         _require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -115,8 +116,8 @@ class Sampling:
 
     @property
     def needs_history(self) -> bool:
-        """Whether what may be drawn depends on which tokens came before, beside how many. Penalties are not meant:
-        an engine counts what it draws."""
+        """Whether the allowed tokens depend on the previous tokens, not only on their number. This excludes penalties,
+        because an engine counts the tokens that it samples."""
         return bool(self.bad_token_ids) or self.grammar is not None
 
     @property
@@ -125,13 +126,13 @@ class Sampling:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether logits change before temperature, beside tokens that are banned."""
+        """Whether logits change before temperature, apart from banned tokens."""
         return bool(self.logit_bias) or self.is_penalised or self.top_n_sigma > 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """Promised times. Goodput counts a request only if it kept both."""
+    """Targets. Goodput counts a request only if it meets both."""
 
     ttft_s: float = 2.0  # arrival to first token
     tpot_s: float = 0.2  # mean seconds per token after the first
@@ -172,7 +173,7 @@ class TokenOut:
 
 
 def check_counts(sampling: object) -> None:
-    """Of a Sampling, or of the message that one is made from, before anything is copied out of that.
+    """Checks the limits of a Sampling, or of its message before anything is copied from it.
 
     Raises InvalidRequest.
     """
@@ -181,7 +182,7 @@ def check_counts(sampling: object) -> None:
 
 
 def check_bad_words(words: Sequence[str]) -> None:
-    """Before they are tokenised. Raises InvalidRequest."""
+    """Checks bad words before they are tokenised. Raises InvalidRequest."""
     _require_at_most("bad_words", "words", words, MAX_BAD_WORDS)
     for word in words:
         _require(
@@ -193,9 +194,9 @@ def check_bad_words(words: Sequence[str]) -> None:
 
 
 def check_token_ids(sampling: Sampling, vocab_size: int, of: str = "") -> None:
-    """Raises InvalidRequest where a token id is none of the model's, or where the bans leave nothing to draw.
+    """Raises InvalidRequest if a token id is outside the vocabulary, or if the bans leave no token.
 
-    `of` goes before the names of the fields.
+    `of` is a prefix of the field names.
     """
     named = {
         "stop_token_ids": sampling.stop_token_ids,

@@ -1,11 +1,11 @@
-"""What may be shown of a URL. Pure."""
+"""Hides secrets in URLs. Pure."""
 
 from __future__ import annotations
 
 import re
 from typing import Final
 
-# Up to the last @, since a password may hold a / or an @ that its owner forgot to escape.
+# Up to the last @, because a password may contain an unescaped / or @.
 _USERINFO: Final = re.compile(r"(?<=//).*(?=@)", re.DOTALL)
 _QUERY: Final = re.compile(r"(?<=[?&]password=)[^&]*", re.IGNORECASE)
 
@@ -20,7 +20,7 @@ def has_password(url: str) -> bool:
 
 
 def place(url: str) -> str:
-    """HOST:PORT of `url`, or the path of a unix socket; empty where there is none."""
+    """HOST:PORT of `url`, or the path of a unix socket; empty if there is none."""
     scheme, _, rest = url.partition("://")
     rest = rest.rpartition("@")[2].partition("?")[0]
     return rest if scheme == "unix" else rest.partition("/")[0]

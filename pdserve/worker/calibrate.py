@@ -33,7 +33,7 @@ class Sample:
 
 
 def draw_one_token(engine: Engine) -> None:
-    """Raises InternalError unless the engine draws a token of its vocabulary. Uses block 0."""
+    """Raises InternalError unless the engine samples a token of its vocabulary. Uses block 0."""
     drawn = engine.step([_reading(engine, count=1, start=0)])[0].drawn
     if len(drawn) != 1 or not 0 <= drawn[0].token_id < engine.spec.vocab_size:
         raise InternalError(f"the engine's first step drew {drawn}, expected one of {engine.spec.vocab_size} tokens")
@@ -42,7 +42,7 @@ def draw_one_token(engine: Engine) -> None:
 def measure_cost(
     engine: Engine, role: Role, *, max_batch: int, max_batch_tokens: int, budget_s: float = BUDGET_S
 ) -> CostPrior:
-    """Coefficients from steps of several sizes; zeros where the budget or the pool allowed no measurement.
+    """Coefficients from steps of several sizes; zeros if the budget or the pool allows no measurement.
 
     Overwrites the pool, so it comes before the first request.
     """
@@ -93,7 +93,7 @@ def _decode_steps(engine: Engine, max_batch: int) -> Iterator[tuple[list[Row], t
 
 
 def _reading(engine: Engine, *, count: int, start: int) -> Row:
-    """`count` tokens after `start` positions of whatever lies in the pool."""
+    """`count` tokens after `start` positions of arbitrary pool contents."""
     spec = engine.spec
     return Row(
         tokens=[1 % spec.vocab_size] * count,
@@ -106,8 +106,8 @@ def _reading(engine: Engine, *, count: int, start: int) -> Row:
 
 
 def _time(engine: Engine, steps: Iterator[tuple[list[Row], tuple[float, ...]]], budget_s: float) -> list[Sample]:
-    """The best of two runs of each step: the first one of a size may compile or allocate. On a GPU it imports, compiles
-    and loads kernels for seconds, so there a size that is begun runs twice, whatever the budget."""
+    """The best of two runs of each step: the first one of a size may compile or allocate. On a GPU the first run
+    imports, compiles and loads kernels for seconds, so a size that was started runs twice, whatever the budget."""
     samples: list[Sample] = []
     until_s = time.monotonic() + budget_s
     for rows, factors in steps:
@@ -126,7 +126,8 @@ def _time(engine: Engine, steps: Iterator[tuple[list[Row], tuple[float, ...]]], 
 
 
 def _fit(samples: Sequence[Sample]) -> tuple[float, float, float]:
-    """Non-negative least squares of relative errors over (1, x, y); what the samples cannot tell stays 0."""
+    """Non-negative least squares of relative errors over (1, x, y); coefficients that the samples do not determine stay
+    0."""
     active = list(range(min(3, len(samples))))
     while active:
         found = _least_squares(samples, active)
@@ -135,14 +136,14 @@ def _fit(samples: Sequence[Sample]) -> tuple[float, float, float]:
             for index, value in zip(active, found, strict=True):
                 coefficients[index] = value
             return coefficients[0], coefficients[1], coefficients[2]
-        # A negative coefficient is noise: the term that it belongs to is too small to see.
+        # A negative coefficient is noise: its term is too small to measure.
         worst = active[-1] if found is None else active[found.index(min(found))]
         active.remove(worst)
     return 0.0, 0.0, 0.0
 
 
 def _least_squares(samples: Sequence[Sample], active: Sequence[int]) -> list[float] | None:
-    """Solves the normal equations by elimination; None where they have no single solution."""
+    """Solves the normal equations by elimination; None if there is no unique solution."""
     weighted = [[sample.factors[index] / sample.seconds for index in active] for sample in samples if sample.seconds]
     size = len(active)
     scale = [max((abs(row[i]) for row in weighted), default=0.0) for i in range(size)]

@@ -1,4 +1,4 @@
-"""Runs steps so that one bad row fails alone, and tells a broken engine from a bad row."""
+"""Runs steps so that one bad row fails alone, and distinguishes a broken engine from a bad row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_BARREN_STEPS: Final = 8
 
 
 class EngineBroken(InternalError):
-    """Nothing can be computed any more; only a new process helps."""
+    """The engine cannot compute any more; the process must be replaced."""
 
     reason = "ENGINE_BROKEN"
 
@@ -30,28 +30,29 @@ class RowFailed:
 class Isolation:
     """An engine whose failed steps are repeated row by row.
 
-    Repeating is safe: a row writes the same KV again, and what it draws depends on the row alone.
+    Repeating is safe: a row writes the same KV again, and its sampled token depends only on the row.
     """
 
     def __init__(self, engine: Engine, probe: Callable[[], Row | None]) -> None:
-        """`probe` makes a row that any engine in order can compute, or None where there is no block for it."""
+        """`probe` makes a row that any working engine can compute, or None if there is no block for it."""
         self._engine = engine
         self._probe = probe
-        self._num_barren = 0  # steps in a row in which nothing succeeded and nothing could be probed
+        self._num_barren = 0  # consecutive steps in which no row succeeded and no probe was possible
 
     def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sequence[RowOut | RowFailed]:
-        """One entry per row. Raises EngineBroken where even the probe fails. `on_layer` hears of the first try only."""
+        """One entry per row. Raises EngineBroken if even the probe fails. `on_layer` is called for the first try
+        only."""
         engine = self._engine
         return self.run(lambda: engine.step(rows) if on_layer is None else engine.step(rows, on_layer), lambda: rows)
 
     def run(
         self, compute: Callable[[], Sequence[RowOut]], again: Callable[[], Sequence[Row | None]]
     ) -> Sequence[RowOut | RowFailed]:
-        """As `step`, for who computes the rows in another way; `again` gives them if that fails, None for who has
-        left meanwhile."""
+        """Like `step`, for rows that are computed in another way. `again` returns them if that fails, None for attempts
+        that have ended in the meantime."""
         try:
             outs = compute()
-        except Exception as error:  # whatever an engine may raise: the rows are tried one by one
+        except Exception as error:  # any error of an engine: the rows are tried one by one
             rows = again()
             log.error("a step failed; its rows are tried one by one", exc_info=error, extra={"rows": len(rows)})
         else:

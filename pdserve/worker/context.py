@@ -1,4 +1,4 @@
-"""What a host gives to the program that it runs."""
+"""What a host provides to its program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ProgramContext:
     config: WorkerConfig
     role: Role
     incarnation: str  # new for each start of the process
-    endpoint: str  # HOST:PORT that others reach this worker's gRPC server at
+    endpoint: str  # HOST:PORT at which other processes reach this worker's gRPC server
     secret: ClusterSecret
     post: Callable[[Callable[[], None]], None]  # runs the call on the engine thread; from any thread, never blocks
     now: Callable[[], float] = time.monotonic

@@ -1,7 +1,7 @@
-"""The one thread that owns the engine and the program: reads its inbox, steps, hands messages out.
+"""The one thread that owns the engine and the program: reads its inbox, runs steps, and delivers messages.
 
-Whatever happens to a program happens here. If it raises, the thread tells every router what it can, then ends;
-`on_death` is called with the error and the host ends the process.
+All calls of the program run here. If the program raises, the thread informs the routers and ends; `on_death` is called
+with the error, and the host ends the process.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pdserve.worker.program import RoleProgram
 
 log = logging.getLogger(__name__)
 
-MAX_DRAINED_CALLS: Final = 256  # inbox items between two steps: residents' time per token has a bound
-IDLE_S: Final = 0.02  # longest wait of an idle thread that has attempts in hand, for deadlines and heartbeats
+MAX_DRAINED_CALLS: Final = 256  # maximum of inbox items between two steps, which limits the effect on TPOT
+IDLE_S: Final = 0.02  # longest wait of an idle thread with attempts, because of deadlines and heartbeats
 
 Call = Callable[[], None]
 
 
 class Outlet(Protocol):
-    """Where messages go; called from the engine thread, never blocks."""
+    """Takes messages; called from the engine thread, never blocks."""
 
     def send(self, messages: Mapping[int, list[worker_pb2.AttachResponse]]) -> None:
         """Messages by session, in order."""
@@ -53,11 +53,11 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.is_busy = False  # for the watchdog, as the next
         self.beats = 0
-        self.is_idle = threading.Event()  # draining, and nothing is held for anybody
+        self.is_idle = threading.Event()  # draining, and nothing is held for any request
         self.is_draining = False
 
     def start(self, build: Callable[[], RoleProgram]) -> RoleProgram:
-        """Builds the program on the engine thread and returns it, or raises what building raised."""
+        """Builds the program on the engine thread and returns it. Raises the errors of building."""
         self._build = build
         self._thread.start()
         self._has_started.wait()
@@ -90,7 +90,7 @@ class EngineThread:
         try:
             assert self._build is not None
             program = self._program = self._build()
-        except BaseException as error:  # raised again by start(), on the thread that waits there
+        except BaseException as error:  # raised again by start() in the waiting thread
             self._start_error = error
             return
         finally:
@@ -98,7 +98,7 @@ class EngineThread:
             self._has_started.set()
         try:
             self._loop(program)
-        except BaseException as error:  # the process ends: nobody else can own the engine
+        except BaseException as error:  # the process ends, because no other thread can own the engine
             log.critical("the engine thread died", exc_info=True)
             self._tell_last(program, error)
             self._on_death(error)
@@ -106,7 +106,7 @@ class EngineThread:
             self.is_busy = False
             try:
                 program.close()
-            except Exception:  # the end must be reached whatever an engine or a transport says to it
+            except Exception:  # the end must be reached despite any error of an engine or a transport
                 log.exception("the program did not close cleanly")
 
     def _loop(self, program: RoleProgram) -> None:
@@ -123,7 +123,7 @@ class EngineThread:
                 if num_calls == MAX_DRAINED_CALLS:
                     break
             if num_calls:
-                self._hand_out(program)  # a grant does not wait for a step that it has no part in
+                self._hand_out(program)  # a grant must not wait for a step that does not concern it
             program.is_between_steps = has_rows
             has_rows = program.has_work and program.step()
             program.tick()
@@ -133,7 +133,7 @@ class EngineThread:
             self.is_draining = program.is_draining
             if program.is_draining and program.is_idle:
                 self.is_idle.set()
-            elif self.is_idle.is_set():  # an operator has taken a drain back
+            elif self.is_idle.is_set():  # an operator has undone a drain
                 self.is_idle.clear()
 
     def _wait(self, program: RoleProgram) -> Call | None:
@@ -158,5 +158,5 @@ class EngineThread:
         try:
             program.fail_all(f"{type(error).__name__}: {error}")
             self._hand_out(program)
-        except Exception:  # the program is in an unknown state; routers learn it from the lost stream
+        except Exception:  # the program is in an unknown state; routers detect it by the lost stream
             log.exception("routers could not be told")

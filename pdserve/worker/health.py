@@ -1,4 +1,4 @@
-"""gRPC's standard health service, where its package is installed; the GPU machines of this project lack it."""
+"""gRPC's standard health service, if its package is installed, which it is not on the GPU machines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 @final
 class Health:
-    """Of one service. Without the package `Check` is an unknown method, and whoever asks is told so by gRPC."""
+    """The health of one service. Without the package, gRPC answers `Check` as an unknown method."""
 
     def __init__(self, service: str) -> None:
         self._service = service
@@ -37,6 +37,6 @@ class Health:
             await self._servicer.set(self._service, words.SERVING if is_serving else words.NOT_SERVING)
 
     async def leave(self) -> None:
-        """Not serving, and no word will change that."""
+        """Reports not serving, for good."""
         if self._servicer is not None:
             await self._servicer.enter_graceful_shutdown()

@@ -4,7 +4,7 @@
     Attach streams -- messages -->  inbox -> program -> engine
                    <-- messages --  outboxes
 
-Each part that cannot go on ends the process after health has changed, so that a supervisor starts a fresh one.
+If a part fails, the process ends after its health has changed, so that a supervisor starts a new one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pdserve.worker.publish import make_publisher
 from pdserve.worker.session import WorkerServicer
 from pdserve.worker.watchdog import Watchdog, dump_and_exit
 
-if TYPE_CHECKING:  # a worker without a registry needs no client of Redis
+if TYPE_CHECKING:  # a worker without a registry needs no Redis client
     from pdserve.prefix.publisher import WorkerPublisher
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ FATAL_EXIT_CODE: Final = 71
 FAREWELL_S: Final = 0.5  # for the last messages to routers
 STOP_GRACE_S: Final = 1.0
 MAX_MESSAGE_BYTES: Final = 16 * 2**20  # a prompt of a million tokens
-MAX_CONNECTIONS: Final = 512  # routers, prefill workers, and whoever asks for health
+MAX_CONNECTIONS: Final = 512  # routers, prefill workers, and health checks
 CONNECTION_IDLE_S: Final = 120.0
 OPTIONS: Final = server_options(
     max_message_bytes=MAX_MESSAGE_BYTES, max_connections=MAX_CONNECTIONS, idle_s=CONNECTION_IDLE_S
@@ -93,12 +93,13 @@ class WorkerHost:
         self._is_fatal = False
         self._is_ready = False
         self.address = ""
-        self.memory = ""  # how the engine's memory is divided, as JSON; of a toy nothing is known
+        self.memory = ""  # how the engine's memory is divided, as JSON; empty for the toy engine
 
-    # -- for whoever runs it ------------------------------------------------------------------------------------
+    # -- called by the process ------------------------------------------------------------------------------------
 
     def start(self) -> str:
-        """HOST:PORT, once the engine has drawn a real token and the server answers. Raises what building raised."""
+        """Returns HOST:PORT once the engine has sampled a real token and the server answers. Raises the errors of
+        building."""
         self._loop_thread.start()
         try:
             port = self._on_loop(self._bind())
@@ -120,11 +121,12 @@ class WorkerHost:
         return self._incarnation
 
     def is_healthy(self) -> bool:
-        """Its threads live, and the engine gets on."""
+        """Whether its threads are alive and the engine makes progress."""
         return self._is_ready and not self._is_fatal and self._engine.is_alive and self._loop_thread.is_alive()
 
     def drain(self) -> None:
-        """Refuses new work; stops once residents are done or after drain_s. Returns at once. Idempotent."""
+        """Rejects new work, and stops once the running attempts have ended or after drain_s. Returns immediately.
+        Idempotent."""
         threading.Thread(target=self._drain, name="drain", daemon=True).start()
 
     def stop(self) -> None:
@@ -137,7 +139,7 @@ class WorkerHost:
             if self._loop_thread.is_alive():
                 try:
                     self._on_loop(self._close(), timeout_s=STOP_GRACE_S + 5.0)
-                except Exception:  # whatever a connection says to its end, the engine is freed all the same
+                except Exception:  # the engine is freed despite any error of a connection
                     log.exception("the server did not close cleanly")
             if not self._engine.stop():
                 log.error("the engine thread did not end")
@@ -203,12 +205,12 @@ class WorkerHost:
         program.add_servicers(self._server)
         await self._health.say(is_serving=True)
         await self._server.start()
-        if self._publisher is not None:  # routers hear of the worker once it answers
+        if self._publisher is not None:  # routers are told of the worker once it answers
             await self._publisher.start()
         self._follower = asyncio.create_task(self._follow())
 
     async def _follow(self) -> None:
-        """A drain, or its end, may come by any router's stream; health says so within a heartbeat."""
+        """A drain, or its end, may come through any router's stream; health shows it within a heartbeat."""
         is_draining = False
         while True:
             await asyncio.sleep(self._config.heartbeat_s)
@@ -267,7 +269,7 @@ class WorkerHost:
 
 
 async def _within(limit_s: float, farewell: Coroutine[Any, Any, None]) -> None:
-    """Waits no longer than told, even for what does not let itself be cancelled."""
+    """Waits at most `limit_s`, even for tasks that cannot be cancelled."""
     task = asyncio.create_task(farewell)
     done, _ = await asyncio.wait({task}, timeout=limit_s)
     if not done or task.exception() is not None:
@@ -275,7 +277,7 @@ async def _within(limit_s: float, farewell: Coroutine[Any, Any, None]) -> None:
 
 
 def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # grpc.aio shares one poller among all loops of a process; the losers of a race read nothing.
+    # grpc.aio shares one poller among all loops of a process; loops that lose the race read nothing.
     if isinstance(context.get("exception"), BlockingIOError):
         return
     loop.default_exception_handler(context)

@@ -1,4 +1,4 @@
-"""Checks what a router sends before anything is computed from it. No I/O."""
+"""Checks a router's messages before they are used. No I/O."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Limits:
 
 
 def key_of(router: int, request_id: str, attempt: int) -> AttemptKey:
-    """Raises InvalidRequest where the name itself is unusable."""
+    """Raises InvalidRequest if the name itself is invalid."""
     if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
         raise InvalidRequest("request_id", f"{len(request_id)} characters", f"1 to {MAX_REQUEST_ID_CHARS}")
     if attempt < 1:

@@ -1,4 +1,4 @@
-"""What a program asks of its role's batching. Pure."""
+"""The interface between a program and its role's batching. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.engine.interface import RowOut
 
 
 class Batching(Protocol):
-    """What PrefillBatching and DecodeBatching have in common."""
+    """The common interface of PrefillBatching and DecodeBatching."""
 
     blocks: BlockAllocator
     is_draining: bool
@@ -40,7 +40,7 @@ class Batching(Protocol):
 
 
 class AheadBatching(Protocol):
-    """What a batching has that can plan one step ahead."""
+    """The interface of a batching that can plan one step ahead."""
 
     def plan_after(self, step: Any) -> Any | None: ...
 

@@ -1,4 +1,4 @@
-"""What a worker tells Prometheus, whatever its role. Names are those of pdserve.telemetry.metric_names."""
+"""The Prometheus metrics of a worker of either role. Names are those of pdserve.telemetry.metric_names."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Measure:
         metrics.set(metric_names.KV_BLOCKS, num_used_blocks, state="used")
 
     def transferred(self, events: Mapping[str, int]) -> None:
-        """How often each thing has happened since the beginning; what is new since the last time is told."""
+        """Takes total counts; adds the difference from the last call."""
         self._add_new(metric_names.TRANSFER_EVENTS, "event", events)
 
     def rejected_rank_joins(self, by_reason: Mapping[str, int]) -> None:
-        """Since the beginning, as above."""
+        """Takes total counts, as above."""
         self._add_new(metric_names.REJECTED_RANK_JOINS, "reason", by_reason)
 
     def _add_new(self, spec: MetricSpec, label: str, counts: Mapping[str, int]) -> None:

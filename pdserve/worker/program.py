@@ -1,7 +1,7 @@
-"""What both role programs share: reading messages, running steps, telling routers. Runs on the engine thread only.
+"""Base of both role programs: reads messages, runs steps, reports to routers. Runs on the engine thread only.
 
-A program turns messages into calls of its batching, and the effects of those into messages and transfer calls.
-It owns no thread and no socket: tests and the host drive it the same way.
+A program turns messages into calls of its batching, and the resulting effects into messages and transfer calls. It owns
+no thread and no socket: tests and the host drive it in the same way.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NO_ATTRIBUTES: Final[Mapping[str, str | int | float | bool]] = {}
 
 @dataclass(slots=True)
 class Track:
-    """What telemetry needs of a live attempt."""
+    """Telemetry data of a running attempt."""
 
     traceparent: str
     attributes: Mapping[str, Any]  # of the request, as far as the client has set them
@@ -59,11 +59,11 @@ class RoleProgram(ABC):
         spec = engine.spec
         self.context = replace(context, config=config)
         self.engine = engine
-        self.counts: Counter[str] = Counter()  # of messages that were dropped, by why
+        self.counts: Counter[str] = Counter()  # dropped messages by reason
         self.num_steps = 0
-        self.received_s = 0.0  # when the message that is being handled came
+        self.received_s = 0.0  # arrival time of the message that is being handled
         self.blocks = BlockAllocator(spec.num_blocks, is_cache_on=config.is_prefix_cache_on, stamps=stamps)
-        # A sequence that has the whole pool to itself must fit.
+        # A sequence must fit into the whole pool.
         max_context_tokens = min(spec.max_context_tokens, spec.num_blocks * spec.block_size)
         seed = hash_seed(spec.weights_hash, spec.dtype, spec.layout, spec.block_size)
         self.limits = Limits(vocab_size=spec.vocab_size, max_context_tokens=max_context_tokens, hash_seed=seed)
@@ -71,14 +71,14 @@ class RoleProgram(ABC):
         calibrate.draw_one_token(engine)
         self.cost = load_profile(config.profile).cost if config.profile else self._measure_cost()
         self.tracks: dict[AttemptKey, Track] = {}
-        self._links: list[tuple[str, str, str]] = []  # as routers were told
+        self._links: list[tuple[str, str, str]] = []  # as last reported to routers
         self._measure = Measure(context.metrics)
         self._isolation = Isolation(engine, self._probe)
-        self._runway: Runway | None = None  # of a role that takes one step ahead
+        self._runway: Runway | None = None  # for a role that supports one step ahead
         self._ledger = AttemptLedger()
         self._pending: list[tuple[int, worker_pb2.AttachResponse]] = []
         self._routers: dict[int, bool] = {}  # session -> whether it wants KV events
-        self.is_drained = False  # by an operator, who may take it back
+        self.is_drained = False  # by an operator, who may undo it
         self._is_leaving = False  # drained by its own process, which then ends
         self.is_between_steps = False  # a step follows the last one at once
         self._step_ended_s = 0.0
@@ -95,14 +95,15 @@ class RoleProgram(ABC):
         }
 
     def go_ahead(self, batching: AheadBatching) -> None:
-        """Steps are launched before the one before them is read, where the engine can take them so."""
+        """Launches steps before the previous one is read, if the engine supports it."""
         engine, choice = self.engine, self.context.config.ahead
         if choice == "on" and not hasattr(engine, "launch"):
             engine = LazyAhead(engine)
         if choice != "off" and hasattr(engine, "launch"):
             self._runway = Runway(cast(AheadEngine, engine), batching, self._isolation)
 
-    # -- what a role adds ---------------------------------------------------------------------------------------
+    # -- implemented by each role
+    # ---------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -110,11 +111,11 @@ class RoleProgram(ABC):
 
     @abstractmethod
     def actions(self) -> dict[type, Callable[[Any], None]]:
-        """How the role's own effects are carried out."""
+        """Carries out the role's own effects."""
 
     @abstractmethod
     def take(self, session: int, message: worker_pb2.AttachRequest) -> None:
-        """A message of the role's own kind. May raise InvalidRequest where no attempt can be named."""
+        """Handles a message of the role's own kind. May raise InvalidRequest if it names no attempt."""
 
     @abstractmethod
     def fingerprint(self) -> transfer_pb2.Fingerprint: ...
@@ -128,11 +129,11 @@ class RoleProgram(ABC):
         """Ends the role's transfer threads and the engine."""
 
     def on_layer(self, step: Any) -> OnLayer | None:
-        """Who is to be told of a step's layers as they are stored; None: nobody asks."""
+        """The callback for a step's layers as they are stored; None: not needed."""
         return None
 
     def transfer_events(self) -> Mapping[str, int]:
-        """How often each thing has happened to the role's KV transfers."""
+        """Total counts of events of the role's KV transfers."""
         return {}
 
     def rejected_rank_joins(self) -> Mapping[str, int]:
@@ -140,7 +141,7 @@ class RoleProgram(ABC):
         return {}
 
     def observe(self, account: fx.StepAccount, step_s: float) -> None:
-        """A step took `step_s`; for roles that plan with it."""
+        """A step took `step_s`; for roles that use it for planning."""
         return
 
     # -- called by the host -------------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ class RoleProgram(ABC):
             self._tell_links([session])
 
     def lost(self, session: int) -> None:
-        """The router's stream ended: nobody will read what its requests still produce."""
+        """The router's stream ended: its requests are abandoned."""
         self._routers.pop(session, None)
         for key in self.batching.live():
             if key.router == session:
@@ -183,7 +184,7 @@ class RoleProgram(ABC):
         self._ledger.forget_router(session)
 
     def handle(self, session: int, message: worker_pb2.AttachRequest, received_s: float | None = None) -> None:
-        """`received_s`: when it came, by the clock of the context; None: now."""
+        """`received_s`: arrival time by the context's clock; None: now."""
         self.received_s = self.context.now() if received_s is None else received_s
         if session not in self._routers:
             self.counts["message of a lost router"] += 1
@@ -200,20 +201,20 @@ class RoleProgram(ABC):
                 case _:
                     self.take(session, message)
         except InvalidRequest as error:
-            # No attempt can be named, so nobody can be told.
+            # The message names no attempt, so no answer is possible.
             self.counts["unusable message"] += 1
             self.context.metrics.add(metric_names.INVALID_MESSAGES, field=error.field)
             log.warning("a message was dropped", extra={"field": error.field, "expected": error.expected})
 
     @property
     def memory(self) -> str:
-        """How the engine's memory is divided, as JSON; empty where nothing is known."""
+        """How the engine's memory is divided, as JSON; empty if unknown."""
         plan: MemoryPlan | None = getattr(self.engine, "memory", None)
         return "" if plan is None else plan.to_json()
 
     @property
     def is_healthy(self) -> bool:
-        """False once a part has died that the role cannot do without, such as an engine's other rank."""
+        """False once a required part has died, such as another rank of the engine."""
         return bool(getattr(self.engine, "is_healthy", True))
 
     @property
@@ -226,30 +227,30 @@ class RoleProgram(ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held for anybody."""
+        """Whether nothing is held for any request."""
         return not self.batching.live()
 
     def drain(self) -> None:
-        """Refuses what is new, for good; residents go on. Idempotent."""
+        """Rejects new work for good; running attempts continue. Idempotent."""
         self._is_leaving = True
         self.batching.is_draining = True
 
     def _set_drained(self, is_drained: bool) -> None:
-        """An operator's word, through any router. Residents go on in either case."""
+        """An operator's command through any router. Running attempts continue in either case."""
         if is_drained is not self.is_drained:
             self.is_drained = is_drained
             self.batching.is_draining = is_drained or self._is_leaving
-            self._told = None  # routers hear of it with the next report
+            self._told = None  # routers are told with the next report
             extra = {"worker_id": self.context.config.worker_id, "is_drained": is_drained}
             log.info("an operator drains the worker, or takes that back", extra=extra)
 
     def step(self) -> bool:
-        """Plans and computes one step; False where there was nothing to compute."""
+        """Plans and computes one step. False: there was nothing to compute."""
         now = self.context.now
         begun = self._begin()
         if begun is None:
             return False
-        # Residents feel what comes between steps too, so where one follows the other it is part of the later one.
+        # The time between consecutive steps also counts for TPOT, so it is part of the later step.
         started_s = self._step_ended_s if self.is_between_steps else now()
         step = begun.step
         if self._runway is None or begun.flight is None:
@@ -264,7 +265,7 @@ class RoleProgram(ABC):
         return True
 
     def _checked(self, keys: Sequence[AttemptKey], entries: Sequence[RowOut | RowFailed]) -> list[RowOut]:
-        """The rows' outputs; attempts whose rows failed end here."""
+        """The rows' outputs. Attempts with failed rows end here."""
         outs: list[RowOut] = []
         for key, entry in zip(keys, entries, strict=True):
             if isinstance(entry, RowFailed):
@@ -278,13 +279,13 @@ class RoleProgram(ABC):
         return outs
 
     def _begin(self) -> Begun | None:
-        """The step that was launched ahead, else a new one; None where there is nothing to compute."""
+        """The step that was launched ahead, otherwise a new one; None if there is nothing to compute."""
         runway = self._runway
         begun = None if runway is None else runway.take_next()
         if begun is not None:
             return begun
         step, effects = self.batching.plan(self.context.now())
-        rows = step.rows  # as of the plan: effects may change who is there
+        rows = step.rows  # taken before the effects, which may change the attempts
         self.act(effects)
         if not rows:
             return None
@@ -302,7 +303,7 @@ class RoleProgram(ABC):
         return pending
 
     def take_changes(self) -> CacheChange | None:
-        """What changed in the prefix cache; told to the routers that asked for it, returned for the index."""
+        """Changes of the prefix cache: sent to the routers that asked for them, and returned for the index."""
         change = self.blocks.take_changes()
         if change is not None:
             self._tell_cache(change, [session for session, wants in self._routers.items() if wants])
@@ -314,7 +315,7 @@ class RoleProgram(ABC):
             self.act(self.batching.fail(key, FailureKind.INTERNAL, message))
 
     def check(self) -> None:
-        """Raises AssertionError unless the books balance; for tests."""
+        """Raises AssertionError unless all tables are consistent; for tests."""
         self.batching.check()
         assert set(self.tracks) == set(self.batching.live()), "telemetry follows attempts that are gone, or lost some"
 
@@ -330,7 +331,7 @@ class RoleProgram(ABC):
             self._pending.append((session, worker_pb2.AttachResponse(**message)))
 
     def emit_response(self, session: int, response: worker_pb2.AttachResponse) -> None:
-        """As `emit`, of a message that is made already."""
+        """Like `emit`, for a message that exists already."""
         if session in self._routers:
             self._pending.append((session, response))
 
@@ -339,7 +340,7 @@ class RoleProgram(ABC):
             self._actions[type(effect)](effect)
 
     def begin(self, session: int, message: worker_pb2.Sequence) -> Attempt | None:
-        """The attempt of a new Reserve or Prefill; None if it is late, a duplicate, or wrong (its router is told)."""
+        """The attempt of a new Reserve or Prefill; None if it is late, a duplicate, or invalid (the router is told)."""
         key = key_of(session, message.request_id, message.attempt)
         before = self._ledger.newest(key)
         if not self._ledger.begin(key):
@@ -369,7 +370,7 @@ class RoleProgram(ABC):
         *,
         ended_ago_s: float = 0.0,
     ) -> None:
-        """Exactly where the duration is reported to the router, which then records no span of its own for it."""
+        """Only if the duration is reported to the router, which then records no span of its own for it."""
         track = self.tracks.get(key)
         if track is None or not self.context.tracing.is_on or duration_s <= 0.0:
             return
@@ -428,7 +429,7 @@ class RoleProgram(ABC):
         )
 
     def _probe(self) -> Row | None:
-        """Uses a block that nobody holds; its contents mean nothing to anybody."""
+        """Uses a free block, whose contents are unused."""
         blocks = self.blocks.allocate(1)
         if blocks is None:
             return None
@@ -439,10 +440,10 @@ class RoleProgram(ABC):
         self.observe(account, step_s)
         num_drawn = len(outs) if isinstance(outs, PlainOuts) else sum(len(out.drawn) for out in outs)
         if self._measure.is_on:
-            # Past each row's first draw: what is beyond it was a draft.
+            # Tokens after each row's first sampled token were drafts.
             num_accepted = sum(max(0, len(out.drawn) - 1) for out in outs) if account.draft_tokens else 0
             self._measure.stepped(account, num_drawn, num_accepted, step_s)
-        if account.draft_tokens:  # routers plan with the time per token, which accepted drafts shorten
+        if account.draft_tokens:  # routers plan with the time per token, which accepted drafts reduce
             step_s *= account.decode_rows / max(1, num_drawn)
         told = self._timed.took(account, step_s, now_s)
         if told is not None:
@@ -451,7 +452,7 @@ class RoleProgram(ABC):
                 self.emit(session, batch_timed=timed)
 
     def _beat(self, now_s: float) -> None:
-        """A load report on each heartbeat, and at a change as soon as a fifth of one has passed."""
+        """Sends a load report on each heartbeat, and after a change once a fifth of a heartbeat has passed."""
         heartbeat_s = self.context.config.heartbeat_s
         since_s = now_s - self._beat_at_s
         if since_s < heartbeat_s / 5:

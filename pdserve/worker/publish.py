@@ -1,6 +1,6 @@
-"""Tells Redis that this worker lives and what it has cached; without a Redis URL nobody is told.
+"""Publishes to Redis that this worker is alive and what it has cached. Does nothing without a Redis URL.
 
-Redis trouble never reaches a request: the publisher keeps what it could not say and tries again.
+Failures of Redis never affect a request: the publisher keeps what it could not send and retries.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 def make_publisher(
     config: WorkerConfig, role: Role, incarnation: str, endpoint: str, hash_seed: bytes
 ) -> WorkerPublisher | None:
-    """Not started yet; what is offered before is kept. None without a Redis URL. Raises ConfigError."""
+    """The publisher, not started yet; it keeps changes that are offered before. None without a Redis URL. Raises
+    ConfigError."""
     if not config.redis:
         return None
-    from pdserve.prefix.publisher import WorkerPublisher  # here: a worker without a registry needs no client of Redis
+    # imported here, because a worker without a registry needs no Redis client
+    from pdserve.prefix.publisher import WorkerPublisher
     from pdserve.prefix.registry import Registration
 
     registration = Registration(worker_id=config.worker_id, incarnation=incarnation, role=role, endpoint=endpoint)

@@ -1,4 +1,5 @@
-"""One Attach stream: hellos, then messages both ways. A slow router loses its stream, never the engine's time."""
+"""One Attach stream: hellos, then messages in both directions. A slow router loses its stream, but never delays the
+engine."""
 
 from __future__ import annotations
 
@@ -22,18 +23,17 @@ EOF: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in it
 HELLO_S: Final = 10.0
 MAX_OUTBOX: Final = 131_072  # messages and the token rows in them: about 10 MB, a minute of 16 rows at 130 steps/s
 ROW_BYTES: Final = 80  # about what a token row takes
-MAX_MERGED_ROWS: Final = 1024  # in one message: far below any limit on message size
-MAX_INBOX: Final = 4096  # calls that wait for the engine thread before streams are read on
+MAX_MERGED_ROWS: Final = 1024  # limit of one message, far below any limit on message size
+MAX_INBOX: Final = 4096  # calls that may wait for the engine thread before reading of streams pauses
 INBOX_PAUSE_S: Final = 0.005
 
 
 @final
 class Outbox:
-    """Messages on their way to one router. `put` is called on the event loop."""
+    """Messages that wait to be sent to one router. `put` is called on the event loop."""
 
     def __init__(self, limit: int = MAX_OUTBOX, *, is_batching: bool = False) -> None:
-        """`is_batching`: the router reads several messages in one, which costs both sides less than one after the
-        other."""
+        """`is_batching`: the router accepts several messages in one, which costs both sides less."""
         self._is_batching = is_batching
         self._messages: deque[worker_pb2.AttachResponse] = deque()
         self._limit = limit
@@ -67,7 +67,7 @@ class Outbox:
                 await self._has_some.wait()
 
     def _next_ones(self) -> worker_pb2.AttachResponse:
-        """All that is there, within bounds. A change of the cache, which may fill a message, goes alone."""
+        """All waiting messages, within limits. A change of the cache, which may fill a message, is sent alone."""
         ones = [self._next()]
         size = _size(ones[0])
         while self._messages and size < MAX_MERGED_ROWS:
@@ -80,8 +80,8 @@ class Outbox:
         return worker_pb2.AttachResponse(batch=worker_pb2.AttachResponses(messages=ones))
 
     def _next(self) -> worker_pb2.AttachResponse:
-        """The oldest message. Steps that have piled up travel as one: a router that lags behind an engine of
-        thousands of steps a second is charged for the rows and not for a message each."""
+        """The oldest message. Tokens of several waiting steps are merged, so a router that lags behind a fast engine
+        pays for the rows, not for a message per step."""
         first = self._messages.popleft()
         self._size -= (size := _size(first))
         if first.HasField("tokens"):
@@ -94,8 +94,8 @@ class Outbox:
 
 
 def _may_follow(first: worker_pb2.AttachResponse, more: worker_pb2.AttachResponse) -> bool:
-    """Whether tokens of one step may be appended to those of an earlier one. Rows are read after plain tokens, so
-    plain tokens must not join a message that has rows."""
+    """Whether tokens of one step may be appended to those of an earlier one. Rows are read after plain tokens, so plain
+    tokens must not be added to a message with rows."""
     return more.HasField("tokens") and not (first.tokens.rows and more.tokens.HasField("plain"))
 
 
@@ -119,8 +119,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._num_waiting_calls = num_waiting_calls
         self._numbers = itertools.count(1)
         self._outboxes: dict[int, Outbox] = {}
-        # A router process -> its newest session. Of two processes with one name each has its own, else each would
-        # end the other's whenever it dials, for ever.
+        # Router process -> its newest session. Two processes with the same name have separate sessions; otherwise each
+        # would end the other's session whenever it connects.
         self._session_of: dict[tuple[str, str], int] = {}
 
     def deliver(self, messages: Mapping[int, list[worker_pb2.AttachResponse]]) -> None:
@@ -147,7 +147,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         session, outbox = next(self._numbers), Outbox(is_batching=hello.reads_batches)
         router = (hello.router_id, hello.router_incarnation)
         older = self._outboxes.get(self._session_of.get(router, 0))
-        if older is not None:  # the network may keep a dead stream for long; one stream per router
+        if older is not None:  # a dead stream may stay open for long; only one stream per router
             older.close()
         self._outboxes[session] = outbox
         self._session_of[router] = session
@@ -159,7 +159,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             reader = asyncio.create_task(self._read(session, context, outbox))
             async for message in outbox:
                 await context.write(message)
-        except grpc.aio.InternalError:  # the router has gone in the middle of a write: as if the call were cancelled
+        except grpc.aio.InternalError:  # the router disconnected during a write: treated like a cancelled call
             raise asyncio.CancelledError from None
         finally:
             if reader is not None:
@@ -172,7 +172,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             log.info("router gone", extra={"router_id": hello.router_id, "session": session})
 
     async def _read(self, session: int, context: Any, outbox: Outbox) -> None:
-        """Until the router has no more to say or is gone, which are the same."""
+        """Reads until the router ends its stream or disconnects, which are treated alike."""
         try:
             while True:
                 message = await context.read()
@@ -180,7 +180,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     return
                 while self._num_waiting_calls() > MAX_INBOX:
                     await asyncio.sleep(INBOX_PAUSE_S)
-                received_s = self.program.context.now()  # it may wait for the step that runs now
+                received_s = self.program.context.now()  # it may wait for the running step
                 for one in message.batch.messages if message.HasField("batch") else (message,):
                     self._post(partial(self.program.handle, session, one, received_s))
         except (grpc.aio.UsageError, grpc.aio.AbortError):  # cancelled under the read, or a message did not parse

@@ -1,10 +1,9 @@
-"""Which of a worker's step times routers are told, for their cost models. Pure.
+"""Chooses the step times that a worker reports to routers for their cost models. Pure.
 
-A step that reads a prompt is told as it is. Decode steps are short, many, and each is off by what else the machine did:
-those of as many rows are told as their mean, which the closed form, linear in them, foretells as it does each of them.
-An answer takes the mean of its steps, so each of them has to count alike: every mean is of the same number. Of what a
-span of time holds, slow steps are fewer, and a mean of the two that were left before somebody joined says as much as
-one of ten.
+A step that prefills is reported individually. Decode steps are short and noisy, so steps with the same number of rows
+are reported as their mean, which the linear cost model predicts like a single step. TPOT is a mean over steps, so each
+step must have equal weight, and every mean is over the same number of steps. Means over equal times would give slow
+steps too much weight.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Final, final
 from pdserve.core.effects import StepAccount
 
 STEPS: Final = 8  # decode steps of one mean,
-LONGEST_SPANS: Final = 4.0  # or fewer where they take so many times `every_s`: long ones vary little
+LONGEST_SPANS: Final = 4.0  # or fewer if they take this many times `every_s`, because long steps vary little
 
 
 @dataclass(slots=True)
@@ -37,7 +36,7 @@ class TimedSteps:
         self._sums: dict[int, _Sum] = {}  # rows -> their decode steps since the last mean
 
     def took(self, account: StepAccount, step_s: float, now_s: float) -> tuple[StepAccount, float] | None:
-        """The step, or the mean of those like it, to be told now."""
+        """The step, or the mean of similar ones, to be reported now."""
         every_s, is_due = self._every_s, now_s - self._told_s >= self._every_s
         if account.prefill_tokens:
             if is_due:

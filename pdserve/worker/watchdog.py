@@ -1,4 +1,4 @@
-"""Ends a process whose engine thread is at work and does not get on: a hung worker is worse than a dead one."""
+"""Ends a process whose engine thread is busy but makes no progress: a hung worker is worse than a dead one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGEST_LOOK_S: Final = 1.0
 class Progress(Protocol):
     @property
     def is_busy(self) -> bool:
-        """Whether the thread should be getting on; False while it waits for work."""
+        """Whether the thread should make progress; False while it waits for work."""
         ...
 
     @property
@@ -36,7 +36,7 @@ class Progress(Protocol):
 @final
 @dataclass(slots=True, kw_only=True)
 class StallRule:
-    """Decides, from looks at a thread's progress, whether it hangs. Pure."""
+    """Decides from samples of a thread's progress whether it hangs. Pure."""
 
     stall_s: float
     _beats: int = -1
@@ -51,14 +51,14 @@ class StallRule:
 
 
 def dump_and_exit() -> None:
-    """Stacks of all threads to stderr, then the end: a hung thread cannot be asked to stop."""
+    """Writes the stacks of all threads to stderr, then ends the process: a hung thread cannot be stopped."""
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     os._exit(STALL_EXIT_CODE)
 
 
 @final
 class Watchdog:
-    """A thread that looks at the engine thread; `on_stall` is called once."""
+    """A thread that observes the engine thread; `on_stall` is called once."""
 
     def __init__(self, progress: Progress, stall_s: float, on_stall: Callable[[], None] = dump_and_exit) -> None:
         self._progress = progress
