@@ -1,9 +1,9 @@
-"""The Python SDK of pdserve: one import for what a caller of a cluster needs.
+"""The Python SDK of pdserve: everything that a caller of a cluster needs.
 
     from pdserve import Client, Slo
 
-Importing this package loads nothing but itself (PURE modules live under it too); each name is loaded at first use,
-and none of them brings torch, ray, redis or opentelemetry with it.
+Importing this package loads no other module. Each name is loaded at first use, and none of them imports torch, ray,
+redis or opentelemetry.
 """
 
 from __future__ import annotations

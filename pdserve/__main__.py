@@ -1,4 +1,4 @@
-"""`python -m pdserve` and the script `pdserve`. Imports late, so that Ctrl-C during the imports prints no traceback."""
+"""`python -m pdserve` and the script `pdserve`. Imports are delayed, so that Ctrl-C during them prints no traceback."""
 
 import sys
 

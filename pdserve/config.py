@@ -1,8 +1,8 @@
-"""Settings of each process: frozen, checked once, turned into flags and back by one rule.
+"""Settings of each process: frozen, checked once, and converted to flags and back by one rule.
 
 A field `kv_blocks: int` is the flag `--kv-blocks`. The launcher builds a config and starts a process with
-`to_flags(config)` and `to_env(config)`; the process reads it with `parse_flags`. Nothing else reads the command line
-of a worker or a router, so what a manifest says and what a laptop runs are the same words.
+`to_flags(config)` and `to_env(config)`; the process reads it with `parse_flags`. Nothing else reads the command line of
+a worker or a router, so manifests and local clusters use the same flags.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KV_CHECKS: Final = ("off", "step")
 SPECULATIONS: Final = ("auto", "ngram", "off")
 AHEADS: Final = ("auto", "on", "off")
 RANK_POOLS: Final = ("auto", "own")
-MOST_DRAFTS: Final = 15  # a row of as many and its own token is what attention computes at once
+MOST_DRAFTS: Final = 15  # attention computes rows of this many drafts and their own token at once
 
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 
@@ -190,7 +190,7 @@ class WorkerConfig:
 
     @property
     def ranks_here(self) -> int:
-        """Of the worker's ranks, those on its own host; rank 0 is one of them."""
+        """The number of the worker's ranks on its own host, including rank 0."""
         return self.local_ranks or self.tensor_parallel
 
 
@@ -263,7 +263,7 @@ class RouterConfig:
 
 
 def _check_ranks(config: WorkerConfig) -> None:
-    """Raises ConfigError where ranks on other hosts could not join, or could not be reached."""
+    """Raises ConfigError if ranks on other hosts could not join or could not be reached."""
     if not config.rendezvous:
         if config.ranks_here != config.tensor_parallel:
             expected = f"{config.tensor_parallel} ranks, or a rendezvous at which the others join from other hosts"
@@ -290,7 +290,7 @@ SECRETS: Final = frozenset(
 def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Mapping[str, str] | None = None) -> Config:
     """Reads flags; unknown ones end the process with a message, wrong values raise ConfigError.
 
-    Secrets come from `environ`, or from this process's environment where that is None.
+    Secrets come from `environ`; None: this process's environment.
     """
     parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
     hints = typing.get_type_hints(kind)
@@ -329,7 +329,7 @@ def parse_flags(kind: type[Config], argv: Sequence[str], prog: str, environ: Map
 
 
 def check_shown(one: dataclasses.Field[Any], value: Any, name: str) -> None:
-    """Raises ConfigError where `value` stood on a command line and is a secret."""
+    """Raises ConfigError if `value` came from a command line and is a secret."""
     if is_hidden(one, str(value)):
         env = one.metadata["env"]
         expected = f"no secret on a command line, which others can read: set {env}, or name its file in {env}_FILE"
@@ -337,7 +337,7 @@ def check_shown(one: dataclasses.Field[Any], value: Any, name: str) -> None:
 
 
 def to_flags(config: WorkerConfig | RouterConfig) -> list[str]:
-    """The flags that, beside `to_env`, parse_flags turns back into an equal config; defaults are left out."""
+    """The flags from which, together with `to_env`, parse_flags makes an equal config; defaults are left out."""
     flags: list[str] = []
     for one in dataclasses.fields(config):
         value = getattr(config, one.name)
@@ -354,28 +354,28 @@ def to_flags(config: WorkerConfig | RouterConfig) -> list[str]:
 
 
 def to_env(config: WorkerConfig | RouterConfig) -> dict[str, str]:
-    """The environment variables that carry what must not stand on a command line."""
+    """The environment variables for values that must not be on a command line."""
     values = ((one, getattr(config, one.name)) for one in dataclasses.fields(config))
     return {one.metadata["env"]: value for one, value in values if value and is_hidden(one, str(value))}
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """For a process that shall know no more than what it is given besides."""
+    """An environment without secrets, for a process that receives its secrets separately."""
     hidden = SECRETS | {RAY_TOKEN_ENV}
     return {name: value for name, value in environ.items() if name.removesuffix("_FILE") not in hidden}
 
 
 def forget_secrets() -> None:
-    """Takes secrets out of this process's environment, so that no process that it starts inherits them."""
+    """Removes secrets from this process's environment, so that its child processes do not inherit them."""
     for name in SECRETS:
         os.environ.pop(name, None)
         os.environ.pop(f"{name}_FILE", None)
 
 
 def from_env(name: str, environ: Mapping[str, str] | None = None) -> str:
-    """A secret from the variable `name`, or from the file that `name`_FILE names; empty where neither is set.
+    """A secret from the variable `name`, or from the file that `name`_FILE names; empty if neither is set.
 
-    Raises ConfigError where the file cannot be read.
+    Raises ConfigError if the file cannot be read.
     """
     environ = os.environ if environ is None else environ
     file = environ.get(f"{name}_FILE", "")

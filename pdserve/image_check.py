@@ -1,10 +1,10 @@
-"""Checks an installation before it meets its first request; a build of the image runs it.
+"""Checks an installation before its first request; the build of the image runs it.
 
     python -m pdserve.image_check [--gpu]
 
-Imports every module, those of extras that are not installed excepted. --gpu: also CuPy and NCCL's binding, a C compiler
-with the headers that Triton's launchers need, and one kernel compiled for sm_90. None of it needs a GPU or its driver.
-Exit code 1 where something is missing, one line each on stderr.
+Imports every module, except those of extras that are not installed. --gpu also checks CuPy and NCCL's binding, a C
+compiler with the headers for Triton's launchers, and compiles one kernel for sm_90. No GPU and no driver is needed. If
+something is missing, prints one line each on stderr and exits with status 1.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def everything_imports(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
             try:
                 importlib.import_module(found.name)
             except ModuleNotFoundError as error:
-                if missing(error) is None and not _is_triton(error):  # the rest needs an extra that is not here
+                if missing(error) is None and not _is_triton(error):  # the rest needs an extra that is not installed
                     yield f"{found.name} cannot be imported: {error}"
             except (ImportError, OSError, RuntimeError) as error:
                 yield f"{found.name} cannot be imported: {error}"
@@ -65,12 +65,12 @@ def cupy_is_there() -> Iterator[str]:
     except (ImportError, OSError) as error:
         yield f"cupy cannot be imported ({error}): NCCL transfers need it; {advice('cuda13')}"
         return
-    if not hasattr(nccl, "get_unique_id"):  # CuPy puts an empty module there, with a warning
+    if not hasattr(nccl, "get_unique_id"):  # without NCCL, CuPy has an empty module, with a warning
         yield f"CuPy finds no NCCL library (libnccl.so.2); {advice('cuda13')}"
 
 
 def compiler_is_there() -> Iterator[str]:
-    """As Triton looks for one (runtime/build.py), with Python's headers and CUDA's, which are in Triton's wheel."""
+    """Finds a compiler like Triton (runtime/build.py), with Python's headers and CUDA's headers from Triton's wheel."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         yield "no C compiler: Triton builds a launcher for each kernel; install gcc and libc6-dev, or set CC"
@@ -93,7 +93,7 @@ def compiler_is_there() -> Iterator[str]:
 
 
 def a_kernel_compiles() -> Iterator[str]:
-    """From Python to machine code, for a device that need not be there."""
+    """Compiles from Python to machine code, without a device."""
     try:
         import torch
         import triton
@@ -120,7 +120,7 @@ def a_kernel_compiles() -> Iterator[str]:
     try:
         kernel: Any = forbid._forbid
         kernel.warmup(logits, words, row, 128, 4, 128, BLOCK=128, grid=(1, 1))
-    except Exception as error:  # whatever a compiler and its assembler raise
+    except Exception as error:  # any error of a compiler and its assembler
         yield f"no kernel compiles for sm_90: {type(error).__name__}: {error}"
 
 

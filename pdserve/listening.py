@@ -1,4 +1,4 @@
-"""Says why a port cannot be listened on. Standard library only."""
+"""Explains why a port cannot be used for listening. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pdserve.core.errors import ConfigError, port_in_use
 
 
 def bind_error(name: str, host: str, port: int) -> ConfigError | None:
-    """None where `port` of `host` can be listened on; else an error about the setting `name`, or about the host."""
+    """None if `port` of `host` is available; otherwise an error about the setting `name`, or about the host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free to listen on
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is available
         try:
             probe.bind((host, port))
         except OSError as error:

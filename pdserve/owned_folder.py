@@ -1,7 +1,7 @@
-"""Temporary folders that end with the process that made them, or are removed by the next start of a cluster.
+"""Temporary folders that are removed by their process or, if it was killed, by the next start of a cluster.
 
-The owner holds a lock on a file in its folder. The kernel frees the lock when the owner ends, however it ends, so a
-folder whose lock can be taken has no owner. Standard library only.
+The owner holds a lock on a file in its folder. The kernel releases the lock when the owner ends, even if it is killed,
+so a folder whose lock can be taken has no owner. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Final, Self, final
 
 try:
     import fcntl
-except ImportError:  # a system without it has no locks of this kind, and nothing is removed there
+except ImportError:  # on a system without it, nothing is removed
     fcntl = None  # type: ignore[assignment]
 
 PREFIX: Final = "pdserve-run-"
 SHORT: Final = Path("/tmp")
 _LOCK: Final = "owner.lock"
 _TRIES: Final = 10
-_UNLOCKED_S: Final = 3600.0  # a folder so old without a lock file was left between its creation and its lock
+_UNLOCKED_S: Final = 3600.0  # a folder of this age without a lock file was abandoned between creation and locking
 
 
 @final
 class OwnedFolder:
-    """Of mode 0700. `path` exists until remove(), or until sweep() after the death of this process."""
+    """A folder of mode 0700. `path` exists until remove(), or until sweep() after this process has died."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -43,7 +43,7 @@ class OwnedFolder:
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             if _take(lock) and (path / _LOCK).exists():
                 return cls(path, lock)
-            os.close(lock)  # a sweep came between the file and its lock, and has removed the folder
+            os.close(lock)  # a sweep removed the folder between creation of the file and its lock
         raise AssertionError(f"{_TRIES} new folders in {parent} were removed at once")
 
     def remove(self) -> None:
@@ -57,8 +57,8 @@ class OwnedFolder:
 def sweep(*parents: Path) -> list[Path]:
     """Removes this user's folders in `parents` whose owner has ended; returns them.
 
-    A shared temporary folder may hold traps of other users: links are never followed, and a folder that is not ours
-    alone is left.
+    A shared temporary folder may contain links of other users: links are never followed, and a folder that others can
+    access is left alone.
     """
     removed = []
     for parent in parents or temporary_folders():
@@ -70,7 +70,7 @@ def sweep(*parents: Path) -> list[Path]:
 
 
 def temporary_folders() -> list[Path]:
-    """The one of this process, and SHORT, where what needs a short path lies."""
+    """This process's temporary folder, and SHORT, for files that need a short path."""
     return list(dict.fromkeys([Path(tempfile.gettempdir()), SHORT]))
 
 

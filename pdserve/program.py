@@ -1,4 +1,4 @@
-"""What `python -m` of each role shares: flags, logs on stderr, signals, one line on stdout when it listens."""
+"""The common main function of the roles: flags, logs on stderr, signals, and one line on stdout when it listens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Host(Protocol):
 
     @property
     def memory(self) -> str:
-        """Once started: how its memory is divided, as JSON; empty where nothing is known."""
+        """After the start: how its memory is divided, as JSON; empty if unknown."""
         ...
 
     def start(self) -> str:
@@ -30,7 +30,7 @@ class Host(Protocol):
         ...
 
     def drain(self) -> None:
-        """Returns at once; the host stops itself when its work is done or its time is over."""
+        """Returns immediately; the host stops when its work is done or the time limit is reached."""
         ...
 
     def stop(self) -> None: ...
@@ -39,7 +39,7 @@ class Host(Protocol):
 
 
 def run(name: str, kind: type[Config], make_host: Callable[[Config], Host], argv: Sequence[str]) -> int:
-    """Serves until a signal: SIGTERM and SIGINT drain, a second one stops at once."""
+    """Serves until a signal: SIGTERM and SIGINT drain, a second signal stops immediately."""
     log_to_stderr(name)
     try:
         config = parse_flags(kind, argv, f"python -m {name}")
@@ -54,10 +54,10 @@ def run(name: str, kind: type[Config], make_host: Callable[[Config], Host], argv
             raise
         sys.stderr.write(f"{name}: {absent.message}\n")
         return USAGE_EXIT_CODE
-    # What there is by now (modules, tokenizer, weights) stays: the collector need not look through it again and again.
+    # Existing objects (modules, tokenizer, weights) are permanent, so the garbage collector need not scan them.
     gc.collect()
     gc.freeze()
-    _follow_signals(host)  # until here a signal just ends the process: nobody depends on it yet
+    _follow_signals(host)  # until here a signal simply ends the process, because it has no clients yet
     own_id = config.router_id if isinstance(config, RouterConfig) else config.worker_id
     memory = f"{name} {own_id} memory {host.memory}\n" if host.memory else ""
     sys.stdout.write(f"{name} {own_id} listening on {address}\n{memory}")

@@ -1,4 +1,4 @@
-"""`pdserve chat`: a conversation in the terminal, with a line of times after each reply. Reads a pipe as well."""
+"""`pdserve chat`: a conversation in the terminal, with a line of timings after each reply. Also reads a pipe."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def run(args: argparse.Namespace) -> int:
                 print(f"  no such word; {_WORDS}", file=sys.stderr)
             elif line:
                 status = _reply(client, talk, line, chosen)
-    # A person has seen the error and may go on; a pipe has nobody to see it.
+    # In a terminal the user sees the error and may continue; with a pipe it ends the program.
     return 0 if is_terminal else status
 
 
 class Conversation:
-    """What was said so far. A model without a chat template gets the bare text of the last line."""
+    """The conversation so far. A model without a chat template receives only the text of the last line."""
 
     def __init__(self, system: str | None, *, has_template: bool) -> None:
         self._system = system

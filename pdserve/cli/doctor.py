@@ -1,4 +1,4 @@
-"""`pdserve doctor`: looks whether this host can run a cluster. One line for each thing, and what to do about it."""
+"""`pdserve doctor`: checks whether this host can run a cluster. Prints one line per check, with advice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pdserve.text.tokenizer import TOYS
 
 HELP = "check whether this host can run a cluster"
 _MARKS: Final[dict[Level, str]] = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
-_KV: Final = "kvtransfer.checks"  # loaded by name: pdserve imports no room above it
+_KV: Final = "kvtransfer.checks"  # loaded by name, because pdserve imports no package above it
 _FILES_WANTED: Final = 1024
 
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _found(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """What a check finds; that a package is missing which the check itself needs is a finding too."""
+    """The findings of a check. If a package that the check needs is missing, that is also a finding."""
     try:
         yield from check()
     except ModuleNotFoundError as error:
@@ -76,7 +76,7 @@ def _python() -> Iterator[Finding]:
     yield Finding("ok", "python", f"{platform.python_version()} on {platform.machine()}")
 
 
-_PACKAGES: Final[tuple[tuple[str, Level, str], ...]] = (  # distribution, level where it is absent, advice
+_PACKAGES: Final[tuple[tuple[str, Level, str], ...]] = (  # distribution, level if it is missing, advice
     ("grpcio", "fail", advice("")),
     ("protobuf", "fail", advice("")),
     ("tokenizers", "fail", advice("server")),
@@ -156,7 +156,7 @@ def _torch(model: str | None) -> Iterator[Finding]:
 
 
 def _gpu_parts() -> Iterator[Finding]:
-    """What a GPU worker needs beside torch: kernels are launched by code that a C compiler builds."""
+    """What a GPU worker needs besides torch: a C compiler builds the code that launches kernels."""
     checks: tuple[tuple[str, Level, Callable[[], Iterator[str]]], ...] = (
         ("compiler", "fail", compiler_is_there),
         ("cupy", "warn", cupy_is_there),

@@ -1,4 +1,4 @@
-"""`pdserve drain`: no new work for a worker, until `pdserve undrain`."""
+"""`pdserve drain`: stops new work on a worker, until `pdserve undrain`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`pdserve explain REQUEST`: why a recent request was placed where it was, and how the prediction came out.
+"""`pdserve explain REQUEST`: why a recent request was placed where it was, and how accurate the prediction was.
 
-Each router explains what it decided itself; where a cluster has several, name them all: --target A:1,B:2.
+Each router explains its own decisions. With several routers, name all: --target A:1,B:2.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def ask(args: argparse.Namespace) -> list[Explanation]:
-    """From every router that knows it. Raises NotFound where none does; where some could not be asked, their error."""
+    """From every router that knows it. Raises NotFound if none does, or the error of a router that could not be
+    asked."""
     targets = [one for one in args.target.split(",") if one]
     if not targets:
         raise ConfigError("target", repr(args.target), "HOST:PORT, or several with commas between them")
@@ -69,7 +70,7 @@ def as_object(explanation: Explanation) -> dict[str, object]:
 
 
 def render(explanation: Explanation) -> str:
-    """For a person. Pure."""
+    """Formats an explanation as text. Pure."""
     one = explanation
     state = one.outcome or one.stage
     lines = [
@@ -98,7 +99,7 @@ def _facts(one: Explanation) -> str:
 
 
 def _outcome(one: Explanation) -> list[str]:
-    """Promised, predicted and actual, side by side. TTFT counts from arrival."""
+    """Targets, predictions and actual values side by side. TTFT counts from arrival."""
     rows = [("", "SLO", "PREDICTED", "ACTUAL", "OFF BY")]
     rows.append(("TTFT", *_against(one.slo_ttft_s, one.predicted_ttft_s, one.actual_ttft_s)))
     rows.append(("TPOT", *_against(one.slo_tpot_s, one.predicted_tpot_s, one.actual_tpot_s)))

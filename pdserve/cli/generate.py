@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _follow(stream: Stream, *, is_shown: bool) -> Completion:
-    """What the stream has become at its end. An error on the terminal does not begin in the middle of a line."""
+    """The result at the end of the stream. Ends the terminal's line before an error."""
     last = ""
     try:
         for piece in stream:

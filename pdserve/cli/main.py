@@ -1,6 +1,6 @@
-"""The command `pdserve`: finds the sub-command, runs it, turns what went wrong into one line and an exit status.
+"""The command `pdserve`: finds and runs the sub-command, and turns an error into one line and an exit status.
 
-Status 1: it failed. 2: it was asked in a wrong way. 130: interrupted.
+Status 1: it failed. 2: wrong usage. 130: interrupted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pdserve
 from pdserve.core.errors import PdserveError, Unauthenticated
 from pdserve.core.extras import missing
 
-#: Modules by command. Rooms above pdserve bring their own commands, which are loaded by name.
+#: Modules by command. Packages above pdserve have their own commands, which are loaded by name.
 COMMANDS: Final = {
     "up": "pdserve.cli.up",
     "generate": "pdserve.cli.generate",
@@ -35,7 +35,7 @@ COMMANDS: Final = {
 
 
 class Command(Protocol):
-    """What a command's module defines."""
+    """The interface of a command's module."""
 
     HELP: str
 
@@ -47,7 +47,7 @@ class Command(Protocol):
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for a wrong command line: a page of flags would hide what is wrong with it."""
+    """Prints one line for a wrong command line, because a page of flags would hide the error."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -87,30 +87,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        _drop_stdout()  # its reader has left
+        _drop_stdout()  # the reader of the output has ended
         return 1
-    except OSError as error:  # what is nobody's flag: a full disk behind our output, no descriptor left
+    except OSError as error:  # not caused by a flag, such as a full disk or exhausted descriptors
         _drop_stdout()
         print(f"pdserve {args.command}: error: {one_line(error)}", file=sys.stderr)
         return 1
 
 
 def hint(error: PdserveError) -> str:
-    """What to look at, where that is not in the error itself."""
+    """A hint that the error itself does not contain."""
     if error.message.startswith("nobody answers at"):
         return "; is `pdserve up` running there?"
     return " (PDSERVE_TOKEN holds the cluster's token)" if isinstance(error, Unauthenticated) else ""
 
 
 def _read_and_print_anything() -> None:
-    """Bytes that are no text become an error that names the prompt; a character that the terminal lacks becomes a ?."""
+    """Invalid bytes become an error that names the prompt; a character that the terminal cannot show becomes a ?."""
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
 
 
 def _drop_stdout() -> None:
-    """What is left in its buffer cannot be written; the interpreter must not complain of it at the end."""
+    """The rest of the buffer cannot be written, and the interpreter must not report that at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""A bar on stderr for what takes long; silent where nobody looks."""
+"""A progress bar on stderr for long operations; none without a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final, final
 
 _WIDTH: Final = 30
 _EVERY_S: Final = 0.2
-_PATIENCE_S: Final = 1.0  # what ends before needs no bar
+_PATIENCE_S: Final = 1.0  # shorter operations show no bar
 
 
 @final
@@ -22,7 +22,7 @@ class Progress:
         self._done_s = 0.0
 
     def at(self, done_s: float) -> None:
-        """`done_s` of the trace's own time is done; of what ends out of order the furthest counts."""
+        """`done_s` of the trace's time is done; the maximum counts, because requests end out of order."""
         self._done_s = max(self._done_s, done_s)
         if self._is_seen and time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + _EVERY_S

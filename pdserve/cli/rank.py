@@ -1,4 +1,4 @@
-"""`pdserve rank`: the ranks of a tensor-parallel worker that live on this host, while its leader lives on another."""
+"""`pdserve rank`: runs the ranks of a tensor-parallel worker on this host, while its leader runs on another host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROGRAM: Final = "kvtransfer.joining_follower"
 MAX_COUNT: Final = 63
 LOST: Final = 1  # of the program: the leader or another rank is gone
 _POLL_S: Final = 0.1
-_END_S: Final = 20.0  # that ranks get to notice that another is gone
+_END_S: Final = 20.0  # time for ranks to detect that another one is gone
 _AGAIN_S: Final = 1.0
 
 
@@ -32,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves one life of the worker after another, until the worker ends or rejects a rank."""
+    """Joins again after each restart of the worker, until the worker ends or rejects a rank."""
     if not 1 <= args.count <= MAX_COUNT:
         raise ConfigError("count", args.count, f"1 to {MAX_COUNT} ranks")
     if not 0.0 < args.wait_s <= 86_400.0:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _one_life(args: argparse.Namespace) -> list[int]:
-    """Exit statuses of all ranks here: when one ends, so do the others."""
+    """Exit statuses of all ranks here; if one ends, the others are ended."""
     flags = [f"--count={args.count}", f"--wait-s={args.wait_s}"]
     flags += [f"--{name}={value}" for name in ("host", "advertise", "model") if (value := getattr(args, name))]
     tether = [sys.executable, "-m", "pdserve.launch.tether", str(os.getpid()), "module", PROGRAM, args.rendezvous]

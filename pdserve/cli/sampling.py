@@ -1,4 +1,5 @@
-"""Sampling flags that generate and chat share. A flag that is not given is not sent: the server's default holds."""
+"""Sampling flags that generate and chat share. A flag that is not given is not sent, so the server's default
+applies."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def _scalars() -> list[Scalar]:
 
 
 def _text(value: str) -> str:
-    """The text itself, or of the file behind an @."""
+    """The text itself, or the contents of the file after an @."""
     if not value.startswith("@"):
         return value
     try:

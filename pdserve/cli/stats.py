@@ -1,4 +1,4 @@
-"""What a person is told beside an answer: its times in one line, and that it was cut short. Pure."""
+"""Text beside an answer: its timings in one line, and a warning if it was truncated. Pure."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def stats_line(done: Completion) -> str:
 
 
 def phases_line(phases: Phases) -> str:
-    """Where the time went, phase by phase; they add up to the whole."""
+    """The time of each phase; the phases add up to the whole."""
     spent = [f"{name} {milliseconds(took_s)}" for name, took_s in phases.shown()]
     return f"{milliseconds(phases.total_s)} = {' + '.join(spent) or 'nothing'}"
 
 
 def cut_short(endings: Container[str], asked: Container[str]) -> list[str]:
-    """What a person must know who asked for a shape and got a part of one: it looks like an answer, and is none.
+    """A warning if a structured answer was truncated, because it then is not valid.
 
     `endings`: the answers' finish reasons. `asked`: the names of what was set.
     """

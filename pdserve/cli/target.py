@@ -1,4 +1,4 @@
-"""Flags of every command that calls a running cluster, and the client that they make."""
+"""Flags of every command that calls a running cluster, and the client made from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_target_flags(parser: argparse.ArgumentParser, *, are_several: bool = Fal
 
 
 def connect(args: argparse.Namespace) -> Client:
-    """The token comes from the environment or a file: others can read a command line."""
+    """The token comes from the environment or a file, because other users can read a command line."""
     roots = None
     if args.root_certs:
         try:

@@ -1,4 +1,4 @@
-"""`pdserve topology`: the workers that a router knows and what they do now."""
+"""`pdserve topology`: the workers that a router knows, and their state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def render(topology: Topology) -> str:
-    """A table for a person. Pure."""
+    """Formats a table. Pure."""
     head = ("WORKER", "ROLE", "STATE", "RUNNING", "WAITING", "FREE BLOCKS", "CACHED", "ENDPOINT")
     rows = [head, *(_row(worker) for worker in topology.workers)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -55,7 +55,7 @@ def _row(worker: Worker) -> tuple[str, ...]:
 
 
 def _state(worker: Worker) -> str:
-    """drained: by an operator, until `pdserve undrain`. draining: before its end."""
+    """drained: by an operator, until `pdserve undrain`. draining: the worker is about to end."""
     if not worker.is_connected:
         return "away"
     return "drained" if worker.is_drained else "draining" if worker.is_draining else "connected"

@@ -1,4 +1,4 @@
-"""`pdserve undrain`: gives new work to a drained worker again."""
+"""`pdserve undrain`: allows new work on a drained worker again."""
 
 from __future__ import annotations
 

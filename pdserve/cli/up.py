@@ -18,7 +18,7 @@ SETTINGS = (
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{SETTINGS} If PDSERVE_TOKEN is set, callers must present that token."
-    keep = argparse.SUPPRESS  # a flag that is not given leaves the file's value
+    keep = argparse.SUPPRESS  # without the flag, the file's value applies
     add = parser.add_argument
     add(
         "--model",

@@ -1,4 +1,4 @@
-"""Says before the start whether so many workers have cores and memory on this host, and how many would."""
+"""Checks before the start whether this host has cores and memory for the workers, and how many would fit."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pdserve.engine.safetensors_file import Checkpoint, open_checkpoint
 from pdserve.engine.toy import CELL_BYTES
 from pdserve.launch.spec import ClusterSpec, worker_config
 
-_TOY_PROCESS_BYTES: Final = 60 * 2**20  # interpreter and libraries, as resident after a start
+_TOY_PROCESS_BYTES: Final = 60 * 2**20  # resident memory of interpreter and libraries after a start
 _PROCESS_BYTES: Final = 300 * 2**20
-_ITEM_BYTES: Final = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # of stored weights; others take one byte
+_ITEM_BYTES: Final = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # bytes per stored weight; other dtypes take one byte
 _SCALE_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Of one worker, in bytes of this host's memory, at most."""
+    """An upper bound of one worker's memory on this host, in bytes."""
 
     weights: int
     pool: int
@@ -37,7 +37,7 @@ class Footprint:
 
 
 def capacity_warnings(spec: ClusterSpec) -> list[str]:
-    """Reads the model's headers. Raises ModelError where the folder cannot be served."""
+    """Reads the model's headers. Raises ModelError if the folder cannot be served."""
     model = None if spec.model in TOY_MODELS else read_config(Path(spec.model))
     configs = [worker_config(spec, index)[1] for index in range(spec.prefill + spec.decode)]
     stored = None if model is None or configs[0].load != "auto" else open_checkpoint(Path(spec.model))
@@ -75,9 +75,9 @@ def warnings(footprints: Sequence[Footprint], *, cores: int, free: int | None) -
 def footprint(
     config: WorkerConfig, model: ModelConfig | None, stored: Checkpoint | None, free: int | None, *, is_on_cpu: bool
 ) -> Footprint:
-    """An estimate from above: pools and weights are taken as full, though a pool is touched only as it fills.
+    """An upper bound: pools count as full, although their pages are allocated only when used.
 
-    A pool that is left to the worker is sized from the `free` bytes, as the worker will do.
+    A pool without a set size is computed from the `free` bytes, as in the worker.
     """
     threads = max(1, config.threads) * config.ranks_here if is_on_cpu else 1
     if model is None:
@@ -95,7 +95,7 @@ def footprint(
 
 
 def block_bytes(config: WorkerConfig, model: ModelConfig) -> int:
-    """Of one KV block on a CPU, but for its alignment."""
+    """Bytes of one KV block on a CPU, without alignment."""
     rows = model.num_layers * 2 * config.block_size * model.num_kv_heads
     if config.kv_dtype != "auto":
         return rows * (model.head_dim + _SCALE_BYTES)
@@ -103,7 +103,7 @@ def block_bytes(config: WorkerConfig, model: ModelConfig) -> int:
 
 
 def weight_bytes(config: WorkerConfig, stored: Checkpoint) -> int:
-    """Of a CPU's copy: int8 keeps a byte of each weight, float32 and auto widen what is stored to four."""
+    """Bytes per weight on a CPU: one for int8; four for float32 and auto, which widen the stored weights."""
     kept = {"int8": 1, "bfloat16": 2}.get(config.dtype, 4)
     sizes = ((one.num_bytes, _ITEM_BYTES.get(one.dtype, 1)) for one in stored.tensors.values())
     return sum(num_bytes // item_bytes * kept for num_bytes, item_bytes in sizes)

@@ -1,4 +1,4 @@
-"""One supervised process: starts it, waits until it listens, relays its lines, ends it."""
+"""One supervised process: starts it, waits until it listens, forwards its output, ends it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _NOISE: Final = re.compile(r"^(pdserve\.core\.errors\.\w+|prefill_worker|decode_
 
 
 class StartFailed(PdserveError):
-    """A process of the cluster ended, or stayed silent, before it listened."""
+    """A process of the cluster ended, or timed out, before it listened."""
 
     reason = "START_FAILED"
 
 
 @final
 class Child:
-    """A process in a session of its own, so that a Ctrl-C in the terminal reaches the launcher alone."""
+    """A process in a session of its own, so that a Ctrl-C in the terminal reaches only the launcher."""
 
     def __init__(self, name: str, program: Sequence[str], env: Mapping[str, str], relay: Callable[[str], None]) -> None:
         self.name = name
@@ -56,7 +56,7 @@ class Child:
         return self._process is not None and self._process.returncode is None
 
     async def start(self, timeout_s: float) -> str:
-        """The address that the process says it listens on. Raises StartFailed with the process's last error."""
+        """The address on which the process reports to listen. Raises StartFailed with the process's last error."""
         await self.spawn()
         ended: asyncio.Future[int] = asyncio.ensure_future(self.wait())
         first: set[asyncio.Future[Any]] = {ended, self._listening}
@@ -97,12 +97,12 @@ class Child:
         """The exit status, negative for a signal, once the process has ended and its lines are read."""
         assert self._process is not None
         code = await self._process.wait()
-        end_session(self._process.pid)  # what it has started must not outlive it, nor hold its pipes open
+        end_session(self._process.pid)  # its own child processes must not outlive it or keep its pipes open
         await asyncio.wait(self._readers, timeout=1.0)
         return code
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL when the process has not ended `grace_s` later. Idempotent."""
+        """Sends SIGTERM, and SIGKILL if the process has not ended after `grace_s`. Idempotent."""
         if self._process is None:
             return
         if self.is_running and grace_s > 0:
@@ -121,7 +121,8 @@ class Child:
             self._process.send_signal(number)
 
     def last_error(self) -> str:
-        """The line to show a person: the last complaint that is no log line, else the last that is, else the last."""
+        """The line to show: the last error that is not a log line, otherwise the last error log line, otherwise the
+        last line."""
         lines = [line.strip() for line in self._tail if line.strip()]
         complaints = [line for line in lines if _COMPLAINT.search(line)]
         plain = [line for line in complaints if not _LOG_LINE.search(line)]
@@ -131,7 +132,7 @@ class Child:
         while True:
             try:
                 raw = await pipe.readline()
-            except ValueError:  # a line over the limit: drop what is buffered of it
+            except ValueError:  # a line over the limit: drop its buffered part
                 continue
             if not raw:
                 return
@@ -147,7 +148,7 @@ class Child:
 
 
 def end_session(leader_pid: int) -> None:
-    """Kills what still runs in the session that an ended child has led. Linux only; no-op elsewhere."""
+    """Kills the remaining processes in the session of an ended child. Linux only; no-op elsewhere."""
     for pid in session_of(leader_pid):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)

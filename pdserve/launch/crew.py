@@ -1,4 +1,4 @@
-"""Processes that are kept alive: whatever ends is started again on its port and under its name."""
+"""Keeps processes alive: one that ends is started again on its port and under its name."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from pdserve.launch.report import Report
 from pdserve.launch.spec import Process
 from pdserve.prefix.embedded import EmbeddedRedis
 
-KILL_AFTER_S: Final = 5.0  # beyond a process's own drain time
+KILL_AFTER_S: Final = 5.0  # in addition to a process's own drain time
 REDIS: Final = "redis"
 _WATCH_S: Final = 0.2
 _FIRST_BACKOFF_S: Final = 0.25
 _LONGEST_BACKOFF_S: Final = 10.0
 _SLOW_START_S: Final = 8.0
 _SLOW_WORKER: Final = "still loading; the first start on a machine compiles kernels, which are kept for the next"
-_STEADY_S: Final = 30.0  # a process that lived so long starts its backoff anew
+_STEADY_S: Final = 30.0  # after this uptime, the backoff of a process starts again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One process of the crew. `on_line` takes its lines; the report's relay when None."""
+    """One supervised process. `on_line` receives its lines; None: the report's relay."""
 
     name: str
-    program: tuple[str, ...]  # as the tether takes it
+    program: tuple[str, ...]  # as passed to the tether
     env: tuple[tuple[str, str], ...] = ()
     start_s: float
     drain_s: float
-    slow_start: str = "still starting"  # what is said of it after some seconds
+    slow_start: str = "still starting"  # message if it has not started after some seconds
     on_line: Callable[[str], None] | None = None
 
 
@@ -50,7 +50,7 @@ def member(process: Process) -> Member:
 
 @final
 class Crew:
-    """Starts processes and, from `keep` on, brings back those that end. Belongs to one event loop."""
+    """Starts processes and, after `keep` was called, restarts those that end. Belongs to one event loop."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -78,7 +78,7 @@ class Crew:
         self._report.phase(REDIS, took_s)
 
     async def unless_ended(self, work: Awaitable[Any]) -> Any:
-        """The result of `work`; a process that ends meanwhile is a failed start, not a reason to wait."""
+        """The result of `work`. If a process ends in the meantime, the start has failed."""
         working = asyncio.ensure_future(work)
         ends = {asyncio.ensure_future(child.wait()): child for child in self._children.values()}
         everything: set[asyncio.Future[Any]] = {working, *ends}
@@ -93,14 +93,14 @@ class Crew:
                 one.cancel()
 
     def keep(self) -> None:
-        """From now on, what ends is started again."""
+        """From now on, processes that end are started again."""
         for one in self._members.values():
             self._keepers.append(asyncio.create_task(self._keep(one)))
         if self._redis is not None:
             self._keepers.append(asyncio.create_task(self._keep_redis(self._redis.port, self._redis.password)))
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Returns when `stop` is set; raises what ended a keeper, which is a fault of ours."""
+        """Returns when `stop` is set. Raises an error of the supervision itself."""
         stopping = asyncio.ensure_future(stop.wait())
         done, _ = await asyncio.wait([stopping, *self._keepers], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -108,14 +108,14 @@ class Crew:
             task.result()
 
     async def release(self) -> None:
-        """What ends from now on stays ended."""
+        """From now on, processes that end are not started again."""
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         self._keepers = []
 
     async def stop(self, names: Iterable[str], *, is_graceful: bool) -> None:
-        """SIGTERM, time to drain, SIGKILL; all of `names` side by side."""
+        """SIGTERM, time to drain, SIGKILL; all of `names` in parallel."""
         children = [self._children[name] for name in names if name in self._children]
         await asyncio.gather(*(child.stop(self._grace_s(child.name) if is_graceful else 0.0) for child in children))
         for child in children:
@@ -181,7 +181,7 @@ class _Backoff:
 
 
 async def side_by_side(starts: Iterable[Awaitable[None]]) -> None:
-    """The first failure is raised; the other starts are given up, and their processes left to the caller to stop."""
+    """Raises the first failure. The other starts are abandoned, and the caller must stop their processes."""
     tasks = [asyncio.ensure_future(start) for start in starts]
     try:
         await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""Asks what a cluster that is ready must do without: a Redis or a collector that was named and does not answer."""
+"""Checks which configured services a ready cluster lacks: a Redis or a collector that does not answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENDPOINT: Final = re.compile(r"(?:\w+://)?\[?(?P<host>[^/\]]+?)\]?:(?P<port>\d+
 
 
 async def degradations(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:
-    """One phrase for each thing. Raises ConfigError where Redis rejects the password."""
+    """One phrase for each missing service. Raises ConfigError if Redis rejects the password."""
     found = []
     if not has_own_redis and not await redis_answers(spec.redis):
         found.append("redis does not answer, so prompts are placed without the prefix index")
@@ -28,7 +28,7 @@ async def degradations(spec: ClusterSpec, *, has_own_redis: bool) -> list[str]:
 
 
 async def redis_answers(url: str) -> bool:
-    """Raises ConfigError where Redis rejects the password."""
+    """Raises ConfigError if Redis rejects the password."""
     client = connect(url, timeout_s=ANSWER_S, max_connections=1)
     try:
         async with asyncio.timeout(ANSWER_S):
@@ -43,7 +43,7 @@ async def redis_answers(url: str) -> bool:
 
 
 async def endpoint_answers(endpoint: str) -> bool:
-    """Whether something listens at HOST:PORT, which may stand in a URL."""
+    """Whether something listens at HOST:PORT, which may be in a URL."""
     found = _ENDPOINT.fullmatch(endpoint)
     if found is None:
         return False

@@ -1,4 +1,4 @@
-"""What the driver of Ray tells the launcher, and its actors tell it."""
+"""Messages from Ray's driver to the launcher, and from the actors to the driver."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """What an actor says of itself; `error` is why its worker could not start."""
+    """The state of an actor; `error` is why its worker could not start."""
 
     pid: int
     address: str

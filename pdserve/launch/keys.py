@@ -1,4 +1,4 @@
-"""The keys that `--set` and a TOML file may hold, their types and ranges, and the nearest one to a wrong key. Pure."""
+"""The keys of `--set` and of a TOML file, their types and ranges, and the nearest key to an unknown one. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Value = str | int | float | bool | tuple[str, ...]
 Kind = Literal["worker", "prefill_worker", "decode_worker", "router"]
 KINDS: Final[tuple[Kind, ...]] = ("worker", "prefill_worker", "decode_worker", "router")
 
-# The launcher computes these itself. A file that set one as well would be obeyed by half of the cluster.
+# The launcher computes these itself. If a file could set them too, only part of the cluster would use the value.
 COMPUTED: Final = frozenset(
     {
         "model",
@@ -40,7 +40,7 @@ TOP: Final[Mapping[str, type]] = {
     "cluster": str,
     "ray": str,
     "log_dir": str,
-    # Of all processes; each may still be set apart in its own table.
+    # Settings of all processes; each process's own table overrides them.
     "transport": str,
     "device": str,
     "dtype": str,
@@ -54,7 +54,7 @@ _WORDS: Final[Mapping[type, str]] = {str: "a text", int: "a whole number", float
 
 
 def check_top(name: str, value: Any) -> None:
-    """Raises ConfigError on a key outside all tables that is unknown, or whose value has the wrong type."""
+    """Raises ConfigError on an unknown key outside all tables, or one whose value has the wrong type."""
     if isinstance(value, dict):
         raise ConfigError(f"[{name}]", "a table", f"one of {', '.join(KINDS)}{_did_you_mean(_nearest_table(name))}")
     if name not in TOP:
@@ -66,7 +66,7 @@ def check_top(name: str, value: Any) -> None:
 
 
 def check_settings(kind: str, values: Mapping[str, Value]) -> None:
-    """Raises ConfigError on a table or key that no process has, or the launcher computes, and on a wrong value."""
+    """Raises ConfigError on an unknown table or key, on one that the launcher computes, and on an invalid value."""
     if kind not in KINDS:
         check_top(kind, values)
     fields = _fields(kind)
@@ -83,7 +83,7 @@ def check_settings(kind: str, values: Mapping[str, Value]) -> None:
 
 
 def check_command_line(found: Mapping[str, Any]) -> None:
-    """Raises ConfigError where a key that stood on the command line holds a secret."""
+    """Raises ConfigError if a key on the command line has a secret as its value."""
     for name, value in found.items():
         fields = _fields(name if name in KINDS else "worker")
         for key, held in value.items() if isinstance(value, dict) else [(name, value)]:
@@ -110,7 +110,7 @@ def _unknown(name: str, kind: str = "") -> str:
 
 
 def _nearest(name: str, kind: str) -> list[str]:
-    """The same name in another table comes first, then a similar name in this table, then one in another."""
+    """Prefers the same name in another table, then a similar name in this table, then a similar one in another."""
     tables: dict[str, Iterable[str]] = {"": TOP, **{one: _fields(one).keys() - COMPUTED for one in KINDS}}
     tables = {kind: tables.pop(kind), **tables}
     whole = {f"{table}.{key}" if table else key: key for table, keys in tables.items() for key in sorted(keys)}

@@ -28,7 +28,7 @@ class LocalCluster:
         self.spec, self._redis = with_ports(spec)
 
     async def start(self) -> str:
-        """Returns the router's address once a real token has come through it. Raises what stood in the way."""
+        """Returns the router's address after a real token has come through it. Raises the error otherwise."""
         if self._redis is not None:
             await self._crew.start_redis(self._redis.port, self._redis.password)
         else:
@@ -42,11 +42,11 @@ class LocalCluster:
         return address
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Returns when `stop` is set; restarts what dies until then."""
+        """Returns when `stop` is set; restarts processes that die until then."""
         await self._crew.run(stop)
 
     async def stop(self, *, is_graceful: bool) -> None:
-        """The router first, so that no new work comes; then the workers together; Redis last."""
+        """Stops the router first, so that no new work comes, then the workers together, Redis last."""
         await self._crew.release()
         await self._crew.stop(["router"], is_graceful=is_graceful)
         await self._crew.stop(self.spec.worker_ids, is_graceful=is_graceful)
@@ -55,16 +55,16 @@ class LocalCluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnRedis:
-    """Where the Redis listens that a cluster starts for itself."""
+    """The address of the Redis that a cluster starts for itself."""
 
     port: int
     password: str = field(repr=False)
 
 
 def with_ports(spec: ClusterSpec, *, are_workers_here: bool = True) -> tuple[ClusterSpec, OwnRedis | None]:
-    """Every open port filled in, and the Redis to start; None where a URL was given.
+    """The spec with all ports filled in, and the Redis to start; None if a URL was given.
 
-    Raises ConfigError where a port that was asked for is in use.
+    Raises ConfigError if a requested port is in use.
     """
     fixed = fixed_ports(spec, are_workers_here=are_workers_here)
     for port, (name, host) in fixed.items():
@@ -81,10 +81,10 @@ def with_ports(spec: ClusterSpec, *, are_workers_here: bool = True) -> tuple[Clu
 
 
 async def ask_first(spec: ClusterSpec, address: str, report: Report) -> None:
-    """Proves the cluster with a real answer."""
+    """Tests the cluster with a real answer."""
     config = router_config(spec, ())
     if config.host not in ("127.0.0.1", "localhost", "::1"):
-        address = f"127.0.0.1:{address.rpartition(':')[2]}"  # a token does not leave this host in the clear
+        address = f"127.0.0.1:{address.rpartition(':')[2]}"  # a token must not leave this host unencrypted
     began_s = time.monotonic()
     workers = spec.prefill + spec.decode
     await first_answer(address, token=config.token or None, workers=workers, timeout_s=FIRST_ANSWER_S)

@@ -1,7 +1,7 @@
-"""Looks into a Redis that was given for a living cluster of the same name.
+"""Checks a given Redis for a running cluster of the same name.
 
-Its workers and ours would have the same ids: each registration replaces the other's, and routers of both would take
-every worker for a new incarnation of its namesake, several times a second.
+Its workers and ours would have the same ids. Their registrations would replace each other several times a second, and
+the routers of both clusters would treat each as a new incarnation.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pdserve.prefix.registry import Registry
 
 
 async def check_alone(spec: ClusterSpec) -> None:
-    """Raises ConfigError where a worker answers that is registered under an id of ours.
+    """Raises ConfigError if a worker answers that is registered under one of our ids.
 
-    Only who answers counts: of a cluster that was killed the registrations stay until their lease ends. A Redis that
-    cannot be asked is no reason not to start; one that rejects our password is.
+    Only workers that answer count, because the registrations of a killed cluster stay until their lease ends. An
+    unreachable Redis does not prevent the start; a rejected password does.
     """
     if not await redis_answers(spec.redis):
         return

@@ -1,4 +1,4 @@
-"""Which processes of a session listen beyond loopback, as the kernel tells it. Linux only; empty elsewhere."""
+"""The processes of a session that listen beyond loopback, from the kernel's tables. Linux only; empty elsewhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Listener(NamedTuple):
 
 
 def listeners(pids: Iterable[int]) -> list[Listener]:
-    """All TCP sockets that these processes listen on. A process that has ended, or is not ours, has none."""
+    """All listening TCP sockets of these processes; none for ended processes and those of other users."""
     sockets = dict(_listening_sockets())
     found = set()
     for pid in pids:

@@ -22,15 +22,15 @@ _LONGEST_PARENT: Final = 12
 
 
 def confine(environ: MutableMapping[str, str]) -> OwnedFolder:
-    """Sets what Ray reads while it is imported, for itself and for what it starts; returns its temporary folder."""
+    """Sets the variables that Ray reads at import, for itself and its processes; returns its temporary folder."""
     parent = Path(tempfile.gettempdir())
     sweep()
     folder = OwnedFolder.make("ray", parent if len(str(parent)) <= _LONGEST_PARENT else SHORT)
     environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Without clusters Ray takes 127.0.0.1 as the address of its node, and every server of it listens there alone.
-    # With them it looks for another address, also where _node_ip_address names this one.
+    # With clusters disabled, Ray uses 127.0.0.1 as the address of its node, and all its servers listen only there.
+    # Otherwise it looks for another address, even if _node_ip_address is this one.
     environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    # By default a raylet ends, and its actors with it, a minute after the control plane went away.
+    # By default a raylet ends with its actors a minute after the control plane is lost.
     environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
     environ.setdefault(MODE_ENV, "token")
     token = folder.path / "auth_token"
@@ -43,12 +43,12 @@ def confine(environ: MutableMapping[str, str]) -> OwnedFolder:
 
 
 def temp_dir(folder: OwnedFolder) -> str:
-    """A folder inside, since Ray opens its own to all users."""
+    """A folder inside, because Ray makes its own folder accessible to all users."""
     return str(folder.path / "r")
 
 
 def join(environ: MutableMapping[str, str]) -> None:
-    """The same for a Ray that others have started, without a folder: Ray sends a token only where it is told to."""
+    """The same for a Ray that was started elsewhere, without a folder. Ray sends a token only if configured."""
     environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     held = environ.get(RAY_TOKEN_ENV) or environ.get(TOKEN_PATH_ENV)
     if held or (Path.home() / ".ray" / "auth_token").exists():
@@ -56,7 +56,7 @@ def join(environ: MutableMapping[str, str]) -> None:
 
 
 def warnings(environ: MutableMapping[str, str], open_ports: list[str], *, is_own: bool) -> list[str]:
-    """What others can reach, in words for the operator. Pure but for its arguments."""
+    """Describes for the operator which ports other hosts can reach. Pure."""
     found = []
     if open_ports:
         reach = "others can reach these ports of Ray: "

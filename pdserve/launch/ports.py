@@ -1,4 +1,4 @@
-"""Finds ports that can be kept: a worker that restarts must come back where routers look for it."""
+"""Finds ports that can be kept, because a restarted worker must listen where routers look for it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _claims: Final[dict[int, socket.socket]] = {}  # until this process ends
 
 
 def free_ports(count: int, host: str = "127.0.0.1", *, avoid: Collection[int] = ()) -> tuple[int, ...]:
-    """`count` different ports that nobody listens on and no other launcher has been given; none of `avoid`.
+    """`count` different ports without a listener that no other launcher has claimed; none of `avoid`.
 
-    From below the kernel's ephemeral range: between a worker's death and its return an outgoing connection could
-    take a port in that range, and a client that redials it could even connect to itself.
+    They are below the kernel's ephemeral range: between a worker's death and its restart an outgoing connection could
+    take a port in that range, and a client that reconnects could even connect to itself.
     """
     found: list[int] = []
     candidates = random.sample(range(_LOWEST, _ephemeral_start()), _TRIES)
@@ -35,9 +35,9 @@ def free_ports(count: int, host: str = "127.0.0.1", *, avoid: Collection[int] = 
 
 
 def claim(port: int) -> bool:
-    """False where another process has claimed it: between the choice of a port and its use seconds may pass, in which
-    a launcher beside this one must not choose it too. Ends with the process. Always true where the system has no
-    abstract sockets."""
+    """False if another process has claimed it: seconds may pass between the choice and the use of a port, and another
+    launcher must not choose it in that time. The claim ends with the process. Always true on systems without abstract
+    sockets."""
     if port in _claims or not sys.platform.startswith("linux"):
         return True
     mark = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -55,7 +55,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def check_free(name: str, host: str, port: int) -> None:
-    """Raises ConfigError, which calls the setting `name`, where nothing can listen on `port` of `host`."""
+    """Raises ConfigError about the setting `name` if `port` of `host` is not available."""
     error = bind_error(name, host, port)
     if error is not None:
         raise error

@@ -1,4 +1,4 @@
-"""An actor of Ray that holds ranks of a worker whose first rank is on another node. It imports no ray."""
+"""An actor of Ray with ranks of a worker whose first rank is on another node. It imports no ray."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AGAIN_S: Final = 0.5
 
 
 class RankActor:
-    """Runs `pdserve rank`, which ends with this process, and this process with it."""
+    """Runs `pdserve rank`. If one of the two processes ends, so does the other."""
 
     def __init__(self, rendezvous: str, count: int, model: str, hidden: Mapping[str, str], wait_s: float) -> None:
         """`hidden`: environment variables of secrets."""

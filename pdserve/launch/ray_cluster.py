@@ -1,9 +1,9 @@
-"""The driver of `up --ray`: makes each worker a Ray actor and sees to it that all of them are there.
+"""The driver of `up --ray`: makes each worker a Ray actor and replaces actors that Ray has given up.
 
     python -m pdserve.launch.ray_cluster ADDRESS SPEC
 
-The only module that imports ray. Ray places the workers and starts them again; requests, tokens and KV never pass
-through it, so losing its control plane stops no request. Tells what happens on stdout as `@NAME TEXT`.
+The only module that imports ray. Ray places the workers and restarts them. Requests, tokens and KV never pass through
+it, so losing its control plane stops no request. Reports events on stdout as `@NAME TEXT`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pdserve.launch.spec import (
 from pdserve.launch.with_ray import spec_from_json
 from pdserve.owned_folder import OwnedFolder
 
-if __name__ == "__main__":  # before the import of ray, which reads its environment then
+if __name__ == "__main__":  # before the import of ray, which reads its environment at import
     FOLDER: OwnedFolder | None = None
     if sys.argv[1]:
         own_ray.join(os.environ)
@@ -53,10 +53,10 @@ NAMESPACE: Final = "pdserve"
 PLACE_S: Final = 120.0
 START_S: Final = 600.0
 GIVE_BACK_S: Final = 5.0
-_OBJECT_STORE_BYTES: Final = 100 * 2**20  # nothing of ours goes there
+_OBJECT_STORE_BYTES: Final = 100 * 2**20  # no data of ours is sent there
 _HEALTH_S: Final = 2.0
 _WATCH_S: Final = 0.5
-_QUIET_S: Final = 10.0  # between two reports that Ray does not answer
+_QUIET_S: Final = 10.0  # interval between two reports that Ray does not answer
 _LOOPBACK: Final = re.compile(r"unix:|rediss?://(.*@)?(127\.|localhost|\[::1\])")
 
 
@@ -72,12 +72,12 @@ class WorkerActor:
             here = ray.util.get_node_ip_address()
             if is_on_many_hosts:
                 config = dataclasses.replace(config, host=here)
-            if config.rendezvous:  # nobody knew before on which node this would be
+            if config.rendezvous:  # the node was not known before
                 rendezvous = f"{here}:{config.rendezvous.rpartition(':')[2]}"
                 config = dataclasses.replace(config, host=here, rendezvous=rendezvous)
             self._host = importlib.import_module(f"{module}.program").make_host(config)
             self._address = self._host.start()
-        except PdserveError as error:  # told by health(): Ray would wrap it in its own traceback
+        except PdserveError as error:  # reported by health(), because Ray would wrap it in its own traceback
             self._error = str(error)
 
     @ray.method(concurrency_group="health")
@@ -87,7 +87,7 @@ class WorkerActor:
         return Health(pid=os.getpid(), address=self._address, is_healthy=is_healthy, error=self._error, memory=memory)
 
     def drain(self, timeout_s: float) -> None:
-        """Returns when the residents have finished or their time is over."""
+        """Returns when the running attempts have ended or the time limit is reached."""
         if self._host is not None:
             self._host.drain()
             self._host.wait(timeout_s)
@@ -105,7 +105,8 @@ class Driver:
         self._configs = {spec.worker_ids[index]: worker_config(spec, index) for index in range(len(spec.worker_ids))}
         self._bundles = ray_bundles(spec)
         self._actors: dict[str, Any] = {}
-        self._ranks: dict[str, tuple[str, list[Any]]] = {}  # of workers with ranks on other nodes: where they join, who
+        # for workers with ranks on other nodes: rendezvous address, actors
+        self._ranks: dict[str, tuple[str, list[Any]]] = {}
         self._last: dict[str, Health] = {}
         self._group: Any = None
         self._is_on_many_hosts = False
@@ -122,7 +123,7 @@ class Driver:
         return str(ray.get_runtime_context().gcs_address)
 
     def reconcile(self, stop: threading.Event) -> None:
-        """Looks at each actor by turns until `stop`; makes one anew only when Ray itself has given it up."""
+        """Checks each actor in turn until `stop`; replaces one only after Ray itself has given it up."""
         told_s = 0.0
         while True:
             for worker_id in self._actors:
@@ -136,11 +137,11 @@ class Driver:
                         tell("ray", f"no word of {worker_id} ({last_line(error)}); requests go on")
 
     def stop(self) -> None:
-        """Drains the workers side by side, then gives back what was placed; ends Ray if it is ours."""
+        """Drains the workers in parallel, then frees their placement; ends Ray if it is ours."""
         drain_s = max(config.drain_s for _, config in self._configs.values())
         calls = [actor.drain.remote(drain_s) for actor in self._actors.values()]
         ray.wait(calls, num_returns=len(calls), timeout=drain_s)
-        # Without its control plane Ray would wait for it here; whoever started us ends what is left.
+        # Without its control plane Ray would wait for it here; the launcher ends the remaining processes.
         ending = threading.Thread(target=self._give_back, daemon=True)
         ending.start()
         ending.join(GIVE_BACK_S)
@@ -161,7 +162,7 @@ class Driver:
             ray.init(self._address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         else:
             ray.init(
-                "local",  # and not one that somebody else runs on this host
+                "local",  # and not another user's Ray on this host
                 namespace=NAMESPACE,
                 include_dashboard=False,
                 log_to_driver=False,
@@ -175,7 +176,7 @@ class Driver:
             raise ConfigError("redis", self._spec.redis, "a URL that every host of the Ray cluster reaches")
 
     def _open_ports(self) -> list[str]:
-        """Of our own Ray what the kernel tells; of another one where its nodes say that they listen."""
+        """For our own Ray, from the kernel; for another one, the addresses that its nodes report."""
         if not self._address:
             return [str(one) for one in listeners(session_of(os.getpid())) if not one.is_on_loopback]
         nodes = [node for node in ray.nodes() if node["Alive"] and not node["NodeManagerAddress"].startswith("127.")]
@@ -210,7 +211,7 @@ class Driver:
         self._see_to_ranks(worker_id)
 
     def _see_to_ranks(self, worker_id: str) -> None:
-        """Its ranks on other nodes, which must know the node of the first: it is another one after that was lost."""
+        """Its ranks on other nodes, which must know the node of the first rank; it changes if that node is lost."""
         _, config = self._configs[worker_id]
         if not config.rendezvous:
             return
@@ -272,7 +273,7 @@ class Driver:
         return health
 
     def _resources(self, worker_id: str, ranks: int = 0) -> dict[str, float]:
-        """Of so many ranks on one node; 0: of those on the worker's first."""
+        """Resources for this many ranks on one node; 0: for those on the worker's first node."""
         _, config = self._configs[worker_id]
         return ray_resources(config, has_gpus=ray.cluster_resources().get("GPU", 0) > 0, ranks=ranks or None)
 
@@ -293,7 +294,7 @@ class Driver:
 
 def main(address: str, spec: str, folder: OwnedFolder | None) -> int:
     driver = Driver(spec_from_json(spec, from_env(SECRET_ENV), from_env(REDIS_ENV)), address, folder)
-    forget_secrets()  # what Ray starts here would inherit them; actors are given theirs
+    forget_secrets()  # Ray's child processes would inherit them; actors receive theirs separately
     stop = threading.Event()
     try:
         control = driver.start()
@@ -304,7 +305,7 @@ def main(address: str, spec: str, folder: OwnedFolder | None) -> int:
             hint = f" (until the next start, Ray's logs are in {folder.path})"
         sys.stderr.write(f"error: {last_line(error)}{hint}\n")
         return 1
-    # Only now: Ray has set handlers of its own, which end the process.
+    # Only now, because Ray has installed handlers of its own, which end the process.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     sys.stdout.write(f"ray_cluster {NAMESPACE} listening on {control}\n")

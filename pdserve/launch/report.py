@@ -1,7 +1,7 @@
-"""What `up` tells: progress and the processes' own lines on stderr, one `ready` line on stdout.
+"""The output of `up`: progress and the processes' own lines on stderr, one `ready` line on stdout.
 
-A line that cannot be written (a full disk, a reader of stderr that has left) is lost, and nothing else is: whoever
-relays a process's lines must go on taking them, or the process stands still at its next one.
+A line that cannot be written (a full disk, a closed stderr) is lost, without further effect: the relay must keep
+reading a process's lines, because the process would block otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdserve.engine.memory_plan import MemoryPlan, plan_from_json
 
 _WIDTH: Final = 10
 _MEMORY: Final = re.compile(r"(?:^| )memory (\{.*\})$")
-_PARTS: Final = {  # of a plan, as the table names them
+_PARTS: Final = {  # parts of a memory plan, with their column names
     "usable": "usable",
     "weights": "weights",
     "activations": "activations",
@@ -31,7 +31,7 @@ _PARTS: Final = {  # of a plan, as the table names them
 
 @final
 class Report:
-    """Writes whole lines, so that those of several processes do not mix. Used from one thread."""
+    """Writes whole lines, so that those of several processes are not mixed. Used from one thread."""
 
     def __init__(self, log_dir: Path | None = None, *, is_quiet: bool = False) -> None:
         self._began_s = time.monotonic()
@@ -45,14 +45,14 @@ class Report:
                 log_dir.mkdir(parents=True, exist_ok=True)
 
     def say(self, name: str, text: str) -> None:
-        """The launcher's own word about `name`."""
+        """A message of the launcher about `name`."""
         if not self._is_quiet:
             _err(f"{self.elapsed_s:7.2f} s  {name:<{_WIDTH}} {text}")
 
     def relay(self, name: str) -> Callable[[str], None]:
-        """Takes the lines of process `name`: into its file where there is a folder for them, else to stderr.
+        """Forwards the lines of process `name` to its file if there is a log folder, otherwise to stderr.
 
-        The line that divides its memory goes into the table of the start.
+        The line with its memory plan is shown in the start-up table.
         """
         write = self._writer(name)
 
@@ -85,8 +85,8 @@ class Report:
         return time.monotonic() - self._began_s
 
     def table(self) -> None:
-        """Where the start's time went, and each worker's memory. Workers load side by side, so the times may sum to
-        more than the total."""
+        """The times of the start, and each worker's memory. Workers load in parallel, so the times may add up to more
+        than the total."""
         if self._is_quiet:
             return
         longest_s = max((took_s for _, took_s in self._phases), default=0.0) or 1.0
@@ -128,7 +128,7 @@ def memory_table(plans: Mapping[str, MemoryPlan]) -> list[str]:
 
 @final
 class LogFile:
-    """Appends whole lines to an unbuffered file. Lines that it cannot take are counted, and told of once it can."""
+    """Appends whole lines to an unbuffered file. Lost lines are counted, and reported once writing succeeds again."""
 
     def __init__(self, file: BinaryIO, on_loss: Callable[[str], None]) -> None:
         """`on_loss` is called with the reason when lines begin to be lost."""

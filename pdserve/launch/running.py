@@ -1,4 +1,4 @@
-"""A cluster in a child process, for programs that need one for a while: the demo, benchmarks, tests.
+"""A cluster in a child process, for the demo, benchmarks and tests.
 
 with Running.start("--model", "toy") as cluster:
     Client(cluster.target).generate("hi")
@@ -28,7 +28,7 @@ _STARTED: Final = re.compile(r"^ *\d+\.\d+ s  (\w+) +pid (\d+) listens on (\S+)"
 
 @final
 class Running:
-    """`pdserve up` with the given flags; ended, and its processes with it, when the block is left."""
+    """`pdserve up` with the given flags. Leaving the block ends it and its processes."""
 
     def __init__(self, process: subprocess.Popen[str], on_line: Callable[[str], None] | None) -> None:
         self.process = process
@@ -70,7 +70,7 @@ class Running:
         return running
 
     def pid(self, name: str) -> int:
-        """Of the latest process of that name (p0, d0, router, redis)."""
+        """The pid of the latest process of that name (p0, d0, router, redis)."""
         with self._changed:
             return self._pids[name]
 
@@ -113,7 +113,7 @@ class Running:
         return status
 
     def kill(self) -> None:
-        """At once; the kernel ends the cluster's processes with it."""
+        """Kills it immediately; the kernel ends the cluster's processes with it."""
         self.process.kill()
         self.process.wait()
         self._reader.join(5.0)

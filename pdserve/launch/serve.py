@@ -1,4 +1,4 @@
-"""The life of `pdserve up`: start, say ready once, serve until a signal, drain in order."""
+"""Runs `pdserve up`: start, print ready, serve until a signal, drain in order."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Cluster(Protocol):
 
 
 async def serve(asked: Asked) -> int:
-    """Returns the exit status. Raises PdserveError when the cluster cannot start; nothing of it is left then."""
+    """Returns the exit status. Raises PdserveError if the cluster cannot start; all its processes have then ended."""
     stop, hurry = asyncio.Event(), asyncio.Event()
     _on_signals(stop, hurry)
     report = Report(asked.log_dir)
-    if swept := sweep():  # of launchers that were killed
+    if swept := sweep():  # folders of killed launchers
         report.say("launcher", f"removed {len(swept)} temporary folders that have no owner")
     if not asked.ray:  # another Ray cluster has other hosts
         for warning in await asyncio.to_thread(capacity_warnings, asked.spec):
@@ -66,7 +66,7 @@ async def serve(asked: Asked) -> int:
 
 
 def ready_line(spec: ClusterSpec, address: str, missing: Sequence[str]) -> str:
-    """Names the Redis without its password, and what the cluster must do without. Pure."""
+    """Names the Redis, without its password, and the missing services. Pure."""
     degraded = f"; DEGRADED: {'; '.join(missing)}" if missing else ""
     return (
         f"pdserve ready: grpc {address} ({spec.prefill} prefill, {spec.decode} decode, "
@@ -83,7 +83,7 @@ def _cluster(asked: Asked, report: Report) -> Cluster:
 
 
 async def _unless_set(stop: asyncio.Event, cluster: Cluster) -> str | None:
-    """The address of the started cluster; None when `stop` came first."""
+    """The address of the started cluster; None if `stop` came first."""
     starting, stopping = asyncio.ensure_future(cluster.start()), asyncio.ensure_future(stop.wait())
     await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

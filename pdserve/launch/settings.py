@@ -1,6 +1,6 @@
-"""Reads what an operator asked for, from flags, `--set` words and a TOML file, into a ClusterSpec.
+"""Reads an operator's settings from flags, `--set` arguments and a TOML file into a ClusterSpec.
 
-Flags win over `--set`, `--set` over the file, the file over defaults. An unknown key is an error everywhere.
+Flags override `--set`, which overrides the file, which overrides defaults. An unknown key is always an error.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pdserve.engine.host_limits import usable_cores
 from pdserve.launch.keys import KINDS, check_command_line, check_settings, check_top
 from pdserve.launch.spec import ClusterSpec, Process, processes
 
-FAULTS: Final = "kvtransfer.faults"  # loaded by name: pdserve imports no room above it
+FAULTS: Final = "kvtransfer.faults"  # loaded by name, because pdserve imports no package above it
 _OF_WORKERS: Final = ("transport", "device", "dtype", "kv_dtype", "load", "otlp")
 _TOY_MODELS: Final = ("toy", "toy-marked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What `up` was asked for: the cluster, and where to run it."""
+    """The input of `up`: the cluster, and where to run it."""
 
     spec: ClusterSpec
     ray: str | None  # address of a Ray cluster; empty starts one here; None uses plain processes
@@ -38,14 +38,14 @@ class Asked:
 
 
 def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> Asked:
-    """`flags` holds only those that were given. Raises ConfigError, which names the key."""
+    """`flags` contains only the given ones. Raises ConfigError naming the key."""
     found: dict[str, Any] = {} if file is None else _from_file(file)
     shown: dict[str, Any] = dict(flags)
     for word in words:
         _put_word(found, word)
         _put_word(shown, word)
     check_command_line(shown)
-    if "inject_faults" in found:  # a test's, never a setting that outlives it in a file
+    if "inject_faults" in found:  # for tests, so it must not be in a file
         raise ConfigError("inject_faults", found["inject_faults"], "no value here: give `up` the flag --inject-faults")
     found.update(flags)
     faults = found.pop("inject_faults", "")
@@ -63,7 +63,7 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         tables.setdefault("router", {}).setdefault("otlp", found["otlp"])
     if "record" in found:
         _check_writable("record", Path(found["record"]).expanduser().absolute())
-        # Absolute, since the router may run in another working directory.
+        # Absolute, because the router may run in another working directory.
         tables.setdefault("router", {}).setdefault("record", str(Path(found["record"]).expanduser().absolute()))
     if token := from_env(TOKEN_ENV):
         tables.setdefault("router", {}).setdefault("token", token)
@@ -77,13 +77,13 @@ def read(flags: Mapping[str, Any], file: Path | None, words: Sequence[str]) -> A
         settings=tables,
         **{name: found[name] for name in ("prefill", "decode", "host", "port", "redis", "cluster") if name in found},
     )
-    _check_reports(processes(spec))  # every process checks its own settings, before any of them is started
+    _check_reports(processes(spec))  # all processes' settings are checked before any process is started
     log_dir = found.get("log_dir")
     return Asked(spec=spec, ray=found.get("ray"), log_dir=Path(log_dir) if log_dir else None)
 
 
 def _check_reports(started: Sequence[Process]) -> None:
-    """A worker that reports less often than the router expects would always be routed around."""
+    """The router would avoid a worker that reports less often than expected."""
     *workers, router = (process.config for process in started)
     assert isinstance(router, RouterConfig)
     for worker in workers:
@@ -94,7 +94,7 @@ def _check_reports(started: Sequence[Process]) -> None:
 
 
 def _own_secret(tables: Iterable[Mapping[str, Any]]) -> str:
-    """A random one. Raises ConfigError where processes that we do not start need it too."""
+    """A random secret. Raises ConfigError if processes that the launcher does not start need it too."""
     if any(values.get("rendezvous") for values in tables):
         raise ConfigError(
             "cluster_secret", "nothing", f"one in {SECRET_ENV}, here and where ranks join the rendezvous from"
@@ -103,7 +103,7 @@ def _own_secret(tables: Iterable[Mapping[str, Any]]) -> str:
 
 
 def bundled_model() -> Path:
-    """The small model inside the package, for a first look without a download."""
+    """The small model inside the package, for use without a download."""
     models = Path(pdserve.__file__).parent / "models"
     found = sorted(path.parent for path in models.glob("stdlib-*/config.json"))
     if not found:
@@ -112,16 +112,16 @@ def bundled_model() -> Path:
 
 
 def _check_writable(name: str, file: Path) -> None:
-    """The router would say so only after the workers have loaded."""
+    """Checked here, because the router would report it only after the workers have loaded."""
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ConfigError(name, file, "a file that can be written, in a folder that exists")
 
 
 def _model(asked: str | None, *, is_here: bool) -> str:
-    """Absolute, since actors do not share our working directory.
+    """Absolute, because actors have another working directory.
 
-    Raises ModelError where the folder has no config or no tokenizer that can be read: the router would need them only
-    after the workers have loaded their weights.
+    Raises ModelError if the folder has no readable config or tokenizer. Checked here, because the router needs them
+    only after the workers have loaded their weights.
     """
     if asked is None:
         return str(bundled_model())
@@ -155,7 +155,7 @@ def _from_file(file: Path) -> dict[str, Any]:
 
 
 def _put_word(found: dict[str, Any], word: str) -> None:
-    """`router.max_queue=4` as if it stood in the file; a value that is no TOML literal is a string."""
+    """Parses `router.max_queue=4` as if it were in the file; a value that is no TOML literal is a string."""
     key, equals, text = word.partition("=")
     if not equals or not key.strip():
         raise ConfigError("set", word, "KEY=VALUE, such as router.max_queue=4")
@@ -177,7 +177,7 @@ def _table(name: str, value: Any) -> dict[str, Any]:
 
 
 def _gpus() -> tuple[str, ...]:
-    """GPUs that this process may use, without loading a library to ask."""
+    """GPUs that this process may use, found without loading a library."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return tuple(part for part in visible.split(",") if part and part != "-1")

@@ -1,6 +1,6 @@
-"""Computes which processes a cluster consists of, and with which settings. Pure.
+"""Computes the processes of a cluster and their settings. Pure.
 
-`up` and `up --ray` start what `processes` returns; a manifest says the same words.
+`up` and `up --ray` start what `processes` returns; manifests use the same flags.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pdserve.launch.keys import Kind, Value, check_settings
 
 MAX_WORKERS: Final = 256
 NUM_WORKERS: Final[Mapping[str, Range]] = {"prefill": Range(0, MAX_WORKERS), "decode": Range(1, MAX_WORKERS)}
-# Small on purpose: the engine's threads are set by WorkerConfig, and any N + M workers fit on a laptop.
+# Small on purpose: WorkerConfig sets the engine's threads, and any N + M workers fit on a laptop.
 WORKER_CPUS: Final = 0.01
 MODULES: Final[Mapping[Role, Kind]] = {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """A cluster on one host. Ports of 0 are open; the launcher fills them in once, so that restarts keep them."""
+    """A cluster on one host. The launcher replaces ports of 0 once, so that restarts keep them."""
 
     model: str
     prefill: int = 1
     decode: int = 1
-    host: str = "127.0.0.1"  # that the router listens on; workers always use the loopback
+    host: str = "127.0.0.1"  # address of the router; workers always use the loopback
     port: int = 50051
     redis: str = field(default="", repr=False)
     cluster: str = "default"
@@ -37,7 +37,7 @@ class ClusterSpec:
     cores: int = 1
     gpus: tuple[str, ...] = ()  # of this host, as CUDA_VISIBLE_DEVICES names them
     worker_ports: tuple[int, ...] = ()
-    inject_faults: str = ""  # for tests: the faults that KV transfers meet
+    inject_faults: str = ""  # for tests: faults to inject into KV transfers
     settings: Mapping[Kind, Mapping[str, Value]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Process:
 
     @property
     def start_s(self) -> float:
-        """Time that the process gets until it listens: a large checkpoint may lie on a slow disk."""
+        """Time limit until the process listens; a large checkpoint may be on a slow disk."""
         return 60.0 if self.module == "router" else 600.0
 
     @property
@@ -72,16 +72,16 @@ class Process:
 
 
 def processes(spec: ClusterSpec) -> list[Process]:
-    """All processes in the order of their start: the workers, then the router that knows them."""
+    """All processes in the order of their start: the workers, then the router."""
     workers = [_worker(spec, index) for index in range(spec.prefill + spec.decode)]
     addresses = tuple(f"{one.config.host}:{one.config.port}" for one in workers if one.config.port)
     return [*workers, router(spec, addresses)]
 
 
 def fixed_ports(spec: ClusterSpec, *, are_workers_here: bool) -> dict[int, tuple[str, str]]:
-    """The ports that were asked for on this host: the setting that names each, and the address to listen on.
+    """The requested ports on this host: the setting of each, and its address.
 
-    Raises ConfigError where two processes would listen on one port.
+    Raises ConfigError if two processes would listen on one port.
     """
     found: dict[int, tuple[str, str]] = {}
     for process in processes(spec) if are_workers_here else [router(spec, ())]:
@@ -107,7 +107,7 @@ def router(spec: ClusterSpec, workers: Sequence[str]) -> Process:
 
 
 def router_config(spec: ClusterSpec, workers: Sequence[str]) -> RouterConfig:
-    """`workers` are the addresses that the router knows from the start."""
+    """`workers` are the addresses for the router."""
     return RouterConfig(
         model=spec.model,
         host=spec.host,
@@ -126,10 +126,10 @@ def worker_config(spec: ClusterSpec, index: int) -> tuple[Role, WorkerConfig]:
     given = {**spec.settings.get("worker", {}), **spec.settings.get(MODULES[role], {})}
     given.setdefault("threads", max(1, spec.cores // (spec.prefill + spec.decode)))
     if given.get("metrics_port"):
-        given["metrics_port"] = int(str(given["metrics_port"])) + index  # one host, one port for each
+        given["metrics_port"] = int(str(given["metrics_port"])) + index  # workers on one host need different ports
     if rendezvous := str(given.get("rendezvous", "")):
         host, _, port = rendezvous.rpartition(":")
-        given["host"] = host.strip("[]")  # ranks on other hosts meet the worker here, and move KV to and from it
+        given["host"] = host.strip("[]")  # ranks on other hosts join the worker here, and exchange KV with it
         if port.isdecimal():
             given["rendezvous"] = f"{host}:{int(port) + index}"
     config = WorkerConfig(
@@ -162,9 +162,9 @@ def _worker(spec: ClusterSpec, index: int) -> Process:
 
 
 def gpus_of(spec: ClusterSpec, index: int) -> tuple[str, ...]:
-    """The GPUs of worker `index`: one for each of its ranks on this host, dealt out in turn; none on a CPU.
+    """The GPUs of worker `index`: one for each of its ranks on this host, assigned in turn; none on a CPU.
 
-    Raises ConfigError where this host has fewer than the worker has ranks.
+    Raises ConfigError if this host has fewer GPUs than the worker has ranks.
     """
     first = 0
     for at in range(index + 1):
@@ -179,27 +179,27 @@ def gpus_of(spec: ClusterSpec, index: int) -> tuple[str, ...]:
 
 
 def ray_resources(config: WorkerConfig, *, has_gpus: bool, ranks: int | None = None) -> dict[str, float]:
-    """What Ray reserves for `ranks` of a worker on one node; None: those of its first rank's. Little of a CPU, since
-    its threads are a setting, and a GPU for each rank."""
+    """Ray's resources for `ranks` of a worker on one node; None: for those on its first rank's node. A small share of a
+    CPU, because threads are a setting, and a GPU for each rank."""
     takes_gpus = config.device == "cuda" or (config.device == "auto" and has_gpus)
     count = config.ranks_here if ranks is None else ranks
     return {"CPU": WORKER_CPUS, **({"GPU": float(count)} if takes_gpus else {})}
 
 
 def remote_ranks(config: WorkerConfig) -> list[int]:
-    """The worker's ranks that are not on its first rank's node: how many on each further node, at most as many."""
+    """The numbers of the worker's ranks on each further node, at most as many as on the first."""
     left, here = config.tensor_parallel - config.ranks_here, config.ranks_here
     return [min(here, left - done) for done in range(0, left, here)]
 
 
 def ray_bundles(spec: ClusterSpec) -> list[tuple[str, int]]:
-    """What is placed on one node each: a worker with its first rank, marked 0, and behind it further ranks of it."""
+    """The groups that are placed on one node each: a worker with its first rank, marked 0, then its further ranks."""
     configs = [worker_config(spec, index)[1] for index in range(len(spec.worker_ids))]
     return [(config.worker_id, count) for config in configs for count in (0, *remote_ranks(config))]
 
 
 def _sharing(spec: ClusterSpec, index: int, config: WorkerConfig) -> WorkerConfig:
-    """Workers on one GPU divide its memory, unless their settings do."""
+    """Divides a GPU's memory among its workers, unless their settings do."""
     given = {**spec.settings.get("worker", {}), **spec.settings.get(MODULES[worker_config(spec, index)[0]], {})}
     if "gpu_memory_share" in given:
         return config

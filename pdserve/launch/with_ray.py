@@ -1,7 +1,7 @@
-"""A cluster whose workers are Ray actors, as the launcher sees it: Redis, a driver of Ray, the router.
+"""The launcher's view of a cluster whose workers are Ray actors: Redis, Ray's driver, the router.
 
-The driver is a process of its own: whatever befalls Ray, the router beside it goes on. Workers have a new port
-after each restart; the router finds them through the registry in Redis.
+The driver is a process of its own, so the router continues if Ray fails. Workers have a new port after each restart,
+and the router finds them through the registry in Redis.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pdserve.launch.spec import ClusterSpec, router, worker_config
 
 DRIVER: Final = "ray"
 DRIVER_START_S: Final = 600.0
-SHUTDOWN_S: Final = 20.0  # of Ray itself, after the workers have drained
+SHUTDOWN_S: Final = 20.0  # time for Ray itself to end, after the workers have drained
 _EVENT: Final = re.compile(r"^@(\w+) (.*)$")
 _PHASE: Final = re.compile(r"^took (\d+\.\d+) s$")
 
 
 @final
 class RayCluster:
-    """`start`, then `run`, then `stop`, as LocalCluster. `address` is of a Ray cluster; empty starts one here."""
+    """`start`, then `run`, then `stop`, like LocalCluster. `address` of a Ray cluster; empty starts one here."""
 
     def __init__(self, spec: ClusterSpec, address: str, report: Report) -> None:
         self._report = report
@@ -46,7 +46,7 @@ class RayCluster:
         )
 
     async def start(self) -> str:
-        """Returns the router's address once a real token has come through it. Raises what stood in the way."""
+        """Returns the router's address after a real token has come through it. Raises the error otherwise."""
         if self._redis is not None:
             await self._crew.start_redis(self._redis.port, self._redis.password)
         else:
@@ -60,18 +60,19 @@ class RayCluster:
         return address
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Returns when `stop` is set. Ray brings back its actors, the crew the driver, the router and Redis."""
+        """Returns when `stop` is set. Ray restarts its actors, the launcher restarts the driver, the router and
+        Redis."""
         await self._crew.run(stop)
 
     async def stop(self, *, is_graceful: bool) -> None:
-        """The router first, so that no new work comes; then the workers, and Ray if it is ours; Redis last."""
+        """Stops the router first, so that no new work comes, then the workers, Ray if it is ours, and Redis last."""
         await self._crew.release()
         await self._crew.stop(["router"], is_graceful=is_graceful)
         await self._crew.stop([DRIVER], is_graceful=is_graceful)
         await self._crew.stop_redis()
 
     def _on_line(self, line: str) -> None:
-        """The driver tells what happens as `@NAME TEXT`; anything else is Ray's own word."""
+        """The driver reports events as `@NAME TEXT`; all other lines come from Ray."""
         event = _EVENT.match(line)
         if event is None:
             self._report.relay(DRIVER)(line)
@@ -94,7 +95,7 @@ def _driver_env(spec: ClusterSpec) -> dict[str, str]:
 
 
 def spec_to_json(spec: ClusterSpec) -> str:
-    """For the driver, without secrets and what is the router's alone: others can read a command line."""
+    """Settings for the driver, without secrets and router settings, because other users can read a command line."""
     fields: dict[str, Any] = dataclasses.asdict(spec)
     del fields["cluster_secret"], fields["redis"]
     fields["settings"] = {kind: values for kind, values in spec.settings.items() if kind != "router"}
