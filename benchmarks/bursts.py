@@ -24,9 +24,9 @@ from typing import Final
 
 from benchmarks.openloop import percentile
 from pdserve import AsyncClient, Client
+from pdserve.core.protocol import FirstToken, TokensArrived
 from pdserve.launch.running import Running
 from router import replay
-from router.events import FirstToken, TokensArrived
 
 SHARE: Final = 0.3
 PROMPTS: Final = (

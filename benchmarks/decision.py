@@ -15,32 +15,24 @@ import random
 import statistics
 import time
 
-from kvtransfer.shape import KvShape
-from kvtransfer.transport import Fingerprint, Grant, TransferKey
-from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut
-from router.commands import Prefill, Reserve
-from router.events import (
+from pdserve.core.attempt import AttemptKey
+from pdserve.core.protocol import (
     FirstToken,
     Granted,
-    LoadReported,
+    Load,
+    Prefill,
     Released,
-    RequestArrived,
+    Reserve,
     TokenRow,
     TokensArrived,
     TransferEnded,
-    WorkerConnected,
 )
+from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut
+from router.events import RequestArrived, WorkerConnected
 from router.settings import RouterSettings
 from router.state import RouterState
 
-FINGERPRINT = Fingerprint(
-    protocol=1,
-    model="m",
-    engine="none",
-    shape=KvShape(
-        layout="block-major.v1", dtype="bfloat16", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16
-    ),
-)
+GRANT = b"opaque to the router"
 RESIDENTS = 8  # per decode worker
 COLUMNS = ("mean", "p10", "p50", "p95", "p99")
 
@@ -75,7 +67,7 @@ class Bench:
 
     def beat(self) -> None:
         for name in self.names:
-            self.state.handle(LoadReported(worker_id=name, steps=1, free_blocks=15_000), self.now_s)
+            self.state.handle(Load(worker_id=name, steps=1, free_blocks=15_000), self.now_s)
 
     def run_one(self, *, finish: bool = True) -> tuple[float, bool]:
         """Seconds of the decision, and whether it placed the request at once."""
@@ -104,41 +96,26 @@ class Bench:
     def _answer(self, reserve: Reserve, finish: bool) -> None:
         name, attempt, decode = reserve.request_id, reserve.attempt, reserve.worker_id
         state, now_s = self.state, self.now_s
-        grant = None
-        if not reserve.is_local:
-            grant = Grant(
-                key=TransferKey(transfer_id=name, attempt=attempt, generation=1),
-                endpoint=decode,
-                worker_id=decode,
-                incarnation=decode,
-                fingerprint=FINGERPRINT,
-                blocks=(),
-                held_blocks=0,
-            )
-        sent = state.handle(Granted(worker_id=decode, request_id=name, attempt=attempt, grant=grant), now_s)
+        grant = None if reserve.is_local else GRANT
+        sent = state.handle(Granted(key=AttemptKey(decode, name, attempt), grant=grant), now_s)
         prefill = next((one.worker_id for one in sent if isinstance(one, Prefill)), None)
         token = TokenOut(token_id=1)
         index = 0
         if prefill is not None:
-            state.handle(FirstToken(worker_id=prefill, request_id=name, attempt=attempt, token=token), now_s)
+            state.handle(FirstToken(key=AttemptKey(prefill, name, attempt), token=token), now_s)
             state.handle(
                 TransferEnded(
-                    worker_id=decode,
-                    request_id=name,
-                    attempt=attempt,
-                    is_committed=True,
-                    transfer_s=0.01,
-                    num_bytes=10**8,
+                    key=AttemptKey(decode, name, attempt), is_committed=True, transfer_s=0.01, num_bytes=10**8
                 ),
                 now_s,
             )
-            state.handle(Released(worker_id=prefill, request_id=name, attempt=attempt), now_s)
+            state.handle(Released(key=AttemptKey(prefill, name, attempt)), now_s)
             index = 1
         last = FinishReason.STOP if finish else None
-        row = TokenRow(request_id=name, attempt=attempt, output_index=index, tokens=(token,), finish=last)
+        row = TokenRow(key=AttemptKey(decode, name, attempt), output_index=index, tokens=(token,), finish=last)
         state.handle(TokensArrived(worker_id=decode, rows=(row,)), now_s)
         if finish:
-            state.handle(Released(worker_id=decode, request_id=name, attempt=attempt), now_s)
+            state.handle(Released(key=AttemptKey(decode, name, attempt)), now_s)
 
 
 def measure(prefills: int, decodes: int, policy: str, seconds: float) -> None:

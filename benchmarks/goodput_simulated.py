@@ -9,8 +9,9 @@ from pathlib import Path
 
 from benchmarks.goodput_run import Cell
 from pdserve.core.latency import CostModel
+from pdserve.core.protocol import BatchTimed
 from router import replay
-from router.events import BatchTimed, WorkerConnected
+from router.events import WorkerConnected
 from simulator.traces import FileTrace
 from simulator.world import simulate
 

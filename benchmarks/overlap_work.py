@@ -199,7 +199,7 @@ class Pairs:
             num_tokens=len(prompt),
             exposed_s=ends[prefill.name].exposed_s,
             busy_s=ends["d0"].busy_s,
-            num_bytes=ends["d0"].bytes,
+            num_bytes=ends["d0"].num_bytes,
             saved_bytes=ends["d0"].saved_bytes,
             plan=next(iter(prefill.plans() - before)),
             tokens=tuple(tokens),

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, final
 
 from pdserve.core.errors import ConfigError
-from router.commands import EmitTokens, EndCancelled, FailRequest, FinishRequest, Prefill, Reserve, WakeAt
-from router.events import FirstToken, Granted, RequestArrived, TokensArrived
+from pdserve.core.protocol import FirstToken, Granted, Prefill, Reserve, TokensArrived
+from router.commands import EmitTokens, EndCancelled, FailRequest, FinishRequest, WakeAt
+from router.events import RequestArrived
 from router.ledger import Ledger
 from router.policy.interface import Ask, Choice, Decision, Obstacle
 from router.policy.ways import find_landings, local_ways, remote_ways, tandem_step_s

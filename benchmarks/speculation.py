@@ -33,8 +33,8 @@ from decode_worker.drafting import DraftRule
 from pdserve.config import WorkerConfig
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.blocks import BlockAllocator
-from pdserve.core.effects import Drawn
 from pdserve.core.latency import CostModel, CostPrior
+from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.interface import Engine, OnLayer, Row, RowOut, kept
@@ -158,9 +158,9 @@ class Worker:
             if step.account.prefill_tokens == 0:
                 self.drafting.observe(step.account, stepped_s - planned_s)
             ended_s = now_s()
-            drawn = [one for one in effects if isinstance(one, Drawn)]
+            drawn = [one for one in effects if isinstance(one, TokenRow)]
             for one in drawn:
-                run.tokens[int(one.key.request_id)].append(one.token.token_id)
+                run.tokens[int(one.key.request_id)].append(one.tokens[0].token_id)
             if step.account.prefill_tokens == 0:
                 run.seconds += ended_s - began_s
                 run.steps += 1

@@ -28,21 +28,16 @@ from pdserve.core.attempt import Attempt, AttemptKey, EndRule, FailureKind, Refu
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.effects import (
     DecodeEffect,
-    Drawn,
-    Failed,
     KvCommitted,
     KvMistaken,
     LandingHeld,
-    Load,
     PlainDrawn,
     PromptScored,
     ReceiveAborted,
-    Refused,
-    Released,
-    SeatHeld,
     TransferCancelled,
     TransferLost,
 )
+from pdserve.core.protocol import AttemptFailed, Granted, Load, Refused, Released, TokenRow
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import PlainOuts, RowOut, plain_out
 
@@ -146,7 +141,7 @@ class DecodeBatching:
             hashes=attempt.extend_hashes([], tokens, self._block_size),
         )
         if is_local:
-            effect: DecodeEffect = SeatHeld(key=attempt.key)
+            effect: DecodeEffect = Granted(key=attempt.key)
         elif self._planner.is_starved or not self.roster.take_blocks(resident):
             return [Refused(key=attempt.key, reason=RefusalReason.NO_BLOCKS)]
         else:
@@ -201,7 +196,7 @@ class DecodeBatching:
         resident = self._residents.get(key)
         if resident is None or resident.stage is Stage.ENDING:
             return []
-        return [Failed(key=key, kind=kind, message=message), *self.cancel(key)]
+        return [AttemptFailed(key=key, kind=kind, message=message), *self.cancel(key)]
 
     def cancel(self, key: AttemptKey) -> list[DecodeEffect]:
         """Abandons an attempt at any stage. Idempotent; an unknown attempt counts as released."""
@@ -382,7 +377,7 @@ class DecodeBatching:
         num_tokens = len(tokens)
         num_output = num_tokens - resident.prompt_len
         finish = self._end_rule.finish(attempt.sampling, token.token_id, num_output, num_tokens)
-        drawn = Drawn(key=resident.key, output_index=num_output - 1, token=token, finish=finish)
+        drawn = TokenRow(key=resident.key, output_index=num_output - 1, tokens=(token,), finish=finish)
         if resident.decoding_since_s is None:
             drawn = self._begun(resident, drawn, now_s)
         elif resident.preempted_at_s is not None:
@@ -404,7 +399,7 @@ class DecodeBatching:
         if now_s > self._ended_s:
             self._begun_s, self._ended_s = self._ended_s, now_s
 
-    def _begun(self, resident: Resident, drawn: Drawn, now_s: float) -> Drawn:
+    def _begun(self, resident: Resident, drawn: TokenRow, now_s: float) -> TokenRow:
         """The attempt's first token here: how long it waited, and how long its prompt took."""
         if not resident.is_local:  # it took part only in the step that has just ended
             resident.decoding_since_s = max(resident.ready_s, self._begun_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -16,12 +16,13 @@ from kvtransfer import issuer
 from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_receiver
-from kvtransfer.grants import check_movable, fingerprint_of, fingerprint_to_proto, grant_to_proto
+from kvtransfer.grants import check_movable, encode_grant, fingerprint_of, fingerprint_to_proto
 from kvtransfer.rank_ends import joined_receiver
 from kvtransfer.stats import events
 from kvtransfer.transport import Grant, Received, ReceiveOutcome, Receiver, TransferKey
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
+from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey, FailureKind
 from pdserve.core.errors import PdserveError
 from pdserve.core.latency import CostModel
@@ -34,7 +35,7 @@ from pdserve.engine.rejected_joins import rejected_joins
 from pdserve.telemetry import metric_names, names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
-from pdserve.wire.convert import add_token, finish_to_proto
+from pdserve.wire.protocol import TOKEN_ROW
 from pdserve.worker import messages
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.host import WorkerHost
@@ -93,23 +94,23 @@ class DecodeProgram(RoleProgram):
     def actions(self) -> dict[type, Callable[[Any], None]]:
         return {
             fx.LandingHeld: self._landing_held,
-            fx.SeatHeld: self._seat_held,
+            pr.Granted: self.tell,
             fx.ReceiveAborted: self._receive_aborted,
             fx.KvCommitted: self._kv_committed,
             fx.KvMistaken: self._kv_mistaken,
             fx.TransferCancelled: self._transfer_cancelled,
-            fx.Released: self._gone,
-            fx.Refused: self._not_taken,
+            pr.Released: self._gone,
+            pr.Refused: self._not_taken,
         }
 
     def act(self, effects: Iterable[Any]) -> None:
         """Sends scores of prompts first, then the sampled tokens of one call, one message per router. A request's
         Released must not overtake them."""
         effects = list(effects)
-        drawn = [effect for effect in effects if isinstance(effect, fx.Drawn)]
+        drawn = [effect for effect in effects if isinstance(effect, pr.TokenRow)]
         plain = [effect for effect in effects if isinstance(effect, fx.PlainDrawn)]
         if drawn or plain:
-            rest = [effect for effect in effects if not isinstance(effect, fx.Drawn | fx.PlainDrawn)]
+            rest = [effect for effect in effects if not isinstance(effect, pr.TokenRow | fx.PlainDrawn)]
             super().act(effect for effect in rest if isinstance(effect, fx.PromptScored))
             self._tell(drawn, plain)
             effects = [effect for effect in rest if not isinstance(effect, fx.PromptScored)]
@@ -240,12 +241,7 @@ class DecodeProgram(RoleProgram):
         """A prefill worker may be told of the grant, unless the attempt was abandoned in the meantime."""
         landing = self._landings.get(key)
         if landing is not None and landing.key == grant.key:
-            granted = worker_pb2.Granted(request_id=key.request_id, attempt=key.attempt, grant=grant_to_proto(grant))
-            self.emit(key.router, granted=granted)
-
-    def _seat_held(self, effect: fx.SeatHeld) -> None:
-        key = effect.key
-        self.emit(key.router, granted=worker_pb2.Granted(request_id=key.request_id, attempt=key.attempt))
+            self.tell(pr.Granted(key=key, grant=encode_grant(grant)))
 
     def _receive_aborted(self, effect: fx.ReceiveAborted) -> None:
         self._receiver.abort(self._landings[effect.key].key)
@@ -253,16 +249,15 @@ class DecodeProgram(RoleProgram):
     def _kv_committed(self, effect: fx.KvCommitted) -> None:
         key, metrics = effect.key, self.context.metrics
         saved_bytes = effect.held_blocks * self.engine.spec.block_bytes * self.engine.spec.tp_degree
-        ended = worker_pb2.TransferEnded(
-            request_id=key.request_id,
-            attempt=key.attempt,
+        ended = pr.TransferEnded(
+            key=key,
             is_committed=True,
             transfer_s=effect.transfer_s,
-            bytes=effect.num_bytes,
             busy_s=effect.busy_s,
+            num_bytes=effect.num_bytes,
             saved_bytes=saved_bytes,
         )
-        self.emit(key.router, transfer_ended=ended)
+        self.tell(ended)
         metrics.add(metric_names.TRANSFERS, outcome="committed")
         metrics.add(metric_names.TRANSFER_BYTES_TOTAL, effect.num_bytes)
         metrics.add(metric_names.TRANSFER_SAVED_BYTES, saved_bytes)
@@ -276,55 +271,26 @@ class DecodeProgram(RoleProgram):
         self.context.metrics.add(metric_names.KV_MISTAKEN)
         log.error("a block does not hold what it should; its text is computed anew", extra={"error": effect.error})
 
-    def _tell(self, drawn: Iterable[fx.Drawn], plain: Iterable[fx.PlainDrawn]) -> None:
+    def _tell(self, rows: Iterable[pr.TokenRow], plain: Iterable[fx.PlainDrawn]) -> None:
+        """One message for each router."""
         by_router: dict[int, worker_pb2.AttachResponse] = {}
         for columns in plain:
             for router, tokens in messages.plain_tokens(columns):
                 by_router[router] = worker_pb2.AttachResponse(tokens=worker_pb2.Tokens(plain=tokens))
-        last: AttemptKey | None = None
-        row: worker_pb2.TokenRow | None = None
-        is_traced = self.context.tracing.is_on
-        for one in drawn:
-            key = one.key
-            if key == last:  # one more token of the same step, after an accepted draft
-                assert row is not None
-                self._lengthen(row, one)
-                continue
-            last = key
-            response = by_router.get(key.router)
-            if response is None:
-                response = by_router[key.router] = worker_pb2.AttachResponse()
-            # Built in place, because a row that is passed in is copied.
-            row = response.tokens.rows.add(
-                request_id=key.request_id, attempt=key.attempt, output_index=one.output_index
-            )
-            add_token(row.tokens, one.token)
-            if one.tells_more:
-                self._tell_more(row, one)
-            if is_traced:
-                self._trace(one)
+        for row in _joined(rows):
+            response = by_router.setdefault(row.key.router, worker_pb2.AttachResponse())
+            response.tokens.rows.append(TOKEN_ROW.encode(row))
+            metrics = self.context.metrics
+            if row.preemptions:
+                metrics.add(metric_names.PREEMPTED, row.preemptions)
+            if row.prefill_s > 0.0:
+                metrics.add(metric_names.REUSED_TOKENS, row.cached_tokens)
+            if self.context.tracing.is_on:
+                self._trace(row)
         for session, response in by_router.items():
             self.emit_response(session, response)
 
-    def _tell_more(self, row: worker_pb2.TokenRow, one: fx.Drawn) -> None:
-        """Fields that few rows have."""
-        row.finish = finish_to_proto(one.finish)
-        row.decode_s, row.decode_queue_s, row.preempted_s = one.decode_s, one.decode_queue_s, one.preempted_s
-        row.queue_s, row.prefill_s, row.cached_tokens = one.queue_s, one.prefill_s, one.cached_tokens
-        row.preemptions = one.preemptions
-        self._count(one)
-        if one.prefill_s > 0.0:
-            self.context.metrics.add(metric_names.REUSED_TOKENS, one.cached_tokens)
-
-    def _lengthen(self, row: worker_pb2.TokenRow, one: fx.Drawn) -> None:
-        add_token(row.tokens, one.token)
-        row.finish = finish_to_proto(one.finish)
-        row.decode_s += one.decode_s
-        row.preemptions = one.preemptions
-        self._count(one)
-        self._trace(one)
-
-    def _trace(self, one: fx.Drawn) -> None:
+    def _trace(self, one: pr.TokenRow) -> None:
         """A span for each duration that is reported with the row; the last one ends now."""
         key, since_s = one.key, one.preempted_s if one.finish is None else 0.0
         cached = {names.CACHED_TOKENS: one.cached_tokens}
@@ -334,17 +300,28 @@ class DecodeProgram(RoleProgram):
         self.record_span(Phase.DECODE, key, one.decode_s, ended_ago_s=since_s)
         self.record_span(Phase.PREEMPTED, key, one.preempted_s)
 
-    def _count(self, one: fx.Drawn) -> None:
-        if one.preemptions:
-            self.context.metrics.add(metric_names.PREEMPTED, one.preemptions)
-
-    def _gone(self, effect: fx.Released) -> None:
+    def _gone(self, effect: pr.Released) -> None:
         self._landings.pop(effect.key, None)
         self._released(effect)
 
-    def _not_taken(self, effect: fx.Refused) -> None:
+    def _not_taken(self, effect: pr.Refused) -> None:
         self._landings.pop(effect.key, None)
         self._refused(effect)
+
+
+def _joined(rows: Iterable[pr.TokenRow]) -> list[pr.TokenRow]:
+    """The tokens of one attempt in one row: accepted drafts make several of one step."""
+    joined: list[pr.TokenRow] = []
+    for row in rows:
+        last = joined[-1] if joined else None
+        if last is None or last.key != row.key:
+            joined.append(replace(row))
+            continue
+        last.tokens += row.tokens
+        last.finish = row.finish
+        last.decode_s += row.decode_s
+        last.preemptions = row.preemptions
+    return joined
 
 
 def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] = load_engine) -> DecodeProgram:

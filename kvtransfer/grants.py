@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Final
+
+from google.protobuf.message import DecodeError
 
 from kvtransfer.shape import KvShape, check_convertible
 from kvtransfer.transport import Fingerprint, Grant, TransferKey
 from pdserve.core.errors import ConfigError, InvalidRequest
 from pdserve.engine.interface import EngineSpec
 from pdserve.v1 import transfer_pb2
+from pdserve.wire.codec import Codec
 from pdserve.wire.convert import blocks_from_extents, extents_from_blocks
 
 PROTOCOL: Final = 2  # of the transfer; raised when frames, stamps or checksums change their meaning
 MAX_TRANSFER_ID_CHARS: Final = 256
 MAX_RANKS: Final = 64  # of one worker
 MAX_ENDPOINT_CHARS: Final = 256
-_SHAPE: Final = tuple(one.name for one in fields(KvShape))
+_FINGERPRINT: Final = Codec(Fingerprint, transfer_pb2.Fingerprint, nested=(Codec(KvShape, transfer_pb2.KvShape),))
 
 
 def shape_of(spec: EngineSpec) -> KvShape:
@@ -44,22 +46,12 @@ def fingerprint_of(spec: EngineSpec) -> Fingerprint:
 
 
 def fingerprint_to_proto(fingerprint: Fingerprint) -> transfer_pb2.Fingerprint:
-    return transfer_pb2.Fingerprint(
-        protocol=fingerprint.protocol,
-        model=fingerprint.model,
-        engine=fingerprint.engine,
-        shape=transfer_pb2.KvShape(**{name: getattr(fingerprint.shape, name) for name in _SHAPE}),
-    )
+    return _FINGERPRINT.encode(fingerprint)
 
 
 def fingerprint_from_proto(message: transfer_pb2.Fingerprint) -> Fingerprint:
     """Raises ConfigError on a shape that no pool has."""
-    return Fingerprint(
-        protocol=message.protocol,
-        model=message.model,
-        engine=message.engine,
-        shape=KvShape(**{name: getattr(message.shape, name) for name in _SHAPE}),
-    )
+    return _FINGERPRINT.decode(message)
 
 
 def compare(mine: Fingerprint, theirs: Fingerprint) -> None:
@@ -70,6 +62,20 @@ def compare(mine: Fingerprint, theirs: Fingerprint) -> None:
         if expected != seen:
             raise ConfigError(f"fingerprint.{name}", repr(seen), f"{expected!r}, as on the receiving worker")
     check_convertible(theirs.shape, mine.shape)
+
+
+def encode_grant(grant: Grant) -> bytes:
+    """As routers carry it from the decode worker to the prefill worker."""
+    return grant_to_proto(grant).SerializeToString()
+
+
+def decode_grant(data: bytes) -> Grant:
+    """Raises InvalidRequest on what no decode worker grants."""
+    try:
+        message = transfer_pb2.Grant.FromString(data)
+    except DecodeError as error:
+        raise InvalidRequest("grant", f"{len(data)} bytes that do not parse", "an encoded Grant") from error
+    return grant_from_proto(message)
 
 
 def grant_to_proto(grant: Grant) -> transfer_pb2.Grant:

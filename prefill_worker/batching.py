@@ -28,18 +28,14 @@ from pdserve.core.attempt import (
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.effects import (
     BlocksDone,
-    Failed,
-    FirstDrawn,
-    Load,
     PrefillEffect,
     PromptScored,
-    Refused,
-    Released,
     SendAborted,
     SendStarted,
     StepAccount,
     TransferLost,
 )
+from pdserve.core.protocol import AttemptFailed, FirstToken, Load, Refused, Released
 from pdserve.core.stamps import chain64
 from pdserve.core.types import TokenOut
 from pdserve.engine.interface import RowOut
@@ -125,7 +121,7 @@ class PrefillBatching:
         granted = blocks_for(attempt.num_tokens, granted_size)
         if held_blocks + num_granted != granted:
             message = f"grant: {held_blocks} held and {num_granted} granted blocks, expected {granted} in all"
-            return [Failed(key=key, kind=FailureKind.TRANSFER, message=message), Released(key=key)]
+            return [AttemptFailed(key=key, kind=FailureKind.TRANSFER, message=message), Released(key=key)]
         tokens = attempt.token_ids
         held = held_blocks * granted_size // size  # a block that the receiver holds only in part is sent
         hashes = attempt.extend_hashes([], tokens, size)
@@ -209,7 +205,7 @@ class PrefillBatching:
         return effects
 
     def fail(self, key: AttemptKey, kind: FailureKind, message: str) -> list[PrefillEffect]:
-        return [Failed(key=key, kind=kind, message=message), *self.cancel(key)] if self._is_live(key) else []
+        return [AttemptFailed(key=key, kind=kind, message=message), *self.cancel(key)] if self._is_live(key) else []
 
     def cancel(self, key: AttemptKey) -> list[PrefillEffect]:
         """Abandons an attempt at any stage. Idempotent; an unknown attempt counts as released."""
@@ -319,10 +315,10 @@ class PrefillBatching:
             groups=prompt.push.groups,
         )
 
-    def _first(self, prompt: Prompt, token: TokenOut, now_s: float) -> FirstDrawn:
+    def _first(self, prompt: Prompt, token: TokenOut, now_s: float) -> FirstToken:
         attempt = prompt.attempt
         num_output = len(attempt.output_ids) + 1
-        return FirstDrawn(
+        return FirstToken(
             key=attempt.key,
             token=token,
             queue_s=prompt.started_s - attempt.arrived_s,

@@ -13,13 +13,14 @@ from kvtransfer import issuer
 from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_sender
-from kvtransfer.grants import check_movable, fingerprint_of, fingerprint_to_proto, grant_from_proto, shape_of
+from kvtransfer.grants import check_movable, decode_grant, fingerprint_of, fingerprint_to_proto, shape_of
 from kvtransfer.rank_ends import joined_sender
 from kvtransfer.shape import is_same_bytes
 from kvtransfer.stats import events
 from kvtransfer.transport import Grant, Sender, SendOutcome, Sent, Text
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
+from pdserve.core import protocol as pr
 from pdserve.core.attempt import Attempt, AttemptKey, FailureKind
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
 from pdserve.core.hashing import chain_key
@@ -32,7 +33,6 @@ from pdserve.engine.load import load_engine
 from pdserve.engine.rejected_joins import rejected_joins
 from pdserve.telemetry import metric_names, names
 from pdserve.v1 import transfer_pb2, worker_pb2
-from pdserve.wire.convert import finish_to_proto, token_to_proto
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.program import RoleProgram
@@ -93,9 +93,9 @@ class PrefillProgram(RoleProgram):
             fx.SendStarted: self._send_started,
             fx.BlocksDone: self._blocks_done,
             fx.SendAborted: self._send_aborted,
-            fx.FirstDrawn: self._first_drawn,
-            fx.Released: self._gone,
-            fx.Refused: self._not_taken,
+            pr.FirstToken: self._first_drawn,
+            pr.Released: self._gone,
+            pr.Refused: self._not_taken,
         }
 
     def take(self, session: int, message: worker_pb2.AttachRequest) -> None:
@@ -107,13 +107,13 @@ class PrefillProgram(RoleProgram):
             return
         key = attempt.key
         try:
-            grant = grant_from_proto(message.prefill.grant)
+            grant = decode_grant(message.prefill.grant)
         except InvalidRequest as error:
-            self.act([fx.Failed(key=key, kind=FailureKind.INVALID, message=error.message), fx.Released(key=key)])
+            self.act([pr.AttemptFailed(key=key, kind=FailureKind.INVALID, message=error.message), pr.Released(key=key)])
             return
         if any(grant.key == other.key for other, *_ in self._grants.values()):
             why = "grant: another attempt writes to it already"
-            self.act([fx.Failed(key=key, kind=FailureKind.TRANSFER, message=why), fx.Released(key=key)])
+            self.act([pr.AttemptFailed(key=key, kind=FailureKind.TRANSFER, message=why), pr.Released(key=key)])
             return
         theirs = grant.fingerprint.shape
         text = None
@@ -211,35 +211,20 @@ class PrefillProgram(RoleProgram):
         metrics.add(metric_names.TRANSFER_WIRE_BYTES, sent.num_bytes, dtype=sent.wire_dtype or self._shape.dtype)
         metrics.add(metric_names.TRANSFER_SENT_BYTES, sent.early_bytes, when="early")
         metrics.add(metric_names.TRANSFER_SENT_BYTES, sent.num_bytes - sent.early_bytes, when="late")
-        ended = worker_pb2.TransferEnded(
-            request_id=key.request_id,
-            attempt=key.attempt,
-            is_committed=True,
-            exposed_s=sent.exposed_s,
-        )
-        self.emit(key.router, transfer_ended=ended)
+        self.tell(pr.TransferEnded(key=key, is_committed=True, exposed_s=sent.exposed_s))
 
-    def _first_drawn(self, effect: fx.FirstDrawn) -> None:
+    def _first_drawn(self, effect: pr.FirstToken) -> None:
         key = effect.key
-        first = worker_pb2.FirstToken(
-            request_id=key.request_id,
-            attempt=key.attempt,
-            token=token_to_proto(effect.token),
-            queue_s=effect.queue_s,
-            prefill_s=effect.prefill_s,
-            cached_tokens=effect.cached_tokens,
-            finish=finish_to_proto(effect.finish),
-        )
-        self.emit(key.router, first_token=first)
+        self.tell(effect)
         self.context.metrics.add(metric_names.REUSED_TOKENS, effect.cached_tokens)
         self.record_span(Phase.PREFILL_QUEUE, key, effect.queue_s, ended_ago_s=effect.prefill_s)
         self.record_span(Phase.PREFILL, key, effect.prefill_s, {names.CACHED_TOKENS: effect.cached_tokens})
 
-    def _gone(self, effect: fx.Released) -> None:
+    def _gone(self, effect: pr.Released) -> None:
         self._grants.pop(effect.key, None)
         self._released(effect)
 
-    def _not_taken(self, effect: fx.Refused) -> None:
+    def _not_taken(self, effect: pr.Refused) -> None:
         self._grants.pop(effect.key, None)
         self._refused(effect)
 

@@ -9,14 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from pdserve.core.attempt import FailureKind, RefusalReason
+from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
 from pdserve.core.durations import backoff_s, clamped_s
 from pdserve.core.grammar import GrammarKind
 from pdserve.core.phases import Phase
+from pdserve.core.protocol import (
+    Admit,
+    AttemptFailed,
+    FirstToken,
+    Granted,
+    Prefill,
+    Refused,
+    Released,
+    TokenRow,
+    TokensArrived,
+    TransferEnded,
+)
 from pdserve.core.types import FinishReason, TokenOut
-from router.commands import Admit, EmitTokens, FailKind, Prefill
+from router.commands import EmitTokens, FailKind
 from router.ending import expire, finish, forget_if_free, give_up
-from router.events import AttemptFailed, FirstToken, Granted, Refused, Released, TokenRow, TokensArrived, TransferEnded
 from router.ledger import Ledger
 from router.lifecycle import Move, Stage
 from router.recovery import Cause, lose, requeue
@@ -50,9 +61,7 @@ def on_granted(ledger: Ledger, event: Granted) -> None:
     booking.is_sent = True
     ledger.out.append(
         Prefill(
-            worker_id=placement.prefill_worker,
-            request_id=request.request_id,
-            attempt=request.attempt,
+            key=AttemptKey(placement.prefill_worker, request.request_id, request.attempt),
             grant=event.grant,
             output_token_ids=request.output_ids,
             deadline_s=request.deadline_left_s(ledger.now_s),
@@ -114,9 +123,7 @@ def on_first_token(ledger: Ledger, event: FirstToken) -> None:
         return
     ledger.out.append(
         Admit(
-            worker_id=placement.decode_worker,
-            request_id=request.request_id,
-            attempt=request.attempt,
+            key=AttemptKey(placement.decode_worker, request.request_id, request.attempt),
             first_token_id=event.token.token_id,
         )
     )

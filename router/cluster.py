@@ -11,7 +11,7 @@ from pdserve.core.errors import NotFound
 from pdserve.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 from pdserve.wire import status
 from pdserve.wire.codec import Codec, Special
-from router import messages
+from pdserve.wire.protocol import LOAD
 from router.commands import Outcome
 from router.events import DrainRequested, UndrainRequested
 from router.explaining import Explanation, is_chosen
@@ -24,8 +24,9 @@ from router.snapshot import WorkerFacts
 _WORKER: Final = Codec(
     WorkerFacts,
     cluster_pb2.WorkerView,
+    renamed={"report": "load"},
+    nested=(LOAD,),
     given=(
-        "report",
         "is_usable",
         "silent_s",
         "booked_requests",
@@ -34,7 +35,7 @@ _WORKER: Final = Codec(
         "prefill_error",
         "decode_error",
     ),
-    ignored=("load", "kv_links"),
+    ignored=("kv_links",),
 )
 _EXPLANATION: Final = Codec(
     Explanation,
@@ -93,7 +94,6 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
 
 def _worker(facts: WorkerFacts, links: Sequence[worker_pb2.KvLink]) -> cluster_pb2.WorkerView:
     view = _WORKER.encode(facts)
-    view.load.CopyFrom(messages.load_to_proto(facts.report))
     view.kv_links.extend(links)
     return view
 

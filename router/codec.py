@@ -2,7 +2,7 @@
 
 One rule for every event, command and setting, so that a new field needs no code here. Fields that hold their
 default are left out. Supports what those dataclasses use: str, int, float, bool, None, bytes, enums, nested
-dataclasses, homogeneous and fixed tuples, string-keyed mappings, and optionals of these.
+dataclasses, homogeneous, fixed and named tuples, string-keyed mappings, optionals of these, and unions of scalars.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 Decoder: TypeAlias = Callable[[Any], Any]
+
+_EXACT: Final = frozenset({int, str, bool})  # types that JSON tells apart
 
 
 def encode(value: Any) -> Any:
@@ -58,6 +60,8 @@ def _decoder(kind: Any) -> Decoder:
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if origin is types.UnionType or origin is typing.Union:
+        if set(arguments) <= _EXACT:
+            return _exactly(*arguments)
         inner = [one for one in arguments if one is not type(None)]
         if len(inner) != 1 or len(inner) == len(arguments):
             raise TypeError(f"cannot decode {kind}: only optionals are supported")
@@ -70,13 +74,17 @@ def _decoder(kind: Any) -> Decoder:
         return _mapping(_decoder(arguments[1]))
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _record(kind)
+    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        hints = typing.get_type_hints(kind)
+        fixed = _fixed([_decoder(hints[name]) for name in kind._fields])
+        return lambda value: kind(*fixed(value))
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind
     if kind is bytes:
         return bytes.fromhex
     if kind is float:
         return float
-    if kind in (int, str, bool):
+    if kind in _EXACT:
         return _exactly(kind)
     raise TypeError(f"cannot decode {kind}")
 
@@ -97,10 +105,11 @@ def _mapping(inner: Decoder) -> Decoder:
     return lambda value: {key: inner(item) for key, item in value.items()}
 
 
-def _exactly(kind: type) -> Decoder:
+def _exactly(*kinds: type) -> Decoder:
     def check(value: Any) -> Any:
-        if type(value) is not kind:
-            raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+        if type(value) not in kinds:
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"expected {expected}, got {type(value).__name__}")
         return value
 
     return check

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kvtransfer.transport import Grant
 from pdserve.core import errors
 from pdserve.core.phases import Slice
+from pdserve.core.protocol import WorkerCommand
 from pdserve.core.results import Timings, Usage
 from pdserve.core.types import FinishReason, TokenOut
 
@@ -39,65 +39,6 @@ class FailKind(Enum):
     TRANSFER = "transfer"
     KV_LOST = "kv_lost"
     INTERNAL = "internal"
-
-
-# -- to workers --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reserve:
-    """To a decode worker: hold a landing place, or with `is_local` a seat and compute everything.
-
-    The runtime builds the Sequence from the request that it keeps, `output_token_ids` and `deadline_s`.
-    """
-
-    worker_id: str
-    request_id: str
-    attempt: int
-    is_local: bool
-    output_token_ids: tuple[int, ...] = ()  # that the client already has
-    deadline_s: float | None = None  # time that remains
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefill:
-    """To a prefill worker: compute the sequence and push its KV to the grant."""
-
-    worker_id: str
-    request_id: str
-    attempt: int
-    grant: Grant
-    output_token_ids: tuple[int, ...] = ()
-    deadline_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admit:
-    """To a decode worker: the prefill worker's token, from which it goes on."""
-
-    worker_id: str
-    request_id: str
-    attempt: int
-    first_token_id: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel:
-    """To a worker: free everything of the attempt; Released follows. Idempotent."""
-
-    worker_id: str
-    request_id: str
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainWorker:
-    worker_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UndrainWorker:
-    worker_id: str
 
 
 # -- to clients --------------------------------------------------------------------------------------------------
@@ -182,6 +123,5 @@ class WakeAt:
     at_s: float
 
 
-WorkerCommand = Reserve | Prefill | Admit | Cancel | DrainWorker | UndrainWorker
 ClientCommand = EmitTokens | FinishRequest | FailRequest | EndCancelled
 Command = WorkerCommand | ClientCommand | WakeAt

@@ -1,7 +1,7 @@
 """What can happen to a router: every input of RouterState.handle. Pure data.
 
-The runtime turns client calls and worker messages into these; the simulator makes the same ones. All are frozen
-and survive `router.replay.encode` and back. None holds prompt text or prompt token ids, so a recording of a
+The messages of workers are those of pdserve/core/protocol.py; what else can happen is here. The simulator makes the
+same ones. All survive `router.replay.encode` and back. None holds prompt text or prompt token ids, so a recording of a
 live router can be shared; it does hold the tokens that were answered.
 """
 
@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvtransfer.transport import Grant
-from pdserve.core.attempt import FailureKind, RefusalReason
 from pdserve.core.latency import CostPrior
-from pdserve.core.types import FinishReason, RequestAttributes, Role, Sampling, Slo, TokenOut
+from pdserve.core.protocol import WorkerMessage
+from pdserve.core.types import RequestAttributes, Role, Sampling, Slo
 
 # -- from clients ------------------------------------------------------------------------------------------------
 
@@ -93,134 +92,6 @@ class WorkerForgotten:
     worker_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReported:
-    """The worker's own account, sent on every heartbeat."""
-
-    worker_id: str
-    steps: int
-    free_blocks: int
-    evictable_blocks: int = 0  # unreferenced blocks of the prefix cache
-    running: int = 0
-    waiting: int = 0
-    context_tokens: int = 0
-    pending_prefill_tokens: int = 0
-    is_draining: bool = False
-    is_drained: bool = False  # by an operator, who may take it back
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchTimed:
-    """One finished batch, or the mean of consecutive decode batches of as many rows, for the cost model."""
-
-    worker_id: str
-    rows: int  # decode rows
-    prefill_tokens: int
-    prefill_token_context: float  # sum over prefill rows of tokens * (cached + tokens / 2)
-    context_tokens: int  # of the decode rows
-    step_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Granted:
-    """The decode worker holds a landing place (`grant`) or, for a local attempt, a seat (None)."""
-
-    worker_id: str
-    request_id: str
-    attempt: int
-    grant: Grant | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """The worker did not take the attempt and holds nothing for it. Either role may refuse."""
-
-    worker_id: str
-    request_id: str
-    attempt: int
-    reason: RefusalReason
-    retry_after_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstToken:
-    """The prefill worker drew the first token; durations are its own."""
-
-    worker_id: str
-    request_id: str
-    attempt: int
-    token: TokenOut
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    cached_tokens: int = 0
-    finish: FinishReason | None = None  # set when it is also the last
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferEnded:
-    """KV is verified and committed, or is not to be had. May come before FirstToken: the streams differ.
-
-    From the prefill worker, committed: all is acknowledged, and `exposed_s` is what its computing did not hide.
-    """
-
-    worker_id: str
-    request_id: str
-    attempt: int
-    is_committed: bool
-    transfer_s: float = 0.0
-    busy_s: float = 0.0  # of it, with chunks on their way
-    exposed_s: float = 0.0
-    num_bytes: int = 0
-    saved_bytes: int = 0  # that the decode worker had already
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRow:
-    """Tokens of one request out of one decode step."""
-
-    request_id: str
-    attempt: int
-    output_index: int  # of the first of these tokens among the request's output tokens
-    tokens: tuple[TokenOut, ...]
-    finish: FinishReason | None = None
-    decode_s: float = 0.0  # decoding since what was reported before; with the last row, and after a preemption
-    decode_queue_s: float = 0.0  # with a remote attempt's first row: KV and first token were there, no step was free
-    preempted_s: float = 0.0  # with the first row after a preemption; its decode_s is what was before
-    preemptions: int = 0
-    queue_s: float = 0.0  # with a local attempt's first row, as the next two
-    prefill_s: float = 0.0
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokensArrived:
-    """One decode step of one worker, all of this router's requests in it."""
-
-    worker_id: str
-    rows: tuple[TokenRow, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptFailed:
-    """The attempt is over on this worker; Released follows."""
-
-    worker_id: str
-    request_id: str
-    attempt: int
-    kind: FailureKind
-    message: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Released:
-    """The worker holds nothing more of the attempt."""
-
-    worker_id: str
-    request_id: str
-    attempt: int
-
-
 # -- from operators and the clock --------------------------------------------------------------------------------
 
 
@@ -249,6 +120,5 @@ class TimePassed:
 
 
 ClientEvent = RequestArrived | ClientLeft | StopMatched
-AttemptEvent = Granted | Refused | FirstToken | TransferEnded | AttemptFailed | Released
-WorkerEvent = WorkerConnected | WorkerLost | WorkerForgotten | LoadReported | BatchTimed | TokensArrived | AttemptEvent
+WorkerEvent = WorkerConnected | WorkerLost | WorkerForgotten | WorkerMessage
 Event = ClientEvent | WorkerEvent | DrainRequested | UndrainRequested | RouterClosing | TimePassed

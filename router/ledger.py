@@ -11,8 +11,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from pdserve.core.alarms import Alarms
+from pdserve.core.attempt import AttemptKey
+from pdserve.core.protocol import Cancel
 from router.asking import entry_of
-from router.commands import Cancel, Command
+from router.commands import Command
 from router.explaining import Explanations
 from router.fleet import Fleet
 from router.forecast import Demand, Pace
@@ -212,7 +214,7 @@ class Ledger:
             self.drop_hold(request, worker_id, request.attempt)
             return
         self._is_ending(booking, worker_id)
-        self.out.append(Cancel(worker_id=worker_id, request_id=request.request_id, attempt=request.attempt))
+        self.out.append(Cancel(key=AttemptKey(worker_id, request.request_id, request.attempt)))
 
     def frees_itself(self, request: Request, worker_id: str) -> None:
         """The worker has ended the present attempt and will say Released without being told."""

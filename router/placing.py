@@ -12,9 +12,11 @@ import heapq
 import math
 from typing import Final
 
+from pdserve.core.attempt import AttemptKey
+from pdserve.core.protocol import Reserve
 from pdserve.core.types import FinishReason, Path, Role
 from router.asking import ask_of, large_enough
-from router.commands import FailKind, Reserve
+from router.commands import FailKind
 from router.ending import finish, give_up, turn_away
 from router.ledger import Ledger
 from router.lifecycle import Move, Stage
@@ -276,9 +278,7 @@ def _place(ledger: Ledger, request: Request, decision: Decision) -> None:
         _book(ledger, request, reader, has_row=False, computes=True)
     ledger.out.append(
         Reserve(
-            worker_id=decision.decode_worker,
-            request_id=request.request_id,
-            attempt=request.attempt,
+            key=AttemptKey(decision.decode_worker, request.request_id, request.attempt),
             is_local=is_local,
             output_token_ids=request.output_ids,
             deadline_s=request.deadline_left_s(now_s),

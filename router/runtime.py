@@ -15,25 +15,13 @@ from dataclasses import dataclass
 from typing import final
 
 from pdserve.core.durations import clamped_s
+from pdserve.core.protocol import Admit, Cancel, DrainWorker, Prefill, Reserve, UndrainWorker
 from pdserve.core.types import Path
 from pdserve.telemetry import metric_names
 from pdserve.v1 import worker_pb2
-from router import messages
+from pdserve.wire.protocol import encode_request
 from router.answer import Answer
-from router.commands import (
-    Admit,
-    Cancel,
-    Command,
-    DrainWorker,
-    EmitTokens,
-    EndCancelled,
-    FailRequest,
-    FinishRequest,
-    Prefill,
-    Reserve,
-    UndrainWorker,
-    WakeAt,
-)
+from router.commands import Command, EmitTokens, EndCancelled, FailRequest, FinishRequest, WakeAt
 from router.events import ClientLeft, Event, RequestArrived, StopMatched, TimePassed
 from router.measure import Measure, Told
 from router.state import RouterState
@@ -150,12 +138,12 @@ class Runtime:
             case Reserve() | Prefill():
                 call = self._calls.get(command.request_id)
                 if call is not None:
-                    self._send_to(command.worker_id, messages.request_of(command, call.sequence))
+                    self._send_to(command.worker_id, encode_request(command, call.sequence))
                 if isinstance(command, Reserve):
                     path = Path.LOCAL if command.is_local else Path.REMOTE
                     self._measure.placed(path.value, command.attempt)
             case Admit() | Cancel() | DrainWorker() | UndrainWorker():
-                self._send_to(command.worker_id, messages.request_of(command, None))
+                self._send_to(command.worker_id, encode_request(command))
             case FinishRequest():
                 call = self._end(command.request_id)
                 if call is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.core.latency import CostPrior
+from pdserve.core.protocol import Load
 from pdserve.core.types import Role
-from router.events import LoadReported
 from router.ledger import Ledger
 
 
@@ -22,7 +22,7 @@ class WorkerFacts:
     is_drained: bool  # by an operator
     is_usable: bool  # gets new work: connected, not draining, not silent
     silent_s: float
-    report: LoadReported
+    report: Load
     booked_requests: int  # of this router
     booked_blocks: int
     cost: CostPrior

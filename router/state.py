@@ -20,27 +20,31 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
 from pdserve.core.phases import Phase
+from pdserve.core.protocol import (
+    AttemptFailed,
+    BatchTimed,
+    DrainWorker,
+    FirstToken,
+    Granted,
+    Load,
+    Refused,
+    Released,
+    TokensArrived,
+    TransferEnded,
+    UndrainWorker,
+)
 from pdserve.core.types import FinishReason
 from router import attempts, ending, placing, recovery, refusal
 from router.checking import check
-from router.commands import Command, DrainWorker, FailKind, UndrainWorker, WakeAt
+from router.commands import Command, FailKind, WakeAt
 from router.events import (
-    AttemptFailed,
-    BatchTimed,
     ClientLeft,
     DrainRequested,
     Event,
-    FirstToken,
-    Granted,
-    LoadReported,
-    Refused,
-    Released,
     RequestArrived,
     RouterClosing,
     StopMatched,
     TimePassed,
-    TokensArrived,
-    TransferEnded,
     UndrainRequested,
     WorkerConnected,
     WorkerForgotten,
@@ -229,7 +233,7 @@ def _on_stop_matched(ledger: Ledger, event: StopMatched) -> None:
         ledger.is_placing_due = True
 
 
-def _on_load(ledger: Ledger, event: LoadReported) -> None:
+def _on_load(ledger: Ledger, event: Load) -> None:
     view = ledger.fleet.connected(event.worker_id)
     if view is None:
         ledger.counters["late"] += 1
@@ -296,7 +300,7 @@ _HANDLERS: Final[Mapping[type, Callable[[Ledger, Any], None]]] = {
     WorkerConnected: recovery.on_worker_connected,
     WorkerLost: recovery.on_worker_lost,
     WorkerForgotten: recovery.on_worker_forgotten,
-    LoadReported: _heard(_on_load),
+    Load: _heard(_on_load),
     BatchTimed: _heard(_on_batch_timed),
     Granted: _heard(attempts.on_granted),
     Refused: _heard(attempts.on_refused),

@@ -12,8 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pdserve.core.latency import CostModel
+from pdserve.core.protocol import BatchTimed, Load, TokensArrived
 from pdserve.core.types import Role
-from router.events import BatchTimed, LoadReported, TokensArrived, WorkerConnected
+from router.events import WorkerConnected
 from router.legs import Leg
 from router.line import Line
 from router.load import DecodeLoad
@@ -118,7 +119,7 @@ class WorkerView:
         self.most_tokens = min(hello.num_blocks * hello.block_size, hello.max_context_tokens)  # of one sequence
         self.is_connected = True
         self.heard_s = now_s
-        self.report = LoadReported(worker_id=hello.worker_id, steps=0, free_blocks=hello.num_blocks)
+        self.report = Load(worker_id=hello.worker_id, steps=0, free_blocks=hello.num_blocks)
         self.bookings: dict[tuple[str, int], Booking] = {}
         self.totals = Totals()
         self._at_report = Totals()
@@ -334,7 +335,7 @@ class WorkerView:
 
     # -- what the worker says ------------------------------------------------------------------------------------
 
-    def reported(self, report: LoadReported, now_s: float) -> None:
+    def reported(self, report: Load, now_s: float) -> None:
         self.report = report
         if report.is_drained:  # from here on the worker says itself how long, as another router may take it back
             self.is_drain_requested = False

@@ -20,6 +20,7 @@ from pdserve.core.proof import Identity
 from pdserve.core.types import Role
 from pdserve.prefix.index import PrefixIndex
 from pdserve.v1 import worker_pb2
+from pdserve.wire.protocol import decode_response
 from router import messages
 from router.events import Event, WorkerForgotten, WorkerLost
 from router.links import KvLinks
@@ -148,7 +149,7 @@ class Workers:
             if message.HasField("kv_links"):
                 self.links.told(session.worker_id, message.kv_links.links)
                 return
-            event = messages.event_of(session.worker_id, message)
+            event = decode_response(session.worker_id, message)
         except InvalidRequest as error:
             self.num_invalid += 1
             log.error("a worker sent nonsense", extra={"worker_id": session.worker_id, "why": error.message})

@@ -15,13 +15,14 @@ from decode_worker.batching import DecodeBatching
 from decode_worker.chunking import ChunkRule
 from decode_worker.resident import Stage
 from decode_worker.step import Step
+from kvtransfer.grants import encode_grant
 from kvtransfer.shape import KvShape
 from kvtransfer.transport import Fingerprint, Grant, TransferKey
 from pdserve.core import effects as fx
+from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.latency import CostModel
 from pdserve.core.types import TokenOut
-from router import events
 from simulator.machine import Machine, Order, Surroundings
 from simulator.model import WorkerShape
 from simulator.prefiller import DREW, READ
@@ -112,13 +113,13 @@ class Decoder(Machine):
         """Sequences that decode in the present step."""
         return 0 if self._run is None else len(self._run.step.decoding)
 
-    def load(self) -> fx.Load:
+    def load(self) -> pr.Load:
         load = self._batching.load()
         run = self._run
         if run is None or run.count <= 1 or self.is_stalled:
             return load
         done = min(run.steps_by(self.agenda.now_s), run.count) - 1
-        return fx.Load(
+        return pr.Load(
             free_blocks=load.free_blocks,
             evictable_blocks=load.evictable_blocks,
             running=load.running,
@@ -278,7 +279,7 @@ class Decoder(Machine):
             outs = [DREW if share == each.remaining else READ for each, share in step.reading]
             read = batching.apply(replace(step, decoding=[]), outs, now_s)
             for effect in read:
-                if isinstance(effect, fx.Drawn):
+                if isinstance(effect, pr.TokenRow):
                     untold[effect.key] = Untold(effect.output_index, 1)
             effects += read
         self.act(effects)
@@ -293,32 +294,27 @@ class Decoder(Machine):
 
     # -- tokens --------------------------------------------------------------------------------------------------
 
-    def _tell(self, drawn: Iterable[fx.Drawn], others: Iterable[AttemptKey] = ()) -> None:
+    def _tell(self, drawn: Iterable[pr.TokenRow], others: Iterable[AttemptKey] = ()) -> None:
         """Sends the unreported tokens of these attempts, one message per router; `drawn` are their last ones."""
-        by_router: dict[int, list[events.TokenRow]] = {}
+        worker_id = self.shape.worker_id
+        by_router: dict[int, list[pr.TokenRow]] = {}
         for one in drawn:
             key = one.key
             untold = self._untold.pop(key)
-            row = events.TokenRow(
-                request_id=key.request_id,
-                attempt=key.attempt,
+            row = replace(
+                one,
+                key=key._replace(peer=worker_id),
                 output_index=untold.output_index,
                 tokens=_tokens(untold.count),
-                finish=one.finish,
                 decode_s=untold.decode_s,
                 decode_queue_s=untold.decode_queue_s,
                 preempted_s=untold.preempted_s,
-                preemptions=one.preemptions,
-                queue_s=one.queue_s,
-                prefill_s=one.prefill_s,
-                cached_tokens=one.cached_tokens,
             )
             by_router.setdefault(key.router, []).append(row)
         for key in list(others):
             untold = self._untold.pop(key)
-            row = events.TokenRow(
-                request_id=key.request_id,
-                attempt=key.attempt,
+            row = pr.TokenRow(
+                key=key._replace(peer=worker_id),
                 output_index=untold.output_index,
                 tokens=_tokens(untold.count),
                 decode_s=untold.decode_s,
@@ -327,13 +323,13 @@ class Decoder(Machine):
             )
             by_router.setdefault(key.router, []).append(row)
         for router, rows in by_router.items():
-            self.tell(router, events.TokensArrived(worker_id=self.shape.worker_id, rows=tuple(rows)))
+            self.tell(router, pr.TokensArrived(worker_id=worker_id, rows=tuple(rows)))
 
     # -- effects -------------------------------------------------------------------------------------------------
 
     def act(self, effects: list[Any]) -> None:
         """Tokens are sent first, as in the live worker: a request's Released must not overtake them."""
-        drawn = [effect for effect in effects if isinstance(effect, fx.Drawn)]
+        drawn = [effect for effect in effects if isinstance(effect, pr.TokenRow)]
         for one in drawn:
             if one.decode_s or one.decode_queue_s or one.preempted_s:
                 untold = self._untold[one.key]
@@ -344,32 +340,30 @@ class Decoder(Machine):
         if first_or_last:
             self._tell(first_or_last)
         for effect in effects:
-            if not isinstance(effect, fx.Drawn):
+            if not isinstance(effect, pr.TokenRow):
                 self.act_on_own(effect)
 
     def act_on_own(self, effect: Any) -> None:
         key: AttemptKey = effect.key
         match effect:
-            case fx.Released() | fx.Refused():
+            case pr.Released() | pr.Refused():
                 self._untold.pop(key, None)
                 self._transfers.pop(key, None)
                 self.act_on(effect)
             case fx.LandingHeld():
                 self._landing_held(effect)
-            case fx.SeatHeld():
-                self._granted(key, None)
+            case pr.Granted():
+                self.forward(effect)
             case fx.KvCommitted():
-                event = events.TransferEnded(
-                    worker_id=self.shape.worker_id,
-                    request_id=key.request_id,
-                    attempt=key.attempt,
+                ended = pr.TransferEnded(
+                    key=key,
                     is_committed=True,
                     transfer_s=effect.transfer_s,
                     busy_s=effect.busy_s,
                     num_bytes=effect.num_bytes,
                     saved_bytes=effect.held_blocks * self.block_size * self.shape.kv_bytes_per_token,
                 )
-                self.tell(key.router, event)
+                self.forward(ended)
             case fx.ReceiveAborted():
                 self.strand(key, self._batching.num_held(key))
                 self.around.network.abort_receiving(self._transfers[key])
@@ -392,13 +386,7 @@ class Decoder(Machine):
         self._transfers[key] = grant.key
         self.strand(key, self._batching.num_held(key))
         self.around.network.expect(self, key, grant, self._block_bytes)
-        self._granted(key, grant)
-
-    def _granted(self, key: AttemptKey, grant: Grant | None) -> None:
-        event = events.Granted(
-            worker_id=self.shape.worker_id, request_id=key.request_id, attempt=key.attempt, grant=grant
-        )
-        self.tell(key.router, event)
+        self.forward(pr.Granted(key=key, grant=encode_grant(grant)))
 
 
 def _tokens(count: int) -> tuple[TokenOut, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, final
 
+from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.results import Timings
 from router import commands, events
@@ -85,16 +86,16 @@ class Front:
                 call = self._calls.get(command.request_id)
                 if call is not None:
                     call.row.tokens += len(command.tokens)
-            case commands.Reserve() | commands.Prefill():
+            case pr.Reserve() | pr.Prefill():
                 self._order(command)
-            case commands.Admit():
+            case pr.Admit():
                 key = self._key(command)
                 self._send(command.worker_id, "admit", key, command.first_token_id)
-            case commands.Cancel():
+            case pr.Cancel():
                 self._send(command.worker_id, "cancel", self._key(command))
-            case commands.DrainWorker():
+            case pr.DrainWorker():
                 self._send(command.worker_id, "drain")
-            case commands.UndrainWorker():
+            case pr.UndrainWorker():
                 self._send(command.worker_id, "undrain")
             case commands.FinishRequest():
                 self._row(command.request_id).cached_tokens = command.usage.cached_prompt_tokens
@@ -115,7 +116,7 @@ class Front:
 
     # -- to workers ----------------------------------------------------------------------------------------------
 
-    def _order(self, command: commands.Reserve | commands.Prefill) -> None:
+    def _order(self, command: pr.Reserve | pr.Prefill) -> None:
         call = self._calls.get(command.request_id)
         if call is None:
             return
@@ -129,7 +130,7 @@ class Front:
             tpot_s=row.slo.tpot_s,
             deadline_s=command.deadline_s,
         )
-        if isinstance(command, commands.Prefill):
+        if isinstance(command, pr.Prefill):
             self._send(command.worker_id, "prefill", order, command.grant)
         else:
             if row.predicted_ttft_s is None:
@@ -153,7 +154,7 @@ class Front:
         if machine is not None:  # otherwise WorkerLost is about to arrive
             self._agenda.after(self._config.message_s, machine.deliver, getattr(machine, what), *details)
 
-    def _key(self, command: commands.Reserve | commands.Prefill | commands.Admit | commands.Cancel) -> AttemptKey:
+    def _key(self, command: pr.Reserve | pr.Prefill | pr.Admit | pr.Cancel) -> AttemptKey:
         return AttemptKey(self._number, command.request_id, command.attempt)
 
     # -- to clients ----------------------------------------------------------------------------------------------

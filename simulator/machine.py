@@ -9,11 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvtransfer.transport import TransferKey
 from pdserve.core import effects as fx
+from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey, AttemptLedger, EndRule
 from pdserve.core.blocks import BlockAllocator, CacheChange
 from router import events
@@ -73,7 +74,7 @@ class Machine(ABC):
         self.inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._ledger = AttemptLedger()
         self._timed_s = self._beat_s = float("-inf")
-        self._told: fx.Load | None = None
+        self._told: pr.Load | None = None
         self._is_beat_due = False
 
     # -- implemented by each role
@@ -99,8 +100,8 @@ class Machine(ABC):
     def act(self, effects: list[Any]) -> None:
         """Carries effects out, in order."""
 
-    def load(self) -> fx.Load:
-        load: fx.Load = self.batching.load()
+    def load(self) -> pr.Load:
+        load: pr.Load = self.batching.load()
         return load
 
     # -- coming and going ----------------------------------------------------------------------------------------
@@ -227,41 +228,22 @@ class Machine(ABC):
     def tell(self, router: int, event: events.Event) -> None:
         self.agenda.after(self.around.config.message_s, self.around.tell, router, event)
 
+    def forward(self, message: pr.AttemptMessage) -> None:
+        """To the router whose attempt it is about, which names the attempt by the worker."""
+        theirs = message.key._replace(peer=self.shape.worker_id)
+        self.tell(message.key.router, replace(message, key=theirs))
+
     def act_on(self, effect: Any) -> None:
         """Carries out the effects that both roles have."""
         key: AttemptKey = effect.key
-        name, worker_id = key.request_id, self.shape.worker_id
         match effect:
-            case fx.Released():
+            case pr.Released():
                 self.unstrand(key)
-                self.tell(key.router, events.Released(worker_id=worker_id, request_id=name, attempt=key.attempt))
-            case fx.Refused():
-                refused = events.Refused(
-                    worker_id=worker_id,
-                    request_id=name,
-                    attempt=key.attempt,
-                    reason=effect.reason,
-                    retry_after_s=fx.RETRY_AFTER_S,
-                )
-                self.tell(key.router, refused)
-            case fx.Failed():
-                failed = events.AttemptFailed(
-                    worker_id=worker_id,
-                    request_id=name,
-                    attempt=key.attempt,
-                    kind=effect.kind,
-                    message=effect.message,
-                )
-                self.tell(key.router, failed)
+                self.forward(effect)
+            case pr.Refused() | pr.AttemptFailed():
+                self.forward(effect)
             case fx.TransferLost():
-                lost = events.TransferEnded(
-                    worker_id=worker_id,
-                    request_id=name,
-                    attempt=key.attempt,
-                    is_committed=False,
-                    error=effect.error,
-                )
-                self.tell(key.router, lost)
+                self.forward(pr.TransferEnded(key=key, is_committed=False, error=effect.error))
             case fx.TransferCancelled():
                 pass  # for the statistics of a real worker
             case _:
@@ -277,7 +259,7 @@ class Machine(ABC):
             return False
         self._timed_s = now_s
         self.num_timed += 1
-        event = events.BatchTimed(
+        event = pr.BatchTimed(
             worker_id=self.shape.worker_id,
             rows=account.decode_rows,
             prefill_tokens=account.prefill_tokens,
@@ -338,17 +320,12 @@ class Machine(ABC):
                 self._beat(load)
         self.agenda.after(heartbeat_s, self._tick)
 
-    def _beat(self, load: fx.Load) -> None:
+    def _beat(self, load: pr.Load) -> None:
         self._beat_s, self._told = self.agenda.now_s, load
-        report = events.LoadReported(
+        report = replace(
+            load,
             worker_id=self.shape.worker_id,
             steps=self.num_steps,
-            free_blocks=load.free_blocks,
-            evictable_blocks=load.evictable_blocks,
-            running=load.running,
-            waiting=load.waiting,
-            context_tokens=load.context_tokens,
-            pending_prefill_tokens=load.pending_prefill_tokens,
             is_draining=self.batching.is_draining,
         )
         for router in range(self.around.config.num_routers):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Final, final
 
+from kvtransfer.grants import decode_grant
 from kvtransfer.transport import Grant, TransferKey
 from pdserve.core import effects as fx
+from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
 from pdserve.engine.interface import RowOut
 from prefill_worker.batching import PrefillBatching
 from prefill_worker.prompt import Step
 from prefill_worker.pushing import PushRule
-from router import events
 from simulator.machine import Machine, Order, Surroundings
 from simulator.model import WorkerShape
 from simulator.prompts import TOKEN
@@ -53,7 +54,8 @@ class Prefiller(Machine):
     def is_computing(self) -> bool:
         return self._step is not None
 
-    def prefill(self, order: Order, grant: Grant) -> None:
+    def prefill(self, order: Order, encoded: bytes) -> None:
+        grant = decode_grant(encoded)
         attempt = self.begin(order)
         if attempt is None:
             return
@@ -127,36 +129,15 @@ class Prefiller(Machine):
                         network.push(self._grants[key].key, effect.blocks[0][0], len(effect.blocks))
                 case fx.SendStarted():
                     network.start(self, key, self._grants[key])
-                case fx.FirstDrawn():
-                    self._first_drawn(effect)
+                case pr.FirstToken():
+                    self.forward(effect)
                 case fx.SendAborted():
                     network.abort_sending(self._grants[key].key)
-                case fx.Released() | fx.Refused():
+                case pr.Released() | pr.Refused():
                     self._grants.pop(key, None)
                     self.act_on(effect)
                 case _:
                     self.act_on(effect)
 
     def _exposed(self, key: AttemptKey, exposed_s: float) -> None:
-        ended = events.TransferEnded(
-            worker_id=self.shape.worker_id,
-            request_id=key.request_id,
-            attempt=key.attempt,
-            is_committed=True,
-            exposed_s=exposed_s,
-        )
-        self.tell(key.router, ended)
-
-    def _first_drawn(self, effect: fx.FirstDrawn) -> None:
-        key = effect.key
-        event = events.FirstToken(
-            worker_id=self.shape.worker_id,
-            request_id=key.request_id,
-            attempt=key.attempt,
-            token=effect.token,
-            queue_s=effect.queue_s,
-            prefill_s=effect.prefill_s,
-            cached_tokens=effect.cached_tokens,
-            finish=effect.finish,
-        )
-        self.tell(key.router, event)
+        self.forward(pr.TransferEnded(key=key, is_committed=True, exposed_s=exposed_s))

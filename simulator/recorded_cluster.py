@@ -15,19 +15,10 @@ from typing import Any, Final, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.latency import CostModel, LinkModel
+from pdserve.core.protocol import BatchTimed, Granted, Load, Prefill, Reserve, TransferEnded
 from pdserve.core.types import Role, Slo
-from router.commands import Command, Prefill, Reserve
-from router.events import (
-    BatchTimed,
-    Event,
-    Granted,
-    LoadReported,
-    RequestArrived,
-    TransferEnded,
-    WorkerConnected,
-    WorkerForgotten,
-    WorkerLost,
-)
+from router.commands import Command
+from router.events import Event, RequestArrived, WorkerConnected, WorkerForgotten, WorkerLost
 from router.settings import RouterSettings
 from simulator.model import Disturbance, DisturbanceKind, Link, SimConfig, WorkerShape
 from simulator.recorded import steps
@@ -38,7 +29,7 @@ _KINDS: Final = (
     WorkerConnected,
     WorkerLost,
     WorkerForgotten,
-    LoadReported,
+    Load,
     BatchTimed,
     TransferEnded,
     Prefill,
@@ -160,7 +151,7 @@ class _Cluster:
                 worker = self.workers[item.worker_id]
                 if len(worker.lost) == len(worker.back):
                     worker.lost.append(now_s)
-            case LoadReported() if item.worker_id in self.workers:
+            case Load() if item.worker_id in self.workers:
                 worker = self.workers[item.worker_id]
                 worker.first_beat_s = worker.first_beat_s if worker.num_beats else now_s
                 worker.last_beat_s = now_s

@@ -1,37 +1,19 @@
 """What a worker's batching decides, as data. Pure.
 
-The program turns each effect into a message or a transfer call; a simulator turns the same into future events.
-After anything but Refused, exactly one Released ends an attempt.
+What routers are told is a message of pdserve/core/protocol.py; the rest is here. The program turns each effect into a
+message or a transfer call; a simulator turns the same into future events. After anything but Refused, exactly one
+Released ends an attempt.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
-from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
-from pdserve.core.types import FinishReason, TokenOut
-
-RETRY_AFTER_S: Final = 0.05  # that a refusal says: about the time in which a batch ends
+from pdserve.core.attempt import AttemptKey
+from pdserve.core.protocol import AttemptFailed, FirstToken, Granted, Refused, Released, TokenRow
+from pdserve.core.types import TokenOut
 
 # -- both roles --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """The attempt is not taken and nothing is held for it."""
-
-    key: AttemptKey
-    reason: RefusalReason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """The attempt is over; its memory follows in Released."""
-
-    key: AttemptKey
-    kind: FailureKind
-    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +31,6 @@ class TransferLost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferCancelled:
     """The attempt was given up before its KV was needed, and nobody moves it any more; for statistics."""
-
-    key: AttemptKey
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Released:
-    """Every block of the attempt is back in the allocator or in the prefix cache."""
 
     key: AttemptKey
 
@@ -103,16 +78,6 @@ class SendAborted:
     key: AttemptKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstDrawn:
-    key: AttemptKey
-    token: TokenOut
-    queue_s: float
-    prefill_s: float
-    cached_tokens: int
-    finish: FinishReason | None
-
-
 # -- decode ------------------------------------------------------------------------------------------------------
 
 
@@ -123,13 +88,6 @@ class LandingHeld:
     key: AttemptKey
     blocks: tuple[int, ...]
     held_blocks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeatHeld:
-    """The worker will read the prompt itself."""
-
-    key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,30 +114,6 @@ class KvMistaken:
     error: str
 
 
-# Not frozen, which doubles the time to make one: there is one for each row and step.
-@dataclass(slots=True, kw_only=True)
-class Drawn:
-    """One token of one step. Durations and counts come with the row that knows them, else 0."""
-
-    key: AttemptKey
-    output_index: int
-    token: TokenOut
-    finish: FinishReason | None = None
-    decode_s: float = 0.0  # decoding since what was told before: with the last row, and after a preemption
-    decode_queue_s: float = 0.0  # with a remote attempt's first row: KV and first token were there, no step was free
-    preempted_s: float = 0.0  # with the first row after a preemption; its decode_s is what was before
-    preemptions: int = 0
-    queue_s: float = 0.0  # with a local attempt's first row, as the next two
-    prefill_s: float = 0.0
-    cached_tokens: int = 0
-
-    @property
-    def tells_more(self) -> bool:
-        """Whether anything is said beside the token."""
-        durations_s = self.decode_s or self.decode_queue_s or self.preempted_s or self.queue_s or self.prefill_s
-        return bool(self.finish is not None or durations_s or self.preemptions or self.cached_tokens)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainDrawn:
     """One token each of sequences that go on and have nothing else to report. The lists have equal lengths."""
@@ -190,21 +124,29 @@ class PlainDrawn:
 
 
 PrefillEffect = (
-    Refused | Failed | TransferLost | Released | PromptScored | SendStarted | BlocksDone | SendAborted | FirstDrawn
+    Refused
+    | AttemptFailed
+    | TransferLost
+    | Released
+    | PromptScored
+    | SendStarted
+    | BlocksDone
+    | SendAborted
+    | FirstToken
 )
 DecodeEffect = (
     Refused
-    | Failed
+    | AttemptFailed
     | TransferLost
     | TransferCancelled
     | Released
     | PromptScored
     | LandingHeld
-    | SeatHeld
+    | Granted
     | ReceiveAborted
     | KvCommitted
     | KvMistaken
-    | Drawn
+    | TokenRow
     | PlainDrawn
 )
 
@@ -218,15 +160,3 @@ class StepAccount:
     prefill_tokens: int = 0
     prefill_token_context: float = 0.0  # sum over prefill rows of tokens * (cached + tokens / 2)
     draft_tokens: int = 0  # guesses beside the decode rows' own tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """A worker's own account of itself."""
-
-    free_blocks: int
-    evictable_blocks: int
-    running: int
-    waiting: int
-    context_tokens: int
-    pending_prefill_tokens: int

@@ -123,8 +123,8 @@ class Prefill(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     sequence: Sequence
-    grant: _transfer_pb2.Grant
-    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ...) -> None: ...
+    grant: bytes
+    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., grant: _Optional[bytes] = ...) -> None: ...
 
 class Admit(_message.Message):
     __slots__ = ("request_id", "attempt", "first_token_id")
@@ -287,8 +287,8 @@ class Granted(_message.Message):
     GRANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
-    grant: _transfer_pb2.Grant
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ...) -> None: ...
+    grant: bytes
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., grant: _Optional[bytes] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("request_id", "attempt", "reason", "retry_after_s")
@@ -341,12 +341,12 @@ class PromptScored(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., scores: _Optional[_Union[_inference_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class TransferEnded(_message.Message):
-    __slots__ = ("request_id", "attempt", "is_committed", "transfer_s", "bytes", "error", "busy_s", "exposed_s", "saved_bytes")
+    __slots__ = ("request_id", "attempt", "is_committed", "transfer_s", "num_bytes", "error", "busy_s", "exposed_s", "saved_bytes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     IS_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
@@ -355,12 +355,12 @@ class TransferEnded(_message.Message):
     attempt: int
     is_committed: bool
     transfer_s: float
-    bytes: int
+    num_bytes: int
     error: str
     busy_s: float
     exposed_s: float
     saved_bytes: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., is_committed: _Optional[bool] = ..., transfer_s: _Optional[float] = ..., bytes: _Optional[int] = ..., error: _Optional[str] = ..., busy_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., saved_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., is_committed: _Optional[bool] = ..., transfer_s: _Optional[float] = ..., num_bytes: _Optional[int] = ..., error: _Optional[str] = ..., busy_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., saved_bytes: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("rows", "plain")

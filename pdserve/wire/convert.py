@@ -119,26 +119,6 @@ def slo_from_proto(message: inference_pb2.Slo, default: Slo) -> Slo:
     )
 
 
-def token_from_proto(message: worker_pb2.Token) -> TokenOut:
-    return TokenOut(
-        token_id=message.token_id,
-        logprob=message.logprob if message.HasField("logprob") else None,
-        top=tops_from_proto(message.top),
-    )
-
-
-def token_to_proto(token: TokenOut) -> worker_pb2.Token:
-    return worker_pb2.Token(token_id=token.token_id, logprob=token.logprob, top=tops_to_proto(token.top))
-
-
-def add_token(tokens: Any, token: TokenOut) -> None:
-    """To a repeated field, without a copy."""
-    if token.logprob is None and not token.top:  # nearly every token
-        tokens.add(token_id=token.token_id)
-    else:
-        tokens.append(token_to_proto(token))
-
-
 def logprobs_to_proto(token: TokenOut) -> inference_pb2.TokenLogprobs:
     """For the client; `token.logprob` must be there."""
     assert token.logprob is not None
@@ -153,19 +133,8 @@ def tops_from_proto(top: Iterable[inference_pb2.TopLogprob]) -> tuple[tuple[int,
     return tuple([(one.token_id, one.logprob) for one in top])
 
 
-def role_from_proto(value: int) -> Role:
-    return _back(_ROLES, value, "role")
-
-
 def role_to_proto(role: Role) -> worker_pb2.Role:
     return _ROLES[role]
-
-
-def finish_from_proto(value: int) -> FinishReason | None:
-    """None while the text goes on (UNSPECIFIED)."""
-    if value == inference_pb2.FINISH_REASON_UNSPECIFIED:
-        return None
-    return _back(_FINISHES, value, "finish")
 
 
 def finish_to_proto(reason: FinishReason | None) -> inference_pb2.FinishReason:

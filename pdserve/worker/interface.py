@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from pdserve.core import effects as fx
+from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey, FailureKind
 from pdserve.core.blocks import BlockAllocator
 from pdserve.engine.interface import RowOut
@@ -24,7 +24,7 @@ class Batching(Protocol):
 
     def live(self) -> list[AttemptKey]: ...
 
-    def load(self) -> fx.Load: ...
+    def load(self) -> pr.Load: ...
 
     def plan(self, now_s: float) -> tuple[Any, list[Any]]: ...
 

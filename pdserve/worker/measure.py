@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import final
 
 from pdserve.core import effects as fx
+from pdserve.core import protocol as pr
 from pdserve.telemetry import metric_names
 from pdserve.telemetry.metric_names import MetricSpec
 from pdserve.telemetry.metrics import Metrics
@@ -33,7 +34,7 @@ class Measure:
             metrics.add(metric_names.DRAFT_TOKENS, num_accepted, outcome="accepted")
             metrics.add(metric_names.DRAFT_TOKENS, account.draft_tokens - num_accepted, outcome="rejected")
 
-    def loaded(self, load: fx.Load, num_used_blocks: int) -> None:
+    def loaded(self, load: pr.Load, num_used_blocks: int) -> None:
         metrics = self._metrics
         metrics.set(metric_names.WORKER_RUNNING, load.running)
         metrics.set(metric_names.WORKER_WAITING, load.waiting)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from pdserve.core import effects as fx
+from pdserve.core import protocol as pr
 from pdserve.core.attempt import Attempt, AttemptKey, AttemptLedger, EndRule, FailureKind
 from pdserve.core.blocks import BlockAllocator, CacheChange
 from pdserve.core.errors import InvalidRequest
@@ -30,6 +31,7 @@ from pdserve.profiles import load_profile
 from pdserve.telemetry import metric_names, names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.wire.convert import role_to_proto
+from pdserve.wire.protocol import COST, encode_response
 from pdserve.worker import calibrate, messages
 from pdserve.worker.begun import Begun, Runway
 from pdserve.worker.compute import Isolation, RowFailed
@@ -84,12 +86,12 @@ class RoleProgram(ABC):
         self._step_ended_s = 0.0
         self._beat_at_s = float("-inf")
         self._timed = TimedSteps(config.heartbeat_s / TIMED_BATCHES_PER_HEARTBEAT)
-        self._told: fx.Load | None = None
+        self._told: pr.Load | None = None
         self._actions: dict[type, Callable[[Any], None]] = {
-            fx.Refused: self._refused,
-            fx.Failed: self._failed,
+            pr.Refused: self._refused,
+            pr.AttemptFailed: self._failed,
             fx.TransferLost: self._transfer_lost,
-            fx.Released: self._released,
+            pr.Released: self._released,
             fx.PromptScored: self._prompt_scored,
             **self.actions(),
         }
@@ -162,7 +164,7 @@ class RoleProgram(ABC):
             max_batch=config.max_batch,
             max_batch_tokens=config.max_batch_tokens,
             inbox_depth=config.inbox_depth,
-            cost=messages.cost_prior(self.cost),
+            cost=COST.encode(self.cost),
             hash_seed=self.limits.hash_seed,
             reads_batches=True,
         )
@@ -171,7 +173,7 @@ class RoleProgram(ABC):
         self._routers[session] = hello.wants_kv_events
         if hello.wants_kv_events:
             self._tell_cache(self.blocks.snapshot(), [session])
-        self.emit(session, load=self._load(self.batching.load()))
+        self.emit_response(session, encode_response(self._load(self.batching.load())))
         if self._links:
             self._tell_links([session])
 
@@ -330,6 +332,10 @@ class RoleProgram(ABC):
         if session in self._routers:
             self._pending.append((session, worker_pb2.AttachResponse(**message)))
 
+    def tell(self, message: pr.AttemptMessage) -> None:
+        """Queues a message for the router whose attempt it is about."""
+        self.emit_response(message.key.router, encode_response(message))
+
     def emit_response(self, session: int, response: worker_pb2.AttachResponse) -> None:
         """Like `emit`, for a message that exists already."""
         if session in self._routers:
@@ -353,8 +359,8 @@ class RoleProgram(ABC):
             attempt = read_sequence(message, key, self.limits, self.received_s)
         except InvalidRequest as error:
             self.context.metrics.add(metric_names.INVALID_MESSAGES, field=error.field)
-            self._failed(fx.Failed(key=key, kind=FailureKind.INVALID, message=error.message))
-            self._released(fx.Released(key=key))
+            self._failed(pr.AttemptFailed(key=key, kind=FailureKind.INVALID, message=error.message))
+            self._released(pr.Released(key=key))
             return None
         self.tracks[key] = Track(
             message.traceparent, {name: value for name, value in attempt.attributes().items() if value}
@@ -387,17 +393,17 @@ class RoleProgram(ABC):
 
     # -- effects of both roles ----------------------------------------------------------------------------------
 
-    def _refused(self, effect: fx.Refused) -> None:
+    def _refused(self, effect: pr.Refused) -> None:
         self._forget(effect.key)
         self.context.metrics.add(metric_names.REFUSED_BY_WORKER, reason=effect.reason.value)
-        self.emit(effect.key.router, refused=messages.refused(effect))
+        self.tell(effect)
 
-    def _failed(self, effect: fx.Failed) -> None:
+    def _failed(self, effect: pr.AttemptFailed) -> None:
         track = self.tracks.get(effect.key)
         extra = {"request_id": effect.key.request_id, "attempt": effect.key.attempt, "kind": effect.kind.value}
         extra |= {} if track is None else track.attributes
         log.log(logging.ERROR if effect.kind is FailureKind.INTERNAL else logging.INFO, "attempt failed", extra=extra)
-        self.emit(effect.key.router, failed=messages.failed(effect))
+        self.tell(effect)
 
     def _transfer_lost(self, effect: fx.TransferLost) -> None:
         extra = {"request_id": effect.key.request_id, "attempt": effect.key.attempt, "error": effect.error}
@@ -406,11 +412,11 @@ class RoleProgram(ABC):
         else:
             log.warning("KV was not moved", extra=extra)
         self.context.metrics.add(metric_names.TRANSFERS, outcome="cancelled" if effect.is_cancelled else "failed")
-        self.emit(effect.key.router, transfer_ended=messages.transfer_lost(effect))
+        self.tell(pr.TransferEnded(key=effect.key, is_committed=False, error=effect.error))
 
-    def _released(self, effect: fx.Released) -> None:
+    def _released(self, effect: pr.Released) -> None:
         self._forget(effect.key)
-        self.emit(effect.key.router, released=messages.released(effect))
+        self.tell(effect)
 
     def _forget(self, key: AttemptKey) -> None:
         self.tracks.pop(key, None)
@@ -447,9 +453,7 @@ class RoleProgram(ABC):
             step_s *= account.decode_rows / max(1, num_drawn)
         told = self._timed.took(account, step_s, now_s)
         if told is not None:
-            timed = messages.batch_timed(*told)
-            for session in self._routers:
-                self.emit(session, batch_timed=timed)
+            self._tell_all(messages.batch_timed(*told))
 
     def _beat(self, now_s: float) -> None:
         """Sends a load report on each heartbeat, and after a change once a fifth of a heartbeat has passed."""
@@ -465,18 +469,19 @@ class RoleProgram(ABC):
             self._links = links
             self._tell_links(self._routers)
         self._beat_at_s, self._told = now_s, load
-        message = self._load(load)
-        for session in self._routers:
-            self.emit(session, load=message)
+        self._tell_all(self._load(load))
         if self._measure.is_on:
             self._measure.loaded(load, self.blocks.num_referenced)
             self._measure.transferred(self.transfer_events())
             self._measure.rejected_rank_joins(self.rejected_rank_joins())
 
-    def _load(self, load: fx.Load) -> worker_pb2.Load:
-        return messages.load(
-            load, steps=self.num_steps, is_draining=self.batching.is_draining, is_drained=self.is_drained
-        )
+    def _load(self, load: pr.Load) -> pr.Load:
+        return replace(load, steps=self.num_steps, is_draining=self.batching.is_draining, is_drained=self.is_drained)
+
+    def _tell_all(self, message: pr.Load | pr.BatchTimed) -> None:
+        response = encode_response(message)
+        for session in self._routers:
+            self.emit_response(session, response)
 
     def _tell_links(self, sessions: Iterable[int]) -> None:
         links = [worker_pb2.KvLink(decode_worker=one[0], transport=one[1], reason=one[2]) for one in self._links]

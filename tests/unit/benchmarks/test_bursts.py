@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.bursts import Answer, read_recording, report
+from pdserve.core.attempt import AttemptKey
+from pdserve.core.protocol import FirstToken, TokenRow, TokensArrived
 from pdserve.core.types import FinishReason, TokenOut
 from router import replay
-from router.events import FirstToken, TokenRow, TokensArrived
 
 STEADY = [0.01 + 0.003 * number for number in range(20)]
 AT_ONCE = [0.07 + 0.0001 * number for number in range(20)]
@@ -33,16 +34,15 @@ def test_an_answer_that_was_decoded_at_once_is_no_burst() -> None:
 
 
 def test_a_recording_gives_the_routers_times() -> None:
-    first = FirstToken(worker_id="p0", request_id="a", attempt=1, token=TokenOut(token_id=5))
+    first = FirstToken(key=AttemptKey("p0", "a", 1), token=TokenOut(token_id=5))
     row = TokenRow(
-        request_id="a",
-        attempt=1,
+        key=AttemptKey("d0", "a", 1),
         output_index=1,
         tokens=(TokenOut(token_id=6), TokenOut(token_id=7)),
         finish=FinishReason.LENGTH,
         decode_s=0.5,
     )
-    stranger = TokenRow(request_id="b", attempt=1, output_index=0, tokens=(TokenOut(token_id=6),))
+    stranger = TokenRow(key=AttemptKey("d0", "b", 1), output_index=0, tokens=(TokenOut(token_id=6),))
     events = [(1.0, first), (1.5, TokensArrived(worker_id="d0", rows=(row, stranger)))]
     answers = {"a": Answer()}
     read_recording([replay.encode_step(replay.make_step(at_s, event, [])) for at_s, event in events], answers)

@@ -15,8 +15,9 @@ from decode_worker.drafting import DraftRule
 from decode_worker.step import Step
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.blocks import BlockAllocator
-from pdserve.core.effects import DecodeEffect, Drawn, LandingHeld, PlainDrawn, StepAccount
+from pdserve.core.effects import DecodeEffect, LandingHeld, PlainDrawn, StepAccount
 from pdserve.core.latency import CostModel, CostPrior
+from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Sampling
 from pdserve.engine.ahead import LazyAhead
 from pdserve.engine.interface import Flight, OnLayer, Row, RowOut
@@ -186,8 +187,8 @@ class Bench:
     def _read(self, after: list[DecodeEffect]) -> list[DecodeEffect]:
         self.batching.check()
         for one in after:
-            if isinstance(one, Drawn):
-                self.drawn.setdefault(one.key.request_id, []).append(one.token.token_id)
+            if isinstance(one, TokenRow):
+                self.drawn.setdefault(one.key.request_id, []).append(one.tokens[0].token_id)
             if isinstance(one, PlainDrawn):
                 for key, token_id in zip(one.keys, one.token_ids, strict=True):
                     self.drawn[key.request_id].append(token_id)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from decode_worker.resident import Stage
-from pdserve.core.effects import Drawn, PlainDrawn, Released
+from pdserve.core.effects import PlainDrawn
 from pdserve.core.errors import InternalError
+from pdserve.core.protocol import Released, TokenRow
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import EOT, answer
 
@@ -16,7 +17,7 @@ LONG = list(range(40, 46))
 
 
 def finished(effects: list[Any]) -> dict[str, FinishReason | None]:
-    return {one.key.request_id: one.finish for one in effects if isinstance(one, Drawn) and one.finish}
+    return {one.key.request_id: one.finish for one in effects if isinstance(one, TokenRow) and one.finish}
 
 
 def test_steps_are_launched_ahead_and_draw_the_same(make_bench: Any) -> None:

@@ -8,19 +8,8 @@ import pytest
 
 from decode_worker.resident import Stage
 from pdserve.core.attempt import FailureKind, RefusalReason
-from pdserve.core.effects import (
-    Drawn,
-    Failed,
-    KvCommitted,
-    LandingHeld,
-    ReceiveAborted,
-    Refused,
-    Released,
-    SeatHeld,
-    StepAccount,
-    TransferCancelled,
-    TransferLost,
-)
+from pdserve.core.effects import KvCommitted, LandingHeld, ReceiveAborted, StepAccount, TransferCancelled, TransferLost
+from pdserve.core.protocol import AttemptFailed, Granted, Refused, Released, TokenRow
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer
 
@@ -59,7 +48,7 @@ def test_decoding_starts_when_kv_and_first_token_are_both_there(bench: Any, is_a
         assert bench.admit("a", first) == []
     effects = bench.run()
     assert bench.drawn["a"] == answer(PROMPT, 8)
-    rows = [one for one in effects if isinstance(one, Drawn)]
+    rows = [one for one in effects if isinstance(one, TokenRow)]
     assert [row.output_index for row in rows] == list(range(1, 8))
     assert [row.finish for row in rows] == [None] * 6 + [FinishReason.LENGTH]
     assert rows[-1].decode_s == 7.0
@@ -133,14 +122,14 @@ def test_a_first_token_that_ends_the_text_is_not_decoded_from(bench: Any) -> Non
 
 def test_a_local_prompt_is_read_in_chunks_and_then_decoded(bench: Any) -> None:
     bench.now_s = 5.0
-    assert bench.offer("a", PROMPT) == [SeatHeld(key=bench.key("a"))]
+    assert bench.offer("a", PROMPT) == [Granted(key=bench.key("a"))]
     plan, _ = bench.batching.plan(8.0)
     assert plan.account == StepAccount(prefill_tokens=8, prefill_token_context=32.0)
     bench.batching.apply(plan, bench.engine.step(plan.rows), 9.0)
     bench.now_s = 9.0
     effects = bench.run()
     assert bench.drawn["a"] == answer(PROMPT, 8)
-    rows = [one for one in effects if isinstance(one, Drawn)]
+    rows = [one for one in effects if isinstance(one, TokenRow)]
     assert [row.output_index for row in rows] == list(range(8))
     assert (rows[0].queue_s, rows[0].prefill_s, rows[0].cached_tokens) == (3.0, 2.0, 0)
     assert (rows[1].prefill_s, rows[-1].decode_s) == (0.0, 7.0)
@@ -150,7 +139,7 @@ def test_a_local_prompt_uses_what_the_cache_has(bench: Any) -> None:
     bench.offer("a", PROMPT, max_tokens=1)
     bench.run()
     bench.offer("b", PROMPT, max_tokens=2)
-    [first, *_] = [one for one in bench.run() if isinstance(one, Drawn)]
+    [first, *_] = [one for one in bench.run() if isinstance(one, TokenRow)]
     assert first.cached_tokens == 8
     assert bench.drawn["b"] == answer(PROMPT, 2)
 
@@ -160,7 +149,7 @@ def test_generated_blocks_are_cached_for_the_next_turn(bench: Any) -> None:
     bench.run()
     turn = [*PROMPT, *bench.drawn["a"], 5]
     bench.offer("b", turn, max_tokens=1)
-    [first] = [one for one in bench.run() if isinstance(one, Drawn)]
+    [first] = [one for one in bench.run() if isinstance(one, TokenRow)]
     assert first.cached_tokens == 16
     assert bench.drawn["b"] == answer(turn, 1)
 
@@ -168,7 +157,7 @@ def test_generated_blocks_are_cached_for_the_next_turn(bench: Any) -> None:
 def test_tokens_that_the_client_has_count_as_output(bench: Any) -> None:
     whole = answer(PROMPT, 8)
     bench.offer("a", PROMPT, output=tuple(whole[:5]))
-    rows = [one for one in bench.run() if isinstance(one, Drawn)]
+    rows = [one for one in bench.run() if isinstance(one, TokenRow)]
     assert [row.output_index for row in rows] == [5, 6, 7]
     assert bench.drawn["a"] == whole[5:]
 
@@ -182,8 +171,8 @@ def test_residents_get_their_token_in_each_step_while_a_prompt_is_read(bench: An
         plan, _ = bench.batching.plan(bench.now_s)
         chunks.append([len(row.tokens) for row in plan.rows])
         for one in bench.batching.apply(plan, bench.engine.step(plan.rows), bench.now_s):
-            if isinstance(one, Drawn):
-                bench.drawn.setdefault(one.key.request_id, []).append(one.token.token_id)
+            if isinstance(one, TokenRow):
+                bench.drawn.setdefault(one.key.request_id, []).append(one.tokens[0].token_id)
     assert chunks == [[1, 4], [1, 4], [1, 4]]  # a share of the largest chunk of 8, but a block at least
     bench.run()
     assert bench.drawn == {"a": answer(PROMPT[:2], 6), "b": answer(list(range(12)), 1)}
@@ -217,8 +206,8 @@ def test_a_step_has_no_more_rows_than_the_batch(make_bench: Any) -> None:
         plan, _ = bench.batching.plan(bench.now_s)
         sizes.append(len(plan.rows))
         for one in bench.batching.apply(plan, bench.engine.step(plan.rows), bench.now_s):
-            if isinstance(one, Drawn):
-                bench.drawn.setdefault(one.key.request_id, []).append(one.token.token_id)
+            if isinstance(one, TokenRow):
+                bench.drawn.setdefault(one.key.request_id, []).append(one.tokens[0].token_id)
     assert max(sizes) == 2
     assert bench.drawn == {name: answer(prompt, 8) for name, prompt in prompts.items()}
 
@@ -247,7 +236,7 @@ def test_when_memory_ends_the_youngest_is_recomputed_and_no_token_changes(make_b
     effects = bench.run()
     assert bench.drawn == {name: answer(prompt, 20) for name, prompt in prompts.items()}
     assert bench.batching.num_preemptions > 0
-    last = {one.key.request_id: one for one in effects if isinstance(one, Drawn) and one.finish}
+    last = {one.key.request_id: one for one in effects if isinstance(one, TokenRow) and one.finish}
     assert last["a"].preemptions == 0
     assert last["c"].preemptions > 0
     assert list(last) == ["a", "b", "c"]
@@ -264,7 +253,7 @@ def test_a_preempted_remote_sequence_reads_its_tokens_itself(make_bench: Any) ->
     assert bench.drawn == {name: answer(prompt, 16) for name, prompt in prompts.items()}
     assert bench.batching.num_preemptions > 0
     for name in prompts:
-        indexes = [one.output_index for one in effects if isinstance(one, Drawn) and one.key.request_id == name]
+        indexes = [one.output_index for one in effects if isinstance(one, TokenRow) and one.key.request_id == name]
         assert indexes == list(range(1, 16))
 
 
@@ -317,7 +306,7 @@ def test_a_cached_prefix_is_not_held_while_memory_is_missing(make_bench: Any, is
     prompt = [*PROMPT[:8], 99]  # two blocks are in the cache, and there is none for the third
     refused = [Refused(key=bench.key("c"), reason=RefusalReason.NO_BLOCKS)]
     assert bench.offer("c", prompt, is_local=is_local, max_tokens=4) == (
-        [SeatHeld(key=bench.key("c"))] if is_local else refused
+        [Granted(key=bench.key("c"))] if is_local else refused
     )
     for _ in range(3):
         bench.step()
@@ -330,7 +319,7 @@ def test_a_cached_prefix_is_not_held_while_memory_is_missing(make_bench: Any, is
 def test_a_text_ends_at_the_context_window(make_bench: Any) -> None:
     bench = make_bench(num_blocks=3)
     bench.offer("a", PROMPT, max_tokens=100)
-    rows = [one for one in bench.run() if isinstance(one, Drawn)]
+    rows = [one for one in bench.run() if isinstance(one, TokenRow)]
     assert rows[-1].finish is FinishReason.LENGTH
     assert bench.drawn["a"] == answer(PROMPT, 2)
 
@@ -351,7 +340,7 @@ def test_a_text_ends_by_its_rules(
     bench: Any, prompt: list[int], sampling: dict[str, Any], expected: int, finish: FinishReason
 ) -> None:
     bench.offer("a", prompt, **sampling)
-    rows = [one for one in bench.run() if isinstance(one, Drawn)]
+    rows = [one for one in bench.run() if isinstance(one, TokenRow)]
     assert (len(rows), rows[-1].finish) == (expected, finish)
 
 
@@ -397,7 +386,7 @@ def test_failing_an_unknown_attempt_does_nothing(bench: Any) -> None:
     assert bench.batching.fail(key, FailureKind.INTERNAL, "nobody asked") == []
     bench.offer("a", PROMPT)
     failed, released = bench.batching.fail(key, FailureKind.INTERNAL, "the engine raised")
-    assert failed == Failed(key=key, kind=FailureKind.INTERNAL, message="the engine raised")
+    assert failed == AttemptFailed(key=key, kind=FailureKind.INTERNAL, message="the engine raised")
     assert released == Released(key=key)
     assert bench.batching.fail(key, FailureKind.INTERNAL, "again") == []
 
@@ -427,7 +416,11 @@ def test_a_deadline_ends_an_attempt_at_every_stage(bench: Any) -> None:
     bench.offer("landing", PROMPT, is_local=False, deadline_at_s=5.0)
     bench.offer("waiting", PROMPT, deadline_at_s=5.0)
     effects = bench.batching.expire(5.0)
-    assert {one.key.request_id for one in effects if isinstance(one, Failed)} == {"running", "landing", "waiting"}
+    assert {one.key.request_id for one in effects if isinstance(one, AttemptFailed)} == {
+        "running",
+        "landing",
+        "waiting",
+    }
     assert {one.key.request_id for one in effects if isinstance(one, Released)} == {"running", "waiting"}
     key = bench.key("landing")
     assert bench.batching.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
@@ -458,7 +451,7 @@ def test_the_inbox_is_bounded_over_both_paths(make_bench: Any) -> None:
     bench.offer("b", PROMPT)
     assert bench.offer("c", PROMPT) == [Refused(key=bench.key("c"), reason=RefusalReason.INBOX_FULL)]
     bench.step()
-    assert bench.offer("d", PROMPT) == [SeatHeld(key=bench.key("d"))]  # "b" runs, so there is room
+    assert bench.offer("d", PROMPT) == [Granted(key=bench.key("d"))]  # "b" runs, so there is room
 
 
 def test_a_draining_worker_refuses_and_finishes_what_it_has(bench: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.effects import Drawn, Released
+from pdserve.core.protocol import Released, TokenRow
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer
 
@@ -24,7 +24,7 @@ def test_repeated_text_takes_fewer_steps(make_bench: Any) -> None:
     assert bench.drawn["a"] == answer(prompt(), 40, num_answers=1)
     assert len(bench.accounts) < 20
     assert max(account.draft_tokens for account in bench.accounts) == 6
-    drawn = [one for one in effects if isinstance(one, Drawn)]
+    drawn = [one for one in effects if isinstance(one, TokenRow)]
     assert [one.output_index for one in drawn] == list(range(40))
     assert [one.finish for one in drawn] == [None] * 39 + [FinishReason.LENGTH]
     assert isinstance(effects[-1], Released)
@@ -118,6 +118,6 @@ def test_only_blocks_of_the_text_itself_become_findable(make_bench: Any) -> None
     whole = [*prompt(44), *bench.drawn["a"]]
     for size in (20, 33, 60):
         bench.offer(f"again {size}", whole[:size], max_tokens=1)
-        [drawn, _] = [one for one in bench.run() if isinstance(one, (Drawn, Released))]
+        [drawn, _] = [one for one in bench.run() if isinstance(one, (TokenRow, Released))]
         assert drawn.cached_tokens >= (size - 1) // 4 * 4
-        assert drawn.token.token_id == answer(whole[:size], 1, num_answers=2)[0]
+        assert drawn.tokens[0].token_id == answer(whole[:size], 1, num_answers=2)[0]

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from decode_worker.resident import Stage
-from pdserve.core.effects import Drawn, LandingHeld, Released
+from pdserve.core.effects import LandingHeld
+from pdserve.core.protocol import Released, TokenRow
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer
 
@@ -68,7 +69,7 @@ def live(make_bench: Any, num_blocks: int, num_answers: int, max_drafts: int, is
             if isinstance(one, Released):
                 ended[one.key] = ended.get(one.key, 0) + 1
                 assert ended[one.key] == 1, "released twice"
-            if isinstance(one, Drawn) and one.finish is FinishReason.LENGTH:
+            if isinstance(one, TokenRow) and one.finish is FinishReason.LENGTH:
                 name = one.key.request_id
                 assert bench.drawn[name] == expected[name]
         batching.check()

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pdserve.core.effects import Drawn, KvMistaken
+from pdserve.core.effects import KvMistaken
+from pdserve.core.protocol import TokenRow
 from tests.unit.decode_worker.conftest import BLOCK_SIZE, Bench
 
 PROMPT = [7, 3, 9, 1, 4, 4, 2, 8, 6, 5]  # two full blocks and a half
@@ -78,7 +79,7 @@ def test_a_block_with_another_texts_stamp_costs_a_recompute_and_no_token(
         return  # a partly filled block has no name while it grows; its life is what is checked
     [error] = mistakes(bad)
     assert f"block {blocks[at]} is stamped 000000000000029a, expected" in error
-    assert not [effect for effect in bad if isinstance(effect, Drawn)]
+    assert not [effect for effect in bad if isinstance(effect, TokenRow)]
     bench.run()
     assert bench.drawn["a"] == expected
 
@@ -94,7 +95,7 @@ def test_a_block_that_was_handed_to_somebody_else_costs_a_recompute_and_no_token
     bench.batching.blocks.stamps.begin([blocks[at]])
     bad = bench.step()
     assert mistakes(bad) == [f"block {blocks[at]} was handed out again while it was held"]
-    assert not [effect for effect in bad if isinstance(effect, Drawn)]
+    assert not [effect for effect in bad if isinstance(effect, TokenRow)]
     bench.run()
     assert bench.drawn["a"] == expected
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pdserve.core.attempt import FailureKind
-from pdserve.core.effects import Failed, KvCommitted, ReceiveAborted, Refused, Released, TransferCancelled, TransferLost
+from pdserve.core.effects import KvCommitted, ReceiveAborted, TransferCancelled, TransferLost
+from pdserve.core.protocol import AttemptFailed, Refused, Released
 from tests.unit.decode_worker.conftest import BLOCK_SIZE, Bench
 
 PROMPT = list(range(1, 3 * BLOCK_SIZE + 2))
@@ -79,8 +80,8 @@ def test_a_landing_that_nobody_fills_ends_at_its_deadline(bench: Bench) -> None:
     bench.offer("late", PROMPT, is_local=False, deadline_at_s=5.0)
     key = bench.key("late")
     effects = bench.batching.expire(5.0)
-    assert [type(one) for one in effects] == [Failed, ReceiveAborted]
-    assert isinstance(effects[0], Failed)
+    assert [type(one) for one in effects] == [AttemptFailed, ReceiveAborted]
+    assert isinstance(effects[0], AttemptFailed)
     assert effects[0].kind is FailureKind.DEADLINE
     assert bench.batching.lost(key, "drained") == [TransferCancelled(key=key), Released(key=key)]
     assert bench.batching.blocks.num_referenced == 0

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.effects import Drawn
+from pdserve.core.protocol import TokenRow
 from tests.unit.decode_worker.test_batching import PROMPT, landing
 
 
 def reported(effects: list[Any], name: str) -> dict[str, float]:
-    rows = [one for one in effects if isinstance(one, Drawn) and one.key.request_id == name]
+    rows = [one for one in effects if isinstance(one, TokenRow) and one.key.request_id == name]
     fields = ("queue_s", "prefill_s", "decode_queue_s", "decode_s", "preempted_s")
     return {field: sum(getattr(row, field) for row in rows) for field in fields}
 
@@ -26,7 +26,7 @@ def test_a_remote_attempt_waits_from_when_all_was_there_to_its_first_step(bench:
     bench.batching.admit(bench.key("a"), first, ready_s)
     begin_s = bench.now_s
     effects = []
-    while "a" not in {one.key.request_id for one in effects if isinstance(one, Drawn) and one.finish}:
+    while "a" not in {one.key.request_id for one in effects if isinstance(one, TokenRow) and one.finish}:
         effects += bench.step()
     assert reported(effects, "a") == {
         "queue_s": 0.0,
@@ -41,7 +41,7 @@ def test_the_wait_is_told_with_the_first_row(bench: Any) -> None:
     first = landing(bench, "a")
     bench.land("a")
     bench.batching.admit(bench.key("a"), first, bench.now_s)
-    rows = [one for one in bench.run() if isinstance(one, Drawn)]
+    rows = [one for one in bench.run() if isinstance(one, TokenRow)]
     assert [row.decode_s for row in rows[:-1]] == [0.0] * (len(rows) - 1)
     assert rows[-1].decode_s == len(rows)
 
@@ -63,7 +63,7 @@ def test_decoding_and_preemptions_add_up(make_bench: Any, is_local: bool, is_ahe
     while bench.batching.has_work or bench.flight is not None:
         new = bench.step()
         effects += new
-        ends_s.update({one.key.request_id: bench.now_s for one in new if isinstance(one, Drawn)})
+        ends_s.update({one.key.request_id: bench.now_s for one in new if isinstance(one, TokenRow)})
     assert bench.batching.num_preemptions > 0
     assert any(reported(effects, name)["preempted_s"] > 0.0 for name in "abc")
     for name in "abc":

@@ -12,8 +12,9 @@ from decode_worker.batching import DecodeBatching
 from decode_worker.chunking import ChunkRule
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule
 from pdserve.core.blocks import BlockAllocator
-from pdserve.core.effects import DecodeEffect, Drawn, LandingHeld
+from pdserve.core.effects import DecodeEffect, LandingHeld
 from pdserve.core.latency import CostModel
+from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Sampling, TokenOut
 from pdserve.engine.interface import RowOut
 
@@ -64,9 +65,9 @@ def at_once(batching: DecodeBatching, now_s: float, rng: random.Random) -> tuple
     count = rng.choice((longest, longest, rng.randint(1, longest))) if longest else 1
     first = {each.key: each.num_output for each in step.decoding}
     applied = batching.apply_run(step, count, TOKEN, now_s)
-    told = {(one.key, one.output_index) for one in applied if isinstance(one, Drawn)}
+    told = {(one.key, one.output_index) for one in applied if isinstance(one, TokenRow)}
     for key, index in first.items():
-        drawn = [Drawn(key=key, output_index=index + at, token=TOKEN) for at in range(count)]
+        drawn = [TokenRow(key=key, output_index=index + at, tokens=(TOKEN,)) for at in range(count)]
         effects += [one for one in drawn if (key, one.output_index) not in told]
     effects += applied
     if step.reading:

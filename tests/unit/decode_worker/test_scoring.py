@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdserve.core.effects import DecodeEffect, Drawn, PromptScored
+from pdserve.core.effects import DecodeEffect, PromptScored
+from pdserve.core.protocol import TokenRow
 from pdserve.engine.toy import answer
 
 PROMPT = list(range(40, 62))
@@ -27,7 +28,7 @@ def test_a_local_prompt_is_scored_whole_whatever_the_cache_holds(bench: Any) -> 
     assert scores(effects, "b") == list(ALL.items())
     assert bench.drawn["b"] == answer(PROMPT, 8)
     kinds = [type(one) for one in effects]
-    assert kinds.index(Drawn) > max(index for index, kind in enumerate(kinds) if kind is PromptScored)
+    assert kinds.index(TokenRow) > max(index for index, kind in enumerate(kinds) if kind is PromptScored)
     bench.offer("c", PROMPT, output=(bench.drawn["b"][0],), prompt_logprobs=2)
     assert scores(bench.run(), "c") == []
 
@@ -51,7 +52,7 @@ def test_a_prompt_that_is_preempted_while_it_is_read_is_scored_anew(make_bench: 
     assert dict(found) == ALL
     assert bench.batching.num_preemptions > 0
     first_drawn = next(
-        index for index, one in enumerate(effects) if isinstance(one, Drawn) and one.key.request_id == "b"
+        index for index, one in enumerate(effects) if isinstance(one, TokenRow) and one.key.request_id == "b"
     )
     assert scores(effects[first_drawn:], "b") == []
     assert bench.drawn == {"a": answer([1, 2, 3], 30), "b": answer(PROMPT, 16)}

@@ -9,8 +9,9 @@ import pytest
 
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule, blocks_for
 from pdserve.core.blocks import BlockAllocator
-from pdserve.core.effects import BlocksDone, FirstDrawn, PrefillEffect
+from pdserve.core.effects import BlocksDone, PrefillEffect
 from pdserve.core.latency import CostPrior
+from pdserve.core.protocol import FirstToken
 from pdserve.core.types import Sampling
 from pdserve.engine.toy import EOS, ToyEngine
 from prefill_worker.batching import PrefillBatching
@@ -122,7 +123,7 @@ class Bench:
 
     @staticmethod
     def firsts(effects: list[PrefillEffect]) -> dict[str, int]:
-        return {one.key.request_id: one.token.token_id for one in effects if isinstance(one, FirstDrawn)}
+        return {one.key.request_id: one.token.token_id for one in effects if isinstance(one, FirstToken)}
 
     @staticmethod
     def pushes(effects: list[PrefillEffect], name: str) -> list[BlocksDone]:

@@ -7,17 +7,8 @@ from typing import Any
 import pytest
 
 from pdserve.core.attempt import FailureKind, RefusalReason
-from pdserve.core.effects import (
-    BlocksDone,
-    Failed,
-    FirstDrawn,
-    Refused,
-    Released,
-    SendAborted,
-    SendStarted,
-    StepAccount,
-    TransferLost,
-)
+from pdserve.core.effects import BlocksDone, SendAborted, SendStarted, StepAccount, TransferLost
+from pdserve.core.protocol import AttemptFailed, FirstToken, Refused, Released
 from pdserve.core.types import FinishReason
 from pdserve.engine.toy import answer, cell
 from prefill_worker.prompt import Stage
@@ -98,7 +89,7 @@ def test_a_cached_prefix_is_reused_and_pushed_at_once(bench: Any) -> None:
     assert [index for index, _ in rest.blocks] == [2]
     kinds = [type(one) for one in effects]
     assert kinds.index(SendStarted) + 1 == kinds.index(BlocksDone), "before the step, not after it"
-    [first] = [one for one in effects if isinstance(one, FirstDrawn)]
+    [first] = [one for one in effects if isinstance(one, FirstToken)]
     assert first.cached_tokens == 8
     assert [first.token.token_id] == answer([*PROMPT[:8], 99], 1)
 
@@ -108,7 +99,7 @@ def test_a_prompt_that_is_cached_whole_computes_its_last_block_again(bench: Any)
         bench.offer(name, PROMPT[:8])
         effects = bench.run()
         bench.sent(name)
-    [first] = [one for one in effects if isinstance(one, FirstDrawn)]
+    [first] = [one for one in effects if isinstance(one, FirstToken)]
     assert first.cached_tokens == 4
     assert [first.token.token_id] == answer(PROMPT[:8], 1)
 
@@ -218,7 +209,7 @@ def test_failing_an_attempt_reports_it_once_and_an_unknown_one_not_at_all(bench:
     bench.offer("a", PROMPT)
     bench.step()
     failed, aborted = bench.batching.fail(key, FailureKind.INTERNAL, "the engine raised")
-    assert failed == Failed(key=key, kind=FailureKind.INTERNAL, message="the engine raised")
+    assert failed == AttemptFailed(key=key, kind=FailureKind.INTERNAL, message="the engine raised")
     assert aborted == SendAborted(key=key)
     assert bench.batching.fail(key, FailureKind.INTERNAL, "again") == []
     assert bench.batching.sent(key, is_whole=False, error="aborted") == [Released(key=key)]
@@ -249,7 +240,7 @@ def test_a_deadline_drops_the_attempt_before_it_starts(bench: Any) -> None:
     bench.offer("a", PROMPT, deadline_at_s=3.0)
     bench.now_s = 3.0
     failed, released = bench.step()
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, AttemptFailed)
     assert (failed.kind, released) == (FailureKind.DEADLINE, Released(key=bench.key("a")))
 
 
@@ -277,7 +268,7 @@ def test_the_first_token_says_whether_it_is_the_last(
     bench: Any, prompt: list[int], sampling: dict[str, Any], finish: FinishReason | None
 ) -> None:
     bench.offer("a", prompt, **sampling)
-    [first] = [one for one in bench.run() if isinstance(one, FirstDrawn)]
+    [first] = [one for one in bench.run() if isinstance(one, FirstToken)]
     assert first.finish is finish
 
 
@@ -287,7 +278,7 @@ def test_two_attempts_of_one_request_do_not_meet(bench: Any) -> None:
     bench.batching.cancel(bench.key("a"))
     bench.offer("a", PROMPT, attempt=2)
     effects = bench.run()
-    assert [one.key.attempt for one in effects if isinstance(one, FirstDrawn)] == [2]
+    assert [one.key.attempt for one in effects if isinstance(one, FirstToken)] == [2]
     bench.sent("a")
     assert bench.batching.live() == [bench.key("a", 2)]
 
@@ -328,7 +319,7 @@ def test_kv_that_nobody_decodes_from_is_not_sent(bench: Any, facts: dict[str, An
     """Its first token is its last, whatever it is: no transfer is begun that could only be cancelled."""
     bench.offer("a", PROMPT, **facts)
     effects = bench.run()
-    assert [type(one) for one in effects] == [FirstDrawn, Released]
+    assert [type(one) for one in effects] == [FirstToken, Released]
     assert effects[0].finish is FinishReason.LENGTH
     assert bench.batching.blocks.num_referenced == 0
 
@@ -336,7 +327,7 @@ def test_kv_that_nobody_decodes_from_is_not_sent(bench: Any, facts: dict[str, An
 def test_the_last_token_of_the_context_is_not_sent_for(make_bench: Any) -> None:
     bench = make_bench(num_blocks=3)  # 12 tokens
     bench.offer("a", list(range(11)))
-    assert [type(one) for one in bench.run()] == [FirstDrawn, Released]
+    assert [type(one) for one in bench.run()] == [FirstToken, Released]
 
 
 def test_a_first_token_that_happens_to_end_the_text_ends_the_transfer(bench: Any) -> None:
@@ -345,7 +336,7 @@ def test_a_first_token_that_happens_to_end_the_text_ends_the_transfer(bench: Any
     bench.sent("free")
     bench.offer("a", PROMPT, stop_token_ids=(token,))
     effects = bench.run()
-    assert [type(one) for one in effects if not isinstance(one, BlocksDone)] == [SendStarted, FirstDrawn, SendAborted]
+    assert [type(one) for one in effects if not isinstance(one, BlocksDone)] == [SendStarted, FirstToken, SendAborted]
     assert not any(one.is_last for one in effects if isinstance(one, BlocksDone))
     assert bench.batching.cancel(bench.key("a")) == []  # the router need not say anything
     assert bench.sent("a") == [Released(key=bench.key("a"))]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pdserve.core.effects import Failed, Released, SendAborted, TransferLost
+from pdserve.core.effects import SendAborted, TransferLost
+from pdserve.core.protocol import AttemptFailed, Released
 from tests.unit.prefill_worker.conftest import BLOCK_SIZE, Bench
 
 PROMPT = list(range(1, 3 * BLOCK_SIZE + 2))
@@ -62,5 +63,5 @@ def test_a_grant_that_does_not_fit_the_prompt_is_refused_before_a_block_is_read(
     """vllm#52234, case 1, seen from the prefill side: fewer or more blocks than the prompt has."""
     for num_granted in (0, 3, 5):
         effects = bench.offer("one", PROMPT, num_granted=num_granted)
-        assert [type(one) for one in effects] == [Failed, Released]
+        assert [type(one) for one in effects] == [AttemptFailed, Released]
     assert bench.batching.blocks.num_referenced == 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdserve.core.effects import FirstDrawn, PrefillEffect, PromptScored
+from pdserve.core.effects import PrefillEffect, PromptScored
+from pdserve.core.protocol import FirstToken
 
 PROMPT = list(range(40, 62))
 
@@ -27,7 +28,7 @@ def test_each_token_but_the_first_is_scored_before_the_first_token(bench: Any) -
     assert scores(effects) == ALL
     kinds = [type(one) for one in effects]
     assert kinds.count(PromptScored) == 3  # one for each chunk
-    assert kinds.index(FirstDrawn) > max(index for index, kind in enumerate(kinds) if kind is PromptScored)
+    assert kinds.index(FirstToken) > max(index for index, kind in enumerate(kinds) if kind is PromptScored)
 
 
 def test_the_cache_is_written_but_not_read(bench: Any) -> None:
@@ -39,7 +40,7 @@ def test_the_cache_is_written_but_not_read(bench: Any) -> None:
     bench.offer("c", PROMPT)
     effects = bench.run()
     assert scores(effects) == []
-    [first] = [one for one in effects if isinstance(one, FirstDrawn)]
+    [first] = [one for one in effects if isinstance(one, FirstToken)]
     assert first.cached_tokens == 20
 
 
@@ -52,4 +53,4 @@ def test_a_prompt_of_one_token_has_nothing_to_score(bench: Any) -> None:
     bench.offer("a", [40], prompt_logprobs=1)
     effects = bench.run()
     assert scores(effects) == []
-    assert any(isinstance(one, FirstDrawn) for one in effects)
+    assert any(isinstance(one, FirstToken) for one in effects)

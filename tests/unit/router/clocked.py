@@ -11,38 +11,29 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from kvtransfer.transport import Grant, TransferKey
-from pdserve.core.attempt import RefusalReason
+from pdserve.core.attempt import AttemptKey, RefusalReason
 from pdserve.core.latency import CostModel, CostPrior
-from pdserve.core.types import FinishReason, Role, TokenOut
-from router.commands import (
+from pdserve.core.protocol import (
     Admit,
-    Cancel,
-    Command,
-    EmitTokens,
-    FailRequest,
-    FinishRequest,
-    Prefill,
-    Reserve,
-    WakeAt,
-)
-from router.events import (
     BatchTimed,
-    Event,
+    Cancel,
     FirstToken,
     Granted,
-    LoadReported,
+    Load,
+    Prefill,
     Refused,
     Released,
-    RequestArrived,
-    TimePassed,
+    Reserve,
     TokenRow,
     TokensArrived,
     TransferEnded,
 )
+from pdserve.core.types import FinishReason, Role, TokenOut
+from router.commands import Command, EmitTokens, FailRequest, FinishRequest, WakeAt
+from router.events import Event, RequestArrived, TimePassed
 from router.settings import RouterSettings
 from router.state import RouterState
-from tests.unit.router.world import BLOCK, FINGERPRINT, hello
+from tests.unit.router.world import BLOCK, hello
 
 #: 1 ms per prompt token and nothing else; steps of 10 ms.
 COST = CostPrior(
@@ -136,7 +127,7 @@ class Clocked:
         for router in range(len(self.routers)):
             waiting = sum(tokens for _, tokens in machine.waiting)
             free = machine.num_blocks - sum(machine.held.values())
-            report = LoadReported(
+            report = Load(
                 worker_id=worker_id,
                 steps=1,
                 free_blocks=free,
@@ -212,27 +203,14 @@ class Clocked:
         machine, key = self.machines[command.worker_id], (router, command.request_id, command.attempt)
         request = self.asked[command.request_id]
         blocks = -(-(request.num_prompt_tokens + request.sampling.max_tokens) // BLOCK)
-        name = {"worker_id": command.worker_id, "request_id": key[1], "attempt": key[2]}
         if sum(machine.held.values()) + blocks > machine.num_blocks:
-            self.hand(router, Refused(**name, reason=RefusalReason.NO_BLOCKS, retry_after_s=0.05))  # type: ignore[arg-type]
+            self.hand(router, Refused(key=command.key, reason=RefusalReason.NO_BLOCKS))
             return
         machine.held[key] = blocks
         machine.most_held = max(machine.most_held, sum(machine.held.values()))
-        grant = None
         if command.is_local:
             self._queue(command.worker_id, key)
-        else:
-            transfer = TransferKey(transfer_id=key[1], attempt=key[2], generation=1)
-            grant = Grant(
-                key=transfer,
-                endpoint=command.worker_id,
-                worker_id=command.worker_id,
-                incarnation="1",
-                fingerprint=FINGERPRINT,
-                blocks=tuple(range(blocks)),
-                held_blocks=0,
-            )
-        self.hand(router, Granted(**name, grant=grant))  # type: ignore[arg-type]
+        self.hand(router, Granted(key=command.key, grant=None if command.is_local else b"grant"))
 
     def _queue(self, worker_id: str, key: Key) -> None:
         machine = self.machines[worker_id]
@@ -256,9 +234,7 @@ class Clocked:
             self.hand(
                 router,
                 FirstToken(
-                    worker_id=worker_id,
-                    request_id=request_id,
-                    attempt=attempt,
+                    key=AttemptKey(worker_id, request_id, attempt),
                     token=TokenOut(token_id=0),
                     finish=FinishReason.LENGTH if is_last else None,
                 ),
@@ -267,10 +243,14 @@ class Clocked:
                 (one.worker_id for one in self.machines.values() if one.role is Role.DECODE and key in one.held), None
             )
             if landed is not None and not is_last:
-                name = {"worker_id": landed, "request_id": request_id, "attempt": attempt}
-                self.hand(
-                    router, TransferEnded(**name, is_committed=True, transfer_s=1e-4, busy_s=1e-4, num_bytes=1_000_000)
-                )  # type: ignore[arg-type]
+                ended = TransferEnded(
+                    key=AttemptKey(landed, request_id, attempt),
+                    is_committed=True,
+                    transfer_s=1e-4,
+                    busy_s=1e-4,
+                    num_bytes=1_000_000,
+                )
+                self.hand(router, ended)
             self._release(worker_id, key)
         self._compute(worker_id)
 
@@ -288,7 +268,9 @@ class Clocked:
                 return
             tokens = tuple(TokenOut(token_id=0) for _ in range(count))
             finish = FinishReason.LENGTH if is_last else None
-            row = TokenRow(request_id=request_id, attempt=attempt, output_index=answered, tokens=tokens, finish=finish)
+            row = TokenRow(
+                key=AttemptKey(worker_id, request_id, attempt), output_index=answered, tokens=tokens, finish=finish
+            )
             self.hand(router, TokensArrived(worker_id=worker_id, rows=(row,)))
             if is_last:
                 self._release(worker_id, key)
@@ -302,4 +284,4 @@ class Clocked:
 
     def _release(self, worker_id: str, key: Key) -> None:
         self.machines[worker_id].held.pop(key, None)
-        self.hand(key[0], Released(worker_id=worker_id, request_id=key[1], attempt=key[2]))
+        self.hand(key[0], Released(key=AttemptKey(worker_id, key[1], key[2])))

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
+from pdserve.core.attempt import AttemptKey
+from pdserve.core.protocol import Admit, Cancel, Prefill, Reserve
 from pdserve.core.types import TokenOut
-from router.commands import (
-    Admit,
-    Cancel,
-    Command,
-    EmitTokens,
-    FailRequest,
-    Prefill,
-    Reserve,
-)
+from router.commands import Command, EmitTokens, FailRequest
 from tests.unit.router.given import grant
 
 
 def reserve(
     attempt: int = 1, worker_id: str = "d0", output: tuple[int, ...] = (), *, is_local: bool = False
 ) -> Reserve:
-    return Reserve(worker_id=worker_id, request_id="a", attempt=attempt, is_local=is_local, output_token_ids=output)
+    return Reserve(key=AttemptKey(worker_id, "a", attempt), is_local=is_local, output_token_ids=output)
 
 
 def prefill(attempt: int = 1, worker_id: str = "p0", output: tuple[int, ...] = (), decode: str = "d0") -> Prefill:
-    return Prefill(
-        worker_id=worker_id,
-        request_id="a",
-        attempt=attempt,
-        grant=grant("a", attempt, decode),
-        output_token_ids=output,
-    )
+    return Prefill(key=AttemptKey(worker_id, "a", attempt), grant=grant("a", attempt, decode), output_token_ids=output)
 
 
 def cancel(worker_id: str, attempt: int = 1) -> Cancel:
-    return Cancel(worker_id=worker_id, request_id="a", attempt=attempt)
+    return Cancel(key=AttemptKey(worker_id, "a", attempt))
 
 
 def emit(index: int, *token_ids: int) -> EmitTokens:
@@ -41,7 +29,7 @@ def emit(index: int, *token_ids: int) -> EmitTokens:
 
 
 def admit(token_id: int = 100, attempt: int = 1, worker_id: str = "d0") -> Admit:
-    return Admit(worker_id=worker_id, request_id="a", attempt=attempt, first_token_id=token_id)
+    return Admit(key=AttemptKey(worker_id, "a", attempt), first_token_id=token_id)
 
 
 def only(commands: list[Command]) -> Command:

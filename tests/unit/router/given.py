@@ -5,41 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvtransfer.transport import Grant, TransferKey
-from pdserve.core.attempt import FailureKind, RefusalReason
-from pdserve.core.types import FinishReason, Role, TokenOut
-from router.commands import Command, WakeAt
-from router.events import (
+from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
+from pdserve.core.protocol import (
     AttemptFailed,
-    ClientLeft,
-    Event,
     FirstToken,
     Granted,
-    LoadReported,
+    Load,
     Refused,
     Released,
-    TimePassed,
     TokenRow,
     TokensArrived,
     TransferEnded,
-    WorkerLost,
 )
+from pdserve.core.types import FinishReason, Role, TokenOut
+from router.commands import Command, WakeAt
+from router.events import ClientLeft, Event, TimePassed, WorkerLost
 from router.lifecycle import Stage
 from router.settings import RouterSettings
 from router.state import RouterState
-from tests.unit.router.world import FINGERPRINT, arrival, hello
+from tests.unit.router.world import arrival, hello
 
 
-def grant(request_id: str = "a", attempt: int = 1, worker_id: str = "d0") -> Grant:
-    return Grant(
-        key=TransferKey(transfer_id=request_id, attempt=attempt, generation=1),
-        endpoint=f"{worker_id}:1",
-        worker_id=worker_id,
-        incarnation=f"{worker_id}.1",
-        fingerprint=FINGERPRINT,
-        blocks=(0, 1, 2),
-        held_blocks=0,
-    )
+def grant(request_id: str = "a", attempt: int = 1, worker_id: str = "d0") -> bytes:
+    """Opaque to the router, and another for each attempt."""
+    return f"{worker_id}/{request_id}/{attempt}".encode()
 
 
 class Given:
@@ -61,7 +50,7 @@ class Given:
             self.now_s = min(self.now_s + 1.0, now_s)
             for worker in self.state.snapshot().workers:
                 if worker.is_connected:
-                    commands += self.hand(LoadReported(worker_id=worker.worker_id, steps=1, free_blocks=64))
+                    commands += self.hand(Load(worker_id=worker.worker_id, steps=1, free_blocks=64))
         return commands + self.hand(TimePassed())
 
     def connect_prefill(self, worker_id: str, **facts: Any) -> list[Command]:
@@ -78,10 +67,10 @@ class Given:
 
     def granted(self, attempt: int = 1, worker_id: str = "d0", request_id: str = "a") -> list[Command]:
         held = grant(request_id, attempt, worker_id)
-        return self.hand(Granted(worker_id=worker_id, request_id=request_id, attempt=attempt, grant=held))
+        return self.hand(Granted(key=AttemptKey(worker_id, request_id, attempt), grant=held))
 
     def seated(self, attempt: int = 1, worker_id: str = "d0", request_id: str = "a") -> list[Command]:
-        return self.hand(Granted(worker_id=worker_id, request_id=request_id, attempt=attempt))
+        return self.hand(Granted(key=AttemptKey(worker_id, request_id, attempt)))
 
     def refused(
         self,
@@ -92,13 +81,7 @@ class Given:
         request_id: str = "a",
     ) -> list[Command]:
         return self.hand(
-            Refused(
-                worker_id=worker_id,
-                request_id=request_id,
-                attempt=attempt,
-                reason=reason,
-                retry_after_s=retry_after_s,
-            )
+            Refused(key=AttemptKey(worker_id, request_id, attempt), reason=reason, retry_after_s=retry_after_s)
         )
 
     def first(
@@ -111,9 +94,7 @@ class Given:
     ) -> list[Command]:
         return self.hand(
             FirstToken(
-                worker_id=worker_id,
-                request_id=request_id,
-                attempt=attempt,
+                key=AttemptKey(worker_id, request_id, attempt),
                 token=TokenOut(token_id=token_id),
                 finish=finish,
                 queue_s=0.01,
@@ -127,9 +108,7 @@ class Given:
     ) -> list[Command]:
         return self.hand(
             TransferEnded(
-                worker_id=worker_id,
-                request_id=request_id,
-                attempt=attempt,
+                key=AttemptKey(worker_id, request_id, attempt),
                 is_committed=is_committed,
                 transfer_s=0.05,
                 busy_s=0.04,
@@ -148,8 +127,7 @@ class Given:
         request_id: str = "a",
     ) -> list[Command]:
         row = TokenRow(
-            request_id=request_id,
-            attempt=attempt,
+            key=AttemptKey(worker_id, request_id, attempt),
             output_index=index,
             tokens=tuple(TokenOut(token_id=one) for one in token_ids),
             finish=finish,
@@ -160,18 +138,16 @@ class Given:
     def failed(
         self, worker_id: str, kind: FailureKind, attempt: int = 1, message: str = "broken", request_id: str = "a"
     ) -> list[Command]:
-        return self.hand(
-            AttemptFailed(worker_id=worker_id, request_id=request_id, attempt=attempt, kind=kind, message=message)
-        )
+        return self.hand(AttemptFailed(key=AttemptKey(worker_id, request_id, attempt), kind=kind, message=message))
 
     def released(self, worker_id: str, attempt: int = 1, request_id: str = "a") -> list[Command]:
-        return self.hand(Released(worker_id=worker_id, request_id=request_id, attempt=attempt))
+        return self.hand(Released(key=AttemptKey(worker_id, request_id, attempt)))
 
     def leaves(self, request_id: str = "a") -> list[Command]:
         return self.hand(ClientLeft(request_id=request_id))
 
     def heard(self, worker_id: str) -> list[Command]:
-        return self.hand(LoadReported(worker_id=worker_id, steps=1, free_blocks=64))
+        return self.hand(Load(worker_id=worker_id, steps=1, free_blocks=64))
 
     # -- up to a stage, on p0 and d0 -----------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.latency import CostPrior
+from pdserve.core.protocol import Load
 from pdserve.core.types import Slo
-from router.events import LoadReported
 from router.policy import dynamo, lmetric
 from router.policy.dynamo import make_dynamo
 from router.policy.interface import Choice, Decision, Obstacle
@@ -173,7 +173,7 @@ def test_least_loaded_counts_requests_and_not_tokens() -> None:
 
 def test_least_loaded_sees_what_waits_at_a_worker_for_other_routers() -> None:
     theirs = view("p0")
-    theirs.reported(LoadReported(worker_id="p0", steps=1, free_blocks=1024, waiting=2), 0.0)
+    theirs.reported(Load(worker_id="p0", steps=1, free_blocks=1024, waiting=2), 0.0)
     assert place(make_least_loaded()(ask(), [theirs, prefilling(view("p1"), 1)], [view("d0")], 0.0))[1] == "p1"
 
 
@@ -192,7 +192,7 @@ def test_dynamos_prefill_cost_is_never_negative() -> None:
 
 def test_dynamo_counts_what_other_routers_have_there_once() -> None:
     one = prefilling(view("p0"), 64)
-    one.reported(LoadReported(worker_id="p0", steps=1, free_blocks=1024, pending_prefill_tokens=160), 0.0)
+    one.reported(Load(worker_id="p0", steps=1, free_blocks=1024, pending_prefill_tokens=160), 0.0)
     assert dynamo.prompt_cost(ask(16), one, 0.0) == 10 + 1, "64 of the 160 are ours"
     prefilling(one, 32, "later")
     assert dynamo.prompt_cost(ask(16), one, 0.0) == 12 + 1

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.core.attempt import RefusalReason
+from pdserve.core.protocol import Reserve
 from pdserve.core.types import FinishReason, Role
-from router.commands import Command, EndCancelled, FailRequest, Reserve
+from router.commands import Command, EndCancelled, FailRequest
 from router.events import DrainRequested
 from router.policy.interface import Ask, Choice, Decision, Obstacle
 from router.policy.rooms import is_decode_open, is_prefill_open, wait_for_decode

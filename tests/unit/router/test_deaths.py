@@ -7,10 +7,8 @@ import pytest
 from pdserve.core.errors import (
     InternalError,
 )
-from router.commands import (
-    Command,
-    Reserve,
-)
+from pdserve.core.protocol import Reserve
+from router.commands import Command
 from router.events import DrainRequested, TimePassed
 from router.lifecycle import Stage
 from tests.unit.router.expected import admit, cancel, emit, failure, only, prefill, reserve

@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.core.attempt import AttemptKey
 from pdserve.core.errors import (
     DeadlineExceeded,
     NoWorkers,
     Overloaded,
     Unavailable,
 )
+from pdserve.core.protocol import Cancel, DrainWorker, Load, Prefill, Reserve, UndrainWorker
 from pdserve.core.types import FinishReason
-from router.commands import (
-    Cancel,
-    Command,
-    DrainWorker,
-    EndCancelled,
-    FailRequest,
-    FinishRequest,
-    Outcome,
-    Prefill,
-    Reserve,
-    UndrainWorker,
-)
-from router.events import (
-    DrainRequested,
-    LoadReported,
-    RouterClosing,
-    StopMatched,
-    TimePassed,
-    UndrainRequested,
-    WorkerForgotten,
-)
+from router.commands import Command, EndCancelled, FailRequest, FinishRequest, Outcome
+from router.events import DrainRequested, RouterClosing, StopMatched, TimePassed, UndrainRequested, WorkerForgotten
 from router.lifecycle import Stage
 from router.settings import RouterSettings
 from tests.unit.router.expected import cancel, emit, failure, only, reserve
@@ -98,9 +81,7 @@ def test_a_grant_after_the_deadline_starts_no_prefill(given: Given) -> None:
 
 
 def test_the_deadline_is_passed_on_as_what_remains_of_it(given: Given) -> None:
-    assert given.arrives(deadline_s=4.0) == [
-        Reserve(worker_id="d0", request_id="a", attempt=1, is_local=False, deadline_s=4.0)
-    ]
+    assert given.arrives(deadline_s=4.0) == [Reserve(key=AttemptKey("d0", "a", 1), is_local=False, deadline_s=4.0)]
     given.now_s = 1.5
     sent = only(given.granted())
     assert isinstance(sent, Prefill)
@@ -182,7 +163,7 @@ def test_a_drain_is_the_workers_so_another_router_may_end_it(given: Given) -> No
 
 
 def test_a_leaving_worker_is_not_called_drained(given: Given) -> None:
-    given.hand(LoadReported(worker_id="d0", steps=1, free_blocks=64, is_draining=True))
+    given.hand(Load(worker_id="d0", steps=1, free_blocks=64, is_draining=True))
     [d0] = [one for one in given.state.snapshot().workers if one.worker_id == "d0"]
     assert (d0.is_drained, d0.is_draining) == (False, True)
 
@@ -191,8 +172,8 @@ def reserved(commands: list[Command]) -> list[str]:
     return [one.worker_id for one in commands if isinstance(one, Reserve)]
 
 
-def drained_report(worker_id: str) -> LoadReported:
-    return LoadReported(worker_id=worker_id, steps=1, free_blocks=64, is_draining=True, is_drained=True)
+def drained_report(worker_id: str) -> Load:
+    return Load(worker_id=worker_id, steps=1, free_blocks=64, is_draining=True, is_drained=True)
 
 
 def test_a_forgotten_worker_leaves_no_trace(given: Given) -> None:

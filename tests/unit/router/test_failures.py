@@ -13,9 +13,7 @@ from pdserve.core.errors import (
     TransferFailed,
 )
 from pdserve.core.types import FinishReason
-from router.commands import (
-    FinishRequest,
-)
+from router.commands import FinishRequest
 from router.events import TimePassed
 from router.lifecycle import IllegalMove, Stage
 from router.settings import RouterSettings

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
+from pdserve.core.protocol import Load
 from pdserve.core.types import Role
-from router.events import DrainRequested, LoadReported, UndrainRequested, WorkerForgotten, WorkerLost
+from router.events import DrainRequested, UndrainRequested, WorkerForgotten, WorkerLost
 from router.settings import RouterSettings
 from router.state import RouterState
 from tests.unit.router.world import hello
@@ -37,7 +38,7 @@ def test_who_is_usable_follows_every_word_and_every_silence() -> None:
         else:
             is_drained = dice.random() < 0.02
             is_draining = is_drained or dice.random() < 0.05
-            word = LoadReported(worker_id=name, steps=1, free_blocks=64, is_draining=is_draining, is_drained=is_drained)
+            word = Load(worker_id=name, steps=1, free_blocks=64, is_draining=is_draining, is_drained=is_drained)
             state.handle(word, now_s)
         fleet = state._ledger.fleet
         prefills, decodes = fleet.usable(now_s)

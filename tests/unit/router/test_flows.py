@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.types import FinishReason, Path
-from router.commands import (
-    FinishRequest,
-)
+from router.commands import FinishRequest
 from router.lifecycle import Stage
 from router.settings import RouterSettings
 from tests.unit.router.expected import admit, cancel, emit, prefill, reserve

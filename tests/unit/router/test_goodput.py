@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pdserve.core.latency import LinkModel
+from pdserve.core.protocol import Load
 from pdserve.core.types import Role, Slo
-from router.events import LoadReported
 from router.policy import make_policy
 from router.policy.goodput import Goodput
 from router.policy.interface import Ask, Choice, Decision, Links, Obstacle
@@ -103,7 +103,7 @@ def test_the_fullest_is_not_filled_to_the_brim() -> None:
 def test_tandem_counts_what_is_on_its_way_and_not_reported_yet() -> None:
     # d0 reports one row; ten long prompts are being computed for it.
     d0, d1 = view("d0"), with_rows(view("d1"), 1, tpot_s=0.02)
-    d0.reported(LoadReported(worker_id="d0", steps=1, free_blocks=25_000, running=1, context_tokens=30_000), 0.0)
+    d0.reported(Load(worker_id="d0", steps=1, free_blocks=25_000, running=1, context_tokens=30_000), 0.0)
     with_rows(d0, 10, tokens=30_000, tpot_s=0.02, joined=False)
     request = ask(slo=Slo(ttft_s=2.0, tpot_s=0.02))
     off = ("path-choice", "transfer-price")  # what comes before it on the link would say enough

@@ -9,9 +9,9 @@ import pytest
 from decode_worker import chunking
 from decode_worker.chunking import ChunkRule
 from pdserve.core.latency import CostModel, CostPrior
+from pdserve.core.protocol import BatchTimed, Load
 from pdserve.core.types import Role
 from router import load
-from router.events import BatchTimed, LoadReported
 from router.view import Booking, WorkerView
 from tests.unit.router.world import hello
 
@@ -100,8 +100,8 @@ def test_tokens_that_come_are_followed_without_a_new_account() -> None:
         view.grew(booking, 40)
     assert view.load is before
     followed = (before.step_s, before.context, before.blocks, before.free_tokens)
-    view.reported(LoadReported(worker_id="d0", steps=9, free_blocks=view.hello.num_blocks), 0.0)
-    view.reported(LoadReported(worker_id="d0", steps=9, free_blocks=view.report.free_blocks), 0.0)
+    view.reported(Load(worker_id="d0", steps=9, free_blocks=view.hello.num_blocks), 0.0)
+    view.reported(Load(worker_id="d0", steps=9, free_blocks=view.report.free_blocks), 0.0)
     assert followed[0] == pytest.approx(view.load.step_s)
     assert followed[1] == view.load.context
 
@@ -136,13 +136,13 @@ def test_the_band_is_the_models_error_once_it_has_seen_enough_and_never_wide() -
                 step_s=seconds,
             )
         )
-    view.reported(LoadReported(worker_id="d0", steps=1, free_blocks=100), 0.0)
+    view.reported(Load(worker_id="d0", steps=1, free_blocks=100), 0.0)
     assert 0.1 < view.load.band <= load.WIDEST_BAND
 
 
 def test_an_empty_worker_is_open_whatever_its_report_says() -> None:
     view = decode()
-    view.reported(LoadReported(worker_id="d0", steps=1, free_blocks=0, running=300), 0.0)
+    view.reported(Load(worker_id="d0", steps=1, free_blocks=0, running=300), 0.0)
     assert view.load.is_open
     assert view.load.free_tokens == math.inf
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.core.attempt import AttemptKey
 from pdserve.core.latency import CostPrior
+from pdserve.core.protocol import TokenRow, TokensArrived
 from pdserve.core.types import Role, TokenOut
-from router.events import TokenRow, TokensArrived
 from router.phase import MOST_STEPS, Phase
 from router.settings import RouterSettings
 from router.view import Booking, WorkerView
@@ -57,7 +58,7 @@ def book(view: WorkerView, request_id: str, now_s: float, *, prefill_s: float = 
 
 def step(view: WorkerView, now_s: float, *rows: tuple[str, int]) -> None:
     told = [
-        TokenRow(request_id=name, attempt=1, output_index=0, tokens=(TokenOut(token_id=7),) * count)
+        TokenRow(key=AttemptKey("d0", name, 1), output_index=0, tokens=(TokenOut(token_id=7),) * count)
         for name, count in rows
     ]
     view.stepped(TokensArrived(worker_id="d0", rows=tuple(told)), now_s)

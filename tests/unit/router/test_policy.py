@@ -9,8 +9,8 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.latency import CostPrior, LinkModel
+from pdserve.core.protocol import Load
 from pdserve.core.types import Role, Slo
-from router.events import LoadReported
 from router.policy import POLICIES, make_policy
 from router.policy.interface import Ask, Choice, Decision, Obstacle
 from router.policy.least_ttft import LeastTtft
@@ -154,7 +154,7 @@ def test_a_prefill_worker_is_given_the_next_request_one_batch_ahead() -> None:
 
 def test_a_request_waits_while_no_decode_worker_has_memory() -> None:
     full = busy(view("d0", num_blocks=8), rows=4)
-    full.reported(LoadReported(worker_id="d0", steps=1, free_blocks=5, running=4), 0.0)
+    full.reported(Load(worker_id="d0", steps=1, free_blocks=5, running=4), 0.0)
     decision = least([view("p0")], [full], ask(100))
     assert (decision.choice, decision.obstacle) == (Choice.WAIT, Obstacle.DECODE)
 
@@ -224,7 +224,7 @@ def test_a_report_is_corrected_by_what_was_booked_and_freed_since() -> None:
     before = Booking(request_id="a", attempt=1, tokens=160, blocks=10, tpot_s=0.1)
     one.book(before, 0.0)
     # Another router holds 20 blocks and two rows.
-    load = LoadReported(worker_id="d0", steps=1, free_blocks=30, evictable_blocks=4, running=3, context_tokens=500)
+    load = Load(worker_id="d0", steps=1, free_blocks=30, evictable_blocks=4, running=3, context_tokens=500)
     one.reported(load, 0.0)
     assert one.beliefs() == (3, 1, 500, 34)
     one.book(Booking(request_id="b", attempt=1, tokens=80, blocks=5, tpot_s=0.1), 0.0)
@@ -260,5 +260,5 @@ def test_the_prefill_queue_shrinks_with_time_and_is_corrected_by_each_first_toke
 
 def test_other_routers_prefills_are_seen_in_the_report() -> None:
     one = view("p0")
-    one.reported(LoadReported(worker_id="p0", steps=1, free_blocks=64, pending_prefill_tokens=700), 1.0)
+    one.reported(Load(worker_id="p0", steps=1, free_blocks=64, pending_prefill_tokens=700), 1.0)
     assert one.queue_s(1.0) == pytest.approx(0.7)

@@ -6,9 +6,10 @@ import pytest
 
 from pdserve.core.attempt import FailureKind
 from pdserve.core.latency import CostPrior
+from pdserve.core.protocol import Load, Reserve
 from pdserve.core.types import FinishReason, Role, Slo
-from router.commands import Command, FailRequest, Reserve, WakeAt
-from router.events import DrainRequested, LoadReported, TimePassed
+from router.commands import Command, FailRequest, WakeAt
+from router.events import DrainRequested, TimePassed
 from router.settings import RouterSettings
 from router.state import RouterState
 from tests.unit.router.given import Given
@@ -77,9 +78,9 @@ def test_released_memory_lets_the_next_request_in() -> None:
 def test_a_load_report_lets_the_next_request_in() -> None:
     given = start("colocated", num_blocks=32)
     given.arrives("a", prompt=100)
-    given.hand(LoadReported(worker_id="d0", steps=1, free_blocks=2, running=1, waiting=0))
+    given.hand(Load(worker_id="d0", steps=1, free_blocks=2, running=1, waiting=0))
     assert placed(given.arrives("b", prompt=100)) == []
-    assert placed(given.hand(LoadReported(worker_id="d0", steps=2, free_blocks=20, running=1))) == ["b"]
+    assert placed(given.hand(Load(worker_id="d0", steps=2, free_blocks=20, running=1))) == ["b"]
 
 
 def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_memory() -> None:

@@ -7,21 +7,13 @@ from collections import Counter
 
 import pytest
 
+from pdserve.core.attempt import AttemptKey
 from pdserve.core.errors import ConfigError
+from pdserve.core.protocol import AttemptFailed, Cancel, Refused, TokenRow, TokensArrived
 from pdserve.core.types import FinishReason, Sampling, Slo, TokenOut
 from router import replay
-from router.commands import Cancel, Outcome
-from router.events import (
-    AttemptFailed,
-    ClientLeft,
-    Refused,
-    RequestArrived,
-    StopMatched,
-    TimePassed,
-    TokenRow,
-    TokensArrived,
-    WorkerLost,
-)
+from router.commands import Outcome
+from router.events import ClientLeft, RequestArrived, StopMatched, TimePassed, WorkerLost
 from router.policy import POLICIES
 from router.settings import RouterSettings
 from tests.unit.router.test_random_runs import run
@@ -66,7 +58,7 @@ def test_thousands_of_recorded_events_replay_to_equal_commands(policy: str, size
 def test_a_changed_command_is_found_with_its_step() -> None:
     world = run(3, faults=0.0, policy="least-ttft", requests=5, stirs=300)
     now_s, event, _ = world.log[20]
-    world.log[20] = (now_s, event, (Cancel(worker_id="p0", request_id="r0", attempt=9),))
+    world.log[20] = (now_s, event, (Cancel(key=AttemptKey("p0", "r0", 9)),))
     (difference,) = replay.replay(recording(world))
     assert difference.number == 21
     assert difference.step.event == event
@@ -125,8 +117,7 @@ def test_a_recording_of_a_policy_that_is_not_known_here_names_those_that_are() -
             worker_id="d0",
             rows=(
                 TokenRow(
-                    request_id="a",
-                    attempt=1,
+                    key=AttemptKey("d0", "a", 1),
                     output_index=0,
                     tokens=(TokenOut(token_id=1, logprob=-0.5, top=((1, -0.5), (2, -1.0))),),
                     finish=FinishReason.STOP,
@@ -156,7 +147,9 @@ def test_every_command_and_event_of_a_long_run_survives_json() -> None:
         ({"is": "ClientLeft", "request_id": "a", "colour": 1}, ValueError),
         ({"is": "ClientLeft", "request_id": 7}, TypeError),
         ({"is": "ClientLeft"}, TypeError),
-        ({"is": "Granted", "worker_id": "d", "request_id": "a", "attempt": "1"}, TypeError),
+        ({"is": "Granted", "key": ["d", "a", "1"]}, TypeError),
+        ({"is": "Granted", "key": ["d", "a"]}, ValueError),
+        ({"is": "Granted", "key": [None, "a", 1]}, TypeError),
     ],
 )
 def test_what_is_no_event_is_refused(data: dict[str, object], error: type[Exception]) -> None:

@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
+from pdserve.core.attempt import AttemptKey
 from pdserve.core.phases import MEANING, MEASURED_BY, Phase, Phases
+from pdserve.core.protocol import FirstToken, TokenRow, TokensArrived
 from pdserve.core.types import FinishReason, TokenOut
 from router.commands import EndCancelled, FailRequest, FinishRequest
-from router.events import ClientLeft, FirstToken, StopMatched, TokenRow, TokensArrived
+from router.events import ClientLeft, StopMatched
 from router.lifecycle import LIVE, Move, Stage
 from router.settings import RouterSettings
 from router.timeline import MOST_SLICES, STANDS_FOR, Timeline
@@ -50,24 +52,14 @@ def later(given: Given, seconds: float) -> None:
 
 def first_token(given: Given, *, queue_s: float, prefill_s: float, finish: FinishReason | None = None) -> list[object]:
     event = FirstToken(
-        worker_id="p0",
-        request_id="a",
-        attempt=1,
-        token=TokenOut(token_id=100),
-        queue_s=queue_s,
-        prefill_s=prefill_s,
-        finish=finish,
+        key=AttemptKey("p0", "a", 1), token=TokenOut(token_id=100), queue_s=queue_s, prefill_s=prefill_s, finish=finish
     )
     return list(given.hand(event))
 
 
 def row(given: Given, index: int, *, attempt: int = 1, worker_id: str = "d0", **facts: object) -> list[object]:
     one = TokenRow(
-        request_id="a",
-        attempt=attempt,
-        output_index=index,
-        tokens=(TokenOut(token_id=100 + index),),
-        **facts,  # type: ignore[arg-type]
+        key=AttemptKey(worker_id, "a", attempt), output_index=index, tokens=(TokenOut(token_id=100 + index),), **facts
     )
     return list(given.hand(TokensArrived(worker_id=worker_id, rows=(one,))))
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from pdserve.core.protocol import Load
 from pdserve.core.types import Role
 from router.commands import WakeAt
-from router.events import LoadReported, TimePassed
+from router.events import TimePassed
 from router.settings import RouterSettings
 from router.state import RouterState
 from router.view import Booking, WorkerView
@@ -29,8 +30,8 @@ def prompt(name: str, tokens: int, seconds: float) -> Booking:
     return Booking(request_id=name, attempt=1, tokens=tokens, blocks=7, prefill_tokens=tokens, prefill_s=seconds)
 
 
-def report(**facts: Any) -> LoadReported:
-    return LoadReported(**{"worker_id": "w", "steps": 1, "free_blocks": 1000, **facts})
+def report(**facts: Any) -> Load:
+    return Load(**{"worker_id": "w", "steps": 1, "free_blocks": 1000, **facts})
 
 
 def test_other_routers_share_is_what_the_report_has_beyond_ones_own() -> None:

@@ -12,52 +12,31 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvtransfer.shape import KvShape
-from kvtransfer.transport import Fingerprint, Grant, TransferKey
-from pdserve.core.attempt import FailureKind, RefusalReason
-from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut
-from router.commands import (
+from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
+from pdserve.core.protocol import (
     Admit,
-    Cancel,
-    Command,
-    DrainWorker,
-    EmitTokens,
-    EndCancelled,
-    FailRequest,
-    FinishRequest,
-    Prefill,
-    Reserve,
-    WakeAt,
-)
-from router.events import (
     AttemptFailed,
     BatchTimed,
-    ClientLeft,
-    Event,
+    Cancel,
+    DrainWorker,
     FirstToken,
     Granted,
-    LoadReported,
+    Load,
+    Prefill,
     Refused,
     Released,
-    RequestArrived,
-    StopMatched,
-    TimePassed,
+    Reserve,
     TokenRow,
     TokensArrived,
     TransferEnded,
-    WorkerConnected,
-    WorkerLost,
 )
+from pdserve.core.types import FinishReason, Role, Sampling, Slo, TokenOut
+from router.commands import Command, EmitTokens, EndCancelled, FailRequest, FinishRequest, WakeAt
+from router.events import ClientLeft, Event, RequestArrived, StopMatched, TimePassed, WorkerConnected, WorkerLost
 from router.settings import RouterSettings
 from router.state import RouterState
 
 BLOCK = 16
-FINGERPRINT = Fingerprint(
-    protocol=1,
-    model="toy",
-    engine="toy",
-    shape=KvShape(layout="toy.v1", dtype="uint64", num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK),
-)
 Key = tuple[str, int]
 
 
@@ -103,7 +82,12 @@ class Held:
     stage: str = "waiting"  # decode: landing, running, ending; prefill: waiting, sending, ending
     is_admitted: bool = False
     has_landed: bool = False
-    grant: Grant | None = None
+    granted_by: tuple[str, int] | None = None  # decode worker and its life, as the grant says
+
+
+def _grant(worker: Worker, attempt: int) -> bytes:
+    """Opaque to the router."""
+    return f"{worker.worker_id}/{worker.life}/{attempt}".encode()
 
 
 @dataclass(slots=True)
@@ -120,10 +104,10 @@ class Worker:
     outbox: deque[Event] = field(default_factory=deque)
     steps: int = 0
 
-    def load(self) -> LoadReported:
+    def load(self) -> Load:
         used = sum(-(-one.tokens // BLOCK) for one in self.held.values())
         running = [one for one in self.held.values() if one.stage == "running"]
-        return LoadReported(
+        return Load(
             worker_id=self.worker_id,
             steps=self.steps,
             free_blocks=max(64 - used, 0),
@@ -154,7 +138,6 @@ class World:
         self.wake_at_s: float | None = None
         self.log: list[tuple[float, Event, tuple[Command, ...]]] = []
         self.own_events: deque[Event] = deque()
-        self.num_generations = 0
 
     # -- the router's side ---------------------------------------------------------------------------------------
 
@@ -266,30 +249,20 @@ class World:
         held = Held(len(command.output_token_ids), tokens, command.is_local)
         held.stage = "running" if command.is_local else "landing"
         worker.held[key] = held
-        grant = None
-        if not command.is_local:
-            self.num_generations += 1
-            grant = Grant(
-                key=TransferKey(transfer_id=key[0], attempt=key[1], generation=self.num_generations),
-                endpoint=worker.worker_id,
-                worker_id=worker.worker_id,
-                incarnation=str(worker.life),
-                fingerprint=FINGERPRINT,
-                blocks=tuple(range(-(-tokens // BLOCK))),
-                held_blocks=0,
-            )
-        self.say(worker, Granted(worker_id=worker.worker_id, request_id=key[0], attempt=key[1], grant=grant))
+        grant = None if command.is_local else _grant(worker, command.attempt)
+        self.say(worker, Granted(key=AttemptKey(worker.worker_id, key[0], key[1]), grant=grant))
 
     def _prefill(self, worker: Worker, command: Prefill) -> None:
         assert worker.role is Role.PREFILL
         self._check_output(command.request_id, command.output_token_ids)
         key = (command.request_id, command.attempt)
         assert key not in worker.held, "an attempt number is used twice"
-        assert command.grant.key.attempt == command.attempt, "an old grant is used"
         if self._refuses(worker, key):
             return
         tokens = self.clients[command.request_id].request.num_prompt_tokens + len(command.output_token_ids)
-        worker.held[key] = Held(len(command.output_token_ids), tokens, grant=command.grant)
+        granter, life, attempt = command.grant.decode().split("/")
+        assert int(attempt) == command.attempt, "an old grant is used"
+        worker.held[key] = Held(len(command.output_token_ids), tokens, granted_by=(granter, int(life)))
 
     def _refuses(self, worker: Worker, key: Key) -> bool:
         reason: RefusalReason | None = None
@@ -300,9 +273,7 @@ class World:
         if reason is not None:
             self.say(
                 worker,
-                Refused(
-                    worker_id=worker.worker_id, request_id=key[0], attempt=key[1], reason=reason, retry_after_s=0.05
-                ),
+                Refused(key=AttemptKey(worker.worker_id, key[0], key[1]), reason=reason, retry_after_s=0.05),
             )
         return reason is not None
 
@@ -321,7 +292,7 @@ class World:
         self._released(worker, key)
 
     def _released(self, worker: Worker, key: Key) -> None:
-        self.say(worker, Released(worker_id=worker.worker_id, request_id=key[0], attempt=key[1]))
+        self.say(worker, Released(key=AttemptKey(worker.worker_id, key[0], key[1])))
 
     def say(self, worker: Worker, event: Event) -> None:
         worker.outbox.append(event)
@@ -348,14 +319,14 @@ class World:
             self._step_decode(worker, key, held)
 
     def _fail(self, worker: Worker, key: Key, held: Held) -> None:
-        name = {"worker_id": worker.worker_id, "request_id": key[0], "attempt": key[1]}
+        name = AttemptKey(worker.worker_id, key[0], key[1])
         if held.stage == "landing" and held.has_landed:
             return
         if held.stage in ("landing", "sending") and self.rng.random() < 0.7:
-            self.say(worker, TransferEnded(**name, is_committed=False, error="checksum"))  # type: ignore[arg-type]
+            self.say(worker, TransferEnded(key=name, is_committed=False, error="checksum"))
         else:
             kind = self.rng.choice([FailureKind.INTERNAL, FailureKind.TRANSFER])
-            self.say(worker, AttemptFailed(**name, kind=kind, message="by chance"))  # type: ignore[arg-type]
+            self.say(worker, AttemptFailed(key=name, kind=kind, message="by chance"))
         self.release(worker, key)
 
     def _step_prefill(self, worker: Worker, key: Key, held: Held) -> None:
@@ -367,9 +338,7 @@ class World:
             self.say(
                 worker,
                 FirstToken(
-                    worker_id=worker.worker_id,
-                    request_id=key[0],
-                    attempt=key[1],
+                    key=AttemptKey(worker.worker_id, key[0], key[1]),
                     token=token,
                     finish=finish,
                     queue_s=0.01,
@@ -390,17 +359,16 @@ class World:
             )
             return
         # Sending: the blocks reach the decode worker, if it still waits for them.
-        assert held.grant is not None
-        target = self.workers[held.grant.worker_id]
+        assert held.granted_by is not None
+        granter, life = held.granted_by
+        target = self.workers[granter]
         landing = target.held.get(key)
-        if landing is not None and landing.stage == "landing" and str(target.life) == held.grant.incarnation:
+        if landing is not None and landing.stage == "landing" and target.life == life:
             landing.has_landed = True
             self.say(
                 target,
                 TransferEnded(
-                    worker_id=target.worker_id,
-                    request_id=key[0],
-                    attempt=key[1],
+                    key=AttemptKey(target.worker_id, key[0], key[1]),
                     is_committed=True,
                     transfer_s=0.01,
                     busy_s=0.01,
@@ -411,9 +379,7 @@ class World:
         elif not target.is_frozen:
             self.say(
                 worker,
-                TransferEnded(
-                    worker_id=worker.worker_id, request_id=key[0], attempt=key[1], is_committed=False, error="gone"
-                ),
+                TransferEnded(key=AttemptKey(worker.worker_id, key[0], key[1]), is_committed=False, error="gone"),
             )
         self.release(worker, key)
 
@@ -429,8 +395,7 @@ class World:
         count = max(1, min(self.rng.choice((1, 1, 2, 5)), left))
         finish = self._finish_of(key[0], held.output + count)
         row = TokenRow(
-            request_id=key[0],
-            attempt=key[1],
+            key=AttemptKey(worker.worker_id, key[0], key[1]),
             output_index=held.output,
             tokens=tuple(TokenOut(token_id=answer(key[0], held.output + index)) for index in range(count)),
             finish=finish,

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks.secret import ROUTER
+from pdserve.core import protocol as pr
+from pdserve.core.attempt import AttemptKey
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import TokenOut
 from pdserve.v1 import worker_pb2
-from router import events, messages
+from pdserve.wire.protocol import decode_response
 from router.session import WorkerSession
 from router.workers import Workers
 
@@ -38,7 +40,7 @@ def messages_with(field: str, seconds: float) -> dict[str, Any]:
 def test_what_is_no_duration_is_refused_by_name(field: str, seconds: float) -> None:
     message = worker_pb2.AttachResponse(**messages_with(field, seconds))
     with pytest.raises(InvalidRequest, match=f"^{field}: got .*, expected between 0 and 86400 seconds$"):
-        messages.event_of("d0", message)
+        decode_response("d0", message)
 
 
 @pytest.mark.parametrize("field", ["block_size", "vocab_size", "num_blocks", "max_batch", "max_batch_tokens"])
@@ -69,12 +71,12 @@ def test_nonsense_is_counted() -> None:
 
 def test_plain_tokens_are_rows_of_one_token() -> None:
     plain = worker_pb2.PlainTokens(request_ids=["a", "b"], attempts=[1, 2], output_indexes=[7, 0], token_ids=[5, 6])
-    event = messages.event_of("d0", worker_pb2.AttachResponse(tokens=worker_pb2.Tokens(plain=plain)))
-    assert event == events.TokensArrived(
+    event = decode_response("d0", worker_pb2.AttachResponse(tokens=worker_pb2.Tokens(plain=plain)))
+    assert event == pr.TokensArrived(
         worker_id="d0",
         rows=(
-            events.TokenRow(request_id="a", attempt=1, output_index=7, tokens=(TokenOut(token_id=5),)),
-            events.TokenRow(request_id="b", attempt=2, output_index=0, tokens=(TokenOut(token_id=6),)),
+            pr.TokenRow(key=AttemptKey("d0", "a", 1), output_index=7, tokens=(TokenOut(token_id=5),)),
+            pr.TokenRow(key=AttemptKey("d0", "b", 2), output_index=0, tokens=(TokenOut(token_id=6),)),
         ),
     )
 
@@ -82,4 +84,4 @@ def test_plain_tokens_are_rows_of_one_token() -> None:
 def test_plain_tokens_of_unequal_fields_are_refused() -> None:
     plain = worker_pb2.PlainTokens(request_ids=["a", "b"], attempts=[1, 1], output_indexes=[7, 0], token_ids=[5])
     with pytest.raises(InvalidRequest, match=r"^plain: got 2, 2, 2, 1 values, expected as many of each field$"):
-        messages.event_of("d0", worker_pb2.AttachResponse(tokens=worker_pb2.Tokens(plain=plain)))
+        decode_response("d0", worker_pb2.AttachResponse(tokens=worker_pb2.Tokens(plain=plain)))

@@ -10,23 +10,13 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.attempt import FailureKind
+from pdserve.core.attempt import AttemptKey, FailureKind
 from pdserve.core.errors import ConfigError
 from pdserve.core.latency import CostPrior
+from pdserve.core.protocol import AttemptFailed, BatchTimed, Granted, Load, Reserve, TokenRow, TokensArrived
 from pdserve.core.types import FinishReason, Role, Slo, TokenOut
 from router import replay
-from router.commands import Reserve
-from router.events import (
-    AttemptFailed,
-    BatchTimed,
-    ClientLeft,
-    Event,
-    Granted,
-    LoadReported,
-    TokenRow,
-    TokensArrived,
-    WorkerLost,
-)
+from router.events import ClientLeft, Event, WorkerLost
 from router.settings import RouterSettings
 from router.state import RouterState
 from simulator.model import Disturbance, DisturbanceKind, TraceRequest
@@ -52,7 +42,7 @@ def recorded(*events: tuple[float, Event], settings: RouterSettings = SETTINGS) 
         commands = state.handle(event, now_s)
         lines.append(replay.encode_step(replay.make_step(now_s, event, commands)))
         seats = [
-            Granted(worker_id=one.worker_id, request_id=one.request_id, attempt=one.attempt)
+            Granted(key=AttemptKey(one.worker_id, one.request_id, one.attempt))
             for one in commands
             if isinstance(one, Reserve)
         ]
@@ -66,8 +56,7 @@ def requests(*events: tuple[float, Event]) -> list[TraceRequest]:
 
 def answered(request_id: str, tokens: int, *, is_last: bool = True) -> TokensArrived:
     row = TokenRow(
-        request_id=request_id,
-        attempt=1,
+        key=AttemptKey("d0", request_id, 1),
         output_index=0,
         tokens=tuple(TokenOut(token_id=one) for one in range(tokens)),
         finish=FinishReason.STOP if is_last else None,
@@ -106,7 +95,7 @@ def test_a_client_that_left_leaves_again_and_would_have_got_all_that_it_asked_fo
 
 
 def test_a_length_that_nobody_saw_is_the_mean_of_those_before() -> None:
-    failed = AttemptFailed(worker_id="d0", request_id="c", attempt=1, kind=FailureKind.INVALID, message="bad")
+    failed = AttemptFailed(key=AttemptKey("d0", "c", 1), kind=FailureKind.INVALID, message="bad")
     found = requests(
         D0,
         (12.0, arrival("a")),
@@ -226,7 +215,7 @@ def test_a_death_happens_again_and_the_worker_comes_back_as_late() -> None:
 
 def test_reports_tell_the_heartbeat() -> None:
     beats: Sequence[tuple[float, Event]] = [
-        (10.0 + 0.25 * number, LoadReported(worker_id="d0", steps=number, free_blocks=64)) for number in range(5)
+        (10.0 + 0.25 * number, Load(worker_id="d0", steps=number, free_blocks=64)) for number in range(5)
     ]
     assert cluster(D0, *beats).heartbeat_s == pytest.approx(0.25)
 

@@ -1,0 +1,222 @@
+"""What routers and workers say to each other: one dataclass for each message of worker.proto. Pure.
+
+A worker's batching emits these, the router's state takes them as events and gives them as commands, and the simulator
+forwards them. `pdserve/wire/protocol.py` pairs each with its protobuf message. A new field is added here and in the
+.proto file.
+
+A message about an attempt names it by `key`, whose `peer` is the other end of the stream: on a worker the number of
+the router's stream, on a router the worker's id. A message about a whole worker has a `worker_id`, which the router
+that receives it fills in. Neither travels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
+from pdserve.core.types import FinishReason, TokenOut
+
+RETRY_AFTER_S: Final = 0.05  # of a refusal: about the time in which a batch ends
+
+
+class _AboutAttempt:
+    """The parts of `key`, as a router reads them."""
+
+    __slots__ = ()
+    key: AttemptKey
+
+    @property
+    def worker_id(self) -> str:
+        """Only on a router."""
+        return self.key.worker_id
+
+    @property
+    def request_id(self) -> str:
+        return self.key.request_id
+
+    @property
+    def attempt(self) -> int:
+        return self.key.attempt
+
+
+# -- from a router to a worker -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve(_AboutAttempt):
+    """To a decode worker: reserve blocks for KV that will arrive, or with `is_local` compute the prompt too.
+
+    On the wire it holds the request's whole Sequence, which the router's runtime keeps and adds.
+    """
+
+    key: AttemptKey
+    is_local: bool
+    output_token_ids: tuple[int, ...] = ()  # that the client already has
+    deadline_s: float | None = None  # time that remains
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill(_AboutAttempt):
+    """To a prefill worker: compute the sequence and push its KV to the grant. The runtime adds the Sequence."""
+
+    key: AttemptKey
+    grant: bytes
+    output_token_ids: tuple[int, ...] = ()
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admit(_AboutAttempt):
+    """To a decode worker: the prefill worker's token, from which it goes on."""
+
+    key: AttemptKey
+    first_token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel(_AboutAttempt):
+    """Free everything of the attempt; Released follows. Idempotent."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainWorker:
+    """An operator wants no new work on the worker."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UndrainWorker:
+    """Takes DrainWorker back."""
+
+    worker_id: str
+
+
+# -- from a worker to a router -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A worker's own account of itself, sent on every heartbeat."""
+
+    worker_id: str = ""
+    steps: int = 0
+    free_blocks: int
+    evictable_blocks: int = 0  # unreferenced blocks of the prefix cache
+    running: int = 0
+    waiting: int = 0
+    context_tokens: int = 0
+    pending_prefill_tokens: int = 0
+    is_draining: bool = False
+    is_drained: bool = False  # by an operator, who may take it back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTimed:
+    """One finished batch, or the mean of consecutive decode batches of as many rows, for the cost model."""
+
+    worker_id: str = ""
+    rows: int  # decode rows
+    prefill_tokens: int
+    prefill_token_context: float  # sum over prefill rows of tokens * (cached + tokens / 2)
+    context_tokens: int  # of the decode rows
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted(_AboutAttempt):
+    """The decode worker has reserved blocks, described by `grant`; for a local attempt there is none.
+
+    A grant is opaque to the router: an encoded Grant of transfer.proto that it hands to the prefill worker.
+    """
+
+    key: AttemptKey
+    grant: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused(_AboutAttempt):
+    """The worker did not take the attempt and holds nothing for it. Either role may refuse."""
+
+    key: AttemptKey
+    reason: RefusalReason
+    retry_after_s: float = RETRY_AFTER_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken(_AboutAttempt):
+    """The prefill worker sampled the first token; durations are its own."""
+
+    key: AttemptKey
+    token: TokenOut
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    cached_tokens: int = 0
+    finish: FinishReason | None = None  # set when it is also the last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferEnded(_AboutAttempt):
+    """KV is verified and committed, or cannot be had. May come before FirstToken: the streams differ.
+
+    From the prefill worker, committed: all is acknowledged, and `exposed_s` is what its computing did not hide.
+    """
+
+    key: AttemptKey
+    is_committed: bool
+    transfer_s: float = 0.0  # from the first byte to the commit, on the receiver's clock
+    busy_s: float = 0.0  # of transfer_s, with chunks in flight
+    exposed_s: float = 0.0  # from the end of the prefill to the receiver's acknowledgement
+    num_bytes: int = 0
+    saved_bytes: int = 0  # of KV that the decode worker had already
+    error: str = ""
+
+
+# Not frozen, which would double the time to make one.
+@dataclass(slots=True, kw_only=True)
+class TokenRow(_AboutAttempt):
+    """Tokens of one attempt from one step. Durations and counts come with the row that knows them, else 0."""
+
+    key: AttemptKey
+    output_index: int  # of tokens[0] among the request's output tokens
+    tokens: tuple[TokenOut, ...]
+    finish: FinishReason | None = None
+    decode_s: float = 0.0  # decoding since the last report: with the last row, and after a preemption
+    decode_queue_s: float = 0.0  # with a remote attempt's first row: KV and first token were there, no step was free
+    preempted_s: float = 0.0  # with the first row after a preemption; its decode_s is what was before
+    preemptions: int = 0
+    queue_s: float = 0.0  # with a local attempt's first row, as the next two
+    prefill_s: float = 0.0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensArrived:
+    """One decode step of all requests of this router on a worker."""
+
+    worker_id: str
+    rows: tuple[TokenRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptFailed(_AboutAttempt):
+    """The worker gave the attempt up; its memory follows in Released."""
+
+    key: AttemptKey
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released(_AboutAttempt):
+    """Every block of the attempt is back in the allocator or in the prefix cache."""
+
+    key: AttemptKey
+
+
+WorkerCommand = Reserve | Prefill | Admit | Cancel | DrainWorker | UndrainWorker
+AttemptMessage = Granted | Refused | FirstToken | TransferEnded | AttemptFailed | Released
+WorkerMessage = Load | BatchTimed | TokensArrived | AttemptMessage

@@ -1,0 +1,135 @@
+"""The codec of each message between router and worker, and the Attach stream's envelopes around them. No I/O.
+
+Written by hand here: what carries a request's Sequence, which the router builds once and adds to for each attempt,
+and the columns of PlainTokens, which hold nearly all tokens and are the hot path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pdserve.core import protocol as pr
+from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.latency import CostPrior
+from pdserve.core.types import TokenOut
+from pdserve.v1 import inference_pb2, worker_pb2
+from pdserve.wire.codec import Codec, Special
+
+MAX_GRANT_BYTES: Final = 2**20  # of one grant, which a router keeps until it is prefilled
+
+TOKEN: Final = Codec(
+    TokenOut,
+    worker_pb2.Token,
+    special={
+        "top": Special(
+            lambda top: [inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in top],
+            lambda top: tuple([(one.token_id, one.logprob) for one in top]),
+        )
+    },
+)
+TOKEN_ROW: Final = Codec(pr.TokenRow, worker_pb2.TokenRow, nested=(TOKEN,))
+COST: Final = Codec(CostPrior, worker_pb2.CostPrior)
+LOAD: Final = Codec(pr.Load, worker_pb2.Load, given=("worker_id",))
+_CODECS: Final = (
+    LOAD,
+    Codec(pr.BatchTimed, worker_pb2.BatchTimed, given=("worker_id",)),
+    Codec(pr.Granted, worker_pb2.Granted),
+    Codec(pr.Refused, worker_pb2.Refused, unknown={"reason": RefusalReason.INBOX_FULL}),
+    Codec(pr.FirstToken, worker_pb2.FirstToken, nested=(TOKEN,)),
+    Codec(pr.TransferEnded, worker_pb2.TransferEnded),
+    Codec(pr.AttemptFailed, worker_pb2.Failed, unknown={"kind": FailureKind.INTERNAL}),
+    Codec(pr.Released, worker_pb2.Released),
+)
+
+
+def _by_kind(codecs: tuple[Codec[Any, Any], ...], envelope: Any) -> dict[type, tuple[str, Codec[Any, Any]]]:
+    """Dataclass -> the name of its message in the envelope's oneof, and its codec."""
+    names = {one.message_type: one.name for one in envelope.DESCRIPTOR.oneofs_by_name["message"].fields}
+    return {one.kind: (names[one.message.DESCRIPTOR], one) for one in codecs}
+
+
+_RESPONSES: Final = _by_kind(_CODECS, worker_pb2.AttachResponse)
+_REQUESTS: Final = _by_kind(
+    (
+        Codec(pr.Admit, worker_pb2.Admit),
+        Codec(pr.Cancel, worker_pb2.Cancel),
+        Codec(pr.DrainWorker, worker_pb2.DrainWorker, given=("worker_id",)),
+        Codec(pr.UndrainWorker, worker_pb2.UndrainWorker, given=("worker_id",)),
+    ),
+    worker_pb2.AttachRequest,
+)
+_BY_NAME: Final[Mapping[str, Codec[Any, Any]]] = dict(_RESPONSES.values())
+
+
+def encode_response(message: pr.WorkerMessage) -> worker_pb2.AttachResponse:
+    """From a worker; of anything but TokensArrived."""
+    name, codec = _RESPONSES[type(message)]
+    return worker_pb2.AttachResponse(**{name: codec.encode(message)})
+
+
+def decode_response(worker_id: str, response: worker_pb2.AttachResponse) -> pr.WorkerMessage | None:
+    """On a router. None for messages that are not the state's: hello, prompt scores, KV events, and newer kinds.
+
+    Raises InvalidRequest on a value that the .proto does not name, and on a duration out of bounds.
+    """
+    name = response.WhichOneof("message")
+    if name == "tokens":
+        return _tokens(worker_id, response.tokens)
+    codec = _BY_NAME.get(name or "")
+    if codec is None:
+        return None
+    inner = getattr(response, name or "")
+    if codec.kind in (pr.Load, pr.BatchTimed):
+        return codec.decode(inner, worker_id=worker_id)  # type: ignore[no-any-return]
+    if codec.kind is pr.Granted and len(inner.grant) > MAX_GRANT_BYTES:
+        raise InvalidRequest("grant", f"{len(inner.grant)} bytes", f"at most {MAX_GRANT_BYTES}")
+    return codec.decode(inner, worker_id)  # type: ignore[no-any-return]
+
+
+def encode_request(command: pr.WorkerCommand, sequence: worker_pb2.Sequence | None = None) -> worker_pb2.AttachRequest:
+    """From a router. `sequence` is that of the command's request; only Reserve and Prefill need it."""
+    match command:
+        case pr.Reserve():
+            reserve = worker_pb2.Reserve(sequence=_at(sequence, command), is_local=command.is_local)
+            return worker_pb2.AttachRequest(reserve=reserve)
+        case pr.Prefill():
+            prefill = worker_pb2.Prefill(sequence=_at(sequence, command), grant=command.grant)
+            return worker_pb2.AttachRequest(prefill=prefill)
+        case _:
+            name, codec = _REQUESTS[type(command)]
+            return worker_pb2.AttachRequest(**{name: codec.encode(command)})
+
+
+def _at(sequence: worker_pb2.Sequence | None, command: pr.Reserve | pr.Prefill) -> worker_pb2.Sequence:
+    """The sequence as of this attempt."""
+    assert sequence is not None, "the runtime keeps it as long as the request lives"
+    now = worker_pb2.Sequence()
+    now.CopyFrom(sequence)
+    now.attempt = command.attempt
+    now.output_token_ids.extend(command.output_token_ids)
+    if command.deadline_s is not None:
+        now.deadline_s = command.deadline_s
+    return now
+
+
+def _tokens(worker_id: str, message: worker_pb2.Tokens) -> pr.TokensArrived:
+    rows = _plain_rows(worker_id, message.plain)
+    rows += [TOKEN_ROW.decode(row, worker_id) for row in message.rows]
+    return pr.TokensArrived(worker_id=worker_id, rows=tuple(rows))
+
+
+def _plain_rows(worker_id: str, message: worker_pb2.PlainTokens) -> list[pr.TokenRow]:
+    columns = message.request_ids, message.attempts, message.output_indexes, message.token_ids
+    lengths = [len(column) for column in columns]
+    if len(set(lengths)) != 1:
+        raise InvalidRequest("plain", f"{', '.join(map(str, lengths))} values", "as many of each field")
+    return [
+        pr.TokenRow(
+            key=AttemptKey(worker_id, request_id, attempt),
+            output_index=index,
+            tokens=(TokenOut(token_id=token_id),),
+        )
+        for request_id, attempt, index, token_id in zip(*columns, strict=True)
+    ]
