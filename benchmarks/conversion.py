@@ -18,7 +18,7 @@ import numpy as np
 
 from kvtransfer.convert import Blocks, pack, unpack
 from kvtransfer.reshape import Window, pieces_of
-from kvtransfer.shape import KvShape
+from pdserve.core.kv_shape import KvShape
 
 LARGE = KvShape(layout="block-major.v1", dtype="float32", num_layers=16, num_kv_heads=8, head_dim=64, block_size=16)
 BUNDLED = replace(LARGE, num_layers=6, num_kv_heads=2, head_dim=32)

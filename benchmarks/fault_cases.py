@@ -15,7 +15,7 @@ from typing import Final
 
 from kvtransfer.faults import Fault, FaultKind, FaultPlan
 from kvtransfer.frames import Tag, tag_of
-from kvtransfer.transport import TransferKey
+from pdserve.core.grant import TransferKey
 
 MAX_BLOCKS: Final = 24
 FAULT_SHARE: Final = 0.4

@@ -21,9 +21,10 @@ from kvtransfer.grants import PROTOCOL
 from kvtransfer.joined import JoinedReceiver, JoinedSender
 from kvtransfer.rank_link import RankLink, RemoteReceiver, RemoteSender
 from kvtransfer.rank_server import RankServer
-from kvtransfer.shape import KvShape
-from kvtransfer.transport import Fingerprint, RankReceiver, RankSender, Text
+from kvtransfer.transport import RankReceiver, RankSender, Text
 from pdserve.config import WorkerConfig
+from pdserve.core.grant import Fingerprint
+from pdserve.core.kv_shape import KvShape
 from pdserve.core.proof import Identity
 from pdserve.engine.interface import EngineSpec, KvPool
 from pdserve.engine.pool import BlockShape, TorchPool

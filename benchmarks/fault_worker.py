@@ -33,7 +33,8 @@ from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.grants import grant_from_proto, grant_to_proto
-from kvtransfer.transport import Grant, Received, ReceiveOutcome, SendOutcome, Sent
+from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent
+from pdserve.core.grant import Grant
 from pdserve.v1 import transfer_pb2
 
 

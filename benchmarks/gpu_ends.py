@@ -26,8 +26,9 @@ from benchmarks.transfer_ends import GrpcHost, HostPool
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.paths.cuda_ipc import CUDA_IPC
 from kvtransfer.paths.registry import TRANSPORTS
-from kvtransfer.transport import Fingerprint, Grant, Received, Sent, TransferKey
+from kvtransfer.transport import Received, Sent
 from pdserve.core.errors import InternalError
+from pdserve.core.grant import Fingerprint, Grant, TransferKey
 
 #: Where blocks lie; stand-in: memory files behind the words of a device.
 Memory = Literal["cuda", "stand-in", "host"]

@@ -9,7 +9,7 @@ import time
 from benchmarks.secret import SECRET
 from benchmarks.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
 from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.transport import Grant, TransferKey
+from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.stamps import BlockStamps
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 64 * 1024

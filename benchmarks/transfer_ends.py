@@ -15,9 +15,9 @@ from benchmarks.secret import proofs, protect
 from kvtransfer.dial import open_request
 from kvtransfer.grants import PROTOCOL
 from kvtransfer.sender import StreamSender
-from kvtransfer.shape import KvShape
-from kvtransfer.transport import Fingerprint
 from pdserve.core.errors import PdserveError
+from pdserve.core.grant import Fingerprint
+from pdserve.core.kv_shape import KvShape
 from pdserve.engine.host_memory import HostMemory
 from pdserve.v1 import transfer_pb2_grpc
 from pdserve.wire import peers

@@ -23,7 +23,8 @@ from kvtransfer.checksum import Checksum
 from kvtransfer.paths.registry import kinds
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
-from kvtransfer.transport import Grant, SendOutcome, Sent, TransferKey
+from kvtransfer.transport import SendOutcome, Sent
+from pdserve.core.grant import Grant, TransferKey
 
 LEAST_POOL_BYTES: Final = 256 * 2**20  # far more than the caches
 TRANSPORTS: Final = ("tcp", "shm")

@@ -16,15 +16,16 @@ from kvtransfer import issuer
 from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_receiver
-from kvtransfer.grants import check_movable, encode_grant, fingerprint_of, fingerprint_to_proto
+from kvtransfer.grants import check_movable, encode_grant, fingerprint_of
 from kvtransfer.rank_ends import joined_receiver
 from kvtransfer.stats import events
-from kvtransfer.transport import Grant, Received, ReceiveOutcome, Receiver, TransferKey
+from kvtransfer.transport import Received, ReceiveOutcome, Receiver
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey, FailureKind
 from pdserve.core.errors import PdserveError
+from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.latency import CostModel
 from pdserve.core.phases import Phase
 from pdserve.core.stamps import BlockStamps
@@ -35,7 +36,7 @@ from pdserve.engine.rejected_joins import rejected_joins
 from pdserve.telemetry import metric_names, names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.v1.transfer_pb2_grpc import add_TransferServiceServicer_to_server
-from pdserve.wire.protocol import TOKEN_ROW
+from pdserve.wire.protocol import FINGERPRINT, TOKEN_ROW
 from pdserve.worker import messages
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.host import WorkerHost
@@ -126,7 +127,7 @@ class DecodeProgram(RoleProgram):
                 self.counts["message for another role"] += 1
 
     def fingerprint(self) -> transfer_pb2.Fingerprint:
-        return fingerprint_to_proto(self._fingerprint)
+        return FINGERPRINT.encode(self._fingerprint)
 
     def add_servicers(self, server: Any) -> None:
         self._add_servicers(server)

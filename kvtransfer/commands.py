@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from kvtransfer.device import Fence
 from kvtransfer.parts import Lanes
-from kvtransfer.transport import Grant, Sent, TransferKey
+from kvtransfer.transport import Sent
+from pdserve.core.grant import Grant, TransferKey
 
 OnSent = Callable[[Sent], None]
 # called when these source blocks of a transfer are no longer read

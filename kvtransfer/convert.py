@@ -15,7 +15,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from kvtransfer.reshape import Piece, Window
-from kvtransfer.shape import SCALE_BYTES, SCALED, BlockForm
+from pdserve.core.kv_shape import SCALE_BYTES, SCALED, BlockForm
 
 # Tokens are converted in groups of about this size, so that every pass over a group finds it in the cache.
 LOT_BYTES: Final = 256 * 1024

@@ -10,7 +10,7 @@ from kvtransfer.frames import Tag
 from kvtransfer.parts import Part
 from kvtransfer.plan import Chunk
 from kvtransfer.session import Session
-from kvtransfer.transport import Grant
+from pdserve.core.grant import Grant
 
 
 @dataclass(slots=True, eq=False)

@@ -18,7 +18,8 @@ from kvtransfer.parts import Part
 from kvtransfer.plan import chunks_of
 from kvtransfer.session import SENDER_MOVES, Event, Session, State
 from kvtransfer.stats import TransferStats
-from kvtransfer.transport import Grant, SendOutcome, Sent, TransferKey
+from kvtransfer.transport import SendOutcome, Sent
+from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.stamps import BlockStamps
 
 

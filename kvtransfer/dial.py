@@ -21,17 +21,17 @@ from kvtransfer.credentials import Ends, receiver_answer, sender_greeting
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.frames import ANSWER_BYTES, MAX_TEXT_BYTES, TICKET_BYTES, decode_text
 from kvtransfer.gate import CHECKSUM_OF, CHECKSUMS
-from kvtransfer.grants import fingerprint_to_proto
 from kvtransfer.host import host_id
 from kvtransfer.paths.path import SendPath
 from kvtransfer.paths.registry import TRANSPORTS, name_of
 from kvtransfer.plan import MAX_CHUNK_BYTES
-from kvtransfer.transport import Fingerprint
 from pdserve.core.errors import TransferFailed, Unauthenticated
+from pdserve.core.grant import Fingerprint
 from pdserve.core.proof import NONCE_BYTES, ClusterSecret, Identity
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
 from pdserve.wire import peers
+from pdserve.wire.protocol import FINGERPRINT
 
 DIAL_S: Final = 5.0
 
@@ -96,7 +96,7 @@ def dial(caller: Caller, endpoint: str, incarnation: str) -> Line:
 
 def open_request(caller: Caller, transports: Sequence[int]) -> transfer_pb2.OpenRequest:
     return transfer_pb2.OpenRequest(
-        fingerprint=fingerprint_to_proto(caller.fingerprint),
+        fingerprint=FINGERPRINT.encode(caller.fingerprint),
         sender_id=caller.worker_id,
         sender_incarnation=caller.incarnation,
         host_id=host_id(),

@@ -15,9 +15,9 @@ from kvtransfer.paths.registry import kinds, prepare
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES, DEVICE_CHUNK_BYTES
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
-from kvtransfer.shape import KvShape
 from kvtransfer.shaped import ShapedSender
-from kvtransfer.transport import Fingerprint
+from pdserve.core.grant import Fingerprint
+from pdserve.core.kv_shape import KvShape
 from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.gpu.extent import Extent

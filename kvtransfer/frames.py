@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 from kvtransfer.parts import MAX_GROUPS, WHOLE, Part
 from kvtransfer.stamping import STAMP_BYTES
-from kvtransfer.transport import TransferKey
+from pdserve.core.grant import TransferKey
 from pdserve.core.proof import MAC_BYTES, NONCE_BYTES
 
 MAGIC: Final = b"PDKV"

@@ -16,16 +16,17 @@ from typing import Final
 from kvtransfer.checksum import Checksum
 from kvtransfer.credentials import Ends, is_proven, receiver_answer
 from kvtransfer.frames import TICKET_BYTES, Greeting
-from kvtransfer.grants import compare, fingerprint_from_proto
+from kvtransfer.grants import compare
 from kvtransfer.parts import Lanes
 from kvtransfer.paths.registry import TRANSPORTS, name_of, names_of
 from kvtransfer.reshape import arrival_of
-from kvtransfer.shape import KvShape
 from kvtransfer.stats import TransferStats
-from kvtransfer.transport import Fingerprint
 from pdserve.core.errors import ConfigError, Overloaded, Unauthenticated
+from pdserve.core.grant import Fingerprint
+from pdserve.core.kv_shape import KvShape
 from pdserve.core.proof import ClusterSecret, caller_name
 from pdserve.v1 import transfer_pb2
+from pdserve.wire.protocol import FINGERPRINT
 
 TICKET_LIFE_S: Final = 10.0
 MAX_TICKETS: Final = 256
@@ -120,7 +121,7 @@ class Gate:
         return peer, receiver_answer(self._secret, ends, greeting)
 
     def _judge(self, request: transfer_pb2.OpenRequest) -> Peer:
-        theirs = fingerprint_from_proto(request.fingerprint)
+        theirs = FINGERPRINT.decode(request.fingerprint)
         compare(self._fingerprint, theirs)
         Lanes.to_receive(theirs.shape, self._fingerprint.shape)
         arrival_of(theirs.shape, self._fingerprint.shape, request.wire_dtype)

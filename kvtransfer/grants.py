@@ -6,19 +6,18 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from kvtransfer.shape import KvShape, check_convertible
-from kvtransfer.transport import Fingerprint, Grant, TransferKey
 from pdserve.core.errors import ConfigError, InvalidRequest
+from pdserve.core.grant import Fingerprint, Grant, TransferKey
+from pdserve.core.kv_shape import KvShape, check_convertible
 from pdserve.engine.interface import EngineSpec
 from pdserve.v1 import transfer_pb2
-from pdserve.wire.codec import Codec
 from pdserve.wire.convert import blocks_from_extents, extents_from_blocks
+from pdserve.wire.protocol import FINGERPRINT
 
 PROTOCOL: Final = 2  # of the transfer; raised when frames, stamps or checksums change their meaning
 MAX_TRANSFER_ID_CHARS: Final = 256
 MAX_RANKS: Final = 64  # of one worker
 MAX_ENDPOINT_CHARS: Final = 256
-_FINGERPRINT: Final = Codec(Fingerprint, transfer_pb2.Fingerprint, nested=(Codec(KvShape, transfer_pb2.KvShape),))
 
 
 def shape_of(spec: EngineSpec) -> KvShape:
@@ -43,15 +42,6 @@ def check_movable(degree: int, num_ranks: int = 1) -> None:
 
 def fingerprint_of(spec: EngineSpec) -> Fingerprint:
     return Fingerprint(protocol=PROTOCOL, model=spec.model, engine=spec.weights_hash, shape=shape_of(spec))
-
-
-def fingerprint_to_proto(fingerprint: Fingerprint) -> transfer_pb2.Fingerprint:
-    return _FINGERPRINT.encode(fingerprint)
-
-
-def fingerprint_from_proto(message: transfer_pb2.Fingerprint) -> Fingerprint:
-    """Raises ConfigError on a shape that no pool has."""
-    return _FINGERPRINT.decode(message)
 
 
 def compare(mine: Fingerprint, theirs: Fingerprint) -> None:
@@ -86,7 +76,7 @@ def grant_to_proto(grant: Grant) -> transfer_pb2.Grant:
         endpoint=grant.endpoint,
         worker_id=grant.worker_id,
         incarnation=grant.incarnation,
-        fingerprint=fingerprint_to_proto(grant.fingerprint),
+        fingerprint=FINGERPRINT.encode(grant.fingerprint),
         extents=extents_from_blocks(grant.blocks),
         held_blocks=grant.held_blocks,
         num_blocks=len(grant.blocks),
@@ -108,7 +98,7 @@ def grant_from_proto(message: transfer_pb2.Grant) -> Grant:
     if any(not 1 <= len(one) <= MAX_ENDPOINT_CHARS for one in message.rank_endpoints):
         raise InvalidRequest("grant.rank_endpoints", "another length", f"1 to {MAX_ENDPOINT_CHARS} characters each")
     try:
-        fingerprint = fingerprint_from_proto(message.fingerprint)
+        fingerprint = FINGERPRINT.decode(message.fingerprint)
     except ConfigError as error:
         raise InvalidRequest(f"grant.fingerprint.{error.field}", error.seen, error.expected) from error
     return Grant(

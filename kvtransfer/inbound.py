@@ -34,10 +34,10 @@ from kvtransfer.lease import Lease, Pulse
 from kvtransfer.parts import Lanes, Part
 from kvtransfer.paths.path import ReceiveLink, ReceivePath, Transport
 from kvtransfer.reshape import arrival_of
-from kvtransfer.shape import KvShape, is_same_bytes
 from kvtransfer.stamping import STAMP_BYTES
 from kvtransfer.unpacker import Unpacker
 from pdserve.core.errors import ConfigError, TransferFailed
+from pdserve.core.kv_shape import KvShape, is_same_bytes
 from pdserve.engine.interface import KvPool
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,8 @@ from kvtransfer.grants import check_movable
 from kvtransfer.joint import End, GiveUp, JointTransfers, Member, Opened, Report, join_received, join_sent
 from kvtransfer.rank_grants import rank_grant, rank_key, rank_pairs
 from kvtransfer.reports import Reports
-from kvtransfer.shape import KvShape, check_convertible
 from kvtransfer.stats import TransferStats, total
 from kvtransfer.transport import (
-    Grant,
     Link,
     OnOpen,
     RankReceiver,
@@ -29,9 +27,10 @@ from kvtransfer.transport import (
     SendOutcome,
     Sent,
     Text,
-    TransferKey,
 )
 from pdserve.core.errors import ConfigError, PdserveError, Unavailable
+from pdserve.core.grant import Grant, TransferKey
+from pdserve.core.kv_shape import KvShape, check_convertible
 
 Rank = TypeVar("Rank", RankReceiver, RankSender)
 OnReceived = Callable[[Received], None]

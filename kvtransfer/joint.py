@@ -12,8 +12,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Generic, TypeVar, final
 
-from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent, TransferKey
+from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.grant import TransferKey
 
 Member = TypeVar("Member", bound=Hashable)
 End = TypeVar("End", Received, Sent)

@@ -10,7 +10,7 @@ from kvtransfer.device import Fence
 from kvtransfer.frames import Tag
 from kvtransfer.parts import Part
 from kvtransfer.session import Session, State
-from kvtransfer.transport import Grant
+from pdserve.core.grant import Grant
 
 
 @dataclass(slots=True, eq=False)

@@ -19,9 +19,10 @@ from kvtransfer.landing import Claim, Landing, LaneWriter
 from kvtransfer.parts import WHOLE, Part
 from kvtransfer.session import RECEIVER_MOVES, Event, Session, State
 from kvtransfer.stats import TransferStats
-from kvtransfer.transport import Grant, Received, ReceiveOutcome, TransferKey
+from kvtransfer.transport import Received, ReceiveOutcome
 from pdserve.core.alarms import Alarms
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.stamps import BlockStamps
 
 REMEMBERED: Final = 4096  # number of ended transfers whose outcome a late sender can still be told

@@ -25,10 +25,11 @@ from kvtransfer.parts import WHOLE, Lanes, Part
 from kvtransfer.paths.path import SendPath
 from kvtransfer.plan import blocks_per_chunk
 from kvtransfer.stats import TransferStats
-from kvtransfer.transport import Link, TransferKey
+from kvtransfer.transport import Link
 from kvtransfer.writer import Progress, Writer
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import TransferFailed
+from pdserve.core.grant import TransferKey
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.gpu.extent import Extent
 

@@ -26,10 +26,11 @@ from typing import Any, Final, final
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.grants import PROTOCOL
 from kvtransfer.paths.registry import TRANSPORTS
-from kvtransfer.shape import KvShape
-from kvtransfer.transport import Fingerprint, Grant, SendOutcome, Sent, TransferKey
+from kvtransfer.transport import SendOutcome, Sent
 from pdserve.config import SECRET_ENV, forget_secrets, from_env
 from pdserve.core.errors import PdserveError, TransferFailed
+from pdserve.core.grant import Fingerprint, Grant, TransferKey
+from pdserve.core.kv_shape import KvShape
 from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import KvPool

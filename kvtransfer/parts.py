@@ -13,8 +13,8 @@ from typing import Final, NamedTuple, final
 
 from kvtransfer.memory import views_of
 from kvtransfer.reshape import Lane, Window, lane_of, lanes_of, runs_of
-from kvtransfer.shape import SCALE_BYTES, BlockForm, KvShape
 from pdserve.core.errors import ConfigError
+from pdserve.core.kv_shape import SCALE_BYTES, BlockForm, KvShape
 from pdserve.engine.gpu.extent import Extent
 
 MAX_GROUPS: Final = 32  # bits of a stamp's mask

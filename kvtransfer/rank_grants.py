@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvtransfer.reshape import lanes_of
-from kvtransfer.shape import KvShape
-from kvtransfer.transport import Grant, TransferKey
+from pdserve.core.grant import Grant, TransferKey
+from pdserve.core.kv_shape import KvShape
 
 
 def rank_pairs(source: KvShape, target: KvShape) -> list[tuple[int, int]]:

@@ -26,16 +26,9 @@ from kvtransfer.rank_messages import (
     start_order,
 )
 from kvtransfer.stats import TransferStats
-from kvtransfer.transport import (
-    Grant,
-    Link,
-    OnOpen,
-    Received,
-    ReceiveOutcome,
-    Text,
-    TransferKey,
-)
+from kvtransfer.transport import Link, OnOpen, Received, ReceiveOutcome, Text
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError, Unauthenticated, Unavailable
+from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.proof import Identity
 from pdserve.core.stamps import BlockStamps
 from pdserve.v1 import rank_pb2, rank_pb2_grpc

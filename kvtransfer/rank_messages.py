@@ -7,8 +7,9 @@ from dataclasses import asdict, fields
 
 from kvtransfer.grants import grant_from_proto, grant_to_proto
 from kvtransfer.stats import TransferStats
-from kvtransfer.transport import Grant, Received, ReceiveOutcome, SendOutcome, Sent, Text, TransferKey
+from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent, Text
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.stamps import BlockStamps
 from pdserve.v1 import rank_pb2
 

@@ -37,9 +37,10 @@ from kvtransfer.rank_messages import (
 )
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.shaped import ShapedSender
-from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent, TransferKey
+from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import PdserveError
+from pdserve.core.grant import TransferKey
 from pdserve.core.log_limit import LogLimit
 from pdserve.core.proof import NONCE_BYTES, CallChecker, ClusterSecret, caller_name
 from pdserve.core.stamps import BlockStamps

@@ -33,9 +33,10 @@ from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.reports import Reports
 from kvtransfer.service import TransferServicer
 from kvtransfer.stats import TransferStats
-from kvtransfer.transport import Fingerprint, Grant, OnOpen, Received, TransferKey
+from kvtransfer.transport import OnOpen, Received
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.core.grant import Fingerprint, Grant, TransferKey
 from pdserve.core.log_limit import LogLimit
 from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar, final
 
-from kvtransfer.transport import Received, ReceiveOutcome, Sent, TransferKey
+from kvtransfer.transport import Received, ReceiveOutcome, Sent
+from pdserve.core.grant import TransferKey
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtransfer.shape import LOSSES, BlockForm, KvShape
 from pdserve.core.errors import ConfigError
+from pdserve.core.kv_shape import LOSSES, BlockForm, KvShape
 
 
 @dataclass(frozen=True, slots=True)

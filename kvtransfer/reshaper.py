@@ -24,11 +24,12 @@ from kvtransfer.convert import Blocks, pack
 from kvtransfer.memory import flat
 from kvtransfer.reshape import arrival_of, pieces_of, ready_blocks
 from kvtransfer.sender import StreamSender
-from kvtransfer.shape import KvShape
 from kvtransfer.staging import StagingPool
 from kvtransfer.stats import TransferStats, total
-from kvtransfer.transport import Grant, Link, SendOutcome, Sent, Text, TransferKey
+from kvtransfer.transport import Link, SendOutcome, Sent, Text
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.core.grant import Grant, TransferKey
+from pdserve.core.kv_shape import KvShape
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
 

@@ -17,10 +17,11 @@ from kvtransfer.memory import host_view
 from kvtransfer.outbound import Outbound
 from kvtransfer.parts import Lanes, Part
 from kvtransfer.paths.registry import fence_of
-from kvtransfer.shape import KvShape, is_same_bytes
 from kvtransfer.stats import TransferStats, total
-from kvtransfer.transport import Fingerprint, Grant, Link, Sent, Text, TransferKey
+from kvtransfer.transport import Link, Sent, Text
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.core.grant import Fingerprint, Grant, TransferKey
+from pdserve.core.kv_shape import KvShape, is_same_bytes
 from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool

@@ -11,11 +11,12 @@ from kvtransfer.dial import Caller
 from kvtransfer.paths.registry import divides_blocks
 from kvtransfer.reshaper import Reshaper
 from kvtransfer.sender import StreamSender
-from kvtransfer.shape import KvShape, check_convertible, is_same_bytes, wire_dtype
 from kvtransfer.stats import TransferStats, total
-from kvtransfer.transport import Fingerprint, Grant, Link, SendOutcome, Sent, Text, TransferKey
+from kvtransfer.transport import Link, SendOutcome, Sent, Text
 from kvtransfer.wire_rule import WireRule
 from pdserve.core.errors import ConfigError, Unavailable
+from pdserve.core.grant import Fingerprint, Grant, TransferKey
+from pdserve.core.kv_shape import KvShape, check_convertible, is_same_bytes, wire_dtype
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.interface import KvPool
 

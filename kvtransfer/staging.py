@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from kvtransfer.shape import BlockForm
+from pdserve.core.kv_shape import BlockForm
 from pdserve.engine.host_memory import HostMemory
 
 

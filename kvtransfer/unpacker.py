@@ -15,8 +15,8 @@ from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.landing import Claim
 from kvtransfer.paths.path import ReceiveLink
 from kvtransfer.reshape import Arrival
-from kvtransfer.shape import BlockForm
 from kvtransfer.staging import StagingPool
+from pdserve.core.kv_shape import BlockForm
 from pdserve.engine.interface import KvPool
 
 

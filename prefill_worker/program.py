@@ -13,17 +13,18 @@ from kvtransfer import issuer
 from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_sender
-from kvtransfer.grants import check_movable, decode_grant, fingerprint_of, fingerprint_to_proto, shape_of
+from kvtransfer.grants import check_movable, decode_grant, fingerprint_of, shape_of
 from kvtransfer.rank_ends import joined_sender
-from kvtransfer.shape import is_same_bytes
 from kvtransfer.stats import events
-from kvtransfer.transport import Grant, Sender, SendOutcome, Sent, Text
+from kvtransfer.transport import Sender, SendOutcome, Sent, Text
 from pdserve.config import WorkerConfig
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import Attempt, AttemptKey, FailureKind
 from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError
+from pdserve.core.grant import Grant
 from pdserve.core.hashing import chain_key
+from pdserve.core.kv_shape import is_same_bytes
 from pdserve.core.overlap import hidden_share
 from pdserve.core.phases import Phase
 from pdserve.core.stamps import BlockStamps
@@ -33,6 +34,7 @@ from pdserve.engine.load import load_engine
 from pdserve.engine.rejected_joins import rejected_joins
 from pdserve.telemetry import metric_names, names
 from pdserve.v1 import transfer_pb2, worker_pb2
+from pdserve.wire.protocol import FINGERPRINT
 from pdserve.worker.context import ProgramContext
 from pdserve.worker.host import WorkerHost
 from pdserve.worker.program import RoleProgram
@@ -135,7 +137,7 @@ class PrefillProgram(RoleProgram):
         )
 
     def fingerprint(self) -> transfer_pb2.Fingerprint:
-        return fingerprint_to_proto(fingerprint_of(self.engine.spec))
+        return FINGERPRINT.encode(fingerprint_of(self.engine.spec))
 
     def add_servicers(self, server: Any) -> None:
         """Only routers call prefill workers."""

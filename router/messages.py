@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvtransfer.grants import fingerprint_from_proto
 from pdserve.v1 import worker_pb2
 from pdserve.wire.codec import Codec
-from pdserve.wire.protocol import COST
+from pdserve.wire.protocol import COST, FINGERPRINT
 from router import events
 
 _CONNECTED: Final = Codec(
@@ -21,6 +20,6 @@ _CONNECTED: Final = Codec(
 
 def connected(hello: worker_pb2.WorkerHello, endpoint: str) -> events.WorkerConnected:
     """Raises InvalidRequest where the role is none that we know, ConfigError on a shape that no pool has."""
-    fingerprint = fingerprint_from_proto(hello.fingerprint)
+    fingerprint = FINGERPRINT.decode(hello.fingerprint)
     block_bytes = fingerprint.block_bytes * fingerprint.shape.tp_degree
     return _CONNECTED.decode(hello, endpoint=endpoint, block_bytes=block_bytes)

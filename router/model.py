@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtransfer.grants import fingerprint_from_proto
-from kvtransfer.shape import check_convertible
-from kvtransfer.transport import Fingerprint
 from pdserve.core.errors import ConfigError
+from pdserve.core.grant import Fingerprint
+from pdserve.core.kv_shape import check_convertible
 from pdserve.v1 import worker_pb2
+from pdserve.wire.protocol import FINGERPRINT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ def facts_of(hello: worker_pb2.WorkerHello) -> ModelFacts:
         eos_token_ids=tuple(hello.eos_token_ids),
         block_size=hello.block_size,
         hash_seed=hello.hash_seed,
-        fingerprint=fingerprint_from_proto(hello.fingerprint),
+        fingerprint=FINGERPRINT.decode(hello.fingerprint),
     )
 
 

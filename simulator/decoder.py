@@ -16,11 +16,11 @@ from decode_worker.chunking import ChunkRule
 from decode_worker.resident import Stage
 from decode_worker.step import Step
 from kvtransfer.grants import encode_grant
-from kvtransfer.shape import KvShape
-from kvtransfer.transport import Fingerprint, Grant, TransferKey
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
+from pdserve.core.grant import Fingerprint, Grant, TransferKey
+from pdserve.core.kv_shape import KvShape
 from pdserve.core.latency import CostModel
 from pdserve.core.types import TokenOut
 from simulator.machine import Machine, Order, Surroundings

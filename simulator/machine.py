@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from kvtransfer.transport import TransferKey
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey, AttemptLedger, EndRule
 from pdserve.core.blocks import BlockAllocator, CacheChange
+from pdserve.core.grant import TransferKey
 from router import events
 from simulator.agenda import Agenda
 from simulator.model import SimConfig, WorkerShape

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, final
 
 from kvtransfer.session import RECEIVER_MOVES, SENDER_MOVES, Event, Session, State
-from kvtransfer.transport import Grant, TransferKey
 from pdserve.core.attempt import AttemptKey
+from pdserve.core.grant import Grant, TransferKey
 from simulator.agenda import Agenda
 from simulator.model import Link
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Final, final
 
 from kvtransfer.grants import decode_grant
-from kvtransfer.transport import Grant, TransferKey
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
+from pdserve.core.grant import Grant, TransferKey
 from pdserve.engine.interface import RowOut
 from prefill_worker.batching import PrefillBatching
 from prefill_worker.prompt import Step

@@ -12,9 +12,11 @@ from typing import Any, Final
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.grant import Fingerprint
+from pdserve.core.kv_shape import KvShape
 from pdserve.core.latency import CostPrior
 from pdserve.core.types import TokenOut
-from pdserve.v1 import inference_pb2, worker_pb2
+from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
 from pdserve.wire.codec import Codec, Special
 
 MAX_GRANT_BYTES: Final = 2**20  # of one grant, which a router keeps until it is prefilled
@@ -30,6 +32,7 @@ TOKEN: Final = Codec(
     },
 )
 TOKEN_ROW: Final = Codec(pr.TokenRow, worker_pb2.TokenRow, nested=(TOKEN,))
+FINGERPRINT: Final = Codec(Fingerprint, transfer_pb2.Fingerprint, nested=(Codec(KvShape, transfer_pb2.KvShape),))
 COST: Final = Codec(CostPrior, worker_pb2.CostPrior)
 LOAD: Final = Codec(pr.Load, worker_pb2.Load, given=("worker_id",))
 _CODECS: Final = (

@@ -21,7 +21,7 @@ from kvtransfer.lease import Lease
 from kvtransfer.paths.nixl import NIXL, Nixl
 from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
-from kvtransfer.transport import Fingerprint
+from pdserve.core.grant import Fingerprint
 from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.fake_nixl import World
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, PATIENT, Clock, GrpcHost, HostPool, Pair, fingerprint, wait_for

@@ -12,7 +12,8 @@ from benchmarks.transfer_ends import BLOCK_BYTES, WAIT_S, GrpcHost, HostPool, fi
 from kvtransfer.lease import Lease
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
-from kvtransfer.transport import Grant, Received, Sent, TransferKey
+from kvtransfer.transport import Received, Sent
+from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.stamps import BlockStamps
 
 # For a machine with other things to do, and for peers that are spoken for by hand and show no life of themselves.

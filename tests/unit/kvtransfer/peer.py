@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.secret import SECRET
 from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.transport import Grant, TransferKey
+from pdserve.core.grant import Grant, TransferKey
 from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, HostPool, fingerprint
 
 

@@ -17,7 +17,8 @@ from kvtransfer.dial import Line, dial
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, decode, tag_of
 from kvtransfer.paths.shm import SHM, ShmSend
 from kvtransfer.stamping import pack
-from kvtransfer.transport import Grant, ReceiveOutcome
+from kvtransfer.transport import ReceiveOutcome
+from pdserve.core.grant import Grant
 from pdserve.core.proof import NONCE_BYTES, ClusterSecret
 from pdserve.v1 import transfer_pb2
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Heard, Pair

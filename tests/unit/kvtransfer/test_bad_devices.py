@@ -24,8 +24,9 @@ from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.on_device import extents_of_part
 from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.stamping import pack
-from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome, TransferKey
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import TransferFailed
+from pdserve.core.grant import Grant, TransferKey
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, Heard, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import RawSender, assert_still_serves, expected
 

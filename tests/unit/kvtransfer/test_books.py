@@ -22,7 +22,8 @@ from kvtransfer.frames import Tag
 from kvtransfer.landings import Claim, Landings
 from kvtransfer.parts import Part
 from kvtransfer.stamping import pack
-from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome, TransferKey
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.harness import fingerprint
 

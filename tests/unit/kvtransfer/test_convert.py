@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.convert import FP8_VALUES, Blocks, fp8_bits, move, pack, quantised, rounded, unpack, widened
 from kvtransfer.reshape import Piece, Window, lane_of, pieces_of
-from kvtransfer.shape import KvShape, Loss, check_convertible
+from pdserve.core.kv_shape import KvShape, Loss, check_convertible
 from pdserve.engine.pool import BlockShape, TorchPool, quantise
 
 FP8 = "float8_e4m3fn"

@@ -26,8 +26,9 @@ from kvtransfer.paths.nccl import NCCL, Nccl
 from kvtransfer.paths.registry import TRANSPORTS, kinds
 from kvtransfer.paths.tcp_staged import TCP_STAGED, TcpStaged
 from kvtransfer.stamping import pack
-from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome, Text
+from kvtransfer.transport import ReceiveOutcome, SendOutcome, Text
 from pdserve.core.errors import ConfigError, TransferFailed
+from pdserve.core.grant import Grant
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, Heard, Pair, fingerprint, wait_for
 from tests.unit.kvtransfer.raw import RawSender, expected, numbers
 

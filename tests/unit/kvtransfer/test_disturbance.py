@@ -19,8 +19,9 @@ from kvtransfer.frames import Frame, Kind, Tag, tag_of
 from kvtransfer.lease import Lease
 from kvtransfer.paths.tcp import TcpSend
 from kvtransfer.session import State
-from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import ConfigError
+from pdserve.core.grant import Grant
 from tests.unit.kvtransfer.harness import WAIT_S, Clock, Heard, Pair, wait_for
 
 ROOT = Path(__file__).parents[3]

@@ -8,8 +8,8 @@ import pytest
 
 from kvtransfer.faults import OF_FRAMES, OF_LANDINGS, FaultKind, FaultPlan, Where, parse
 from kvtransfer.frames import tag_of
-from kvtransfer.transport import TransferKey
 from pdserve.core.errors import ConfigError
+from pdserve.core.grant import TransferKey
 
 TAGS = [tag_of(TransferKey(transfer_id=f"t{n}", attempt=1, generation=n)) for n in range(2000)]
 

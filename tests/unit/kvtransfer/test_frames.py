@@ -18,7 +18,7 @@ from kvtransfer.frames import (
     encode_text,
     tag_of,
 )
-from kvtransfer.transport import TransferKey
+from pdserve.core.grant import TransferKey
 
 U32 = st.integers(0, 2**32 - 1)
 TAGS = st.builds(Tag, st.binary(min_size=16, max_size=16), U32, st.integers(0, 2**64 - 1))

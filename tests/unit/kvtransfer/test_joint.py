@@ -10,9 +10,10 @@ import pytest
 
 from kvtransfer.joint import GiveUp, JointTransfers, Opened, Report, join_received, join_sent
 from kvtransfer.rank_grants import rank_grant, rank_key, rank_pairs
-from kvtransfer.shape import KvShape
-from kvtransfer.transport import Fingerprint, Received, ReceiveOutcome, SendOutcome, Sent, TransferKey
+from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.grant import Fingerprint, TransferKey
+from pdserve.core.kv_shape import KvShape
 from tests.unit.kvtransfer.test_books import grant_of
 
 KEY = TransferKey(transfer_id="t", attempt=1, generation=5)

@@ -15,7 +15,8 @@ import pytest
 
 from kvtransfer.frames import Frame, Kind, Tag, tag_of
 from kvtransfer.stamping import pack
-from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from pdserve.core.grant import Grant
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Heard, Pair, wait_for
 from tests.unit.kvtransfer.raw import RawSender, assert_still_serves
 

@@ -16,8 +16,9 @@ from kvtransfer.landings import Landings, Sever
 from kvtransfer.lease import Lease, Pulse
 from kvtransfer.parts import WHOLE
 from kvtransfer.stamping import pack
-from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import ConfigError
+from pdserve.core.grant import Grant
 from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, Heard, Pair, wait_for
 from tests.unit.kvtransfer.process import Process

@@ -20,10 +20,11 @@ from kvtransfer.landings import Landings
 from kvtransfer.parts import MAX_GROUPS, WHOLE, Lanes, Part
 from kvtransfer.paths.registry import kinds
 from kvtransfer.sender import StreamSender
-from kvtransfer.shape import KvShape
 from kvtransfer.stamping import pack
-from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome, TransferKey
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import ConfigError
+from pdserve.core.grant import Grant, TransferKey
+from pdserve.core.kv_shape import KvShape
 from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.harness import PATIENT, GrpcHost, Heard, HostPool, fingerprint, wait_for
 from tests.unit.kvtransfer.test_books import grant_of

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.grants import fingerprint_from_proto, fingerprint_to_proto, grant_from_proto, grant_to_proto
+from kvtransfer.grants import grant_from_proto, grant_to_proto
 from kvtransfer.memory import advance, copy, views_of
 from kvtransfer.plan import (
     Chunk,
@@ -17,8 +17,9 @@ from kvtransfer.plan import (
     chunks_of,
     extents_of,
 )
-from kvtransfer.transport import Grant, TransferKey
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.grant import Grant, TransferKey
+from pdserve.wire.protocol import FINGERPRINT
 from tests.unit.kvtransfer.harness import fingerprint
 
 BLOCKS = st.lists(st.integers(0, 40), max_size=40, unique=True)
@@ -101,7 +102,7 @@ def test_a_grant_survives_the_wire(blocks: list[int]) -> None:
 
 
 def test_a_fingerprint_survives_the_wire() -> None:
-    assert fingerprint_from_proto(fingerprint_to_proto(FACTS)) == FACTS
+    assert FINGERPRINT.decode(FINGERPRINT.encode(FACTS)) == FACTS
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.joined import JoinedReceiver, JoinedSender
 from kvtransfer.rank_link import RankLink, RemoteReceiver
 from kvtransfer.rank_server import RankServer
-from kvtransfer.transport import Grant, ReceiveOutcome, SendOutcome, TransferKey
+from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.proof import ClusterSecret, Identity
 from pdserve.core.stamps import BlockStamps
 from pdserve.v1 import rank_pb2

@@ -23,10 +23,11 @@ from kvtransfer.frames import Frame, Kind, tag_of
 from kvtransfer.parts import Part
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.reshape import arrival_of, lanes_of, pieces_of
-from kvtransfer.shape import KvShape, wire_dtype
 from kvtransfer.shaped import ShapedSender
-from kvtransfer.transport import Fingerprint, Grant, ReceiveOutcome, SendOutcome, Text, TransferKey
+from kvtransfer.transport import ReceiveOutcome, SendOutcome, Text
 from pdserve.core.errors import InvalidRequest, Unavailable
+from pdserve.core.grant import Fingerprint, Grant, TransferKey
+from pdserve.core.kv_shape import KvShape, wire_dtype
 from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.harness import PATIENT, Heard, wait_for
 from tests.unit.kvtransfer.test_convert import shape_of

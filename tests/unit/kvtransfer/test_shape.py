@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.convert import Blocks
-from kvtransfer.shape import LOSSES, MOST, KvShape, Loss, check_convertible, is_same_bytes
 from pdserve.core.errors import ConfigError
+from pdserve.core.kv_shape import LOSSES, MOST, KvShape, Loss, check_convertible, is_same_bytes
 from pdserve.engine.pool import BlockShape, TorchPool
 from pdserve.engine.toy import CELL_BYTES, ToyEngine
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
-from kvtransfer.shape import KvShape
-from kvtransfer.transport import Fingerprint
 from pdserve.core.errors import InvalidRequest, Overloaded
+from pdserve.core.grant import Fingerprint
 from pdserve.core.hashing import block_hashes, chain_key
+from pdserve.core.kv_shape import KvShape
 from pdserve.core.types import Slo
 from pdserve.text.detokenize import Detokenizer
 from pdserve.text.tokenizer import ToyTokenizer

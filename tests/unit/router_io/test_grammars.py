@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.shape import KvShape
-from kvtransfer.transport import Fingerprint
 from pdserve.core.errors import InvalidRequest, Overloaded
 from pdserve.core.grammar import Grammar, GrammarKind, choice
+from pdserve.core.grant import Fingerprint
+from pdserve.core.kv_shape import KvShape
 from pdserve.core.types import Slo
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.v1 import inference_pb2

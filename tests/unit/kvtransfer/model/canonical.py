@@ -14,7 +14,7 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any, Final
 
-from kvtransfer.transport import Grant, TransferKey
+from pdserve.core.grant import Grant, TransferKey
 
 IGNORED: Final = {
     "stats",  # counted, never read

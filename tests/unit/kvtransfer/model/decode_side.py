@@ -14,8 +14,9 @@ from enum import Enum
 from kvtransfer.departures import Announce, Retract
 from kvtransfer.landing import Claim
 from kvtransfer.landings import Action, Answer, Landings, Report
-from kvtransfer.transport import Received, ReceiveOutcome, TransferKey
+from kvtransfer.transport import Received, ReceiveOutcome
 from pdserve.core.blocks import BlockAllocator
+from pdserve.core.grant import TransferKey
 from tests.unit.kvtransfer.model.checker import Event, Output, Violated
 from tests.unit.kvtransfer.model.wire import JUNK, TORN, Chunk, Content, Scenario, chain_of, grant_of
 

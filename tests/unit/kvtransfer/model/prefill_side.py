@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from kvtransfer.departure import Job
 from kvtransfer.departures import Action, Announce, Departures, Report, StaleSource
 from kvtransfer.landings import Answer
-from kvtransfer.transport import Sent, TransferKey
+from kvtransfer.transport import Sent
 from pdserve.core.blocks import BlockAllocator
+from pdserve.core.grant import TransferKey
 from tests.unit.kvtransfer.model.checker import Event, Output, Violated
 from tests.unit.kvtransfer.model.wire import BLOCK_BYTES, JUNK, Chunk, Content, Scenario, chain_of, grant_of
 

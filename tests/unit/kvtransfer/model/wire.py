@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from kvtransfer.frames import Tag
-from kvtransfer.transport import Grant, TransferKey
+from pdserve.core.grant import Grant, TransferKey
 from tests.unit.kvtransfer.harness import fingerprint
 
 BLOCK_BYTES: Final = 1

@@ -1,0 +1,52 @@
+"""What a decode worker promises a prefill worker: where KV may be written, and what its bytes mean. Pure.
+
+Routers carry an encoded Grant and read nothing of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.core.kv_shape import KvShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferKey:
+    """Names one attempt to transfer one sequence's KV. Late messages carry an old key. They are counted and ignored."""
+
+    transfer_id: str
+    attempt: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """Identifies a worker's KV. Two workers that exchange blocks must agree in everything but the shape."""
+
+    protocol: int
+    model: str
+    engine: str  # identifies the weights
+    shape: KvShape
+
+    @property
+    def block_bytes(self) -> int:
+        return self.shape.block_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Blocks that a decode worker has reserved for a transfer.
+
+    `blocks` are the receiver's block numbers in prompt order, after `held_blocks` leading blocks that it already has;
+    both count blocks of the receiver's size.
+    """
+
+    key: TransferKey
+    endpoint: str  # HOST:PORT of the granting worker's gRPC server
+    worker_id: str
+    incarnation: str
+    fingerprint: Fingerprint
+    blocks: tuple[int, ...]
+    held_blocks: int
+    hash_seed: bytes = b""  # of the receiver's names of blocks
+    rank_endpoints: tuple[str, ...] = ()  # as `endpoint`, of the worker's ranks 1, 2, ..; each has the blocks' heads
