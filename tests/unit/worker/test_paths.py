@@ -21,8 +21,8 @@ async def test_the_remote_path_gives_the_tokens_of_an_engine_that_read_prefilled
     assert tokens == answer(PROMPT, 8, prefilled=len(PROMPT))
     ended = router.all("transfer_ended", "r")
     assert [one.is_committed for one in ended] == [True, True]
-    told_by_p, told_by_d = sorted(ended, key=lambda one: one.bytes)
-    assert told_by_d.bytes == 9 * d.program.engine.spec.block_bytes
+    told_by_p, told_by_d = sorted(ended, key=lambda one: one.num_bytes)
+    assert told_by_d.num_bytes == 9 * d.program.engine.spec.block_bytes
     assert 0.0 < told_by_d.busy_s <= told_by_d.transfer_s
     assert told_by_p.exposed_s > 0.0
 
@@ -56,14 +56,14 @@ async def test_a_prefix_that_the_decode_worker_holds_does_not_travel_again(start
     again = [*PROMPT, 65, 66]
     assert await router.remote(ask("again", again)) == answer(again, 8)
     moved = {
-        one.request_id: one.bytes // d.program.engine.spec.block_bytes
+        one.request_id: one.num_bytes // d.program.engine.spec.block_bytes
         for one in router.all("transfer_ended")
-        if one.bytes
+        if one.num_bytes
     }
     saved = {
         one.request_id: one.saved_bytes // d.program.engine.spec.block_bytes
         for one in router.all("transfer_ended")
-        if one.bytes
+        if one.num_bytes
     }
     assert saved == {"first": 0, "again": 8}
     assert moved == {"first": 9, "again": 1}  # the ninth block of "again" is not full in "first"'s prompt

@@ -36,7 +36,7 @@ async def test_a_rank_on_another_host_computes_and_moves_its_heads(
         tokens = await router.remote(ask("r", PROMPTS[2], max_tokens=8, ignore_eos=True))
         Oracle(BUNDLED).assert_exact([PROMPTS[2]], [tokens])
         moved = [one for one in router.all("transfer_ended", "r") if one.is_committed]
-        assert sum(one.bytes for one in moved) > 0
+        assert sum(one.num_bytes for one in moved) > 0
         # What a rank's end does to the worker, and a worker's end to its ranks.
         [pid] = [int(one) for one in Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split()]
         os.kill(pid, signal.SIGKILL)

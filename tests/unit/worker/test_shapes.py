@@ -14,7 +14,7 @@ from pdserve.core.types import Role, Sampling
 from pdserve.engine.interface import Engine, Row
 from pdserve.engine.pool import quantise
 from pdserve.engine.toy import answer
-from pdserve.v1 import worker_pb2
+from pdserve.v1 import transfer_pb2, worker_pb2
 
 BUNDLED = Path(__file__).parents[3] / "pdserve" / "models" / "stdlib-5m"
 PROMPT = list(b"The quick brown fox jumps over it")  # 33 bytes
@@ -31,8 +31,8 @@ async def test_blocks_of_another_size_hold_the_same_cells(
     router = await attach(p, d)
     tokens = await router.remote(ask("r", PROMPT, max_tokens=8))
     assert tokens == answer(PROMPT, 8, prefilled=len(PROMPT))
-    [told_by_d] = [one for one in router.all("transfer_ended", "r") if one.bytes]
-    assert told_by_d.bytes == -(-len(PROMPT) // decode_size) * d.program.engine.spec.block_bytes
+    [told_by_d] = [one for one in router.all("transfer_ended", "r") if one.num_bytes]
+    assert told_by_d.num_bytes == -(-len(PROMPT) // decode_size) * d.program.engine.spec.block_bytes
 
 
 @pytest.mark.parametrize(("prefill_size", "decode_size"), SIZES)
@@ -46,9 +46,9 @@ async def test_a_held_prefix_is_counted_in_the_receivers_blocks(
     again = [*PROMPT, 65, 66]
     assert await router.remote(ask("again", again)) == answer(again, 8)
     moved = {
-        one.request_id: one.bytes // d.program.engine.spec.block_bytes
+        one.request_id: one.num_bytes // d.program.engine.spec.block_bytes
         for one in router.all("transfer_ended")
-        if one.bytes
+        if one.num_bytes
     }
     held = len(PROMPT) // decode_size
     assert moved == {"first": -(-33 // decode_size), "again": -(-35 // decode_size) - held}
@@ -180,9 +180,9 @@ async def test_floats_travel_as_int8_where_the_operator_says_so(
     p, d = start(Role.PREFILL, kv_wire="int8", **common), start(Role.DECODE, **common)
     router = await attach(p, d)
     remote = await router.remote(ask("r", TEXT, max_tokens=24))
-    [told_by_d] = [one for one in router.all("transfer_ended", "r") if one.is_committed and one.bytes]
+    [told_by_d] = [one for one in router.all("transfer_ended", "r") if one.is_committed and one.num_bytes]
     exact_bytes = -(-len(TEXT) // d.program.engine.spec.block_size) * d.program.engine.spec.block_bytes
-    assert told_by_d.bytes < 0.3 * exact_bytes
+    assert told_by_d.num_bytes < 0.3 * exact_bytes
     engine = d.program.engine
     blocks = list(range(20, 32))
     [first] = engine.step([row_of(TEXT, 0, blocks)])
@@ -200,14 +200,19 @@ async def test_shapes_that_no_conversion_joins_fail_by_a_typed_error(start: Any,
     sequence = ask("r", PROMPT)
     await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
     granted = await router.next("granted", "r")
-    granted.grant.fingerprint.shape.head_dim = 2  # of another model
-    await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
+    grant = transfer_pb2.Grant.FromString(granted.grant)
+    grant.fingerprint.shape.head_dim = 2  # of another model
+    prefill = worker_pb2.Prefill(sequence=sequence, grant=grant.SerializeToString())
+    await router.send(Role.PREFILL, prefill=prefill)
     ended = await router.next("transfer_ended", "r", Role.PREFILL)
     assert "kv_shape.head_dim: got 1, expected 2" in ended.error
     await router.send(Role.DECODE, cancel=worker_pb2.Cancel(request_id="r", attempt=1))
     await router.released("r", Role.DECODE)
-    granted.grant.fingerprint.shape.block_size = 0  # of no pool
-    again = ask("again", PROMPT)
-    await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=again, grant=granted.grant))
-    failed = await router.next("failed", "again")
-    assert "kv_shape.block_size: got 0" in failed.message
+    grant.fingerprint.shape.block_size = 0  # of no pool
+    for name, encoded, expected in (
+        ("again", grant.SerializeToString(), "kv_shape.block_size: got 0"),
+        ("nonsense", b"\xff\xff", "grant: got 2 bytes that do not parse"),
+    ):
+        await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=ask(name, PROMPT), grant=encoded))
+        failed = await router.next("failed", name)
+        assert expected in failed.message

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from kvtransfer.grants import decode_grant
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role, Sampling
@@ -82,7 +83,7 @@ async def test_any_two_of_one_and_two_ranks_write_what_float64_does(
         warm = await answers(router, ask, "warm")  # by what both prefix caches hold
         assert len({tuple(one) for one in cold}) == len(PROMPTS)
         oracle.assert_exact(PROMPTS * 2, [*cold, *warm], sampling=SAMPLINGS * 2, **bounds)
-        moved = [one for one in router.all("transfer_ended") if one.is_committed and one.bytes]
+        moved = [one for one in router.all("transfer_ended") if one.is_committed and one.num_bytes]
         assert moved, "no KV travelled"
 
 
@@ -123,7 +124,7 @@ async def test_ranks_with_pools_of_their_own_write_what_float64_does(
         oracle.assert_exact(PROMPTS * 2, [*cold, *warm], sampling=SAMPLINGS * 2, **bounds)
         moved = [one for one in router.all("transfer_ended") if one.is_committed]
         assert len(moved) == 4 * len(PROMPTS), "each transfer ends once on both sides"
-        assert sum(one.bytes for one in moved) % (d.program.engine.spec.block_bytes * own) == 0
+        assert sum(one.num_bytes for one in moved) % (d.program.engine.spec.block_bytes * own) == 0
     for ranks, d in decode.items():
         assert d.program._receiver.stats.failed == 0
         assert d.program._receiver.stats.verified >= ranks * 2 * len(PROMPTS)
@@ -138,7 +139,7 @@ async def test_a_prefill_worker_survives_a_decode_rank_that_dies_in_a_transfer(
     sequence = ask("r", PROMPTS[2], max_tokens=16)
     await router.send(Role.DECODE, reserve=worker_pb2.Reserve(sequence=sequence))
     granted = await router.next("granted", "r")
-    assert len(granted.grant.rank_endpoints) == 1
+    assert len(decode_grant(granted.grant).rank_endpoints) == 1
     kill_rank(broken)
     await broken.until_fatal()
     await router.send(Role.PREFILL, prefill=worker_pb2.Prefill(sequence=sequence, grant=granted.grant))
