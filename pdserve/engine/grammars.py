@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
@@ -61,10 +61,23 @@ class Cursor:
     matcher: LLMatcher | None  # None: it must be found by the output, or built again
 
 
+Moves = tuple[Sequence[Cursor | None], Sequence[int]]  # of rows: cursors, and the tokens that were appended since
+
+
 @dataclass(frozen=True, slots=True)
 class Filled:
-    cursors: list[Cursor | None]  # of each row that has a mask, for the next step
+    cursors: Sequence[Cursor | None]  # for the next step: of each row, None if it has no mask
     failed: dict[int, str]  # by row number: why no token can be sampled; the row's mask has no meaning
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Texts of one call that each have a matcher: in the next call they probably advance by one token each."""
+
+    cursors: Sequence[Cursor | None]
+    matchers: list[LLMatcher]
+    pairs: list[tuple[LLMatcher, int]]  # matchers and their rows
+    num_steps: int = 0  # tokens that each matcher has consumed since, which its cursor does not count yet
 
 
 @final
@@ -79,6 +92,7 @@ class Grammars:
         self._going: OrderedDict[int, Cursor] = OrderedDict()  # by identity of the list
         self._executor: LLExecutor | None = None
         self._words_RW = np.zeros((0, 0), np.int32)
+        self._batch: _Batch | None = None
         self.num_replays = 0
 
     @property
@@ -89,28 +103,36 @@ class Grammars:
     def masks_of(self, rows: Sequence[Row]) -> dict[int, RowMasks]:
         """The masks of the rows with a grammar that sample, by row number. They are valid until the next call."""
         bound = {index: row for index, row in enumerate(rows) if row.sample is not None and row.sample.grammar}
+        if bound:
+            self._dissolve()
         masks = {index: self._by_output(row) for index, row in bound.items() if row.drafts}
         together = [index for index in bound if index not in masks]
         if together:
             if len(self._words_RW) < len(together):
                 self._words_RW = np.zeros((len(together), self.num_words), np.int32)
             words_RW = self._words_RW[: len(together)]
-            failed = self.fill([None] * len(together), lambda at: rows[together[at]], words_RW).failed
+            failed = self.fill(lambda at: rows[together[at]], words_RW).failed
             views, size = self._words_RW.data.cast("B"), 4 * self.num_words
             for at, index in enumerate(together):
                 view = views[size * at : size * (at + 1)]
                 masks[index] = RowMasks(failed=failed[at]) if at in failed else RowMasks((view,))
         return masks
 
-    def fill(self, moves: Sequence[tuple[Cursor, int] | None], row_at: Callable[[int], Row], words_RW: Any) -> Filled:
+    def fill(self, row_at: Callable[[int], Row], words_RW: Any, moves: Moves | None = None) -> Filled:
         """Writes the masks of rows with a grammar and without drafts: int32 [R, num_words], contiguous.
 
-        One library call advances all matchers and another writes all masks, both with several threads. A row is given
-        by the cursor that the last call returned for it and the token that was appended since. Where there is none,
-        `row_at` is called with the row's number.
+        One library call advances all matchers and another writes all masks, both with several threads. `moves` has for
+        each row the cursor that the last call returned for it, if any, and the token that was appended since. `row_at`
+        is called with the numbers of the other rows, and of those whose matcher cannot go on.
         """
-        cursors, matchers = self._move(moves, row_at)
-        is_done = self._compute(matchers, words_RW)
+        batch = self._batch
+        if batch is not None and moves is not None and moves[0] is batch.cursors:  # nearly every step
+            if self._step(batch, moves[1], words_RW):
+                return Filled(batch.cursors, {})
+            moves = None  # some have consumed their token: look at all of them
+        self._dissolve()
+        cursors, matchers = self._move(row_at, len(words_RW), moves)
+        is_done = self._compute(list(zip(matchers.values(), matchers, strict=True)), words_RW)
         failed: dict[int, str] = {}
         for index in [index for index, done in enumerate(is_done) if not done]:
             row = row_at(index)
@@ -122,41 +144,64 @@ class Grammars:
                 failed[index] = masks.failed or ""
         while len(self._going) > MAX_MATCHERS:
             self._going.popitem(last=False)
+        if len(cursors) >= FEWEST_TOGETHER:
+            together = [one.matcher for one in cursors if one is not None and one.matcher is not None]
+            if len(together) == len(cursors):
+                self._batch = _Batch(cursors, together, list(zip(together, range(len(together)), strict=True)))
         return Filled(cursors, failed)
 
+    def _step(self, batch: _Batch, token_ids: Sequence[int], words_RW: Any) -> bool:
+        """Whether every matcher of the batch has consumed its token, and every mask was written."""
+        allowed = self._threads().consume_token_par(list(zip(batch.matchers, token_ids, strict=True)))
+        if all(allowed):
+            batch.num_steps += 1
+            return all(self._compute(batch.pairs, words_RW))
+        for cursor, is_allowed in zip(batch.cursors, allowed, strict=True):
+            if cursor is not None:
+                cursor.num_tokens += is_allowed
+        return False
+
+    def _dissolve(self) -> None:
+        """Ends the batch: its cursors are looked at one by one from now on."""
+        batch, self._batch = self._batch, None
+        for cursor in () if batch is None else batch.cursors:
+            if batch is not None and cursor is not None:
+                cursor.num_tokens += batch.num_steps
+                self._remember(cursor)
+
+    def _remember(self, cursor: Cursor) -> None:
+        """As the text that was masked last."""
+        key = id(cursor.history)
+        self._going[key] = cursor
+        self._going.move_to_end(key)
+
     def _move(
-        self, moves: Sequence[tuple[Cursor, int] | None], row_at: Callable[[int], Row]
+        self, row_at: Callable[[int], Row], count: int, moves: Moves | None
     ) -> tuple[list[Cursor | None], dict[int, LLMatcher]]:
         """Cursors and matchers of texts that were masked before, advanced to their ends, by row number. Those of the
         other rows must be found by their outputs."""
-        cursors: list[Cursor | None] = [None] * len(moves)
+        cursors: list[Cursor | None] = [None] * count
         matchers: dict[int, LLMatcher] = {}
         steps: list[tuple[LLMatcher, int]] = []
         moving: list[tuple[int, Cursor]] = []
-        going = self._going
-        for index, move in enumerate(moves):
-            if move is not None and move[0].matcher is not None:  # nearly every row
-                cursor, token = move
-            else:
+        given, token_ids = ([None] * count, [0] * count) if moves is None else moves
+        for index, (cursor, token) in enumerate(zip(given, token_ids, strict=True)):
+            if cursor is None or cursor.matcher is None:
                 row = row_at(index)
-                found = self._cursor_of(row)
-                if found is None:
+                cursor = self._cursor_of(row)
+                if cursor is None:
                     continue
-                cursor = found
                 if cursor.matcher is None or len(row.history) != cursor.num_tokens + 1:
                     if (matcher := self._advanced(row, cursor)) is not None:
                         cursors[index], matchers[index] = cursor, matcher
                     continue
                 token = row.history[-1]
-            assert cursor.matcher is not None
             steps.append((cursor.matcher, token))
             moving.append((index, cursor))
         for (index, cursor), (matcher, _), is_allowed in zip(moving, steps, self._consume(steps), strict=True):
             if is_allowed:
                 cursor.num_tokens += 1
-                key = id(cursor.history)
-                going[key] = cursor
-                going.move_to_end(key)
+                self._remember(cursor)
                 cursors[index], matchers[index] = cursor, matcher
         return cursors, matchers
 
@@ -188,24 +233,23 @@ class Grammars:
             return [matcher.consume_token(token) for matcher, token in steps]
         return self._threads().consume_token_par(steps)
 
-    def _compute(self, matchers: Mapping[int, LLMatcher], words_RW: Any) -> list[bool]:
+    def _compute(self, pairs: list[tuple[LLMatcher, int]], words_RW: Any) -> list[bool]:
         """Whether each row's mask was written. It was not if no token is allowed or a matcher took too long: such rows
-        are handled one by one."""
+        are handled one by one. `pairs`: matchers and their rows."""
         is_done = [False] * len(words_RW)
-        if not matchers:
+        if not pairs:
             return is_done
         began_s, size = time.perf_counter(), 4 * self.num_words
         first = words_RW.ctypes.data
-        if len(matchers) < FEWEST_TOGETHER:
-            for index, matcher in matchers.items():
+        if len(pairs) < FEWEST_TOGETHER:
+            for matcher, index in pairs:
                 matcher.unsafe_compute_mask_ptr(first + size * index, size)
         else:
-            pairs = list(zip(matchers.values(), matchers, strict=True))
             self._threads().unsafe_compute_mask_ptr(pairs, first, size, len(words_RW))
         if time.perf_counter() - began_s > MAX_ROW_S:
             return is_done
         has_any = words_RW[:, :FIRST_WORDS].any(axis=1).tolist()
-        for index, matcher in matchers.items():
+        for matcher, index in pairs:
             is_done[index] = (has_any[index] or bool(words_RW[index].any())) and not matcher.is_error()
         return is_done
 

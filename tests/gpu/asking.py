@@ -58,10 +58,10 @@ class EveryThird:
         self._vocab_size = vocab_size
         self.num_words = -(-vocab_size // 32)
 
-    def fill(self, moves: Sequence[Any], row_at: Callable[[int], Row], words_RW: Any) -> Filled:
-        for index, masks in self.masks_of([row_at(index) for index in range(len(moves))]).items():
+    def fill(self, row_at: Callable[[int], Row], words_RW: Any, moves: Any = None) -> Filled:
+        for index, masks in self.masks_of([row_at(index) for index in range(len(words_RW))]).items():
             words_RW[index].view(np.uint8)[:] = np.frombuffer(masks.masks[0].ljust(4 * self.num_words, b"\0"), np.uint8)
-        return Filled([None] * len(moves), {})
+        return Filled([None] * len(words_RW), {})
 
     def masks_of(self, rows: Sequence[Row]) -> dict[int, RowMasks]:
         bound = {index: row for index, row in enumerate(rows) if row.sample is not None and row.sample.grammar}

@@ -29,9 +29,10 @@ from pdserve.engine.gpu.graphs import Replays
 from pdserve.engine.gpu.inputs import sampling_of
 from pdserve.engine.gpu.plain_rows import PlainRows, follow, read
 from pdserve.engine.gpu.rank_words import Words, drafted_words, from_words, plain_words, row_words
-from pdserve.engine.gpu.redraw import NO_EXTRAS, Asking, Move, Redraw, RowsByNumber
+from pdserve.engine.gpu.redraw import NO_EXTRAS, Asking, Redraw, RowsByNumber
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.gpu.tables import TableMirror, Update
+from pdserve.engine.grammars import Moves
 from pdserve.engine.interface import NEW_ROW, ChainedRows, EngineSpec, Flight, OnLayer, Row, RowOut
 from pdserve.engine.memory_plan import MemoryPlan
 from pdserve.engine.pool import TorchPool
@@ -212,11 +213,7 @@ class GraphEngine:
     def _sample_known(self, plain: PlainRows, asking: Asking, before: GraphFlight, rows: Mapping[int, Row]) -> Sampled:
         """The part after the graph of a step whose rows follow `before`, for those of `asking` in `rows`."""
         asking, count = asking.of(rows), len(plain.follows_B)
-        places, cursors, token_ids = plain.follows_B.tolist(), before.cursors, before.token_ids
-        moves = [
-            (cursor, token_ids[places[index]]) if (cursor := cursors.get(places[index])) is not None else None
-            for index in asking.bound
-        ]
+        moves = before.moves(plain.follows_B[asking.bound].tolist()) if asking.bound else None
         return self._sample(rows, range(count), asking, count, moves)
 
     def _sample(
@@ -225,7 +222,7 @@ class GraphEngine:
         firsts: Sequence[int],
         asking: Asking,
         count: int,
-        moves: Sequence[Move | None] | None = None,
+        moves: Moves | None = None,
     ) -> Sampled:
         """Launches everything beyond the graph for the rows, and the copy of all results to the host."""
         extras = self._redraw.launch(rows, firsts, asking, moves) if asking.rows else NO_EXTRAS

@@ -9,8 +9,8 @@ from typing import Any, final
 
 from pdserve.core.errors import InternalError
 from pdserve.core.types import TokenOut
-from pdserve.engine.gpu.redraw import Extras
-from pdserve.engine.grammars import Cursor, RowMasks
+from pdserve.engine.gpu.redraw import NO_EXTRAS, Extras
+from pdserve.engine.grammars import Moves, RowMasks
 from pdserve.engine.interface import PlainOuts, Row, RowOut
 from pdserve.engine.torch_engine import row_out
 
@@ -42,14 +42,19 @@ class GraphFlight:
         any."""
         self.has_drafts = drafted is not None
         self.unsampled = unsampled
-        self.token_ids: list[int] = []  # once it was waited for
+        self._token_ids: list[int] = []  # once it was waited for
         self._count, self._drafted, self._wants = count, drafted, wants
         self._sampled = sampled
 
-    @property
-    def cursors(self) -> Mapping[int, Cursor]:
-        """Where the grammars of its rows stand, by row, as far as they were sampled together."""
-        return self._sampled.extras.cursors if isinstance(self._sampled, Sampled) else {}
+    def moves(self, places: list[int]) -> Moves:
+        """For rows of the next step, by their places in this one: the cursors of their grammars, if any, and the tokens
+        that they have sampled. Called after `wait`."""
+        extras = self._sampled.extras if isinstance(self._sampled, Sampled) else NO_EXTRAS
+        token_ids = [self._token_ids[place] for place in places]
+        if places == extras.bound:  # nearly every step
+            return extras.cursors, token_ids
+        cursor_of = dict(zip(extras.bound, extras.cursors, strict=True))
+        return [cursor_of.get(place) for place in places], token_ids
 
     def sample(self, rows: Mapping[int, Row]) -> None:
         assert not isinstance(self._sampled, Sampled), "it was sampled before"
@@ -62,7 +67,7 @@ class GraphFlight:
             raise InternalError(f"{len(self.unsampled)} rows were not sampled before they are waited for")
         if sampled.event is not None:
             sampled.event.synchronize()
-        tokens = self.token_ids = sampled.host[0][: self._count].tolist()
+        tokens = self._token_ids = sampled.host[0][: self._count].tolist()
         extras, masks_of = sampled.extras, sampled.extras.masks_of
         is_plain = self._drafted is None and self._wants is None
         if is_plain and not any(masks.failed or not masks.masks for masks in masks_of.values()):  # the usual case

@@ -25,13 +25,12 @@ from pdserve.engine.gpu.forbid import forbid
 from pdserve.engine.gpu.inputs import sampling_of
 from pdserve.engine.gpu.penalties import Penalties
 from pdserve.engine.gpu.static import StaticDecode
-from pdserve.engine.grammars import Cursor, Grammars, RowMasks
+from pdserve.engine.grammars import Cursor, Grammars, Moves, RowMasks
 from pdserve.engine.interface import Row
 from pdserve.engine.sampling import keep_top_sigma
 from pdserve.engine.sending import to_device
 
 RowsByNumber = Sequence[Row] | Mapping[int, Row]
-Move = tuple[Cursor, int]  # a text that was masked before, and the token that was appended since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,8 @@ class Extras:
     """Results of a step besides tokens and logprobs."""
 
     masks_of: dict[int, RowMasks] = field(default_factory=dict)  # by row: result of its grammar
-    cursors: dict[int, Cursor] = field(default_factory=dict)  # by row: the position of its grammar, for the next step
+    bound: list[int] = field(default_factory=list)  # rows whose masks were filled together
+    cursors: Sequence[Cursor | None] = ()  # of each of them, for the next step
     top_of: dict[int, int] = field(default_factory=dict)  # by token of the step: the row of `tops`
     tops: tuple[Tensor, Tensor] | None = None  # token ids and logprobs [L, K] on the host, once the step has ended
 
@@ -110,11 +110,9 @@ class Redraw:
         row = Row(tokens=(0,), start=0, blocks=(), sample=sampling, history=[0], prompt_len=1)
         self.launch([row], [0], Asking(rows=[0], bound=[], others=[0]))
 
-    def launch(
-        self, rows: RowsByNumber, firsts: Sequence[int], asking: Asking, moves: Sequence[Move | None] | None = None
-    ) -> Extras:
+    def launch(self, rows: RowsByNumber, firsts: Sequence[int], asking: Asking, moves: Moves | None = None) -> Extras:
         """Called after the replay of `rows`, for those that need more; `firsts`: the first token of each row. `moves`:
-        for each of `asking.bound`, the cursor of the previous step and the token that it sampled."""
+        for each of `asking.bound`, the cursor of the previous step, if any, and the token that it sampled."""
         others = asking.others
         asked = [rows[index] for index in others]
         masks_by_number = self._grammars.masks_of(asked) if asked else {}
@@ -133,21 +131,21 @@ class Redraw:
                     words_of[firsts[index] + at] = words
         bound = asking.bound
         mask_RW = self._take_masks(len(bound) + len(words_of))
-        cursors: dict[int, Cursor] = {}
+        cursors: Sequence[Cursor | None] = ()
         if bound:
             words_RW = mask_RW[: len(bound)].numpy()
-            filled = self._grammars.fill(moves or [None] * len(bound), lambda at: rows[bound[at]], words_RW)
+            filled = self._grammars.fill(lambda at: rows[bound[at]], words_RW, moves)
+            cursors = filled.cursors
             for number, reason in filled.failed.items():
                 words_RW[number] = -1  # every token is allowed; the sampled one is ignored
                 masks_of[bound[number]] = RowMasks(failed=reason)
-            cursors = {index: one for index, one in zip(bound, filled.cursors, strict=True) if one is not None}
         for at, words in enumerate(words_of.values(), len(bound)):
             mask_RW[at].numpy()[: len(words)] = words.view("int32")
         again = [token for token, row in told.items() if token in words_of or sampling_of(row).adjusts_logits]
         if again or bound:
             self._draw(told, again, [firsts[index] for index in bound], list(words_of), mask_RW)
         top_of, tops = self._tell(told, set(again))
-        return Extras(masks_of, cursors, top_of, tops)
+        return Extras(masks_of, bound, cursors, top_of, tops)
 
     def _take_masks(self, count: int) -> Tensor:
         """Memory for the masks of one step, int32 [count, W], pinned if there is a device. Masks are written there once

@@ -225,15 +225,15 @@ def test_growing_texts_are_masked_together_as_alone() -> None:
 
 
 def test_masks_of_texts_that_are_known_by_cursors_are_those_of_their_rows() -> None:
-    """Rows are read at first, where no cursor is given, and where a matcher cannot go on; else never."""
+    """Rows are read at first, where no cursor is given, and where a token of the batch is not allowed; else never."""
     compiler, rng = Compiler(MODEL, TOKENIZER.vocab_size, (EOS,)), random.Random(3)
     going, num_words = Grammars(compiler), compiler.num_words
     dead = Grammar(GrammarKind.LARK, 'start: "a" | "b" X\nX: /a/ & /b/')
-    grammars = [json_schema(PERSON)] * 4 + [Grammar(GrammarKind.REGEX, "[a-z]{9}"), dead, dead]
+    grammars = [json_schema(PERSON)] * 6 + [Grammar(GrammarKind.REGEX, "[a-z]{9}"), dead, dead]
     texts = [(grammar, [*PROMPT]) for grammar in grammars]
     cursors: list[Cursor | None] = [None] * len(texts)
     num_read = []
-    for step in range(9):
+    for step in range(12):
         read: list[int] = []
 
         def row_at(index: int, read: list[int] = read, texts: Any = texts) -> Row:
@@ -245,12 +245,9 @@ def test_masks_of_texts_that_are_known_by_cursors_are_those_of_their_rows() -> N
             )
 
         if step == 6:
-            cursors[1] = None  # as after a step that was not taken ahead
-        moves = [
-            None if cursor is None else (cursor, text[-1]) for cursor, (_, text) in zip(cursors, texts, strict=True)
-        ]
+            cursors = [cursors[0], None, *cursors[2:]]  # as after a step that was not taken ahead
         words_RW = np.zeros((len(texts), num_words), np.int32)
-        filled = going.fill(moves, row_at, words_RW)
+        filled = going.fill(row_at, words_RW, (cursors, [text[-1] for _, text in texts]))
         num_read.append(len(set(read)))
         staying = []
         for index, (grammar, text) in enumerate(texts):
@@ -259,14 +256,19 @@ def test_masks_of_texts_that_are_known_by_cursors_are_those_of_their_rows() -> N
             if alone.failed is None:
                 assert words_RW[index].tobytes() == alone.masks[0]
                 bits = np.unpackbits(np.frombuffer(alone.masks[0], np.uint8), bitorder="little")
-                text.append(int(rng.choice(np.flatnonzero(bits))))
-                staying += [index] if text[-1] != EOS else []
-        texts, cursors = [texts[index] for index in staying], [filled.cursors[index] for index in staying]
+                is_allowed = bool(bits[0]) if (step, index) == (7, 0) else True
+                text.append(int(rng.choice(np.flatnonzero(bits))) if is_allowed else EOS)
+                staying += [index] if text[-1] != EOS or not is_allowed else []
+        cursors = filled.cursors
+        if len(staying) < len(texts):
+            texts, cursors = [texts[index] for index in staying], [cursors[index] for index in staying]
+        assert (0 in filled.failed) == (step == 8)  # by the token that its grammar forbids
     assert len(texts) >= 4
-    assert num_read[0] == 7
-    assert num_read[6] == 1
-    assert sum(num_read[2:]) == 1
-    assert going.num_replays <= 2, "texts that begin alike are made again"
+    assert num_read[0] == 9
+    assert (sum(num_read[2:6]), num_read[6], num_read[7]) == (0, 1, 0)
+    assert num_read[8] > 4
+    assert num_read[9:] == [0, 0, 0]
+    assert going.num_replays <= 6, "two for each row that fails"
 
 
 def test_a_mask_behind_drafts_is_that_of_their_text_and_leaves_the_matcher_where_it_stood() -> None:

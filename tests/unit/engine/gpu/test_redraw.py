@@ -13,8 +13,7 @@ from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import Sampling
 from pdserve.engine.gpu.bans import Bans
 from pdserve.engine.gpu.flights import GraphFlight
-from pdserve.engine.gpu.redraw import Move
-from pdserve.engine.grammars import Cursor, Filled, RowMasks
+from pdserve.engine.grammars import Cursor, Filled, Moves, RowMasks
 from pdserve.engine.interface import PENDING, Engine, Flight, Row
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "any")
@@ -50,12 +49,12 @@ class EveryThird:
     def __init__(self) -> None:
         self.num_moves = 0
 
-    def fill(self, moves: Sequence[Move | None], row_at: Callable[[int], Row], words_RW: Any) -> Filled:
-        rows, failed = [row_at(index) for index in range(len(moves))], {}
-        for row, move in zip(rows, moves, strict=True):
-            if move is not None:
+    def fill(self, row_at: Callable[[int], Row], words_RW: Any, moves: Moves | None = None) -> Filled:
+        rows, failed = [row_at(index) for index in range(len(words_RW))], {}
+        for row, cursor, token in zip(rows, *moves, strict=True) if moves is not None else ():
+            if cursor is not None:
                 self.num_moves += 1
-                assert (id(move[0].history), move[1]) == (id(row.history), row.history[-1])
+                assert (id(cursor.history), token) == (id(row.history), row.history[-1])
         for index, masks in self.masks_of(rows).items():
             if masks.failed is not None:
                 failed[index] = masks.failed
