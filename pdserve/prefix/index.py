@@ -1,8 +1,8 @@
-"""Which worker holds how much of a prompt's prefix: the truth in memory. Pure.
+"""The prefix index in memory: how much of a prompt's prefix each worker holds. Pure.
 
-Fed with each worker's cache changes in order. A gap in their numbers is noticed and healed by the next
-snapshot. The index is a hint: whoever acts on it has the worker verify every block again, so a stale entry
-costs a recompute and never a wrong token.
+It receives each worker's cache changes in order. A gap in their numbers is detected, and repaired by the next snapshot.
+The index is a hint: workers verify every block again, so a stale entry costs a recomputation, but never causes a wrong
+token.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Final, final
 from pdserve.core.blocks import CacheChange
 
 MAX_ENTRIES: Final = 8 * 2**20  # (block, worker) pairs; about 100 bytes each
-MAX_ENDED: Final = 4096  # replaced incarnations that are remembered; messages of older ones are long gone
+# number of replaced incarnations that are remembered; messages of older ones cannot arrive any more
+MAX_ENDED: Final = 4096
 
 
 class Applied(Enum):
     APPLIED = "applied"
-    NEEDS_SNAPSHOT = "needs snapshot"  # something was missed; what is known stays until one comes
-    STALE = "stale"  # a repetition, or from an incarnation that has ended; nothing changed
+    NEEDS_SNAPSHOT = "needs snapshot"  # changes were missed; the known state is kept until a snapshot arrives
+    STALE = "stale"  # repeated, or from an ended incarnation; nothing changed
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class PrefixIndex:
         self._worker_of_slot: dict[int, str] = {}
         self._free_slots: list[int] = []
         self._num_entries = 0
-        self.num_dropped = 0  # entries that were not kept for want of room
+        self.num_dropped = 0  # entries that were dropped because of the limit
 
     @property
     def num_entries(self) -> int:
@@ -60,9 +61,10 @@ class PrefixIndex:
         return cache is not None and cache.needs_snapshot
 
     def apply(self, worker_id: str, incarnation: str, change: CacheChange) -> Applied:
-        """Takes a worker's change in. Changes of an incarnation count from 1; a new one voids the old.
+        """Applies a worker's change. Changes of an incarnation are numbered from 1; a new incarnation replaces the old
+        one.
 
-        A change that comes after a gap is applied all the same (it is nearer to the truth than nothing).
+        A change after a gap is applied as well, because it is better than none.
         """
         cache = self._workers.get(worker_id)
         if cache is None or cache.incarnation != incarnation:
@@ -82,9 +84,9 @@ class PrefixIndex:
         return Applied.NEEDS_SNAPSHOT if cache.needs_snapshot else Applied.APPLIED
 
     def remove(self, worker_id: str, incarnation: str) -> None:
-        """The worker is out of reach; O(its blocks). It may come back, with a snapshot.
+        """The worker cannot be reached; O(its blocks). It may come back with a snapshot.
 
-        Nothing happens when another incarnation has taken over.
+        No-op if another incarnation has replaced it.
         """
         cache = self._workers.get(worker_id)
         if cache is None or cache.incarnation != incarnation:
@@ -101,7 +103,7 @@ class PrefixIndex:
         return {self._worker_of_slot[slot]: depth for slot, depth in depths.items()}
 
     def check(self) -> None:
-        """Raises AssertionError unless both directions tell the same."""
+        """Raises AssertionError unless both directions are consistent."""
         from_workers = {(block, cache.slot) for cache in self._workers.values() for block in cache.blocks}
         from_blocks = {(block, slot) for block, bits in self._holders.items() for slot in slots_of(bits)}
         assert from_workers == from_blocks, "workers by block and blocks by worker differ"
@@ -149,8 +151,8 @@ class PrefixIndex:
 def leading_blocks(holders: Iterable[tuple[int, int]], alive: int, count: int) -> dict[int, int]:
     """How many of a chain's `count` leading blocks each slot holds; slots that lack the first are left out.
 
-    `holders` pairs a block's place in the chain with one bit per slot that holds it, in order; a place that is
-    left out is held by whoever holds the next one. Only slots in `alive` count (-1: all).
+    `holders` pairs a block's place in the chain with one bit per slot that holds it, in order. A missing place is held
+    by the same slots as the next one. Only slots in `alive` count (-1: all).
     """
     depths: dict[int, int] = {}
     for at, bits in holders:

@@ -1,4 +1,4 @@
-"""Names and encodings of everything that lies in Redis: the schema. Computes only.
+"""The Redis schema: names and encodings of all keys. Pure.
 
 Per model of a cluster, under the tag {kv:<cluster>:<fingerprint>} (one hash slot of a Redis Cluster):
 
@@ -46,7 +46,7 @@ def registry_tag(cluster: str) -> str:
 
 
 def checked_name(field: str, name: str) -> str:
-    """`name`, which may not break out of a key's tag. Raises ConfigError."""
+    """`name`, checked to contain no character that would end a key's tag. Raises ConfigError."""
     if not _NAME.fullmatch(name):
         raise ConfigError(field, repr(name), "1 to 128 letters, digits, dots, dashes or underscores")
     return name
@@ -61,7 +61,7 @@ def worker_of(owner: bytes) -> str:
 
 
 def bit_offset(slot: int) -> int:
-    """Where SETBIT puts a slot's bit, such that the value read as little-endian bytes has bit `slot` set.
+    """The SETBIT offset of a slot, such that the value read as little-endian bytes has bit `slot` set.
 
     Redis counts bits from the most significant of each byte.
     """

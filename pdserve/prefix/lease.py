@@ -1,6 +1,6 @@
-"""What one worker incarnation holds in Redis: its name in the registry, its slot in the prefix index.
+"""The leases of one worker incarnation in Redis: its name in the registry, its slot in the prefix index.
 
-Each call is one script (scripts.py), so that a lease that was lost is noticed by the write that needed it.
+Each call is one script (scripts.py), so that a lost lease is detected by the write that needs it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pdserve.prefix import scripts
 from pdserve.prefix.keys import MAX_SLOTS, bit_offset, owner_of
 from pdserve.prefix.registry import Registration
 
-SWEEP_BLOCKS: Final = 512  # cleared in one go, while Redis serves nobody else
-SWEEP_CHUNKS: Final = 64  # in a row, so that a sweep never keeps a worker from renewing its lease
-GRACE_LEASES: Final = 12  # after so many leases a silent slot is swept however many are silent
+SWEEP_BLOCKS: Final = 512  # cleared in one script, during which Redis serves no other client
+SWEEP_CHUNKS: Final = 64  # in a row, so that a sweep never prevents a worker from renewing its lease
+GRACE_LEASES: Final = 12  # after this many lease times a silent slot is swept, even if most slots are silent
 
 
 class LeaseLost(Exception):
-    """The slot is no longer ours."""
+    """The slot is no longer leased to this worker."""
 
 
 class Gap(Exception):
-    """Redis and the worker no longer agree on what was told."""
+    """Redis and the worker disagree about the applied changes."""
 
 
 class Superseded(Exception):
@@ -52,7 +52,8 @@ class RegistryLease:
         self._is_first = True
 
     async def take(self) -> None:
-        """Registers. The first time the name is taken from whoever had it; raises Superseded afterwards."""
+        """Registers. The first call takes the name from an earlier incarnation; later calls raise Superseded if it was
+        taken."""
         await self._put("1" if self._is_first else "0")
         self._is_first = False
 
@@ -80,15 +81,15 @@ class IndexLease:
         self._give_up = redis.register_script(scripts.GIVE_UP)
         self._apply = redis.register_script(scripts.APPLY)
         self._slot: int | None = None
-        self._sequence = 0  # of the last batch that Redis is known to have applied
+        self._sequence = 0  # number of the last batch that Redis is known to have applied
 
     @property
     def slot(self) -> int | None:
         return self._slot
 
     async def take(self, *, may_resume: bool) -> bool:
-        """Leases a slot. False when it is still the one that we had, and Redis has applied all that it told us
-        it had, or the one batch more whose answer we never saw. True: an empty slot, which wants a snapshot."""
+        """Leases a slot. False if it is still the same slot, and Redis has applied all confirmed batches, or one more
+        whose answer was lost. True: an empty slot, which needs a snapshot."""
         slot, sequence, is_new = await self._ask_for_slot(must_be_new=not may_resume)
         if not is_new:
             if slot == self._slot and sequence in (self._sequence, self._sequence + 1):
@@ -99,12 +100,12 @@ class IndexLease:
         return True
 
     async def renew(self) -> None:
-        """Raises LeaseLost when it was silent too long."""
+        """Raises LeaseLost if it was silent for too long."""
         if not await self._renew(keys=[self._tag], args=[self._slot, self._owner, self._lease_ms]):
             raise LeaseLost(f"slot {self._slot}")
 
     async def apply(self, batch: Batch) -> None:
-        """Idempotent until it has returned. Raises LeaseLost or Gap; the batch then goes into a snapshot."""
+        """May be repeated until it has returned. Raises LeaseLost or Gap; the batch is then part of a snapshot."""
         assert self._slot is not None, "take() comes first"
         args = [
             self._slot,
@@ -135,9 +136,9 @@ class IndexLease:
 
 @final
 class Sweeper:
-    """Clears the bits of slots that nobody leases any more and makes them free again.
+    """Clears the bits of slots without a lease, and frees the slots.
 
-    Any worker may sweep; a lock keeps them from doing so at once, which would be harmless but idle.
+    Any worker may sweep; a lock avoids simultaneous sweeps, which would be harmless but useless.
     """
 
     def __init__(self, redis: Any, tag: str, lease_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The question a router asks of a prefix index, and the answer from memory."""
+"""The router's interface to a prefix index, and its implementation in memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pdserve.prefix.index import PrefixIndex
 class PrefixLookup(Protocol):
     @property
     def is_available(self) -> bool:
-        """False while the index is out of reach: an empty answer then says nothing."""
+        """False while the index cannot be reached; an empty answer then has no meaning."""
         ...
 
     async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
         """Leading blocks that each worker holds of the chain `hashes`, by worker id.
 
-        Never raises: an index that cannot answer in time answers with nothing, and routing goes on by load.
+        Never raises: an index that cannot answer in time returns nothing, and routing continues by load.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""A worker's side of the registry and the prefix index: says that it lives, where, and what it has cached.
+"""A worker's side of the registry and the prefix index: publishes that it is alive, its address, and its cached blocks.
 
-Never blocks and never fails the worker: `offer` only notes a change; one task carries it to Redis and tries
-forever when Redis is away. Memory is bounded by the worker's own cache: what was offered is folded into the set
-of what the worker holds, and when the notes outgrow that set they give way to a snapshot of it.
+It never blocks or fails the worker: `offer` only records a change, and one task sends it to Redis, with unlimited
+retries. Memory is bounded by the worker's own cache: changes are merged into the set of held blocks, and if there are
+more changes than held blocks, they are replaced by a snapshot.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ log = logging.getLogger(__name__)
 BATCH_S: Final = 0.01
 BATCH_BLOCKS: Final = 256
 MIN_NOTES: Final = 4096
-STOP_S: Final = 1.0  # bound of the farewell to Redis
+STOP_S: Final = 1.0  # time limit for deregistering
 
 
 @final
 class CacheNotes:
-    """What a worker has cached, and which of it Redis has not heard. Safe to use from several threads."""
+    """The blocks that a worker has cached, and the changes not sent to Redis yet. Thread-safe."""
 
     def __init__(self, min_notes: int = MIN_NOTES) -> None:
         self._min_notes = min_notes
         self._lock = threading.Lock()
         self._held: dict[bytes, None] = {}  # a dict for its order: parents come before their children
-        self._notes: dict[bytes, bool] = {}  # hash -> is it held
+        self._notes: dict[bytes, bool] = {}  # hash -> whether it is held
         self._has_overflowed = False
 
     def take_in(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> int:
-        """Whether there is anything to tell: more than 0."""
+        """Number of changes to send."""
         with self._lock:
             for one in removed:
                 self._held.pop(one, None)
@@ -55,19 +55,19 @@ class CacheNotes:
             return len(self._notes) or int(self._has_overflowed)
 
     def begin_snapshot(self) -> None:
-        """From now on everything held is to be told again."""
+        """Everything held must be sent again."""
         with self._lock:
             self._notes = dict.fromkeys(self._held, True)
             self._has_overflowed = False
 
     def repeat_held(self) -> None:
-        """Everything held is to be told again, beside what waits already."""
+        """Everything held must be sent again, in addition to the waiting changes."""
         with self._lock:
             for one in self._held:
                 self._notes[one] = True
 
     def take_out(self, most: int) -> tuple[list[bytes], list[bytes]]:
-        """At most so many notes, oldest first: (stored, removed)."""
+        """At most this many changes, oldest first: (stored, removed)."""
         with self._lock:
             taken = list(islice(self._notes.items(), most))
             for one, _ in taken:
@@ -76,7 +76,7 @@ class CacheNotes:
 
     @property
     def has_overflowed(self) -> bool:
-        """Notes were thrown away; only a snapshot puts Redis right."""
+        """Changes were dropped, so Redis needs a snapshot."""
         return self._has_overflowed
 
     def __len__(self) -> int:
@@ -97,8 +97,8 @@ class WorkerPublisher:
         lease_s: float = 5.0,
         block_ttl_s: float = 3600.0,
     ) -> None:
-        """`lease_s`: how long Redis keeps the worker after its last sign of life. `block_ttl_s`: a backstop
-        after which Redis forgets a block that was not told again; this tells each three times in that time."""
+        """`lease_s`: how long Redis keeps the worker after its last heartbeat. `block_ttl_s`: a backstop after which
+        Redis forgets a block that was not sent again; each block is sent three times in that time."""
         self._redis = connect(url, timeout_s=REDIS_TIMEOUT_S, max_connections=2)
         self._where = hide_password(url)
         self._registry = RegistryLease(self._redis, registry_tag(cluster), registration, lease_s)
@@ -119,31 +119,31 @@ class WorkerPublisher:
 
     @property
     def is_connected(self) -> bool:
-        """Redis knows this worker, as far as was heard."""
+        """Whether Redis has this worker, according to its last answer."""
         return self._is_connected
 
     @property
     def num_waiting(self) -> int:
-        """Blocks whose change Redis has not heard."""
+        """Number of blocks whose change was not sent to Redis."""
         return len(self._notes) + (0 if self._in_flight is None else self._in_flight.num_blocks)
 
     def offer(self, stored: Iterable[bytes] = (), removed: Iterable[bytes] = ()) -> None:
-        """The worker's cache has changed: first `removed` went, then `stored` came. From any thread, at any time."""
+        """The worker's cache has changed: `removed`, then `stored`. From any thread, at any time."""
         if self._notes.take_in(stored, removed) and not self._has_notes.is_set() and self._loop is not None:
             try:
                 self._loop.call_soon_threadsafe(self._has_notes.set)
-            except RuntimeError:  # the loop has ended, and with it whatever could have told Redis
+            except RuntimeError:  # the loop has ended, so nothing can be sent any more
                 return
 
     async def start(self) -> None:
-        """Returns at once; whether Redis can be reached shows in is_connected."""
+        """Returns immediately; is_connected shows whether Redis can be reached."""
         self._loop = asyncio.get_running_loop()
         if len(self._notes):
             self._has_notes.set()
         self._task = asyncio.create_task(self._publish_forever(), name="prefix-publisher")
 
     async def stop(self) -> None:
-        """Takes the worker out of Redis, if that answers within a second."""
+        """Removes the worker from Redis, if Redis answers within a second."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -166,7 +166,7 @@ class WorkerPublisher:
                 backoff.reset()
                 await self._publish()
             except (LeaseLost, Gap) as error:
-                # A fresh slot and a snapshot heal whatever Redis missed; the old slot is masked and swept.
+                # A new slot and a snapshot repair everything that Redis missed; the old slot is masked and swept.
                 log.info("the index lost track of this worker", extra={"redis": self._where, "why": repr(error)})
             except Superseded:
                 log.error("another process took this worker's name; it is no longer published")
@@ -194,7 +194,7 @@ class WorkerPublisher:
         self._is_connected = True
 
     async def _publish(self) -> None:
-        """Sends notes as they come and signs of life in between, until something goes wrong."""
+        """Sends changes as they come and heartbeats in between, until an error occurs."""
         loop = asyncio.get_running_loop()
         next_beat_s, next_repeat_s = loop.time() + self._heartbeat_s, loop.time() + self._repeat_s
         while True:
@@ -223,7 +223,7 @@ class WorkerPublisher:
                 await asyncio.sleep(BATCH_S)
 
     async def _send_batch(self) -> bool:
-        """Whether there was anything to send."""
+        """True if there was anything to send."""
         if self._notes.has_overflowed:
             raise Gap("more changed than is remembered")
         if self._in_flight is None:

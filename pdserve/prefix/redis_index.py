@@ -1,7 +1,7 @@
 """Asks Redis which workers hold a prompt's leading blocks. The schema is in keys.py.
 
-Fails open: an answer that is late or does not come is an empty one, and while Redis is out of reach a lookup
-costs nothing, because only a task in the background tries again.
+Fails open: a late or missing answer counts as empty. While Redis cannot be reached, a lookup costs nothing, because
+only a background task retries.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pdserve.prefix.keys import bitmap, fetched, fingerprint_of, index_tag, slot
 log = logging.getLogger(__name__)
 
 REDIS_TIMEOUT_S: Final = 1.0
-ONE_PHASE_BLOCKS: Final = 64  # up to here one question for all blocks is cheaper than two for fewer
-FETCH_BLOCKS: Final = 1024  # asked in one go, while Redis serves nobody else
+ONE_PHASE_BLOCKS: Final = 64  # up to this number, one query for all blocks is cheaper than two for fewer
+FETCH_BLOCKS: Final = 1024  # queried in one script, during which Redis serves no other client
 MAX_IN_FLIGHT: Final = 32
 LATE_IN_A_ROW: Final = 3
 _NOTHING: Final[Mapping[str, int]] = {}
@@ -31,7 +31,7 @@ _NOTHING: Final[Mapping[str, int]] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slots:
-    """Who the slots are leased to, as of `epoch`."""
+    """The leases of the slots, as of `epoch`."""
 
     epoch: bytes = b""
     worker_of_slot: Mapping[int, str]
@@ -48,8 +48,8 @@ class RedisIndex:
     def __init__(
         self, url: str, cluster: str, *, hash_seed: bytes = b"", timeout_s: float = 0.01, refresh_s: float = 0.25
     ) -> None:
-        """`timeout_s` bounds a lookup; `refresh_s` is how soon a worker that fell silent is masked, on top of
-        its lease. Without `hash_seed` nothing is found until bind()."""
+        """`timeout_s` limits a lookup; `refresh_s` is the time after the end of its lease until a silent worker is
+        masked. Without `hash_seed` nothing is found until bind()."""
         self._redis = connect(url, timeout_s=REDIS_TIMEOUT_S, max_connections=MAX_IN_FLIGHT + 2)
         self._where = hide_password(url)
         self._fetch = self._redis.register_script(scripts.FETCH)
@@ -63,7 +63,7 @@ class RedisIndex:
         self._wake = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
         self.num_answered = 0
-        self.num_unanswered = 0  # late, failed, or not asked because Redis is out of reach
+        self.num_unanswered = 0  # late, failed, or skipped because Redis cannot be reached
         if hash_seed:
             self.bind(hash_seed)
 
@@ -72,14 +72,14 @@ class RedisIndex:
         return self._is_available
 
     def bind(self, hash_seed: bytes) -> None:
-        """Which model's blocks to look for (WorkerHello.hash_seed). Cheap to repeat."""
+        """Sets the model whose blocks are looked up (WorkerHello.hash_seed). Cheap to repeat."""
         tag = index_tag(self._cluster, fingerprint_of(hash_seed)).encode()
         if tag != self._tag:
             self._tag, self._slots = tag, _NOBODY
             self._wake.set()
 
     async def start(self) -> None:
-        """Begins to follow the slots' leases in the background; never fails for want of Redis."""
+        """Begins to follow the slots' leases in the background; never fails if Redis is missing."""
         if self._refreshing is None:
             self._refreshing = asyncio.create_task(self._refresh_forever(), name="prefix-slots")
 
@@ -98,7 +98,7 @@ class RedisIndex:
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             self.num_unanswered += 1
             return _NOTHING
-        # A late task is left to end by itself: cancelling it would cost its connection.
+        # A late task is not cancelled, because that would close its connection.
         task = asyncio.create_task(self._ask(hashes))
         self._in_flight.add(task)
         task.add_done_callback(self._ended)
@@ -107,7 +107,7 @@ class RedisIndex:
         try:
             done, _ = await asyncio.wait((task,), timeout=self._timeout_s)
         except asyncio.CancelledError:
-            # A caller's own budget ends at about the same moment; one that left early says nothing about Redis.
+            # A caller's own time limit ends at about the same time; a caller that left early says nothing about Redis.
             if loop.time() - began_s > 0.5 * self._timeout_s:
                 self._note_late()
             raise
@@ -167,7 +167,7 @@ class RedisIndex:
 
     async def _refresh_forever(self) -> None:
         backoff = Backoff(0.05, 1.0)
-        # A server that is so slow would only be tripped over again.
+        # A server that is this slow would only time out again.
         patience_s = max(0.05, 5.0 * self._timeout_s)
         while True:
             if not self._tag:
@@ -201,7 +201,7 @@ class RedisIndex:
         if not self._is_available:
             log.info("the prefix index answers", extra={"redis": self._where})
             self._is_available = True
-            # On probation: the next late answer trips again, an answer in time ends it.
+            # Half open: the next late answer stops lookups again, an answer in time resumes them.
             self._late = min(self._late, LATE_IN_A_ROW - 1)
 
     def _ended(self, task: asyncio.Task[Mapping[str, int]]) -> None:
@@ -220,7 +220,7 @@ class RedisIndex:
             self._trip("answers are late")
 
     def _trip(self, why: str) -> None:
-        """From now on nothing is asked until the background task has seen Redis answer."""
+        """Stops lookups until the background task has received an answer from Redis."""
         if self._is_available:
             self._is_available = False
             self._wake.set()
@@ -228,9 +228,9 @@ class RedisIndex:
 
 
 def _probes(count: int) -> list[int]:
-    """Which of `count` blocks to ask for first: all of a few, else every so-many-th and the last.
+    """The blocks of the first query: all if `count` is small, otherwise every n-th and the last.
 
-    A cache gives up leaves first, so who holds a block nearly always holds those before it.
+    A cache evicts leaves first, so a worker that holds a block nearly always holds those before it.
     """
     if count <= ONE_PHASE_BLOCKS:
         return list(range(count))
@@ -240,7 +240,7 @@ def _probes(count: int) -> list[int]:
 
 
 def _between(probes: Sequence[int], holders: Mapping[int, int], alive: int) -> list[int]:
-    """Blocks before each probe at which some worker drops out: there its depth is yet unknown."""
+    """The blocks before each probe at which some worker's prefix ends, where its exact depth is still unknown."""
     wanted: list[int] = []
     before = -1
     for at in probes:

@@ -1,6 +1,6 @@
-"""Which workers there are, kept in Redis under leases: each worker says so itself, routers read.
+"""The registry of workers, stored in Redis with leases: workers write, routers read.
 
-Redis away means that nothing is known to have changed, so the last known workers stay.
+If Redis cannot be reached, the last known workers stay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REDIS_TIMEOUT_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """What a router must know to attach to a worker. Raises ConfigError on what cannot be stored."""
+    """What a router needs to attach to a worker. Raises ConfigError on values that cannot be stored."""
 
     worker_id: str
     incarnation: str  # new for each start of the process
@@ -44,7 +44,7 @@ class Registration:
 
 
 def read_registration(worker_id: bytes, incarnation: bytes, facts: bytes) -> Registration | None:
-    """What a worker wrote; None, and a warning, when that is not a registration."""
+    """Parses what a worker wrote; None, with a warning, if it is not a registration."""
     try:
         if len(facts) > MAX_FACTS_BYTES:
             raise ValueError(f"{len(facts)} bytes of facts")
@@ -65,9 +65,9 @@ class Registry:
     """The router's side: follows who is registered."""
 
     def __init__(self, url: str, cluster: str, *, poll_s: float = 0.5, forget_s: float = 5.0) -> None:
-        """`forget_s`: how long a worker must be missing, on a Redis that answers, before it is taken for gone.
+        """`forget_s`: how long a worker must be missing from an answering Redis before it counts as gone.
 
-        That outlasts a Redis that came back empty, where each worker registers again within a heartbeat.
+        This covers a Redis that restarts empty, where each worker registers again within a heartbeat.
         """
         self._redis = connect(url, timeout_s=REDIS_TIMEOUT_S, max_connections=2)
         self._where = hide_password(url)
@@ -105,7 +105,7 @@ class Registry:
             await self.close()
 
     async def read(self) -> tuple[Registration, ...]:
-        """Who is registered now. Raises what redis-py raises when it cannot be asked."""
+        """The registered workers. Raises redis-py's errors if it cannot be reached."""
         found = await self._read()
         return tuple(found[name] for name in sorted(found))
 
@@ -122,7 +122,7 @@ class Registry:
             rows: list[list[Any]] = await pipeline.execute()
         found: dict[str, Registration] = {}
         for worker_id, (incarnation, facts) in zip(ids, rows, strict=True):
-            if incarnation is None or facts is None:  # the lease is over; the id stays for who comes back
+            if incarnation is None or facts is None:  # the lease has ended; the id stays for a worker that comes back
                 continue
             registration = read_registration(worker_id, incarnation, facts)
             if registration is not None:
@@ -130,7 +130,7 @@ class Registry:
         return found
 
     def _take(self, found: dict[str, Registration], now_s: float) -> bool:
-        """Whether anything changed."""
+        """True if anything changed."""
         has_changed = False
         for name in list(self._known):
             if name in found:

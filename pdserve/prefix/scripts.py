@@ -1,4 +1,4 @@
-"""What must happen at once inside Redis. Lua for server 6.2 and later; keys.py is the schema.
+"""Atomic operations inside Redis, in Lua for server 6.2 and later; keys.py is the schema.
 
 Each script takes the tag as KEYS[1] and builds the other keys from it: all lie in the tag's hash slot.
 """

@@ -1,1 +1,1 @@
-"""Grammars against a model's vocabulary, for the router that admits them and the workers that obey them."""
+"""Grammars for a model's vocabulary: admission on the router, masks on the workers."""

@@ -1,12 +1,11 @@
-"""A process that says whether a grammar may be admitted: `python -m pdserve.structured.checker MODEL VOCAB EOS...`.
+"""A process that decides whether a grammar is admitted: `python -m pdserve.structured.checker MODEL VOCAB EOS...`.
 
 It reads one JSON object {"kind", "text", "cpu_s", "wall_s"} a line and answers each with {"refused": reason or null,
-"ended": how or null}; the first line that it writes is {"failed": reason or null}. Each grammar is compiled in a
-child of its own, since a few schemas ("multipleOf": 999983) make the compiler run for seconds and take hundreds of
-MiB, and only a process can be bounded in both and ended in the middle. A child ends by SIGPROF where a grammar takes
-over `cpu_s` of CPU, and as it can where memory is refused; `ended` is then minus the signal's number, or the exit
-status; LATE where it got too little CPU within `wall_s`. The vocabulary stays loaded. The process ends with its
-stdin.
+"ended": how or null}; the first line that it writes is {"failed": reason or null}. Each grammar is compiled in a child
+process, because a few schemas ("multipleOf": 999983) make the compiler run for seconds and take hundreds of MiB, and
+only a process can be limited in both and killed. A child ends by SIGPROF if a grammar takes more than `cpu_s` of CPU,
+and by an error if it exceeds its memory; `ended` is then minus the signal's number, or the exit status. LATE means that
+it got too little CPU within `wall_s`. The vocabulary stays loaded. The process ends when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.structured.compile import NO_DOCUMENT, Compiler, refused, schema_of, why_stuck
 from pdserve.structured.endless import is_endless
 
-MAX_COMPILE_S: Final = 0.25  # of CPU: what a worker may have to spend between two steps
-LONGEST_S: Final = 2 * MAX_COMPILE_S  # of CPU: beyond it there is nothing to wait for
-MEMORY_BYTES: Final = 256 * 2**20  # over what a child holds when it begins
-LATE: Final = -signal.SIGALRM  # as if it had been set an alarm
-PROBED_STEPS: Final = 16  # along the only possible way, or the token of the highest number
+MAX_COMPILE_S: Final = 0.25  # of CPU: the most that a worker may spend between two steps
+LONGEST_S: Final = 2 * MAX_COMPILE_S  # of CPU: upper limit of `cpu_s`
+MEMORY_BYTES: Final = 256 * 2**20  # in addition to a child's memory at its start
+LATE: Final = -signal.SIGALRM  # like the end by an alarm
+PROBED_STEPS: Final = 16  # along the only possible continuation, or with the highest allowed token id
 
 
 def main(arguments: list[str]) -> int:
@@ -55,7 +54,7 @@ def main(arguments: list[str]) -> int:
 
 
 def check_in_child(compiler: Compiler, grammar: Grammar, cpu_s: float, wall_s: float) -> dict[str, str | int | None]:
-    """The answer to a question. This process has one thread, so that it may fork."""
+    """Answers one request. This process has one thread, so that it may fork."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -76,23 +75,23 @@ def check_in_child(compiler: Compiler, grammar: Grammar, cpu_s: float, wall_s: f
 
 def _answer_and_exit(compiler: Compiler, grammar: Grammar, cpu_s: float, writer: int) -> NoReturn:
     try:
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # not a handler's to catch: the compiler is in native code
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # not caught by a handler, because the compiler is native code
         _bound_memory()
         reason = reason_against(compiler, grammar)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         os.write(writer, json.dumps(reason).encode())
-    except BaseException:  # what is left of a parent's work must not go on here
+    except BaseException:  # the parent's remaining work must not continue in the child
         os._exit(1)
     os._exit(0)
 
 
 def _warm_up(compiler: Compiler) -> None:
-    """What the first grammar of a process has to make; children then share it."""
+    """Initialises what the first grammar of a process needs, so that children share it."""
     compiler.compile(Grammar(GrammarKind.JSON_OBJECT)).compute_bitmask()
 
 
 def reason_against(compiler: Compiler, grammar: Grammar) -> str | None:
-    """Why `grammar` is refused; None where it is not."""
+    """Why `grammar` is rejected; None if it is admitted."""
     until_s = time.process_time() + MAX_COMPILE_S
     try:
         probe(grammar, compiler.compile(grammar), until_s)
@@ -106,7 +105,7 @@ def reason_against(compiler: Compiler, grammar: Grammar) -> str | None:
 
 
 def probe(grammar: Grammar, matcher: LLMatcher, until_s: float) -> None:
-    """Raises InvalidRequest where the document cannot begin, or where the first steps of one cost too much."""
+    """Raises InvalidRequest if no document can begin, or if its first steps cost too much."""
     is_forced = True
     for _ in range(PROBED_STEPS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -115,13 +114,13 @@ def probe(grammar: Grammar, matcher: LLMatcher, until_s: float) -> None:
             reason = why_stuck(matcher)
             if is_forced or reason != NO_DOCUMENT:
                 raise refused(grammar, reason)
-            return  # a dead end; there may be another way
+            return  # a dead end; another continuation may exist
         if matcher.is_stopped() or time.process_time() > until_s:
             return
 
 
 def _bound_memory() -> None:
-    """Past it the allocator fails and the process ends."""
+    """Beyond it the allocator fails and the process ends."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         held = int(statm.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY_BYTES, held + MEMORY_BYTES))

@@ -1,6 +1,6 @@
-"""Compiles a grammar against a model's vocabulary, with llguidance. One module knows that library's dialect.
+"""Compiles a grammar for a model's vocabulary with llguidance. Only this module uses that library's options.
 
-Limits are llguidance's own counts of work, so that what is admitted on one machine compiles on every other.
+Limits are llguidance's own counts of work, so that a grammar that one machine admits compiles on every other.
 docs/decisions/0004-structured-output.md has the figures.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_REASON_CHARS: Final = 300
 NO_DOCUMENT: Final = "no document meets it"
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-# At most one space after a comma or a colon, and no other: a weak model must not end in endless whitespace.
+# At most one space after a comma or a colon, and no other whitespace, in which a weak model could loop.
 _JSON: Final[JsonCompileOptions] = {
     "item_separator": ",[ ]?",
     "key_separator": ":[ ]?",
@@ -30,15 +30,15 @@ _JSON: Final[JsonCompileOptions] = {
     "lenient": False,  # an unsupported keyword is an error and not ignored
     "coerce_one_of": False,
 }
-_PER_GRAMMAR: Final = "x-guidance"  # a schema's own options; they could undo those above
+_PER_GRAMMAR: Final = "x-guidance"  # a schema's own options, which could override those above
 
 
 @final
 class Compiler:
-    """Thread-safe. Compiling lets other threads run."""
+    """Thread-safe. Compiling releases the GIL."""
 
     def __init__(self, model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Raises ModelError where no mask can be made for the model: no end of sequence, or an unknown tokenizer."""
+        """Raises ModelError if masks are impossible for the model: no end of sequence, or an unknown tokenizer."""
         ends = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
         if not ends:
             raise ModelError("eos_token_id", "none", "an end of sequence, which ends a structured answer")
@@ -46,7 +46,7 @@ class Compiler:
         known = _num_tokens(text)
         try:
             self._tokenizer = LLTokenizer(json.dumps(text), n_vocab=max(vocab_size, known), eos_token=ends)
-        except Exception as error:  # the Rust binding raises plain exceptions for whatever it cannot read
+        except Exception as error:  # the Rust binding raises plain exceptions for invalid input
             raise ModelError("tokenizer.json", _short(str(error)), "a tokenizer that llguidance reads") from error
         self._limits = LLParserLimits(
             initial_lexer_fuel=1_000_000,
@@ -82,7 +82,7 @@ def refused(grammar: Grammar, reason: str) -> InvalidRequest:
 
 
 def why_stuck(matcher: LLMatcher) -> str:
-    """Why nothing may follow where `matcher` stands."""
+    """Why no token is allowed at the matcher's position."""
     reason = _short(matcher.get_error()) if matcher.is_error() else ""
     return NO_DOCUMENT if reason in ("", "NoExtension", "NoExtensionBias") else reason
 
@@ -96,7 +96,7 @@ def _source(grammar: Grammar) -> str:
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.CHOICE:
-            # A terminal (upper case) is one automaton; as a rule each string would cost a row item at every step.
+            # A terminal (upper case) is one automaton; as rules, each string would cost an item at every step.
             strings = " | ".join(json.dumps(one, ensure_ascii=False) for one in grammar.choices())
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {strings}")
         case GrammarKind.LARK:
@@ -118,9 +118,9 @@ def schema_of(grammar: Grammar) -> dict[str, Any]:
 
 
 def _tokenizer_text(model: Path, vocab_size: int) -> dict[str, Any]:
-    """tokenizer.json, without tokens that the model has no row for.
+    """tokenizer.json, without tokens for which the model has no row.
 
-    Those that tokenizer_config.json names are special, as they are to the detokenizer.
+    Tokens in tokenizer_config.json are special, as in the detokenizer.
     """
     text = _read(model / "tokenizer.json")
     config_path = model / "tokenizer_config.json"
@@ -156,6 +156,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _short(reason: str) -> str:
-    """On one line; the parser's own state, which follows, is of no use to the caller."""
+    """The message on one line, without the parser's state that follows it."""
     line = " ".join(reason.split("<non-verbose/>")[0].split())
     return line if len(line) <= MAX_REASON_CHARS else line[: MAX_REASON_CHARS - 3] + "..."

@@ -1,8 +1,8 @@
-"""Tells a JSON schema whose every document is infinite: a node that requires itself. Pure: standard library only.
+"""Detects JSON schemas whose documents are all infinite: a node that requires itself. Pure: standard library only.
 
-llguidance follows such a schema until max_tokens, so it is refused at admission. The rule is the least fixed point: a
-reference is finite once its target is, all else follows from its parts. What this does not know (anchors, other
-keywords) it takes for finite: it refuses nothing that could be met.
+llguidance follows such a schema until max_tokens, so admission rejects it. The rule is the least fixed point: a
+reference is finite if its target is, and everything else follows from its parts. Unknown features (anchors, other
+keywords) count as finite, so no satisfiable schema is rejected.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _is_local(reference: object) -> bool:
 
 
 def _resolved(root: Mapping[str, Any], reference: str) -> object:
-    """What a JSON pointer (RFC 6901) names; None where it names nothing."""
+    """The value of a JSON pointer (RFC 6901); None if there is none."""
     found: Any = root
     for step in reference.split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")

@@ -1,7 +1,7 @@
-"""Opens a span on the server around each call, under the trace context in the call's metadata.
+"""Opens a server span around each call, under the trace context in the call's metadata.
 
-We do not use the contrib instrumentation, because it loses its context on streamed answers
-(opentelemetry-python-contrib #2357). Here a server span is never the current context.
+The contrib instrumentation is not used, because it loses its context on streamed answers (opentelemetry-python-contrib
+#2357). Here a server span is never the current context.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _span: ContextVar[OpenSpan] = ContextVar("pdserve_span", default=_NO_SPAN)
 
 
 def current_span() -> OpenSpan:
-    """The server span of the call that this task answers; one that keeps nothing outside of such a call."""
+    """The server span of the call that this task answers; a no-op span outside of such a call."""
     return _span.get()
 
 
 class TracingServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg]
     """Opens a span around each call of `methods`, such as {"/pdserve.v1.InferenceService/Generate": SPAN_REQUEST}.
 
-    Other methods pass untouched: a worker's Attach stream lives for days and is nobody's request.
-    The handler finds its span with current_span().
+    Other methods have no span: a worker's Attach stream stays open for days and is not a request. The handler finds its
+    span with current_span().
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TracingServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc
                 if handler.request_streaming
                 else grpc.unary_unary_rpc_method_handler
             )
-        if wrapped is None:  # a blocking handler: gRPC runs it in a thread, where no span of ours can follow
+        if wrapped is None:  # a blocking handler: gRPC runs it in a thread, where the span is not available
             return handler
         return make(
             wrapped,
@@ -115,7 +115,7 @@ class TracingServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc
 
 def _status_name(context: Any, has_returned: bool) -> str:
     code = context.code()
-    if code is None:  # none was set: what gRPC will send follows from how the handler ended
+    if code is None:  # no status was set: it follows from how the handler ended
         return "OK" if has_returned else "UNKNOWN"
     if isinstance(code, grpc.StatusCode):
         return str(code.name)

@@ -1,4 +1,4 @@
-"""How a process of the cluster logs: one line per record on stderr, its fields behind the message.
+"""Log format of all processes: one line per record on stderr, with its fields after the message.
 
 2026-11-21 01:11:12,219 INFO router router.workers: a worker is attached worker_id=d0 role=decode
 """
@@ -14,9 +14,9 @@ _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "
 
 @final
 class FieldFormatter(logging.Formatter):
-    """Appends what a caller passed as `extra`, in its order; text with blanks is quoted.
+    """Appends the fields of `extra`, in order; text with blanks is quoted.
 
-    Names that begin with an underscore are a library's own: Ray stamps every record of the process with one.
+    Names that begin with an underscore belong to libraries: Ray adds one to every record.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:

@@ -1,4 +1,4 @@
-"""The one table of metrics: what each is called, which process records it, what it means.
+"""The table of all metrics: name, process that records it, and meaning.
 
 Names and buckets of the OpenTelemetry GenAI conventions are used where they exist (names.py has their release).
 """
@@ -16,7 +16,7 @@ from pdserve.core.types import Path, Role
 from pdserve.telemetry.names import CHAT, PROVIDER_NAME, TEXT_COMPLETION, Process
 
 MetricKind = Literal["counter", "gauge", "histogram"]
-LabelValues = tuple[str, ...] | str  # all values, or what an open set of values holds
+LabelValues = tuple[str, ...] | str  # all values, or a description of an open set
 
 # Prescribed by the GenAI conventions for the two server histograms.
 GEN_AI_TTFT_BUCKETS: Final = (

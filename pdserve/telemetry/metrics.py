@@ -1,7 +1,7 @@
-"""Counters, gauges and histograms of one process, served to Prometheus. Does nothing when off.
+"""Counters, gauges and histograms of one process, served to Prometheus. Does nothing if it is off.
 
-Each process has a registry of its own, so that several may live in one interpreter (tests do). What exists
-is declared in names.py and nowhere else.
+Each process has a registry of its own, so that tests can run several in one interpreter. All metrics are declared in
+metric_names.py.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class Metrics:
             self._child(spec, labels).set(value)
 
     def observe(self, spec: MetricSpec, value: float, *, trace_id: str = "", **labels: str) -> None:
-        """`trace_id` (32 hex digits) becomes the bucket's exemplar: a click from a slow bucket to its trace."""
+        """`trace_id` (32 hex digits) becomes the bucket's exemplar, which links a slow bucket to a trace."""
         if self._by_name is not None:
             exemplar = {"trace_id": trace_id} if trace_id else None
             self._child(spec, labels).observe(value, exemplar)
 
     def serve(self, port: int, host: str = "127.0.0.1") -> int:
-        """Answers GET /metrics on a thread of its own; returns the port, a free one where 0 was asked.
+        """Answers GET /metrics on a thread of its own. Returns the port; 0 selects a free one.
 
-        Raises ConfigError where the port is in use.
+        Raises ConfigError if the port is in use.
         """
         if self._by_name is None:
             return 0
@@ -76,7 +76,7 @@ class Metrics:
         return bound
 
     def text(self) -> str:
-        """What /metrics answers; empty when off."""
+        """The text of /metrics; empty if it is off."""
         if self._by_name is None:
             return ""
         prometheus = importlib.import_module("prometheus_client")
@@ -99,7 +99,7 @@ class Metrics:
 
 
 def make_metrics(by: Process, port: int, host: str = "127.0.0.1") -> Metrics:
-    """Metrics served on `port`; off where that is 0, as in a worker's --metrics-port."""
+    """Metrics served on `port`; 0 turns them off, as in a worker's --metrics-port."""
     if port == 0:
         return Metrics.off()
     metrics = Metrics(by)

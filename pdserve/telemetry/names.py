@@ -1,4 +1,4 @@
-"""The one table of spans and attributes: what each is called, which process emits it, what it means.
+"""The table of all spans and attributes: name, process that emits it, and meaning.
 
 Metrics are in metric_names.py.
 

@@ -1,7 +1,7 @@
 """W3C trace context in and out of gRPC metadata, and the SDK's own span. Standard library only.
 
-The SDK must not make anybody install or import OpenTelemetry, so this file only looks whether the user's
-program has already imported it; if not, a call carries no trace context and costs two dictionary look-ups.
+The SDK must not require OpenTelemetry, so this module only checks whether the user's program has already imported it.
+If not, a call has no trace context, and the check costs two dictionary look-ups.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TraceContext:
 
 
 def parse(traceparent: str | None) -> TraceContext | None:
-    """The context that a traceparent header names; None for an absent or malformed one."""
+    """The context of a traceparent header; None if it is absent or malformed."""
     found = _TRACEPARENT.fullmatch(traceparent) if traceparent else None
     if found is None:
         return None
@@ -46,7 +46,7 @@ def render(context: TraceContext) -> str:
 
 
 def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The traceparent that a call brought; empty when it brought none or a malformed one."""
+    """The traceparent of a call; empty if it is absent or malformed."""
     for key, value in metadata or ():
         if key.lower() == HEADER and isinstance(value, str) and parse(value) is not None:
             return value
@@ -68,15 +68,15 @@ def as_otel(attributes: Mapping[str, AttributeValue]) -> dict[str, Any]:
 
 
 def current_traceparent() -> str | None:
-    """Of the span that is active in the user's program; None when it traces nothing."""
+    """The traceparent of the active span of the user's program; None if there is none."""
     otel = sys.modules.get("opentelemetry.trace")
     return None if otel is None else _traceparent_of(otel.get_current_span())
 
 
 class ClientSpan:
-    """One call of the SDK. Does nothing where the user's program has not set OpenTelemetry up.
+    """The span of one call of the SDK. Does nothing if the user's program does not use OpenTelemetry.
 
-    Never made the current context: a stream's generator may be closed in another one.
+    Never made the current context, because a stream's generator may be closed in another one.
     """
 
     __slots__ = ("_otel", "_span", "traceparent")
@@ -112,7 +112,7 @@ class ClientSpan:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A closed generator is a caller who has enough, not a failure.
+        # A closed generator means that the caller has stopped reading, which is not a failure.
         if error is not None and not isinstance(error, GeneratorExit):
             self.fail(str(getattr(error, "reason", type(error).__name__)))
         self.end()

@@ -1,7 +1,7 @@
-"""Spans of this process, sent over OTLP. Does nothing, and imports nothing, without an endpoint.
+"""Spans of this process, sent over OTLP. Without an endpoint it does nothing and imports nothing.
 
-A span's duration is measured by whoever did the work, on its own monotonic clock; only its end is read from
-the wall clock. So no duration ever comes from two hosts' clocks.
+The process that did the work measures a span's duration by its monotonic clock; only the end comes from the wall clock.
+So no duration mixes the clocks of two hosts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 EXPORT_TIMEOUT_S: Final = 5.0
 EXPORT_INTERVAL_S: Final = 0.5
 EXPORT_BATCH: Final = 512
-QUEUE_SPANS: Final = 8192  # beyond it spans are dropped; requests never wait for a collector
+QUEUE_SPANS: Final = 8192  # more spans are dropped, so that requests never wait for a collector
 _NONE: Final[Mapping[str, AttributeValue]] = {}
 
 
 class OpenSpan:
-    """A span that is under way. `traceparent` is what its children and other processes hang under."""
+    """A running span. `traceparent` is the parent for its children and for other processes."""
 
     __slots__ = ("_span", "traceparent")
 
@@ -38,7 +38,7 @@ class OpenSpan:
         self.traceparent = traceparent
 
     def without_attributes(self) -> Self:
-        """For work under the same span that shall not write over what is said on it."""
+        """For work under the same span that must not overwrite its attributes."""
         return type(self)(None, self.traceparent)
 
     def set(self, key: str, value: AttributeValue) -> None:
@@ -54,7 +54,7 @@ class OpenSpan:
 
 @final
 class Tracing:
-    """Where a process puts its spans. Safe to call from any thread; never blocks on the network."""
+    """Records the spans of a process. Thread-safe; never blocks on the network."""
 
     __slots__ = ("_exporter", "_provider", "_tracer")
 
@@ -77,9 +77,9 @@ class Tracing:
         attributes: Mapping[str, AttributeValue] = _NONE,
         end_unix_ns: int | None = None,
     ) -> None:
-        """A finished span under `traceparent`; it ended `end_unix_ns`, now where that is None.
+        """Records a finished span under `traceparent`, which ended at `end_unix_ns` (None: now).
 
-        Without a sampled parent nothing is kept: a worker's span on its own explains no request.
+        Without a sampled parent it is dropped, because a worker's span alone explains no request.
         """
         tracer = self._tracer
         if tracer is None:
@@ -99,8 +99,8 @@ class Tracing:
     ) -> Iterator[OpenSpan]:
         """A span over the block, under `traceparent` or a new root; an exception marks it as failed.
 
-        Never made the current context: the block may be a generator that is closed in another one.
-        When tracing is off the caller's traceparent is passed through.
+        Never made the current context, because the block may be a generator that is closed in another one. If tracing
+        is off, the caller's traceparent is passed through.
         """
         tracer = self._tracer
         if tracer is None:
@@ -112,7 +112,7 @@ class Tracing:
         opened = OpenSpan(span, render(TraceContext(context.trace_id, context.span_id, context.trace_flags.sampled)))
         try:
             yield opened
-        except GeneratorExit:  # whoever read the stream has enough: no failure
+        except GeneratorExit:  # the reader has stopped, which is not a failure
             raise
         except BaseException as error:
             opened.fail(str(getattr(error, "reason", type(error).__name__)))
@@ -121,12 +121,12 @@ class Tracing:
             span.end(started_ns + int((time.monotonic() - started_s) * 1e9))
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Sends what is queued, for at most `timeout_s`. Idempotent."""
+        """Sends queued spans, for at most `timeout_s`. Idempotent."""
         provider, exporter = self._provider, self._exporter
         self._tracer = self._provider = self._exporter = None
         if provider is None:
             return
-        # The SDK's flush has no bound of its own, so a daemon thread flushes while we wait no longer than told.
+        # The SDK's flush has no time limit, so it runs on a daemon thread for which this waits at most `timeout_s`.
         flusher = threading.Thread(target=provider.shutdown, name="otlp-flush", daemon=True)
         flusher.start()
         flusher.join(timeout_s)
@@ -142,10 +142,10 @@ def make_tracing(
     *,
     sample_ratio: float = 1.0,
 ) -> Tracing:
-    """Tracing to an OTLP gRPC endpoint (HOST:PORT or http(s)://HOST:PORT); off when that is empty.
+    """Tracing to an OTLP gRPC endpoint (HOST:PORT or http(s)://HOST:PORT); empty turns it off.
 
-    `attributes` describe the process. `sample_ratio` is the share of traces kept among those that begin here;
-    one that arrives with a context keeps its caller's choice.
+    `attributes` describe the process. `sample_ratio` is the share of sampled traces among those that begin here; for
+    others the caller's choice applies.
     """
     if not otlp_endpoint:
         return Tracing.off()
@@ -207,7 +207,7 @@ def _error_status() -> Any:
 
 
 def _context(parent: TraceContext | None) -> Any:
-    # An empty context, not the current one: a span hangs under what it was given and nothing else.
+    # An empty context instead of the current one: the given parent is a span's only parent.
     empty = _empty_context()
     if parent is None:
         return empty

@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizers, chat templates, incremental detokenisation, stop strings."""
+"""Converts between text and token ids: tokenizers, chat templates, incremental detokenisation, stop strings."""

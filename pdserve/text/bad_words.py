@@ -1,7 +1,7 @@
 """Bad words as token sequences, for the engine to ban. Pure.
 
-As in vLLM, a word is tokenised as it begins a text and as it follows a space: tokenizers write the two with different
-tokens. A sequence that ends in another one of the list says nothing new and is left out.
+As in vLLM, a word is tokenised both at the beginning of a text and after a space, which may give different tokens. A
+sequence that ends with another one of the list is redundant and left out.
 """
 
 from __future__ import annotations

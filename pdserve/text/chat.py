@@ -1,8 +1,7 @@
-"""Chat messages to the text of a prompt, by the chat template in the model's folder.
+"""Converts chat messages to a prompt by the chat template in the model's folder.
 
-A template is a program that the model's author wrote. It runs in jinja2's immutable sandbox, with the helpers
-that Hugging Face templates expect, under a bound on its time and on the size of what it makes. Templates never
-come from a request.
+A template is a program by the model's author. It runs in jinja2's immutable sandbox, with the helpers of Hugging Face
+templates, and with limits on its time and the size of its output. Templates never come from a request.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class ChatTemplate:
             raise ModelError("chat_template", f"line {error.lineno}: {error.message}", "a jinja template") from error
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Raises InvalidRequest when the template refuses the messages, and ModelError when it runs away."""
+        """Raises InvalidRequest if the template rejects the messages, and ModelError if it exceeds a limit."""
         if not messages:
             raise InvalidRequest("chat.messages", "no message", "at least one message")
         if len(messages) > MAX_MESSAGES:
@@ -96,7 +95,7 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """chat_template.jinja, else `chat_template` of tokenizer_config.json; None where the model has neither."""
+    """chat_template.jinja, otherwise `chat_template` of tokenizer_config.json; None if the model has neither."""
     config = read_tokenizer_config(folder)
     path = folder / "chat_template.jinja"
     if path.is_file():
@@ -131,7 +130,7 @@ class _Clock:
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Also bounds what an operator can make, and looks at the clock at every call."""
+    """Also limits the size of an operator's result, and checks the time at every call."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -151,7 +150,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks what an assistant wrote, for training; here its body is rendered as it is."""
+    """{% generation %} marks an assistant's text for training; here its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -161,7 +160,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Without names that begin with an underscore, which lead into the interpreter."""
+    """Without names that begin with an underscore, which give access to the interpreter."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -193,5 +192,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja's own, leaves <, > and & alone: a prompt is not HTML."""
+    """Unlike jinja's own filter, it does not escape <, > and &, because a prompt is not HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,8 +1,8 @@
-"""Token ids to text, one token at a time, at the cost of that token alone. Pure: no I/O.
+"""Converts token ids to text incrementally, at a constant cost per token. Pure: no I/O.
 
-What goes out is never half a character, and all of it together equals decoding all ids at once. The rules are
-those of the tokenizer's own decoder (`read_rule`): byte-level BPE, sentencepiece with byte fallback, Metaspace,
-or none. A decoder that is not one of these is refused rather than approximated.
+The output never contains incomplete characters, and its concatenation equals decoding all ids at once. The rules are
+those of the tokenizer's own decoder (`read_rule`): byte-level BPE, sentencepiece with byte fallback, Metaspace, or
+none. Other decoders are rejected.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Final, Protocol, final
 
 from pdserve.core.errors import ModelError
 
-# A run of byte tokens is decoded as a whole, and is all replacement characters if any of it is not UTF-8. So it is
-# held until it ends, but not longer than this: past it, complete characters go out as they come.
+# A run of byte tokens is decoded as a whole, and becomes replacement characters if any of it is not UTF-8. So it is
+# held back until it ends, up to this length; beyond it, complete characters are returned as they come.
 RUN_HELD_BYTES: Final = 16
 REPLACEMENT: Final = "\ufffd"
 
@@ -37,7 +37,7 @@ class Rule:
     join: Join
     replace: tuple[tuple[str, str], ...] = ()
     has_byte_fallback: bool = False
-    strip: str = ""  # character that is taken off the start of the whole text,
+    strip: str = ""  # character that is removed from the start of the whole text,
     strip_count: int = 0  # at most so many times
     is_first_space_dropped: bool = False
 
@@ -48,15 +48,15 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """What was held back, once no token follows."""
+        """The text that was held back, after the last token."""
         ...
 
 
-Lookup = Callable[[int], "str | None"]  # the token of an id; None where it has no text (special, unknown)
+Lookup = Callable[[int], "str | None"]  # the token of an id; None if it has no text (special, unknown)
 
 
 def read_rule(decoder: Mapping[str, Any] | None) -> Rule:
-    """Raises ModelError on a decoder that we cannot follow token by token."""
+    """Raises ModelError on an unsupported decoder."""
     if decoder is None:
         return Rule(join=Join.SPACED)
     kind = decoder["type"]
@@ -102,7 +102,7 @@ def _read_sequence(steps: Sequence[Mapping[str, Any]]) -> Rule:
 
 
 def make_detokenizer(rule: Rule, lookup: Lookup, *, is_continued: bool) -> Detokenizer:
-    """`is_continued`: some text stands before the first token, so that nothing is the text's beginning."""
+    """`is_continued`: there is text before the first token, so no token is at the beginning."""
     if rule.join is Join.BYTES:
         return ByteDetokenizer(lambda token_id: byte_level_bytes(lookup(token_id)))
     return TextDetokenizer(rule, lookup, is_continued=is_continued)
@@ -110,7 +110,7 @@ def make_detokenizer(rule: Rule, lookup: Lookup, *, is_continued: bool) -> Detok
 
 @final
 class ByteDetokenizer:
-    """Tokens are bytes; what is not UTF-8 becomes replacement characters, as in a decoding of the whole."""
+    """Tokens are bytes. Invalid UTF-8 becomes replacement characters, as when decoding the whole."""
 
     def __init__(self, piece: Callable[[int], bytes]) -> None:
         self._piece = piece
@@ -206,7 +206,7 @@ BYTE_ALPHABET: Final = _byte_alphabet()  # character -> byte
 
 
 def byte_level_bytes(token: str | None) -> bytes:
-    """The bytes of a byte-level token; of an added token, which is written plainly, its UTF-8."""
+    """The bytes of a byte-level token; for an added token, its UTF-8."""
     if token is None:
         return b""
     try:

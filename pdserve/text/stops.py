@@ -1,8 +1,8 @@
 """Finds stop strings in text that arrives in pieces. Pure.
 
-The first stop string to be complete ends the text, wherever the pieces were cut; of several that end at the same
-character the longest wins. Text that may be the beginning of a stop string is held back until that is decided,
-unless stop strings belong to the output.
+The first complete stop string ends the text, wherever the pieces are divided; of several that end at the same
+character, the longest is used. Text that may be the beginning of a stop string is held back until that is decided,
+unless stop strings are part of the output.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import final
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`text` may go out now. `stop` is the stop string that has ended the text, if one did."""
+    """`text` may be returned now. `stop` is the stop string that has ended the text, if any."""
 
     text: str
     stop: str | None = None
@@ -28,8 +28,8 @@ class StopMatcher:
         self._stops = tuple(dict.fromkeys(stops))
         self._longest = max(map(len, self._stops), default=0)
         self._is_stop_included = is_stop_included
-        self._tail = ""  # the end of the text that a stop string may begin in
-        self._num_emitted = 0  # leading characters of the tail that have gone out
+        self._tail = ""  # the end of the text, in which a stop string may begin
+        self._num_emitted = 0  # leading characters of the tail that were returned
 
     def push(self, text: str) -> Piece:
         if not self._stops:
@@ -50,12 +50,12 @@ class StopMatcher:
         return piece
 
     def push_unmatched(self, text: str) -> Piece:
-        """Text that no stop string may end or begin in: before min_tokens is reached."""
+        """Text in which stop strings are ignored, before min_tokens is reached."""
         held = self.finish()
         return Piece(held + text)
 
     def finish(self) -> str:
-        """What is still held back: the text ended and no stop string came of it."""
+        """The text that is still held back, at the end of the text."""
         held, self._tail, self._num_emitted = self._tail[self._num_emitted :], "", 0
         return held
 
@@ -69,7 +69,7 @@ class StopMatcher:
         return None if best is None else (best[0], best[2])
 
     def _possible_prefix(self, window: str) -> int:
-        """Length of the longest end of `window` that some stop string begins with."""
+        """Length of the longest suffix of `window` that is a prefix of a stop string."""
         for length in range(min(self._longest - 1, len(window)), 0, -1):
             end = window[len(window) - length :]
             if any(stop.startswith(end) for stop in self._stops):

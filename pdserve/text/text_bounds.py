@@ -1,13 +1,12 @@
-"""What a tokenizer.json says of sizes: how much text one token can stand for, and where a text can be cut. Pure.
+"""Bounds from a tokenizer.json: the maximum text length of one token, and positions where a text can be cut. Pure.
 
-Both serve to reject or shorten a text before it is tokenized. Where a tokenizer has a part that is not known here, no
-bound is claimed.
+Both are used to reject or shorten a text before it is tokenized. If a tokenizer has an unknown part, there is no bound.
 
 **Cutting.** A text can be cut between a letter and a separator if neither depends on what follows:
 1. no token holds a letter directly before the separator, so no merge of BPE crosses the cut;
 2. no match of a pre-tokenizer's pattern crosses it, so the pattern finds the same pieces behind it;
 3. the normalizers change no character because of its neighbours across the cut.
-Then the tokens behind the cut are those of the whole text.
+Then the tokens after the cut are those of the whole text.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, Final, final
 from pdserve.text.detokenize import BYTE_ALPHABET
 
 SEPARATORS: Final = " \n,.;:!?"
-# Letters and digits of every Unicode version that a pattern's engine may know.
+# Letters and digits of every Unicode version that a regex engine may use.
 LETTERS: Final = "A-Za-z0-9À-ÖØ-öø-ɏЀ-џぁ-ゖァ-ヺ一-龥가-힣"
 WINDOW_CHARS: Final = 65_536  # searched for a cut at a time
 # Characters that become one: the longest canonical decomposition has four.
@@ -31,7 +30,7 @@ _KEEPING: Final = ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel")
 _PRE_TOKENIZERS: Final = (
     "ByteLevel", "Split", "Digits", "Punctuation", "Metaspace", "UnicodeScripts", "FixedLength",
 )  # fmt: skip
-# Patterns of pre-tokenizers of which no match holds a letter or digit directly before one of SEPARATORS.
+# Patterns of pre-tokenizers whose matches never contain a letter or digit directly before one of SEPARATORS.
 _PATTERNS: Final = (
     # GPT-2
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -52,15 +51,16 @@ _TEXT_BYTES: Final = frozenset(
 @final
 @dataclass(frozen=True, slots=True)
 class TextBounds:
-    max_token_chars: int | None  # of the text, in one token; None where a token may stand for any number
-    separators: str  # a text can be cut before each of them, where a letter or digit stands before it
+    max_token_chars: int | None  # maximum characters of one token; None if unlimited
+    separators: str  # a text can be cut before each of them if a letter or digit precedes it
 
     def max_chars(self, num_tokens: int) -> int | None:
-        """Of a text that has at most `num_tokens` tokens; None where there is no bound."""
+        """Maximum characters of a text with at most `num_tokens` tokens; None if there is no bound."""
         return None if self.max_token_chars is None else num_tokens * self.max_token_chars
 
     def tail_start(self, text: str, num_tokens: int) -> int:
-        """From where on `text` has to be tokenized for its last `num_tokens` tokens to be those of the whole."""
+        """The position from which `text` must be tokenized so that its last `num_tokens` tokens are those of the
+        whole."""
         needed = self.max_chars(num_tokens)
         if needed is None or not self.separators:
             return 0
@@ -70,7 +70,7 @@ class TextBounds:
             begins = max(0, ends - WINDOW_CHARS)
             found = [match.start() for match in cut.finditer(text, begins, ends)]
             if found:
-                # The letter goes with the tail: there, too, the cut is behind a letter.
+                # The letter belongs to the tail, whose cut is also after a letter.
                 return found[-1]
             ends = begins
         return 0
@@ -83,7 +83,7 @@ def text_bounds(tokenizer: Mapping[str, Any]) -> TextBounds:
 
 def _max_token_chars(tokenizer: Mapping[str, Any]) -> int | None:
     if any(one.get("lstrip") or one.get("rstrip") for one in _added(tokenizer)):
-        return None  # such a token takes all spaces beside it
+        return None  # such a token includes all adjacent spaces
     composed = 1
     for one in _parts(tokenizer.get("normalizer"), "normalizers"):
         kind = one.get("type")
@@ -105,7 +105,7 @@ def _max_token_chars(tokenizer: Mapping[str, Any]) -> int | None:
 
 
 def _knows_all_text(tokenizer: Mapping[str, Any]) -> bool:
-    """Whether no text is dropped, or made one token with other unknown text."""
+    """Whether unknown text is neither dropped nor merged into one token."""
     model = tokenizer["model"]
     vocab = _vocab(tokenizer)
     if model.get("byte_fallback") and vocab >= _BYTE_TOKENS:
@@ -132,7 +132,7 @@ def _separators(tokenizer: Mapping[str, Any]) -> str:
         return ""
     contents = [str(one.get("content", "")) for one in added]
     if any(re.search(f"[{LETTERS}]$", one) for one in contents):
-        return ""  # behind an added token a text begins anew, with a space of its own
+        return ""  # after an added token, text begins again with a space of its own
     is_byte_level = _is_byte_level(tokenizer)
     letters = r"[\w>]"  # > ends a byte in hexadecimal
     if is_byte_level:
@@ -149,13 +149,13 @@ def _separators(tokenizer: Mapping[str, Any]) -> str:
 
 
 def _followers(letters: str, tokens: Iterable[str]) -> set[str]:
-    """Characters that stand directly behind a letter in some token."""
+    """Characters that directly follow a letter in some token."""
     pair = re.compile(f"(?={letters}(.))", re.DOTALL)
     return {match[1] for token in tokens for match in pair.finditer(token)}
 
 
 def _is_local(normalizer: Mapping[str, Any]) -> bool:
-    """Whether what it makes of a separator, or of a letter before one, does not depend on the other."""
+    """Whether its results for a separator and for the letter before it are independent."""
     kind = normalizer.get("type")
     return kind in (*_COMPOSING, "Lowercase", "Prepend") or (
         kind == "Replace" and normalizer.get("pattern") == {"String": " "} and len(normalizer.get("content", "")) == 1
@@ -180,7 +180,7 @@ def _spelling(
     pre_tokenizers: Iterable[Mapping[str, Any]],
     is_byte_level: bool,
 ) -> str:
-    """As it stands in the vocabulary."""
+    """The text as written in the vocabulary."""
     for one in normalizers:
         if one.get("type") == "Replace" and separator == " ":
             separator = one["content"]

@@ -13,7 +13,7 @@ from pdserve.text.detokenize import ByteDetokenizer, Detokenizer, Join, byte_lev
 from pdserve.text.text_bounds import TextBounds, text_bounds
 
 TOYS: Final = ("toy", "toy-marked")  # models of pdserve.engine.toy
-MAX_WHOLE_CHARS: Final = 1_000_000  # of a text of which the tail is wanted and cannot be told apart: 0.2 GB at work
+MAX_WHOLE_CHARS: Final = 1_000_000  # limit of a text whose tail is needed but cannot be cut: tokenizing it takes 0.2 GB
 TOY_EOS: Final = 256
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -25,35 +25,35 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with those that the tokenizer puts around a text (BOS) when asked."""
+        """Token ids of `text`; optionally with the tokens that the tokenizer adds around a text (BOS)."""
         ...
 
     @property
     def bounds(self) -> TextBounds: ...
 
     def encode_tail(self, text: str, num_tokens: int, *, has_special_tokens: bool = True) -> list[int]:
-        """The last `num_tokens` of encode(text). Reads no more of the text than they need, where that is known.
+        """The last `num_tokens` of encode(text). Reads only the required part of the text, if it is known.
 
-        Raises InvalidRequest where it would have to read more than MAX_WHOLE_CHARS.
+        Raises InvalidRequest if it would have to read more than MAX_WHOLE_CHARS.
         """
         ...
 
     def decode(self, token_ids: Sequence[int], *, has_special_tokens: bool = False) -> str:
-        """Text, with special tokens as they are spelt or without them."""
+        """Text, with or without special tokens."""
         ...
 
     def detokenizer(self, prompt_token_ids: Iterable[int] = (), *, has_special_tokens: bool = False) -> Detokenizer:
-        """For the tokens that follow a prompt: the text that they add to the prompt's text."""
+        """For the tokens after a prompt: decodes the text that they add to the prompt's text."""
         ...
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """Raises ModelError when the folder holds no tokenizer.json that we can follow."""
+    """Raises ModelError if the folder has no supported tokenizer.json."""
     return ToyTokenizer() if model in TOYS else HuggingFaceTokenizer(Path(model))
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, or {} where there is none."""
+    """tokenizer_config.json, or {} if there is none."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}
@@ -67,7 +67,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def named_token(config: dict[str, Any], name: str) -> str | None:
-    """`bos_token` and its like are written as text or as an object with `content`."""
+    """`bos_token` and similar fields are text or an object with `content`."""
     held = config.get(name)
     content = held.get("content") if isinstance(held, dict) else held
     return content if isinstance(content, str) else None
@@ -76,7 +76,7 @@ def named_token(config: dict[str, Any], name: str) -> str | None:
 @final
 class HuggingFaceTokenizer:
     def __init__(self, folder: Path) -> None:
-        from tokenizers import Tokenizer as Backend  # here, so that toy processes do not load it
+        from tokenizers import Tokenizer as Backend  # imported here, so that toy processes do not load it
 
         path = folder / "tokenizer.json"
         if not folder.is_dir():
@@ -85,7 +85,7 @@ class HuggingFaceTokenizer:
             raise ModelError("model", f"{folder} without tokenizer.json", "a folder with tokenizer.json")
         try:
             backend = Backend.from_file(str(path))
-        except Exception as error:  # the Rust binding raises plain Exception for whatever it cannot read
+        except Exception as error:  # the Rust binding raises plain Exception for invalid input
             raise ModelError("tokenizer.json", str(error), "a tokenizer that the tokenizers library reads") from error
         backend.no_truncation()
         backend.no_padding()
@@ -106,7 +106,7 @@ class HuggingFaceTokenizer:
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
-        # The batch call lets other threads run meanwhile; encode() would hold them, and with them every stream.
+        # The batch call releases the GIL; encode() would block other threads, and with them every stream.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=has_special_tokens)[0].ids
         return ids
 
@@ -133,7 +133,7 @@ class HuggingFaceTokenizer:
         return make_detokenizer(self._rule, lookup, is_continued=is_continued)
 
     def _token(self, token_id: int) -> str | None:
-        """Remembered: the vocabulary bounds what is kept."""
+        """Cached; the size is bounded by the vocabulary."""
         try:
             return self._tokens[token_id]
         except KeyError:
@@ -181,10 +181,10 @@ def _toy_piece(token_id: int) -> bytes:
 
 
 def _mark_special(backend: Any, config: dict[str, Any]) -> None:
-    """Tokens that tokenizer_config.json names are special even where tokenizer.json does not say so.
+    """Tokens in tokenizer_config.json are special even if tokenizer.json does not mark them.
 
-    As in transformers, add_bos_token and add_eos_token have no say: what stands around a text is the
-    post-processor of tokenizer.json.
+    As in transformers, add_bos_token and add_eos_token are ignored: the post-processor of tokenizer.json adds tokens
+    around a text.
     """
     named = [named_token(config, name) for name in NAMED_TOKENS]
     known = [token for token in named if token is not None and backend.token_to_id(token) is not None]
