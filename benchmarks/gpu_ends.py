@@ -23,6 +23,7 @@ from benchmarks.fake_device import DevicePool
 from benchmarks.fake_ends import stand_in
 from benchmarks.secret import SECRET
 from benchmarks.transfer_ends import GrpcHost, HostPool
+from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.paths.cuda_ipc import CUDA_IPC
 from kvtransfer.paths.registry import TRANSPORTS
@@ -93,6 +94,7 @@ class SenderSetup:
     seed: int = 7
     environment: dict[str, str] = field(default_factory=dict)
     is_thread: bool = False  # of this process, for a rehearsal that kills nobody
+    limits: CopyLimits | None = None  # None: a worker's
 
 
 def run_sender(setup: SenderSetup, orders: Connection) -> None:
@@ -108,6 +110,7 @@ def run_sender(setup: SenderSetup, orders: Connection) -> None:
         worker_id=SENDER_ID,
         incarnation=f"{SENDER_ID}-{os.getpid()}",
         transport=setup.transport,
+        limits=setup.limits,
     )
 
     def send(grant: Grant, deadline_s: float) -> tuple[str, str, float]:
@@ -193,7 +196,7 @@ class RemoteSender:
 class Landing:
     """The receiving end, in this process."""
 
-    def __init__(self, pool: Any, fingerprint: Fingerprint, transport: str) -> None:
+    def __init__(self, pool: Any, fingerprint: Fingerprint, transport: str, limits: CopyLimits | None = None) -> None:
         self.pool, self._fingerprint, self._number = pool, fingerprint, 0
         self._receiver = make_receiver(
             pool,
@@ -203,6 +206,7 @@ class Landing:
             incarnation="d0-1",
             host="127.0.0.1",
             transport=transport,
+            limits=limits,
         )
         self._host = GrpcHost(self._receiver.servicer)
 

@@ -6,6 +6,7 @@ a GPU of their own: the slowdown of a decode step is an upper bound.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import statistics
 import tempfile
@@ -30,9 +31,11 @@ from benchmarks.gpu_parts import LLAMA
 from benchmarks.gpu_report import Report
 from benchmarks.gpu_setting import MIB, Setting
 from benchmarks.transfer_ends import fingerprint
+from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.grants import fingerprint_of
 
 REPEAT = 5
+ONE_STREAM = CopyLimits(num_streams=1)
 LANDING_BYTES = 256 * MIB
 LANDING_S = 4.0
 #: What a link of 400 Gb/s brings. Bytes that land faster take their share of the device's bandwidth, whoever copies
@@ -51,9 +54,13 @@ def transfers(setting: Setting, folder: Path) -> None:
         floors = {size: device_copy_s(setting, pool, size // block_bytes) for size in setting.transfer_bytes}
         for size, took_s in floors.items():
             report.row("device copy", shown_mib(size), size / took_s / 1e9, took_s * 1e3, "1")
-        for transport in DEVICE_TRANSPORTS:
+        ways: list[tuple[str, CopyLimits | None]] = [(transport, None) for transport in DEVICE_TRANSPORTS]
+        ways += [(transport, ONE_STREAM) for transport in ("cuda_ipc", "tcp_staged")]
+        for transport, limits in ways:
+            if limits is not None:  # a pool keeps those of its first connection
+                pool = make_pool(memory_of(setting), num_blocks, block_bytes, seed=1)
             try:
-                one_transport(setting, report, transport, pool, floors)
+                one_transport(setting, report, transport, pool, floors, limits)
             except Exception as error:
                 report.error(transport, error)
         try:
@@ -62,12 +69,21 @@ def transfers(setting: Setting, folder: Path) -> None:
             report.error("decode while a transfer lands", error)
 
 
-def one_transport(setting: Setting, report: Report, transport: str, pool: Any, floors: dict[int, float]) -> None:
+def one_transport(
+    setting: Setting,
+    report: Report,
+    transport: str,
+    pool: Any,
+    floors: dict[int, float],
+    limits: CopyLimits | None,
+) -> None:
     facts = fingerprint(pool.block_bytes)
-    landing, sender = Landing(pool, facts, transport), None
+    name = transport if limits is None else f"{transport}, one copy stream"
+    landing, sender = Landing(pool, facts, transport, limits), None
     try:
-        sender = RemoteSender(sender_setup(setting, transport, facts, pool.num_blocks))
-        if transport == "cuda_ipc":
+        setup = sender_setup(setting, transport, facts, pool.num_blocks)
+        sender = RemoteSender(dataclasses.replace(setup, limits=limits))
+        if name == "cuda_ipc":
             kernel(setting, report, sender, pool, floors)
         for size, floor_s in floors.items():
             blocks = range(size // pool.block_bytes)
@@ -78,11 +94,11 @@ def one_transport(setting: Setting, report: Report, transport: str, pool: Any, f
                     raise RuntimeError(f"a transfer of {size} bytes: {outcome} {error}")
                 took.append(took_s)
             middle = statistics.median(took[1:])
-            report.row(transport, shown_mib(size), size / middle / 1e9, middle * 1e3, floor_s / middle)
+            report.row(name, shown_mib(size), size / middle / 1e9, middle * 1e3, floor_s / middle)
             for number in (blocks[0], blocks[-1]):
                 if pool.block(number) != sender.ask("block", number):
                     raise RuntimeError(f"block {number} differs")
-        if transport == "cuda_ipc":
+        if name == "cuda_ipc":
             report.bar("cuda_ipc transfer of the largest size, of a device copy", floor_s / middle, least=0.8)
     finally:
         if sender is not None:
