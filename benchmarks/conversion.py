@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvtransfer.convert import Blocks, pack, unpack
-from kvtransfer.reshape import Window, pieces_of
+from kvtransfer.reshape.convert import Blocks, pack, unpack
+from kvtransfer.reshape.mapping import Window, pieces_of
 from pdserve.core.kv_shape import KvShape
 
 LARGE = KvShape(layout="block-major.v1", dtype="float32", num_layers=16, num_kv_heads=8, head_dim=64, block_size=16)

@@ -10,11 +10,11 @@ from typing import Any, Final
 from benchmarks.fake_device import PLAIN, FakeDevice, Trouble
 from benchmarks.fake_lane import FakeLanes
 from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
-from kvtransfer.paths.nccl import NCCL, Nccl
-from kvtransfer.paths.on_device import DeviceOf
-from kvtransfer.paths.registry import TRANSPORTS
-from kvtransfer.paths.tcp_staged import TCP_STAGED, TcpStaged
+from kvtransfer.transports.cuda_ipc import CUDA_IPC, CudaIpc
+from kvtransfer.transports.nccl import NCCL, Nccl
+from kvtransfer.transports.on_device import DeviceOf
+from kvtransfer.transports.registry import TRANSPORTS
+from kvtransfer.transports.tcp_staged import TCP_STAGED, TcpStaged
 
 DEVICE_TRANSPORTS: Final = ("cuda_ipc", "nccl", "tcp_staged")
 

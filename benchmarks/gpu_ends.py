@@ -25,9 +25,9 @@ from benchmarks.secret import SECRET
 from benchmarks.transfer_ends import GrpcHost, HostPool
 from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.endpoint import make_receiver, make_sender
-from kvtransfer.paths.cuda_ipc import CUDA_IPC
-from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.transport import Received, Sent
+from kvtransfer.transports.cuda_ipc import CUDA_IPC
+from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import InternalError
 from pdserve.core.grant import Fingerprint, Grant, TransferKey
 

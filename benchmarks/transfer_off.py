@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from kvtransfer import checksum, fused, fused_kernel, inbound, outbound
 from kvtransfer.checksum import Checksum
-from kvtransfer.paths import shm
+from kvtransfer.transports import shm
 
 OFF: Final = (Checksum.BLAKE2B_64,)
 _NOTHING: Final = bytes(checksum.DIGEST_BYTES)

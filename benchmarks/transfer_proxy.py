@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.transfer_ends import HostPool
 from kvtransfer.frames import ANSWER_BYTES, GREETING_BYTES, HEADER_BYTES, Frame, Kind, decode
-from kvtransfer.paths.shm import CHUNK_BYTES, SHM, WINDOW
 from kvtransfer.shared import HELLO_BYTES, SharedPool, offer
+from kvtransfer.transports.shm import CHUNK_BYTES, SHM, WINDOW
 
 # (frame, header and inline payload, the chunk's bytes wherever they lie) -> what to forward; None cuts
 Hook = Callable[[Frame, bytearray, memoryview], bytes | bytearray | None]

@@ -20,10 +20,10 @@ from benchmarks.secret import SECRET
 from benchmarks.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
 from benchmarks.transfer_off import OFF, allow
 from kvtransfer.checksum import Checksum
-from kvtransfer.paths.registry import kinds
 from kvtransfer.receiver import StreamReceiver
 from kvtransfer.sender import StreamSender
 from kvtransfer.transport import SendOutcome, Sent
+from kvtransfer.transports.registry import kinds
 from pdserve.core.grant import Grant, TransferKey
 
 LEAST_POOL_BYTES: Final = 256 * 2**20  # far more than the caches

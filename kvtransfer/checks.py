@@ -15,7 +15,7 @@ _SHARED_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enab
 
 def shared_memory() -> Iterator[Finding]:
     # imported here, because `doctor` runs without the packages of the extra `server`
-    from kvtransfer.paths.shm import Shm
+    from kvtransfer.transports.shm import Shm
 
     if why_not := Shm().why_not():
         yield Finding("warn", "shm", why_not, "KV will travel by tcp between workers of this host too")

@@ -22,9 +22,9 @@ from kvtransfer.disturbance import Disturbance
 from kvtransfer.frames import ANSWER_BYTES, MAX_TEXT_BYTES, TICKET_BYTES, decode_text
 from kvtransfer.gate import CHECKSUM_OF, CHECKSUMS
 from kvtransfer.host import host_id
-from kvtransfer.paths.path import SendPath
-from kvtransfer.paths.registry import TRANSPORTS, name_of
 from kvtransfer.plan import MAX_CHUNK_BYTES
+from kvtransfer.transports.interface import SendPath
+from kvtransfer.transports.registry import TRANSPORTS, name_of
 from pdserve.core.errors import TransferFailed, Unauthenticated
 from pdserve.core.grant import Fingerprint
 from pdserve.core.proof import NONCE_BYTES, ClusterSecret, Identity

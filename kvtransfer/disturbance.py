@@ -25,11 +25,11 @@ from typing import Final
 
 from kvtransfer.faults import Fault, FaultKind, Where, parse
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, decode
-from kvtransfer.paths.cuda_ipc import CudaIpcSend
-from kvtransfer.paths.nccl import NcclSend
-from kvtransfer.paths.path import SendPath
-from kvtransfer.paths.shm import ShmSend
 from kvtransfer.plan import MAX_CHUNK_BYTES
+from kvtransfer.transports.cuda_ipc import CudaIpcSend
+from kvtransfer.transports.interface import SendPath
+from kvtransfer.transports.nccl import NcclSend
+from kvtransfer.transports.shm import ShmSend
 
 log = logging.getLogger(__name__)
 

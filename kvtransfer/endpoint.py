@@ -11,11 +11,11 @@ from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.disturbance import Disturbance
 from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.parts import MAX_GROUPS, Lanes, Part
-from kvtransfer.paths.registry import kinds, prepare
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES, DEVICE_CHUNK_BYTES
 from kvtransfer.receiver import StreamReceiver
+from kvtransfer.reshape.sender import ShapedSender
 from kvtransfer.sender import StreamSender
-from kvtransfer.shaped import ShapedSender
+from kvtransfer.transports.registry import kinds, prepare
 from pdserve.core.grant import Fingerprint
 from pdserve.core.kv_shape import KvShape
 from pdserve.core.proof import ClusterSecret

@@ -18,9 +18,9 @@ from kvtransfer.credentials import Ends, is_proven, receiver_answer
 from kvtransfer.frames import TICKET_BYTES, Greeting
 from kvtransfer.grants import compare
 from kvtransfer.parts import Lanes
-from kvtransfer.paths.registry import TRANSPORTS, name_of, names_of
-from kvtransfer.reshape import arrival_of
+from kvtransfer.reshape.mapping import arrival_of
 from kvtransfer.stats import TransferStats
+from kvtransfer.transports.registry import TRANSPORTS, name_of, names_of
 from pdserve.core.errors import ConfigError, Overloaded, Unauthenticated
 from pdserve.core.grant import Fingerprint
 from pdserve.core.kv_shape import KvShape

@@ -32,10 +32,10 @@ from kvtransfer.gate import Peer
 from kvtransfer.landing import Claim
 from kvtransfer.lease import Lease, Pulse
 from kvtransfer.parts import Lanes, Part
-from kvtransfer.paths.path import ReceiveLink, ReceivePath, Transport
-from kvtransfer.reshape import arrival_of
+from kvtransfer.reshape.mapping import arrival_of
+from kvtransfer.reshape.unpacker import Unpacker
 from kvtransfer.stamping import STAMP_BYTES
-from kvtransfer.unpacker import Unpacker
+from kvtransfer.transports.interface import ReceiveLink, ReceivePath, Transport
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.kv_shape import KvShape, is_same_bytes
 from pdserve.engine.interface import KvPool

@@ -22,10 +22,10 @@ from kvtransfer.dial import Caller, Line, dial
 from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, beat, decode, decode_text, encode_text
 from kvtransfer.lease import DEFAULT_LEASE, Lease, Pulse
 from kvtransfer.parts import WHOLE, Lanes, Part
-from kvtransfer.paths.path import SendPath
 from kvtransfer.plan import blocks_per_chunk
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Link
+from kvtransfer.transports.interface import SendPath
 from kvtransfer.writer import Progress, Writer
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import TransferFailed

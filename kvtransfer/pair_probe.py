@@ -25,8 +25,8 @@ from typing import Any, Final, final
 
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.grants import PROTOCOL
-from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.transport import SendOutcome, Sent
+from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.config import SECRET_ENV, forget_secrets, from_env
 from pdserve.core.errors import PdserveError, TransferFailed
 from pdserve.core.grant import Fingerprint, Grant, TransferKey

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple, final
 
 from kvtransfer.memory import views_of
-from kvtransfer.reshape import Lane, Window, lane_of, lanes_of, runs_of
+from kvtransfer.reshape.mapping import Lane, Window, lane_of, lanes_of, runs_of
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_shape import SCALE_BYTES, BlockForm, KvShape
 from pdserve.engine.gpu.extent import Extent

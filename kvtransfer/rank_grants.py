@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvtransfer.reshape import lanes_of
+from kvtransfer.reshape.mapping import lanes_of
 from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.kv_shape import KvShape
 

@@ -36,7 +36,7 @@ from kvtransfer.rank_messages import (
     read_text,
 )
 from kvtransfer.receiver import StreamReceiver
-from kvtransfer.shaped import ShapedSender
+from kvtransfer.reshape.sender import ShapedSender
 from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import PdserveError

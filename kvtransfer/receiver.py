@@ -28,12 +28,12 @@ from kvtransfer.landings import Action, Answer, Landings, Sever
 from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.memory import host_view
 from kvtransfer.parts import Part
-from kvtransfer.paths.registry import TRANSPORTS, fence_of
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.reports import Reports
 from kvtransfer.service import TransferServicer
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import OnOpen, Received
+from kvtransfer.transports.registry import TRANSPORTS, fence_of
 from pdserve.core.durations import clamped_s
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.grant import Fingerprint, Grant, TransferKey

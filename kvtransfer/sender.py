@@ -16,9 +16,9 @@ from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.memory import host_view
 from kvtransfer.outbound import Outbound
 from kvtransfer.parts import Lanes, Part
-from kvtransfer.paths.registry import fence_of
 from kvtransfer.stats import TransferStats, total
 from kvtransfer.transport import Link, Sent, Text
+from kvtransfer.transports.registry import fence_of
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.core.grant import Fingerprint, Grant, TransferKey
 from pdserve.core.kv_shape import KvShape, is_same_bytes

@@ -76,7 +76,7 @@ def open_engine(config: WorkerConfig, role: Role) -> Engine:
 def warmed(engine: AnyEngine) -> AnyEngine:
     """Compiles every kernel of the engine's steps before the first request.
 
-    Transfer endpoints do the same for their kernels (kvtransfer.paths.on_device).
+    Transfer endpoints do the same for their kernels (kvtransfer.transports.on_device).
     """
     began_s = time.monotonic()
     for rows in warm_rows(engine.spec):

@@ -163,7 +163,8 @@ def quantise(x_TKD: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Te
     a scale.
 
     A NaN or an infinity makes the scale NaN or infinite, so that an invalid row stays visible. Only operations that
-    round in the same way everywhere are used: kernels.place, gpu.place and kvtransfer.convert store the same bits.
+    round in the same way everywhere are used: kernels.place, gpu.place and kvtransfer.reshape.convert store the same
+    bits.
     """
     most = _MOST[dtype]
     x_TKD = x_TKD.float()

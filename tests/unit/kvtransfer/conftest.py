@@ -18,9 +18,9 @@ from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.faults import Fault
 from kvtransfer.frames import Tag
 from kvtransfer.lease import Lease
-from kvtransfer.paths.nixl import NIXL, Nixl
-from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
+from kvtransfer.transports.nixl import NIXL, Nixl
+from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.grant import Fingerprint
 from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.fake_nixl import World

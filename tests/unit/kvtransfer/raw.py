@@ -15,9 +15,9 @@ from kvtransfer.checksum import hasher
 from kvtransfer.credentials import Ends, sender_greeting
 from kvtransfer.dial import Line, dial
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind, Tag, decode, tag_of
-from kvtransfer.paths.shm import SHM, ShmSend
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome
+from kvtransfer.transports.shm import SHM, ShmSend
 from pdserve.core.grant import Grant
 from pdserve.core.proof import NONCE_BYTES, ClusterSecret
 from pdserve.v1 import transfer_pb2

@@ -18,13 +18,13 @@ from kvtransfer.dial import dial
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.frames import BadFrame, Frame, Kind, tag_of
 from kvtransfer.parts import Lanes, Part
-from kvtransfer.paths import cuda_ipc, nccl
-from kvtransfer.paths.cuda_ipc import CUDA_IPC
-from kvtransfer.paths.nccl import NCCL, Nccl
-from kvtransfer.paths.on_device import extents_of_part
-from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.transports import cuda_ipc, nccl
+from kvtransfer.transports.cuda_ipc import CUDA_IPC
+from kvtransfer.transports.nccl import NCCL, Nccl
+from kvtransfer.transports.on_device import extents_of_part
+from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import TransferFailed
 from pdserve.core.grant import Grant, TransferKey
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, GrpcHost, Heard, Pair, fingerprint, wait_for

@@ -15,12 +15,12 @@ from benchmarks.fake_ends import DEVICE_TRANSPORTS
 from benchmarks.secret import SECRET
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.frames import HEADER_BYTES, Frame, Kind
-from kvtransfer.paths import shm, tcp
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
 from kvtransfer.receiver import StreamReceiver
-from kvtransfer.shaped import ShapedSender
+from kvtransfer.reshape.sender import ShapedSender
 from kvtransfer.stats import EVENTS, events
 from kvtransfer.transport import ReceiveOutcome, Receiver, Sender, SendOutcome
+from kvtransfer.transports import shm, tcp
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, PATIENT, Heard, HostPool, Pair, fingerprint, wait_for
 

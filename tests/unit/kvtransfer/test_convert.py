@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.convert import FP8_VALUES, Blocks, fp8_bits, move, pack, quantised, rounded, unpack, widened
-from kvtransfer.reshape import Piece, Window, lane_of, pieces_of
+from kvtransfer.reshape.convert import FP8_VALUES, Blocks, fp8_bits, move, pack, quantised, rounded, unpack, widened
+from kvtransfer.reshape.mapping import Piece, Window, lane_of, pieces_of
 from pdserve.core.kv_shape import KvShape, Loss, check_convertible
 from pdserve.engine.pool import BlockShape, TorchPool, quantise
 

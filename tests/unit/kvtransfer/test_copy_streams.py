@@ -15,10 +15,10 @@ from benchmarks.fake_device import FakeBlocks, FakeCopying, FakeDevice
 from benchmarks.fake_ends import DEVICE_TRANSPORTS, install
 from kvtransfer import plan
 from kvtransfer.copy_streams import CopyLimits, StreamLoads, least_loaded
-from kvtransfer.paths import nccl, tcp_staged
-from kvtransfer.paths.staging_slots import slot_size
 from kvtransfer.staging_budget import StagingBudget, num_slots
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.transports import nccl, tcp_staged
+from kvtransfer.transports.staging_slots import slot_size
 from pdserve.core.errors import TransferFailed
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for
 
@@ -234,7 +234,7 @@ def shuffled(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) ->
     """shuffled(seed): both ends' devices are of that kind, and a chunk has a few blocks only."""
     for module in (nccl, tcp_staged):
         monkeypatch.setattr(module, "SLOT_BYTES", 3 * BLOCK_BYTES)
-    monkeypatch.setattr("kvtransfer.paths.cuda_ipc.DEVICE_CHUNK_BYTES", 3 * BLOCK_BYTES)
+    monkeypatch.setattr("kvtransfer.transports.cuda_ipc.DEVICE_CHUNK_BYTES", 3 * BLOCK_BYTES)
 
     def make(seed: int) -> None:
         install(lambda pool: devices.setdefault(id(pool), ShuffledDevice(pool, seed)))

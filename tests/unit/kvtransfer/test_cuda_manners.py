@@ -27,8 +27,8 @@ from kvtransfer.cuda import CudaBlocks, CudaCopying, CudaDevice, Watcher, moved,
 from kvtransfer.cuda_driver import HANDLE_BYTES, Driver
 from kvtransfer.host_device import HostBlocks, copy_and_sum, digest_of, word_sum
 from kvtransfer.nccl_lane import NcclLanes
-from kvtransfer.paths.cuda_ipc import CudaIpc
-from kvtransfer.paths.nccl import Nccl
+from kvtransfer.transports.cuda_ipc import CudaIpc
+from kvtransfer.transports.nccl import Nccl
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.gpu.extent import Extent
 from tests.unit.kvtransfer.fake_driver import FakeLibrary

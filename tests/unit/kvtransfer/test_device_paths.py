@@ -21,12 +21,12 @@ from kvtransfer.issuer import Issuer, answer_of, on_its_own_thread, status_of
 from kvtransfer.lease import Lease
 from kvtransfer.nccl_lane import communicator
 from kvtransfer.outbound import Outbound
-from kvtransfer.paths.cuda_ipc import CUDA_IPC, CudaIpc
-from kvtransfer.paths.nccl import NCCL, Nccl
-from kvtransfer.paths.registry import TRANSPORTS, kinds
-from kvtransfer.paths.tcp_staged import TCP_STAGED, TcpStaged
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome, SendOutcome, Text
+from kvtransfer.transports.cuda_ipc import CUDA_IPC, CudaIpc
+from kvtransfer.transports.nccl import NCCL, Nccl
+from kvtransfer.transports.registry import TRANSPORTS, kinds
+from kvtransfer.transports.tcp_staged import TCP_STAGED, TcpStaged
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.grant import Grant
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Clock, Heard, Pair, fingerprint, wait_for

@@ -17,9 +17,9 @@ from kvtransfer.disturbance import Disturbance, make_disturbance
 from kvtransfer.faults import Fault, FaultKind, Where, parse
 from kvtransfer.frames import Frame, Kind, Tag, tag_of
 from kvtransfer.lease import Lease
-from kvtransfer.paths.tcp import TcpSend
 from kvtransfer.session import State
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.transports.tcp import TcpSend
 from pdserve.core.errors import ConfigError
 from pdserve.core.grant import Grant
 from tests.unit.kvtransfer.harness import WAIT_S, Clock, Heard, Pair, wait_for
@@ -286,7 +286,7 @@ from kvtransfer.disturbance import Disturbance
 from kvtransfer.faults import Fault, FaultKind, Where
 from kvtransfer.frames import Tag
 from kvtransfer.frames import Frame, Kind
-from kvtransfer.paths.tcp import TcpSend
+from kvtransfer.transports.tcp import TcpSend
 where = Where(sys.argv[2])
 fault = Fault(FaultKind(sys.argv[1]), where, 1, 0.3, 0.5)
 trap = Disturbance(lambda tag: fault, 4096)

@@ -21,10 +21,10 @@ from kvtransfer.frames import ANSWER_BYTES, GREETING_BYTES
 from kvtransfer.gate import MAX_TICKETS, TICKET_LIFE_S
 from kvtransfer.host import host_id
 from kvtransfer.inbound import AUTHENTICATION_S
-from kvtransfer.paths.shm import SHM
-from kvtransfer.paths.tcp import TcpSend, host_and_port
 from kvtransfer.receiver import MAX_PENDING
 from kvtransfer.transport import ReceiveOutcome
+from kvtransfer.transports.shm import SHM
+from kvtransfer.transports.tcp import TcpSend, host_and_port
 from pdserve.core.errors import TransferFailed, Unavailable
 from pdserve.core.proof import ClusterSecret
 from pdserve.v1 import transfer_pb2, transfer_pb2_grpc
@@ -71,7 +71,7 @@ def test_a_pool_that_is_never_offered_is_given_up(
     pair = make_pair("shm")
     answer = pair.host.open(pair.sender)
     with connect(pair, answer) as sock, monkeypatch.context() as patch:
-        patch.setattr("kvtransfer.paths.shm.HANDSHAKE_S", 0.05)
+        patch.setattr("kvtransfer.transports.shm.HANDSHAKE_S", 0.05)
         sock.sendall(greet(pair, answer))
         wait_for(lambda: pair.receiver.stats.protocol_errors == 1, "the end of its patience")
     assert_still_serves(pair)
@@ -193,7 +193,7 @@ def test_auto_falls_back_to_tcp_when_shared_memory_cannot_be_had(
     def refuse(*_: object) -> None:
         raise OSError("no descriptors for you")
 
-    monkeypatch.setattr("kvtransfer.paths.shm.offer", refuse)
+    monkeypatch.setattr("kvtransfer.transports.shm.offer", refuse)
     pair = make_pair("auto")
     assert pair.move(pair.grant((1,)), (1,))[0].outcome is ReceiveOutcome.VERIFIED
 

@@ -20,7 +20,7 @@ from kvtransfer import nccl_lane
 from kvtransfer.cuda import CudaBlocks
 from kvtransfer.issuer import Issuer, events
 from kvtransfer.nccl_lane import NcclLane, NcclLanes
-from kvtransfer.paths.nccl import Nccl
+from kvtransfer.transports.nccl import Nccl
 from pdserve.core.errors import TransferFailed
 from tests.unit.kvtransfer.harness import WAIT_S, wait_for
 

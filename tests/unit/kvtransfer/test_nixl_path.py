@@ -17,11 +17,11 @@ from benchmarks.secret import SECRET
 from kvtransfer import nixl_agent
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.frames import Frame, Kind, tag_of
-from kvtransfer.paths import nixl
-from kvtransfer.paths.nixl import Nixl
-from kvtransfer.paths.registry import NAMES, kinds
-from kvtransfer.paths.tcp_staged import TCP_STAGED
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.transports import nixl
+from kvtransfer.transports.nixl import Nixl
+from kvtransfer.transports.registry import NAMES, kinds
+from kvtransfer.transports.tcp_staged import TCP_STAGED
 from pdserve.core.errors import ConfigError, TransferFailed
 from tests.unit.kvtransfer.fake_nixl import FakeHandle, World
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, GrpcHost, Heard, HostPool, Pair, fingerprint, wait_for

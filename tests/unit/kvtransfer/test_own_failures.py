@@ -23,10 +23,10 @@ from kvtransfer.dial import Line
 from kvtransfer.frames import tag_of
 from kvtransfer.inbound import Inbound
 from kvtransfer.outbound import Outbound
-from kvtransfer.paths.shm import Shm, ShmReceive
-from kvtransfer.paths.tcp import TcpReceive
 from kvtransfer.sender import StreamSender
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.transports.shm import Shm, ShmReceive
+from kvtransfer.transports.tcp import TcpReceive
 from kvtransfer.writer import Writer
 from pdserve.core.errors import TransferFailed, Unavailable
 from tests.unit.kvtransfer.harness import WAIT_S, Heard, HostPool, Pair, fingerprint, wait_for

@@ -18,10 +18,10 @@ from kvtransfer.endpoint import make_receiver
 from kvtransfer.frames import tag_of
 from kvtransfer.landings import Landings
 from kvtransfer.parts import MAX_GROUPS, WHOLE, Lanes, Part
-from kvtransfer.paths.registry import kinds
 from kvtransfer.sender import StreamSender
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.transports.registry import kinds
 from pdserve.core.errors import ConfigError
 from pdserve.core.grant import Grant, TransferKey
 from pdserve.core.kv_shape import KvShape

@@ -9,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.plan import byte_ranges
-from kvtransfer.reshape import Lane, Piece, Window, arrival_of, lane_of, lanes_of, pieces_of, ready_blocks, runs_of
+from kvtransfer.reshape.mapping import (
+    Lane,
+    Piece,
+    Window,
+    arrival_of,
+    lane_of,
+    lanes_of,
+    pieces_of,
+    ready_blocks,
+    runs_of,
+)
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_shape import KvShape
 from tests.unit.kvtransfer.test_shape import PLAIN, SMALL

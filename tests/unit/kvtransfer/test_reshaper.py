@@ -15,15 +15,15 @@ import pytest
 
 from benchmarks.secret import SECRET
 from benchmarks.transfer_ends import WAIT_S, GrpcHost, HostPool, fingerprint
-from kvtransfer import reshaper, wire_rule
-from kvtransfer.convert import Blocks, pack, unpack
 from kvtransfer.dial import dial
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.frames import Frame, Kind, tag_of
 from kvtransfer.parts import Part
 from kvtransfer.receiver import StreamReceiver
-from kvtransfer.reshape import arrival_of, lanes_of, pieces_of
-from kvtransfer.shaped import ShapedSender
+from kvtransfer.reshape import reshaper, wire_rule
+from kvtransfer.reshape.convert import Blocks, pack, unpack
+from kvtransfer.reshape.mapping import arrival_of, lanes_of, pieces_of
+from kvtransfer.reshape.sender import ShapedSender
 from kvtransfer.transport import ReceiveOutcome, SendOutcome, Text
 from pdserve.core.errors import InvalidRequest, Unavailable
 from pdserve.core.grant import Fingerprint, Grant, TransferKey
@@ -575,7 +575,7 @@ def test_an_abort_between_the_checksum_and_the_conversion_leaves_the_blocks_unto
         return one == other
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvtransfer.unpacker.hmac", SimpleNamespace(compare_digest=matches))
+        patch.setattr("kvtransfer.reshape.unpacker.hmac", SimpleNamespace(compare_digest=matches))
         shapes.sender.push(grant.key, list(enumerate(sources)), True)
         assert received.wait().outcome is ReceiveOutcome.DRAINED
         assert sent.wait().outcome is SendOutcome.FAILED

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.fake_device import FakeDevice
 from benchmarks.fake_lane import FakeLanes
-from kvtransfer.paths.nccl import MOST_PAIRS, NCCL, Nccl
-from kvtransfer.paths.registry import TRANSPORTS
 from kvtransfer.seats import Seat, Seats
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.transports.nccl import MOST_PAIRS, NCCL, Nccl
+from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import TransferFailed
 from tests.unit.kvtransfer.harness import WAIT_S, Pair, wait_for
 

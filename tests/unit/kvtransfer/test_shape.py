@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.convert import Blocks
+from kvtransfer.reshape.convert import Blocks
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_shape import LOSSES, MOST, KvShape, Loss, check_convertible, is_same_bytes
 from pdserve.engine.pool import BlockShape, TorchPool

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from kvtransfer.frames import ANSWER_BYTES, BadFrame
-from kvtransfer.paths.registry import TRANSPORTS
-from kvtransfer.paths.shm import SHM
 from kvtransfer.shared import HELLO_BYTES, SharedPool, offer
 from kvtransfer.transport import ReceiveOutcome
+from kvtransfer.transports.registry import TRANSPORTS
+from kvtransfer.transports.shm import SHM
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, HostPool, Pair, wait_for
 from tests.unit.kvtransfer.raw import greet
 

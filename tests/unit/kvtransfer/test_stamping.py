@@ -15,9 +15,9 @@ from kvtransfer.departures import Departures, StaleSource
 from kvtransfer.dial import Line, dial
 from kvtransfer.frames import GREETING_BYTES, BadFrame, Frame, Greeting, Kind, decode_greeting, tag_of
 from kvtransfer.landings import Landings
-from kvtransfer.paths.tcp import TcpReceive
 from kvtransfer.stamping import STAMP_BYTES, chains_in, difference, pack
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.transports.tcp import TcpReceive
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.stamps import BlockStamps
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, WAIT_S, Pair, wait_for

@@ -29,8 +29,8 @@ from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.cuda import CudaBlocks, CudaDevice
 from kvtransfer.cuda_driver import Driver
 from kvtransfer.nccl_lane import NcclLane
-from kvtransfer.paths.on_device import OnDevice
-from kvtransfer.paths.tcp_staged import TcpStagedReceive, TcpStagedSend
+from kvtransfer.transports.on_device import OnDevice
+from kvtransfer.transports.tcp_staged import TcpStagedReceive, TcpStagedSend
 from pdserve.engine.gpu.extent import Extent
 from tests.unit.kvtransfer.fake_driver import FakeLibrary
 

@@ -14,10 +14,10 @@ from benchmarks.secret import SECRET
 from benchmarks.transfer_ends import GrpcHost, HostPool
 from kvtransfer.endpoint import make_receiver, make_sender
 from kvtransfer.host_device import HostDevice, digest_of, word_sum
-from kvtransfer.paths.registry import TRANSPORTS, kinds, name_of
-from kvtransfer.paths.tcp_staged import MOST_SLOTS, SLOT_BYTES, TCP_STAGED, TcpStaged
 from kvtransfer.staging_budget import StagingBudget
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
+from kvtransfer.transports.registry import TRANSPORTS, kinds, name_of
+from kvtransfer.transports.tcp_staged import MOST_SLOTS, SLOT_BYTES, TCP_STAGED, TcpStaged
 from pdserve.core.errors import ConfigError, InternalError, TransferFailed
 from pdserve.core.stamps import BlockStamps
 from pdserve.engine.gpu.extent import Extent, checksum

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.fake_device import FakeDevice, HiddenPool
 from benchmarks.fake_ends import stand_ins
-from kvtransfer.paths.nccl import NCCL
-from kvtransfer.paths.registry import TRANSPORTS
+from kvtransfer.transports.nccl import NCCL
+from kvtransfer.transports.registry import TRANSPORTS
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Role
 from pdserve.engine.interface import Engine

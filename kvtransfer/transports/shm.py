@@ -18,10 +18,10 @@ from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.host import can_share_memory
 from kvtransfer.landing import Claim
 from kvtransfer.memory import copy, views_of
-from kvtransfer.paths.local import TAKEN, UnixDoor, await_taken
-from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.paths.slots import Slots, check_numbers, give_back, read_numbers
 from kvtransfer.shared import HELLO_BYTES, SharedPool, offer
+from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.local import TAKEN, UnixDoor, await_taken
+from kvtransfer.transports.slots import Slots, check_numbers, give_back, read_numbers
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
 

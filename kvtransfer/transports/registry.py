@@ -7,14 +7,14 @@ from typing import Final
 
 from kvtransfer.copy_streams import CopyLimits
 from kvtransfer.device import Fence
-from kvtransfer.paths.cuda_ipc import CudaIpc
-from kvtransfer.paths.nccl import Nccl
-from kvtransfer.paths.nixl import Nixl
-from kvtransfer.paths.on_device import OnDevice
-from kvtransfer.paths.path import Transport
-from kvtransfer.paths.shm import Shm
-from kvtransfer.paths.tcp import Tcp
-from kvtransfer.paths.tcp_staged import TcpStaged
+from kvtransfer.transports.cuda_ipc import CudaIpc
+from kvtransfer.transports.interface import Transport
+from kvtransfer.transports.nccl import Nccl
+from kvtransfer.transports.nixl import Nixl
+from kvtransfer.transports.on_device import OnDevice
+from kvtransfer.transports.shm import Shm
+from kvtransfer.transports.tcp import Tcp
+from kvtransfer.transports.tcp_staged import TcpStaged
 from pdserve.core.errors import ConfigError
 from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool

@@ -32,14 +32,14 @@ from kvtransfer.departure import Job
 from kvtransfer.device import Copying, Device, Lane, Lanes
 from kvtransfer.frames import BadFrame, Frame, Kind, Tag
 from kvtransfer.landing import Claim
-from kvtransfer.paths.local import TAKEN, await_taken, receive_patiently
-from kvtransfer.paths.on_device import DeviceOf, OnDevice, announce_packed, extents_of_part
-from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.paths.slots import give_back
-from kvtransfer.paths.staging_slots import StagingSlots, slot_size
-from kvtransfer.paths.tcp import TcpDoor
 from kvtransfer.seats import Seat, Seats
 from kvtransfer.staging_budget import StagingShare
+from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.local import TAKEN, await_taken, receive_patiently
+from kvtransfer.transports.on_device import DeviceOf, OnDevice, announce_packed, extents_of_part
+from kvtransfer.transports.slots import give_back
+from kvtransfer.transports.staging_slots import StagingSlots, slot_size
+from kvtransfer.transports.tcp import TcpDoor
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool

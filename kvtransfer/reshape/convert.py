@@ -14,7 +14,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from kvtransfer.reshape import Piece, Window
+from kvtransfer.reshape.mapping import Piece, Window
 from pdserve.core.kv_shape import SCALE_BYTES, SCALED, BlockForm
 
 # Tokens are converted in groups of about this size, so that every pass over a group finds it in the cache.

@@ -11,7 +11,7 @@ from kvtransfer.departures import StaleSource
 from kvtransfer.device import Copying, Device, Fence
 from kvtransfer.frames import BadFrame
 from kvtransfer.parts import Part
-from kvtransfer.paths.path import ReceiveLink, SendLink
+from kvtransfer.transports.interface import ReceiveLink, SendLink
 from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool
 

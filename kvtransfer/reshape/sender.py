@@ -8,12 +8,12 @@ from typing import final
 
 from kvtransfer.commands import OnRead, OnSent
 from kvtransfer.dial import Caller
-from kvtransfer.paths.registry import divides_blocks
-from kvtransfer.reshaper import Reshaper
+from kvtransfer.reshape.reshaper import Reshaper
+from kvtransfer.reshape.wire_rule import WireRule
 from kvtransfer.sender import StreamSender
 from kvtransfer.stats import TransferStats, total
 from kvtransfer.transport import Link, SendOutcome, Sent, Text
-from kvtransfer.wire_rule import WireRule
+from kvtransfer.transports.registry import divides_blocks
 from pdserve.core.errors import ConfigError, Unavailable
 from pdserve.core.grant import Fingerprint, Grant, TransferKey
 from pdserve.core.kv_shape import KvShape, check_convertible, is_same_bytes, wire_dtype

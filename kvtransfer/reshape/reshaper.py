@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from typing import Final, final
 
 from kvtransfer.commands import OnRead, OnSent
-from kvtransfer.convert import Blocks, pack
 from kvtransfer.memory import flat
-from kvtransfer.reshape import arrival_of, pieces_of, ready_blocks
+from kvtransfer.reshape.convert import Blocks, pack
+from kvtransfer.reshape.mapping import arrival_of, pieces_of, ready_blocks
+from kvtransfer.reshape.staging import StagingPool
 from kvtransfer.sender import StreamSender
-from kvtransfer.staging import StagingPool
 from kvtransfer.stats import TransferStats, total
 from kvtransfer.transport import Link, SendOutcome, Sent, Text
 from pdserve.core.errors import ConfigError, InvalidRequest, Unavailable

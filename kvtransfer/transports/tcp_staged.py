@@ -24,11 +24,11 @@ from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.host_device import HostDevice
 from kvtransfer.landing import Claim
 from kvtransfer.memory import host_view
-from kvtransfer.paths.on_device import DeviceOf, OnDevice, announce_packed, extents_of_part, wake_nobody
-from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.paths.staging_slots import StagingSlots, slot_size
-from kvtransfer.paths.tcp import WAKE_BYTES, TcpDoor, discard
 from kvtransfer.staging_budget import StagingBudget
+from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.on_device import DeviceOf, OnDevice, announce_packed, extents_of_part, wake_nobody
+from kvtransfer.transports.staging_slots import StagingSlots, slot_size
+from kvtransfer.transports.tcp import WAKE_BYTES, TcpDoor, discard
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2

@@ -11,7 +11,7 @@ import time
 from typing import Final
 
 from kvtransfer.frames import BadFrame
-from kvtransfer.paths.path import ReceiveLink
+from kvtransfer.transports.interface import ReceiveLink
 
 TAKEN: Final = b"PDOK"  # the receiver has accepted the offer
 

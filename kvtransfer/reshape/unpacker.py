@@ -10,12 +10,12 @@ from typing import final
 
 from kvtransfer.channel import Channel
 from kvtransfer.checksum import Checksum
-from kvtransfer.convert import Blocks, unpack
 from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.landing import Claim
-from kvtransfer.paths.path import ReceiveLink
-from kvtransfer.reshape import Arrival
-from kvtransfer.staging import StagingPool
+from kvtransfer.reshape.convert import Blocks, unpack
+from kvtransfer.reshape.mapping import Arrival
+from kvtransfer.reshape.staging import StagingPool
+from kvtransfer.transports.interface import ReceiveLink
 from pdserve.core.kv_shape import BlockForm
 from pdserve.engine.interface import KvPool
 

@@ -10,7 +10,7 @@ from kvtransfer.departure import Job
 from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.landing import Claim
 from kvtransfer.memory import advance
-from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2
 

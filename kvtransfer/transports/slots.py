@@ -12,7 +12,7 @@ from typing import Final, final
 from kvtransfer.departure import Job
 from kvtransfer.departures import StaleSource
 from kvtransfer.frames import BadFrame, Frame, Kind
-from kvtransfer.paths.path import ReceiveLink, SendLink
+from kvtransfer.transports.interface import ReceiveLink, SendLink
 
 _NUMBER_BYTES: Final = 4
 

@@ -28,11 +28,11 @@ from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.landing import Claim
 from kvtransfer.memory import copy
 from kvtransfer.nixl_agent import Agent, MakeLibrary, Read, Reader, make_library
-from kvtransfer.paths.local import TAKEN, await_taken, receive_patiently
-from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.paths.slots import Slots, check_numbers, give_back, read_numbers
-from kvtransfer.paths.tcp import TcpDoor
 from kvtransfer.plan import byte_ranges
+from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.local import TAKEN, await_taken, receive_patiently
+from kvtransfer.transports.slots import Slots, check_numbers, give_back, read_numbers
+from kvtransfer.transports.tcp import TcpDoor
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2

@@ -17,11 +17,11 @@ from kvtransfer.departures import StaleSource
 from kvtransfer.device import Blocks, Copying, Device
 from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.landing import Claim
-from kvtransfer.paths.local import TAKEN, UnixDoor, await_taken, receive_patiently
-from kvtransfer.paths.on_device import OnDevice, extents_of_part
-from kvtransfer.paths.path import ReceiveLink, ReceivePath, SendLink, SendPath
-from kvtransfer.paths.slots import Slots, check_numbers, give_back, read_numbers
 from kvtransfer.plan import DEVICE_CHUNK_BYTES
+from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
+from kvtransfer.transports.local import TAKEN, UnixDoor, await_taken, receive_patiently
+from kvtransfer.transports.on_device import OnDevice, extents_of_part
+from kvtransfer.transports.slots import Slots, check_numbers, give_back, read_numbers
 from pdserve.core.errors import TransferFailed
 from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool
