@@ -25,11 +25,11 @@ from pdserve.core.protocol import (
     TokensArrived,
     TransferEnded,
 )
-from pdserve.core.types import FinishReason, TokenOut
+from pdserve.core.types import FinishReason, Path, TokenOut
 from router.commands import EmitTokens, FailKind
 from router.ending import expire, finish, forget_if_free, give_up
 from router.ledger import Ledger
-from router.lifecycle import Move, Stage
+from router.lifecycle import IN_BATCH, NEEDS_SENDER, Move, SenderEnd
 from router.recovery import Cause, lose, requeue
 from router.request import Placement, Request
 
@@ -44,8 +44,7 @@ def on_granted(ledger: Ledger, event: Granted) -> None:
     if found is None:
         return
     request, placement = found
-    is_local = request.stage is Stage.SEATING
-    if event.worker_id != placement.decode_worker or (event.grant is None) is not is_local:
+    if event.worker_id != placement.decode_worker or (event.grant is None) is not (placement.path is Path.LOCAL):
         _odd(ledger, request, Move.GRANTED)
         return
     if not ledger.move(request, Move.GRANTED):
@@ -127,7 +126,7 @@ def on_first_token(ledger: Ledger, event: FirstToken) -> None:
             first_token_id=event.token.token_id,
         )
     )
-    if request.stage is Stage.DECODING:
+    if request.stage in IN_BATCH:
         _joined(ledger, request, placement)
 
 
@@ -140,8 +139,7 @@ def on_transfer_ended(ledger: Ledger, event: TransferEnded) -> None:
     if is_from_prefill and event.is_committed:
         request.transfer_exposed_s += event.exposed_s
         return
-    if is_from_prefill and request.stage in (Stage.DECODING, Stage.LANDED):
-        # The receiver's word counts: it has verified the blocks whatever the sender saw.
+    if is_from_prefill and request.stage not in NEEDS_SENDER[SenderEnd.TRANSFER_FAILED]:
         ledger.counters["sender_disagrees"] += 1
         return
     if not event.is_committed:
@@ -157,7 +155,7 @@ def on_transfer_ended(ledger: Ledger, event: TransferEnded) -> None:
     ledger.fleet.measured(placement.prefill_worker, placement.decode_worker, event.num_bytes, event.busy_s)
     block_size = ledger.fleet.views[placement.decode_worker].hello.block_size
     request.cached_blocks[placement.decode_worker] = attempt_tokens // block_size
-    if request.stage is Stage.DECODING:
+    if request.stage in IN_BATCH:
         _joined(ledger, request, placement)
 
 
@@ -174,7 +172,7 @@ def on_attempt_failed(ledger: Ledger, event: AttemptFailed) -> None:
     if found is None:
         return
     request, placement = found
-    if event.worker_id == placement.prefill_worker and request.stage is Stage.DECODING:
+    if event.worker_id == placement.prefill_worker and request.stage not in NEEDS_SENDER[SenderEnd.FAILED]:
         ledger.counters["sender_disagrees"] += 1
         return
     match event.kind:
@@ -204,11 +202,8 @@ def on_released(ledger: Ledger, event: Released) -> None:
     is_present = request.attempt == event.attempt and placement is not None and request.request_id not in ledger.ended
     ledger.drop_hold(request, event.worker_id, event.attempt)
     if is_present and placement is not None:
-        is_sender_done = event.worker_id == placement.prefill_worker and request.stage in (
-            Stage.MOVING,
-            Stage.DECODING,
-        )
-        if not is_sender_done:
+        is_sender = event.worker_id == placement.prefill_worker
+        if not is_sender or request.stage in NEEDS_SENDER[SenderEnd.RELEASED]:
             # It freed what the attempt still needs, and did not say why.
             lose(ledger, request, Cause.INTERNAL, culprit=event.worker_id, message="released too early")
     forget_if_free(ledger, request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.ledger import Ledger
-from router.lifecycle import ENDED, WITH_WORKERS, Stage
+from router.lifecycle import ENDED, NEEDS_SENDER, WITH_WORKERS, SenderEnd, Stage
 
 
 def check(ledger: Ledger) -> None:
@@ -35,7 +35,7 @@ def check(ledger: Ledger) -> None:
             placement = request.placement
             assert placement is not None, f"{request_id}: {request.stage} without a placement"
             assert (placement.decode_worker, request.attempt) in request.holds, f"{request_id}: no decode booking"
-            if request.stage in (Stage.RESERVING, Stage.PREFILLING, Stage.LANDED):
+            if request.stage in NEEDS_SENDER[SenderEnd.RELEASED]:
                 assert (placement.prefill_worker, request.attempt) in request.holds, f"{request_id}: no prefill booking"
         if request.stage is Stage.QUEUED:
             assert request.placement is None, f"{request_id} is queued and placed"

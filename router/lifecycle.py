@@ -35,6 +35,7 @@ class Stage(Enum):
 class Move(Enum):
     """What happens to a request."""
 
+    ARRIVED = "arrived"  # makes a new request; of one that is known it is illegal
     PLACED_REMOTE = "placed remote"
     PLACED_LOCAL = "placed local"
     GRANTED = "granted"
@@ -89,6 +90,29 @@ MOVES: Final[dict[tuple[Stage, Move], Stage]] = {
     **{(stage, Move.GIVEN_UP): Stage.FAILED for stage in LIVE},
     **{(stage, Move.RELEASED): Stage.FORGOTTEN for stage in ENDED},
 }
+
+
+class SenderEnd(Enum):
+    """How a prefill worker can end its part in an attempt other than by sending all."""
+
+    LOST = "lost or silent"
+    FAILED = "attempt failed"
+    TRANSFER_FAILED = "transfer failed"
+    RELEASED = "released"
+
+
+#: The stages at which an attempt is lost with its prefill worker's part in it. At the others the attempt goes on: from
+#: LANDED on the receiver has verified the KV, whatever the sender saw, and from MOVING on the first token is there.
+NEEDS_SENDER: Final[dict[SenderEnd, frozenset[Stage]]] = {
+    SenderEnd.LOST: frozenset({Stage.RESERVING, Stage.PREFILLING, Stage.MOVING, Stage.LANDED}),
+    SenderEnd.FAILED: frozenset({Stage.RESERVING, Stage.PREFILLING, Stage.MOVING, Stage.LANDED}),
+    SenderEnd.TRANSFER_FAILED: frozenset({Stage.RESERVING, Stage.PREFILLING, Stage.MOVING}),
+    SenderEnd.RELEASED: frozenset({Stage.RESERVING, Stage.PREFILLING, Stage.LANDED}),
+}
+#: Workers were asked for memory and have computed nothing yet.
+UNANSWERED: Final = frozenset({Stage.RESERVING, Stage.SEATING})
+#: Both workers have done their part: the sequence is in the decode worker's batch.
+IN_BATCH: Final = frozenset({Stage.DECODING})
 
 
 class IllegalMove(Exception):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-from router.lifecycle import ENDED, LIVE, MOVES, WITH_WORKERS, Move, Stage
+from router.lifecycle import ENDED, LIVE, MOVES, NEEDS_SENDER, WITH_WORKERS, Move, Stage
 
 MEANING: Final[dict[Stage, str]] = {
     Stage.QUEUED: "The request waits for a placement: its first, or another one after a lost attempt.",
@@ -60,8 +60,21 @@ def page() -> str:
         "|---|---|---|",
         *[f"| {stage.value} | {move.value} | {after.value} |" for (stage, move), after in MOVES.items()],
         "",
+        "## What needs the prefill worker",
+        "",
+        "A prefill worker's part in an attempt may end before it has sent everything. At these stages the attempt is",
+        "lost with it, and the request is queued again. At the others the attempt goes on (`NEEDS_SENDER`).",
+        "",
+        "| prefill worker | the attempt is lost at |",
+        "|---|---|",
+        *[f"| {end.value} | {_stages(stages)} |" for end, stages in NEEDS_SENDER.items()],
+        "",
     ]
     return "\n".join(lines)
+
+
+def _stages(stages: frozenset[Stage]) -> str:
+    return ", ".join(stage.value for stage in Stage if stage in stages)
 
 
 def _arrows() -> list[str]:

@@ -16,7 +16,7 @@ from router.commands import FailKind
 from router.ending import forget_if_free, give_up
 from router.events import WorkerConnected, WorkerForgotten, WorkerLost
 from router.ledger import Ledger
-from router.lifecycle import ENDED, Move, Stage
+from router.lifecycle import ENDED, NEEDS_SENDER, UNANSWERED, Move, SenderEnd
 from router.request import Request
 
 FIRST_BACKOFF_S: Final = 0.05
@@ -142,7 +142,7 @@ def _count_death(request: Request, *, is_planned: bool) -> None:
     with several workers at once is not blamed on its requests."""
     if len(request.output) - request.attempt_output >= INNOCENT_TOKENS:
         request.deaths = 0
-    elif not is_planned and request.stage not in (Stage.RESERVING, Stage.SEATING):
+    elif not is_planned and request.stage not in UNANSWERED:
         request.deaths += 1
 
 
@@ -153,5 +153,4 @@ def _depends_on(request: Request, worker_id: str, attempt: int) -> bool:
         return False
     if worker_id == placement.decode_worker:
         return True
-    # From DECODING on, the prefill worker has given all that it had to give.
-    return request.stage in (Stage.RESERVING, Stage.PREFILLING, Stage.MOVING, Stage.LANDED)
+    return request.stage in NEEDS_SENDER[SenderEnd.LOST]

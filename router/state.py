@@ -190,7 +190,7 @@ def _is_due(at_s: float | None, now_s: float) -> bool:
 def _on_arrived(ledger: Ledger, event: RequestArrived) -> None:
     if event.request_id in ledger.requests:
         if ledger.settings.is_strict:
-            raise IllegalMove(event.request_id, ledger.requests[event.request_id].stage, Move.PLACED_REMOTE)
+            raise IllegalMove(event.request_id, ledger.requests[event.request_id].stage, Move.ARRIVED)
         ledger.counters["illegal"] += 1
         return
     deadline_at_s = None

@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.types import Role
-from router.lifecycle import ENDED, LIVE, MOVES, WITH_WORKERS, IllegalMove, Move, Stage
+from router.lifecycle import (
+    ENDED,
+    IN_BATCH,
+    LIVE,
+    MOVES,
+    NEEDS_SENDER,
+    WITH_WORKERS,
+    IllegalMove,
+    Move,
+    SenderEnd,
+    Stage,
+)
 from router.lifecycle_page import MEANING, page
 from router.request import Request
 from router.settings import RouterSettings
@@ -77,5 +88,12 @@ def test_an_arrival_with_an_id_in_use_is_illegal() -> None:
     state = RouterState(RouterSettings(is_strict=True))
     state.handle(hello("d0", Role.DECODE), 0.0)
     state.handle(arrival("a"), 0.0)
-    with pytest.raises(IllegalMove):
+    with pytest.raises(IllegalMove, match="'arrived' while"):
         state.handle(arrival("a"), 0.0)
+
+
+@pytest.mark.parametrize("end", list(SenderEnd))
+def test_what_needs_the_prefill_worker_is_a_stage_of_the_remote_path(end: SenderEnd) -> None:
+    """It is needed until the receiver has all of the KV, and by no request whose decode worker prefills."""
+    assert NEEDS_SENDER[end] <= set(WITH_WORKERS) - {Stage.SEATING, Stage.LOCAL} - IN_BATCH
+    assert {Stage.RESERVING, Stage.PREFILLING} <= NEEDS_SENDER[end]
