@@ -9,7 +9,8 @@ from pdserve.program import Host, run
 
 
 def make(config: RouterConfig) -> Host:
-    from router.program import make_router  # here: flags are read without the packages of the extra `server`
+    # imported here, because flags are parsed without the packages of the extra `server`
+    from router.program import make_router
 
     return make_router(config)
 

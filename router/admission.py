@@ -1,7 +1,7 @@
-"""From a Generate call to a request that can be placed: checked, tokenized, hashed.
+"""Turns a Generate call into a request that can be placed: checks, tokenizes and hashes it.
 
-Long work runs in threads beside the event loop (router/tokenizing.py). Every limit is checked here, or in
-router/prompts.py, with the field's name, before anything is spent on a worker.
+Long work runs in threads beside the event loop (router/tokenizing.py). Every limit is checked here or in
+router/prompts.py, with the field's name, before a worker is involved.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Limits:
 class Prepared(RequestAttributes):
     """A request that can be placed."""
 
-    request_id: str  # the client's, or ours where it gave none
+    request_id: str  # the client's, or a generated one
     prompt_ids: tuple[int, ...]
     sampling: Sampling
-    num_answers: int  # that the client gets
-    samplings: tuple[Sampling, ...]  # of the answers that are drawn for them
+    num_answers: int  # answers for the client
+    samplings: tuple[Sampling, ...]  # of the answers that are sampled for them
     slo: Slo
     deadline_s: float
     block_hashes: tuple[bytes, ...]
@@ -63,7 +63,7 @@ class Admission:
         limits: Limits,
         grammars: GrammarCheck | None = None,
     ) -> None:
-        """`grammars` is closed by its maker; without it none is admitted."""
+        """The caller closes `grammars`; without it no grammar is admitted."""
         self._grammars = GrammarCheck(None) if grammars is None else grammars
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -78,7 +78,7 @@ class Admission:
         time_remaining_s: float | None,
         client: Client = ANONYMOUS,
     ) -> Prepared:
-        """Raises InvalidRequest, naming the field and its limit; Overloaded when too many wait for a thread."""
+        """Raises InvalidRequest, naming the field and its limit; Overloaded if too many wait for a thread."""
         limits = self.limits
         request_id = _request_id(request)
         attributes = convert.attributes_from_proto(request)

@@ -1,5 +1,5 @@
-"""One request's answer on its way to its client: token ids become text, stop strings end it, a slow reader gets
-larger pieces. No I/O; whoever writes to the client waits on `changed` and takes what is pending.
+"""One request's answer for its client: converts token ids to text, checks stop strings, and gives slow readers larger
+pieces. No I/O; the writer to the client waits for `changed` and takes the pending messages.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pdserve.wire import convert
 from pdserve.wire.results import TIMINGS, USAGE
 from router.commands import FinishRequest
 
-MAX_PENDING_TOKENS: Final = 8192  # a reader so far behind is taken for gone
-MAX_DELTA_TOKENS: Final = 256  # in one message: a late reader gets larger pieces, but none that outgrows its window
+MAX_PENDING_TOKENS: Final = 8192  # a reader this far behind counts as gone
+MAX_DELTA_TOKENS: Final = 256  # in one message: a slow reader gets larger pieces, up to this limit
 
 
 @final
@@ -40,14 +40,15 @@ class Answer:
         shows_logprobs: bool = True,
         model: str = "",
     ) -> None:
-        """`changed` is shared among the answers of one call; without `shows_logprobs` they only rank the answer."""
+        """`changed` is shared among the answers of one call. Without `shows_logprobs`, logprobs are only used for
+        ranking."""
         self.changed = asyncio.Event() if changed is None else changed
         self.error: PdserveError | None = None
-        self.is_over = False  # its last message is pending or taken, or `error` is set
+        self.is_over = False  # its last message is pending or was taken, or `error` is set
         self.usage: Usage | None = None  # with its last message
         self.num_tokens = 0
         self.model = model
-        self.ended_s: float | None = None  # when the state ended it, by the runtime's clock
+        self.ended_s: float | None = None  # time of its end by the runtime's clock
         self._started: inference_pb2.Started | None = inference_pb2.Started(
             request_id=request_id, prompt_tokens=num_prompt_tokens, model=model
         )
@@ -56,7 +57,7 @@ class Answer:
         self._stops = StopMatcher(sampling.stop, is_stop_included=sampling.include_stop_in_output)
         ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
         self._end_ids = ends
-        # The end of a document counts whatever ignore_eos and min_tokens say (pdserve/core/attempt.py).
+        # The end of a document applies despite ignore_eos and min_tokens (pdserve/core/attempt.py).
         self._document_end_ids = frozenset() if sampling.grammar is None else frozenset(eos_token_ids)
         self._max_pending_tokens = max_pending_tokens
         self._logprob_sum = 0.0
@@ -78,7 +79,7 @@ class Answer:
             self._scores.append(scores)
 
     def take(self, tokens: Iterable[TokenOut]) -> int | None:
-        """More tokens. Returns the number of output tokens when one of these completed a stop string."""
+        """Adds tokens. Returns the number of output tokens if one of these completed a stop string."""
         if self.is_over or self._stop is not None:
             return None
         if self.num_tokens == 0 and self._num_scored() < self._num_to_score:
@@ -94,7 +95,7 @@ class Answer:
         return None if self._stop is None else self.num_tokens
 
     def finish(self, end: FinishRequest) -> None:
-        """The answer is complete: what was held back goes out, and the last message behind it."""
+        """The answer is complete: releases the held back text, followed by the last message."""
         if self.is_over:
             return
         if self._stop is None:
@@ -125,7 +126,7 @@ class Answer:
         return self._logprob_sum / max(self.num_tokens, 1)
 
     def opening(self) -> list[inference_pb2.GenerateResponse]:
-        """What comes once, before everything else."""
+        """Data that is sent once, before everything else."""
         if self._started is None:
             return []
         messages = [inference_pb2.GenerateResponse(started=self._started)]
@@ -134,7 +135,7 @@ class Answer:
         return messages
 
     def drain(self) -> list[inference_pb2.GenerateResponse]:
-        """Everything that may go out now, in as few messages as there can be. Nothing before the first token."""
+        """Everything that may be sent now, in as few messages as possible. Nothing before the first token."""
         self.changed.clear()
         messages = self.opening() if self._deltas or self._finished is not None else []
         messages += [inference_pb2.GenerateResponse(delta=delta) for delta in self._deltas]
@@ -172,7 +173,7 @@ class Answer:
             self._deltas[-1].text += text
 
     def _match(self, text: str) -> str:
-        """What may go out once `text` has come. Stop strings do not count before min_tokens."""
+        """The text that may be sent after `text` was added. Stop strings are ignored before min_tokens."""
         if self.num_tokens <= self._sampling.min_tokens:
             return self._stops.push_unmatched(text).text
         piece = self._stops.push(text)

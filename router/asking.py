@@ -1,4 +1,4 @@
-"""How a waiting request looks to a policy, and to the order of the queue. Pure."""
+"""Describes a waiting request for policies and for the order of the queue. Pure."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def large_enough(request: Request, views: list[WorkerView], tokens: int) -> list
 
 
 def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: frozenset[str], now_s: float) -> Entry:
-    """Its place in the queue, and `request.outlook`, by the workers that there are now."""
+    """Sets its place in the queue and `request.outlook`, according to the present workers."""
     facts = request.facts
     is_begun = bool(request.output)
     level = (0 if is_begun else 1, -facts.priority if "priority" in rules else 0)
@@ -66,7 +66,7 @@ def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: froz
             request.outlook = outlook(request.num_tokens, expected_tokens, cached_tokens, prefills, decodes)
     prefill_s = request.outlook.ttft_s if request.outlook is not None else 0.0
     if is_begun and "least-slack" in rules:
-        # When its next token is due at the target pace: an answer that is ahead of it can bear a longer gap.
+        # When its next token is due at the target TPOT: an answer that is ahead of it tolerates a longer gap.
         began_s = request.arrived_s if request.first_token_s is None else request.first_token_s
         due_s = began_s + len(request.output) * facts.slo.tpot_s
         return Entry(due_s, request.serial, request.request_id, level, tenant, prefill_s)
@@ -85,7 +85,8 @@ def entry_of(request: Request, fleet: Fleet, lengths: OutputLengths, rules: froz
 
 
 def _answer_left_s(request: Request, expected_tokens: float, now_s: float) -> float:
-    """How long the rest of the answer may take if the whole is to meet its TPOT target; infinite before a token."""
+    """How long the rest of the answer may take to meet the TPOT target for the whole; infinite before the first
+    token."""
     if request.first_token_s is None:
         return math.inf
     return (len(request.output) + expected_tokens - 1.0) * request.facts.slo.tpot_s - (now_s - request.first_token_s)

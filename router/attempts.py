@@ -1,7 +1,8 @@
-"""What workers say about the present attempt of a request: grant, first token, KV, tokens, the end. Pure.
+"""Handles worker messages about a request's present attempt: grant, first token, KV, tokens, end. Pure.
 
-Every message names its attempt. One of an older attempt, of a request that is gone or from a worker that has no
-part in it is late: counted, never obeyed. The streams of the two workers are not ordered against each other.
+Every message names its attempt. A message of an older attempt, of a forgotten request, or from a worker that is not
+part of the attempt is late: it is counted and ignored. The streams of the two workers are not ordered relative to each
+other.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from router.lifecycle import IN_BATCH, NEEDS_SENDER, Move, SenderEnd
 from router.recovery import Cause, lose, requeue
 from router.request import Placement, Request
 
-FIRST_REFUSAL_S: Final = 0.01  # after which a refused request is placed again, doubling
+FIRST_REFUSAL_S: Final = 0.01  # after which a declined request is placed again; doubles each time
 LONGEST_REFUSAL_S: Final = 0.5
 GRAMMAR_FIELDS: Final = frozenset(kind.value for kind in GrammarKind)
-LONGEST_CLOSED_S: Final = 5.0  # that a worker is not asked, whatever it says
+LONGEST_CLOSED_S: Final = 5.0  # upper limit of the time for which a worker gets no requests after it declined
 
 
 def on_granted(ledger: Ledger, event: Granted) -> None:
@@ -78,7 +79,7 @@ def on_refused(ledger: Ledger, event: Refused) -> None:
         view.closed_until_s = max(view.closed_until_s, ledger.now_s + closed_s)
     found = _present(ledger, event.worker_id, event.request_id, event.attempt)
     if request is not None:
-        # Whether the attempt is the present one or not, the worker has said that it holds nothing.
+        # Even if the attempt is not the present one, the worker has reported that it holds nothing.
         ledger.drop_hold(request, event.worker_id, event.attempt)
         forget_if_free(ledger, request)
     if found is None:
@@ -105,7 +106,7 @@ def on_first_token(ledger: Ledger, event: FirstToken) -> None:
     if not ledger.move(request, Move.FIRST_TOKEN):
         return
     view = ledger.fleet.views[placement.prefill_worker]
-    if view.totals.prefills == 1:  # else it may have waited for what others compute there
+    if view.totals.prefills == 1:  # otherwise it may have waited for other requests' computation
         view.replies.took(ledger.now_s - request.granted_s - event.queue_s - event.prefill_s)
     view.computed(view.bookings[request.request_id, request.attempt], ledger.now_s)
     view.arrived(view.bookings[request.request_id, request.attempt])
@@ -117,7 +118,7 @@ def on_first_token(ledger: Ledger, event: FirstToken) -> None:
         finish(ledger, request, event.finish, cancel=True)
         return
     if _is_full(request):
-        # The worker should have said so.
+        # The worker should have reported it.
         finish(ledger, request, FinishReason.LENGTH, cancel=True)
         return
     ledger.out.append(
@@ -188,7 +189,7 @@ def on_attempt_failed(ledger: Ledger, event: AttemptFailed) -> None:
 
 
 def _invalid_field(message: str) -> tuple[str, str]:
-    """Workers begin what is wrong with a grammar with the name of its field."""
+    """Workers' messages about a grammar begin with the name of its field."""
     field, separator, rest = message.partition(": ")
     return (field, rest) if separator and field in GRAMMAR_FIELDS else ("request", message)
 
@@ -204,7 +205,7 @@ def on_released(ledger: Ledger, event: Released) -> None:
     if is_present and placement is not None:
         is_sender = event.worker_id == placement.prefill_worker
         if not is_sender or request.stage in NEEDS_SENDER[SenderEnd.RELEASED]:
-            # It freed what the attempt still needs, and did not say why.
+            # It freed memory that the attempt still needs, without a reason.
             lose(ledger, request, Cause.INTERNAL, culprit=event.worker_id, message="released too early")
     forget_if_free(ledger, request)
 
@@ -248,12 +249,12 @@ def _on_row(ledger: Ledger, worker_id: str, row: TokenRow) -> None:
         view.left_batch(booking)
         view.freed_s = ledger.now_s
         ledger.is_placing_due = True
-        # A worker that says `finish` frees on its own.
+        # A worker that reports `finish` frees its memory itself.
         finish(ledger, request, row.finish or FinishReason.LENGTH, cancel=row.finish is None)
 
 
 def _joined(ledger: Ledger, request: Request, placement: Placement) -> None:
-    """The decode worker has KV and first token: the sequence is in the batch."""
+    """The decode worker has the KV and the first token: the sequence is in the batch."""
     view = ledger.fleet.views[placement.decode_worker]
     view.arrived(view.bookings[request.request_id, request.attempt])
     view.freed_s = ledger.now_s
@@ -261,7 +262,7 @@ def _joined(ledger: Ledger, request: Request, placement: Placement) -> None:
 
 
 def _present(ledger: Ledger, worker_id: str, request_id: str, attempt: int) -> tuple[Request, Placement] | None:
-    """The request and its placement when the message is of its present attempt; else it is late."""
+    """The request and its placement if the message belongs to its present attempt; otherwise the message is late."""
     request = ledger.requests.get(request_id)
     if (
         request is None
@@ -277,7 +278,7 @@ def _present(ledger: Ledger, worker_id: str, request_id: str, attempt: int) -> t
 
 
 def _odd(ledger: Ledger, request: Request, move: Move) -> None:
-    """A message that the other worker, or the other path, should have sent."""
+    """A message that only the other worker, or an attempt on the other path, may send."""
     ledger.counters["odd"] += 1
     request.remember(f"{move.value} from the wrong side")
 

@@ -1,7 +1,7 @@
-"""Who may call what. Every method that the router serves has a row; one without is refused.
+"""Authorises calls. Every method of the router has a row; others are rejected.
 
-A token is compared in constant time. Without a token in the configuration the port is a loopback one
-(RouterConfig sees to that) and whoever reaches it may call.
+A token is compared in constant time. Without a configured token the port is on the loopback (RouterConfig ensures
+that), and every caller is allowed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pdserve.wire.requests import unknown_method
 
 
 class Access(Enum):
-    OPEN = "open"  # anybody: load balancers and kubelets have no token
-    TOKEN = "token"  # whoever brings the token
+    OPEN = "open"  # everyone, because load balancers and kubelets have no token
+    TOKEN = "token"  # callers with the token
 
 
 POLICY: Final[Mapping[str, Access]] = {
@@ -41,7 +41,7 @@ _SCHEME: Final = "bearer "
 
 
 def refusal(method: str, metadata: Any, token: str) -> PdserveError | None:
-    """Why a call is not let in; None when it is."""
+    """Why a call is rejected; None if it is allowed."""
     access = POLICY.get(method)
     if access is None:
         return unknown_method(method)
@@ -70,5 +70,5 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg
         async def refuse(requests: Any, context: Any) -> None:
             await status.abort(context, error)
 
-        # Fits a call of any shape: it reads nothing.
+        # Suits every kind of call, because it reads nothing.
         return grpc.stream_stream_rpc_method_handler(refuse)

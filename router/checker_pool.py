@@ -1,4 +1,4 @@
-"""Several checkers of grammars behind one fair queue."""
+"""Several grammar checkers with one fair queue."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Question:
 
 @final
 class CheckerPool:
-    """`cpu_s` is what one grammar may take. A process is started when it is first needed."""
+    """`cpu_s` is the CPU limit of one grammar. A process is started when it is first needed."""
 
     def __init__(self, model: Path, num_checkers: int, cpu_s: float, check_s: float) -> None:
         self.checkers = [CheckerProcess(model, check_s) for _ in range(num_checkers)]
@@ -35,7 +35,7 @@ class CheckerPool:
         self._serving: set[asyncio.Task[None]] = set()
 
     async def ask(self, grammar: Grammar, model: ModelFacts, client: Client) -> Answer:
-        """Raises Overloaded where too many grammars wait."""
+        """Raises Overloaded if too many grammars wait."""
         question = _Question(grammar, model, asyncio.get_running_loop().create_future())
         self._queue.put(question, client, len(grammar.text), self._check_s)
         self._dispatch()
@@ -54,7 +54,7 @@ class CheckerPool:
     def _dispatch(self) -> None:
         while self._idle and (taken := self._queue.take(time.monotonic())) is not None:
             question, client = taken
-            if question.answer.done():  # nobody waits any more
+            if question.answer.done():  # no caller waits any more
                 continue
             task = asyncio.create_task(self._serve(self._idle.pop(), question, client), name="grammar")
             self._serving.add(task)
@@ -66,7 +66,7 @@ class CheckerPool:
             answer = await checker.ask(question.grammar, question.model, self._cpu_s)
             if not question.answer.done():
                 question.answer.set_result(answer)
-        except Exception as error:  # whatever it is, the asker gets it
+        except Exception as error:  # any error is passed to the caller
             if not question.answer.done():
                 question.answer.set_exception(error)
         finally:

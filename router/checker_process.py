@@ -1,4 +1,5 @@
-"""A process that checks grammars (pdserve/structured/checker.py), started with the first question and after a death."""
+"""A process that checks grammars (pdserve/structured/checker.py), started for the first grammar and after it has
+died."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from pdserve.core.errors import InternalError, InvalidRequest, Overloaded
 from pdserve.core.grammar import Grammar
 from router.model import ModelFacts
 
-HANGING: Final = 2.0  # times what a child may take; then the process itself does not run
+HANGING: Final = 2.0  # times the limit of a child; after that the process itself does not respond
 START_S: Final = 60.0  # to load a vocabulary, on a busy machine
 
 log = logging.getLogger(__name__)
@@ -27,12 +28,12 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Answer:
     refused: str | None  # why
-    ended: int | None  # of the child: minus the number of the signal that ended it, or its exit status
+    ended: int | None  # status of the child: minus the number of the signal that ended it, or its exit status
 
 
 @final
 class CheckerProcess:
-    """One question at a time."""
+    """Checks one grammar at a time."""
 
     def __init__(self, model: Path, check_s: float) -> None:
         self._model = model
@@ -45,7 +46,7 @@ class CheckerProcess:
         return None if self._process is None else self._process.pid
 
     async def ask(self, grammar: Grammar, model: ModelFacts, cpu_s: float) -> Answer:
-        """Raises Overloaded where the machine gave no answer in time, or somebody has ended the process."""
+        """Raises Overloaded if there was no answer in time, or the process was killed."""
         if self._process is None:
             self._process = await self._start(model)
         question = {"kind": grammar.kind.value, "text": grammar.text, "cpu_s": cpu_s, "wall_s": self._check_s}
@@ -81,8 +82,8 @@ class CheckerProcess:
             *arguments,
             stdin=PIPE,
             stdout=PIPE,
-            stderr=DEVNULL,  # a panic there would tell of the grammar
-            env={**os.environ, "RUST_BACKTRACE": "0"},  # to write one takes longer than to fail
+            stderr=DEVNULL,  # a panic message could contain the grammar
+            env={**os.environ, "RUST_BACKTRACE": "0"},  # writing one takes longer than failing
         )
         try:
             async with asyncio.timeout(START_S):
@@ -108,7 +109,7 @@ class CheckerProcess:
 
 
 async def _exchange(process: Process, message: dict[str, Any]) -> dict[str, Any] | None:
-    """The answer; None where the process has ended."""
+    """The answer; None if the process has ended."""
     assert process.stdin is not None
     try:
         process.stdin.write(json.dumps(message).encode() + b"\n")

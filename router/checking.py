@@ -1,4 +1,4 @@
-"""Invariants of the router's knowledge; tests call this after every event. Pure."""
+"""Invariants of the router's state; tests call this after every event. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from router.lifecycle import ENDED, NEEDS_SENDER, WITH_WORKERS, SenderEnd, Stage
 
 
 def check(ledger: Ledger) -> None:
-    """Raises AssertionError, naming what does not hold."""
+    """Raises AssertionError, naming the violated invariant."""
     ledger.queue.check()
     ledger.fleet.check(ledger.now_s)
     queued = list(ledger.queue)

@@ -1,4 +1,4 @@
-"""ClusterService: what operators ask of a router."""
+"""ClusterService: the router's methods for operators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from router.policy.interface import Candidate, Decision
 from router.runtime import Runtime
 from router.snapshot import WorkerFacts
 
-# `given` fields of the dataclass do not travel, or travel in another shape; `ignored` fields of the message hold those.
+# `given` fields of the dataclass are not sent, or are sent in another form, in `ignored` fields of the message.
 _WORKER: Final = Codec(
     WorkerFacts,
     cluster_pb2.WorkerView,

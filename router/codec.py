@@ -1,8 +1,8 @@
-"""Frozen dataclasses to JSON-able values and back, by their type hints alone. Pure.
+"""Converts frozen dataclasses to JSON values and back by their type hints. Pure.
 
-One rule for every event, command and setting, so that a new field needs no code here. Fields that hold their
-default are left out. Supports what those dataclasses use: str, int, float, bool, None, bytes, enums, nested
-dataclasses, homogeneous, fixed and named tuples, string-keyed mappings, optionals of these, and unions of scalars.
+The same rule for every event, command and setting, so that a new field needs no code here. Fields with their default
+value are left out. Supports what those dataclasses use: str, int, float, bool, None, bytes, enums, nested dataclasses,
+homogeneous, fixed and named tuples, string-keyed mappings, optionals of these, and unions of scalars.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EXACT: Final = frozenset({int, str, bool})  # types that JSON tells apart
 
 
 def encode(value: Any) -> Any:
-    """The JSON-able form of `value`. Dataclasses become objects without their class's name."""
+    """The JSON form of `value`. Dataclasses become objects without the name of their class."""
     if isinstance(value, Enum):  # before str, which some enums are
         return value.value
     if value is None or isinstance(value, bool | int | float | str):

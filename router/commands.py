@@ -1,8 +1,7 @@
-"""What a router does: every output of RouterState.handle. Pure data.
+"""The commands of a router: every output of RouterState.handle. Pure data.
 
-Commands of one call are carried out in the given order. A command to a worker whose stream is gone is dropped by
-the runtime: a WorkerLost event is on its way and puts things right. All are frozen and survive
-`router.replay.encode` and back.
+Commands of one call are carried out in the given order. The runtime drops a command to a worker whose stream is gone; a
+WorkerLost event follows and corrects the state. All are frozen and survive `router.replay.encode` and back.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from pdserve.core.types import FinishReason, TokenOut
 
 
 class Outcome(Enum):
-    """How a request ended, fit for a metric label."""
+    """How a request ended; used as a metric label."""
 
     SERVED = "served"  # finished within its SLO
     LATE = "late"  # finished, but missed its SLO
-    REFUSED = "refused"  # never placed: overload or nobody there
-    CANCELLED = "cancelled"  # the client left
+    REFUSED = "refused"  # never placed: overload, or no worker
+    CANCELLED = "cancelled"  # the client disconnected
     EXPIRED = "expired"  # its deadline passed
     FAILED = "failed"
 
 
 class FailKind(Enum):
-    """Which error of pdserve.core.errors the client gets."""
+    """The error of pdserve.core.errors for the client."""
 
     OVERLOADED = "overloaded"
     NO_WORKERS = "no_workers"
@@ -46,7 +45,7 @@ class FailKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmitTokens:
-    """Tokens for the client; contiguous over a request's life, whatever happened to workers."""
+    """Tokens for the client; contiguous over all attempts of a request."""
 
     request_id: str
     first_index: int  # of tokens[0] among the request's output tokens
@@ -55,7 +54,7 @@ class EmitTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishRequest:
-    """The answer is complete. The last word to this client."""
+    """The answer is complete. The last message to this client."""
 
     request_id: str
     reason: FinishReason
@@ -67,7 +66,7 @@ class FinishRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailRequest:
-    """The request ends with an error (`to_error`). The last word to this client."""
+    """The request ends with an error (`to_error`). The last message to this client."""
 
     request_id: str
     kind: FailKind
@@ -105,7 +104,7 @@ class FailRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndCancelled:
-    """The client had left; nobody is told, but metrics and traces want the end."""
+    """The client has disconnected; only metrics and traces need the end."""
 
     request_id: str
     num_output_tokens: int
@@ -118,7 +117,7 @@ class EndCancelled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WakeAt:
-    """Hand in TimePassed at `at_s` (same clock as now_s). The newest WakeAt replaces older ones."""
+    """Send TimePassed at `at_s` (same clock as now_s). The newest WakeAt replaces older ones."""
 
     at_s: float
 

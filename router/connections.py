@@ -1,4 +1,4 @@
-"""Counts the connections that a port of this process has accepted. gRPC does not tell."""
+"""Counts the accepted connections of a port of this process, which gRPC does not report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import stat
 
 
 def num_connections(port: int) -> int:
-    """Open connections whose local port is `port`; 0 where the system lists no descriptors."""
+    """Number of open connections with local port `port`; 0 if the system lists no descriptors."""
     try:
         numbers = [int(name) for name in os.listdir("/proc/self/fd")]
     except FileNotFoundError:
@@ -23,5 +23,5 @@ def _is_connected(number: int, port: int) -> bool:
         with socket.socket(fileno=os.dup(number)) as one:
             is_inet = one.family in (socket.AF_INET, socket.AF_INET6)
             return is_inet and one.getsockname()[1] == port and bool(one.getpeername())
-    except OSError:  # closed meanwhile, or it listens and has no peer
+    except OSError:  # closed in the meantime, or a listening socket
         return False

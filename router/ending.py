@@ -1,6 +1,6 @@
-"""How requests end: finished, cancelled, expired, refused, failed, and at last forgotten. Pure.
+"""How requests end: finished, cancelled, expired, rejected, failed, and finally forgotten. Pure.
 
-The client gets exactly one last word; after it a request only waits until nobody holds anything for it.
+The client gets exactly one last message. After it a request only waits until no worker holds memory for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from router.request import Request
 def finish(
     ledger: Ledger, request: Request, reason: FinishReason, num_output_tokens: int | None = None, *, cancel: bool
 ) -> None:
-    """The answer is complete. `cancel`: workers do not know that and must be told."""
+    """The answer is complete. `cancel`: workers do not know it and must be told."""
     queued = request.stage is Stage.QUEUED
     if not ledger.move(request, Move.LAST_TOKEN):
         return
@@ -39,7 +39,7 @@ def finish(
 
 
 def cancel(ledger: Ledger, request: Request) -> None:
-    """The client left."""
+    """The client disconnected."""
     queued = request.stage is Stage.QUEUED
     if not ledger.move(request, Move.CLIENT_LEFT):
         return
@@ -72,7 +72,7 @@ def turn_away(
     retry_after_s: float | None,
     role: str = "",
 ) -> None:
-    """Never placed: overload, or nobody there."""
+    """Never placed: overload, or no worker."""
     if not ledger.move(request, Move.TURNED_AWAY):
         return
     _fail(ledger, request, kind, message, Outcome.REFUSED, retry_after_s=retry_after_s, role=role)
@@ -80,7 +80,7 @@ def turn_away(
 
 
 def give_up(ledger: Ledger, request: Request, kind: FailKind, message: str, *, field: str = "", role: str = "") -> None:
-    """It was tried, and will not be tried again; or the request itself is at fault."""
+    """All attempts were used, or the request itself is the cause."""
     queued = request.stage is Stage.QUEUED
     if not ledger.move(request, Move.GIVEN_UP):
         return
@@ -89,7 +89,7 @@ def give_up(ledger: Ledger, request: Request, kind: FailKind, message: str, *, f
 
 
 def forget_if_free(ledger: Ledger, request: Request) -> None:
-    """An ended request is forgotten once nobody holds anything for it."""
+    """Forgets an ended request once no worker holds memory for it."""
     if request.request_id in ledger.ended and not request.holds and ledger.move(request, Move.RELEASED):
         ledger.ended.discard(request.request_id)
         ledger.timers.releases.clear(request.request_id)
@@ -97,7 +97,7 @@ def forget_if_free(ledger: Ledger, request: Request) -> None:
 
 
 def forget_overdue(ledger: Ledger) -> None:
-    """Workers that never send Released must not fill the router's memory."""
+    """Bounds the router's memory if workers never send Released."""
     while (request_id := ledger.timers.releases.pop_due(ledger.now_s)) is not None:
         request = ledger.requests[request_id]
         for worker_id, attempt in sorted(request.holds):

@@ -1,8 +1,8 @@
-"""What can happen to a router: every input of RouterState.handle. Pure data.
+"""The events of a router: every input of RouterState.handle. Pure data.
 
 The messages of workers are those of pdserve/core/protocol.py; what else can happen is here. The simulator makes the
-same ones. All survive `router.replay.encode` and back. None holds prompt text or prompt token ids, so a recording of a
-live router can be shared; it does hold the tokens that were answered.
+same ones. All survive `router.replay.encode` and back. None contains prompt text or prompt token ids, so a recording of
+a live router can be shared. It does contain the output tokens.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class RequestArrived(RequestAttributes):
     num_prompt_tokens: int
     sampling: Sampling
     slo: Slo
-    spent_s: float = 0.0  # since the call came in: tokenising, asking the index; part of the TTFT
-    lookup_s: float = 0.0  # of it, asking the index
+    spent_s: float = 0.0  # since the call arrived: tokenising, index lookup; part of the TTFT
+    lookup_s: float = 0.0  # the part for the index lookup
     deadline_s: float | None = None  # time that remains at arrival; None: none
     tenant: str = ""
-    block_hashes: tuple[bytes, ...] = ()  # of the prompt's full blocks
+    block_hashes: tuple[bytes, ...] = ()  # hashes of the prompt's full blocks
     cached_blocks: Mapping[str, int] = field(default_factory=dict)  # worker id -> leading prompt blocks it may hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLeft:
-    """The caller closed its stream or cancelled. Nothing more is sent to it."""
+    """The client closed its stream or cancelled. Nothing more is sent to it."""
 
     request_id: str
 
@@ -61,7 +61,7 @@ class StopMatched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConnected:
-    """Both sides said hello. A worker that was known before comes back empty: its old attempts are lost."""
+    """Both sides have exchanged hellos. A known worker comes back empty: its old attempts are lost."""
 
     worker_id: str
     incarnation: str
@@ -73,7 +73,7 @@ class WorkerConnected:
     max_batch: int  # sequences in one step
     max_batch_tokens: int  # prompt tokens in one step
     inbox_depth: int
-    block_bytes: int = 0  # 0: not known
+    block_bytes: int = 0  # 0: unknown
     cost: CostPrior = field(default_factory=CostPrior)
 
 
@@ -87,7 +87,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerForgotten:
-    """The runtime gave up dialling: the worker left the registry for good."""
+    """The runtime no longer connects: the worker has left the registry for good."""
 
     worker_id: str
 
@@ -97,14 +97,14 @@ class WorkerForgotten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested:
-    """An operator wants no new work on a worker."""
+    """An operator stops new work on a worker."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UndrainRequested:
-    """An operator takes DrainRequested back, whichever router it came to."""
+    """An operator undoes DrainRequested, through any router."""
 
     worker_id: str
 
@@ -116,7 +116,7 @@ class RouterClosing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
-    """The answer to WakeAt. Harmless at any other time."""
+    """The answer to WakeAt. Has no effect at other times."""
 
 
 ClientEvent = RequestArrived | ClientLeft | StopMatched

@@ -1,7 +1,7 @@
-"""Why requests were placed where they were, and how that came out: the last ones, in bounded memory. Pure.
+"""Stores why recent requests were placed where they were, and the results, in bounded memory. Pure.
 
-An explanation holds the last decision that placed or refused a request, with what was predicted of it. What is
-measured is added when the request ends; of a request that still runs, `live` adds what is known so far.
+An explanation contains the last decision that placed or rejected a request, with its predictions. Measurements are
+added when the request ends; for a running request, `live` adds what is known so far.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from router.commands import Outcome
 from router.policy.interface import Candidate, Choice, Decision
 from router.request import Request
 
-MOST_CANDIDATES: Final = 8  # kept of one decision; the chosen one is among them
+MOST_CANDIDATES: Final = 8  # candidates kept of one decision, including the chosen one
 LONGEST_REASON: Final = 256  # characters
 NEVER_PLACED: Final = "no worker was needed"
 
@@ -31,12 +31,12 @@ class Explanation:
     tenant: str = ""
     priority: int = 0
     prompt_tokens: int = 0
-    attempt: int = 0  # that the decision began; 0: none
-    is_resumed: bool = False  # the client had tokens by then, so that its predicted TTFT is not comparable
+    attempt: int = 0  # number of the attempt that the decision began; 0: none
+    is_resumed: bool = False  # the client already had tokens, so the predicted TTFT is not comparable
     stage: str = ""  # empty once it has ended
     outcome: Outcome | None = None  # once it has ended
-    ended_because: str = ""  # where it has not got its whole answer
-    retry_after_s: float | None = None  # that the client was told
+    ended_because: str = ""  # if the answer is incomplete
+    retry_after_s: float | None = None  # retry time that the client received
     actual_ttft_s: float | None = None  # from arrival
     actual_tpot_s: float | None = None  # over the tokens so far; None before there are two
 
@@ -59,7 +59,8 @@ class Explanations:
     def ended(
         self, request: Request, outcome: Outcome, now_s: float, *, why: str = "", retry_after_s: float | None = None
     ) -> None:
-        """`why` it got no whole answer; empty if it did. It is the reason of a request that was never decided about."""
+        """`why` the answer is incomplete; empty if it is complete. For a request without a decision it is the
+        reason."""
         if request.request_id not in self._kept:
             choice = Choice.REFUSE if outcome is Outcome.REFUSED else Choice.WAIT
             self.note(request, Decision(choice=choice, reason=why or NEVER_PLACED), now_s)
@@ -70,7 +71,7 @@ class Explanations:
             _measure(found, request)
 
     def last(self, request_id: str) -> Explanation | None:
-        """As it was noted; None when it is not among the last ones."""
+        """The stored explanation; None if it is not among the last ones."""
         return self._kept.get(request_id)
 
     def forget(self, request_id: str) -> None:
@@ -122,7 +123,7 @@ def is_chosen(candidate: Candidate, decision: Decision) -> bool:
 
 
 def _cut(decision: Decision) -> Decision:
-    """The same within bounds."""
+    """Limits the size of an explanation."""
     shown = decision.candidates
     if len(shown) > MOST_CANDIDATES:
         chosen = [one for one in shown if is_chosen(one, decision)]

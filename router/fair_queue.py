@@ -1,9 +1,10 @@
-"""Which grammar is checked next: fair to hosts, then to the clients of a host. Pure: no clock.
+"""Chooses the grammar that is checked next, fairly among hosts, then among the clients of a host. Pure: no clock.
 
-An account of a host and of each client holds the checkers' seconds that it has used, which halve every HALF_LIFE_S. A
-client's next check is expected to take what its last ones took; of an unknown client, what those of all clients took.
-The host that will then have used the least goes first, in it the client, and of that client's grammars the shortest. So
-a client with slow grammars waits behind all others, and a crowd of connections from one host is one host.
+An account of each host and of each client records the checkers' seconds that it has used, which decay with a half-life
+of HALF_LIFE_S. A client's next check is expected to take as long as its last ones; for an unknown client, as long as
+those of all clients. The host with the least sum of used and expected time comes first, in it the client with the
+least, and of that client's grammars the shortest. So a client with slow grammars waits behind all others, and many
+connections from one host count as one host.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Final, Generic, TypeVar, final
 from pdserve.core.errors import Overloaded
 
 HALF_LIFE_S: Final = 10.0
-WEIGHT: Final = 0.3  # of the last check in what the next is expected to take
+WEIGHT: Final = 0.3  # weight of the last check in the expected time of the next
 MAX_WAITING: Final = 256  # grammars
 MAX_OF_HOST: Final = 128
 MAX_OF_CLIENT: Final = 16
@@ -36,7 +37,8 @@ ANONYMOUS: Final = Client("", "")
 
 
 def client_of(peer: str) -> Client:
-    """Of gRPC's name for a peer, such as `ipv4:127.0.0.1:4321`. Addresses of one IPv6 network (/64) are one host."""
+    """The host of gRPC's name for a peer, such as `ipv4:127.0.0.1:4321`. Addresses of one IPv6 network (/64) count as
+    one host."""
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return Client(peer, peer)
@@ -56,7 +58,7 @@ class _Account:
 
     def __init__(self) -> None:
         self.spent_s, self.at_s = 0.0, 0.0
-        self.check_s: float | None = None  # expected of the next check
+        self.check_s: float | None = None  # expected time of the next check
 
     def at(self, now_s: float) -> float:
         return float(self.spent_s * 0.5 ** (max(0.0, now_s - self.at_s) / HALF_LIFE_S))
@@ -69,7 +71,7 @@ class _Account:
 @final
 class FairQueue(Generic[Item]):
     def __init__(self) -> None:
-        self._waiting: list[tuple[Client, int, int, Item]] = []  # with the grammar's size and a number
+        self._waiting: list[tuple[Client, int, int, Item]] = []  # heap entries with the grammar's size and a number
         self._num_put = 0
         self._accounts: dict[str, _Account] = {}  # of hosts and clients
         self._all = _Account()
@@ -79,7 +81,7 @@ class FairQueue(Generic[Item]):
         return len(self._waiting)
 
     def put(self, item: Item, client: Client, size: int, retry_after_s: float) -> None:
-        """Raises Overloaded where too many wait, of this client, of its host or at all."""
+        """Raises Overloaded if too many wait: of this client, of its host, or in total."""
         for name, count, most in (
             ("this client", self._of["client " + client.name], MAX_OF_CLIENT),
             ("this client's host", self._of["host " + client.host], MAX_OF_HOST),
@@ -92,7 +94,7 @@ class FairQueue(Generic[Item]):
         self._of.update(("client " + client.name, "host " + client.host))
 
     def take(self, now_s: float) -> tuple[Item, Client] | None:
-        """The next one; None where none waits."""
+        """The next one; None if none waits."""
         if not self._waiting:
             return None
 
@@ -117,7 +119,7 @@ class FairQueue(Generic[Item]):
         return entry[3], client
 
     def charge(self, client: Client, seconds: float, now_s: float) -> None:
-        """A check of this client's grammar has taken so long."""
+        """Records the time of a check of this client's grammar."""
         self._all.add(seconds, now_s)
         for name in ("client " + client.name, "host " + client.host):
             self._accounts.setdefault(name, _Account()).add(seconds, now_s)

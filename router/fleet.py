@@ -10,7 +10,7 @@ from pdserve.core.types import Role
 from router.events import WorkerConnected
 from router.view import WorkerView
 
-MAX_LINKS: Final = 16_384  # pairs remembered; the least recently measured goes first
+MAX_LINKS: Final = 16_384  # number of pairs; the least recently measured is dropped first
 
 
 class Fleet:
@@ -18,10 +18,10 @@ class Fleet:
         self.silence_s = silence_s
         self.views: dict[str, WorkerView] = {}
         self.has_known_decode = False
-        self._usable: tuple[list[WorkerView], list[WorkerView]] | None = None  # kept until something of it changes
-        self._usable_until_s = 0.0  # when the first of them will have been silent for too long
+        self._usable: tuple[list[WorkerView], list[WorkerView]] | None = None  # cached until something changes
+        self._usable_until_s = 0.0  # when the first of them will exceed the silence limit
         self._links: OrderedDict[tuple[str, str], LinkModel] = OrderedDict()
-        self._any_link = LinkModel()  # what an unmeasured pair is taken for
+        self._any_link = LinkModel()  # model of an unmeasured pair
 
     def connect(self, hello: WorkerConnected, now_s: float) -> WorkerView:
         self.changed()
@@ -46,7 +46,8 @@ class Fleet:
         return view.is_connected and view.heard_s > now_s - self.silence_s and not view.is_draining
 
     def usable(self, now_s: float) -> tuple[list[WorkerView], list[WorkerView]]:
-        """The prefill workers and the decode workers that may be given new work. Not to be changed: they are kept."""
+        """The prefill workers and the decode workers that may be given new work. Must not be changed, because they are
+        cached."""
         kept = self._usable
         if kept is None or now_s >= self._usable_until_s:
             able = [view for view in self.views.values() if self.is_usable(view, now_s)]
@@ -56,7 +57,7 @@ class Fleet:
         return kept
 
     def changed(self) -> None:
-        """A worker came, went, drains, or is heard again."""
+        """A worker connected, disconnected, drains, or is no longer silent."""
         self._usable = None
 
     def heard(self, view: WorkerView, now_s: float) -> None:
@@ -71,7 +72,7 @@ class Fleet:
             assert {view.worker_id for role in kept for view in role} == able, "who is usable is out of date"
 
     def key(self, worker_id: str) -> tuple[str, str]:
-        """Names a worker's present life, so that a restarted one starts with a clean slate."""
+        """Identifies a worker's current incarnation, so that a restarted worker starts without history."""
         view = self.views.get(worker_id)
         return (worker_id, view.incarnation if view is not None else "")
 
@@ -79,7 +80,7 @@ class Fleet:
         return self._links.get((prefill_worker, decode_worker), self._any_link)
 
     def measured(self, prefill_worker: str, decode_worker: str, num_bytes: int, busy_s: float) -> None:
-        """A transfer of so many bytes kept the pair's link busy for so long, waits for the prefill apart."""
+        """A transfer of `num_bytes` kept the pair's link busy for `busy_s`, without waits for the prefill."""
         pair = (prefill_worker, decode_worker)
         link = self._links.get(pair)
         if link is None:
@@ -91,7 +92,7 @@ class Fleet:
         self._links.move_to_end(pair)
 
     def excuse_silence(self, gap_s: float) -> None:
-        """The router itself was away for `gap_s`: nobody could be heard, so nobody was silent."""
+        """The router itself was suspended for `gap_s`, in which no worker counts as silent."""
         self.changed()
         for view in self.views.values():
             view.heard_s += gap_s

@@ -1,9 +1,9 @@
-"""When work that waits will start: the workers' free time as a fluid. Pure.
+"""Predicts when waiting work will start, treating the workers' free time as divisible. Pure.
 
-Work is in prefill seconds of the fastest worker. A prefill worker is a source from when it is free, at its speed; so
-is a decode worker, with what its residents' promises leave. The fluid is optimistic: whoever is late by it is late.
-How much of it the router has come to use of late is measured (Pace), and so contains what no model here knows: decode
-workers that are full, other routers, paths that the policy does not take.
+Work is measured in prefill seconds of the fastest worker. A prefill worker supplies capacity from when it is free, at
+its speed. So does a decode worker, with the time that its requests' targets leave. This is optimistic: a request that
+is late by it is late in any case. The share of it that the router has used lately is measured (Pace). It includes what
+the model does not know: full decode workers, other routers, and paths that the policy does not take.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Final, NamedTuple, final
 
 from router.view import WorkerView
 
-PRIOR_REQUESTS: Final = 8.0  # mean requests' worth of full pace that a fresh measure starts with
-MEMORY: Final = 0.99  # of what was measured, per request
-SLOWEST: Final = 0.05  # pace below this is no pace
-FASTEST: Final = 4.0  # short prompts share batches, and the reading of the weights
-HORIZON: Final = 2.0  # promised TTFTs over which demand is measured: what is asked for less long can wait
-FEWEST: Final = 256  # requests that demand is measured over at least
-SHORTEST_S: Final = 1e-6  # of prefills that are told apart
-SIZES: Final = 4  # classes of request sizes in a factor of two
-BINS: Final = 128  # of the horizon: requests that come within one of them are remembered together
-GAIN: Final = 0.05  # of each new promise in the mean
-STRETCH_GAIN: Final = 0.2  # of each new stretch in the error of the predicted drain
+PRIOR_REQUESTS: Final = 8.0  # prior at full pace, in mean requests
+MEMORY: Final = 0.99  # forgetting factor per request
+SLOWEST: Final = 0.05  # lower limit of the pace
+FASTEST: Final = 4.0  # upper limit: short prompts share batches, and the reading of the weights
+HORIZON: Final = 2.0  # TTFT targets over which demand is measured; shorter peaks can wait
+FEWEST: Final = 256  # minimum number of requests over which demand is measured
+SHORTEST_S: Final = 1e-6  # resolution of prefill times
+SIZES: Final = 4  # size classes per factor of two
+BINS: Final = 128  # time bins of the horizon; requests within one bin are aggregated
+GAIN: Final = 0.05  # weight of each new target in the mean
+STRETCH_GAIN: Final = 0.2  # weight of each new interval in the error of the predicted drain
 
 
 @final
 class Capacity:
-    """Of a moment; times count from it."""
+    """The capacity at one time; times are relative to it."""
 
     __slots__ = ("_openings", "_whole", "rate")
 
@@ -48,7 +48,7 @@ class Capacity:
         return sum(rate * (in_s - free_in_s) for free_in_s, rate in openings if in_s > free_in_s)
 
     def start_in_s(self, work_s: float) -> float:
-        """When whatever waits behind `work_s` starts; infinite where nobody works."""
+        """When work that waits behind `work_s` starts; infinite without workers."""
         rate = done_s = at_s = 0.0
         for free_in_s, more in self._openings:
             if rate > 0.0 and done_s + rate * (free_in_s - at_s) >= work_s:
@@ -60,8 +60,8 @@ class Capacity:
     def done_in_s(self, start_s: float, own_s: float) -> float:
         """When a request is done that can start at `start_s` and takes `own_s` on the fastest worker.
 
-        What waits ahead is divisible, but a request runs on one worker: a slow worker that is free may finish it later
-        than a fast one that is busy.
+        The work ahead is divisible, but a request runs on one worker: a slow free worker may finish it later than a
+        fast busy one.
         """
         fastest = max((rate for _, rate in self._openings), default=0.0)
         best_s = math.inf
@@ -76,7 +76,8 @@ class Capacity:
 def capacity(
     prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float, pace: float, *, with_local: bool
 ) -> Capacity:
-    """Of these workers, at `pace`. `with_local`: decode workers read prompts even where there are prefill workers."""
+    """The capacity of these workers, at `pace`. `with_local`: decode workers prefill even if there are prefill
+    workers."""
     rated = [(view.batch_s / view.hello.max_batch_tokens, view) for view in prefills]
     if with_local or not prefills:
         rated += [(view.load.batch_s / view.hello.max_batch_tokens, view) for view in decodes]
@@ -93,18 +94,18 @@ def capacity(
 
 @final
 class DrainError:
-    """How far the drain of the queue was off its prediction, over stretches that each last one TTFT target.
+    """The error of the predicted drain of the queue, over intervals of one TTFT target each.
 
-    A full decode worker takes nothing until answers end, and then much at once. The standard error of the mean drain
-    rate does not show these waves, but a request that waits for less than a wave is late because of them.
+    A full decode worker takes no requests until answers end, and then many at once. The standard error of the mean
+    drain rate does not show these waves, but a request that waits for less than a wave can be late because of them.
     """
 
     __slots__ = ("_contended_s", "_offered_s", "_predicted", "_square", "_used_s")
 
     def __init__(self) -> None:
-        self._contended_s = self._offered_s = self._used_s = 0.0  # of the present stretch
-        self._predicted = 0.0  # share of what is offered, as predicted when the stretch began; 0: by nothing yet
-        self._square = 0.0  # moving mean of the squared relative errors; a drain is taken to be steady at first
+        self._contended_s = self._offered_s = self._used_s = 0.0  # of the current interval
+        self._predicted = 0.0  # predicted share of the offered work at the begin of the interval; 0: no prediction yet
+        self._square = 0.0  # moving mean of the squared relative errors; 0 at first
 
     @property
     def relative(self) -> float:
@@ -119,7 +120,7 @@ class DrainError:
         self._used_s += work_s
 
     def end_stretch(self, share: float, target_s: float) -> None:
-        """Ends the stretch if it has lasted for `target_s`. `share`: what is predicted of the next one."""
+        """Ends the interval if it has lasted for `target_s`. `share`: the prediction for the next one."""
         if not 0.0 < target_s <= self._contended_s:
             return
         predicted_s = self._predicted * self._offered_s
@@ -132,11 +133,11 @@ class DrainError:
 
 @final
 class Pace:
-    """The share of the predicted capacity that the router has used of late while requests waited: the observed drain
-    rate of the queue over the predicted one. Above 1 where batches of several prompts take less than their sum.
+    """The share of the predicted capacity that the router has used lately while requests waited: the observed drain
+    rate of the queue over the predicted one. It is above 1 if batches of several prompts take less than their sum.
 
-    The error of single steps says little about this ratio: it is a mean over many requests, and its standard error is
-    told by how much they differed. `variation` is how far single stretches of time were off this mean.
+    The error of single steps says little about this ratio: it is a mean over many requests, and its standard error
+    follows from their variation. `variation` is the deviation of single intervals from this mean.
     """
 
     __slots__ = (
@@ -155,11 +156,11 @@ class Pace:
 
     def __init__(self) -> None:
         self.variation = DrainError()
-        self.standstill_s = 0.0  # while requests waited, since one was placed
+        self.standstill_s = 0.0  # time since the last placement, while requests waited
         self._offered_s = self._used_s = self._mean_s = 0.0
         self._open_s = 0.0  # offered since the last request that was placed
         self._products = (0.0, 0.0, 0.0)  # sums of used^2, used * offered and offered^2, per request
-        self._prior = PRIOR_REQUESTS  # mean requests' worth of full pace, forgotten as requests are measured
+        self._prior = PRIOR_REQUESTS  # prior at full pace in mean requests, forgotten as requests are measured
         self._rate = 0.0
         self._since_s = 0.0
         self._is_contended = False
@@ -184,7 +185,7 @@ class Pace:
         return min(math.sqrt(max(squares, 0.0) + prior_s * prior_s) / used_s, 1.0)
 
     def offers(self, rate: float, now_s: float, target_s: float = 0.0) -> None:
-        """So much work per second could be done at the full pace, from now on. `target_s`: mean TTFT target."""
+        """From now on, `rate` is the work per second at full pace. `target_s`: mean TTFT target."""
         self._pass(now_s)
         self._rate = rate
         self.variation.end_stretch(self.share, target_s)
@@ -203,7 +204,7 @@ class Pace:
             self._products = tuple(MEMORY * MEMORY * held + one for held, one in zip(self._products, own, strict=True))  # type: ignore[assignment]
 
     def contended(self, is_contended: bool, now_s: float) -> None:
-        """Whether somebody waits, from now on."""
+        """From now on, whether requests wait."""
         self._pass(now_s)
         self._is_contended = is_contended
 
@@ -228,14 +229,14 @@ class Came(NamedTuple):
 
 @final
 class Demand:
-    """Work that comes and could be on time: of the last HORIZON promised TTFTs, and at least of FEWEST requests."""
+    """The arriving work that could be on time, over the last HORIZON TTFT targets and at least FEWEST requests."""
 
     __slots__ = ("_bins", "_by_size", "_count", "_horizon_s", "_squares", "_work_s")
 
     def __init__(self) -> None:
         self._bins: deque[Came] = deque()
         self._count, self._work_s, self._squares = 0, 0.0, 0.0
-        self._horizon_s = 0.0  # HORIZON mean promised TTFTs
+        self._horizon_s = 0.0  # HORIZON mean TTFT targets
         self._by_size: dict[int, float] = {}  # as in the bins
 
     def arrived(self, prefill_s: float, promised_s: float, now_s: float) -> None:
@@ -261,23 +262,23 @@ class Demand:
                 self._by_size[size] = max(self._by_size[size] - work_s, 0.0)
 
     def rate(self, now_s: float) -> float:
-        """Prefill seconds per second. The first bin opens the span and is none of its work."""
+        """Prefill seconds per second. The first bin only marks the begin of the span; its work is not included."""
         if not self._bins:
             return 0.0
         first = self._bins[0]
         span_s = now_s - first.at_s
-        if span_s < self._horizon_s:  # what comes at once is no demand that lasts
+        if span_s < self._horizon_s:  # a burst is not lasting demand
             return self._work_s / self._horizon_s if self._horizon_s > 0.0 else 0.0
         return max(self._work_s - first.work_s, 0.0) / span_s
 
     @property
     def mean_s(self) -> float:
-        """Prefill seconds of a request."""
+        """Mean prefill seconds of a request."""
         return self._work_s / self._count if self._count else 0.0
 
     @property
     def error(self) -> float:
-        """Relative standard error of the rate, where requests come independently; 1 of a single request."""
+        """Relative standard error of the rate for independent arrivals; 1 for a single request."""
         return min(math.sqrt(max(self._squares, 0.0)) / self._work_s, 1.0) if self._work_s > 0.0 else 1.0
 
     @property
@@ -286,7 +287,7 @@ class Demand:
         return self._horizon_s / HORIZON
 
     def of_others(self, own_s: float, now_s: float) -> tuple[float, float]:
-        """Rate of what came since the first bin, and its relative standard error, without one request of `own_s`."""
+        """Rate of the work since the first bin, and its relative standard error, without one request of `own_s`."""
         if not self._bins:
             return 0.0, 1.0
         first = self._bins[0]
@@ -297,8 +298,8 @@ class Demand:
         return work_s / span_s, min(math.sqrt(max(squares, 0.0)) / work_s, 1.0)
 
     def size_within(self, share: float) -> float:
-        """Prefill seconds of the longest requests that can be served if only this share of all work can be done, and
-        shorter requests are preferred; infinite where all can be."""
+        """Prefill seconds of the longest requests that can be served if only this share of all work can be done and
+        shorter requests are preferred; infinite if all can be served."""
         left_s = share * self._work_s
         for size in sorted(self._by_size):
             left_s -= self._by_size[size]

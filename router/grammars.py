@@ -1,12 +1,11 @@
-"""Asks processes whether a grammar may be admitted, and remembers the answers.
+"""Checks grammars in separate processes, and caches the results.
 
-Every grammar is first given QUICK_CPU_S of one process. What takes longer goes to the other processes, with the full
-bound of pdserve/structured/checker.py. So a grammar that compiles quickly never waits for slow ones to end, and among
-clients the queues are fair (router/fair_queue.py). The event loop never waits, and neither do requests without a
-grammar.
+Every grammar first gets QUICK_CPU_S of one process. Grammars that take longer go to the other processes, with the full
+limit of pdserve/structured/checker.py. So a fast grammar never waits for slow ones, and the queues are fair among
+clients (router/fair_queue.py). The event loop never blocks, and requests without a grammar do not wait.
 
-What is no fault of the grammar is Overloaded and not remembered: no answer within CHECK_S, which the bound on CPU
-comes before except on a machine that is too busy; a process that somebody has killed; too many grammars that wait.
+Failures that the grammar did not cause raise Overloaded and are not cached: no answer within CHECK_S (the CPU limit is
+reached earlier unless the machine is too busy), a killed process, or too many waiting grammars.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from router.model import ModelFacts
 
 CHECK_S: Final = 2.0
 QUICK_CPU_S: Final = 0.05
-SLOW_CPU_S: Final = 0.5  # twice what a grammar may take to be admitted (pdserve/structured/checker.py)
-MAX_CHECKERS: Final = 4  # each holds a vocabulary
+SLOW_CPU_S: Final = 0.5  # twice the limit of an admitted grammar (pdserve/structured/checker.py)
+MAX_CHECKERS: Final = 4  # each process holds a vocabulary
 MAX_REMEMBERED: Final = 4096
-LATE: Final = -signal.SIGALRM  # as pdserve/structured/checker.py has it, which a router does not load
+LATE: Final = -signal.SIGALRM  # as in pdserve/structured/checker.py, which a router does not import
 TOO_LONG: Final = "it takes too long to compile"
 TOO_LARGE: Final = "it takes too much memory to compile"
 EXPECTED: Final = "a grammar that compiles and can be met"
@@ -39,7 +38,7 @@ EXPECTED: Final = "a grammar that compiles and can be met"
 @final
 class GrammarCheck:
     def __init__(self, model: Path | None, check_s: float = CHECK_S) -> None:
-        """`model` is its folder; None where it has none, and every grammar is refused."""
+        """`model` is its folder; None if it has none, and every grammar is then rejected."""
         self._check_s = check_s
         self.pools: tuple[CheckerPool, ...] = ()
         if model is not None:
@@ -52,7 +51,7 @@ class GrammarCheck:
         self._asked: dict[bytes, asyncio.Task[str | None]] = {}
 
     async def check(self, grammar: Grammar, model: ModelFacts, client: Client = ANONYMOUS) -> None:
-        """Raises InvalidRequest with the reason; Overloaded when too many wait."""
+        """Raises InvalidRequest with the reason; Overloaded if too many wait."""
         if not self.pools:
             raise InvalidRequest(grammar.field, "a grammar", "none: this model follows no grammar")
         key = hashlib.sha256(f"{grammar.kind.value}:{grammar.text}".encode()).digest()
@@ -63,12 +62,12 @@ class GrammarCheck:
             task = self._asked.get(key)
             if task is None:
                 task = self._asked[key] = asyncio.create_task(self._ask(key, grammar, model, client), name="grammar")
-            reason = await asyncio.shield(task)  # a caller that leaves leaves it running
+            reason = await asyncio.shield(task)  # it continues if the caller disconnects
         if reason is not None:
             raise InvalidRequest(grammar.field, reason, EXPECTED)
 
     async def close(self) -> None:
-        """Ends the processes and whatever waits for them."""
+        """Ends the processes and the waiting checks."""
         asked = list(self._asked.values())
         for task in asked:
             task.cancel()

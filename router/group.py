@@ -1,7 +1,7 @@
-"""Several answers to one prompt (n, best_of) as one stream. Decides who they are and how they mix; no I/O.
+"""Several answers to one prompt (n, best_of) as one stream: creates their requests and merges their outputs. No I/O.
 
-To everything behind the edge each answer is a request of its own: placed, preempted, recovered and ended by itself.
-The first draws with the request's own seed, so it is the answer that n = 1 gives; the others with seeds made from it.
+Inside the router each answer is a request of its own: placed, preempted, recovered and ended independently. The first
+uses the request's own seed, so it equals the answer for n = 1; the others use seeds derived from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MASK: Final = 2**64 - 1
 
 
 def counts(request: inference_pb2.GenerateRequest, sampling: Sampling) -> tuple[int, int]:
-    """How many answers are given, and how many are drawn for it."""
+    """How many answers are returned, and how many are sampled."""
     n = request.n if request.HasField("n") else 1
     best_of = request.best_of if request.HasField("best_of") else n
     if not 1 <= n <= MAX_ANSWERS:
@@ -38,7 +38,7 @@ def counts(request: inference_pb2.GenerateRequest, sampling: Sampling) -> tuple[
 
 
 def samplings(sampling: Sampling, n: int, best_of: int) -> list[Sampling]:
-    """One for each answer that is drawn. The prompt is scored once; ranking needs the drawn tokens' logprobs."""
+    """One for each sampled answer. The prompt is scored once; ranking needs the sampled tokens' logprobs."""
     if best_of > n and sampling.logprobs is None:
         sampling = dataclasses.replace(sampling, logprobs=0)
     others = [
@@ -50,18 +50,18 @@ def samplings(sampling: Sampling, n: int, best_of: int) -> list[Sampling]:
 
 @final
 class Group:
-    """Drained like one Answer. The answers share `changed`."""
+    """Has the interface of one Answer. The answers share `changed`."""
 
     def __init__(self, answers: Sequence[Answer], changed: asyncio.Event, *, num_kept: int) -> None:
-        """Fewer kept than there are answers: the likeliest per token, best first, once all are over."""
+        """If fewer are kept than sampled: those with the largest mean logprob, best first, after all have ended."""
         self.changed = changed
         self.answers = tuple(answers)
         self._num_kept = num_kept
-        self._is_told = False  # the total has gone out
+        self._is_told = False  # the total was sent
 
     @property
     def error(self) -> PdserveError | None:
-        """Of any answer: the call stands or falls as a whole."""
+        """The error of any answer fails the whole call."""
         return next((one.error for one in self.answers if one.error is not None), None)
 
     @property
@@ -96,7 +96,7 @@ class Group:
 
 
 def _sibling_seed(seed: int, index: int) -> int:
-    """splitmix64 (Steele, Lea, Flood 2014), `index` steps from `seed`: no pattern of seeds makes siblings meet."""
+    """splitmix64 (Steele, Lea, Flood 2014), `index` steps from `seed`, so that answers have different seeds."""
     value = (seed + index * _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,4 +1,4 @@
-"""Bounds the bytes of the requests that are being served. gRPC holds each message until its call has ended."""
+"""Limits the bytes of the requests being served, because gRPC holds each message until its call has ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdserve.core.errors import Overloaded
 
 RETRY_S: Final = 1.0
 SMALL_BYTES: Final = 65_536
-LARGE_SHARE: Final = 0.75  # of the limit, for requests over SMALL_BYTES: they leave room for small ones
+LARGE_SHARE: Final = 0.75  # share of the limit for requests over SMALL_BYTES, which leaves room for small ones
 
 
 @final
@@ -21,7 +21,7 @@ class HeldBytes:
 
     @contextmanager
     def hold(self, num_bytes: int) -> Iterator[None]:
-        """Raises Overloaded where that is too much beside what is held. One request alone always fits."""
+        """Raises Overloaded if that exceeds the limit together with the held bytes. A single request always fits."""
         limit = self._limit if num_bytes <= SMALL_BYTES else int(LARGE_SHARE * self._limit)
         if self.num_bytes and self.num_bytes + num_bytes > limit:
             raise Overloaded(f"requests of {self.num_bytes} bytes are being served, of {limit} at most", RETRY_S)

@@ -1,6 +1,6 @@
-"""InferenceService: what users call. Answers go out as they come; a caller that leaves is noticed at every stage.
+"""InferenceService, the public API. Streams answers, and detects a disconnected client at every stage.
 
-No header is sent before the first token or the error, so that a refused call stays retryable (gRPC A6).
+No header is sent before the first token or the error, so that a rejected call stays retryable (gRPC A6).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from router.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-WRITE_S: Final = 30.0  # a reader that takes nothing for so long is taken for gone
+WRITE_S: Final = 30.0  # a reader that takes nothing for this long counts as gone
 MAX_HELD_BYTES: Final = 256 * 2**20
-MAX_TWINS: Final = 16  # requests of one id at a time
+MAX_TWINS: Final = 16  # requests with one id at a time
 
 
 @final
@@ -72,10 +72,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             span.fail(error.reason)
             status.end(context, error)
         except (asyncio.CancelledError, grpc.aio.InternalError):
-            # The client has left. gRPC cancels the handler, or fails the write that it was at; nobody reads a status.
+            # The client has disconnected. gRPC cancels the handler or fails its write; the status is not read.
             self._measure.disconnected()
             raise asyncio.CancelledError from None
-        except Exception as error:  # whatever it is, the caller gets a status and the log the trace
+        except Exception as error:  # for any error the caller gets a status, and the log the traceback
             log.exception("a request crashed")
             span.fail(type(error).__name__)
             self._measure.error(InternalError.reason)
@@ -91,7 +91,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             has_chat_template=self._admission.chat_template is not None,
-            # One token of the context at least is the prompt's.
+            # The prompt has at least one token of the context.
             max_new_tokens=min(self._admission.limits.max_new_tokens, model.max_context_tokens - 1),
         )
 
@@ -132,7 +132,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             prepared_s = time.monotonic()
             self._measure.prepared(span, prepared_s - arrived_s)
-        # A prompt that is scored is computed whole, whoever holds it.
+        # A prompt that is scored is computed completely, without prefix caches.
         is_scored = prepared.sampling.prompt_logprobs is not None
         cached = await self._cached_blocks(() if is_scored else prepared.block_hashes, span)
         lookup_s = time.monotonic() - prepared_s
@@ -158,7 +158,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         arrived_s: float,
         lookup_s: float,
     ) -> None:
-        """All answers or none: nothing goes out before each is admitted, and the first error ends all."""
+        """All answers or none: nothing is sent before each was admitted, and the first error ends all."""
         changed = asyncio.Event()
         answers = [self._answer(prepared, index, model, changed) for index in range(len(prepared.samplings))]
         group = Group(answers, changed, num_kept=prepared.num_answers)
@@ -175,7 +175,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             changed.set()
             await self._stream(group, context)
         finally:
-            for request_id, answer in zip(begun, answers, strict=False):  # fewer have begun where one was refused
+            for request_id, answer in zip(begun, answers, strict=False):  # fewer have begun if one was rejected
                 self._runtime.leave(request_id, answer)
             self._delivered(span, answers)
 
@@ -197,7 +197,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 prepared.prompt_ids, has_special_tokens=not sampling.skip_special_tokens
             ),
             model.eos_token_ids,
-            # Ranked answers wait for the last of them, not for their reader.
+            # Ranked answers wait for the last of them, not for a slow reader.
             max_pending_tokens=sampling.max_tokens if is_ranked else MAX_PENDING_TOKENS,
             changed=changed,
             shows_logprobs=prepared.sampling.logprobs is not None,
@@ -205,7 +205,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     def _shared_blocks(self, request_id: str, num_blocks: int) -> Mapping[str, int]:
-        """Where the prompt lies now that the first answer has read it."""
+        """The workers that hold the prompt after the first answer has computed it."""
         held = self._runtime.state.cached_blocks(request_id)
         return {worker_id: min(blocks, num_blocks) for worker_id, blocks in held.items()}
 
@@ -220,7 +220,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         spent_s: float,
         lookup_s: float,
     ) -> str:
-        """Hands answer number `index` to the state and says under which id."""
+        """Passes answer number `index` to the state; returns its id."""
         name = prepared.request_id if index == 0 else f"{prepared.request_id}#{index}"
         request_id, sampling = self._unused(name), prepared.samplings[index]
         told = Told(
@@ -236,7 +236,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             num_prompt_tokens=len(prepared.prompt_ids),
             sampling=sampling,
             slo=prepared.slo,
-            # A sibling is late only by its own fault: it was made to wait for the prompt's KV.
+            # The time in which an answer was made to wait for the prompt's KV does not count against its target.
             spent_s=0.0 if index else spent_s,
             lookup_s=0.0 if index else lookup_s,
             deadline_s=max(prepared.deadline_s - spent_s, 0.0),
@@ -258,7 +258,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return request_id
 
     def _unused(self, name: str) -> str:
-        """`name`, or one made from it while a worker still holds memory for an earlier call of that name."""
+        """`name`, or an id derived from it while a worker still holds memory for an earlier call with that name."""
         if not self._runtime.knows(name):
             return name
         for number in range(2, MAX_TWINS + 1):
@@ -298,9 +298,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 async def _is_shared(first: Answer) -> None:
-    """Until the prompt's KV is where the other answers find it: the decode worker has drawn from it, or all is over.
+    """Waits until the other answers can find the prompt's KV: the decode worker has sampled from it, or the request has
+    ended.
 
-    The first token alone may be a prefill worker's, with the KV still on its way.
+    The first token may come from a prefill worker before the KV has arrived.
     """
     while first.num_tokens < 2 and not first.is_over:
         first.changed.clear()

@@ -1,7 +1,7 @@
-"""Everything a RouterState knows, shared by the modules that change it. Pure.
+"""The data of a RouterState, shared by the modules that change it. Pure.
 
-Each module takes the ledger as its first argument and owns one part of the way of a request: placing.py,
-attempts.py, recovery.py, ending.py. Commands go to `out` in the order in which they are to be carried out.
+Each module takes the ledger as its first argument and handles one part of a request's lifecycle: placing.py,
+attempts.py, recovery.py, ending.py. Commands are appended to `out` in the order of execution.
 """
 
 from __future__ import annotations
@@ -31,16 +31,14 @@ from router.view import Booking, WorkerView
 
 @dataclass(slots=True)
 class Timers:
-    """Times at which something is due, for the requests that are still there by then."""
+    """Times at which something is due for requests that still exist then."""
 
-    deadlines: Alarms[str] = field(default_factory=Alarms)  # of requests that have not ended
-    backoffs: Alarms[str] = field(default_factory=Alarms)  # of parked requests
-    releases: Alarms[str] = field(
-        default_factory=Alarms
-    )  # of ended ones; wakes nobody: silence does while workers hold
-    retry_at_s: float | None = None  # the head of the queue is worth another look
-    silence_at_s: float | None = None  # look for silent workers
-    wake_at_s: float | None = None  # the WakeAt that is out
+    deadlines: Alarms[str] = field(default_factory=Alarms)  # deadlines of requests that have not ended
+    backoffs: Alarms[str] = field(default_factory=Alarms)  # ends of backoffs of parked requests
+    releases: Alarms[str] = field(default_factory=Alarms)  # time limits of ended requests; needs no wake-up of its own
+    retry_at_s: float | None = None  # when the head of the queue should be considered again
+    silence_at_s: float | None = None  # when to check for silent workers
+    wake_at_s: float | None = None  # the WakeAt that was requested
 
 
 class Ledger:
@@ -51,10 +49,11 @@ class Ledger:
         self.lengths = OutputLengths()
         self.requests: dict[str, Request] = {}
         self.rules = rules_on(settings.policy, settings.rules_off)
-        self.queue = Queue(is_ageing="ageing" in self.rules)  # QUEUED requests, except in a line or in backoff
-        self.num_bound = 0  # QUEUED requests that wait in the line of one prefill worker
+        # QUEUED requests, except those bound to a worker or in backoff
+        self.queue = Queue(is_ageing="ageing" in self.rules)
+        self.num_bound = 0  # QUEUED requests that wait for one prefill worker
         self.parked: set[str] = set()  # QUEUED requests in backoff
-        self.ended: set[str] = set()  # requests that only wait for Released
+        self.ended: set[str] = set()  # ended requests that wait for Released
         self.counters: Counter[str] = Counter()
         self.pace = Pace()
         self.demand = Demand()
@@ -65,7 +64,7 @@ class Ledger:
         self.has_started = False
         self.is_closing = False
         self.is_placing_due = False
-        self.shrunk_s = -math.inf  # when a worker last left: who waits for it must look elsewhere
+        self.shrunk_s = -math.inf  # when a worker last left: requests that wait for it must be placed elsewhere
         self.no_decode_since_s: float | None = None
         self.placement_interval_s = 0.05  # moving mean, for retry_after_s
         self.last_placement_s = 0.0
@@ -74,7 +73,8 @@ class Ledger:
     # -- the lifecycle -------------------------------------------------------------------------------------------
 
     def move(self, request: Request, move: Move) -> bool:
-        """Moves the request through the table. An illegal move raises if strict; else it is counted, and False."""
+        """Moves the request through the table. An illegal move raises if strict; otherwise it is counted and returns
+        False."""
         after = MOVES.get((request.stage, move))
         if after is None:
             if self.settings.is_strict:
@@ -116,7 +116,7 @@ class Ledger:
         self.timers.backoffs.clear(request.request_id)
 
     def bind(self, request: Request, worker_id: str) -> None:
-        """It waits in the line of one prefill worker from now on."""
+        """From now on it waits for one prefill worker."""
         self.dequeue(request)
         view = self.fleet.views[worker_id]
         uncached = request.uncached_on(view)
@@ -129,7 +129,7 @@ class Ledger:
         return self.num_bound > 0 and len(self.fleet.views[worker_id].line) > 0
 
     def unbind_all(self, view: WorkerView) -> None:
-        """Whoever waited for this worker may go anywhere again."""
+        """Requests that waited for this worker may be placed anywhere again."""
         for request_id in list(view.line):
             request = self.requests[request_id]
             self.dequeue(request)
@@ -150,22 +150,22 @@ class Ledger:
         return len(self.queue) + self.num_bound + len(self.parked)
 
     def note_demand(self, request: Request) -> None:
-        """A newcomer: what it asks for counts as demand if it could be on time were it alone."""
+        """Counts a new request as demand if it could meet its target on an unloaded cluster."""
         outlook, slo = request.outlook, request.facts.slo
         if outlook is not None and outlook.ttft_s <= slo.ttft_s and outlook.tpot_s <= slo.tpot_s:
             self.demand.arrived(outlook.ttft_s, slo.ttft_s, self.now_s)
 
-    # -- what tenants are charged --------------------------------------------------------------------------------
+    # -- charges of tenants --------------------------------------------------------------------------------
 
     def charge(self, request: Request) -> None:
-        """It is placed: its tenant has had what it is predicted to take."""
+        """It is placed: charges its tenant the predicted work."""
         outlook = request.outlook
         request.charged_s = outlook.work_s if outlook is not None else 0.0
         if "fairness" in self.rules:
             self.queue.shares.charge(request.facts.tenant, request.charged_s)
 
     def settle(self, request: Request) -> None:
-        """It has ended: its tenant is charged for the answer that it got instead of the one that was expected."""
+        """It has ended: corrects its tenant's charge to the actual length of the answer."""
         where = self.fleet.views.get(request.last_path.decode_worker) if request.last_path is not None else None
         if where is None or request.outlook is None:
             return
@@ -174,7 +174,7 @@ class Ledger:
         self._recharge(request, request.outlook.ttft_s + answer_s)
 
     def refund(self, request: Request) -> None:
-        """The attempt is lost, through no fault of its tenant."""
+        """The attempt is lost, so its tenant is not charged for it."""
         self._recharge(request, 0.0)
 
     def _recharge(self, request: Request, work_s: float) -> None:
@@ -189,7 +189,7 @@ class Ledger:
         return None if view is None else view.bookings.get((request_id, attempt))
 
     def drop_hold(self, request: Request, worker_id: str, attempt: int) -> bool:
-        """The worker holds nothing (more) of the attempt. False: it never did, as far as is known."""
+        """The worker holds nothing of the attempt any more. False: it held nothing before."""
         if (worker_id, attempt) not in request.holds:
             return False
         request.holds.discard((worker_id, attempt))
@@ -201,7 +201,7 @@ class Ledger:
         return True
 
     def cancel_attempt(self, request: Request) -> None:
-        """Tells every worker that has the present attempt to free it. What was never sent just ends."""
+        """Tells every worker of the present attempt to free it. Bookings that were never sent just end."""
         for worker_id, attempt in sorted(request.holds):
             if attempt == request.attempt:
                 self.cancel_on(request, worker_id)
@@ -217,7 +217,7 @@ class Ledger:
         self.out.append(Cancel(key=AttemptKey(worker_id, request.request_id, request.attempt)))
 
     def frees_itself(self, request: Request, worker_id: str) -> None:
-        """The worker has ended the present attempt and will say Released without being told."""
+        """The worker has ended the present attempt and will send Released without a command."""
         booking = self.booking(worker_id, request.request_id, request.attempt)
         if booking is not None and not booking.is_cancelled:
             self._is_ending(booking, worker_id)

@@ -1,7 +1,7 @@
-"""What messages take between router and workers, as is typical of late. Pure.
+"""Typical recent latency of messages between router and workers. Pure.
 
-One message in ten is held up by far more than it takes, whatever the machine. A mean lets that one speak for the nine
-others; predictions are made for each request, and most requests are among the nine.
+On every machine about one message in ten takes far longer than the others. Such outliers would dominate a mean.
+Predictions are made for single requests, and most requests are not outliers, so the median is used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ REMEMBERED: Final = 31
 
 @final
 class Leg:
-    """The median of the last ones; `typical_s` is kept, as it is asked for more often than it changes."""
+    """The median of the last messages; `typical_s` is cached, because it is read more often than it changes."""
 
     __slots__ = ("_seen", "typical_s")
 
@@ -24,6 +24,6 @@ class Leg:
         self.typical_s = 0.0
 
     def took(self, seconds: float) -> None:
-        """Negative where the prediction of what goes before it was too long."""
+        """Negative if the prediction of the preceding work was too long."""
         self._seen.append(seconds)
         self.typical_s = max(median(self._seen), 0.0)

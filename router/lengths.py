@@ -1,7 +1,7 @@
-"""How long answers turn out to be: nobody knows at arrival, so a running mean stands in. Pure.
+"""Expected lengths of answers: unknown at arrival, so a running mean is used. Pure.
 
-Requests are of one class when their `max_tokens` has as many binary digits: who allows 16 tokens and who allows
-4,096 wait for different answers. A class that was not seen yet is taken for the mean of all.
+Requests are of one class if their `max_tokens` have the same number of binary digits, because requests with a limit of
+16 tokens and of 4,096 differ. A new class starts with the mean of all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Final, final
 
 FIRST_GUESS: Final = 256.0  # tokens; before any answer has ended
 ALL: Final = -1
-GAIN: Final = 0.02  # of each new answer: the mean follows the last fifty or so
+GAIN: Final = 0.02  # weight of each new answer: the mean follows about the last fifty
 
 
 @final
@@ -21,7 +21,7 @@ class OutputLengths:
         self._means: dict[int, tuple[int, float]] = {}  # class -> (answers seen, their mean); ALL: of every class
 
     def expected(self, max_tokens: int, answered: int = 0) -> float:
-        """Tokens that are still to come, at least 1, for a request that has got `answered` of its `max_tokens`."""
+        """Expected remaining tokens, at least 1, of a request that has received `answered` of its `max_tokens`."""
         means = self._means
         _, mean = means.get(max_tokens.bit_length()) or means.get(ALL) or (0, FIRST_GUESS)
         return max(1.0, min(mean, max_tokens) - answered)

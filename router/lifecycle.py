@@ -1,10 +1,10 @@
-"""Life of one request as the router sees it. Pure: no clock, sockets or randomness.
+"""The state machine of a request in the router. Pure: no clock, sockets or randomness.
 
-MOVES is the specification: an event of a request that is not in it is illegal. docs/lifecycle.md is drawn from it
-by `python -m router.lifecycle_page`. Everything that says where a request stands lives here; what is done on the
-way lives in attempts.py, recovery.py, placing.py and ending.py.
+MOVES is the specification: an event of a request that is not in it is illegal. docs/lifecycle.md is drawn from it by
+`python -m router.lifecycle_page`. This module defines the stages of a request; attempts.py, recovery.py, placing.py and
+ending.py carry out the actions.
 
-A message of an older attempt, or for a request that is gone, never reaches this table: it is late, and counted.
+A message of an older attempt, or for a forgotten request, never reaches this table: it is late, and only counted.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Final
 
 
 class Stage(Enum):
-    QUEUED = "queued"  # no worker has it; for the first time or again
+    QUEUED = "queued"  # no worker has it: before its first attempt, or after a lost one
     RESERVING = "reserving"  # waits for the decode worker's grant
     PREFILLING = "prefilling"  # the prefill worker has it
-    MOVING = "moving"  # the first token is out, the KV is not committed
-    LANDED = "landed"  # the KV is committed, the first token is still on its way to the router
+    MOVING = "moving"  # the first token was sent, the KV is not committed
+    LANDED = "landed"  # the KV is committed, the first token has not reached the router
     DECODING = "decoding"
-    SEATING = "seating"  # waits for a seat on a decode worker that will compute everything
-    LOCAL = "local"  # the decode worker reads the prompt and decodes
-    # The client has had its last word; workers may still hold memory.
+    SEATING = "seating"  # waits for a decode worker that will compute everything
+    LOCAL = "local"  # the decode worker prefills and decodes
+    # The client has received its last message; workers may still hold memory.
     FINISHED = "finished"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
     REFUSED = "refused"
     FAILED = "failed"
-    # Nobody holds anything for it: the router forgets it.
+    # No worker holds memory for it: the router forgets it.
     FORGOTTEN = "forgotten"
 
 
 class Move(Enum):
-    """What happens to a request."""
+    """The events of a request."""
 
     ARRIVED = "arrived"  # makes a new request; of one that is known it is illegal
     PLACED_REMOTE = "placed remote"
@@ -76,14 +76,14 @@ MOVES: Final[dict[tuple[Stage, Move], Stage]] = {
     (Stage.QUEUED, Move.PLACED_LOCAL): Stage.SEATING,
     (Stage.SEATING, Move.GRANTED): Stage.LOCAL,
     (Stage.LOCAL, Move.TOKENS): Stage.LOCAL,
-    # Either worker may decline; what the other one holds is cancelled.
+    # Either worker may decline; the other one's memory is then cancelled.
     (Stage.RESERVING, Move.DECLINED): Stage.QUEUED,
     (Stage.PREFILLING, Move.DECLINED): Stage.QUEUED,
     (Stage.SEATING, Move.DECLINED): Stage.QUEUED,
     (Stage.QUEUED, Move.TURNED_AWAY): Stage.REFUSED,
-    # Dead or silent worker, failed transfer, internal error of a worker: again, at the exact next token.
+    # Dead or silent worker, failed transfer, internal error of a worker: continues at the exact next token.
     **{(stage, Move.LOST): Stage.QUEUED for stage in WITH_WORKERS},
-    # A stop string may be found while the request is anywhere, even queued again.
+    # A stop string may be found in any stage, even if the request is queued again.
     **{(stage, Move.LAST_TOKEN): Stage.FINISHED for stage in LIVE},
     **{(stage, Move.CLIENT_LEFT): Stage.CANCELLED for stage in LIVE},
     **{(stage, Move.DEADLINE): Stage.EXPIRED for stage in LIVE},
@@ -116,7 +116,7 @@ IN_BATCH: Final = frozenset({Stage.DECODING})
 
 
 class IllegalMove(Exception):
-    """A worker or the runtime broke the protocol; `story` is what happened to the request before."""
+    """A worker or the runtime violated the protocol; `story` lists the request's previous moves."""
 
     def __init__(self, request_id: str, stage: Stage, move: Move, story: tuple[str, ...] = ()) -> None:
         super().__init__(f"request {request_id}: {move.value!r} while {stage.value}; before: {', '.join(story) or '-'}")

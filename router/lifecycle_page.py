@@ -84,7 +84,7 @@ def _arrows() -> list[str]:
         for (stage, move), after in MOVES.items()
         if move not in general
     ]
-    # One arrow stands for the rules that the list below spells out.
+    # Moves from many stages are in the list below the figure, not in the figure.
     arrows += [f"    {stage} --> finished: {Move.LAST_TOKEN.value}" for stage in ("decoding", "local")]
     return [*arrows, f"    finished --> forgotten: {Move.RELEASED.value}"]
 

@@ -1,8 +1,8 @@
 """Requests that are bound to one prefill worker and wait until it can start them. Pure.
 
-The published baselines choose the prefill worker at arrival: what waits in its line is load of that worker long
-before it is booked there. The sums are those of the moment of binding. Whoever waits in a line is not in the router's
-own queue, so requests for a busy worker stand in nobody else's way.
+The published baselines choose the prefill worker at arrival, so a request in a worker's line is load of that worker
+before it is booked there. The sums are computed when a request is bound. Requests in a line are not in the router's own
+queue, so requests for a busy worker do not block others.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Rank = tuple[int, int, int]
 
 class Waiting(NamedTuple):
     rank: Rank
-    uncached_tokens: int  # to be computed by the worker
-    prefill_s: float  # predicted time of that
+    uncached_tokens: int  # tokens that the worker must compute
+    prefill_s: float  # predicted time for them
 
 
 class Line:
@@ -40,18 +40,18 @@ class Line:
         self.prefill_s += prefill_s
 
     def leave(self, request_id: str) -> bool:
-        """False: it does not wait here."""
+        """False: the request does not wait here."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is None:
             return False
         del self._order[bisect_left(self._order, (waiting.rank, request_id))]
         self.uncached_tokens -= waiting.uncached_tokens
-        # Rounding does not add up over a long life.
+        # Avoids accumulating rounding errors.
         self.prefill_s = max(self.prefill_s - waiting.prefill_s, 0.0) if self._waiting else 0.0
         return True
 
     def first(self) -> tuple[Rank, str]:
-        """Of a line that is not empty."""
+        """The first request; the line must not be empty."""
         return self._order[0]
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ class Line:
         return request_id in self._waiting
 
     def check(self) -> None:
-        """The sums add up."""
+        """Checks the sums."""
         waiting = self._waiting
         assert self._order == sorted((one.rank, name) for name, one in waiting.items()), "the line is not in order"
         assert self.uncached_tokens == sum(one.uncached_tokens for one in waiting.values()), "tokens in line"

@@ -1,4 +1,5 @@
-"""How KV travels between two workers, as prefill workers report it. For operators and traces: no decision reads it."""
+"""The KV connections between workers, as prefill workers report them. For operators and traces; no decision uses
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class KvLinks:
         self._of: dict[str, dict[str, worker_pb2.KvLink]] = {}  # prefill worker -> decode worker -> link
 
     def told(self, prefill_worker: str, links: Iterable[worker_pb2.KvLink]) -> None:
-        """Its links are these and no others. Raises InvalidRequest."""
+        """Replaces the worker's links. Raises InvalidRequest."""
         kept = list(links)
         if len(kept) > MAX_LINKS:
             raise InvalidRequest("kv_links", f"{len(kept)} links", f"at most {MAX_LINKS}")
@@ -28,7 +29,7 @@ class KvLinks:
         self._of[prefill_worker] = {one.decode_worker: one for one in kept}
 
     def forget(self, worker_id: str) -> None:
-        """The worker is gone, and so are its connections."""
+        """Removes the connections of a lost worker."""
         self._of.pop(worker_id, None)
         for links in self._of.values():
             links.pop(worker_id, None)

@@ -1,12 +1,12 @@
-"""What a decode worker has taken on, in seconds: its steps, and how long prompts take that it reads beside them. Pure.
+"""The load of a decode worker in seconds: its steps, and the time of prompts that it prefills beside them. Pure.
 
-Made from a WorkerView when a decision asks for it, and kept there until something of the worker changes: a decision
-then touches each worker with a dozen multiplications.
+Computed from a WorkerView when a decision needs it, and cached until the worker's state changes. A decision then needs
+only a dozen multiplications per worker.
 
-    step_s      one step with every resident and everything that is on its way there (the tandem queue)
-    reading     the worker's ChunkRule gives each step as many prompt tokens as the strictest promise leaves time
-                for; a token so read takes `stretch` times as long as on a worker that does nothing else, and
-                `hold` of the time that reading takes is time that the residents wait
+    step_s      one step with all running and all arriving requests (the tandem queue)
+    reading     the worker's ChunkRule gives each step as many prompt tokens as the strictest TPOT target allows; such a
+                token takes `stretch` times as long as on an idle worker, and running requests wait for the share `hold`
+                of the prefill time
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pdserve.core.latency import CostModel
 from pdserve.core.memory_price import held_share, longest_step_s
 from router.events import WorkerConnected
 
-# As decode_worker.chunking has them: the router predicts what that rule will do. A test compares the two.
+# The same as in decode_worker.chunking, because the router predicts that rule. A test compares the two.
 CHUNK_SHARE: Final = 0.9
 FREE_SHARE: Final = 0.02
-MID_PROMPT: Final = 4096  # tokens before those that are read, in the price of a token that is independent of prompts
-TRUSTED_SAMPLES: Final = 16  # steps seen before the model's error says anything
-WIDEST_BAND: Final = 0.25  # relative; a worker that is less predictable is not left emptier for it
+MID_PROMPT: Final = 4096  # assumed context in the cost of a prompt token, independent of prompts
+TRUSTED_SAMPLES: Final = 16  # steps before the model's error is used
+WIDEST_BAND: Final = 0.25  # relative; a larger error does not leave a worker emptier
 
 
 @final
@@ -72,8 +72,8 @@ class DecodeLoad:
         self.per_token_s, self.per_token_context_s = per_token_s, per_token_context_s
         rows_s = row_s * rows + token_s * context
         self.step_s = step_s = base_s + rows_s
-        self.joined_s = step_s + row_s  # with one more row, its context not counted
-        # A promise that the worker could not keep for a single short sequence binds nobody.
+        self.joined_s = step_s + row_s  # with one more row, without its context
+        # A target that the worker could not meet even for a single short sequence is ignored.
         self.alone_s = alone_s = base_s + row_s
         self.tightest_s = tightest_s = min([one for one in promises if one > alone_s], default=math.inf)
         error = cost.decode_error
@@ -81,7 +81,7 @@ class DecodeLoad:
             (error if error < WIDEST_BAND else WIDEST_BAND) if cost.num_decode_samples >= TRUSTED_SAMPLES else 0.0
         )
         self.sure = 1.0 + self.band
-        # An empty worker is asked whatever its report says: the report may be old, and it knows best.
+        # An empty worker counts as open whatever its report says, because the report may be old; the worker decides.
         self.is_open = is_empty or (rows < hello.max_batch and arriving < hello.inbox_depth)
         self.block_size = hello.block_size
         self.free_tokens = math.inf if is_empty else (blocks - rows) * hello.block_size
@@ -98,10 +98,10 @@ class DecodeLoad:
         self.reads_s = reads_s = cost.step_s(rows, context, chunk, chunk * MID_PROMPT)
         self.stretch = max(1.0, reads_s / (chunk * token_at_mid_s)) if token_at_mid_s > 0.0 else 1.0
         self.hold = max(0.0, 1.0 - step_s / reads_s) if rows and reads_s > 0.0 else 0.0
-        self.batch_s = reads_s * max(1.0, most / chunk)  # to read as much as a step may at most
+        self.batch_s = reads_s * max(1.0, most / chunk)  # time to prefill the maximum of one step
 
     def reading_s(self, uncached: float, cached: float) -> float:
-        """Seconds from the step that starts to read a prompt to the one that ends it."""
+        """Seconds from the first to the last step that prefills the prompt."""
         if uncached <= 0.0:
             return 0.0
         chunk = self._chunk(cached)
@@ -111,8 +111,8 @@ class DecodeLoad:
         return self._cost.prefill_s(uncached, cached, chunk) + rows_s * -(-uncached // chunk)
 
     def share_s(self, uncached: float, cached: float) -> float:
-        """Seconds of the worker's reading that a prompt takes. The last step that reads of it reads of the next one
-        too: of many prompts each takes its share of steps, and only the last has one to itself."""
+        """A prompt's share of the worker's prefill time. The last step of a prompt also contains tokens of the next
+        one, so each of many prompts takes its share of steps."""
         if uncached <= 0.0:
             return 0.0
         chunk = self._chunk(cached + 0.5 * uncached)
@@ -120,7 +120,7 @@ class DecodeLoad:
         return (self._cost.prefill_s(chunk, cached + 0.5 * (uncached - chunk)) + rows_s) * uncached / chunk
 
     def _chunk(self, cached: float) -> int:
-        """Prompt tokens that a step reads after `cached` of them."""
+        """Prompt tokens of one step after `cached` tokens of the prompt."""
         if not self.rows:
             return self._most
         tokens = self._cost.chunk_tokens(self._within_s, self.rows, self.context, cached) + 1e-6
@@ -129,7 +129,7 @@ class DecodeLoad:
         return int(tokens) if tokens > self.block_size else min(self._most, self.block_size)
 
     def grew(self, tokens: int, blocks: int) -> None:
-        """Rows have so many more tokens, in so many more blocks. The price of reading stays as it was."""
+        """Rows have grown by `tokens` in `blocks` more blocks. The cost of prefill is not updated."""
         self.context += tokens
         self.step_s += self.token_s * tokens
         self.joined_s = self.step_s + self.row_s

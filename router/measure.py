@@ -1,4 +1,4 @@
-"""What a router tells Prometheus and the trace about requests. Names: metric_names.py and names.py of telemetry."""
+"""A router's metrics and spans about requests. Names are in metric_names.py and names.py of telemetry."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ LinkOf = Callable[[str, str], worker_pb2.KvLink | None]  # prefill worker, decod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What is known of a request beside its end."""
+    """Facts of a request besides its end."""
 
     span: OpenSpan
     slo: Slo
     operation: str  # names.CHAT or names.TEXT_COMPLETION
     model: str
-    is_sibling: bool = False  # one more answer to a prompt that is counted already
+    is_sibling: bool = False  # a further answer to a prompt that was counted already
 
 
 @final
 class Measure:
     def __init__(self, metrics: Metrics, tracing: Tracing, link_of: LinkOf = lambda prefill, decode: None) -> None:
-        """`link_of` tells how KV travels between two workers."""
+        """`link_of` returns the KV connection of two workers."""
         self.metrics, self.tracing, self._link_of = metrics, tracing, link_of
 
     def arrived(self, told: Told, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
@@ -52,11 +52,11 @@ class Measure:
         self.tracing.record(names.PHASE_SPANS[Phase.PREPARE], span.traceparent, seconds)
 
     def delivered(self, span: OpenSpan, seconds: float) -> None:
-        """From when the state ended the answer to when its last message was written."""
+        """From the end of the answer in the state to the writing of its last message."""
         self.tracing.record(names.SPAN_DELIVER, span.traceparent, seconds)
 
     def looked_up(self, span: OpenSpan, seconds: float, most_blocks: int | None) -> None:
-        """`most_blocks` is the longest prefix found; None when the index gave no answer."""
+        """`most_blocks` is the longest prefix found; None if the index gave no answer."""
         blocks = {} if most_blocks is None else {names.PREFIX_BLOCKS: most_blocks}
         self.tracing.record(names.PHASE_SPANS[Phase.PREFIX_LOOKUP], span.traceparent, seconds, blocks)
         outcome = "unavailable" if most_blocks is None else "hit" if most_blocks else "miss"
@@ -137,7 +137,7 @@ class Measure:
             span.set(name, value)
 
     def _way(self, timings: Timings) -> dict[str, str]:
-        """How the KV travelled; empty where none did, or the prefill worker has not said it yet."""
+        """The transport of the KV; empty if there was no transfer, or the prefill worker has not reported it yet."""
         link = self._link_of(timings.prefill_worker, timings.decode_worker) if timings.transfer_bytes else None
         return {} if link is None else {names.TRANSFER_KIND: link.transport, names.TRANSFER_REASON: link.reason}
 
@@ -146,7 +146,7 @@ class Measure:
             self.metrics.observe(metric_names.GEN_AI_DURATION, timings.total_s, error_type=reason, **_labels(told))
 
     def _trace(self, told: Told, timings: Timings, slices: Sequence[Slice]) -> None:
-        """A span of each slice that no worker and no earlier part of the router has recorded."""
+        """Records a span for each slice that no worker and no earlier part of the router has recorded."""
         if not self.tracing.is_on:
             return
         now_ns = time.time_ns()

@@ -1,4 +1,4 @@
-"""What the router knows of the model that the cluster serves: said by the first worker, held against all others."""
+"""Facts of the cluster's model: reported by the first worker, and compared with all others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve.wire.protocol import FINGERPRINT
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     name: str
-    max_context_tokens: int  # of the roomiest decode worker; workers may differ, each request goes where it fits
+    max_context_tokens: int  # of the largest decode worker; workers may differ, and each request goes where it fits
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     block_size: int
@@ -23,7 +23,7 @@ class ModelFacts:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """One position at least is left for an answer."""
+        """At least one position is left for an answer."""
         return self.max_context_tokens - 1
 
 
@@ -40,10 +40,10 @@ def facts_of(hello: worker_pb2.WorkerHello) -> ModelFacts:
 
 
 def difference(ours: ModelFacts, theirs: ModelFacts) -> str | None:
-    """The first fact in which two workers' models differ, in words; None when they may work together.
+    """Describes the first difference of two workers' models; None if they are compatible.
 
-    How long a sequence may be is not among them, nor are a block's size and dtype: what a prefill worker sends
-    becomes what the decode worker stores.
+    The maximum sequence length, the block size and the dtype may differ, because KV is converted to the decode worker's
+    format.
     """
     for name in ("protocol", "model", "engine"):
         one, other = getattr(ours.fingerprint, name), getattr(theirs.fingerprint, name)

@@ -1,8 +1,8 @@
-"""Where in its step a decode worker is, by the end of the last one that it told of. Pure.
+"""Estimates the remaining time of a decode worker's current step from the end of the last reported one. Pure.
 
-It reads its messages between steps: a message waits from when it is there until the step that runs ends. A live worker
-tells tokens after each step, so ends can be counted on from there. Times are the router's: an end is when it
-hears of it.
+A worker reads messages between steps, so a message waits for the end of the running step. Live workers report tokens
+after each step, from which the ends of later steps are extrapolated. Times are the router's: a step ends when its
+report arrives.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import math
 from typing import Final, final
 
-MOST_STEPS: Final = (
-    2.0  # since an end was told; later ones are off by a step's own error each, and half of one is foretold
-)
+MOST_STEPS: Final = 2.0  # since a reported end; beyond it the errors of steps add up, and half a step is assumed
 
 
 @final
@@ -23,10 +21,10 @@ class Phase:
         self._ended_s = -math.inf
 
     def ended(self, now_s: float) -> None:
-        """A step has, and the next one begins."""
+        """A step has ended, and the next one begins."""
         self._ended_s = now_s
 
     def rest_s(self, at_s: float, step_s: float) -> float:
-        """From `at_s` to the end of the step that runs by then, where each takes `step_s`."""
+        """Seconds from `at_s` to the end of the step that runs then, if each takes `step_s`."""
         since_s = at_s - self._ended_s
         return step_s - since_s % step_s if since_s < MOST_STEPS * step_s else 0.5 * step_s

@@ -16,7 +16,7 @@ END: Final = "<!-- End of what is made. -->"
 
 
 def section() -> str:
-    """The part between the marks, with them."""
+    """The generated part, including its markers."""
     lines = [BEGIN, "", "| phase | span and timing | meaning | measured by | stages |", "|---|---|---|---|---|"]
     for phase in Phase:
         stages = ", ".join(stage.value for stage, of in STANDS_FOR.items() if of is phase)
@@ -33,7 +33,7 @@ def section() -> str:
 
 
 def page(old: str) -> str:
-    """The page with the part made anew."""
+    """The page with the generated part replaced."""
     before, _, rest = old.partition(BEGIN)
     return before + section() + rest.partition(END)[2]
 

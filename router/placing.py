@@ -1,9 +1,9 @@
-"""Who waits, who is placed, who is turned away. Pure.
+"""Places waiting requests, and lets others wait or rejects them. Pure.
 
-Late binding: requests stay in the queue until the policy finds a pair that can start them now. The queue is asked
+Late binding: requests stay in the queue until the policy finds workers that can start them now. The queue is considered
 after every event that may have made room, at most LOOKAHEAD requests deep. A policy that chooses the prefill worker
-before it has room binds the request: it goes on waiting in that worker's line (lines.py), and whoever is at the
-head of a line is asked when the worker can start it.
+before it has room binds the request, which then waits in that worker's line (line.py). The policy is asked for the head
+of a line when the worker can start it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from router.refusal import admit, bounded_retry_s, drop_late, is_in_vain
 from router.request import Placement, Request
 from router.view import Booking, WorkerView
 
-LOOKAHEAD: Final = 4  # requests that wait for a prefill worker which later ones may overtake on the local path
-AWAY_S: Final = 0.25  # between two looks for workers that are away
+LOOKAHEAD: Final = 4  # requests waiting for a prefill worker that later ones may overtake on the local path
+AWAY_S: Final = 0.25  # interval for checking whether disconnected workers are back
 
 
 def place_waiting(ledger: Ledger) -> None:
-    """Places all that can be placed, from the head of the queue."""
+    """Places all requests that can be placed, from the head of the queue."""
     ledger.is_placing_due = False
     ledger.timers.retry_at_s = None
     _end_backoffs(ledger)
@@ -65,22 +65,22 @@ def place_waiting(ledger: Ledger) -> None:
 
 
 def _waits(ledger: Ledger, request: Request, decision: Decision) -> None:
-    """The policy was asked, and lets it wait."""
+    """The policy has decided that the request waits."""
     request.asked_s = ledger.now_s
     request.waits_for = decision.obstacle
     request.ask_again_s = math.inf if decision.retry_in_s is None else ledger.now_s + decision.retry_in_s
 
 
 def _is_worth_asking(ledger: Ledger, request: Request, prefills: list[WorkerView], decodes: list[WorkerView]) -> bool:
-    """Whether something has happened that the request waits for. Most events make no room for most of those who wait,
-    and a decision costs more than all else that the router does."""
+    """Whether an event that the request waits for has occurred. Most events make no room for most waiting requests, and
+    a decision is the most expensive operation of the router."""
     now_s, asked_s = ledger.now_s, request.asked_s
     if now_s >= request.ask_again_s or asked_s <= ledger.shrunk_s:
         return True
     if request.waits_for is not Obstacle.PREFILL:
         return any(view.freed_s >= asked_s for view in decodes)
     tokens = request.num_tokens
-    # A worker opens by an event, or as the time comes at which its batch is nearly done.
+    # A worker becomes available by an event, or at the time when its batch is almost done.
     return any(
         max(view.freed_s, view.free_at_s - view.batch_s) >= asked_s and can_start(view, tokens, now_s)
         for view in prefills
@@ -90,8 +90,9 @@ def _is_worth_asking(ledger: Ledger, request: Request, prefills: list[WorkerView
 def _takes_the_last_worker(
     ledger: Ledger, request: Request, decision: Decision, prefills: list[WorkerView], decodes: list[WorkerView]
 ) -> bool:
-    """Whether a request that could not meet its target even alone would leave no worker that can start another one.
-    It computes for longer than any target, cannot be interrupted, and has no target left to meet itself."""
+    """Whether a request that could not meet its target even on an unloaded cluster would take the last worker that can
+    start another one. Such a request computes for a long time, cannot be interrupted, and misses its target in any
+    case."""
     outlook, is_placed = request.outlook, decision.choice in (Choice.REMOTE, Choice.LOCAL)
     if not is_placed or "refusal" not in ledger.rules or outlook is None or request.output:
         return False
@@ -103,7 +104,7 @@ def _takes_the_last_worker(
 
 
 def _readers(prefills: list[WorkerView], decodes: list[WorkerView]) -> list[WorkerView]:
-    """The workers that long prompts are for."""
+    """The workers that take long prompts."""
     return prefills if len(prefills) > 1 else [*prefills, *decodes]
 
 
@@ -117,8 +118,8 @@ def _wait_for_another(prefills: list[WorkerView], decodes: list[WorkerView], now
 
 
 def _serve_lines(ledger: Ledger, prefills: list[WorkerView], decodes: list[WorkerView]) -> bool:
-    """Asks for the heads of the lines whose worker can start them, the earliest first. True: one of them waits for
-    a decode worker, and whoever is behind it must not take the room that it waits for."""
+    """Asks the policy for the heads of lines whose worker can start them, the earliest first. True: one of them waits
+    for a decode worker, and later requests must not take the room that it waits for."""
     if not ledger.num_bound:
         return False
     usable = {view.worker_id: view for view in prefills}
@@ -157,13 +158,13 @@ def _has_left(
     *,
     is_decode_full: bool = False,
 ) -> bool:
-    """Carries the decision out. False: the request waits where it was."""
+    """Carries out the decision. False: the request still waits."""
     was_bound_to = request.bound_to
     match decision.choice:
         case Choice.REMOTE | Choice.LOCAL:
             worker_id = decision.prefill_worker
             if worker_id and not was_bound_to and (is_decode_full or ledger.has_line(worker_id)):
-                ledger.bind(request, worker_id)  # others were there first
+                ledger.bind(request, worker_id)  # others wait for the worker already
             elif is_decode_full:
                 return False
             elif not is_in_vain(ledger, request, decision):
@@ -184,7 +185,7 @@ def _has_left(
 
 
 def retry_after_s(ledger: Ledger) -> float:
-    """When the queue, at the pace of late, will have moved on."""
+    """Estimates when the queue will be shorter, from the recent placement interval."""
     wait_s = (ledger.num_queued + 1) * ledger.placement_interval_s
     return bounded_retry_s(wait_s)
 
@@ -195,7 +196,7 @@ def _end_backoffs(ledger: Ledger) -> None:
 
 
 def _nobody_decodes(ledger: Ledger) -> None:
-    """Workers may be on their way back; requests wait for them, but not for ever."""
+    """Workers may reconnect; requests wait for them for a limited time."""
     if ledger.no_decode_since_s is None:
         ledger.no_decode_since_s = ledger.now_s
     grace_s = ledger.settings.workers_grace_s if ledger.fleet.has_known_decode else 0.0
@@ -211,7 +212,7 @@ def _nobody_decodes(ledger: Ledger) -> None:
 
 
 def _wait_for_workers(ledger: Ledger, request: Request) -> None:
-    """Out of the others' way: the workers that could take it are away, and may be for long."""
+    """Parks the request, because the workers that could take it are disconnected, possibly for long."""
     if ledger.now_s - request.queued_s >= ledger.settings.workers_grace_s:
         _no_workers(ledger, request)
     else:
@@ -316,7 +317,7 @@ def _retry_at(ledger: Ledger, at_s: float) -> None:
 
 
 def settle_newcomer(ledger: Ledger, request: Request) -> None:
-    """A newcomer that could not be placed at once: it may wait, or is told at once that it may not."""
+    """A new request that could not be placed immediately: it may wait, or is rejected now."""
     if request.stage is not Stage.QUEUED:
         return
     if ledger.num_queued > ledger.settings.max_queue:

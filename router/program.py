@@ -1,4 +1,4 @@
-"""A router in this process: its own thread and event loop, so that a script, a test or a Ray actor can hold one."""
+"""A router in this process with its own thread and event loop, for scripts, tests and Ray actors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RouterHost:
     """start() once; then drain() or stop(); wait() returns when it has ended."""
 
     def __init__(self, config: RouterConfig, *, on_fatal: Callable[[], None] = end_process) -> None:
-        """Raises ModelError and ConfigError as RouterServer does. `on_fatal` is called when it cannot go on."""
+        """Raises ModelError and ConfigError like RouterServer. `on_fatal` is called on a fatal error."""
         self._server = RouterServer(config, on_crash=self._crashed)
         self._drain_s = config.drain_s
         self._on_fatal = on_fatal
@@ -49,7 +49,7 @@ class RouterHost:
         return ""
 
     def start(self) -> str:
-        """HOST:PORT, once it listens. Raises ConfigError when the port is taken."""
+        """Returns HOST:PORT once it listens. Raises ConfigError if the port is in use."""
         self._thread.start()
         try:
             return str(self._on_loop(self._server.start()))
@@ -61,7 +61,7 @@ class RouterHost:
         return self._thread.is_alive() and self._server.is_healthy
 
     def drain(self) -> None:
-        """Finishes what runs, for at most drain_s, and stops. Returns at once. Idempotent."""
+        """Finishes running requests, for at most drain_s, and stops. Returns immediately. Idempotent."""
         threading.Thread(target=self._drain, name="drain", daemon=True).start()
 
     def stop(self) -> None:
@@ -81,7 +81,7 @@ class RouterHost:
         if self._thread.is_alive() and not self._has_ended.is_set():
             try:
                 self._on_loop(self._server.drain(), self._drain_s + STOP_GRACE_S + 5.0)
-            except Exception:  # whatever it is, the router ends
+            except Exception:  # any error ends the router
                 log.exception("the router did not drain cleanly")
         self.stop()
 
@@ -89,7 +89,7 @@ class RouterHost:
         if self._thread.is_alive():
             try:
                 self._on_loop(closing, timeout_s)
-            except Exception:  # the process or actor goes on to end
+            except Exception:  # the process or actor continues to end
                 log.exception("the router did not stop cleanly")
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5.0)
@@ -116,6 +116,6 @@ def make_router(config: RouterConfig) -> RouterHost:
 
 
 def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # grpc.aio shares one poller among all loops of a process; the losers of a race read nothing.
+    # grpc.aio shares one poller among all loops of a process; loops that lose the race read nothing.
     if not isinstance(context.get("exception"), BlockingIOError):
         loop.default_exception_handler(context)

@@ -1,7 +1,7 @@
-"""Reads a prompt: from text, chat messages or token ids to the token ids of a request.
+"""Converts a prompt (text, chat messages or token ids) to the token ids of a request.
 
-A prompt that cannot fit is rejected by its size, before it is tokenized. Where it is to be truncated, only its tail is
-tokenized: see pdserve/text/text_bounds.py for the bound and for why the tail has the same tokens.
+A prompt that cannot fit is rejected by its size, before it is tokenized. If it will be truncated, only its tail is
+tokenized; pdserve/text/text_bounds.py has the bound, and explains why the tail has the same tokens.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pdserve.v1 import inference_pb2
 from router.model import ModelFacts
 from router.tokenizing import TokenizerThreads
 
-QUICK_CHARS: Final = 256  # tokenized at once: the hand-over to a thread takes longer
-MAX_CHARS_WITHOUT_MODEL: Final = 65_536  # that Tokenize takes before the first worker has told its context
+QUICK_CHARS: Final = 256  # tokenized directly, because passing it to a thread takes longer
+MAX_CHARS_WITHOUT_MODEL: Final = 65_536  # limit of Tokenize before the first worker has reported its context length
 
 
 @final
@@ -27,7 +27,7 @@ class PromptReader:
         self._threads = threads
 
     async def read(self, request: inference_pb2.GenerateRequest, model: ModelFacts) -> tuple[int, ...]:
-        """Raises InvalidRequest, naming the field and its limit; Overloaded where too much waits for a thread."""
+        """Raises InvalidRequest, naming the field and its limit; Overloaded if too much waits for a thread."""
         keep = _truncation(request, model)
         kind = request.WhichOneof("prompt")
         num_bytes = request.ByteSize()
@@ -44,14 +44,14 @@ class PromptReader:
             raise InvalidRequest("prompt", "nothing", "text, token_ids or chat")
         if not ids:
             raise InvalidRequest("prompt", "an empty prompt", "at least one token")
-        # Also of a text: a tokenizer may have grown tokens that the model has no row for.
+        # Also checked for text: a tokenizer may have tokens for which the model has no row.
         if max(ids) >= model.vocab_size:
             raise InvalidRequest(kind, f"token id {max(ids)}", f"ids below {model.vocab_size}")
         _check_tokens(len(ids), model)
         return tuple(ids)
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest, model: ModelFacts | None) -> list[int]:
-        """Any number of tokens, of a text that might be a prompt by its size."""
+        """Tokenizes a text that might be a prompt by its size, without a limit of tokens."""
         max_chars = MAX_CHARS_WITHOUT_MODEL if model is None else _max_chars(self._tokenizer, model)
         kind = request.WhichOneof("prompt")
         if kind == "text":
@@ -88,7 +88,7 @@ class PromptReader:
             # The template writes the special tokens itself.
             if keep is not None:
                 return self._tokenizer.encode_tail(text, keep, has_special_tokens=False)
-            _check_chars(len(text), max_chars)  # here, since a template may leave content out
+            _check_chars(len(text), max_chars)  # checked here, because a template may omit content
             return self._tokenizer.encode(text, has_special_tokens=False)
 
         return await self._threads.run(sum(len(one.content) for one in messages), num_bytes, work)

@@ -1,19 +1,19 @@
-"""The order in which requests wait. Pure.
+"""The order of waiting requests. Pure.
 
     1. level     requests whose client already has tokens; then priority classes, the highest first
-    2. on time   who can still keep its promise, before those who no longer can: otherwise one late request makes
-                 the next one late, and so on (under overload, order by deadline alone serves everybody late)
-    3. tenant    one that is ahead of the least served one that waits yields (shares.py)
-    4. key       the least one: the latest time to start and keep the promise, or the order of arrival
+    2. on time   requests that can still meet their target, before those that cannot: otherwise one late request makes
+                 the next one late (under overload, order by deadline alone serves every request late)
+    3. tenant    a tenant that is ahead of the least served waiting tenant yields (shares.py)
+    4. key       the least one: the latest time to start and meet the target, or the order of arrival
 
-Ageing: while somebody is late, LATE_SHARE of the work that is taken is set aside for the late request that came
-first, whatever its level and tenant. When as much is set aside as it needs, it is its turn.
+Ageing: while late requests wait, LATE_SHARE of the placed work is set aside for the late request that came first, of
+any level and tenant. It is placed next once enough is set aside for it.
 
-Bound on waiting. A request that waits becomes late at `late_at_s`, which no other can put off. Let W be the prefill
-seconds of it and of all that came before it and still wait then. It is first in the order at the latest when others
-with W / LATE_SHARE prefill seconds were taken since: each of their seconds sets LATE_SHARE aside, and only those who
-came before it use that up, each at most its own part of W. So no stream of tighter requests, of higher classes or of
-less served tenants keeps it waiting for ever.
+Bound on waiting. A waiting request becomes late at `late_at_s`, whatever the others. Let W be the prefill seconds of it
+and of all earlier requests that still wait then. It is first at the latest after others with W / LATE_SHARE prefill
+seconds were placed: each of their seconds sets LATE_SHARE aside, and only earlier requests use it up, each at most its
+own part of W. So requests with stricter targets, of higher classes or of less served tenants cannot make it wait
+forever.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Level = tuple[int, int]  # (0 if its client already has tokens, else 1; less its
 
 
 class Entry(NamedTuple):
-    """A request that waits, as far as the order is concerned. Sorts by key, then by order of arrival."""
+    """The data of a waiting request that determine the order. Sorts by key, then by order of arrival."""
 
     key: float
     serial: int
     request_id: str
     level: Level
     tenant: str = ""
-    prefill_s: float = 0.0  # predicted, at best
-    late_at_s: float = NEVER_S  # placed later than this, it misses its promised TTFT
+    prefill_s: float = 0.0  # predicted, on an unloaded cluster
+    late_at_s: float = NEVER_S  # if it is placed later than this, it misses its TTFT target
 
 
 class _Group:
@@ -62,7 +62,7 @@ class Queue:
         self._late: set[str] = set()
         self._groups: dict[Level, _Group] = {}
         self._levels: list[Level] = []  # sorted
-        self._due: list[tuple[float, int, str]] = []  # heap of late_at_s; may hold some that left
+        self._due: list[tuple[float, int, str]] = []  # heap of late_at_s; may contain removed requests
         self._set_aside_s = 0.0  # prefill seconds that late requests may have before others
         self.shares = Shares()
 
@@ -73,7 +73,7 @@ class Queue:
         return request_id in self._entries
 
     def __iter__(self) -> Iterator[str]:
-        """In the order of levels and keys, tenants aside."""
+        """In the order of levels and keys, ignoring tenants."""
         return (entry.request_id for level in self._levels for entry in self.at_level(level))
 
     @property
@@ -96,16 +96,16 @@ class Queue:
         return request_id in self._late
 
     def at_level(self, level: Level) -> list[Entry]:
-        """In order, tenants aside."""
+        """In order, ignoring tenants."""
         group = self._groups[level]
         return [*self.on_time(level), *group.late]
 
     def on_time(self, level: Level) -> list[Entry]:
-        """In order, tenants aside."""
+        """In order, ignoring tenants."""
         lists = list(self._groups[level].on_time.values()) if level in self._groups else []
         return lists[0] if len(lists) == 1 else sorted(entry for one in lists for entry in one)
 
-    # -- coming and going ----------------------------------------------------------------------------------------
+    # -- adding and removing ----------------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
         assert entry.request_id not in self._entries, entry.request_id
@@ -124,7 +124,7 @@ class Queue:
         self.shares.joins(entry.tenant)
 
     def remove(self, request_id: str) -> bool:
-        """False: it is not here."""
+        """False: the request is not in the queue."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return False
@@ -143,7 +143,7 @@ class Queue:
         return True
 
     def take(self, request_id: str) -> None:
-        """Removes it since it was placed: those who were passed over come nearer to their turn."""
+        """Removes it after it was placed, which counts for the ageing of late requests."""
         entry = self._entries.get(request_id)
         if entry is None:
             return
@@ -160,7 +160,7 @@ class Queue:
         return sum(entries[one].prefill_s for one in self._late if entries[one].serial < serial)
 
     def turn_late(self, request_id: str) -> None:
-        """It will not keep its promise: those who can go first."""
+        """Marks it as late: requests that can meet their target go first."""
         if request_id in self._late:
             return
         entry = self._entries[request_id]
@@ -170,7 +170,7 @@ class Queue:
         self._late.add(request_id)
 
     def late_since(self, now_s: float) -> list[str]:
-        """Turns those late whose time to start has passed, and says who they are."""
+        """Marks requests as late whose latest time to start has passed, and returns them."""
         turned = []
         while self._due and self._due[0][0] <= now_s:
             _, serial, request_id = heapq.heappop(self._due)
@@ -181,10 +181,10 @@ class Queue:
                 self.turn_late(request_id)
         return turned
 
-    # -- whose turn it is ----------------------------------------------------------------------------------------
+    # -- the next request ----------------------------------------------------------------------------------------
 
     def first(self, passed: Collection[str] = ()) -> str | None:
-        """Who goes first of those that were not passed over already."""
+        """The first request that is not in `passed`."""
         if self._late and self._is_ageing and self._set_aside_s > 0.0:
             oldest = self._oldest_late()
             if oldest.prefill_s <= self._set_aside_s + ROUNDING_S and oldest.request_id not in passed:

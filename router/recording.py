@@ -1,8 +1,7 @@
-"""Writes what a live router did to a file that router.replay reads.
+"""Writes a live router's events and commands to a file that router.replay reads.
 
-A recording holds no prompt: counts, hashes, settings, what workers said, and the tokens that were answered. It stops
-at its size limit and where the disk gives out; what is there by then replays as a run that ended there. Serving
-goes on either way.
+A recording contains no prompts, but counts, hashes, settings, worker messages and output tokens. It stops at its size
+limit or if the disk is full, and can then be replayed up to that point. Serving continues.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ OLD_SUFFIX: Final = ".old"
 @final
 class RecordFile:
     def __init__(self, path: str, settings: RouterSettings, max_bytes: int) -> None:
-        """Raises ConfigError when the file cannot be written. An older recording of that name gets OLD_SUFFIX: it may
-        be that of the run that just crashed."""
+        """Raises ConfigError if the file cannot be written. An older recording of that name gets OLD_SUFFIX, because it
+        may be that of a crashed run."""
         self._path = Path(path)
         try:
             if self._path.is_file():
@@ -52,11 +51,11 @@ class RecordFile:
             self._attempt(self._file.flush)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # it was said when it happened
+        with contextlib.suppress(OSError):  # it was reported when it happened
             self._file.close()
 
     def _write(self, line: str) -> None:
-        """JSON escapes what is not ASCII, so characters are bytes."""
+        """JSON escapes non-ASCII characters, so characters are bytes."""
         self._bytes_left -= len(line) + 1
         if self._bytes_left < 0:
             self._stop("its size limit is reached")

@@ -1,8 +1,8 @@
-"""What happens when an attempt is lost: the next one, elsewhere, at the exact next token; or a typed failure. Pure.
+"""Handles lost attempts: a new attempt on other workers, at the exact next token, or a typed error. Pure.
 
-A lost attempt is cancelled on every worker that still lives and holds something of it. The next attempt computes
-prompt and answered tokens anew; the token at each position depends on seed and position alone, so the stream goes
-on as if nothing had happened.
+A lost attempt is cancelled on every connected worker that holds memory of it. The next attempt recomputes the prompt
+and the output so far. The token at each position depends only on seed and position, so the stream continues without a
+difference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from router.request import Request
 
 FIRST_BACKOFF_S: Final = 0.05
 LONGEST_BACKOFF_S: Final = 2.0
-INNOCENT_TOKENS: Final = 8  # answered in one attempt
+INNOCENT_TOKENS: Final = 8  # output tokens in one attempt
 
 
 class Cause(Enum):
@@ -48,7 +48,7 @@ WORKER_LEFT: Final = (Cause.DEATH, Cause.SILENCE, Cause.PLAN)
 
 
 def lose(ledger: Ledger, request: Request, cause: Cause, culprit: str = "", message: str = "") -> None:
-    """The present attempt is over. `culprit` is avoided while there are others; else the pair is."""
+    """The present attempt is lost. Its `culprit`, or otherwise the pair, is avoided while there are others."""
     placement = request.placement
     assert placement is not None, "only a placed request can be lost"
     if culprit:
@@ -65,14 +65,15 @@ def lose(ledger: Ledger, request: Request, cause: Cause, culprit: str = "", mess
     elif request.lost_attempts >= ledger.settings.max_attempts:
         give_up(ledger, request, FAILURES[cause], f"{request.lost_attempts} attempts were lost, the last since {said}")
     elif ledger.move(request, Move.LOST):
-        # A stream in mid-answer should not stutter; but who fails again where nobody left would only spin.
+        # A started answer should not pause, but a request that fails again without a lost worker would only repeat the
+        # failure.
         is_fresh = request.lost_attempts <= 1 or cause in WORKER_LEFT
         wait_s = 0.0 if is_fresh else backoff_s(FIRST_BACKOFF_S, LONGEST_BACKOFF_S, request.lost_attempts - 2)
         requeue(ledger, request, wait_s)
 
 
 def requeue(ledger: Ledger, request: Request, wait_s: float) -> None:
-    """Back into the queue (the stage is QUEUED already), leaving nothing behind on workers."""
+    """Puts the request back into the queue (the stage is QUEUED already), without memory on workers."""
     ledger.cancel_attempt(request)
     ledger.refund(request)
     request.placement = None
@@ -82,7 +83,7 @@ def requeue(ledger: Ledger, request: Request, wait_s: float) -> None:
 
 def on_worker_connected(ledger: Ledger, event: WorkerConnected) -> None:
     if ledger.fleet.connected(event.worker_id) is not None:
-        # The old stream's end was overtaken by the new stream's hello.
+        # The hello of the new stream came before the end of the old one.
         _worker_gone(ledger, event.worker_id, Cause.DEATH)
     ledger.fleet.connect(event, ledger.now_s)
     if event.role is Role.DECODE:
@@ -101,8 +102,8 @@ def on_worker_forgotten(ledger: Ledger, event: WorkerForgotten) -> None:
 
 
 def give_up_silent(ledger: Ledger) -> None:
-    """Workers that were silent for twice the limit: their attempts go elsewhere. Their streams still stand, so
-    they are told, and what they hold stays booked until they answer or their stream ends."""
+    """Moves the attempts of workers that were silent for twice the limit to other workers. Their streams still exist,
+    so they are told, and their memory stays booked until they answer or their stream ends."""
     limit_s = 2.0 * ledger.settings.worker_silence_s
     for view in ledger.fleet.views.values():
         if view.is_connected and ledger.now_s - view.heard_s >= limit_s:
@@ -137,9 +138,9 @@ def _worker_gone(ledger: Ledger, worker_id: str, cause: Cause) -> None:
 
 
 def _count_death(request: Request, *, is_planned: bool) -> None:
-    """A request that kills its workers is told from one that was there by chance: one whose attempt lived well is
-    no suspect, and a worker that had only been asked for a place had computed nothing of it. So a host that dies
-    with several workers at once is not blamed on its requests."""
+    """Distinguishes a request that crashes its workers from one that was there by chance: an attempt that made progress
+    is not suspect, and neither is one for which the worker had only been asked to reserve. So the requests are not
+    blamed if a host with several workers dies."""
     if len(request.output) - request.attempt_output >= INNOCENT_TOKENS:
         request.deaths = 0
     elif not is_planned and request.stage not in UNANSWERED:
@@ -147,7 +148,7 @@ def _count_death(request: Request, *, is_planned: bool) -> None:
 
 
 def _depends_on(request: Request, worker_id: str, attempt: int) -> bool:
-    """Would the request's present attempt be lost with this worker?"""
+    """Whether the request's present attempt would be lost with this worker."""
     placement = request.placement
     if attempt != request.attempt or placement is None or request.stage in ENDED:
         return False

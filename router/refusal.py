@@ -1,4 +1,4 @@
-"""Admission control: whether a request that waits may go on waiting. Pure.
+"""Admission control: decides whether a waiting request may continue to wait. Pure.
 
 A request is rejected only if serving it would cost others: if demand is over BUSY_SHARE of the capacity, and over what
 the other workers can do while one serves it. Otherwise a hopeless request is served late, behind those that can meet
@@ -9,36 +9,39 @@ forecast.py predicts when a request starts, from what is ahead of it in the orde
     start(r) = when the capacity has done what is ahead of r, at the observed drain rate
     ttft(r)  = waited + its prefill on the worker that ends it first, which begins at start(r) or when it is free
 
-While decode workers are full, nothing starts. This standstill is expected to last as long again as it has lasted.
+While decode workers are full, nothing starts. This standstill is expected to last as long again as it has lasted so
+far.
 
-How sure that is: the errors of single prefills are independent, so their sum is relatively more certain the more wait.
-The error of the drain rate is common to all. It is the standard error of the observed drain rate, or, where no queue
-was seen yet, the relative error of the model, if that has seen enough batches. The drain also varies around its mean,
-above all where decode workers are full and nothing starts until answers end (forecast.DrainError).
+Errors of the prediction: the errors of single prefills are independent, so the relative error of their sum falls with
+the number of requests ahead. The error of the drain rate is common to all. It is the standard error of the observed
+drain rate or, before a queue was observed, the relative error of the cost model, if it has enough samples. The drain
+also varies around its mean, especially if decode workers are full and nothing starts until answers end
+(forecast.DrainError).
 
     error(start) = start * hypot(error of the drain rate, variation of the drain over one target TTFT,
                                  error of one prefill / sqrt(requests ahead + 1))
     error(ttft)  = hypot(error(start), error of one prefill * own prefill)
 
-If more comes than can be done, for certain, then some must be rejected, the sooner the better. A request is rejected if
-its predicted TTFT misses the target with one standard error, or, while others wait, with one standard error and ROOM
-times its prefill: a met target counts the same whatever the prompt, so the longest are given up. The longest that is
-admitted shrinks as more waits, so the queue comes to rest short of the target, where an error of prediction makes no
-request late. If less comes than can be done, for certain, the queue will shrink again, and a request is rejected only
-if it misses its target even where the prediction errs by SIGMAS. In between, it gets the less benefit of the doubt the
-more likely it is that too much comes; a long one must then leave a standard error to spare.
+If demand is certainly above capacity, some requests must be rejected, as early as possible. A request is rejected if
+its predicted TTFT plus one standard error misses the target or, while others wait, if ROOM times its prefill plus one
+standard error does not fit. A met target counts the same for every prompt, so the longest requests are given up. The
+longest admitted request becomes shorter as the queue grows, so the queue settles below the target, and prediction
+errors make no request late. If demand is certainly below capacity, the queue will shrink again, and a request is
+rejected only if it misses its target even if the prediction is SIGMAS standard errors too long. In between, the margin
+decreases as overload becomes more likely, and a long request must leave a standard error to spare.
 
-A newcomer that arrives while others wait is rejected, too, if it is expected to displace more than one other request
-(_displaced): serving it would keep one target and miss several.
+A new request is also rejected if others wait and it is expected to displace more than one of them (_displaced): serving
+it would meet one target and miss several.
 
-A rejection is worth most at arrival. A request that was admitted and has become late is rejected only where too much
-comes for certain, or if it is long, or if the late requests before it take longer than its target TTFT. Otherwise it
-is served late.
+A rejection is most useful at arrival. A request that was admitted and has become late is rejected only if demand is
+certainly above capacity, if it is long, or if the late requests before it take longer than its TTFT target. Otherwise
+it is served late.
 
 A request that makes an earlier one miss its target is rejected too: r harms q, which is behind it in its level, if q
-starts in time without r and not with it. Only its own level is a reason: a higher class is not rejected for what a
-lower one asks. That is one pass over those who wait. What goes before a newcomer of a tenant that was served less is
-only as much as others may have before they yield to it (shares.py); a request that must yield to it is not harmed.
+starts in time without r and not with it. Only requests of its own level count: a higher class is not rejected because
+of a lower one. This takes one pass over the waiting requests. Before a new request of a less served tenant, other
+tenants count only with the work that they may have before they yield (shares.py); a request that must yield to it is
+not harmed.
 """
 
 from __future__ import annotations
@@ -58,27 +61,28 @@ from router.policy.outlook import SIGMAS
 from router.queue import Entry, Queue
 from router.request import Request
 
-BUSY_SHARE: Final = 0.5  # of the capacity: with less demand, a late request stands in nobody's way for long
-ROOM: Final = 2.5  # prefills of its own that must fit; between 2.5 and 3 all traffic of docs/benchmarks.md is alike
-LONG: Final = 1.05  # of the mean request's prefill; requests that are all alike are not long
+BUSY_SHARE: Final = 0.5  # of the capacity: with less demand, a late request delays others only briefly
+# times its own prefill that must fit; results are the same from 2.5 to 3 (docs/benchmarks/scheduling.md)
+ROOM: Final = 2.5
+LONG: Final = 1.05  # times the mean prefill; if all requests are alike, none is long
 QUARTERS: Final = (-1.15, -0.32, 0.32, 1.15)  # medians of a normal distribution's four quarters
-UNSEEN_ERROR: Final = 0.1  # of the drain rate that the model predicts, beyond its own error: paths, memory, routers
+UNSEEN_ERROR: Final = 0.1  # of the predicted drain rate, for effects outside the model: paths, memory, other routers
 SHORTEST_RETRY_S: Final = 0.05
 LONGEST_RETRY_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ahead:
-    """What goes before a request that waits."""
+    """The work ahead of a waiting request."""
 
     work_s: float  # prefill seconds
     count: int  # requests
-    harmed: str = ""  # one behind it that would start too late since it is there
+    harmed: str = ""  # a later request that would start too late because of it
 
 
 def admit_before_placing(ledger: Ledger, request: Request) -> None:
-    """A newcomer while others wait. A long request has the least time to start, goes first, and would be placed before
-    `admit` sees it: it is rejected here if it displaces more than one other request."""
+    """A new request while others wait. A long request has the earliest latest start, so it would be placed before
+    `admit` checks it. It is rejected here if it displaces more than one other request."""
     outlook = request.outlook
     if not ledger.rules >= {"refusal", "shortest"} or outlook is None or request.request_id not in ledger.queue:
         return
@@ -93,7 +97,7 @@ def admit_before_placing(ledger: Ledger, request: Request) -> None:
 
 
 def admit(ledger: Ledger, request: Request) -> None:
-    """A newcomer that could not be placed at once."""
+    """A new request that could not be placed immediately."""
     outlook = request.outlook
     if "refusal" not in ledger.rules or outlook is None or request.request_id not in ledger.queue:
         return
@@ -132,15 +136,15 @@ def drop_late(ledger: Ledger) -> None:
         is_hopeless = _is_long(ledger, outlook) and waited_s + least_s > promised_s
         late_start_s = free.start_in_s(ledger.queue.late_ahead_s(request_id))
         if is_hopeless or late_start_s > promised_s or _is_too_much(ledger, outlook, free):
-            # There is room for it, if at all, when those who wait have been served.
+            # There may be room for it after the waiting requests were served.
             work_s = sum(ledger.queue.entry(one).prefill_s for one in ledger.queue)
             retry_s = bounded_retry_s(free.start_in_s(work_s))
             _refuse_late(ledger, request, f"has waited {waited_s:.3f} s, which leaves too little", retry_s)
 
 
 def is_in_vain(ledger: Ledger, request: Request, decision: Decision) -> bool:
-    """About to be placed, it is predicted to miss its target: rejected, or put behind requests that can meet theirs.
-    A request that was late before has waited for this placement and gets it.
+    """The placement is predicted to miss the target: the request is rejected, or put behind requests that can meet
+    theirs. A request that was late before has waited for this placement and gets it.
     """
     outlook, slo, queue = request.outlook, request.facts.slo, ledger.queue
     if "least-slack" not in ledger.rules or outlook is None or not decision.candidates or request.output:
@@ -163,14 +167,14 @@ def is_in_vain(ledger: Ledger, request: Request, decision: Decision) -> bool:
 
 
 def surely_s(predicted_s: float, outlook: Outlook) -> float:
-    """What one prefill takes at least, by the error band of the model that the outlook is from."""
+    """The least time of one prefill, by the error band of the model of the outlook."""
     if outlook.ttft_s <= 0.0:
         return predicted_s
     return predicted_s * max(1.0 - outlook.band_s / outlook.ttft_s, 0.0)
 
 
 def around(entry: Entry, queue: Queue, fluid: Capacity, now_s: float) -> Ahead:
-    """What goes before the entry, and whom behind it that would make late."""
+    """The work ahead of the entry, and a later request that would become late because of it."""
     shares = queue.shares
     before: defaultdict[str, float] = defaultdict(float)  # tenant -> prefill seconds that go before the entry
     behind, count = [], 0
@@ -201,12 +205,12 @@ def around(entry: Entry, queue: Queue, fluid: Capacity, now_s: float) -> Ahead:
 
 
 def _others_wait(queue: Queue, entry: Entry) -> bool:
-    """Of the entry's own level, on time."""
+    """Whether others of the entry's level wait that are on time."""
     return any(one is not entry for one in queue.on_time(entry.level))
 
 
 def _is_too_much(ledger: Ledger, outlook: Outlook, free: Capacity) -> bool:
-    """More comes than can be done, and that is sure."""
+    """Whether demand is certainly above capacity."""
     demand = ledger.demand
     error = math.hypot(demand.error, _drain_error(ledger, outlook))
     return demand.rate(ledger.now_s) * max(1.0 - SIGMAS * error, 0.0) > free.rate
@@ -215,10 +219,10 @@ def _is_too_much(ledger: Ledger, outlook: Outlook, free: Capacity) -> bool:
 def _displaced(ledger: Ledger, outlook: Outlook, free: Capacity) -> float:
     """How many other requests are expected to miss their target if this one is served.
 
-    If more comes than can be done, the requests up to some size are what can be served, and each of its seconds takes
-    the place of one request of that size. `bearable` is the demand at which the queue reaches the target within the
-    horizon. What demand is, is uncertain, so this is a mean over QUARTERS of its distribution. That the queue will fill
-    up is as likely as it is full: a demand that has lasted for some time is expected to last as long again.
+    If demand exceeds capacity, the requests up to some size can be served, and each second of this request displaces
+    one request of that size. `bearable` is the demand at which the queue reaches the target within the horizon. Demand
+    is uncertain, so the result is a mean over QUARTERS of its distribution. The probability that the queue fills up is
+    taken to be its fullness, because demand that has lasted for some time is expected to last as long again.
     """
     demand = ledger.demand
     rate, error = demand.of_others(outlook.ttft_s, ledger.now_s)
@@ -233,14 +237,14 @@ def _displaced(ledger: Ledger, outlook: Outlook, free: Capacity) -> float:
 
 
 def _is_long(ledger: Ledger, outlook: Outlook) -> bool:
-    """It takes more than the mean request. Rejecting a shorter one after it has waited saves little."""
+    """Whether it takes more than the mean request. Rejecting a shorter one after it has waited saves little."""
     return outlook.ttft_s > LONG * ledger.demand.mean_s
 
 
 def _benefit_of_doubt(ledger: Ledger, outlook: Outlook, free: Capacity) -> float:
-    """By how many standard errors the prediction for a newcomer must miss the target: SIGMAS where demand is below the
-    capacity for certain, and fewer the less certain that is. Long requests, and all requests where demand is above the
-    capacity for certain, must instead meet it with one standard error to spare."""
+    """By how many standard errors the prediction must miss the target for a rejection: SIGMAS if demand is certainly
+    below capacity, and fewer if that is less certain. Long requests, and all requests if demand is certainly above
+    capacity, must instead meet the target with one standard error to spare."""
     rate = ledger.demand.rate(ledger.now_s)
     error = rate * math.hypot(ledger.demand.error, _drain_error(ledger, outlook))
     if error <= 0.0:
@@ -251,7 +255,7 @@ def _benefit_of_doubt(ledger: Ledger, outlook: Outlook, free: Capacity) -> float
 
 
 def _drain_error(ledger: Ledger, outlook: Outlook) -> float:
-    """Relative, of the rate at which the queue drains: as observed, or as the model's own error tells."""
+    """Relative error of the drain rate: as observed, or from the model's error."""
     observed = ledger.pace.error
     if not outlook.is_sure or outlook.ttft_s <= 0.0:
         return observed
@@ -259,7 +263,7 @@ def _drain_error(ledger: Ledger, outlook: Outlook) -> float:
 
 
 def _error_s(ledger: Ledger, outlook: Outlook, start_s: float, num_ahead: int) -> float:
-    """Of the predicted TTFT of a request that waits behind so many; infinite where nothing is known."""
+    """Error of the predicted TTFT of a request behind `num_ahead` others; infinite if nothing is known."""
     drain = _drain_error(ledger, outlook)
     if drain >= 1.0:
         return math.inf
@@ -269,7 +273,7 @@ def _error_s(ledger: Ledger, outlook: Outlook, start_s: float, num_ahead: int) -
 
 
 def _standstill_s(ledger: Ledger) -> float:
-    """How much longer nothing is expected to start since decode workers are full: as long again as it has lasted."""
+    """How much longer nothing is expected to start because decode workers are full: as long as it has lasted so far."""
     head = ledger.queue.first()
     is_decode_full = head is not None and ledger.requests[head].waits_for in (Obstacle.ROOM, Obstacle.DECODE)
     return ledger.pace.standstill_s if is_decode_full else 0.0
@@ -280,11 +284,11 @@ def _misses_tpot(outlook: Outlook, tpot_s: float) -> bool:
 
 
 def _refuse_late(ledger: Ledger, request: Request, message: str, retry_after_s: float) -> bool:
-    """False: it may stay, since that costs nobody who can be on time."""
+    """False: it may stay, because it costs no request that can be on time."""
     if "refusal" not in ledger.rules or request.attempt:
         return False
     rate, demand = _capacity(ledger).rate, ledger.demand
-    # Its worker is lost to the others while it computes this; they come first, but cannot interrupt it.
+    # Its worker is unavailable to the others while it computes this request; they come first, but cannot interrupt it.
     if demand.rate(ledger.now_s) * (1.0 - demand.error) <= max(BUSY_SHARE * rate, rate - 1.0):
         return False
     promised_s = request.facts.slo.ttft_s

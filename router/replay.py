@@ -1,4 +1,4 @@
-"""Recordings of a router: what it was built with, each event and the commands it answered with. Pure.
+"""Recordings of a router: its settings, and each event with the resulting commands. Pure.
 
 A recording is JSON lines. The first is {"settings": ...}; each of the others is
 {"now_s": t, "event": {"is": ..., ...}, "commands": [{"is": ..., ...}, ...]}. The runtime writes the lines;
@@ -23,7 +23,7 @@ from router.state import RouterState
 
 
 class RecordingError(ConfigError):
-    """A line of a recording says something that no router wrote; the first line is 1."""
+    """A line of a recording is invalid; the first line is 1."""
 
     reason = "RECORDING"
 
@@ -72,7 +72,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A step whose replay gave other commands than were recorded."""
+    """A step whose replay gave other commands than the recorded ones."""
 
     number: int  # of the step; the first is 1
     step: Step
@@ -95,7 +95,7 @@ def encode_step(step: Step) -> str:
 
 
 def decode_settings(line: str) -> RouterSettings:
-    """Raises ValueError when `line` is not the first of a recording."""
+    """Raises ValueError if `line` is not the first of a recording."""
     data = json.loads(line)
     if not isinstance(data, dict) or "settings" not in data:
         raise ValueError("no settings")
@@ -103,16 +103,16 @@ def decode_settings(line: str) -> RouterSettings:
 
 
 def decode_step(line: str) -> Step:
-    """Raises ValueError, KeyError or TypeError on a line that is no step."""
+    """Raises ValueError, KeyError or TypeError on an invalid line."""
     data = json.loads(line)
     commands = tuple(cast("Command", decode(one)) for one in data["commands"])
     return Step(now_s=float(data["now_s"]), event=cast("Event", decode(data["event"])), commands=commands)
 
 
 def read(lines: Iterable[str]) -> Iterator[Step]:
-    """The steps of a recording, without its first line. Raises RecordingError at the first line that is no step.
+    """The steps of a recording, without its first line. Raises RecordingError at the first invalid line.
 
-    A last line that was cut off (the router died while writing it) ends the recording.
+    A truncated last line (the router died while writing it) ends the recording.
     """
     rows = iter(lines)
     for number, line in enumerate(rows, start=2):
@@ -126,7 +126,7 @@ def read(lines: Iterable[str]) -> Iterator[Step]:
 
 
 def read_settings(line: str) -> RouterSettings:
-    """Raises RecordingError when `line` is not the first of a recording."""
+    """Raises RecordingError if `line` is not the first of a recording."""
     try:
         return decode_settings(line)
     except (ValueError, TypeError, RecursionError, ConfigError) as error:
@@ -134,9 +134,9 @@ def read_settings(line: str) -> RouterSettings:
 
 
 def replay(lines: Iterable[str]) -> Iterator[Difference]:
-    """Feeds a recording to a fresh RouterState; yields what came out differently: nothing, if all is well.
+    """Feeds a recording to a new RouterState; yields the differences.
 
-    Raises RecordingError on what is no recording.
+    Raises RecordingError on an invalid recording.
     """
     rows = iter(lines)
     state = RouterState(read_settings(next(rows, "")))

@@ -1,4 +1,4 @@
-"""`pdserve replay FILE`: does this build decide what the recorded router decided?
+"""`pdserve replay FILE`: checks that this build decides like the recorded router.
 
 Feeds a recording (`pdserve up --record FILE`) to a fresh router, event by event, and compares the commands. Exit
 status 1 if any differ. To run the recorded requests on another cluster or policy: pdserve simulate --trace FILE.
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Counted:
-    """Lines of a file, counted as they are read. What is no text comes out as what is no JSON, with its number."""
+    """Lines of a file, counted as they are read. Invalid text is reported as invalid JSON, with its line number."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""What the router remembers of one request. Pure."""
+"""The router's state of one request. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STORY_LENGTH: Final = 16  # moves kept for the message of an IllegalMove
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the present attempt runs."""
+    """The workers of the present attempt."""
 
     path: Path
     decode_worker: str
@@ -42,36 +42,36 @@ class Request:
     stage: Stage = Stage.QUEUED
     story: list[str] = field(default_factory=list)
     output: list[int] = field(default_factory=list)  # token ids that the client has
-    #: Leading blocks that a worker may hold; the index's answer, and what attempts have left behind.
+    #: Leading blocks that each worker may hold: the index's answer, and blocks of earlier attempts.
     cached_blocks: dict[str, int] = field(default_factory=dict)
 
     # The present attempt.
     attempt: int = 0
     placement: Placement | None = None
-    attempt_output: int = 0  # output tokens when it was placed
+    attempt_output: int = 0  # number of output tokens when it was placed
     queued_s: float = 0.0  # since when it waits, while QUEUED
     placed_s: float = 0.0
     granted_s: float = 0.0
-    awaits_s: float = 0.0  # the rest of the step that ran on its decode worker when it was placed
-    half_step_s: float = 0.0  # of that step, by then
+    awaits_s: float = 0.0  # the remaining time of its decode worker's step when it was placed
+    half_step_s: float = 0.0  # half of that step's duration
     not_before_s: float = 0.0  # backoff
-    outlook: Outlook | None = None  # what it could get at best when it joined the queue; None: nobody was there
-    charged_s: float = 0.0  # GPU-seconds that its tenant was charged for it
-    asked_s: float = -math.inf  # when the policy last let it wait; -inf: it was not asked since it waits
-    ask_again_s: float = 0.0  # when that is worth repeating, should nothing happen before
+    outlook: Outlook | None = None  # estimate for an unloaded cluster when it joined the queue; None: no worker
+    charged_s: float = 0.0  # GPU-seconds charged to its tenant
+    asked_s: float = -math.inf  # when the policy last let it wait; -inf: it was not asked yet
+    ask_again_s: float = 0.0  # when to ask again if nothing happens before
     waits_for: Obstacle = Obstacle.NONE
-    bound_to: str = ""  # the prefill worker in whose line it waits, while QUEUED
+    bound_to: str = ""  # the prefill worker for which it waits, while QUEUED
 
-    # What went wrong so far.
-    num_tried: int = 0  # attempts that no worker declined
+    # Failures so far.
+    num_tried: int = 0  # attempts that were not declined
     lost_attempts: int = 0
-    refusals: int = 0  # since the last attempt that was taken
-    deaths: int = 0  # workers that died while it was on them
+    refusals: int = 0  # since the last accepted attempt
+    deaths: int = 0  # number of workers that died while it was on them
     avoid_workers: set[WorkerKey] = field(default_factory=set)
     avoid_pairs: set[tuple[WorkerKey, WorkerKey]] = field(default_factory=set)
     too_large_for: set[WorkerKey] = field(default_factory=set)
 
-    #: (worker, attempt) that may hold memory, or has a booking; equals the bookings in the views.
+    #: Pairs (worker, attempt) that may hold memory or have a booking; equal to the bookings in the views.
     holds: set[tuple[str, int]] = field(default_factory=set)
 
     # For Timings and Usage.
@@ -104,7 +104,7 @@ class Request:
         return tuple(self.output)
 
     def uncached_on(self, view: WorkerView) -> int:
-        """Tokens that this worker would have to compute; at least one, so that there are logits."""
+        """Tokens that this worker would have to compute; at least one, because logits are needed."""
         cached = self.cached_blocks.get(view.worker_id, 0) * view.hello.block_size
         return max(self.num_tokens - cached, 1)
 
@@ -128,11 +128,11 @@ class Request:
 
     @property
     def attempt_token_s(self) -> float | None:
-        """When the last token of the present attempt came; None: none has."""
+        """When the last token of the present attempt arrived; None: none has."""
         return self.last_token_s if len(self.output) > self.attempt_output else None
 
     def timings(self, now_s: float) -> Timings:
-        """Of a request that has ended, so that no stretch of its timeline is open."""
+        """For an ended request, whose timeline is complete."""
         where = self.last_path
         return Timings(
             ttft_s=self.ttft_s() or 0.0,

@@ -1,7 +1,7 @@
-"""Carries out what RouterState decides: events in one at a time, commands out to workers, clients and the clock.
+"""Carries out RouterState's decisions: passes events in one at a time, and commands to workers, clients and the clock.
 
-Everything happens on one event loop. An event that comes up while commands are being carried out (a stop string
-in the tokens that were just emitted) waits until they are done.
+Everything runs on one event loop. An event that occurs while commands are being carried out (such as a stop string in
+emitted tokens) waits until they are done.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """A request whose client waits for its last word."""
+    """A request whose client waits for its last message."""
 
     answer: Answer
     sequence: worker_pb2.Sequence
@@ -50,7 +50,7 @@ class Runtime:
         on_crash: Callable[[BaseException], None] = lambda error: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`send` gives a message to a worker's stream; False means that there is none, and WorkerLost follows."""
+        """`send` passes a message to a worker's stream; False means that there is none, and WorkerLost follows."""
         self.state = state
         self._measure = measure
         self._send = send
@@ -74,7 +74,7 @@ class Runtime:
         return request_id in self._calls or self.state.stage_of(request_id) is not None
 
     def begin(self, arrival: RequestArrived, answer: Answer, sequence: worker_pb2.Sequence, told: Told) -> None:
-        """From here on the answer hears of the request until its last word, or until `leave`."""
+        """From now on the answer receives the request's output until its last message, or until `leave`."""
         assert not self.knows(arrival.request_id), arrival.request_id
         call = Call(answer=answer, sequence=sequence, told=told)
         self._calls[arrival.request_id] = call
@@ -82,14 +82,14 @@ class Runtime:
         self.hand(arrival)
 
     def leave(self, request_id: str, answer: Answer) -> None:
-        """The client who waits for `answer` is gone. Idempotent; nothing happens after the last word, from which on
-        the id may be another call's."""
+        """The client of `answer` has disconnected. Idempotent. No-op after the last message, because the id may then
+        belong to another call."""
         call = self._calls.get(request_id)
         if call is not None and call.answer is answer:
             self.hand(ClientLeft(request_id=request_id))
 
     def scored(self, message: worker_pb2.PromptScored) -> None:
-        """Past the state, which records what it hears: a recording holds no prompt."""
+        """Bypasses the state, whose events are recorded, because a recording contains no prompt."""
         call = self._calls.get(message.request_id)
         if call is not None:
             call.answer.score(message.scores)
@@ -102,7 +102,7 @@ class Runtime:
         try:
             while self._events:
                 self._handle(self._events.popleft())
-        except Exception as error:  # the state may be inconsistent: no request is safe in this process any more
+        except Exception as error:  # the state may be inconsistent, so this process must end
             log.critical("the router's state failed", exc_info=error)
             self._on_crash(error)
             raise
@@ -192,7 +192,8 @@ class Runtime:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._ring, at_s)
 
     def _ring(self, at_s: float) -> None:
-        # The loop may call a little early, or the wait was cut; the state would find nothing due and not ask again.
+        # The loop may call slightly early, or the wait was clipped; the state would then find nothing due and request
+        # no further wake-up.
         if self._clock() < at_s:
             self._wake_at(at_s)
         else:

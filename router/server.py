@@ -58,14 +58,14 @@ CLUSTER: Final = "pdserve.v1.ClusterService"
 STOP_GRACE_S: Final = 1.0
 GRACE_MARGIN_S: Final = 30.0  # for the last messages of a request that ran for as long as it may
 MEASURE_EVERY_S: Final = 1.0
-HANG_UP: Final = 4.0  # worker silences; after two of them its requests have gone elsewhere
+HANG_UP: Final = 4.0  # multiple of the silence limit; after two, a worker's requests have moved
 DROPPED: Final = ("late", "illegal")  # of RouterState.counters
 _SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @final
 class RouterServer:
-    """start() once, on the loop that it then lives on; drain() or stop() at the end."""
+    """start() once, on its event loop; drain() or stop() at the end."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class RouterServer:
         metrics: Metrics | None = None,
         on_crash: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """`metrics` in place of those that config.metrics_port serves.
+        """`metrics` replaces those of config.metrics_port.
 
-        Raises ModelError where the model's tokenizer cannot be read and ConfigError on an unknown policy, or without
-        a cluster secret.
+        Raises ModelError if the model's tokenizer cannot be read, and ConfigError on an unknown policy or without a
+        cluster secret.
         """
         self._config = config
         secret = ClusterSecret(config.cluster_secret)
@@ -129,7 +129,7 @@ class RouterServer:
         self._readiness = asyncio.Event()
         self._is_closing = False
         self._has_crashed = False
-        self._farewell: asyncio.Task[None] | None = None  # held, or the loop might drop it
+        self._farewell: asyncio.Task[None] | None = None  # referenced, because the loop does not keep it alive
         self._counted: Counter[str] = Counter()
         self.address = ""
         self._port = 0
@@ -143,7 +143,7 @@ class RouterServer:
         return bool(self.address) and not self._has_crashed and not self._is_closing
 
     async def start(self) -> str:
-        """HOST:PORT, once it listens. Raises ConfigError when the port is taken."""
+        """Returns HOST:PORT once it listens. Raises ConfigError if the port is in use."""
         config = self._config
         self._server = grpc.aio.server(
             interceptors=(
@@ -168,7 +168,7 @@ class RouterServer:
         return self.address
 
     async def drain(self) -> None:
-        """Says that it is going, finishes what runs for at most drain_s, then stops."""
+        """Changes its health, finishes running requests for at most drain_s, then stops."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -273,7 +273,7 @@ class RouterServer:
         self._readiness.set()
 
     async def _follow_readiness(self) -> None:
-        """Inference is served while a decode worker is attached: it alone can answer."""
+        """Inference is served while a decode worker is attached."""
         while True:
             await self._readiness.wait()
             self._readiness.clear()
@@ -314,7 +314,7 @@ class RouterServer:
 
 
 def _model_name(model: str) -> str:
-    """As an engine names it: of a folder, the last part."""
+    """The engine's name of the model: the last part of the folder."""
     return model if model in TOYS else Path(model).resolve().name
 
 
@@ -335,12 +335,12 @@ def _server_options(config: RouterConfig) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", config.max_message_bytes),
         *port_options(max_connections=config.max_connections, idle_s=config.connection_idle_s),
         *age_options(age_s=config.connection_age_s, grace_s=config.request_timeout_s + GRACE_MARGIN_S),
-        # Clients may ping while a long prompt is read; without this they would be sent away.
+        # Allows clients to ping while a long prompt is computed; otherwise they would be disconnected.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_permit_without_calls", 1),
-        # A client whose host vanished is noticed, and its requests cancelled.
+        # Detects clients whose host vanished, and cancels their requests.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
     ]

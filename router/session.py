@@ -1,6 +1,7 @@
-"""One worker's Attach stream: dialled, greeted, read and written until the router ends; redialled when it breaks.
+"""One worker's Attach stream: connects, exchanges hellos, reads and writes until the router ends, and reconnects after
+failures.
 
-What is said over it is not decided here. A stream that ends is reported at once, whatever ended it.
+It makes no decisions. The end of a stream is reported immediately, whatever its cause.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from pdserve.wire.peer_server import channel_options
 
 log = logging.getLogger(__name__)
 
-HELLO_S: Final = 10.0  # a worker that is loading its model listens only when it has loaded it
+HELLO_S: Final = 10.0  # a worker listens only after it has loaded its model
 FIRST_BACKOFF_S: Final = 0.1
 LAST_BACKOFF_S: Final = 2.0
-# A message is a few hundred bytes beside its prompt; a worker that lets so many wait does not read any more.
+# A message is a few hundred bytes plus its prompt; a worker with this many waiting messages does not read any more.
 MAX_UNSENT: Final = 8192
 SILENCE_S: Final = 20.0
 MAX_BATCH: Final = 64  # messages in one
-MAX_BATCH_BYTES: Final = 2**18  # a prompt that is longer than others of its batch holds them up by little
+MAX_BATCH_BYTES: Final = 2**18  # so that a long prompt delays the other messages of its batch only briefly
 MAX_MESSAGE_BYTES: Final = 64 * 2**20  # a snapshot of a large cache
 
 CHANNEL_OPTIONS: Final = (*channel_options(MAX_MESSAGE_BYTES), ("grpc.min_reconnect_backoff_ms", 1_000))
-# How a worker of this cluster rejects a proof, and how a stranger answers that has no proofs.
+# The errors of a worker of this cluster that rejects a proof, and of a foreign server without proofs.
 _UNPROVEN: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
 
 
@@ -42,7 +43,7 @@ class Listener(Protocol):
     """Called on the event loop, in the order of the stream."""
 
     def attached(self, session: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
-        """Returns why this worker is not wanted, or None; nothing else is called for one that is not."""
+        """Returns why this worker is rejected, or None. No other method is called for a rejected worker."""
         ...
 
     def received(self, session: WorkerSession, message: worker_pb2.AttachResponse) -> None: ...
@@ -63,10 +64,10 @@ class WorkerSession:
         silence_s: float = SILENCE_S,
         on_unproven: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Who says nothing for `silence_s`, not even how loaded it is, is hung up on and dialled again.
+        """If a worker sends nothing for `silence_s`, not even its load, the stream is closed and reconnected.
 
-        No message is sent before the worker has proven that it knows the secret of `identity`; `on_unproven` is told
-        why where it has not, or does not accept the router's own proof.
+        No message is sent before the worker has proven that it knows the secret of `identity`. `on_unproven` is called
+        with the reason if it has not, or rejects the router's own proof.
         """
         self.endpoint = endpoint
         self.worker_id = ""  # known once it was attached
@@ -84,7 +85,7 @@ class WorkerSession:
         self._random = random.Random()
 
     def send(self, message: worker_pb2.AttachRequest) -> bool:
-        """Queues a message; False when there is no stream, or one that the worker does not read."""
+        """Queues a message. False: there is no stream, or the worker does not read it."""
         if not self.is_attached:
             return False
         try:
@@ -96,7 +97,7 @@ class WorkerSession:
         return True
 
     def hang_up(self) -> None:
-        """Ends the stream, not the session: it dials again."""
+        """Ends the stream, not the session, which reconnects."""
         if self._call is not None:
             self._call.cancel()
 
@@ -109,7 +110,7 @@ class WorkerSession:
             await asyncio.sleep(backoff_s * self._random.uniform(0.5, 1.0))
 
     async def _stream(self) -> tuple[bool, str]:
-        """One stream from dialling to its end: whether the worker was wanted, and why it ended."""
+        """One stream from connecting to its end. Returns whether the worker was accepted, and why the stream ended."""
         reason = "the router ended the stream"
         introduction = peers.introduce(self._identity, peers.ATTACH, self.endpoint)
         async with grpc.aio.insecure_channel(introduction.target, options=CHANNEL_OPTIONS) as channel:
@@ -157,8 +158,8 @@ class WorkerSession:
         return first.hello, ""
 
     def _watch(self) -> None:
-        """Hangs up on a worker that says nothing, not even how it is. Where a network was cut, its host may have
-        dropped the connection without a word that came through, and this end would read from it for ever."""
+        """Closes the stream of a silent worker. After a network failure the worker's host may have dropped the
+        connection without this end being told, and reading would never end."""
         loop = asyncio.get_running_loop()
         left_s = self._heard_s + self._silence_s - loop.time()
         if left_s > 0:
@@ -186,9 +187,8 @@ class WorkerSession:
             return f"nothing was heard of it for {self._silence_s:g} s" if is_silent else "the router hung up"
 
     async def _write(self, *, is_batching: bool) -> None:
-        """`is_batching`: the worker reads several messages in one, which costs both sides less than one after the
-        other."""
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader hears of the end too
+        """`is_batching`: the worker accepts several messages in one, which costs both sides less."""
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader is told of the end too
             while True:
                 message = await self._unsent.get()
                 if is_batching and not self._unsent.empty():
@@ -196,7 +196,7 @@ class WorkerSession:
                 await self._call.write(message)
 
     def _batch(self, first: worker_pb2.AttachRequest) -> worker_pb2.AttachRequest:
-        """`first` and what waits behind it, within bounds."""
+        """`first` and the following messages, within limits."""
         batch = worker_pb2.AttachRequests(messages=[first])
         num_bytes = first.ByteSize()
         while not self._unsent.empty() and len(batch.messages) < MAX_BATCH and num_bytes < MAX_BATCH_BYTES:

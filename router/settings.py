@@ -1,4 +1,4 @@
-"""What a RouterState is built with; the first line of every recording. Pure."""
+"""The settings of a RouterState; the first line of every recording. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class RouterSettings:
 
     policy: str = "goodput"
     rules_off: tuple[str, ...] = ()  # of router.policy.rules, for the goodput policy
-    local_max_uncached_tokens: int = 16  # prompts up to this rather go to a decode worker whole
+    local_max_uncached_tokens: int = 16  # prompts up to this length preferably go to a decode worker completely
     max_queue: int = 1024
-    max_attempts: int = 4  # attempts that may be lost; refusals are not counted
-    max_worker_deaths: int = 2  # a request that was on so many workers when they died is failed
-    worker_silence_s: float = 5.0  # routed around after this, its attempts given up after twice this
-    # How long requests wait for a decode worker to come back: longer than its watchdog takes to end a hung one
-    # (WorkerConfig.stall_s) and its successor to load. Whoever cannot wait brings a deadline.
+    max_attempts: int = 4  # maximum of lost attempts; declined ones are not counted
+    max_worker_deaths: int = 2  # a request that was on this many workers when they died fails
+    worker_silence_s: float = 5.0  # after this a worker gets no new requests; after twice this its attempts are moved
+    # How long requests wait for a decode worker to come back: longer than its watchdog takes to end a hung worker
+    # (WorkerConfig.stall_s) and its successor takes to load. Clients that cannot wait set a deadline.
     workers_grace_s: float = 60.0
-    release_timeout_s: float = 120.0  # after the end of a request, until Released is no longer waited for
-    explain_capacity: int = 1024  # requests whose decision is kept
+    release_timeout_s: float = 120.0  # how long to wait for Released after the end of a request
+    explain_capacity: int = 1024  # number of requests whose explanation is kept
     is_strict: bool = False  # raise IllegalMove instead of counting it
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Fairness between tenants: who was given how many predicted GPU-seconds, as far as it matters for whose turn it is.
+"""Fairness between tenants, by the predicted GPU-seconds that each has received.
 
-Pure. A tenant that is ahead of the least served tenant that waits by more than a quantum yields to it. `_level` never
-falls, and no tenant that waits is below it: who comes from idleness starts there, so idleness earns no credit, and who
-is idle and not above it need not be remembered.
+Pure. A tenant that is ahead of the least served waiting tenant by more than a quantum yields to it. `_level` never
+decreases, and no waiting tenant is below it. An idle tenant that returns starts at `_level`, so idle time earns no
+credit, and idle tenants that are not above it need not be stored.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final, final
 
-QUANTUM_REQUESTS: Final = 2.0  # a quantum is the work of as many mean requests
-MAX_IDLE: Final = 1024  # idle tenants that are remembered, those that are furthest ahead
+QUANTUM_REQUESTS: Final = 2.0  # a quantum is the work of this many mean requests
+MAX_IDLE: Final = 1024  # number of stored idle tenants, those that are furthest ahead
 GAIN: Final = 0.02  # of each new request in the mean
 
 
@@ -28,7 +28,7 @@ class Shares:
         self._charged = 0
 
     def __len__(self) -> int:
-        """Tenants that are remembered."""
+        """Number of stored tenants."""
         return len(self._served_s)
 
     def served_s(self, tenant: str) -> float:
@@ -71,7 +71,7 @@ class Shares:
         self._raise_level(before_s)
 
     def correct(self, tenant: str, by_s: float) -> None:
-        """What was charged turned out to be more, or less."""
+        """Corrects a charge."""
         self._served_s[tenant] = max(self.served_s(tenant) + by_s, self._level)
         self._raise_level(self._level)
         self._forget()

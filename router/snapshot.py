@@ -1,4 +1,4 @@
-"""What operators see of a router: workers as it believes them to be, and how many requests are where. Pure."""
+"""The router's state for operators: its view of the workers, and the numbers of requests by stage. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WorkerFacts:
     is_connected: bool
     is_draining: bool
     is_drained: bool  # by an operator
-    is_usable: bool  # gets new work: connected, not draining, not silent
+    is_usable: bool  # may receive new work: connected, not draining, not silent
     silent_s: float
     report: Load
     booked_requests: int  # of this router

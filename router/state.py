@@ -1,16 +1,16 @@
 """The router's decisions: `RouterState.handle(event, now_s) -> list[Command]`. Pure.
 
-No clock, socket, thread or randomness inside: equal events at equal times give equal commands, so a recorded
-router can be replayed (replay.py) and the simulator runs this very class. What is decided where:
+It uses no clock, socket, thread or randomness: equal events at equal times give equal commands, so a recorded router
+can be replayed (replay.py), and the simulator runs the same class. Modules:
 
-    lifecycle.py   which event is legal where, and where it leads
+    lifecycle.py   the legal events of each stage, and the next stages
     queue.py       in which order requests wait; shares.py: fairness between tenants
-    placing.py     when the policy is asked for the request that is first, and what its answer does
-    refusal.py     who may not go on waiting, by when forecast.py says that it will start
-    attempts.py    what workers say about an attempt
+    placing.py     when the policy is asked, and how its decision is carried out
+    refusal.py     which waiting requests are rejected, by the predicted start of forecast.py
+    attempts.py    worker messages about an attempt
     recovery.py    lost attempts and lost workers
-    ending.py      the last word to a client, and forgetting
-    explaining.py  why, for who asks later
+    ending.py      the end of requests
+    explaining.py  explanations of placements
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from router.request import Request
 from router.settings import RouterSettings
 from router.snapshot import Topology, take_snapshot
 
-SHORTEST_WAKE_S: Final = 0.001  # WakeAt is never closer, whatever is due
+SHORTEST_WAKE_S: Final = 0.001  # lower limit of the time to WakeAt
 
 
 @final
@@ -69,7 +69,7 @@ class RouterState:
         self._ledger = Ledger(self.settings)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
-        """Takes one event in and says what to do, in order. `now_s` is of any clock that does not run backwards."""
+        """Handles one event and returns the commands to carry out, in order. `now_s` is from any monotonic clock."""
         ledger = self._ledger
         self._advance(now_s)
         self._expire_due()
@@ -88,11 +88,11 @@ class RouterState:
         out, ledger.out = ledger.out, []
         return out
 
-    # -- to look at ----------------------------------------------------------------------------------------------
+    # -- for inspection ----------------------------------------------------------------------------------------------
 
     @property
     def counters(self) -> Counter[str]:
-        """What was dropped, refused, lost and how requests ended; for metrics."""
+        """Counts of dropped messages, rejections, losses and outcomes, for metrics."""
         return self._ledger.counters
 
     @property
@@ -101,7 +101,7 @@ class RouterState:
 
     @property
     def num_running(self) -> int:
-        """Requests that workers have, ended ones not included."""
+        """Number of requests on workers, without ended ones."""
         ledger = self._ledger
         return len(ledger.requests) - len(ledger.ended) - ledger.num_queued
 
@@ -111,7 +111,7 @@ class RouterState:
         return not self._ledger.requests
 
     def knows(self, request_id: str) -> bool:
-        """Also while it only waits for Released; its id must not be used again before."""
+        """Also true while it only waits for Released, because its id must not be reused before."""
         return request_id in self._ledger.requests
 
     def stage_of(self, request_id: str) -> Stage | None:
@@ -124,7 +124,7 @@ class RouterState:
         return {} if request is None else dict(request.cached_blocks)
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Why a recent request was placed where it was; None when it is not among the last ones."""
+        """Why a recent request was placed where it was; None if it is not among the last ones."""
         ledger = self._ledger
         request = ledger.requests.get(request_id)
         if request is None or request_id in ledger.ended:
@@ -147,7 +147,7 @@ class RouterState:
             ledger.now_s = ledger.last_placement_s = now_s
         gap_s = now_s - ledger.now_s
         if gap_s > self.settings.worker_silence_s:
-            # Alarms ring at least every half of this while workers are connected: the router itself was away.
+            # While workers are connected, alarms are at most half of this apart, so the router itself was suspended.
             ledger.fleet.excuse_silence(gap_s)
         ledger.now_s = max(ledger.now_s, now_s)
         if _is_due(ledger.timers.wake_at_s, ledger.now_s):
@@ -166,7 +166,7 @@ class RouterState:
             ledger.is_placing_due = True
 
     def _set_alarm(self) -> None:
-        """Asks for TimePassed at the earliest time at which something is due, unless that is asked already."""
+        """Requests TimePassed at the earliest time at which something is due, unless it was requested already."""
         ledger, timers = self._ledger, self._ledger.timers
         if timers.silence_at_s is None:
             limit_s = 2.0 * self.settings.worker_silence_s
@@ -277,12 +277,12 @@ def _on_closing(ledger: Ledger, event: RouterClosing) -> None:
 
 
 def _on_time(ledger: Ledger, event: TimePassed) -> None:
-    """What is due by time is done before and after every event. The alarm has rung, be it a moment early."""
+    """Everything that is due is done before and after every event. The alarm may be slightly early."""
     ledger.timers.wake_at_s = None
 
 
 def _heard(handler: Callable[[Ledger, Any], None]) -> Callable[[Ledger, Any], None]:
-    """Any word of a worker breaks its silence."""
+    """Any message of a worker ends its silence."""
 
     def hear(ledger: Ledger, event: Any) -> None:
         view = ledger.fleet.connected(event.worker_id)

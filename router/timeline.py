@@ -1,8 +1,8 @@
-"""Which phase each stretch of a request's life belongs to. Pure; the phases are those of pdserve/core/phases.py.
+"""Assigns each interval of a request's time to a phase of pdserve/core/phases.py. Pure.
 
-A stretch ends where the request's stage changes. Worker reports divide it; what they leave goes to one phase more:
-MESSAGES where the worker has accounted for all of its own work, else the phase that its stage stands for. So the
-phases add up to the whole time, whatever happens to the request.
+An interval ends when the request's stage changes. Worker reports divide it. The rest goes to one further phase:
+MESSAGES if the worker has reported all of its own work, otherwise the phase of the stage. So the phases always add up
+to the whole time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, final
 from pdserve.core.phases import Phase, Phases, Slice
 from router.lifecycle import Move, Stage
 
-MOST_SLICES: Final = 128  # beyond it, a stretch is added to an earlier slice of its phase
+MOST_SLICES: Final = 128  # beyond it, an interval is added to an earlier slice of its phase
 
 STANDS_FOR: Final[Mapping[Stage, Phase]] = {
     Stage.QUEUED: Phase.QUEUE,
@@ -28,7 +28,7 @@ STANDS_FOR: Final[Mapping[Stage, Phase]] = {
 }
 GOES_ON: Final = frozenset(
     {
-        (Stage.PREFILLING, Move.COMMITTED),  # the prompt's last chunk is still being computed, as far as is known
+        (Stage.PREFILLING, Move.COMMITTED),  # the prompt's last chunk is assumed to be still computing
         (Stage.DECODING, Move.TOKENS),
         (Stage.LOCAL, Move.TOKENS),
     }
@@ -44,15 +44,15 @@ class Timeline:
         self._seconds: dict[Phase, float] = {}
         self._slices: list[Slice] = []
         self._parts: list[tuple[Phase, float]] = []
-        self.is_accounted = False  # the worker has accounted for all of its work in the open stretch
+        self.is_accounted = False  # the worker has reported all of its work in the open interval
 
     def report(self, phase: Phase, seconds: float) -> None:
-        """Its worker spent so long of the open stretch in this phase."""
+        """The worker spent `seconds` of the open interval in this phase."""
         if 0.0 < seconds < math.inf:
             self._parts.append((phase, seconds))
 
     def close(self, rest: Phase, now_s: float, attempt: int, *, is_rest_reported: bool = False) -> None:
-        """Ends the open stretch. Reports that exceed it are cut: two clocks and two messages never agree exactly."""
+        """Ends the open interval. Reports that exceed it are clipped, because two clocks never agree exactly."""
         for phase, seconds in self._parts:
             self._add(phase, min(self._mark_s + seconds, now_s), attempt, is_reported=True)
         self._parts.clear()
@@ -78,7 +78,7 @@ class Timeline:
 
     @property
     def phases(self) -> Phases:
-        """Of all stretches that have ended."""
+        """The phases of all ended intervals."""
         return Phases.of(self._seconds)
 
     @property

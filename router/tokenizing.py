@@ -1,7 +1,8 @@
-"""Runs tokenizers beside the event loop, in two lanes: long texts neither delay short ones nor take their places.
+"""Runs tokenizers beside the event loop, in two queues, so that long texts do not delay short ones or take their
+places.
 
-Each lane runs its texts in the order in which they came, and bounds how many wait. The long one also bounds the bytes
-of the requests that wait: each is held in memory several times over meanwhile.
+Each queue runs its texts in order of arrival, and limits how many wait. The queue of long texts also limits the bytes
+of waiting requests, because each is held in memory several times.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class TokenizerThreads:
         self._long = _Lane("long", 1)
 
     async def run(self, num_chars: int, num_bytes: int, work: Callable[[], Result]) -> Result:
-        """`work` on `num_chars` of text, of a request of `num_bytes`. Raises Overloaded where too much waits."""
+        """Runs `work` on `num_chars` of text, of a request of `num_bytes`. Raises Overloaded if too much waits."""
         is_long = num_chars > LONG_CHARS or num_bytes > LONG_BYTES
         lane = self._long if is_long else self._short
         if is_long and lane.num_bytes and lane.num_bytes + num_bytes > MAX_WAITING_BYTES:
@@ -62,7 +63,7 @@ class _Lane:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, task)
         finally:
-            # Of a caller that has left, the lane holds the task until its turn; it must not hold the text.
+            # If the caller disconnects, the queue keeps the task until its turn, but must not keep the text.
             task.work = None
             self.num_waiting -= 1
             self.num_bytes -= num_bytes

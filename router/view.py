@@ -1,8 +1,8 @@
-"""What the router believes of one worker: its hello, its last report, and what was placed there since. Pure.
+"""The router's view of one worker: its hello, its last report, and the placements since. Pure.
 
-The worker is the authority on its capacity; these are predictions for choosing where to ask. A report is stale by a
-heartbeat, the router's own bookings are exact but know nothing of other routers. Both are joined by the difference:
-believed now = reported + (booked now - booked when the report came).
+The worker decides about its capacity; the view only predicts it. A report may be as old as a heartbeat, and the
+router's own bookings are exact but exclude other routers. Both are combined: estimate = reported + (booked now - booked
+when the report came).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from router.line import Line
 from router.load import DecodeLoad
 from router.phase import Phase
 
-# (sequences that decode here or are on their way here, those of them that wait for their first step, tokens of all
-# of them, blocks that could be given to others)
+# (decoding and arriving sequences, those of them that wait for their first step, tokens of all of them, available
+# blocks)
 Beliefs = tuple[int, int, int, int]
 
 
 @dataclass(slots=True, kw_only=True)
 class Booking:
-    """What one attempt of one request holds, or is about to hold, on one worker.
+    """The memory and work of one attempt of one request on one worker.
 
-    Booked when the placement is decided, so that the next decision sees it; `is_sent` once the worker was told.
-    Ends with Released, Refused or the loss of the worker; a booking that was never sent just ends.
+    Booked when the placement is decided, so that the next decision includes it; `is_sent` once the worker was told. It
+    ends with Released, Refused or the loss of the worker; a booking that was never sent ends directly.
     """
 
     request_id: str
@@ -42,7 +42,7 @@ class Booking:
     tpot_s: float | None = None  # promised; set while it has or will have a row in the decode batch
     is_sent: bool = False
     is_arriving: bool = True  # not computing yet (decode: not in the batch yet)
-    is_landing: bool = False  # its KV comes from a prefill worker and is not here yet
+    is_landing: bool = False  # its KV comes from a prefill worker and has not arrived
     is_cancelled: bool = False
 
 
@@ -57,7 +57,7 @@ class Totals:
     prefill_s: float = 0.0
     prefills: int = 0
     arriving: int = 0
-    landing_tokens: int = 0  # of remote prompts whose KV is not here yet
+    landing_tokens: int = 0  # of remote prompts whose KV has not arrived
 
     def copy(self) -> Totals:
         return Totals(
@@ -108,10 +108,10 @@ class WorkerView:
         self.line = Line()  # requests that are bound to it and not yet booked
         self.is_drain_requested = False
         self.grant_wait_s = 0.0  # moving mean of Reserve -> Granted, beyond half a step
-        # What messages take: their worker's time, and the rest of the step in which they find it, apart.
+        # Latency of messages, without the worker's own time and the rest of its running step.
         self.grants = Leg()  # Reserve -> Granted
         self.replies = Leg()  # Prefill -> FirstToken
-        self.first_tokens = Leg()  # Reserve -> first token, of prompts that a decode worker reads itself
+        self.first_tokens = Leg()  # Reserve -> first token, for prompts that a decode worker prefills itself
         self._start(now_s)
 
     def _start(self, now_s: float) -> None:
@@ -123,12 +123,12 @@ class WorkerView:
         self.bookings: dict[tuple[str, int], Booking] = {}
         self.totals = Totals()
         self._at_report = Totals()
-        self.promises: Counter[float] = Counter()  # promised TPOT -> rows booked with it
-        self.kept_load: DecodeLoad | None = None  # `load`, until something of this changes
-        self.free_at_s = now_s  # when the prefills that are here should be done
-        self.closed_until_s = now_s  # it refused; not asked before
-        self.freed_s = now_s  # when something last happened that may have made room here
-        self.computed_s = now_s  # when a prompt was last done here, or given up
+        self.promises: Counter[float] = Counter()  # TPOT target -> rows booked with it
+        self.kept_load: DecodeLoad | None = None  # cached `load`
+        self.free_at_s = now_s  # when its present prefills should be done
+        self.closed_until_s = now_s  # it declined; not asked before this time
+        self.freed_s = now_s  # when an event last may have made room here
+        self.computed_s = now_s  # when a prompt was last finished or abandoned here
         self.phase = Phase()
 
     # -- facts ---------------------------------------------------------------------------------------------------
@@ -153,10 +153,10 @@ class WorkerView:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.hello.block_size)
 
-    # -- beliefs -------------------------------------------------------------------------------------------------
+    # -- estimates -------------------------------------------------------------------------------------------------
 
     def beliefs(self) -> Beliefs:
-        """The worker's present state, other routers' share included."""
+        """The worker's estimated present state, including other routers' requests."""
         report, totals, then = self.report, self.totals, self._at_report
         rows, arriving, context = totals.rows, totals.arriving, totals.tokens
         others = report.running + report.waiting - then.rows
@@ -172,7 +172,7 @@ class WorkerView:
 
     @property
     def load(self) -> DecodeLoad:
-        """Of a decode worker: all of this in seconds."""
+        """For a decode worker: its load in seconds."""
         load = self.kept_load
         if load is None:
             load = self.kept_load = DecodeLoad(
@@ -181,26 +181,26 @@ class WorkerView:
         return load
 
     def reading_s(self, uncached: int, cached: int) -> float:
-        """`prefill_s`, on a decode worker beside its residents."""
+        """`prefill_s`, or on a decode worker the time beside its running requests."""
         if self.hello.role is Role.DECODE and self.totals.rows:
             return self.load.reading_s(uncached, cached)
         return self.prefill_s(uncached, cached)
 
     def share_s(self, uncached: int, cached: int) -> float:
-        """What whoever comes next waits for it: `reading_s`, of which a decode worker's last step is shared."""
+        """The delay for the next request: `reading_s`, but a decode worker's last step is shared."""
         if self.hello.role is Role.DECODE and self.totals.rows:
             return self.load.share_s(uncached, cached)
         return self.prefill_s(uncached, cached)
 
     @property
     def half_step_s(self) -> float:
-        """What is left on average of the step that runs on a decode worker."""
+        """The mean remaining time of a decode worker's running step."""
         if not self.totals.rows:
             return 0.0
         return 0.5 * (self.load.reads_s if self.totals.prefills else self.load.step_s)
 
     def rest_of_step_s(self, now_s: float) -> float:
-        """How long a message that is sent now waits for the end of a decode worker's step."""
+        """How long a message that is sent now waits for the end of the decode worker's step."""
         totals = self.totals
         if not totals.rows:
             return 0.0
@@ -208,13 +208,13 @@ class WorkerView:
         if not totals.prefills:
             return self.phase.rest_s(at_s, load.step_s)
         reads_s = load.reads_s
-        if totals.prefills == totals.rows:  # nobody decodes: nothing keeps its chunks short
+        if totals.prefills == totals.rows:  # without decode rows, chunks are not limited
             reads_s = self.prefill_s(min(totals.prefill_tokens, self.hello.max_batch_tokens), 0)
-        # The last step of a prompt has less to read.
+        # The last step of a prompt is shorter.
         return min(self.phase.rest_s(at_s, reads_s), max(self.free_at_s - now_s, load.step_s))
 
     def timed(self, event: BatchTimed) -> bool:
-        """Learns from a finished batch. False: it is no sample. `load` follows with the next report."""
+        """Learns from a finished batch. False: it is not a sample. `load` is updated with the next report."""
         return self.cost.observe(
             rows=event.rows,
             prefill_tokens=event.prefill_tokens,
@@ -230,13 +230,13 @@ class WorkerView:
 
     @property
     def prefills_ahead(self) -> int:
-        """Requests whose prompt is to be computed here before a newcomer's: booked, in line, other routers'."""
+        """Number of prompts to compute here before a new one: booked, in line, and of other routers."""
         others = self.report.waiting - self._at_report.prefills
         return self.totals.prefills + len(self.line) + max(others, 0)
 
     @property
     def prefill_tokens_ahead(self) -> int:
-        """Prompt tokens that are to be computed here before a newcomer's: booked, in line, other routers'."""
+        """Prompt tokens to compute here before a new request's: booked, in line, and of other routers."""
         others = self.report.pending_prefill_tokens - self._at_report.prefill_tokens
         return self.totals.prefill_tokens + self.line.uncached_tokens + max(others, 0)
 
@@ -250,7 +250,7 @@ class WorkerView:
 
     @property
     def tightest_tpot_s(self) -> float:
-        """Strictest promise among this router's residents."""
+        """The strictest TPOT target among this router's requests here."""
         return min(self.promises) if self.promises else math.inf
 
     # -- bookings ------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class WorkerView:
         totals.arriving += 1
         if booking.tpot_s is not None:
             if not totals.rows:
-                self.phase.ended(now_s)  # it begins as soon as it hears of this
+                self.phase.ended(now_s)  # it begins as soon as it is told
             totals.rows += 1
             totals.tokens += booking.tokens
             self.promises[booking.tpot_s] += 1
@@ -279,7 +279,7 @@ class WorkerView:
             self.free_at_s = max(self.free_at_s, now_s) + booking.prefill_s
 
     def arrived(self, booking: Booking) -> None:
-        """It waits no longer in the worker's inbox: it computes, or is over."""
+        """It no longer waits in the worker's inbox: it is being computed, or has ended."""
         if booking.is_landing:
             booking.is_landing = False
             self.totals.landing_tokens -= booking.tokens
@@ -303,7 +303,7 @@ class WorkerView:
             self.totals.tokens += tokens
 
     def computed(self, booking: Booking, now_s: float) -> None:
-        """Its prefill is done, or will not be done."""
+        """Its prefill was finished or abandoned."""
         if booking.prefill_tokens:
             totals = self.totals
             totals.prefill_tokens -= booking.prefill_tokens
@@ -314,7 +314,7 @@ class WorkerView:
             self.freed_s = self.computed_s = now_s
 
     def left_batch(self, booking: Booking) -> None:
-        """It has no row any more; its blocks may still be held."""
+        """It no longer has a row, but its blocks may still be held."""
         self.kept_load = None
         if booking.tpot_s is not None:
             self.totals.rows -= 1
@@ -333,16 +333,16 @@ class WorkerView:
         self.kept_load = None
         del self.bookings[booking.request_id, booking.attempt]
 
-    # -- what the worker says ------------------------------------------------------------------------------------
+    # -- reports of the worker ------------------------------------------------------------------------------------
 
     def reported(self, report: Load, now_s: float) -> None:
         self.report = report
-        if report.is_drained:  # from here on the worker says itself how long, as another router may take it back
+        if report.is_drained:  # from now on the worker reports it, because another router may undo it
             self.is_drain_requested = False
         self.freed_s = now_s
         self.kept_load = None
         self._at_report = self.totals.copy()
-        # Slower than predicted, or other routers' work: what it says is pending is yet to come.
+        # It is slower than predicted, or has other routers' work: use the pending tokens of the report.
         self.free_at_s = max(self.free_at_s, now_s + self._pending_s(report.pending_prefill_tokens))
 
     @property
@@ -350,8 +350,8 @@ class WorkerView:
         return self._pending_s(self.report.pending_prefill_tokens - self._at_report.prefill_tokens)
 
     def _pending_s(self, tokens: int) -> float:
-        """Of prompt tokens that are spread over many prompts, or over one: nobody says, so they are priced as those
-        that are booked, on average."""
+        """Time for prompt tokens whose division into prompts is unknown; they cost as much as the booked ones on
+        average."""
         if tokens <= 0:
             return 0.0
         totals = self.totals
@@ -360,18 +360,18 @@ class WorkerView:
         return self.reading_s(tokens, 0)
 
     def stepped(self, event: TokensArrived, now_s: float) -> None:
-        """A step has ended. Only who tells of each of them says with that when the next one will."""
+        """A step has ended. Only workers that report every step let the router predict when the next one ends."""
         rows = event.rows
         if 2 * len(rows) >= self.totals.rows - self.totals.arriving and all(len(row.tokens) == 1 for row in rows):
             self.phase.ended(now_s)
 
     def granted_after(self, wait_s: float, rest_of_step_s: float, half_step_s: float) -> None:
-        """The latter two as they were when the worker was asked."""
+        """The last two arguments are the values at the time of the request to the worker."""
         self.grant_wait_s += 0.1 * (wait_s - half_step_s - self.grant_wait_s)
         self.grants.took(wait_s - rest_of_step_s)
 
     def lost(self) -> list[Booking]:
-        """The stream is gone and with it all that the worker held. Returns what that was."""
+        """The stream has ended, and the worker has lost everything. Returns the lost bookings."""
         held = list(self.bookings.values())
         self.is_connected = False
         self.bookings, self.totals, self._at_report = {}, Totals(), Totals()
@@ -380,7 +380,7 @@ class WorkerView:
         return held
 
     def came_back(self, hello: WorkerConnected, now_s: float) -> None:
-        """A new stream. A new incarnation starts from its own prior; the same one keeps what was learnt of it."""
+        """A new stream. A new incarnation starts from its own prior; the same incarnation keeps its learned costs."""
         if hello.incarnation != self.hello.incarnation:
             self.cost = CostModel(hello.cost)
             self.is_drain_requested = False
@@ -388,7 +388,7 @@ class WorkerView:
         self._start(now_s)
 
     def check(self) -> None:
-        """Bookings add up."""
+        """Checks the sums of bookings."""
         bookings = self.bookings.values()
         rows = [one for one in bookings if one.tpot_s is not None]
         totals = self.totals

@@ -1,7 +1,7 @@
 """The router's streams to all workers: one session per endpoint, from a list and from the registry.
 
-Decides who belongs to the cluster: a worker must serve the same model in the same form as the workers that are
-attached already. Turns what they send into events for the runtime.
+Decides which workers belong to the cluster: a worker must serve the same model in the same form as the attached ones.
+Turns their messages into events for the runtime.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Workers:
         on_unproven: Callable[[], None] = lambda: None,
         on_crash: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """`model_name` is that of the router's own folder, whose tokenizer it uses. `index` is fed with KV events
-        where routers share none. A stream that is silent for `silence_s` is ended. `on_scored` gets prompts'
-        logprobs, before the first token's event. `on_change`: a worker came or went. `on_unproven`: a worker has not
-        proven that it knows the secret of `identity`, and was told nothing."""
+        """`model_name` is that of the router's own folder, whose tokenizer it uses. `index` receives KV events if
+        routers share no index. A stream that is silent for `silence_s` is ended. `on_scored` receives prompts' logprobs
+        before the first token's event. `on_change`: a worker connected or disconnected. `on_unproven`: a worker has not
+        proven that it knows the secret of `identity`, and received nothing."""
         self._identity = identity
         self._model_name = model_name
         self._hello = hello
@@ -67,10 +67,10 @@ class Workers:
         self._tasks: dict[str, tuple[WorkerSession, asyncio.Task[None]]] = {}  # by endpoint
         self._attached: dict[str, WorkerSession] = {}  # by worker id
         self._roles: dict[str, Role] = {}
-        self._complaints: dict[str, str] = {}  # endpoint -> why its worker is not wanted, to say it once
+        self._complaints: dict[str, str] = {}  # endpoint -> why its worker is rejected, to log it once
         self._static: tuple[str, ...] = ()
         self._registered: dict[str, str] = {}  # worker id -> endpoint
-        self._departing: set[str] = set()  # left the registry; forgotten once their streams have ended
+        self._departing: set[str] = set()  # workers that left the registry; forgotten once their streams have ended
         self._is_closing = False
         self._contexts: dict[str, int] = {}  # longest sequence of each attached decode worker
         self.model: ModelFacts | None = None
@@ -79,16 +79,16 @@ class Workers:
 
     @property
     def roles(self) -> Mapping[str, Role]:
-        """Of the attached workers, by id."""
+        """Facts of the attached workers, by id."""
         return self._roles
 
     def dial(self, endpoints: Iterable[str]) -> None:
-        """Workers that are known without a registry."""
+        """Sets the workers that are known without a registry."""
         self._static = tuple(dict.fromkeys([*self._static, *endpoints]))
         self._reconcile()
 
     def register(self, endpoints: Mapping[str, str]) -> None:
-        """The registry's whole content: worker id -> endpoint."""
+        """Sets the registry's whole content: worker id -> endpoint."""
         self._departing |= self._registered.keys() - endpoints.keys()
         self._departing -= endpoints.keys()
         self._registered = dict(list(endpoints.items())[:MAX_WORKERS])
@@ -101,7 +101,7 @@ class Workers:
         return session is not None and session.send(message)
 
     async def close(self) -> None:
-        """Ends all streams, and reports nothing any more."""
+        """Ends all streams without further reports."""
         self._is_closing = True
         tasks = [task for _, task in self._tasks.values()]
         self._tasks.clear()
@@ -110,7 +110,7 @@ class Workers:
         if tasks:
             await asyncio.wait(tasks)
 
-    # -- what sessions report ------------------------------------------------------------------------------------
+    # -- reports of sessions ------------------------------------------------------------------------------------
 
     def attached(self, session: WorkerSession, hello: worker_pb2.WorkerHello) -> str | None:
         complaint = self._complaint(session, hello)
@@ -120,7 +120,7 @@ class Workers:
         self._complaints.pop(session.endpoint, None)
         event = messages.connected(hello, session.endpoint)
         former = self._attached.get(hello.worker_id)
-        if former is not None:  # its successor is here before its own stream has broken
+        if former is not None:  # its successor has connected before the end of its own stream
             self._lose(former, "another incarnation came")
             former.hang_up()
         if not self._attached:
@@ -173,7 +173,7 @@ class Workers:
         self._complain(endpoint, why)
 
     def _complain(self, endpoint: str, why: str, worker_id: str = "") -> None:
-        """Once for each cause, however often the endpoint is dialled."""
+        """Logs each cause once, for any number of connection attempts."""
         if self._complaints.get(endpoint) != why:
             self._complaints[endpoint] = why
             log.warning("a worker is refused", extra={"worker_id": worker_id, "endpoint": endpoint, "why": why})
@@ -200,7 +200,7 @@ class Workers:
         return difference(self.model, facts) if self.model is not None and self._attached else None
 
     def _set_context(self) -> None:
-        """The last decode worker's limit holds while none is attached: clients are told of that in another way."""
+        """While no decode worker is attached, the last one's limit applies; clients get another error in that case."""
         if self.model is not None and self._contexts:
             self.model = replace(self.model, max_context_tokens=max(self._contexts.values()))
 
@@ -236,7 +236,7 @@ class Workers:
         )
 
     def _reconcile(self) -> None:
-        """One session per endpoint that is wanted, none besides."""
+        """Ensures one session for each wanted endpoint, and no others."""
         wanted = dict.fromkeys([*self._static, *self._registered.values()])
         for endpoint in [one for one in self._tasks if one not in wanted]:
             _, task = self._tasks.pop(endpoint)
@@ -257,15 +257,15 @@ class Workers:
                 self._tasks[endpoint] = (session, task)
 
     def _greeting(self, endpoint: str) -> worker_pb2.RouterHello:
-        """A worker keeps one stream per router id. Were ours the same on every endpoint, a worker that is listed
-        under two names would end the stream that works for the one that is then refused."""
+        """A worker keeps one stream per router id. If the id were the same for every endpoint, a worker that is listed
+        under two names would end its working stream for one that is then rejected."""
         hello = worker_pb2.RouterHello()
         hello.CopyFrom(self._hello())
         hello.router_id = f"{hello.router_id}@{endpoint}"
         return hello
 
     def _session_ended(self, task: asyncio.Task[None]) -> None:
-        """Sessions run until they are cancelled; one that ends otherwise is a fault of ours."""
+        """Sessions run until they are cancelled; any other end is an internal error."""
         if not task.cancelled():
             error = task.exception() or RuntimeError("a session returned")
             log.critical("the session of a worker crashed", exc_info=error)

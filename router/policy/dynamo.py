@@ -3,9 +3,9 @@
     adj  = max(active_prefill_blocks + prompt_blocks - overlap_blocks, 0)
     cost = prefill_load_scale * adj + decode_blocks            the lowest wins
 
-With its defaults: prefill_load_scale 1, full credit for blocks in device memory, no decay, temperature 0 (no
-softmax). Prefill workers hold no decode blocks, so the prefill stage compares `adj` alone; the decode stage switches
-overlap off, so `adj` is the prompt on every worker and decode_blocks decides. Aggregated, all of it counts.
+With its defaults: prefill_load_scale 1, full credit for blocks in device memory, no decay, temperature 0 (no softmax).
+Prefill workers hold no decode blocks, so the prefill stage compares only `adj`. The decode stage ignores overlap, so
+`adj` is the prompt on every worker and decode_blocks decides. Without prefill workers, both count.
 
 Deviations: there are no host, disk or shared tiers here, so their credits are zero; prefill load falls when a prefill
 ends, as in Dynamo without its optional decay.
@@ -30,7 +30,7 @@ def prompt_cost(ask: Ask, view: WorkerView, now_s: float) -> float:
 
 
 def decode_blocks(ask: Ask, view: WorkerView, now_s: float) -> int:
-    """Blocks of the sequences that decode there or are on their way."""
+    """Blocks of the sequences that decode there or are arriving."""
     return view.blocks_for(view.beliefs()[2])
 
 

@@ -1,18 +1,19 @@
-"""`goodput`: where the request keeps both of its promises, and takes the least from everybody else's. Pure.
+"""`goodput`: chooses the placement that meets the request's targets and costs other requests the least. Pure.
 
-    remote  ttft(p, d) = queue(p) + prefill of what p does not hold + what d takes to grant
-            tpot(d)    = one step with residents, all on its way, this request and half of what these will answer,
-                         + (what of the transfer the prefill does not hide + half a step to join) / answer
-    local   ttft(d)    = prompts before it on d + its own, read in the chunks that residents leave time for
-            tpot(d)    = the step as above; residents also wait while it is read
-    slack              = min of (promise - prediction - band) / promise over its TTFT, its TPOT, d's strictest TPOT
+    remote  ttft(p, d) = queue(p) + prefill of the tokens that p lacks + time of d to grant
+            tpot(d)    = one step with running and arriving requests, this one, and half of the new ones' answers,
+                         + (part of the transfer that prefill does not hide + half a step to join) / answer
+    local   ttft(d)    = prompts before it on d + its own, in the chunks that running requests' targets allow
+            tpot(d)    = the step as above; running requests also wait while it is prefilled
+    slack              = min of (target - prediction - band) / target over its TTFT, its TPOT, d's strictest TPOT
 
-The way of larger slack is taken. The prefill worker is the one where delay plus work is least: a second of work is
-a second of delay for whoever comes next. The decode worker is the fullest that keeps its promises with some to
-spare, else the emptiest. If the best place cannot start soon, or would break residents' promises, the request waits
-in the router; one that is past saving is served late, where there is room that costs nobody a promise.
+Among placements that meet all targets, the one with the lowest cost is taken. The prefill worker is the one with the
+least delay plus work: a second of work delays the next request by a second. The decode worker is the fullest one that
+meets its targets with some to spare, otherwise the emptiest. If the best placement cannot start soon, or other requests
+would miss their targets because of it, the request waits in the router. A request that cannot meet its target is served
+late, where that makes no other request miss.
 
-Each rule that can be switched off is one part that is exchanged for a simpler one in __init__.
+Each rule that can be switched off replaces one part by a simpler one in __init__.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _choose(ask: Ask, ways: list[Way]) -> Decision:
 
 
 def _is_hopeless_tpot(ask: Ask, ways: list[Way]) -> bool:
-    """No decode worker could keep its time per token even alone."""
+    """Whether no decode worker could meet its TPOT target even without other requests."""
     return all(way.decode.load.alone_s >= ask.slo.tpot_s for way in ways)
 
 
@@ -115,7 +116,7 @@ def _go(ways: list[Way], chosen: Way, reason: str) -> Decision:
 
 
 def _wait(ways: list[Way], reason: str) -> Decision:
-    """`ways`: those that it would take if they were open."""
+    """`ways`: the placements that it would choose if they were available."""
     soonest_s = min(way.opens_in_s for way in ways)
     return Decision(
         choice=Choice.WAIT,
@@ -126,7 +127,7 @@ def _wait(ways: list[Way], reason: str) -> Decision:
 
 
 def _wait_for_room(ask: Ask, reason: str) -> Decision:
-    """Smaller ones may take the room that it waits for, but not for ever."""
+    """Smaller requests may take the room that it waits for, for a limited time."""
     is_urgent = ask.waited_s >= PATIENCE * ask.slo.ttft_s
     return Decision(
         choice=Choice.WAIT,

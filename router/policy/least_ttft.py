@@ -1,17 +1,17 @@
-"""`least-ttft`: the pair that promises the first token soonest, among those that keep everybody's TPOT. Pure.
+"""`least-ttft`: the pair with the earliest predicted first token, among those that meet every TPOT target. Pure.
 
-    ttft(p, d) = queue(p) + prefill(uncached on p) + what d takes to grant
-    tpot(d)    = one step with all residents, all that is on its way to d, and this request
+    ttft(p, d) = queue(p) + prefill(uncached on p) + time of d to grant
+    tpot(d)    = one step with all running and arriving requests of d, and this request
 
-The part of the transfer that the prefill does not hide delays the second token, not the first, which the router
-streams at once: it counts in the choice, not in the prediction.
+The part of the transfer that prefill does not hide delays the second token, not the first, which is streamed
+immediately. It counts in the choice, not in the prediction.
 
-Local, on the decode worker itself: short uncached prompts; no prefill worker; or when that is predicted to take
-less than LOCAL_ADVANTAGE of the best remote way (long queues, a prefix that only the decode worker holds). Its
-prefill may use only the share of time that the residents' promises leave.
+The decode worker itself computes short uncached prompts, all prompts if there is no prefill worker, and prompts for
+which that takes less than LOCAL_ADVANTAGE of the best remote time (long queues, a prefix that only the decode worker
+holds). Its prefill may use only the share of time that the targets of running requests leave.
 
-Nothing is refused because an SLO will be missed: a slow machine serves slowly. Only a deadline that is shorter than
-the best prediction, band included, is refused.
+No request is rejected because it will miss its targets. Only a deadline that is shorter than the best prediction,
+including its band, is rejected.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from router.policy.rooms import (
 )
 from router.view import Beliefs, WorkerView
 
-LOCAL_ADVANTAGE: Final = 0.5  # residents pay for a local prefill, so it must be twice as fast
-PREFILLS_PAIRED: Final = 4  # cheapest of each role that are priced as pairs
+LOCAL_ADVANTAGE: Final = 0.5  # a local prefill delays running requests, so it must be twice as fast
+PREFILLS_PAIRED: Final = 4  # cheapest of each role that are compared as pairs
 DECODES_PAIRED: Final = 8
 PAIRS_SHOWN: Final = 4  # in explanations, the best first
-SMALLEST_SHARE: Final = 0.05  # of a decode worker's time that local prefills get, promises or not
-TRUSTED_SAMPLES: Final = 16  # batches seen before a deadline is called hopeless
+SMALLEST_SHARE: Final = 0.05  # minimum share of a decode worker's time for local prefills
+TRUSTED_SAMPLES: Final = 16  # samples required before a deadline is considered hopeless
 HOPELESS_SIGMAS: Final = 2.0
 
 
 class _Landing:
-    """A decode worker with room, priced for one request. Made for every one of them: kept short."""
+    """A decode worker with room, with its costs for one request. Created for every worker, so it must be cheap."""
 
     __slots__ = ("keeps", "local_ttft_s", "num_bytes", "rank", "tpot_s", "uncached", "view")
 
@@ -58,7 +58,7 @@ class _Landing:
         self.num_bytes = -(-uncached // hello.block_size) * hello.block_bytes
         alone_s = view.cost.prefill_s(uncached, tokens - uncached, hello.max_batch_tokens)
         if rows:
-            # Chunks run between steps: per promised token time, a step's worth is taken already.
+            # Chunks run between steps, so each TPOT target interval already contains one step.
             share = 1.0 - step_s / tightest_s
             alone_s /= share if share > SMALLEST_SHARE else SMALLEST_SHARE
         grant_s, queue_s = view.grant_wait_s, view.free_at_s - now_s
@@ -96,13 +96,13 @@ class LeastTtft:
     def _compare(
         self, ask: Ask, prefills: Sequence[WorkerView], room: Sequence[_Landing], local: Candidate, now_s: float
     ) -> Decision:
-        starts = []  # (seconds until the first token is drawn, worker id, seconds of prefill alone, view)
+        starts = []  # (seconds until the first token is sampled, worker id, seconds of prefill only, view)
         tokens = ask.num_tokens
         for view in not_avoided(prefills, ask):
             cached = ask.cached_on(view)
             prefill_s = view.prefill_s(tokens - cached, cached)
             starts.append((view.queue_s(now_s) + prefill_s, view.hello.worker_id, prefill_s, view))
-        starts.sort()  # worker ids differ, so views are never compared
+        starts.sort()  # worker ids are unique, so views are never compared
         ready = list(islice((one for one in starts if is_prefill_open(one[3], ask, now_s)), PREFILLS_PAIRED))
         pairs = []
         for start_s, prefill_id, prefill_s, prefill in ready:
@@ -114,7 +114,7 @@ class LeastTtft:
                 ttft_s = start_s + view.grant_wait_s
                 whole_s = ttft_s + unhidden_s if unhidden_s > 0.0 else ttft_s
                 pairs.append((not landing.keeps, whole_s, landing.tpot_s, prefill_id, order, ttft_s, prefill, landing))
-        pairs.sort()  # prefill id and order make each one different
+        pairs.sort()  # prefill id and order make each one unique
         shown = tuple([_candidate(ask, one[6], one[7], one[5]) for one in pairs[:PAIRS_SHOWN]])
         remote_s = shown[0].ttft_s if shown else starts[0][0]
         if local.is_feasible and local.ttft_s < LOCAL_ADVANTAGE * remote_s:
@@ -135,7 +135,8 @@ def _local_rank(landing: _Landing) -> tuple[bool, float, float]:
 
 
 def _unless_hopeless(ask: Ask, decode: WorkerView, decision: Decision) -> Decision:
-    """Refuses what is certain to end in vain; `decision` otherwise. Who was begun is not refused."""
+    """Rejects a request that is certain to miss its deadline; otherwise returns `decision`. A started request is not
+    rejected."""
     left_s, cost = ask.deadline_left_s, decode.cost
     if left_s is None or ask.is_resumed or not decision.candidates or cost.num_prefill_samples < TRUSTED_SAMPLES:
         return decision

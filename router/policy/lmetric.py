@@ -1,7 +1,7 @@
 """`lmetric`: Dynamo's alternative without a weight, adj * (decode_blocks + 1) (scheduling.md 1.2). Pure.
 
-`adj` and `decode_blocks` are those of dynamo.py. A prefill worker has no decode blocks and the decode stage has the
-same `adj` everywhere, so with separate workers it chooses what `dynamo` chooses; aggregated it does not.
+`adj` and `decode_blocks` are those of dynamo.py. A prefill worker has no decode blocks, and in the decode stage `adj`
+is the same everywhere, so with separate workers it chooses like `dynamo`. Without prefill workers it differs.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@
 Deviations. Mooncake may pull the best prefix from the worker that holds it (T_transfer, chosen where best / local
 prefix is over a manual threshold); workers here do not pull from each other, so the best prefix counts only on its
 holder, and threshold and T_transfer are nothing to choose between. The paper checks TBT at arrival; here the decode
-worker is chosen when the prefill can start, so TBT is checked then as well, still before anything was computed.
-TTFT as compared with the SLO has the mean wait for a decode worker's grant and the time that the request has waited.
-Whoever was begun is not refused. Aggregated, TTFT and TBT are those of the worker that does both.
+worker is chosen when the prefill can start, so TBT is checked then as well, still before anything was computed. The
+TTFT that is compared with the target includes the mean wait for a decode worker's grant and the time that the request
+has waited. A started request is not rejected. Without prefill workers, TTFT and TBT are those of the worker that does
+both.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Mooncake:
 
 
 def _over(ask: Ask, chosen: Candidate) -> tuple[str, float] | None:
-    """Why it is refused, and when its time would be enough: once the queue is as much shorter."""
+    """Why it is rejected, and the retry time: when the queue is expected to be short enough."""
     slo = ask.slo
     late_s = ask.waited_s + chosen.ttft_s - slo.ttft_s
     if late_s > 0.0 and not ask.bound_to:

@@ -1,4 +1,4 @@
-"""What a request could get were it alone in the cluster: what order and admission of the queue are judged by. Pure."""
+"""What a request would get on an unloaded cluster, which is used for the order of the queue and for admission. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pdserve.core.fit import LONGEST_S
 from router.policy.interface import Outlook
 from router.view import WorkerView
 
-SIGMAS: Final = 2.0  # of the cost model's recent errors: what is called sure
-TRUSTED_SAMPLES: Final = 16  # batches that a worker has shown before anything about it is called sure
+SIGMAS: Final = 2.0  # of the cost model's recent errors: the limit of certainty
+TRUSTED_SAMPLES: Final = 16  # samples of a worker before its predictions count as certain
 
 
 def outlook(
@@ -21,15 +21,14 @@ def outlook(
     prefills: Sequence[WorkerView],
     decodes: Sequence[WorkerView],
 ) -> Outlook:
-    """The soonest first token that any of these workers could give if nobody else were there, to a prompt of `tokens`
-    of which a worker holds `cached_tokens` and that will be answered with `expected_tokens`.
+    """The earliest first token of any of these workers without other requests, for a prompt of `tokens` of which each
+    worker holds `cached_tokens`, and an answer of `expected_tokens`.
 
-    Only what is cached where changes it, and what is learnt of the workers, so an answer may be kept until the request
-    is placed.
+    It depends only on the caches and on the learned costs, so the result may be cached until the request is placed.
     """
-    tokens = float(tokens)  # as all that it meets: mixed arithmetic takes twice as long
-    # CostModel.decode_s and prefill_s, written out: every worker is asked for every request, and calls would cost more
-    # than what they compute.
+    tokens = float(tokens)  # float like all other operands: mixed arithmetic takes twice as long
+    # CostModel.decode_s and prefill_s are inlined, because this runs for every worker and request, and calls would cost
+    # more than the arithmetic.
     tpot_s = LONGEST_S
     for view in decodes:
         weights_s, row_s, token_s = view.cost.decode_coefficients
@@ -37,7 +36,7 @@ def outlook(
         if alone_s < tpot_s:
             tpot_s = alone_s
     best_s, best = math.inf, None
-    split_tokens = split_chunk = chunks = rest = 0.0  # the first two are what the others are of
+    split_tokens = split_chunk = chunks = rest = 0.0  # the last two are computed from the first two
     for views in (prefills, decodes):
         for view in views:
             uncached, cached, cost = tokens, 0.0, view.cost
@@ -62,7 +61,7 @@ def outlook(
             if seconds < best_s:
                 best_s, best = seconds, cost
     best_s = min(best_s, LONGEST_S)
-    first = decodes[0].cost  # a share of a batch is much the same everywhere; the base is shared by whoever is there
+    first = decodes[0].cost  # the share of a batch is similar on all workers; the base is shared by all rows
     _, per_row_s, per_context_token_s = first.decode_coefficients
     return Outlook(
         ttft_s=best_s,

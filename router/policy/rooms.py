@@ -1,4 +1,4 @@
-"""Which workers have room now: rules that every policy shares. Pure."""
+"""Which workers have room now; shared by all policies. Pure."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ def can_start(view: WorkerView, num_tokens: int, now_s: float) -> bool:
 
 
 def opens_in_s(view: WorkerView, now_s: float) -> float:
-    """When a prefill worker is worth another look, should nothing happen before."""
+    """When to consider a prefill worker again if nothing happens before."""
     wait_s = max(view.free_at_s - view.batch_s, view.closed_until_s) - now_s
-    # Well past its time, a place or memory is missing: that comes with word from the worker, not by waiting.
+    # Long after its predicted time, an inbox place or memory is missing, which only a message of the worker changes.
     return clamped_wait_s(wait_s) if wait_s > -SHORTEST_WAIT_S else LONGEST_WAIT_S
 
 
 def is_decode_open(view: WorkerView, beliefs: Beliefs, ask: Ask, now_s: float) -> bool:
-    """A row is free, blocks for the sequence and for every other one to grow by one are, and its inbox has room.
+    """Whether a row is free, there are blocks for the sequence and one more for every other one, and its inbox has
+    room.
 
-    An empty worker is asked whatever its report says: the report may be old, and it knows best.
+    An empty worker counts as open whatever its report says, because the report may be old; the worker decides.
     """
     if view.closed_until_s > now_s:
         return False
@@ -51,7 +52,7 @@ def is_decode_open(view: WorkerView, beliefs: Beliefs, ask: Ask, now_s: float) -
 
 
 def not_avoided(views: Sequence[WorkerView], ask: Ask) -> Sequence[WorkerView]:
-    """Those where the request did not fail before; all of them when there are no others."""
+    """The workers on which the request has not failed before; all of them if there are no others."""
     if not ask.avoid_workers:
         return views
     return [view for view in views if view.worker_id not in ask.avoid_workers] or views

@@ -1,4 +1,4 @@
-"""The goodput policy's rules by name. Each can be switched off alone (`rules_off`), to see what it is worth. Pure."""
+"""The goodput policy's rules by name. Each can be switched off (`rules_off`), to measure its effect. Pure."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ RULES: Final[dict[str, str]] = {
 }
 
 
-#: What holds under every other policy: published baselines are served in plain order of arrival, nobody refused.
+#: The rules of every other policy: published baselines are served in order of arrival, without rejections by the queue.
 PLAIN: Final = frozenset({"priority", "deadline-drop"})
-#: The order of the queue is no policy's own; this one has it without tenants and refusals.
+#: The rules of least-ttft: the order of the queue without tenants and rejections.
 LEAST_TTFT: Final = PLAIN | {"least-slack", "ageing"}
 
 

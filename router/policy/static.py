@@ -1,4 +1,4 @@
-"""Policies that predict nothing: `round-robin` and `colocated`. Pure."""
+"""Policies without predictions: `round-robin` and `colocated`. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from router.view import WorkerView
 
 @final
 class RoundRobin:
-    """Each role in turn, by worker id: what the proxies of vLLM and Mooncake do (scheduling.md 1.4, 1.5).
+    """Takes the workers of each role in turn, by worker id, like the proxies of vLLM and Mooncake (scheduling.md 1.4,
+    1.5).
 
     Deviation: a decode worker without room is skipped.
     """
@@ -32,7 +33,7 @@ class RoundRobin:
         self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
         decision = self._stages(ask, prefills, decodes, now_s)
-        if not ask.bound_to:  # its turn was counted when it was bound
+        if not ask.bound_to:  # it was counted when it was bound
             self._last_prefill = decision.prefill_worker or decision.bound_to or self._last_prefill
         if decision.choice is not Choice.WAIT:
             self._last_decode = decision.decode_worker
@@ -40,7 +41,7 @@ class RoundRobin:
 
 
 def _turn(view: WorkerView, last: str) -> bool:
-    """Those after `last` first, then round the circle; among equals the lowest id wins."""
+    """Workers after `last` first, then from the beginning; among equals the lowest id wins."""
     return view.worker_id <= last
 
 
@@ -48,8 +49,8 @@ _COLOCATED: Final = TwoStage(prefill=sequences, decode=sequences, together=seque
 
 
 def colocated(ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float) -> Decision:
-    """No prefill worker is used: the decode worker with the fewest sequences does everything, the prompt in chunks
-    between (or inside) its decode steps. The baseline of scheduling.md 1.6, on the engine of all the others: the
-    split with no prefill workers is its best one.
+    """Uses no prefill worker: the decode worker with the fewest sequences does everything, with the prompt in chunks
+    between or inside its decode steps. The baseline of scheduling.md 1.6, on the same engine as all others; its best
+    split has no prefill workers.
     """
     return _COLOCATED(ask, (), decodes, now_s)

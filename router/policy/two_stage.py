@@ -1,13 +1,13 @@
-"""How every published baseline places a request: prefill worker by one price, decode worker by another. Pure.
+"""The common scheme of the published baselines: the prefill worker by one cost, the decode worker by another. Pure.
 
-At arrival the prefill worker of the lowest price is chosen, and the request is bound to it: it waits in that
-worker's line, whatever the others do meanwhile. When the worker can start it, the decode worker is chosen, since
-its landing place must be reserved before the prefill begins (the published systems choose it after the prefill; then
-a prompt may be computed for nothing). Without prefill workers one price over the decode workers decides, and the
-worker does both phases: the published aggregated mode.
+At arrival the prefill worker with the lowest cost is chosen, and the request is bound to it: it waits in that worker's
+line, even if others become free. When the worker can start it, the decode worker is chosen, because its blocks must be
+reserved before the prefill begins. (The published systems choose it after the prefill, so a prompt may be computed in
+vain.) Without prefill workers, one cost over the decode workers decides, and the worker does both phases, which is the
+published aggregated mode.
 
-Deviations that this router forces on all of them, each in the baseline's favour: nothing is sent to a decode worker
-that has no free row or memory, and a worker where the request failed before is avoided while there are others.
+Deviations, each in the baseline's favour: nothing is sent to a decode worker without a free row or memory, and a worker
+where the request failed before is avoided while there are others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from router.policy.rooms import (
 )
 from router.view import WorkerView
 
-# What it costs to place the request there, in whatever unit; any ordered value. The lowest wins, then the lowest id.
+# The cost of placing the request there: any ordered value. The lowest wins, then the lowest id.
 Price = Callable[[Ask, WorkerView, float], Any]
 
 SHOWN: Final = 4  # candidates in an explanation, the best first
@@ -34,7 +34,8 @@ SHOWN: Final = 4  # candidates in an explanation, the best first
 
 class TwoStage:
     def __init__(self, *, prefill: Price, decode: Price, together: Price, reason: str) -> None:
-        """`together` prices a decode worker that also computes the prompt. `reason` is what explanations say."""
+        """`together` is the cost of a decode worker that also computes the prompt. `reason` is shown in
+        explanations."""
         self._prefill = prefill
         self._decode = decode
         self._together = together
@@ -51,7 +52,7 @@ class TwoStage:
             return self._start(ask, [bound], decodes, now_s)
         ranked = _cheapest(self._prefill, ask, able, now_s)
         prefill = ranked[0]
-        if not prefill.line:  # who waits there goes first
+        if not prefill.line:  # requests that wait there go first
             decision = self._start(ask, ranked, decodes, now_s)
             if decision.choice is Choice.REMOTE:
                 return decision
@@ -66,7 +67,7 @@ class TwoStage:
         )
 
     def _start(self, ask: Ask, ranked: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float) -> Decision:
-        """On the first of `ranked`, if it can start the request now."""
+        """Places it on the first of `ranked`, if that can start the request now."""
         prefill = ranked[0]
         if not is_prefill_open(prefill, ask, now_s):
             return Decision(
@@ -110,7 +111,7 @@ def with_room(ask: Ask, decodes: Sequence[WorkerView], now_s: float) -> list[Wor
 
 
 def queued_prefill_s(view: WorkerView, now_s: float) -> float:
-    """Predicted seconds of prefill before a newcomer: booked there, in its line, and other routers' share."""
+    """Predicted seconds of prefill before a new request: booked there, in its line, and of other routers."""
     return view.queue_s(now_s) + view.line.prefill_s
 
 
@@ -121,7 +122,7 @@ def step_with(ask: Ask, view: WorkerView) -> float:
 
 
 def prefill_s(ask: Ask, view: WorkerView) -> float:
-    """Predicted seconds of this prompt there; on a decode worker, in the chunks that its residents leave room for."""
+    """Predicted seconds of this prompt there; on a decode worker, in the chunks that its running requests allow."""
     cached = ask.cached_on(view)
     return view.reading_s(ask.num_tokens - cached, cached)
 
@@ -152,7 +153,7 @@ def _candidate(ask: Ask, prefill_worker: str, decode: WorkerView, ttft_s: float)
 
 
 def _not_failed(ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]) -> Sequence[WorkerView]:
-    """Prefill workers that have a decode worker left with which the request did not fail."""
+    """Prefill workers with a decode worker with which the request has not failed."""
     able = not_avoided(prefills, ask)
     if not ask.avoid_pairs:
         return able
@@ -161,4 +162,4 @@ def _not_failed(ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[Work
 
 def _cheapest(price: Price, ask: Ask, views: Sequence[WorkerView], now_s: float) -> list[WorkerView]:
     priced = [(price(ask, view, now_s), view.worker_id, view) for view in views]
-    return [view for _, _, view in nsmallest(SHOWN, priced)]  # ids differ, so views are never compared
+    return [view for _, _, view in nsmallest(SHOWN, priced)]  # ids are unique, so views are never compared

@@ -1,7 +1,7 @@
-"""The ways in which a request can be served, priced: each pair of workers, and each decode worker by itself. Pure.
+"""The candidate placements of a request with their costs: pairs of workers, and single decode workers. Pure.
 
-Every worker is touched once, with the few multiplications that rank it; only the best of each role are kept, and
-priced in detail. Formulas: docs/scheduling.md.
+Each worker is ranked with a few multiplications; only the best of each role are compared in detail. Formulas:
+docs/scheduling.md.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from router.policy.tuning import (
 )
 from router.view import WorkerView
 
-# Decode workers with room, as they are ranked: (2 if somebody's promise is broken by it, 1 if nearly, else 0; what is
-# spare, by order of preference; place in the order of workers; its step with this request in it; view; load).
-# Those that would read the prompt: (1 if somebody's promise is broken by it, else 0; cost; then as above).
+# Ranked decode workers with room: (2 if a target would be missed, 1 if almost, else 0; spare time, by order of
+# preference; place in the order of workers; its step with this request; view; load). Those that would prefill the
+# prompt: (1 if a target would be missed, else 0; cost; then as above).
 Landing = tuple[int, float, int, float, WorkerView, DecodeLoad]
 Reader = tuple[int, float, int, float, int, float, WorkerView, DecodeLoad]
 StepRule = Callable[[WorkerView, DecodeLoad, float, float], float]
@@ -45,8 +45,8 @@ NOTHING_CACHED: Final[Mapping[str, int]] = {}
 class Landings(NamedTuple):
     """The best decode workers with room, in order."""
 
-    landings: list[Landing]  # where KV from a prefill worker lands; at most DECODES_PAIRED
-    readers: list[Reader]  # that would read the prompt themselves; at most LOCALS_PRICED
+    landings: list[Landing]  # receivers of KV from a prefill worker; at most DECODES_PAIRED
+    readers: list[Reader]  # workers that would prefill the prompt themselves; at most LOCALS_PRICED
 
 
 @final
@@ -57,21 +57,21 @@ class Way:
     ttft_s: float  # from now
     tpot_s: float
     ttft_slack: float
-    tpot_slack: float  # of the strictest promise on the decode worker, this request's included
-    harms: bool  # a resident's promise is broken by it
-    cost: float  # shares of promises that it takes: from its own TTFT and the next one's, from TPOTs on d
+    tpot_slack: float  # for the strictest TPOT target on the decode worker, including this request's
+    harms: bool  # a running request would miss its target because of it
+    cost: float  # cost in shares of targets: of its own TTFT and the next request's, of TPOTs on d
     opens_in_s: float  # 0: it can start now
-    slack: float  # the lesser of both
+    slack: float  # the smaller of both
 
 
 def tandem_step_s(view: WorkerView, load: DecodeLoad, tokens: float, growth: float) -> float:
-    """One step once all that is on its way has arrived, and this and they are half answered. Residents are taken to
-    be in the middle of their answers: as many tokens as they will add leave with those that end."""
+    """One step after all arriving requests have arrived, when they and this one are half answered. Running requests are
+    assumed to be in the middle of their answers: the tokens that they will add leave with those that end."""
     return load.joined_s + load.token_s * (tokens + growth * (1 + load.arriving))
 
 
 def reported_step_s(view: WorkerView, load: DecodeLoad, tokens: float, growth: float) -> float:
-    """The next step as the worker itself sees it."""
+    """The next step, from the worker's own report."""
     base_s, row_s, token_s = view.cost.decode_coefficients
     return base_s + row_s * (view.report.running + 1) + token_s * (view.report.context_tokens + tokens)
 
@@ -79,9 +79,9 @@ def reported_step_s(view: WorkerView, load: DecodeLoad, tokens: float, growth: f
 def find_landings(
     ask: Ask, cached: Mapping[str, int], decodes: Sequence[WorkerView], now_s: float, step_of: StepRule, fullest: float
 ) -> Landings:
-    """The best of the decode workers with a row and blocks for the whole answer that is expected.
-    `fullest`: 1 or -1, the order of their ranks."""
-    tokens, own_s = float(ask.num_tokens), ask.slo.tpot_s  # floats throughout: mixed arithmetic takes twice as long
+    """The best of the decode workers with a row and blocks for the whole expected answer. `fullest`: 1 or -1, the
+    direction of the ranking."""
+    tokens, own_s = float(ask.num_tokens), ask.slo.tpot_s  # all floats, because mixed arithmetic takes twice as long
     if ask.is_resumed:
         own_s = ask.answer_left_s / ask.expected_tokens
     growth = 0.5 * ask.expected_tokens
@@ -93,13 +93,14 @@ def find_landings(
     half = tokens - 0.5 * tokens
     landings: list[Landing] = []
     readers: list[Reader] = []
-    last_kind, last_value, last_broken, last_cost = 3, 0.0, 2, 0.0  # who is behind these is none of the best
+    # workers that rank behind these are not among the best
+    last_kind, last_value, last_broken, last_cost = 3, 0.0, 2, 0.0
     for order, view in enumerate(decodes):
         load = view.kept_load or view.load
         rows = load.rows
         if load.free_tokens < room + growth * rows or not load.is_open or view.closed_until_s > now_s:
             continue
-        if is_tandem:  # written out: every worker is asked for every request, and a call would cost more
+        if is_tandem:  # inlined, because this runs for every worker and request, and a call would cost more
             step_s = load.joined_s + load.token_s * (tokens + growth * (1 + load.arriving))
         else:
             step_s = step_of(view, load, tokens, growth)
@@ -141,11 +142,11 @@ def remote_ways(
     now_s: float,
     links: Links,
 ) -> list[Way]:
-    """Pairs of the cheapest prefill workers, open or not, and `landings`; the best pair first."""
+    """Pairs of the cheapest prefill workers, available or not, and `landings`; the best pair first."""
     tokens, answer_s = float(ask.num_tokens), _answer_s(ask)
-    # (its delay and that of who comes next, worker id, delay, seconds of compute, cached tokens, view)
+    # (cost of its own delay and the next request's, worker id, delay, seconds of compute, cached tokens, view)
     starts: list[tuple[float, str, float, float, float, WorkerView]] = []
-    last_s = math.inf  # who costs more is none of the best
+    last_s = math.inf  # workers with a higher cost are not among the best
     for view in prefills:
         uncached, held, cost = tokens, 0.0, view.cost
         if view.worker_id in cached:
@@ -185,7 +186,7 @@ def remote_ways(
                 late_s = latency_s + per_byte_s * num_bytes  # one part
             else:
                 late_s = _parts_late_s(link, prefill, tokens, read, lacking, size, block_bytes, work_s)
-            # What is sent before it takes turns with it on the link, and is hidden while prompts are computed.
+            # Earlier transfers share the link with it, and are hidden while prompts are computed.
             before_bytes = sent_blocks * block_bytes
             if landing_bytes > before_bytes:
                 before_bytes = landing_bytes
@@ -204,12 +205,12 @@ def remote_ways(
 def local_ways(
     ask: Ask, cached: Mapping[str, int], readers: Sequence[Reader], now_s: float, short: float, *, is_only: bool
 ) -> list[Way]:
-    """The decode workers that would do all of it soonest and cheapest.
+    """The best local placements.
 
-    A decode worker's time belongs to all who will come to it, so for prompts of more than `short` uncached tokens it
-    must save what would be worth waiting for; shorter ones are not worth sending away. Infinite where no prefill
-    worker is free to read anything: then the cheaper way is taken. `is_only`: there is no prefill worker at all; else a
-    worker is fit to read only if its steps leave the time for it, when all that is on its way there has arrived.
+    A decode worker's time is needed by later requests, so for prompts of more than `short` uncached tokens a local
+    placement must save WORTH_WAITING; shorter prompts are preferably local. `short` is infinite if no prefill worker is
+    free, and the cheaper placement is then taken. `is_only`: there are no prefill workers. Otherwise a worker is
+    suitable only if its steps leave time to prefill after everything on its way has arrived.
     """
     return [_local(ask, cached, now_s, *reader[5:], short, is_only) for reader in readers]
 
@@ -224,12 +225,13 @@ def _parts_late_s(
     block_bytes: float,
     work_s: float,
 ) -> float:
-    """How long after the first token the KV of a prompt of `tokens` lands that leaves in several parts, as they are
-    computed (core/overlap.py): the prefill worker reads the last `read`, the decode worker lacks the last `lacking`.
+    """How long after the first token the KV of a prompt of `tokens` arrives if it is sent in several parts as they are
+    computed (core/overlap.py). The prefill worker computes the last `read` tokens, the decode worker lacks the last
+    `lacking`.
     """
     cost, chunk = prefill.cost, prefill.hello.max_batch_tokens
     last = read
-    chunks_s = last_s = work_s  # from the first part's readiness; what p has cached is ready at once
+    chunks_s = last_s = work_s  # from the first part's readiness; blocks in p's cache are ready immediately
     if read > chunk:
         last = (read - 1.0) % chunk + 1.0
         last_s = cost.prefill_s(last, tokens - last)
@@ -260,9 +262,9 @@ def _remote(
     rest_s: float,
 ) -> Way:
     ttft_s = delay_s + (rest_s + decode.grants.typical_s) + prefill.replies.typical_s
-    # Its KV lands in the middle of a step, which it cannot join.
+    # Its KV arrives in the middle of a step, which it cannot join.
     tpot_s = step_s + (late_s + 0.5 * step_s) / _steps(ask)
-    # The rest of a step, longer where more is decoded, is no reason to spread what should be packed.
+    # The rest of a step is longer on fuller workers, and must not counteract packing.
     cost = (ttft_s - rest_s + WORK_WEIGHT * work_s) / ask.slo.ttft_s + late_s / answer_s
     return _way(ask, prefill, decode, load, ttft_s, tpot_s, step_s, cost, opens_s, prefill.cost.prefill_error)
 
@@ -281,16 +283,17 @@ def _local(
     read_s = decode.reading_s(ask.num_tokens - held, held)
     queue_s = decode.queue_s(now_s)
     ttft_s = max(queue_s, decode.rest_of_step_s(now_s)) + read_s + decode.first_tokens.typical_s
-    # Residents wait while prompts are read: those of the queue, and this.
+    # Running requests wait while prompts are prefilled: those in the queue, and this one.
     waits_s = load.step_s + (queue_s + read_s) * load.hold / _steps(ask)
     residents_s = max(step_s, min(waits_s, load.reads_s))
     if not is_only:
-        # Steps are filled up to CHUNK_SHARE of the promise; where decode rows come to do so, crumbs are read.
+        # Steps are filled up to CHUNK_SHARE of the target. If decode rows fill them, only tiny chunks are left.
         left_s = ask.slo.ttft_s - ask.waited_s - queue_s
         alone_s = decode.prefill_s(ask.num_tokens - held, held)
         left = 1.0 - alone_s / left_s if alone_s < left_s else 0.0
         residents_s = max(residents_s, step_s / (CHUNK_SHARE * left)) if left > 0.0 else math.inf
-    # When a prompt will have been read is known only roughly, so one may wait behind it: else steps read nothing.
+    # The end of a prefill is known only roughly, so one prompt may wait behind it; otherwise some steps would prefill
+    # nothing.
     opens_s = 0.0 if queue_s <= load.batch_s or decode.totals.prefills <= 1 else queue_s - load.batch_s
     cost = (ttft_s + WORK_WEIGHT * read_s) / ask.slo.ttft_s + read_s * load.hold / _answer_s(ask)
     if short < math.inf:
@@ -299,12 +302,12 @@ def _local(
 
 
 def _answer_s(ask: Ask) -> float:
-    """What the whole answer may take by its promise: a delay within it is this share of the promise."""
+    """The time of the whole answer at the TPOT target, relative to which delays are measured."""
     return _steps(ask) * ask.slo.tpot_s
 
 
 def _steps(ask: Ask) -> float:
-    """Tokens of the answer that take a time per token: all but the first."""
+    """Number of tokens that count for TPOT: all but the first."""
     return ask.expected_tokens - 1.0 if ask.expected_tokens > 2.0 else 1.0
 
 
@@ -323,7 +326,7 @@ def _way(
     slo, sure = ask.slo, load.sure
     own = 1.0 - tpot_s * sure / slo.tpot_s
     tightest_s = load.tightest_s
-    # Without residents whose target can be met, no delay harms anybody: inf / inf would be no number.
+    # Without running requests that can meet their target, no delay matters; inf / inf would be NaN.
     theirs = 1.0 - residents_s * sure / tightest_s if tightest_s < math.inf else 1.0
     tpot_slack = own if own < theirs else theirs
     ttft_slack = 1.0 - (ask.waited_s + ttft_s * (1.0 + (error if error < WIDEST_BAND else WIDEST_BAND))) / slo.ttft_s
