@@ -5,8 +5,7 @@ planning.py chooses the work of a step, and roster.py manages blocks.
     remote:  LANDING -> RUNNING -> (gone)            LANDING until the KV is verified and the first token is known
     local:   WAITING -> RUNNING -> (gone)
     memory ends: RUNNING -> WAITING                  the youngest; its tokens are recomputed later, without changing
-    given up while somebody may write: -> ENDING     abandoned while its blocks may be written: -> ENDING blocks are
-                                                     held until the receiver reports the end
+    abandoned while its blocks may be written: -> ENDING     held until the receiver reports the end
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The asyncio client: Client's twin. Belongs to the event loop that first uses it."""
+"""The asyncio client, with the interface of Client. It belongs to the event loop that first uses it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class AsyncClient(BaseClient):
             return stream.completion
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
-        """The answer piece by piece, without await. Closing, leaving or forgetting the stream cancels the request."""
+        """The answer piece by piece, without await. Closing or dropping the stream, or leaving its block, cancels the
+        request."""
         return self._start(prompt, options, "stream")
 
     async def beam_search(
@@ -52,7 +53,7 @@ class AsyncClient(BaseClient):
         ignore_eos: bool = False,
         timeout_s: float | None = None,
     ) -> tuple[Beam, ...]:
-        """As Client.beam_search."""
+        """Like Client.beam_search."""
         deadline_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         model = await self.model()
         ids = token_ids_of(prompt)
@@ -73,7 +74,7 @@ class AsyncClient(BaseClient):
         return tuple([replace(one, text=await self.detokenize(one.text_ids, ids)) for one in search.found])
 
     async def _tops(self, prompts: Sequence[Sequence[int]], options: Options) -> list[Tops]:
-        """The likeliest next tokens of each prompt; all are asked for at once."""
+        """The most likely next tokens of each prompt; all requests are sent at once."""
         streams = [self._start(prompt, options, "beam_search") for prompt in prompts]
         try:
             for stream in streams:
@@ -91,26 +92,26 @@ class AsyncClient(BaseClient):
         return await self._ask(calls.tokenize(prompt))
 
     async def detokenize(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
-        """The text that `token_ids` add to that of the token ids `prompt`; special tokens have none."""
+        """The text that `token_ids` add to the text of the token ids `prompt`; special tokens have no text."""
         return await self._ask(calls.detokenize(token_ids, prompt))
 
     async def topology(self) -> Topology:
         return await self._ask(calls.topology())
 
     async def drain(self, worker_id: str) -> None:
-        """Stops new work on a worker, and lets its requests finish, until undrain(). Raises NotFound."""
+        """Stops new work on a worker until undrain(); its running requests finish. Raises NotFound."""
         await self._ask(calls.drain(worker_id))
 
     async def undrain(self, worker_id: str) -> None:
-        """Gives new work to a drained worker again. Raises NotFound."""
+        """Allows new work on a drained worker again. Raises NotFound."""
         await self._ask(calls.undrain(worker_id))
 
     async def explain(self, request_id: str) -> Explanation:
-        """Why a recent request was placed where it was. Raises NotFound once the router has forgotten it."""
+        """Why a recent request was placed where it was. Raises NotFound after the router has forgotten it."""
         return await self._ask(calls.explain(request_id))
 
     async def close(self) -> None:
-        """Ends the connection; streams that are still open are cancelled."""
+        """Closes the connection and cancels open streams."""
         if self._channel is not None:
             await self._channel.close(None)
 
@@ -123,7 +124,7 @@ class AsyncClient(BaseClient):
         await self.close()
 
     def _connect(self) -> None:
-        self._channel: grpc.aio.Channel | None = None  # opened on first use, inside the loop that uses it
+        self._channel: grpc.aio.Channel | None = None  # opened on first use, inside the event loop
 
     def _connection(self) -> grpc.aio.Channel:
         if self._channel is None:
@@ -148,7 +149,7 @@ class AsyncClient(BaseClient):
 
 @final
 class AsyncStream(BaseStream, AsyncIterator[Piece]):
-    """Pieces of one answer. Iterate it with `async for`; `completion` is there after the last piece."""
+    """Pieces of one answer, for `async for`; `completion` is available after the last piece."""
 
     def __init__(self, begin: Callable[[float], Any], answer: Answer, attempts: Attempts) -> None:
         self._is_closed = False
@@ -164,7 +165,7 @@ class AsyncStream(BaseStream, AsyncIterator[Piece]):
                 await self._try_again(status.from_rpc_error(error))
                 continue
             except asyncio.CancelledError:
-                # grpc raises this for a call that close() ended as well as for a cancelled reader.
+                # grpc raises this both for a call that close() ended and for a cancelled reader.
                 if self._is_closed:
                     break
                 self.close()
@@ -189,7 +190,7 @@ class AsyncStream(BaseStream, AsyncIterator[Piece]):
             self._call = self._begin(self._attempts.remaining_s)
 
     def close(self) -> None:
-        """Cancels the request if it still runs. Safe to call twice."""
+        """Cancels the request if it is still running. May be called twice."""
         self._is_closed = True
         self._call.cancel()
         self._answer.drop()
@@ -206,8 +207,8 @@ class AsyncStream(BaseStream, AsyncIterator[Piece]):
         self.close()
 
     def __del__(self) -> None:
-        # A reader that breaks out of its loop drops the stream; the cluster should not go on for nobody.
-        # The loop may be closed by then, and the connection with it.
+        # A reader that breaks out of its loop drops the stream, and the cluster should then stop. The event loop and
+        # the connection may already be closed.
         with contextlib.suppress(Exception):
             self.close()
 

@@ -1,6 +1,6 @@
-"""Gathers the messages of one Generate call into pieces and, at the end, a completion; keeps the call's span. No I/O.
+"""Converts the messages of one Generate call to pieces and, at the end, a completion; records the call's span. No I/O.
 
-The span is one per call, retries included, and nothing at all unless the caller's program uses OpenTelemetry.
+There is one span per call, including retries, and none unless the caller's program uses OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdserve.v1 import inference_pb2
 
 
 class Answer:
-    """One call's answer so far. A try that failed before its first token leaves nothing here."""
+    """One call's answer so far. An attempt that failed before its first token leaves nothing here."""
 
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:
         self._span = ClientSpan(_attributes(request))
@@ -25,7 +25,7 @@ class Answer:
         self._finished: list[inference_pb2.Finished] = []
         self._prompt_logprobs: list[TokenLogprob | None] = []
         if request.sampling.HasField("prompt_logprobs"):
-            self._prompt_logprobs.append(None)  # nothing comes before the first token
+            self._prompt_logprobs.append(None)  # nothing is returned before the first token
         self._completion: Completion | None = None
 
     @property
@@ -34,7 +34,7 @@ class Answer:
 
     @property
     def has_begun(self) -> bool:
-        """A token or text has reached the caller, so that trying again could repeat it."""
+        """A token or text has reached the caller, so a retry could repeat it."""
         return bool(self._pieces)
 
     def take(self, message: inference_pb2.GenerateResponse) -> Piece | None:
@@ -59,7 +59,7 @@ class Answer:
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
-        """There with the first piece."""
+        """Available with the first piece."""
         return tuple(self._prompt_logprobs)
 
     def _scored(self, message: inference_pb2.PromptLogprobs) -> None:
@@ -74,7 +74,7 @@ class Answer:
         return results.completion(self.request_id, choices, self._finished, self._prompt_logprobs)
 
     def end(self) -> None:
-        """The stream ended in order. Raises InternalError where no finish reason came before."""
+        """The stream ended normally. Raises InternalError if no finish reason was received."""
         done = self._completion
         if done is None:
             error = InternalError("the server closed the stream without a finish reason")
@@ -90,7 +90,7 @@ class Answer:
         self._span.end()
 
     def drop(self) -> None:
-        """The caller has enough: no failure."""
+        """The caller has stopped reading, which is not a failure."""
         self._span.end()
 
     @property

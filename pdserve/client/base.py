@@ -1,4 +1,4 @@
-"""What Client and AsyncClient, and their streams, have in common: everything but waiting."""
+"""The common parts of Client, AsyncClient and their streams: everything except waiting."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT_TARGET: Final = "localhost:50051"
 
 
 class Attempts:
-    """One call's deadline, and the attempts that were made before it."""
+    """One call's deadline and attempts."""
 
     def __init__(self, timeout_s: float, retries: Retries) -> None:
         self._deadline_s = time.monotonic() + timeout_s
@@ -34,7 +34,7 @@ class Attempts:
         return max(self._deadline_s - time.monotonic(), 0.0)
 
     def delay_s(self, failure: PdserveError) -> float | None:
-        """How long to wait before the next attempt; None if there should be none."""
+        """How long to wait before the next attempt; None: no further attempt."""
         self._count += 1
         return self._retries.delay_s(failure, self._count, self._deadline_s - time.monotonic(), random.random())
 
@@ -43,7 +43,7 @@ class BaseClient:
     """A connection to a cluster.
 
     `timeout_s` bounds a whole call, retries included; `connect_timeout_s` bounds one connection attempt. A call is
-    retried (`retries`) only while no token has arrived. `token` is sent over TLS or to this host only.
+    retried (`retries`) only before its first token. `token` is sent over TLS or to this host only.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class BaseClient:
     def _begin(
         self, channel: Any, prompt: Prompt, options: Options, call: str
     ) -> tuple[Callable[[float], Any], Answer, Attempts]:
-        """What a stream is made of. Raises TypeError and InvalidRequest on arguments of the wrong type."""
+        """The arguments of a stream. Raises TypeError and InvalidRequest on invalid arguments."""
         request = generate_request(prompt, options, call)
         answer = Answer(request)
         metadata = self._target.metadata(answer.traceparent)
@@ -115,7 +115,7 @@ def as_text(prompt: Prompt) -> str | Sequence[Mapping[str, str]]:
 
 
 class BaseStream:
-    """One answer and the attempts at it."""
+    """One answer and its attempts."""
 
     def __init__(self, begin: Callable[[float], Any], answer: Answer, attempts: Attempts) -> None:
         self._begin, self._answer, self._attempts = begin, answer, attempts
@@ -123,12 +123,12 @@ class BaseStream:
 
     @property
     def request_id(self) -> str:
-        """Known once the server has accepted the request; empty before."""
+        """Available once the server has accepted the request; empty before."""
         return self._answer.request_id
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
-        """Of each prompt token, None for the first. They arrive with the first piece, if they were asked for."""
+        """Logprobs of each prompt token, None for the first. Available with the first piece, if requested."""
         return self._answer.prompt_logprobs
 
     @property
@@ -137,5 +137,5 @@ class BaseStream:
         return self._answer.completion
 
     def _delay_s(self, failure: PdserveError) -> float | None:
-        """Before the next attempt; None once a token has arrived, or if there should be none."""
+        """The wait before the next attempt; None after the first token, or if there is no further attempt."""
         return None if self._answer.has_begun else self._attempts.delay_s(failure)

@@ -1,12 +1,12 @@
-"""Beam search as a client's loop over requests of one token each. Decides which beams live; no I/O.
+"""Beam search as a client's loop over requests of one token each. Chooses the beams; no I/O.
 
-The server keeps no beams: every step asks for the likeliest next tokens of each beam, and the prefix caches make that
-cheap. The rules are those of transformers: of each step's best (ends + 1) * width continuations the best `width` that
-go on live, and those among the first `width` that end are finished, with the score
+The server keeps no beams: every step requests the most likely next tokens of each beam, which the prefix caches make
+cheap. The rules are those of transformers. Of each step's best (ends + 1) * width continuations, the best `width` that
+continue are kept, and those among the first `width` that end are finished, with the score
 
-    logprob / length ** length_penalty        of all its tokens, the end included
+    logprob / length ** length_penalty        of all its tokens, including the end
 
-Equal sums go to the better beam first, then to the likelier token, so that a search gives the same each time.
+Ties are broken by the better beam, then by the more likely token, so results are reproducible.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pdserve.core.types import MAX_LOGPROBS, FinishReason
 EarlyStopping = bool | Literal["never"]
 Tops = Sequence[tuple[int, float]]  # (token id, logprob), most likely first
 
-LEAST_TIMEOUT_S: Final = 1e-3  # the call ends with DeadlineExceeded
+LEAST_TIMEOUT_S: Final = 1e-3  # if it passes, the call fails with DeadlineExceeded
 MAX_TOKENS: Final = 64
 WIDTH: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beam:
-    """A found continuation; `token_ids` includes the end token that finished it, `text` does not."""
+    """A finished continuation; `token_ids` includes its end token, `text` does not."""
 
     token_ids: tuple[int, ...]
     logprob: float  # sum over its tokens
@@ -57,9 +57,9 @@ class BeamSearch:
         end_ids: Iterable[int] = (),
         room: int | None = None,
     ) -> None:
-        """`room`: tokens that the context window has left after the prompt.
+        """`room`: tokens left in the context window after the prompt.
 
-        Raises InvalidRequest where that is too little, or where the server would not tell enough tokens of each beam.
+        Raises InvalidRequest if that is too little, or if the server returns too few tokens for each beam.
         """
         self._ends = frozenset(end_ids)
         self._width, self._max_tokens = width, max_tokens
@@ -81,16 +81,16 @@ class BeamSearch:
 
     @property
     def living(self) -> list[tuple[int, ...]]:
-        """Tokens of each beam that is to be continued."""
+        """Tokens of each beam to continue."""
         return [tokens for tokens, _ in self._living]
 
     @property
     def found(self) -> tuple[Beam, ...]:
-        """Best first; `width` of them, unless fewer could be found."""
+        """Best first; `width` of them, unless fewer were found."""
         return tuple(self._finished)
 
     def take(self, tops: Sequence[Tops]) -> None:
-        """The likeliest `num_top` next tokens of each living beam."""
+        """The `num_top` most likely next tokens of each living beam."""
         every = [
             ((*tokens, token), logprob + own)
             for (tokens, logprob), top in zip(self._living, tops, strict=True)
@@ -106,7 +106,7 @@ class BeamSearch:
         self.is_over = not self._living or (len(self._finished) == self._width and not self._may_improve(length))
 
     def options(self, remaining_s: float) -> Options:
-        """Of the request for one living beam's next tokens."""
+        """Options of the request for one living beam's next tokens."""
         return {
             "max_tokens": 1,
             "temperature": 0.0,
@@ -122,7 +122,7 @@ class BeamSearch:
         del self._finished[self._width :]
 
     def _may_improve(self, length: int) -> bool:
-        """Whether the best living beam could still beat the worst finished one, when these are `width`."""
+        """Whether the best living beam could still be better than the worst of `width` finished ones."""
         if self._early_stopping is True:
             return False
         is_patient = self._early_stopping == "never" and self._length_penalty > 0.0

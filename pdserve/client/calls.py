@@ -1,4 +1,4 @@
-"""Calls with one request and one response, as data: Client and AsyncClient carry them out."""
+"""Calls with one request and one response, as data; Client and AsyncClient execute them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Result]):
-    """`read` turns the response into what the caller gets."""
+    """`read` converts the response for the caller."""
 
     stub: Callable[[Any], Any]  # made from a channel
     method: str

@@ -1,4 +1,4 @@
-"""What both clients agree on before they open a channel: address, TLS, token, channel options, metadata. No I/O."""
+"""Connection settings of both clients: address, TLS, token, channel options, metadata. No I/O."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TIMEOUT_S: Final = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Encrypted connection; `root_certs` is PEM, the system's roots when None. A key and chain make it mutual."""
+    """An encrypted connection. `root_certs` is PEM; None: the system's roots. A key and a chain enable mutual TLS."""
 
     root_certs: bytes | None = None
     private_key: bytes | None = None
     certificate_chain: bytes | None = None
-    server_name: str | None = None  # that the server's certificate must carry; the target's host when None
+    server_name: str | None = None  # name in the server's certificate; None: the target's host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,20 +42,20 @@ class Target:
     def channel_options(self) -> list[tuple[str, Any]]:
         options: list[tuple[str, Any]] = [
             ("grpc.primary_user_agent", "pdserve-python/0.1.0"),
-            # Despite its name this is the time that one connection attempt may take.
+            # Despite its name, this is the time limit of one connection attempt.
             ("grpc.min_reconnect_backoff_ms", int(self.connect_s * 1000)),
-            ("grpc.initial_reconnect_backoff_ms", 100),  # shorter than our first retry, so that it really reconnects
+            ("grpc.initial_reconnect_backoff_ms", 100),  # shorter than the first retry, so that a retry reconnects
             ("grpc.max_reconnect_backoff_ms", 2000),
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),
-            ("grpc.use_local_subchannel_pool", 1),  # clients do not share a connection nor its backoff
+            ("grpc.use_local_subchannel_pool", 1),  # clients share neither a connection nor its backoff
         ]
         if self.tls is not None and self.tls.server_name is not None:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))
         return options
 
     def metadata(self, traceparent: str | None = None) -> tuple[tuple[str, str | bytes], ...]:
-        """Of one call: the token and, where the caller traces, its trace context."""
+        """Metadata of one call: the token and, if the caller traces, its trace context."""
         token = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
         return propagate.inject(token, traceparent)
 
@@ -78,7 +78,7 @@ def target(address: str, *, tls: Tls | bool | None, token: str | None, connect_t
 
 
 def is_loopback(address: str) -> bool:
-    """True of targets that cannot leave this host. A name other than localhost may resolve to anywhere."""
+    """True if the target is on this host. A name other than localhost may resolve to any host."""
     if address.startswith("unix:"):
         return True
     for scheme in ("dns:///", "dns:", "ipv4:", "ipv6:"):

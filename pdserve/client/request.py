@@ -1,7 +1,7 @@
-"""Builds the messages of a call from Python values, and checks types while it does. No I/O.
+"""Builds the messages of a call from Python values and checks their types. No I/O.
 
-A wrong type raises TypeError at once and names the argument. What values mean and which are allowed is the
-server's to say, once for every client; only what the wire itself cannot carry is refused here.
+A wrong type raises TypeError and names the argument. The server checks the values, once for every client; only values
+that a message cannot contain are rejected here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.types import Slo
 from pdserve.v1 import inference_pb2
 
-MAX_TIMEOUT_S: Final = 1e9  # gRPC turns much larger ones into the past
+MAX_TIMEOUT_S: Final = 1e9  # gRPC turns much larger ones into past times
 
 _OF_REQUEST: Final = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
 _OF_SAMPLING: Final = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
@@ -34,7 +34,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of generate() and stream(). Absent (or None) is not zero: the server's default holds.
+    """Keyword arguments of generate() and stream(). An absent argument (or None) is not zero: the server's default
+    applies.
 
     The server checks the ranges. docs/sampling.md lists the order in which the arguments apply. An option sets the
     field of its name in GenerateRequest or SamplingParams. The text of a scalar is also the help of its command-line
@@ -57,26 +58,27 @@ class Options(TypedDict, total=False):
     ignore_eos: Annotated[bool | None, "continue after an end-of-sequence token"]
     logprobs: Annotated[int | None, "logprobs of the output tokens and of the N most likely tokens; 0 to 64"]
     include_stop_in_output: Annotated[bool | None, "keep the stop string or stop token in the text"]
-    skip_special_tokens: Annotated[bool | None, "leave special tokens out of the text"]  # True where absent
+    skip_special_tokens: Annotated[bool | None, "leave special tokens out of the text"]  # True if absent
     prompt_logprobs: Annotated[int | None, "logprobs of the prompt tokens and of the N most likely tokens; 0 to 20"]
     stop: str | Sequence[str] | None  # at most 16 strings of 1 to 256 characters
     stop_token_ids: Sequence[int] | None  # at most 64
     logit_bias: Mapping[int, float] | None  # token id to -100 to 100, added to its logit; at most 1024
-    allowed_token_ids: Sequence[int] | None  # no other token is sampled; 1 to 8192
-    bad_words: str | Sequence[str] | None  # texts that the output never contains; at most 128, of 1 to 256 characters
-    json_schema: Mapping[str, Any] | bool | str | None  # the answer is a document of it; docs/structured-output.md
+    allowed_token_ids: Sequence[int] | None  # only these tokens are sampled; 1 to 8192
+    bad_words: str | Sequence[str] | None  # texts that the output must not contain; at most 128, of 1 to 256 characters
+    # the answer is a document of this schema; docs/structured-output.md
+    json_schema: Mapping[str, Any] | bool | str | None
     json_object: bool | None  # the answer is any JSON object
     regex: str | None  # the whole answer matches it
     choice: Sequence[str] | None  # the answer is one of them
     grammar: str | None  # Lark; of these five at most one
     n: int | None  # answers, 1 to 16; over 1 only with a temperature
-    best_of: int | None  # n to 16: samples so many and returns the n with the largest mean logprob, at the end
+    best_of: int | None  # n to 16: samples this many and returns the n with the largest mean logprob, at the end
     slo: Slo | None
-    timeout_s: float | None  # of the whole call, its retries included
+    timeout_s: float | None  # limit of the whole call, including retries
     request_id: str | None
     session_id: str | None  # groups requests in spans, logs and recordings; at most 128 printable characters
     priority: int | None  # larger goes first among requests of equal slack
-    truncate_prompt_tokens: int | None  # keeps the last so many prompt tokens
+    truncate_prompt_tokens: int | None  # keeps this many last prompt tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ def detokenize_request(token_ids: Sequence[int], prompt: Sequence[int] = ()) -> 
 
 
 def token_ids_of(prompt: Any) -> list[int] | None:
-    """None of a text or of messages, which the server tokenises."""
+    """None for text and messages, which the server tokenises."""
     is_ids = _is_list(prompt) and (len(prompt) == 0 or _is_whole(prompt[0]))
     return _token_ids("prompt", prompt) if is_ids else None
 
@@ -201,7 +203,7 @@ def _set_token_ids(request: inference_pb2.GenerateRequest, name: str, value: Any
 def _set_allowed(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
     _set_token_ids(request, name, value)
     if len(value) == 0:
-        # On the wire none means any.
+        # In the message, an empty list means any token.
         raise InvalidRequest(name, "an empty list", "at least one token id, or None for any")
 
 
@@ -280,12 +282,13 @@ _SCALAR_TYPES: Final[Mapping[Any, type[int] | type[float] | type[bool]]] = {
 
 
 def _holder(request: inference_pb2.GenerateRequest, name: str) -> Any:
-    """The message that has the option's field."""
+    """The message with the option's field."""
     return request if name in _OF_REQUEST else request.sampling
 
 
 def _setters() -> dict[str, _Setter]:
-    """One for each option, by its type where its name has none. Raises TypeError on an option without a field."""
+    """One setter for each option, by its type unless its name has one. Raises TypeError on an option without a
+    field."""
     found: dict[str, _Setter] = {}
     for name, hint in typing.get_type_hints(Options).items():
         if name not in _BY_NAME and name not in _OF_REQUEST and name not in _OF_SAMPLING:

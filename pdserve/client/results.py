@@ -1,4 +1,4 @@
-"""What calls return: plain frozen values, no protobuf. Also the codec that reads each from its message. No I/O."""
+"""The results of calls: frozen dataclasses without protobuf, and the codec that reads each from its message. No I/O."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdserve.wire.results import TIMINGS, USAGE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """Log probability of one drawn token; `top` holds (token id, logprob), most likely first."""
+    """Log probability of one sampled token; `top` holds (token id, logprob), most likely first."""
 
     token_id: int
     logprob: float
@@ -31,7 +31,7 @@ class Piece:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
-    index: int = 0  # which of the n answers it belongs to
+    index: int = 0  # number of its answer, of n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Choice:
     logprobs: tuple[TokenLogprob, ...] = ()
     stop: str | None = None
     stop_token_id: int | None = None
-    cumulative_logprob: float | None = None  # sum over its tokens, where logprobs or best_of were asked for
+    cumulative_logprob: float | None = None  # sum over its tokens, if logprobs or best_of were requested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +58,11 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
-    logprobs: tuple[TokenLogprob, ...] = ()  # empty unless asked for
+    logprobs: tuple[TokenLogprob, ...] = ()  # empty unless requested
     stop: str | None = None  # the stop string that ended the text
     stop_token_id: int | None = None
     choices: tuple[Choice, ...] = ()
-    #: Of each prompt token given those before it; None for the first. Empty unless asked for.
+    #: Logprobs of each prompt token given those before it; None for the first. Empty unless requested.
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
@@ -82,7 +82,7 @@ class KvLink:
 
     decode_worker: str
     transport: str
-    reason: str  # why no other
+    reason: str  # why this one was chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +92,8 @@ class Worker:
     role: Role | None
     endpoint: str
     is_connected: bool
-    is_draining: bool  # takes no new work, for any reason
-    is_drained: bool  # since an operator has said so; undrain() ends that
+    is_draining: bool  # receives no new work, for any reason
+    is_drained: bool  # drained by an operator, until undrain()
     running: int
     waiting: int
     num_blocks: int
@@ -122,31 +122,31 @@ class Candidate:
     decode_worker: str
     predicted_ttft_s: float
     predicted_tpot_s: float
-    slack: float | None  # None where a target cannot be met at all
+    slack: float | None  # None if a target cannot be met at all
     is_feasible: bool
     is_chosen: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a recent request was placed where it was, or refused: the last decision about it, and what came of it."""
+    """Why a recent request was placed where it was, or rejected: the last decision about it, and its result."""
 
     request_id: str
     router_id: str
     decision: str  # remote, local, refuse; wait while it is queued
     reason: str
-    candidates: tuple[Candidate, ...]  # the ways that were compared, with predictions from the decision on
+    candidates: tuple[Candidate, ...]  # the compared placements, with predictions from the decision on
     waited_s: float  # from arrival to the decision
     slo_ttft_s: float
     slo_tpot_s: float
     tenant: str
     priority: int
     prompt_tokens: int
-    attempt: int  # that the decision began; 0: none
-    is_resumed: bool  # the client had tokens before: the TTFT that was predicted then is not the request's
-    stage: str  # where it is now; empty once it has ended
-    outcome: str  # how it ended; empty while it runs
-    ended_because: str  # where it did not get its whole answer
+    attempt: int  # number of the attempt that the decision began; 0: none
+    is_resumed: bool  # the client already had tokens, so the predicted TTFT is not the request's
+    stage: str  # its stage; empty once it has ended
+    outcome: str  # its outcome; empty while it runs
+    ended_because: str  # if the answer is incomplete
     actual_ttft_s: float | None  # from arrival
     actual_tpot_s: float | None  # over the tokens so far
     retry_after_s: float | None  # of a refusal
@@ -157,7 +157,7 @@ class Explanation:
 
     @property
     def predicted_ttft_s(self) -> float | None:
-        """From arrival, as the actual one; None where nothing comparable was predicted."""
+        """Predicted TTFT from arrival, like the actual one; None if there is no comparable prediction."""
         chosen = self.chosen
         return None if chosen is None or self.is_resumed else self.waited_s + chosen.predicted_ttft_s
 
@@ -183,7 +183,7 @@ _CHOICE: Final = Codec(
 )
 MODEL: Final = Codec(Model, inference_pb2.GetModelResponse, renamed={"name": "model"})
 _KV_LINK: Final = Codec(KvLink, worker_pb2.KvLink)
-# Worker has these fields itself, its message in a message of their own.
+# Worker has these fields itself; in its message they are in a separate message.
 _LOAD: Final = ("running", "waiting", "free_blocks", "evictable_blocks", "context_tokens", "steps")
 _WORKER: Final = Codec(
     Worker, cluster_pb2.WorkerView, nested=(_KV_LINK,), given=_LOAD, ignored=("load",), is_lenient=True
@@ -211,7 +211,7 @@ def completion(
     finished: Sequence[inference_pb2.Finished],
     prompt_logprobs: Sequence[TokenLogprob | None] = (),
 ) -> Completion:
-    """`choices` by index; `finished` as they came: the last one knows the total where there are several."""
+    """`choices` by index; `finished` in order of arrival: with several answers, the last one has the totals."""
     first, last = choices[0], finished[-1]
     timings = next(one.timings for one in finished if one.index == first.index)
     return Completion(

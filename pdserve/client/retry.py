@@ -1,4 +1,4 @@
-"""Decides whether and when a failed call is tried again. Pure: the random number comes in."""
+"""Decides whether and when a failed call is retried. Pure: the random number is an argument."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MOST_RETRIES: Final = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retries:
-    """Tries after the first. A call that has yielded a token is never tried again.
+    """Retries after the first attempt. A call that has yielded a token is never retried.
 
-    A server that names a time (RetryInfo) is waited for, and a little longer so that callers do not come back
-    together; one that names more than `longest_wait_s` is not waited for at all.
+    If the server names a retry time (RetryInfo), the wait is that time plus some jitter, so that callers do not return
+    together. If it is more than `longest_wait_s`, there is no retry.
     """
 
     limit: int = 2
@@ -32,15 +32,15 @@ class Retries:
                 raise ConfigError(f"retries.{name}", getattr(self, name), f"between 0 and {DAY_S:g} seconds")
 
     def delay_s(self, error: PdserveError, tries: int, remaining_s: float, noise: float) -> float | None:
-        """Seconds to wait before the next try; None raises `error`.
+        """Seconds to wait before the next attempt; None: raise `error`.
 
-        `tries` counts the failed tries, this one included; `remaining_s` is left of the call's timeout;
+        `tries` is the number of failed attempts, including this one; `remaining_s` is the rest of the call's timeout;
         `noise` is uniform in [0, 1).
         """
         if tries > self.limit or not isinstance(error, Overloaded | Unavailable):
             return None
         asked_s = error.retry_after_s
-        if not asked_s or asked_s < 0.0:  # absent, or no advice either
+        if not asked_s or asked_s < 0.0:  # absent, or without a retry time
             ceiling_s = backoff_s(self.first_backoff_s, self.longest_backoff_s, tries - 1)
             delay_s = ceiling_s * (0.5 + 0.5 * noise)
         elif asked_s > self.longest_wait_s:

@@ -1,4 +1,4 @@
-"""The blocking client. One Client may serve many threads; one Stream belongs to one reader."""
+"""The blocking client. A Client may be used by many threads; a Stream by one reader."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Client(BaseClient):
             return stream.completion
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
-        """The answer piece by piece. Closing, leaving or forgetting the stream cancels the request."""
+        """The answer piece by piece. Closing or dropping the stream, or leaving its block, cancels the request."""
         return self._start(prompt, options, "stream")
 
     def beam_search(
@@ -50,11 +50,11 @@ class Client(BaseClient):
         ignore_eos: bool = False,
         timeout_s: float | None = None,
     ) -> tuple[Beam, ...]:
-        """The `width` best continuations that beam search finds, best first, as transformers would.
+        """The `width` best continuations by beam search, best first, as in transformers.
 
-        `length_penalty` above 0 favours long ones. `early_stopping` True ends when `width` are finished; False when
-        the best living beam is no better than they are; "never" when it cannot become better. `width` is 1 to 32,
-        less where the model has several end tokens; each step is one request per living beam.
+        `length_penalty` above 0 favours long ones. `early_stopping` True ends when `width` are finished; False when the
+        best living beam is not better than they are; "never" when it cannot become better. `width` is 1 to 32, less if
+        the model has several end tokens; each step is one request per living beam.
         """
         deadline_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         model = self.model()
@@ -76,7 +76,7 @@ class Client(BaseClient):
         return tuple([replace(one, text=self.detokenize(one.text_ids, ids)) for one in search.found])
 
     def _tops(self, prompts: Sequence[Sequence[int]], options: Options) -> list[Tops]:
-        """The likeliest next tokens of each prompt; all are asked for at once."""
+        """The most likely next tokens of each prompt; all requests are sent at once."""
         streams = [self._start(prompt, options, "beam_search") for prompt in prompts]
         try:
             for stream in streams:
@@ -94,26 +94,26 @@ class Client(BaseClient):
         return self._ask(calls.tokenize(prompt))
 
     def detokenize(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
-        """The text that `token_ids` add to that of the token ids `prompt`; special tokens have none."""
+        """The text that `token_ids` add to the text of the token ids `prompt`; special tokens have no text."""
         return self._ask(calls.detokenize(token_ids, prompt))
 
     def topology(self) -> Topology:
         return self._ask(calls.topology())
 
     def drain(self, worker_id: str) -> None:
-        """Stops new work on a worker, and lets its requests finish, until undrain(). Raises NotFound."""
+        """Stops new work on a worker until undrain(); its running requests finish. Raises NotFound."""
         self._ask(calls.drain(worker_id))
 
     def undrain(self, worker_id: str) -> None:
-        """Gives new work to a drained worker again. Raises NotFound."""
+        """Allows new work on a drained worker again. Raises NotFound."""
         self._ask(calls.undrain(worker_id))
 
     def explain(self, request_id: str) -> Explanation:
-        """Why a recent request was placed where it was. Raises NotFound once the router has forgotten it."""
+        """Why a recent request was placed where it was. Raises NotFound after the router has forgotten it."""
         return self._ask(calls.explain(request_id))
 
     def close(self) -> None:
-        """Ends the connection; streams that are still open are cancelled."""
+        """Closes the connection and cancels open streams."""
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -145,7 +145,7 @@ class Client(BaseClient):
 
 @final
 class Stream(BaseStream, Iterator[Piece]):
-    """Pieces of one answer. Iterate it; `completion` is there after the last piece."""
+    """Pieces of one answer, for iteration; `completion` is available after the last piece."""
 
     def __init__(self, begin: Callable[[float], Any], answer: Answer, attempts: Attempts) -> None:
         self._closed = threading.Event()
@@ -161,7 +161,7 @@ class Stream(BaseStream, Iterator[Piece]):
                 raise
             except grpc.RpcError as error:
                 if self._closed.is_set():
-                    break  # our own close(), from another thread
+                    break  # close() from another thread
                 self._try_again(status.from_rpc_error(error))
                 continue
             piece = self._answer.take(message)
@@ -179,7 +179,7 @@ class Stream(BaseStream, Iterator[Piece]):
             self._call = self._begin(self._attempts.remaining_s)
 
     def close(self) -> None:
-        """Cancels the request if it still runs. Safe to call twice and from another thread."""
+        """Cancels the request if it is still running. May be called twice and from another thread."""
         self._closed.set()
         self._call.cancel()
         self._answer.drop()
@@ -193,8 +193,8 @@ class Stream(BaseStream, Iterator[Piece]):
         self.close()
 
     def __del__(self) -> None:
-        # A reader that breaks out of its loop drops the stream; the cluster should not go on for nobody.
-        # At interpreter exit grpc may be gone already, and the connection with it.
+        # A reader that breaks out of its loop drops the stream, and the cluster should then stop. At interpreter exit
+        # grpc and the connection may already be gone.
         with contextlib.suppress(Exception):
             self.close()
 
