@@ -9,10 +9,12 @@ GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from kvtransfer.staging_budget import StagingBudget
 from pdserve.engine.gpu.extent import Extent
+
+if TYPE_CHECKING:  # it locks, and what decides about transfers imports this module
+    from kvtransfer.staging_budget import StagingBudget
 
 COPY_S: Final = 10.0  # a copy that takes longer is assumed not to end
 LANE_S: Final = 3.0  # the same for a message, which is queued only when the other end is ready for it

@@ -93,13 +93,12 @@ PURE = [
             "parts",
             "plan",
             "rank_grants",
-            "reshape",
+            "reshape.mapping",
+            "reshape.wire_rule",
             "session",
-            "shape",
             "stamping",
             "stats",
             "transport",
-            "wire_rule",
         )
     ),
 ]
