@@ -15,16 +15,15 @@ from decode_worker.batching import DecodeBatching
 from decode_worker.chunking import ChunkRule
 from decode_worker.resident import Stage
 from decode_worker.step import Step
-from kvtransfer.grants import encode_grant
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
-from pdserve.core.grant import Fingerprint, Grant, TransferKey
-from pdserve.core.kv_shape import KvShape
+from pdserve.core.grant import TransferKey
 from pdserve.core.latency import CostModel
 from pdserve.core.types import TokenOut
 from simulator.machine import Machine, Order, Surroundings
 from simulator.model import WorkerShape
+from simulator.network import SimulatedGrant
 from simulator.prefiller import DREW, READ
 from simulator.prompts import TOKEN
 from simulator.runs import Pace
@@ -85,19 +84,6 @@ class Decoder(Machine):
         self._run: Run | None = None
         self._untold: dict[AttemptKey, Untold] = {}
         self._tell_at_s = 0.0  # when the unreported ones are due
-        self._fingerprint = Fingerprint(
-            protocol=1,
-            model="simulated",
-            engine="simulated",
-            shape=KvShape(
-                layout="toy.v1",
-                dtype="uint64",
-                num_layers=1,
-                num_kv_heads=1,
-                head_dim=1,
-                block_size=self.block_size,
-            ),
-        )
         self._block_bytes = self.block_size * shape.kv_bytes_per_token  # the real model's
 
     @property
@@ -374,19 +360,16 @@ class Decoder(Machine):
         key = effect.key
         self._num_grants += 1
         name = f"{self.shape.worker_id}.{self.incarnation}.{self._num_grants}"
-        grant = Grant(
+        grant = SimulatedGrant(
             key=TransferKey(transfer_id=name, attempt=key.attempt, generation=self._num_grants),
-            endpoint=self.shape.worker_id,
             worker_id=self.shape.worker_id,
-            incarnation=self.incarnation,
-            fingerprint=self._fingerprint,
-            blocks=effect.blocks,
             held_blocks=effect.held_blocks,
+            num_blocks=len(effect.blocks),
         )
         self._transfers[key] = grant.key
         self.strand(key, self._batching.num_held(key))
         self.around.network.expect(self, key, grant, self._block_bytes)
-        self.forward(pr.Granted(key=key, grant=encode_grant(grant)))
+        self.forward(pr.Granted(key=key, grant=grant.encode()))
 
 
 def _tokens(count: int) -> tuple[TokenOut, ...]:

@@ -6,13 +6,14 @@ a transfer are sent one after the other; each arrives one latency after its last
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
 from kvtransfer.session import RECEIVER_MOVES, SENDER_MOVES, Event, Session, State
 from pdserve.core.attempt import AttemptKey
-from pdserve.core.grant import Grant, TransferKey
+from pdserve.core.grant import TransferKey
 from simulator.agenda import Agenda
 from simulator.model import Link
 
@@ -38,9 +39,30 @@ class End(Protocol):
         """The source blocks are no longer read. If complete, it arrived `exposed_s` after its last push."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedGrant:
+    """What a simulated prefill worker needs of a grant. Routers carry it as bytes, as they do a real one."""
+
+    key: TransferKey
+    worker_id: str
+    held_blocks: int
+    num_blocks: int
+
+    def encode(self) -> bytes:
+        key = self.key
+        values = [key.transfer_id, key.attempt, key.generation, self.worker_id, self.held_blocks, self.num_blocks]
+        return json.dumps(values).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> SimulatedGrant:
+        transfer_id, attempt, generation, worker_id, held_blocks, num_blocks = json.loads(data)
+        key = TransferKey(transfer_id=transfer_id, attempt=attempt, generation=generation)
+        return cls(key=key, worker_id=worker_id, held_blocks=held_blocks, num_blocks=num_blocks)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Transfer:
-    grant: Grant
+    grant: SimulatedGrant
     receiver: End
     receiver_key: AttemptKey
     block_bytes: int
@@ -78,14 +100,14 @@ class Network:
 
     # -- the receiver --------------------------------------------------------------------------------------------
 
-    def expect(self, receiver: End, key: AttemptKey, grant: Grant, block_bytes: int) -> None:
+    def expect(self, receiver: End, key: AttemptKey, grant: SimulatedGrant, block_bytes: int) -> None:
         self._transfers[grant.key] = Transfer(
             grant=grant,
             receiver=receiver,
             receiver_key=key,
             block_bytes=block_bytes,
-            inward=Session(RECEIVER_MOVES, len(grant.blocks)),
-            outward=Session(SENDER_MOVES, len(grant.blocks)),
+            inward=Session(RECEIVER_MOVES, grant.num_blocks),
+            outward=Session(SENDER_MOVES, grant.num_blocks),
         )
 
     def abort_receiving(self, key: TransferKey) -> None:
@@ -102,7 +124,7 @@ class Network:
 
     # -- the sender ----------------------------------------------------------------------------------------------
 
-    def start(self, sender: End, key: AttemptKey, grant: Grant) -> None:
+    def start(self, sender: End, key: AttemptKey, grant: SimulatedGrant) -> None:
         transfer = self._transfers.get(grant.key)
         if transfer is None or not transfer.inward.is_open:
             sender.sent(key, grant.key, False, "the receiver does not expect it")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Final, final
 
-from kvtransfer.grants import decode_grant
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr
 from pdserve.core.attempt import AttemptKey
-from pdserve.core.grant import Grant, TransferKey
+from pdserve.core.grant import TransferKey
 from pdserve.engine.interface import RowOut
 from prefill_worker.batching import PrefillBatching
 from prefill_worker.prompt import Step
 from prefill_worker.pushing import PushRule
 from simulator.machine import Machine, Order, Surroundings
 from simulator.model import WorkerShape
+from simulator.network import SimulatedGrant
 from simulator.prompts import TOKEN
 from simulator.speed import Speed
 from simulator.tally import Tally
@@ -27,7 +27,7 @@ READ: Final = RowOut()
 class Prefiller(Machine):
     def __init__(self, around: Surroundings, shape: WorkerShape, speed: Speed, tally: Tally, incarnation: str) -> None:
         super().__init__(around, shape, speed, tally, incarnation)
-        self._grants: dict[AttemptKey, Grant] = {}
+        self._grants: dict[AttemptKey, SimulatedGrant] = {}
         self._step: Step | None = None
         self._started_s = 0.0
         self._batching = PrefillBatching(
@@ -55,7 +55,7 @@ class Prefiller(Machine):
         return self._step is not None
 
     def prefill(self, order: Order, encoded: bytes) -> None:
-        grant = decode_grant(encoded)
+        grant = SimulatedGrant.decode(encoded)
         attempt = self.begin(order)
         if attempt is None:
             return
@@ -65,7 +65,7 @@ class Prefiller(Machine):
                 attempt,
                 receiver=grant.worker_id,
                 held_blocks=grant.held_blocks,
-                num_granted=len(grant.blocks),
+                num_granted=grant.num_blocks,
                 granted_size=self.block_size,
                 may_divide=False,
                 now_s=self.agenda.now_s,
