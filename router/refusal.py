@@ -117,7 +117,7 @@ def admit(ledger: Ledger, request: Request) -> None:
         if not _refuse_late(ledger, request, message, bounded_retry_s(max(predicted_s, surely_late_s) - slo.ttft_s)):
             queue.turn_late(request.request_id)
     elif is_too_much and "shortest" in ledger.rules and _others_wait(queue, entry) and own_s > longest_s:
-        message = f"more is asked for than can be done: prompts of up to {longest_s:.3f} s have a place"
+        message = f"demand exceeds capacity: prompts with a prefill of up to {longest_s:.3f} s are admitted"
         _refuse_late(ledger, request, message, bounded_retry_s(predicted_s + (ROOM - 1.0) * own_s - slo.ttft_s))
     elif ahead.harmed and _drain_error(ledger, outlook) < 1.0:
         message = f"{ahead.harmed} was admitted before and would miss its TTFT target"

@@ -192,7 +192,7 @@ class Goodput:
             if values
         )
         held = f"{one.attainment:.0%} keep both promises at {one.rate_rps:.3g} requests/s"
-        return f"not attainable: {held}" + (f"; {times}" if times else "; nobody had an answer")
+        return f"not attainable: {held}" + (f"; {times}" if times else "; no request was answered")
 
 
 def find_goodput(

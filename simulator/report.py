@@ -145,7 +145,7 @@ def _times(focus: Sequence[Run], colour_of: dict[str, int]) -> str:
     tpot = share_chart(focus, lambda row: row.tpot_s, slo.tpot_s, colour_of, "time per token")
     return (
         f"<section><h2>Times at {focus[0].summary.rate_rps:.3g} requests/s</h2><p>A curve that is higher at the "
-        "promise is better. One that ends below 100% left the rest without a token.</p>"
+        "target is better. If it ends below 100%, the other requests got no token.</p>"
         f'{legend}<div class="pair">{ttft}{tpot}</div>{_percentiles(focus, colour_of)}</section>'
     )
 

@@ -56,7 +56,9 @@ def details(summary: Summary) -> list[str]:
         lines.append(f"cache     {summary.cached_share:.1%} of prompt tokens were found in one")
     for role, use in summary.roles.items():
         rows = f", {use.mean_rows:.1f} rows a step" if use.mean_rows else ""
-        held = f", KV {use.kv_share:.0%} held, {use.stranded_share:.0%} of it by who only waits" if use.kv_share else ""
+        held = (
+            f", KV {use.kv_share:.0%} held, {use.stranded_share:.0%} of it by waiting requests" if use.kv_share else ""
+        )
         lines.append(f"{role:<9} {count(use.workers, 'worker')}, {use.busy_share:.0%} busy{rows}{held}")
     if summary.ttft_error is not None and summary.tpot_error is not None:
         lines.append(f"predicted TTFT {summary.ttft_error:.1%} off, TPOT {summary.tpot_error:.1%} off (medians)")

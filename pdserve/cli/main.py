@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def hint(error: PdserveError) -> str:
     """A hint that the error itself does not contain."""
-    if error.message.startswith("nobody answers at"):
+    if error.message.startswith("no server answers at"):
         return "; is `pdserve up` running there?"
     return " (PDSERVE_TOKEN holds the cluster's token)" if isinstance(error, Unauthenticated) else ""
 

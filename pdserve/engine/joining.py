@@ -91,7 +91,7 @@ class Membership:
                         "rendezvous", f"{self._address}: {why}", "a worker with room for a rank"
                     ) from None
                 if time.monotonic() > ends_s:
-                    seen = f"{self._address}: nobody answers in {wait_s:.0f} s ({why})"
+                    seen = f"{self._address}: no server answers in {wait_s:.0f} s ({why})"
                     expected = "the --rendezvous address of a worker that is starting"
                     raise ConfigError("rendezvous", seen, expected) from None
             if not has_said:

@@ -63,7 +63,7 @@ def warnings(environ: MutableMapping[str, str], open_ports: list[str], *, is_own
         found.append(f"WARNING: {reach}{', '.join(open_ports)}; protect them with a firewall")
     if environ.get(MODE_ENV) != "token" and (is_own or open_ports):
         found.append(
-            f"WARNING: Ray asks for no token ({MODE_ENV} is {environ.get(MODE_ENV) or 'unset'}): who reaches its ports "
-            f"can run any program as this user; set {MODE_ENV}=token on every host"
+            f"WARNING: Ray requires no token ({MODE_ENV} is {environ.get(MODE_ENV) or 'unset'}): every process that "
+            f"reaches its ports can run any program as this user; set {MODE_ENV}=token on every host"
         )
     return found

@@ -95,7 +95,7 @@ TABLE: Final[Mapping[type[PdserveError], Mapped]] = {
 BY_REASON: Final[Mapping[str, type[PdserveError]]] = {kind.reason: kind for kind in TABLE}
 BY_NUMBER: Final[Mapping[int, grpc.StatusCode]] = {code.value[0]: code for code in grpc.StatusCode}
 
-# What a status means that nobody of ours has explained: gRPC itself, or a proxy, ended the call.
+# The meaning of a status without details of ours: gRPC itself, or a proxy, ended the call.
 _BARE: Final[Mapping[grpc.StatusCode, Callable[[str], PdserveError]]] = {
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.INVALID_ARGUMENT: lambda text: InvalidRequest("request", text, "a request that the server accepts"),
@@ -109,7 +109,7 @@ _BARE: Final[Mapping[grpc.StatusCode, Callable[[str], PdserveError]]] = {
     grpc.StatusCode.DATA_LOSS: KvLost,
     grpc.StatusCode.ABORTED: TransferFailed,
 }
-# How gRPC says that there is nobody: "... last error: UNKNOWN: ipv4:127.0.0.1:50051: Failed to connect ...: refused".
+# gRPC text for a refused connection: "... last error: UNKNOWN: ipv4:127.0.0.1:50051: Failed to connect ...: refused".
 _NOBODY: Final = re.compile(r"failed to connect to all addresses.*?(?:ipv4|ipv6|unix):(.+?): (?:.*: )?(.+)", re.DOTALL)
 _NO_NAME: Final = re.compile(r"lookup failed for (\S+): ([^\]]+)")
 _TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\.? (\d+)\)")
@@ -171,9 +171,9 @@ def from_code(code: grpc.StatusCode, text: str) -> PdserveError:
 def _who_is_away(text: str) -> str:
     """gRPC's words for a connection that did not come about, in ours; any others as they are."""
     if nobody := _NOBODY.search(text):
-        return f"nobody answers at {unquote(nobody[1])} ({nobody[2]})"
+        return f"no server answers at {unquote(nobody[1])} ({nobody[2]})"
     if no_name := _NO_NAME.search(text):
-        return f"nobody answers at {no_name[1]} ({no_name[2]})"
+        return f"no server answers at {no_name[1]} ({no_name[2]})"
     return text
 
 

@@ -80,20 +80,20 @@ def _choose(ask: Ask, ways: list[Way]) -> Decision:
             return _wait(feasible, "no worker that keeps both promises can start it yet")
         chosen, best = min(open_ones, key=_COST), min(feasible, key=_COST)
         if best.cost + WORTH_WAITING < chosen.cost:
-            return _wait([best], "a worker that is busy for a moment costs less, waiting included")
-        return _go(ways, chosen, "it costs everybody the least")
+            return _wait([best], "waiting for a busy worker costs less")
+        return _go(ways, chosen, "the lowest cost of the placements that meet every target")
     harmless = [way for way in ways if not way.harms]
     is_late = all(way.ttft_slack < 0.0 for way in ways)
     if not harmless or not is_late:
         if ask.waited_s < PATIENCE * ask.slo.ttft_s and not (harmless and _is_hopeless_tpot(ask, harmless)):
-            return _wait_for_room(ask, "no decode worker can take it without breaking a promise")
+            return _wait_for_room(ask, "no decode worker can take it without a missed target")
         harmless = harmless or ways
     open_ones = [way for way in harmless if way.opens_in_s == 0.0]
     if not open_ones:
         return _wait(harmless, "no worker can start it yet")
     chosen, best = min(open_ones, key=_COST), min(harmless, key=_COST)
     if best.cost + WORTH_WAITING < chosen.cost:
-        return _wait([best], "a worker that is busy for a moment costs less, waiting included")
+        return _wait([best], "waiting for a busy worker costs less")
     return _go(ways, chosen, "its targets cannot be met; it is served late, where it delays no other request")
 
 

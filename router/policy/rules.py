@@ -8,18 +8,18 @@ from typing import Final
 from pdserve.core.errors import ConfigError
 
 RULES: Final[dict[str, str]] = {
-    "path-choice": "local where it costs less slack than remote; off: remote wherever a prefill worker exists",
-    "most-loaded": "the fullest feasible pair; off: the one with the soonest first token",
-    "tandem": "TPOT counts what is on its way to a decode worker and will grow there; off: what it reports as running",
-    "least-slack": "the least time to spare goes first; off: in order of arrival",
-    "ageing": "a share of the work is set aside for late requests in order of arrival; off: they wait for idleness",
-    "fairness": "tenants share predicted GPU-seconds; off: no matter whose",
+    "path-choice": "local where it costs less than remote; off: remote wherever there is a prefill worker",
+    "most-loaded": "the fullest decode worker that meets all targets; off: the emptiest",
+    "tandem": "TPOT includes arriving requests and their growth; off: only the running ones that the worker reports",
+    "least-slack": "the request with the least time to spare goes first; off: order of arrival",
+    "ageing": "a share of the work is set aside for late requests in order of arrival; off: they wait for idle time",
+    "fairness": "tenants share predicted GPU-seconds; off: tenants are ignored",
     "priority": "higher classes go first; off: all are one class",
-    "refusal": "what surely misses its promise, while others wait, is refused at once; off: nothing is",
-    "shortest": "when more comes than can be done, the longest prompts are refused; off: whoever does not fit",
-    "deadline-drop": "past its deadline it is dropped before prefill and at the hand-off; off: computed in vain",
-    "transfer-price": "the part of the transfer that the prefill does not hide counts; off: transfers cost nothing",
-    "prefix-value": "a cached prefix is worth the seconds that it saves; off: caches are not looked at",
+    "refusal": "requests that will miss their target under overload are rejected; off: none is",
+    "shortest": "under overload the longest prompts are rejected; off: those that happen not to fit",
+    "deadline-drop": "a request past its deadline is dropped before prefill and before decode; off: it is computed",
+    "transfer-price": "the part of the transfer that prefill does not hide counts; off: transfers cost nothing",
+    "prefix-value": "a cached prefix counts with the time that it saves; off: caches are ignored",
 }
 
 

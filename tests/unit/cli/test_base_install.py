@@ -108,7 +108,7 @@ def test_what_calls_a_router_needs_no_extra(packages: Path, words: tuple[str, ..
     done = run(packages, "pdserve", name, "--target", "127.0.0.1:1", *rest)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
-    assert "nobody answers at 127.0.0.1:1" in line
+    assert "no server answers at 127.0.0.1:1" in line
 
 
 def test_simulation_and_plans_need_no_extra(packages: Path) -> None:

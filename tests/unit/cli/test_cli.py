@@ -117,7 +117,7 @@ def test_a_flag_that_cannot_be_read_is_a_usage_error(flags: list[str]) -> None:
 def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "--target", "127.0.0.1:1", "--timeout", "1"]) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("pdserve topology: error: nobody answers at 127.0.0.1:1 (")
+    assert line.startswith("pdserve topology: error: no server answers at 127.0.0.1:1 (")
     assert line.endswith("is `pdserve up` running there?")
 
 

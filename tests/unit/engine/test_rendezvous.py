@@ -102,7 +102,7 @@ def test_joined_ranks_get_places_settings_and_the_store(lead: Callable[..., Lead
     with pytest.raises(ConfigError, match=r"rank 1 of .* left: the model is not here"):
         leader.ranks[1].check()
     leader.ranks[2].check()
-    with pytest.raises(ConfigError, match=r"nobody answers in 0 s .*a rank has left, so this worker ends"):
+    with pytest.raises(ConfigError, match=r"no server answers in 0 s .*a rank has left, so this worker ends"):
         Joined(leader.address, wait_s=0.0)  # and goes on asking, where it has time to
     assert leader.rejected == {"ALL_JOINED": 1, "RANK_LOST": 1}
     two.leave()
@@ -136,7 +136,7 @@ def test_nobody_joins_or_reaches_the_store_without_the_secret(lead: Callable[...
 
 def test_what_cannot_be_joined_says_so_in_time(lead: Callable[..., Leader], monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = free_address()
-    with pytest.raises(ConfigError, match=f"{nobody}: nobody answers in 0 s"):
+    with pytest.raises(ConfigError, match=f"{nobody}: no server answers in 0 s"):
         Joined(nobody, wait_s=0.0)
     leader = lead()
     with pytest.raises(ConfigError, match=r"rendezvous: .*\(port in use\)"):

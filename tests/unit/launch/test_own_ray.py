@@ -52,7 +52,7 @@ def test_a_ray_of_others_is_sent_a_token_if_there_is_one(tmp_path: Path, monkeyp
     [
         ("token", [], True, []),
         ("token", ["raylet on 10.0.0.1:6380"], False, ["raylet on 10.0.0.1:6380"]),
-        ("disabled", [], True, ["Ray asks for no token (RAY_AUTH_MODE is disabled)"]),
+        ("disabled", [], True, ["Ray requires no token (RAY_AUTH_MODE is disabled)"]),
         (None, ["raylet on 10.0.0.1:1"], False, ["raylet on 10.0.0.1:1", "RAY_AUTH_MODE is unset"]),
         (None, [], False, []),
     ],

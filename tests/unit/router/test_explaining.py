@@ -167,7 +167,7 @@ def test_a_placement_is_explained_and_its_outcome_added() -> None:
     given.tokens(1, [101], finish=FinishReason.STOP)
     explained = given.state.explain("a")
     assert explained is not None
-    assert explained.decision.reason.startswith("it costs everybody the least")
+    assert explained.decision.reason.startswith("the lowest cost")
     assert [(one.prefill_worker, one.decode_worker) for one in explained.decision.candidates] == [
         ("p0", "d0"),
         ("", "d0"),

@@ -129,18 +129,18 @@ async def address() -> AsyncIterator[str]:
         (
             "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:50051: "
             "Failed to connect to remote host: Connection refused",
-            "nobody answers at 127.0.0.1:50051 (Connection refused)",
+            "no server answers at 127.0.0.1:50051 (Connection refused)",
         ),
         (
             "failed to connect to all addresses; last error: UNAVAILABLE: ipv6:%5B::1%5D:6379: "
             "Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 82)",
-            "nobody answers at [::1]:6379 "
+            "no server answers at [::1]:6379 "
             "(Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 82))",
         ),
         (
             "errors resolving nowhere: [field:hostname lookup error:address lookup failed for nowhere: "
             "Domain name not found]",
-            "nobody answers at nowhere (Domain name not found)",
+            "no server answers at nowhere (Domain name not found)",
         ),
         ("Socket closed", "Socket closed"),
     ],
