@@ -10,8 +10,8 @@ from pdserve.core.results import Timings as Timings
 from pdserve.core.results import Usage as Usage
 from pdserve.core.types import FinishReason, Role
 from pdserve.v1 import cluster_pb2, inference_pb2, worker_pb2
-from pdserve.wire import convert
-from pdserve.wire.codec import Codec, Special
+from pdserve.wire.codec import Codec
+from pdserve.wire.convert import TOPS
 from pdserve.wire.results import TIMINGS, USAGE
 
 
@@ -167,11 +167,7 @@ class Explanation:
         return None if chosen is None else chosen.predicted_tpot_s
 
 
-TOKEN_LOGPROB: Final = Codec(
-    TokenLogprob,
-    inference_pb2.TokenLogprobs,
-    special={"top": Special(convert.tops_to_proto, convert.tops_from_proto)},
-)
+TOKEN_LOGPROB: Final = Codec(TokenLogprob, inference_pb2.TokenLogprobs, special={"top": TOPS})
 PIECE: Final = Codec(Piece, inference_pb2.Delta, nested=(TOKEN_LOGPROB,))
 _CHOICE: Final = Codec(
     Choice,

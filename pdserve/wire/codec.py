@@ -34,6 +34,7 @@ from pdserve.core.errors import InvalidRequest
 
 Value = TypeVar("Value")
 Wire = TypeVar("Wire", bound=Message)
+Member = TypeVar("Member", bound=Enum)
 
 KEY_FIELDS: Final = ("request_id", "attempt")
 _SCALARS: Final[Mapping[type, tuple[int, ...]]] = {
@@ -199,6 +200,16 @@ class Codec(Generic[Value, Wire]):
         return None, None
 
 
+def numbers_of(kind: type[Member], enum: Any) -> dict[Member, int]:
+    """The number of each member in the descriptor of a protobuf enum. Raises TypeError where their members differ."""
+    numbers = {one.name: one.number for one in enum.values}
+    unspecified = next(name for name, number in numbers.items() if number == 0)
+    prefix = unspecified.removesuffix("UNSPECIFIED")
+    if {prefix + one.name for one in kind} != numbers.keys() - {unspecified}:
+        raise TypeError(f"{kind.__name__} and {enum.full_name} have different members")
+    return {one: numbers[prefix + one.name] for one in kind}
+
+
 def _without_none(hint: Any) -> tuple[Any, bool]:
     """The type without `| None`, and whether it had one."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
@@ -216,13 +227,8 @@ def _enum_pair(
     kind: type[Enum], field: Any, is_optional: bool, unknown: Enum | None, is_lenient: bool
 ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Members by name: FinishReason.STOP is FINISH_REASON_STOP, and the value 0 is unspecified."""
-    numbers = {one.name: one.number for one in field.enum_type.values}
-    unspecified = next(name for name, number in numbers.items() if number == 0)
-    prefix = unspecified.removesuffix("UNSPECIFIED")
-    if {prefix + one.name for one in kind} != numbers.keys() - {unspecified}:
-        raise TypeError(f"{kind.__name__} and {field.enum_type.full_name} have different members")
-    to_number: dict[Enum | None, int] = {one: numbers[prefix + one.name] for one in kind}
-    to_member: dict[int, Enum | None] = {number: one for one, number in to_number.items()}
+    to_member: dict[int, Enum | None] = {number: one for one, number in numbers_of(kind, field.enum_type).items()}
+    to_number: dict[Enum | None, int] = {one: number for number, one in to_member.items()}
     if is_optional:
         to_number[None] = 0
         to_member[0] = None

@@ -6,26 +6,20 @@ Pure in effect: no I/O. Bad values raise InvalidRequest, naming the field as the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, cast
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.grammar import Grammar, GrammarKind, choice
 from pdserve.core.types import FinishReason, RequestAttributes, Role, Sampling, Slo, TokenOut, check_counts
 from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
+from pdserve.wire.codec import Special, numbers_of
 
-Word = TypeVar("Word")
 # More landing blocks than any pool has; a larger extent is nonsense or an attack on the reader's memory.
 MAX_EXTENT_BLOCKS: Final = 2**24
 
-_ROLES: Final[Mapping[Role, worker_pb2.Role]] = {
-    Role.PREFILL: worker_pb2.ROLE_PREFILL,
-    Role.DECODE: worker_pb2.ROLE_DECODE,
-}
-_FINISHES: Final[Mapping[FinishReason, inference_pb2.FinishReason]] = {
-    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
-}
+_ROLES: Final = numbers_of(Role, worker_pb2.Role.DESCRIPTOR)
+_FINISHES: Final = numbers_of(FinishReason, inference_pb2.FinishReason.DESCRIPTOR)
 
 
 def _scalars() -> tuple[str, ...]:
@@ -133,12 +127,16 @@ def tops_from_proto(top: Iterable[inference_pb2.TopLogprob]) -> tuple[tuple[int,
     return tuple([(one.token_id, one.logprob) for one in top])
 
 
+#: Of `top` in a dataclass with a token's most likely alternatives.
+TOPS: Final = Special(tops_to_proto, tops_from_proto)
+
+
 def role_to_proto(role: Role) -> worker_pb2.Role:
-    return _ROLES[role]
+    return cast("worker_pb2.Role", _ROLES[role])
 
 
-def finish_to_proto(reason: FinishReason | None) -> inference_pb2.FinishReason:
-    return inference_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISHES[reason]
+def finish_to_proto(reason: FinishReason) -> inference_pb2.FinishReason:
+    return cast("inference_pb2.FinishReason", _FINISHES[reason])
 
 
 def extents_from_blocks(blocks: Sequence[int]) -> list[transfer_pb2.Extent]:
@@ -159,10 +157,3 @@ def blocks_from_extents(extents: Iterable[transfer_pb2.Extent]) -> tuple[int, ..
             raise InvalidRequest("extents", f"over {len(blocks)} blocks", f"at most {MAX_EXTENT_BLOCKS} blocks")
         blocks.extend(range(extent.first_block, extent.first_block + extent.num_blocks))
     return tuple(blocks)
-
-
-def _back(table: Mapping[Word, int], value: int, field: str) -> Word:
-    for word, number in table.items():
-        if number == value:
-            return word
-    raise InvalidRequest(field, value, "a value that the .proto names")

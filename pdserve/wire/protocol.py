@@ -16,21 +16,13 @@ from pdserve.core.grant import Fingerprint
 from pdserve.core.kv_shape import KvShape
 from pdserve.core.latency import CostPrior
 from pdserve.core.types import TokenOut
-from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
-from pdserve.wire.codec import Codec, Special
+from pdserve.v1 import transfer_pb2, worker_pb2
+from pdserve.wire.codec import Codec
+from pdserve.wire.convert import TOPS
 
 MAX_GRANT_BYTES: Final = 2**20  # of one grant, which a router keeps until it is prefilled
 
-TOKEN: Final = Codec(
-    TokenOut,
-    worker_pb2.Token,
-    special={
-        "top": Special(
-            lambda top: [inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in top],
-            lambda top: tuple([(one.token_id, one.logprob) for one in top]),
-        )
-    },
-)
+TOKEN: Final = Codec(TokenOut, worker_pb2.Token, special={"top": TOPS})
 TOKEN_ROW: Final = Codec(pr.TokenRow, worker_pb2.TokenRow, nested=(TOKEN,))
 FINGERPRINT: Final = Codec(Fingerprint, transfer_pb2.Fingerprint, nested=(Codec(KvShape, transfer_pb2.KvShape),))
 COST: Final = Codec(CostPrior, worker_pb2.CostPrior)
