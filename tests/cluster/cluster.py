@@ -19,7 +19,6 @@ from pdserve import Client
 from pdserve.launch import ports
 from pdserve.launch.running import Running
 
-
 # A crowded machine computes a prompt slowly, and the router then rejects what would be late. Tests that are not about
 # targets must not depend on that.
 PATIENT = ("--set", "router.slo_ttft_s=120", "--set", "router.slo_tpot_s=20")
