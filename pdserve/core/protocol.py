@@ -1,12 +1,12 @@
-"""What routers and workers say to each other: one dataclass for each message of worker.proto. Pure.
+"""The messages between routers and workers: one dataclass for each message of worker.proto. Pure.
 
-A worker's batching emits these, the router's state takes them as events and gives them as commands, and the simulator
-forwards them. `pdserve/wire/protocol.py` pairs each with its protobuf message. A new field is added here and in the
-.proto file.
+A worker's batching emits them, the router's state receives them as events and returns them as commands, and the
+simulator forwards them. `pdserve/wire/protocol.py` pairs each with its protobuf message. A new field is added here and
+in the .proto file.
 
-A message about an attempt names it by `key`, whose `peer` is the other end of the stream: on a worker the number of
-the router's stream, on a router the worker's id. A message about a whole worker has a `worker_id`, which the router
-that receives it fills in. Neither travels.
+A message about an attempt names it by `key`, whose `peer` is the other end of the stream: on a worker the number of the
+router's stream, on a router the worker's id. A message about a whole worker has a `worker_id`, which the receiving
+router fills in. Neither is sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 from pdserve.core.attempt import AttemptKey, FailureKind, RefusalReason
 from pdserve.core.types import FinishReason, TokenOut
 
-RETRY_AFTER_S: Final = 0.05  # of a refusal: about the time in which a batch ends
+RETRY_AFTER_S: Final = 0.05  # retry time after a worker declined: about the time in which a batch ends
 
 
 class _AboutAttempt:
@@ -47,12 +47,12 @@ class _AboutAttempt:
 class Reserve(_AboutAttempt):
     """To a decode worker: reserve blocks for KV that will arrive, or with `is_local` compute the prompt too.
 
-    On the wire it holds the request's whole Sequence, which the router's runtime keeps and adds.
+    The encoded message contains the request's whole Sequence, which the router's runtime keeps and adds.
     """
 
     key: AttemptKey
     is_local: bool
-    output_token_ids: tuple[int, ...] = ()  # that the client already has
+    output_token_ids: tuple[int, ...] = ()  # tokens that the client already has
     deadline_s: float | None = None  # time that remains
 
 
@@ -76,21 +76,21 @@ class Admit(_AboutAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel(_AboutAttempt):
-    """Free everything of the attempt; Released follows. Idempotent."""
+    """Free all memory of the attempt; Released follows. Idempotent."""
 
     key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainWorker:
-    """An operator wants no new work on the worker."""
+    """An operator stops new work on the worker."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UndrainWorker:
-    """Takes DrainWorker back."""
+    """Undoes DrainWorker."""
 
     worker_id: str
 
@@ -100,7 +100,7 @@ class UndrainWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A worker's own account of itself, sent on every heartbeat."""
+    """A worker's load report, sent on every heartbeat."""
 
     worker_id: str = ""
     steps: int = 0
@@ -111,12 +111,13 @@ class Load:
     context_tokens: int = 0
     pending_prefill_tokens: int = 0
     is_draining: bool = False
-    is_drained: bool = False  # by an operator, who may take it back
+    is_drained: bool = False  # by an operator, who may undo it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTimed:
-    """One finished batch, or the mean of consecutive decode batches of as many rows, for the cost model."""
+    """One finished batch, or the mean of consecutive decode batches with the same number of rows, for the cost
+    model."""
 
     worker_id: str = ""
     rows: int  # decode rows
@@ -130,7 +131,7 @@ class BatchTimed:
 class Granted(_AboutAttempt):
     """The decode worker has reserved blocks, described by `grant`; for a local attempt there is none.
 
-    A grant is opaque to the router: an encoded Grant of transfer.proto that it hands to the prefill worker.
+    A grant is opaque to the router: an encoded Grant of transfer.proto that it passes to the prefill worker.
     """
 
     key: AttemptKey
@@ -139,7 +140,7 @@ class Granted(_AboutAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(_AboutAttempt):
-    """The worker did not take the attempt and holds nothing for it. Either role may refuse."""
+    """The worker declined the attempt and holds nothing for it. Both roles may decline."""
 
     key: AttemptKey
     reason: RefusalReason
@@ -160,9 +161,10 @@ class FirstToken(_AboutAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEnded(_AboutAttempt):
-    """KV is verified and committed, or cannot be had. May come before FirstToken: the streams differ.
+    """KV was verified and committed, or will not arrive. May come before FirstToken, because the streams differ.
 
-    From the prefill worker, committed: all is acknowledged, and `exposed_s` is what its computing did not hide.
+    From the prefill worker, committed means that everything is acknowledged; `exposed_s` is the part that prefill did
+    not hide.
     """
 
     key: AttemptKey
@@ -171,21 +173,22 @@ class TransferEnded(_AboutAttempt):
     busy_s: float = 0.0  # of transfer_s, with chunks in flight
     exposed_s: float = 0.0  # from the end of the prefill to the receiver's acknowledgement
     num_bytes: int = 0
-    saved_bytes: int = 0  # of KV that the decode worker had already
+    saved_bytes: int = 0  # bytes of KV that the decode worker had already
     error: str = ""
 
 
-# Not frozen, which would double the time to make one.
+# Not frozen, because that would double the time of creation.
 @dataclass(slots=True, kw_only=True)
 class TokenRow(_AboutAttempt):
-    """Tokens of one attempt from one step. Durations and counts come with the row that knows them, else 0."""
+    """Tokens of one attempt from one step. Durations and counts are 0 unless this row reports them."""
 
     key: AttemptKey
     output_index: int  # of tokens[0] among the request's output tokens
     tokens: tuple[TokenOut, ...]
     finish: FinishReason | None = None
     decode_s: float = 0.0  # decoding since the last report: with the last row, and after a preemption
-    decode_queue_s: float = 0.0  # with a remote attempt's first row: KV and first token were there, no step was free
+    # with a remote attempt's first row: from arrival of KV and first token to the next step
+    decode_queue_s: float = 0.0
     preempted_s: float = 0.0  # with the first row after a preemption; its decode_s is what was before
     preemptions: int = 0
     queue_s: float = 0.0  # with a local attempt's first row, as the next two
@@ -203,7 +206,7 @@ class TokensArrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFailed(_AboutAttempt):
-    """The worker gave the attempt up; its memory follows in Released."""
+    """The worker abandoned the attempt; Released follows when its memory is free."""
 
     key: AttemptKey
     kind: FailureKind

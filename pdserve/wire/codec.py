@@ -1,4 +1,4 @@
-"""Between dataclasses and protobuf messages, by the names and types of their fields.
+"""Converts between dataclasses and protobuf messages by the names and types of their fields.
 
 A `Codec` pairs one dataclass with one message. It is built at import, and raises TypeError then if a field of either
 side has no counterpart on the other, so a new field is added to the .proto file and to the dataclass, and nowhere
@@ -9,7 +9,7 @@ else. The rules, by the type of the dataclass's field:
     an Enum                         the enum value of the member's name; None is ..._UNSPECIFIED
     a dataclass                     a message, by the codec in `nested`
     tuple[X, ...]                   a repeated field of X
-    AttemptKey                      the fields request_id and attempt; `peer` names the other end and does not travel
+    AttemptKey                      the fields request_id and attempt; `peer` names the other end and is not sent
 
 A float whose name ends in `_s` is a duration: decoding raises InvalidRequest unless it lies between 0 and a day.
 `special` gives the two directions of a field that no rule fits.
@@ -53,7 +53,7 @@ _SCALARS: Final[Mapping[type, tuple[int, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """How one field travels. Both functions take and return values of the field, never None."""
+    """The conversion of one field. Both functions take and return values of the field, never None."""
 
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
@@ -61,12 +61,12 @@ class Special:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One field of the pair; None in place of a function where the value travels as it is."""
+    """One field of the pair; None in place of a function if the value is sent unchanged."""
 
     name: str  # of the dataclass
     wire: str  # of the message
-    default: Any  # what is left out of the message, since the message has the same default
-    may_be_absent: bool  # None on one side, absence on the other
+    default: Any  # the value that is left out, because the message has the same default
+    may_be_absent: bool  # None on one side, absent on the other
     is_repeated: bool
     encode: Callable[[Any], Any] | None
     decode: Callable[[Any], Any] | None
@@ -87,12 +87,11 @@ class Codec(Generic[Value, Wire]):
         unknown: Mapping[str, Enum] | None = None,
         is_lenient: bool = False,
     ) -> None:
-        """`renamed` maps fields of the dataclass to fields of the message. `given` are fields of the dataclass that
-        `decode` is told, and `ignored` fields of the message that another function reads. `unknown` is what an enum
-        field becomes where the other end is newer and sends a value that has no name here; without it decoding
-        raises InvalidRequest. With `is_lenient`, for what a client reads from its server, durations have no bound,
-        and an enum value that has no name here is None where the field may be None. Raises TypeError where the two
-        sides do not fit."""
+        """`renamed` maps fields of the dataclass to fields of the message. `given` are fields of the dataclass that are
+        passed to `decode`, and `ignored` are fields of the message that another function reads. `unknown` is the value
+        of an enum field if a newer peer sends an unknown value; without it decoding raises InvalidRequest. With
+        `is_lenient`, for messages from a server to a client, durations have no bound, and an unknown enum value becomes
+        None if the field may be None. Raises TypeError if the two sides do not match."""
         self.kind, self.message = kind, message
         self._special, self._unknown, self._is_lenient = special or {}, unknown or {}, is_lenient
         self._nested = {one.kind: one for one in nested}
@@ -130,7 +129,7 @@ class Codec(Generic[Value, Wire]):
         return self.message(**fields)
 
     def decode(self, message: Wire, peer: int | str = "", **given: Any) -> Value:
-        """The dataclass of `message`, with the fields that are `given`; `peer` is who sent it, for an AttemptKey.
+        """The dataclass of `message`, with the `given` fields; `peer` is its sender, for an AttemptKey.
 
         Raises InvalidRequest, naming the field.
         """

@@ -1,4 +1,4 @@
-"""Between the generated messages and the words of pdserve.core.types; a default for every absent field.
+"""Converts between the generated messages and pdserve.core.types, with a default for every absent field.
 
 Pure in effect: no I/O. Bad values raise InvalidRequest, naming the field as the .proto spells it.
 """
@@ -15,7 +15,7 @@ from pdserve.core.types import FinishReason, RequestAttributes, Role, Sampling, 
 from pdserve.v1 import inference_pb2, transfer_pb2, worker_pb2
 from pdserve.wire.codec import Special, numbers_of
 
-# More landing blocks than any pool has; a larger extent is nonsense or an attack on the reader's memory.
+# More blocks than any pool has; a larger extent is an error, or an attack on the reader's memory.
 MAX_EXTENT_BLOCKS: Final = 2**24
 
 _ROLES: Final = numbers_of(Role, worker_pb2.Role.DESCRIPTOR)
@@ -23,7 +23,7 @@ _FINISHES: Final = numbers_of(FinishReason, inference_pb2.FinishReason.DESCRIPTO
 
 
 def _scalars() -> tuple[str, ...]:
-    """The fields with one value, which Sampling and its message name alike. Raises TypeError where they do not."""
+    """The scalar fields, whose names in Sampling and in its message are equal. Raises TypeError if they are not."""
     message = inference_pb2.SamplingParams.DESCRIPTOR.fields
     scalars = [one.name for one in message if not one.is_repeated and one.message_type is None]
     if missing := {one.name for one in dataclasses.fields(Sampling)} ^ {*scalars, *_NOT_SCALARS}:
@@ -42,10 +42,10 @@ def sampling_from_proto(
     default_max_tokens: int | None = None,
     bad_words: Iterable[tuple[int, ...]] = (),
 ) -> Sampling:
-    """Absent fields take Sampling's defaults; an absent seed is drawn, or 0 where `draw_seed` is None.
+    """Absent fields get Sampling's defaults; an absent seed is random, or 0 if `draw_seed` is None.
 
-    `bad_words` are those of the message, tokenised. A worker needs none of the arguments: the router has filled
-    every field.
+    `bad_words` are those of the message, tokenised. A worker passes no arguments, because the router has filled every
+    field.
     """
     check_counts(message)
     values: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
@@ -65,7 +65,7 @@ def sampling_from_proto(
 
 
 def sampling_to_proto(sampling: Sampling) -> inference_pb2.SamplingParams:
-    """Complete but for `logprobs` and `prompt_logprobs`, whose absence means something."""
+    """Complete except for `logprobs` and `prompt_logprobs`, whose absence has a meaning."""
     values = {name: getattr(sampling, name) for name in _SCALARS if getattr(sampling, name) is not None}
     return inference_pb2.SamplingParams(
         stop=sampling.stop,
@@ -101,7 +101,7 @@ def grammar_to_proto(grammar: Grammar) -> inference_pb2.StructuredOutput:
 
 
 def attributes_from_proto(message: inference_pb2.GenerateRequest) -> RequestAttributes:
-    """What the client has not set takes its default."""
+    """Fields that the client has not set get their defaults."""
     names = [one.name for one in dataclasses.fields(RequestAttributes)]
     return RequestAttributes(**{name: getattr(message, name) for name in names if message.HasField(name)})  # type: ignore[arg-type]
 
@@ -114,7 +114,7 @@ def slo_from_proto(message: inference_pb2.Slo, default: Slo) -> Slo:
 
 
 def logprobs_to_proto(token: TokenOut) -> inference_pb2.TokenLogprobs:
-    """For the client; `token.logprob` must be there."""
+    """For the client; `token.logprob` must be set."""
     assert token.logprob is not None
     return inference_pb2.TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=tops_to_proto(token.top))
 

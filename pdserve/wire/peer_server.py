@@ -1,4 +1,4 @@
-"""What the gRPC servers and channels between a cluster's own processes share: options, listening, rejections."""
+"""Common parts of the gRPC servers and channels between a cluster's own processes: options, listening, rejections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdserve.wire.requests import RequestCheck
 
 Options = tuple[tuple[str, int], ...]
 
-# A peer whose host vanished is noticed, on long streams too.
+# Detects a peer whose host vanished, also on long streams.
 KEEPALIVE: Final[Options] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -33,12 +33,12 @@ def message_options(max_bytes: int) -> Options:
 
 
 def channel_options(max_message_bytes: int) -> Options:
-    # A shared subchannel would remember failures of the process that was there before.
+    # A shared subchannel would remember failures of an earlier process at that address.
     return (*message_options(max_message_bytes), *KEEPALIVE, ("grpc.use_local_subchannel_pool", 1))
 
 
 def server_options(*, max_message_bytes: int, max_connections: int, idle_s: float) -> Options:
-    """Without an age of connections, which would end long streams."""
+    """Without a maximum age of connections, which would end long streams."""
     return (
         *message_options(max_message_bytes),
         *port_options(max_connections=max_connections, idle_s=idle_s),
@@ -54,7 +54,7 @@ def make_peer_server(options: Options, on_rejected: OnRejected) -> tuple[Any, Pr
 
 
 def listen(server: Any, host: str, port: int, name: str) -> int:
-    """The port that `server` will listen on; 0 picks a free one. Raises ConfigError about the setting `name`."""
+    """The port of `server`; 0 selects a free one. Raises ConfigError about the setting `name`."""
     try:
         found = int(server.add_insecure_port(f"{host}:{port}"))
     except RuntimeError:
@@ -65,5 +65,5 @@ def listen(server: Any, host: str, port: int, name: str) -> int:
 
 
 async def abort(context: Any, error: PdserveError) -> None:
-    """Without the details of pdserve.wire.status: google.rpc is not installed on every worker's machine."""
+    """Without the details of pdserve.wire.status, because google.rpc is not installed on every worker's machine."""
     await context.abort(_CODES.get(type(error), grpc.StatusCode.INVALID_ARGUMENT), error.message)

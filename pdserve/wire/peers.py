@@ -1,6 +1,6 @@
-"""Proofs of the cluster's secret on gRPC: what a worker's server asks of every call, and what its callers do.
+"""Proofs of the cluster's secret on gRPC: the checks of a worker's server, and the calls of its clients.
 
-What a proof holds is decided in pdserve/core/proof.py. A method without a row in POLICY is rejected.
+pdserve/core/proof.py defines the contents of a proof. A method without a row in POLICY is rejected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdserve.wire.requests import Abort, unknown_method
 PROOF_KEY: Final = "pdserve-proof-bin"
 ANSWER_KEY: Final = "pdserve-answer-bin"
 MAX_PROOF_BYTES: Final = 2048
-STATUS_S: Final = 1.0  # that a rejected call gets to say why
+STATUS_S: Final = 1.0  # time in which a rejected call can report the reason
 
 ATTACH: Final = "/pdserve.v1.WorkerService/Attach"
 OPEN: Final = "/pdserve.v1.TransferService/Open"
@@ -57,7 +57,7 @@ class ProofInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-ar
         self._abort, self._on_rejected = abort, on_rejected
 
     def serve(self, checker: CallChecker, server: Any) -> None:
-        """Lets proven calls in, and tells callers what to prove. Call it before the server starts."""
+        """Accepts proven calls, and tells callers what to prove. Call it before the server starts."""
         self.checker = checker
         peer_pb2_grpc.add_PeerServiceServicer_to_server(_PeerServicer(checker, self._abort, self._on_rejected), server)
 
@@ -82,7 +82,7 @@ class ProofInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-ar
         async def reject(requests: Any, context: Any) -> None:
             await self._abort(context, error)
 
-        return grpc.stream_stream_rpc_method_handler(reject)  # fits a call of any shape: it reads nothing
+        return grpc.stream_stream_rpc_method_handler(reject)  # suits every kind of call, because it reads nothing
 
 
 @final
@@ -100,7 +100,7 @@ class _PeerServicer(peer_pb2_grpc.PeerServiceServicer):
 
 
 def read_proof(metadata: Any) -> CallProof | None:
-    """The proof in a call's metadata; None where there is none that can be read."""
+    """The proof in a call's metadata; None if there is no valid one."""
     data = next((value for key, value in metadata or () if key == PROOF_KEY), None)
     if not isinstance(data, bytes) or len(data) > MAX_PROOF_BYTES:
         return None
@@ -120,13 +120,13 @@ def read_proof(metadata: Any) -> CallProof | None:
 
 
 def proven_caller(context: Any) -> str:
-    """Who makes the call, by its proof, which the interceptor has checked; empty where no proof is there."""
+    """The caller's name by its proof, which the interceptor has checked; empty without a proof."""
     proof = read_proof(context.invocation_metadata())
     return "" if proof is None else proof.caller
 
 
 def _answering(handler: Any, answer: bytes) -> Any:
-    """The same handler, which sends the worker's proof before anything else."""
+    """Wraps the handler so that it first sends the worker's proof."""
     if handler is None:
         return None
     inner = handler.stream_stream if handler.request_streaming else handler.unary_unary
@@ -146,12 +146,12 @@ def _answering(handler: Any, answer: bytes) -> Any:
 
 
 def introduce(identity: Identity, method: str, address: str) -> Introduction:
-    """Dial `target` of what this returns, and nothing else."""
+    """Connect only to `target` of the result."""
     return Introduction(identity, method, canonical_address(address), secrets.token_bytes(NONCE_BYTES))
 
 
 async def prove(channel: Any, introduction: Introduction) -> tuple[tuple[str, bytes], ...]:
-    """The metadata of the call, over a grpc.aio channel. Raises Unauthenticated where the callee proves nothing, and
+    """The metadata of the call, over a grpc.aio channel. Raises Unauthenticated if the callee has no valid proof, and
     grpc.RpcError."""
     answer = await peer_pb2_grpc.PeerServiceStub(channel).GetChallenge(_request(introduction))
     return _metadata(introduction, answer)
@@ -164,7 +164,7 @@ def prove_blocking(channel: Any, introduction: Introduction, timeout_s: float) -
 
 
 async def check_call(introduction: Introduction, call: Any) -> None:
-    """`check_answer` for a call of grpc.aio that has begun. A callee that rejects the call has said why."""
+    """`check_answer` for a started call of grpc.aio. If the callee rejects the call, its error contains the reason."""
     try:
         check_answer(introduction, await call.initial_metadata())
     except Unauthenticated as error:
@@ -176,7 +176,7 @@ async def check_call(introduction: Introduction, call: Any) -> None:
 
 
 def check_call_blocking(introduction: Introduction, call: Any, timeout_s: float) -> None:
-    """`check_call` over a blocking channel; a callee that is silent for `timeout_s` has proven nothing."""
+    """`check_call` over a blocking channel; a callee that is silent for `timeout_s` is not authenticated."""
     late = threading.Timer(timeout_s, call.cancel)
     late.start()
     try:
@@ -195,7 +195,7 @@ def check_call_blocking(introduction: Introduction, call: Any, timeout_s: float)
 
 
 def check_answer(introduction: Introduction, initial_metadata: Any) -> None:
-    """Raises Unauthenticated unless the callee has proven itself; to be called before the first message is sent."""
+    """Raises Unauthenticated unless the callee is authenticated. Call it before the first message is sent."""
     mac = next((value for key, value in initial_metadata or () if key == ANSWER_KEY), b"")
     introduction.answered(mac if isinstance(mac, bytes) else b"")
 

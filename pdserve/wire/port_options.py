@@ -1,4 +1,4 @@
-"""gRPC options of a public port: how much a stranger can hold open. Decides; no I/O.
+"""gRPC options of a public port, which limit what a foreign client can keep open. No I/O.
 
 connections   at most so many at a time; further ones are closed as they are accepted
 half-open     a connection that has not sent its HTTP/2 preface within HANDSHAKE_S is closed
@@ -14,12 +14,12 @@ from typing import Final
 
 HANDSHAKE_S: Final = 10.0
 MAX_STREAMS: Final = 4096
-_MOST_MS: Final = 2**31 - 1  # gRPC reads a C int, of which the largest means never
+_MOST_MS: Final = 2**31 - 1  # gRPC reads a C int; the largest value means never
 
 
 def port_options(*, max_connections: int, idle_s: float) -> list[tuple[str, int]]:
     return [
-        ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server that gets half of the calls
+        ("grpc.so_reuseport", 0),  # a port in use is an error; otherwise a second server would get half of the calls
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.server_handshake_timeout_ms", _ms(HANDSHAKE_S)),
         ("grpc.max_connection_idle_ms", _ms(idle_s)),
@@ -28,7 +28,7 @@ def port_options(*, max_connections: int, idle_s: float) -> list[tuple[str, int]
 
 
 def age_options(*, age_s: float, grace_s: float) -> list[tuple[str, int]]:
-    """`grace_s`: as long as the longest call may run, so that none of them is cut."""
+    """`grace_s`: the maximum duration of a call, so that no call is interrupted."""
     return [
         ("grpc.max_connection_age_ms", _ms(age_s)),
         ("grpc.max_connection_age_grace_ms", _ms(grace_s)),

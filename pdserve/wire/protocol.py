@@ -1,7 +1,7 @@
 """The codec of each message between router and worker, and the Attach stream's envelopes around them. No I/O.
 
-Written by hand here: what carries a request's Sequence, which the router builds once and adds to for each attempt,
-and the columns of PlainTokens, which hold nearly all tokens and are the hot path.
+Two parts are written by hand: messages with a request's Sequence, which the router builds once and extends for each
+attempt, and the columns of PlainTokens, which contain nearly all tokens and are the hot path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.wire.codec import Codec
 from pdserve.wire.convert import TOPS
 
-MAX_GRANT_BYTES: Final = 2**20  # of one grant, which a router keeps until it is prefilled
+MAX_GRANT_BYTES: Final = 2**20  # limit of one grant, which a router keeps until it is prefilled
 
 TOKEN: Final = Codec(TokenOut, worker_pb2.Token, special={"top": TOPS})
 TOKEN_ROW: Final = Codec(pr.TokenRow, worker_pb2.TokenRow, nested=(TOKEN,))
@@ -59,15 +59,16 @@ _BY_NAME: Final[Mapping[str, Codec[Any, Any]]] = dict(_RESPONSES.values())
 
 
 def encode_response(message: pr.WorkerMessage) -> worker_pb2.AttachResponse:
-    """From a worker; of anything but TokensArrived."""
+    """Encodes a worker's message; any type but TokensArrived."""
     name, codec = _RESPONSES[type(message)]
     return worker_pb2.AttachResponse(**{name: codec.encode(message)})
 
 
 def decode_response(worker_id: str, response: worker_pb2.AttachResponse) -> pr.WorkerMessage | None:
-    """On a router. None for messages that are not the state's: hello, prompt scores, KV events, and newer kinds.
+    """Decodes on a router. None for messages that are not for the state: hello, prompt scores, KV events, and newer
+    kinds.
 
-    Raises InvalidRequest on a value that the .proto does not name, and on a duration out of bounds.
+    Raises InvalidRequest on an unknown enum value, and on a duration out of bounds.
     """
     name = response.WhichOneof("message")
     if name == "tokens":
@@ -84,7 +85,7 @@ def decode_response(worker_id: str, response: worker_pb2.AttachResponse) -> pr.W
 
 
 def encode_request(command: pr.WorkerCommand, sequence: worker_pb2.Sequence | None = None) -> worker_pb2.AttachRequest:
-    """From a router. `sequence` is that of the command's request; only Reserve and Prefill need it."""
+    """Encodes a router's command. `sequence` is that of its request; only Reserve and Prefill need it."""
     match command:
         case pr.Reserve():
             reserve = worker_pb2.Reserve(sequence=_at(sequence, command), is_local=command.is_local)
@@ -98,7 +99,7 @@ def encode_request(command: pr.WorkerCommand, sequence: worker_pb2.Sequence | No
 
 
 def _at(sequence: worker_pb2.Sequence | None, command: pr.Reserve | pr.Prefill) -> worker_pb2.Sequence:
-    """The sequence as of this attempt."""
+    """The sequence with the data of this attempt."""
     assert sequence is not None, "the runtime keeps it as long as the request lives"
     now = worker_pb2.Sequence()
     now.CopyFrom(sequence)

@@ -1,7 +1,7 @@
-"""Ends calls that no handler can answer: a method that is not served, and a message that does not parse.
+"""Ends calls that no handler can answer: an unknown method, and a message that does not parse.
 
-gRPC itself would answer a message that does not parse with UNKNOWN, and log a traceback for each. Anyone who reaches
-the port can send such messages, so they get a typed error, and one line in the log per LOG_EVERY_S.
+gRPC itself would answer a message that does not parse with UNKNOWN, and log a traceback for each. Every client that
+reaches the port can send such messages, so they get a typed error, and one line in the log per LOG_EVERY_S.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 LOG_EVERY_S: Final = 10.0
 MAX_METHOD_CHARS: Final = 128
 
-# Ends the call with the error's status; raises, as grpc.aio's abort() does.
+# Ends the call with the error's status; raises like grpc.aio's abort().
 Abort: TypeAlias = Callable[[Any, PdserveError], Awaitable[Any]]
 Handler: TypeAlias = Callable[..., Any]
 
@@ -34,14 +34,14 @@ def unknown_method(method: str) -> UnknownMethod:
 
 @dataclass(frozen=True, slots=True)
 class Unparsed:
-    """Stands for a message that does not parse, until the handler can be kept from it."""
+    """A placeholder for a message that does not parse, which the handler must not receive."""
 
     num_bytes: int
 
 
 @final
 class RequestCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg]
-    """Put it first among the interceptors of a grpc.aio server. Handlers that are no coroutines are left alone."""
+    """Put it first among the interceptors of a grpc.aio server. It does not affect handlers that are not coroutines."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class RequestCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg]
             self._on_rejected(error)
             await self._abort(context, error)
 
-        return grpc.stream_stream_rpc_method_handler(reject)  # fits a call of any shape: it reads nothing
+        return grpc.stream_stream_rpc_method_handler(reject)  # suits every kind of call, because it reads nothing
 
     def _checked(self, inner: Handler, method: str) -> Handler:
         async def answer(request: Any, context: Any) -> Any:

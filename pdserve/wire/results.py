@@ -1,4 +1,4 @@
-"""Codecs of what the router tells a client when a request ends: encoded by the router, decoded by the SDK."""
+"""Codecs of the results of a request, which the router encodes and the SDK decodes."""
 
 from __future__ import annotations
 

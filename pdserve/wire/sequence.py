@@ -1,4 +1,4 @@
-"""The codec of a Sequence: what a worker must know of a request to compute any of its tokens. No I/O."""
+"""The codec of a Sequence: the data that a worker needs to compute a request's tokens. No I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdserve.v1 import worker_pb2
 from pdserve.wire.codec import Codec, Special
 from pdserve.wire.convert import sampling_from_proto, sampling_to_proto
 
-# The worker makes the `given` fields from its clock, its hash seed and the `ignored` fields of the message.
+# The worker computes the `given` fields from its clock, its hash seed and the `ignored` fields of the message.
 SEQUENCE: Final = Codec(
     Attempt,
     worker_pb2.Sequence,

@@ -1,8 +1,8 @@
-"""The one table between pdserve's errors and gRPC statuses, read in both directions.
+"""The table of pdserve's errors and gRPC statuses, used in both directions.
 
-A server turns an error into a `google.rpc.Status` with details, which travels in the trailing metadata
-`grpc-status-details-bin`: ErrorInfo (stable reason, domain "pdserve", the error's fields), RetryInfo where a
-time to retry is known, BadRequest where a field is to blame. A client builds the same error from it again.
+A server converts an error to a `google.rpc.Status` with details, sent in the trailing metadata
+`grpc-status-details-bin`: ErrorInfo (stable reason, domain "pdserve", the error's fields), RetryInfo if a retry time is
+known, BadRequest if a field is invalid. A client restores the same error from it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pdserve.core.errors import (
 
 DOMAIN: Final = "pdserve"
 DETAILS_KEY: Final = "grpc-status-details-bin"
-# HTTP/2 peers commonly bound all headers of a response to 8 KiB; the details are base64 in there, beside the message.
+# HTTP/2 peers commonly limit all headers of a response to 8 KiB, including the message and the base64 details.
 MAX_FIELD_CHARS: Final = 512
 MAX_MESSAGE_CHARS: Final = 2048
 
@@ -47,7 +47,7 @@ Fields: TypeAlias = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """One row: the status code, the error's fields that travel, and how the error is built from them."""
+    """One row: the status code, the error's fields that are sent, and how the error is restored from them."""
 
     code: grpc.StatusCode
     fields: tuple[str, ...]
@@ -116,7 +116,7 @@ _TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\.? (\d+)\)")
 
 
 def to_status(error: PdserveError) -> status_pb2.Status:
-    """The status of `error`. A class that the table lacks is reported as its nearest ancestor in it."""
+    """The status of `error`. A class without a row uses its nearest ancestor's row."""
     kind = _kind(error)
     row = TABLE[kind]
     fields = {name: _short(str(getattr(error, name))) for name in row.fields}
@@ -140,7 +140,7 @@ def to_status(error: PdserveError) -> status_pb2.Status:
 
 
 def from_status(status: status_pb2.Status) -> PdserveError:
-    """The error that `to_status` was given; of a foreign status, the nearest error by its code."""
+    """Restores the error of `to_status`; for a foreign status, the nearest error by its code."""
     info = error_details_pb2.ErrorInfo()
     retry = error_details_pb2.RetryInfo()
     reason, retry_after_s = "", None
@@ -157,7 +157,7 @@ def from_status(status: status_pb2.Status) -> PdserveError:
 
 
 def from_code(code: grpc.StatusCode, text: str) -> PdserveError:
-    """The error of a status without our details: gRPC itself or something between us ended the call."""
+    """The error of a status without our details: gRPC itself or a proxy ended the call."""
     too_large = _TOO_LARGE.search(text)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and too_large is not None:
         seen, limit = too_large.groups()
@@ -169,7 +169,7 @@ def from_code(code: grpc.StatusCode, text: str) -> PdserveError:
 
 
 def _who_is_away(text: str) -> str:
-    """gRPC's words for a connection that did not come about, in ours; any others as they are."""
+    """Rewords gRPC's text for a failed connection; other texts are unchanged."""
     if nobody := _NOBODY.search(text):
         return f"no server answers at {unquote(nobody[1])} ({nobody[2]})"
     if no_name := _NO_NAME.search(text):
@@ -178,7 +178,7 @@ def _who_is_away(text: str) -> str:
 
 
 def from_rpc_error(error: grpc.RpcError) -> PdserveError:
-    """What a failed call means. Takes the errors of grpc and of grpc.aio."""
+    """The error of a failed call. Accepts the errors of grpc and of grpc.aio."""
     code: grpc.StatusCode = error.code() if callable(getattr(error, "code", None)) else grpc.StatusCode.UNKNOWN
     text: str = (error.details() if callable(getattr(error, "details", None)) else str(error)) or ""
     trailing: Any = error.trailing_metadata() if callable(getattr(error, "trailing_metadata", None)) else None
@@ -203,7 +203,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError
 
 
 def end(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> None:
-    """Like `abort`, for a streaming handler that returns right after: nothing is raised."""
+    """Like `abort`, but without raising, for a streaming handler that then returns."""
     status = to_status(error)
     context.set_code(BY_NUMBER[status.code])
     context.set_details(status.message)

@@ -1,4 +1,4 @@
-"""A step that a program has begun, and perhaps launched; the next one may be launched before this one is read."""
+"""A step that a program has begun, and possibly launched. The next step may be launched before this one is read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Runway:
 
     @property
     def is_busy(self) -> bool:
-        """A step is launched that nobody has read."""
+        """Whether a launched step has not been read."""
         return self._next is not None
 
     def take_next(self) -> Begun | None:
@@ -37,16 +37,17 @@ class Runway:
         return begun
 
     def launch(self, step: Any, after: Flight | None = None) -> Begun:
-        """Begins a step whose rows nobody has asked for after anything else changed."""
+        """Begins a step. Its rows must not have been created after a later change."""
         begun = Begun(step, self._engine.launch(step.rows, after))
         self._batching.launched(step)
         return begun
 
     def read(self, begun: Begun) -> Sequence[RowOut | RowFailed]:
-        """Samples rows that waited for the step before, launches what can follow, then waits for the step's own rows.
+        """Samples rows that waited for the previous step, launches the next step if possible, then waits for this
+        step's rows.
 
-        After a failure the step ahead is dropped, since it follows draws that never were, and the rows are tried one
-        by one. Raises EngineBroken.
+        After a failure the step ahead is dropped, because it depends on missing tokens, and the rows are tried one by
+        one. Raises EngineBroken.
         """
         flight = begun.flight
         assert flight is not None
@@ -69,7 +70,7 @@ class Runway:
     def _drop_next(self) -> None:
         dropped = self.take_next()
         if dropped is not None and dropped.flight is not None:
-            with contextlib.suppress(Exception):  # as the step before, whose failure is told
+            with contextlib.suppress(Exception):  # failed like the previous step, whose failure is reported
                 if dropped.flight.unsampled:
                     dropped.flight.sample({})
                 dropped.flight.wait()
