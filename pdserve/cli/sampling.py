@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from pdserve.client.request import SAMPLING_SCALARS, Scalar
+from pdserve.client.options import SAMPLING_SCALARS, Scalar
 from pdserve.core.types import Sampling, Slo
 
 _PRINTED: Final = ("logprobs", "prompt_logprobs")  # flags of the command that prints them

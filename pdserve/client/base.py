@@ -11,7 +11,8 @@ from pdserve.client import connect
 from pdserve.client.answer import Answer
 from pdserve.client.beam import BeamSearch, EarlyStopping
 from pdserve.client.connect import Tls
-from pdserve.client.request import Options, Prompt, checked_timeout_s, generate_request
+from pdserve.client.options import Options
+from pdserve.client.request import Prompt, checked_timeout_s, generate_request
 from pdserve.client.results import Completion, Model, TokenLogprob
 from pdserve.client.retry import Retries
 from pdserve.core.errors import PdserveError

@@ -18,7 +18,8 @@ from pdserve.client.base import Attempts, BaseClient, BaseStream
 from pdserve.client.beam import Beam, EarlyStopping, Tops
 from pdserve.client.calls import Call
 from pdserve.client.connect import Target
-from pdserve.client.request import Options, Prompt, token_ids_of
+from pdserve.client.options import Options
+from pdserve.client.request import Prompt, token_ids_of
 from pdserve.client.results import Completion, Explanation, Model, Piece, Topology
 from pdserve.core.errors import PdserveError
 from pdserve.wire import status
