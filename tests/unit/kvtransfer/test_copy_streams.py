@@ -19,6 +19,7 @@ from kvtransfer.staging_budget import StagingBudget, num_slots
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports import nccl, tcp_staged
 from kvtransfer.transports.staging_slots import slot_size
+from pdserve.config import WorkerConfig
 from pdserve.core.errors import TransferFailed
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Pair, wait_for
 
@@ -59,6 +60,12 @@ def test_work_stays_behind_other_work() -> None:
     first = loads.begin(1000)
     assert [loads.begin(10, behind=first), loads.begin(10), loads.begin(10)] == [first, 1, 2]
     assert loads.outstanding_bytes == (1010, 10, 10)
+
+
+def test_settings_have_the_same_defaults() -> None:
+    config = WorkerConfig(model="toy", worker_id="w")
+    limits = CopyLimits(num_streams=config.kv_copy_streams, staging_bytes=config.kv_staging_bytes)
+    assert limits == CopyLimits()
 
 
 # How much staging.
