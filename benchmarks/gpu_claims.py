@@ -104,7 +104,7 @@ def claims() -> str:
 
 def mixed_ratio(contexts: tuple[int, ...] = MIXED) -> float:
     """A layer's attention and merge over the time for its bytes at attention's own rate."""
-    _, attend, merge = attention_kernels(LLAMA_8B, contexts)
+    attend, merge = attention_kernels(LLAMA_8B, contexts)
     kv_bytes = 4 * sum(contexts) * LLAMA_8B.num_kv_heads * LLAMA_8B.head_dim
     return (attend.seconds(COPY_GB_S) + merge.seconds(COPY_GB_S)) / (kv_bytes / (ATTENTION_SHARE * COPY_GB_S * 1e9))
 
@@ -127,7 +127,7 @@ def mixed_lengths() -> str:
         loads = [sum(part.end - part.begin for part in found if part.program == one.program) for one in found]
         busy = len({part.program for part in found})
         mean = sum(part.end - part.begin for part in found) / busy
-        _, attend, merge = attention_kernels(LLAMA_8B, contexts)
+        attend, merge = attention_kernels(LLAMA_8B, contexts)
         took_us = (attend.seconds(COPY_GB_S) + merge.seconds(COPY_GB_S)) * 1e6
         lines.append(
             f"| {name} | {busy} x 8 | {max(loads)}, {mean:.1f} | {imbalance(found):.3f}, {attend.imbalance:.3f} "

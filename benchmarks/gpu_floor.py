@@ -104,15 +104,14 @@ def attention_parts(shape: Shape, contexts: Sequence[int]) -> list[Part]:
     return parts([tile_range(length - 1, length, TILE) for length in contexts], programs, least_tiles(TILE))
 
 
-def attention_kernels(shape: Shape, contexts: Sequence[int]) -> tuple[Kernel, Kernel, Kernel]:
-    """How a step's rows are divided, and a layer's attention and merge."""
+def attention_kernels(shape: Shape, contexts: Sequence[int]) -> tuple[Kernel, Kernel]:
+    """A layer's attention and merge."""
     heads, kv = shape.num_heads, shape.num_kv_heads * shape.head_dim
     found = attention_parts(shape, contexts)
     partial = sum(part.slot is not None for part in found)
     merged = partial * heads * (shape.head_dim + 1) * 4
     busy = shape.num_kv_heads * len({part.program for part in found})
     return (
-        Kernel("share out positions", 1, ceil(num_programs(shape.num_kv_heads, PROCESSORS, PER_PROCESSOR) / 16), 0),
         Kernel(
             "attend",
             shape.num_layers,
@@ -130,7 +129,7 @@ def decode_floor(shape: Shape, rows: int, context: int, copy_gb_s: float = COPY_
     layers, hidden, mlp, vocab = shape.num_layers, shape.hidden, shape.mlp, shape.vocab
     queries, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     share = PRODUCT_SHARE if rows <= FEW_ROWS else WIDE_PRODUCT_SHARE
-    split, attend, merge = attention_kernels(shape, [context] * rows)
+    attend, merge = attention_kernels(shape, [context] * rows)
 
     def product(name: str, inputs: int, outputs: int, count: int = layers) -> Kernel:
         return Kernel(f"product {name}", count, 0, 2 * (inputs * outputs + rows * (inputs + outputs)), share)
@@ -145,7 +144,6 @@ def decode_floor(shape: Shape, rows: int, context: int, copy_gb_s: float = COPY_
                 rows * ceil((shape.num_heads + 2 * shape.num_kv_heads) / 8),
                 4 * rows * (queries + 2 * kv),
             ),
-            split,
             attend,
             merge,
             product("o", queries, hidden),
@@ -155,7 +153,7 @@ def decode_floor(shape: Shape, rows: int, context: int, copy_gb_s: float = COPY_
             product("head", hidden, vocab, 1),
             # Of greedy rows its first launch reads all logits, as the head's product left them, the others little.
             Kernel("sampler", 3, rows, 2 * rows * vocab / 3),
-            Kernel("tokens and tables; embedding", 2, 0, 2 * rows * hidden),
+            Kernel("tokens, tables, shares; embedding", 2, 0, 2 * rows * hidden),
         ),
         copy_gb_s,
     )

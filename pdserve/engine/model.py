@@ -62,6 +62,11 @@ class Decoder:
         """The compute dtype."""
         return self._weights.dtype
 
+    @property
+    def first_window(self) -> int | None:
+        """Of the first layer's attention."""
+        return self._weights.layers[0].window
+
     def hidden(self, mixer: Mixer) -> Tensor:
         """Writes the KV of all tokens; returns the states, after the last norm, of the tokens that are needed, [U, E].
 

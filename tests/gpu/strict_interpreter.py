@@ -38,7 +38,8 @@ class Registered:
 
     def check(self, kind: str, pointers: Any, mask: Any) -> None:
         """`pointers`: of the interpreter, addresses with the type that they point to."""
-        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        # Some masks of the interpreter are integers, which numpy would take for places.
+        addresses = pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)]
         if not addresses.size:
             return
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)

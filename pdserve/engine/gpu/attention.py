@@ -26,7 +26,7 @@ from pdserve.core.errors import InternalError
 from pdserve.engine.gpu.casts import cast, operand
 from pdserve.engine.gpu.gated import tanh
 from pdserve.engine.gpu.splits import num_programs
-from pdserve.engine.gpu.work import HEAD_WORDS, split, tile_range
+from pdserve.engine.gpu.work import HEAD_WORDS, Division, split, tile_range
 from pdserve.engine.pool import TorchPool
 
 MOST_QUERIES: Final = 16
@@ -43,14 +43,13 @@ class Rows:
     start_B: Tensor  # int32: position of the first query
     length_B: Tensor  # int32: number of positions, including the queries; 0 for a padding row
     first_B1: Tensor | None = None  # int32 [B + 1]: each row's first token, and the end; None: num_queries apart
-    # The division of their tiles, by window, tile size and number of programs. Made by the first layer that needs it.
-    work: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # How their tiles are divided, computed by the first layer that needs it.
+    work: dict[Division, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def work_of(self, window: int | None, tile: int, programs: int) -> Tensor:
-        key = window or 0, tile, programs
-        if key not in self.work:
-            self.work[key] = split(self.start_B, self.length_B, programs, tile, window)
-        return self.work[key]
+    def work_of(self, division: Division) -> Tensor:
+        if division not in self.work:
+            self.work[division] = split(self.start_B, self.length_B, division)
+        return self.work[division]
 
 
 @dataclass(frozen=True)
@@ -354,7 +353,7 @@ def attend(
     }
     first = rows.start_B if rows.first_B1 is None else rows.first_B1
     programs = scratch.num_programs
-    work = rows.work_of(window, tiling.positions, programs)
+    work = rows.work_of(Division(programs, tiling.positions, window))
     _attend[(num_kv_heads, programs)](
         q_THD,
         stored,

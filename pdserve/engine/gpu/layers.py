@@ -9,8 +9,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from pdserve.engine.gpu.attention import Rows, Scratch, attend, make_scratch
+from pdserve.engine.gpu.attention import Rows, Scratch, attend, block_of, choose_tiling, make_scratch
 from pdserve.engine.gpu.place import make_table, place
+from pdserve.engine.gpu.work import Division
 from pdserve.engine.mixing import Heads
 from pdserve.engine.parameters import LayerWeights
 from pdserve.engine.pool import TorchPool
@@ -56,6 +57,12 @@ class LayerKernels:
             scale=heads.scale,
             softcap=heads.softcap,
         )
+
+    def division(self, window: int | None, num_queries: int, scratch: Scratch) -> Division:
+        """What `attend` asks of rows of up to `num_queries`, in a layer of that window."""
+        heads = self.heads
+        block_m = block_of(heads.num_heads // heads.num_kv_heads * num_queries)
+        return Division(scratch.num_programs, choose_tiling(heads.head_dim, self._dtype, block_m).positions, window)
 
     def make_scratch(self, num_queries: int, num_processors: int) -> Scratch:
         """Scratch for rows of up to `num_queries`."""

@@ -103,25 +103,31 @@ class StaticDecode:
         field = self.inputs.field
         self._model.spread(self.drawn_B)
         token_B = self._token_B[:bucket]
-        table_BP = prepare(
+        start_B, length_B, scratch = field("start", bucket), field("length", bucket), self._scratch(num_queries)
+        division = self._kernels.division(self._model.first_window, num_queries, scratch)
+        table_BP, work = prepare(
             field("follows", bucket),
             self.drawn_B,
             field("token", bucket),
             field("seat", bucket),
             self.table_SP,
             token_B,
+            start_B,
+            length_B,
+            division,
         )
         rows = Rows(
             num_queries=num_queries,
             table_BP=table_BP,
-            start_B=field("start", bucket),
-            length_B=field("length", bucket),
+            start_B=start_B,
+            length_B=length_B,
             first_B1=field("first", bucket + 1) if num_queries > 1 else None,
         )
+        rows.work[division] = work
         mixer = StaticMixer(
             self._kernels,
             rows,
-            self._scratch(num_queries),
+            scratch,
             token_B,
             field("slot", bucket),
             field("position", bucket),

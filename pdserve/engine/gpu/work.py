@@ -1,14 +1,16 @@
 """Divides the tiles of a step's rows among attention's programs, on the device: splits.py as a kernel.
 
-    split(start_B, length_B, ..) -> work
+    split(start_B, length_B, division) -> work
 
-It runs once per step for each of the model's windows, within the graph, because lengths change from step to step.
+It runs once per step for each of the model's windows, within the graph, because lengths change from step to step. In a
+graph that of the first window is part of the launch that prepares the rows (prepare.py).
 """
 
 # Shapes: B rows, W programs of a kv head.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -42,8 +44,34 @@ def _counts(start_of, length_of, row, num_rows, WINDOW: tl.constexpr, TILE: tl.c
     return tl.where(exists, end - first, 0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_programs"])
-def _split(
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Among `num_programs` of each kv head, in tiles of so many positions."""
+
+    num_programs: int
+    tile: int
+    window: int | None
+
+    def new_work(self, start_B: Tensor) -> Tensor:
+        """Memory for the result of `split`."""
+        size = HEAD_WORDS + 2 * self.num_programs + len(start_B) + 1
+        return torch.empty(size, dtype=torch.int32, device=start_B.device)
+
+    @property
+    def num_parts(self) -> int:
+        """Programs that compute it."""
+        return -(-self.num_programs // _PROGRAMS)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Of `split_part`."""
+        sizes = {"HEAD": HEAD_WORDS, "ROWS": _ROWS, "PROGRAMS": _PROGRAMS}
+        return {"WINDOW": self.window or 0, "TILE": self.tile, "LEAST": least_tiles(self.tile), **sizes}
+
+
+@triton.jit
+def split_part(
+    part,
     work,  # [HEAD + 2 W + B + 1]
     start_of,  # [B]
     length_of,  # [B]
@@ -56,18 +84,19 @@ def _split(
     ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
+    """What one program does; `part`: its number."""
     r = tl.arange(0, ROWS)
     total = num_rows * 0
     for base in range(0, num_rows, ROWS):
         total += tl.sum(_counts(start_of, length_of, base + r, num_rows, WINDOW, TILE), axis=0)
     share = tl.maximum(tl.cdiv(total, num_programs), LEAST)
     edges = work + HEAD + 2 * num_programs
-    writes = tl.program_id(0) == 0
+    writes = part == 0
     tl.store(work, share, mask=writes)
     tl.store(work + 1, total, mask=writes)
     tl.store(edges, 0, mask=writes)
 
-    program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
+    program = part * PROGRAMS + tl.arange(0, PROGRAMS)
     begin = program * share
     last = tl.minimum(begin + share, total) - 1
     first_row = tl.zeros([PROGRAMS], tl.int32)
@@ -88,24 +117,40 @@ def _split(
     tl.store(work + HEAD + num_programs + program, tl.where(begin < total, last_row, -1), mask=is_one)
 
 
-def split(start_B: Tensor, length_B: Tensor, num_programs: int, tile: int, window: int | None) -> Tensor:
-    """int32: share, all tiles, first and last row of each program, then the beginning of each row's tiles, and the
-    end."""
-    num_rows = len(length_B)
-    size = HEAD_WORDS + 2 * num_programs + num_rows + 1
-    work = torch.empty(size, dtype=torch.int32, device=length_B.device)
-    _split[(triton.cdiv(num_programs, _PROGRAMS),)](
+@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+def _split(
+    work,
+    start_of,
+    length_of,
+    num_rows,
+    num_programs,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST: tl.constexpr,
+    HEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    split_part(
+        tl.program_id(0),
         work,
-        start_B,
-        length_B,
+        start_of,
+        length_of,
         num_rows,
         num_programs,
-        WINDOW=window or 0,
-        TILE=tile,
-        LEAST=least_tiles(tile),
-        HEAD=HEAD_WORDS,
-        ROWS=_ROWS,
-        PROGRAMS=_PROGRAMS,
-        num_warps=4,
+        WINDOW,
+        TILE,
+        LEAST,
+        HEAD,
+        ROWS,
+        PROGRAMS,
     )
+
+
+def split(start_B: Tensor, length_B: Tensor, division: Division) -> Tensor:
+    """int32: share, all tiles, first and last row of each program, then the beginning of each row's tiles, and the
+    end."""
+    work = division.new_work(start_B)
+    of = division.num_programs
+    _split[(division.num_parts,)](work, start_B, length_B, len(length_B), of, num_warps=4, **division.constants)
     return work

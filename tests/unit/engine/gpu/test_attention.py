@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pdserve.engine.gpu.splits import edges, imbalance, least_tiles, num_programs, parts, share_of, tile_range
-from pdserve.engine.gpu.work import HEAD_WORDS, split
+from pdserve.engine.gpu.work import HEAD_WORDS, Division, split
 from tests.gpu.case_attention import CASES, LONG
 from tests.gpu.cases import Case
 
@@ -53,7 +53,7 @@ def test_the_device_divides_as_the_host(num_rows: int, window: int | None, devic
     rows, programs = draw_rows(random.Random(num_rows), num_rows), 49
     ranges = [tile_range(*row, TILE, window or 0) for row in rows]
     start_B, length_B = torch.tensor(rows, dtype=torch.int32, device=device).T.contiguous()
-    share, total, *work = split(start_B, length_B, programs, TILE, window).tolist()
+    share, total, *work = split(start_B, length_B, Division(programs, TILE, window)).tolist()
     edge_of = edges([end - first for first, end in ranges])
     assert (share, total) == (share_of(edge_of[-1], programs, least_tiles(TILE)), edge_of[-1])
     assert work[2 * programs :] == edge_of
