@@ -54,6 +54,7 @@ def on_granted(ledger: Ledger, event: Granted) -> None:
     view.granted_after(ledger.now_s - request.placed_s, request.awaits_s, request.half_step_s)
     request.refusals = 0
     request.granted_s = ledger.now_s
+    request.add_reported(event)
     if event.grant is None:
         return
     booking = ledger.booking(placement.prefill_worker, request.request_id, request.attempt)
@@ -138,7 +139,7 @@ def on_transfer_ended(ledger: Ledger, event: TransferEnded) -> None:
     request, placement = found
     is_from_prefill = event.worker_id == placement.prefill_worker
     if is_from_prefill and event.is_committed:
-        request.transfer_exposed_s += event.exposed_s
+        request.add_reported(event)
         return
     if is_from_prefill and request.stage not in NEEDS_SENDER[SenderEnd.TRANSFER_FAILED]:
         ledger.counters["sender_disagrees"] += 1
@@ -148,10 +149,7 @@ def on_transfer_ended(ledger: Ledger, event: TransferEnded) -> None:
         return
     if not ledger.move(request, Move.COMMITTED):
         return
-    request.transfer_s += event.transfer_s
-    request.transfer_busy_s += event.busy_s
-    request.transfer_saved_bytes += event.saved_bytes
-    request.transfer_bytes += event.num_bytes
+    request.add_reported(event)
     attempt_tokens = request.facts.num_prompt_tokens + request.attempt_output
     ledger.fleet.measured(placement.prefill_worker, placement.decode_worker, event.num_bytes, event.busy_s)
     block_size = ledger.fleet.views[placement.decode_worker].hello.block_size

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Final
 
+from pdserve.core.protocol import Granted, TransferEnded
 from pdserve.core.results import Timings, Usage
 from pdserve.core.types import Path
 from router.events import RequestArrived
@@ -14,6 +17,19 @@ from router.policy.interface import Obstacle, Outlook
 from router.timeline import Timeline
 from router.view import WorkerView
 
+_REPORTED_AS: Final[Mapping[str, str]] = {
+    "busy_s": "transfer_busy_s",
+    "exposed_s": "transfer_exposed_s",
+    "num_bytes": "transfer_bytes",
+    "saved_bytes": "transfer_saved_bytes",
+}
+_TIMINGS: Final = frozenset(one.name for one in fields(Timings))
+_REPORTED: Final[Mapping[type, tuple[tuple[str, str], ...]]] = {
+    kind: tuple(
+        (one.name, timing) for one in fields(kind) if (timing := _REPORTED_AS.get(one.name, one.name)) in _TIMINGS
+    )
+    for kind in (Granted, TransferEnded)
+}
 WorkerKey = tuple[str, str]  # worker id and incarnation
 STORY_LENGTH: Final = 16  # moves kept for the message of an IllegalMove
 
@@ -79,11 +95,7 @@ class Request:
     first_token_s: float | None = None
     last_token_s: float = 0.0
     timeline: Timeline = field(init=False)
-    transfer_s: float = 0.0
-    transfer_busy_s: float = 0.0
-    transfer_exposed_s: float = 0.0
-    transfer_bytes: int = 0
-    transfer_saved_bytes: int = 0
+    reported: Counter[str] = field(default_factory=Counter)  # fields of Timings, as workers reported them
     preemptions: int = 0
     cached_tokens: int | None = None
 
@@ -131,6 +143,14 @@ class Request:
         """When the last token of the present attempt arrived; None: none has."""
         return self.last_token_s if len(self.output) > self.attempt_output else None
 
+    def add_reported(self, message: Granted | TransferEnded) -> None:
+        """Adds a worker's durations and bytes to those of the attempts before. They are the fields of Timings by the
+        same name, or by the name in _REPORTED_AS."""
+        for name, timing in _REPORTED[type(message)]:
+            value = getattr(message, name)
+            if value:
+                self.reported[timing] += value
+
     def timings(self, now_s: float) -> Timings:
         """For an ended request, whose timeline is complete."""
         where = self.last_path
@@ -139,16 +159,12 @@ class Request:
             tpot_s=self.tpot_s(),
             total_s=now_s - self.arrived_s,
             phases=self.timeline.phases,
-            transfer_s=self.transfer_s,
-            transfer_busy_s=self.transfer_busy_s,
-            transfer_exposed_s=self.transfer_exposed_s,
             path=where.path if where is not None else None,
             prefill_worker=where.prefill_worker if where is not None else "",
             decode_worker=where.decode_worker if where is not None else "",
             attempts=self.num_tried,
-            transfer_bytes=self.transfer_bytes,
-            transfer_saved_bytes=self.transfer_saved_bytes,
             preemptions=self.preemptions,
+            **self.reported,  # type: ignore[arg-type]  # a Counter of whole numbers and seconds
         )
 
     def remember(self, line: str) -> None:
