@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 class Landing:
     key: TransferKey
     deadline_at_s: float | None
+    asked_s: float  # when Reserve arrived
 
 
 @final
@@ -95,7 +96,7 @@ class DecodeProgram(RoleProgram):
     def actions(self) -> dict[type, Callable[[Any], None]]:
         return {
             fx.LandingHeld: self._landing_held,
-            pr.Granted: self.tell,
+            pr.Granted: self._granted,
             fx.ReceiveAborted: self._receive_aborted,
             fx.KvCommitted: self._kv_committed,
             fx.KvMistaken: self._kv_mistaken,
@@ -168,7 +169,7 @@ class DecodeProgram(RoleProgram):
             # The transfer's name does not reveal the request id, because it appears in another worker's logs.
             name = f"{self.context.config.worker_id}.{self.context.incarnation}.{self._num_grants}"
             transfer = TransferKey(transfer_id=name, attempt=attempt.key.attempt, generation=self._num_grants)
-            self._landings[attempt.key] = Landing(transfer, attempt.deadline_at_s)
+            self._landings[attempt.key] = Landing(transfer, attempt.deadline_at_s, self.received_s)
         self.act(self._batching.offer(attempt, is_local=reserve.is_local, now_s=self.context.now()))
 
     def _admit(self, session: int, admit: worker_pb2.Admit) -> None:
@@ -242,7 +243,12 @@ class DecodeProgram(RoleProgram):
         """A prefill worker may be told of the grant, unless the attempt was abandoned in the meantime."""
         landing = self._landings.get(key)
         if landing is not None and landing.key == grant.key:
-            self.tell(pr.Granted(key=key, grant=encode_grant(grant)))
+            grant_s = self.context.now() - landing.asked_s
+            self.tell(pr.Granted(key=key, grant=encode_grant(grant), grant_s=grant_s))
+
+    def _granted(self, effect: pr.Granted) -> None:
+        """Of a local attempt: batching answers while the Reserve is handled."""
+        self.tell(replace(effect, grant_s=self.context.now() - self.received_s))
 
     def _receive_aborted(self, effect: fx.ReceiveAborted) -> None:
         self._receiver.abort(self._landings[effect.key].key)

@@ -136,6 +136,7 @@ class Granted(_AboutAttempt):
 
     key: AttemptKey
     grant: bytes | None = None
+    grant_s: float = 0.0  # from Reserve's arrival to this message, on the worker's clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ class Timings:
     tpot_s: float  # (last token - first token) / (tokens - 1); 0 for a single token
     total_s: float
     phases: Phases = NO_PHASES
+    grant_s: float = 0.0  # that the decode worker took to grant memory; the rest of phases.reserve_s is messages
     transfer_s: float = 0.0  # first byte to commit; overlaps the prefill
     transfer_busy_s: float = 0.0  # part of transfer_s with bytes in flight
     transfer_exposed_s: float = 0.0  # after prefill: the part that prefill did not hide

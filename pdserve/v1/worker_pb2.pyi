@@ -281,14 +281,16 @@ class Load(_message.Message):
     def __init__(self, steps: _Optional[int] = ..., free_blocks: _Optional[int] = ..., evictable_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., is_draining: _Optional[bool] = ..., is_drained: _Optional[bool] = ...) -> None: ...
 
 class Granted(_message.Message):
-    __slots__ = ("request_id", "attempt", "grant")
+    __slots__ = ("request_id", "attempt", "grant", "grant_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
+    GRANT_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     grant: bytes
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., grant: _Optional[bytes] = ...) -> None: ...
+    grant_s: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., grant: _Optional[bytes] = ..., grant_s: _Optional[float] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("request_id", "attempt", "reason", "retry_after_s")

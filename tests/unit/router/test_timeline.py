@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.phases import MEANING, MEASURED_BY, Phase, Phases
-from pdserve.core.protocol import FirstToken, TokenRow, TokensArrived
+from pdserve.core.protocol import FirstToken, Granted, TokenRow, TokensArrived
 from pdserve.core.types import FinishReason, TokenOut
 from router.commands import EndCancelled, FailRequest, FinishRequest
 from router.events import ClientLeft, StopMatched
@@ -243,3 +243,21 @@ def test_slices_are_bounded_and_still_add_up() -> None:
     assert len(timeline.slices) <= MOST_SLICES + len(Phase)
     assert sum(one.seconds for one in timeline.slices) == pytest.approx(now_s - 5.0)
     assert timeline.phases.total_s == pytest.approx(now_s - 5.0)
+
+
+def test_what_workers_report_adds_up_over_the_attempts(given: Given) -> None:
+    """The time to grant memory of each attempt, and what was transferred for it."""
+    for prefill in ("p0", "p1"):  # a pair that failed is avoided
+        given.connect_prefill(prefill)
+    given.connect_decode("d0")
+    given.arrives("a")
+    given.hand(Granted(key=AttemptKey("d0", "a", 1), grant=b"first", grant_s=0.25))
+    given.committed(is_committed=False)
+    later(given, 1.0)
+    given.hand(Granted(key=AttemptKey("d0", "a", 2), grant=b"second", grant_s=0.5))
+    given.committed(attempt=2)
+    given.first(100, attempt=2, worker_id="p1")
+    end = ended(given.tokens(1, [101], finish=FinishReason.STOP, attempt=2))
+    assert end.timings is not None
+    assert (end.timings.grant_s, end.timings.attempts) == (0.75, 2)
+    assert (end.timings.transfer_s, end.timings.transfer_busy_s, end.timings.transfer_bytes) == (0.05, 0.04, 4096)

@@ -25,6 +25,8 @@ async def test_the_remote_path_gives_the_tokens_of_an_engine_that_read_prefilled
     assert told_by_d.num_bytes == 9 * d.program.engine.spec.block_bytes
     assert 0.0 < told_by_d.busy_s <= told_by_d.transfer_s
     assert told_by_p.exposed_s > 0.0
+    [granted] = router.all("granted", "r")
+    assert granted.grant_s > 0.0
 
 
 async def test_the_local_path_gives_the_tokens_of_an_engine_that_read_the_prompt_itself(
