@@ -1,7 +1,7 @@
-"""Which of a device's copy streams does a piece of work, and how many copies may be queued beside each other.
+"""Chooses the copy stream of a device for each piece of work, and limits how many copies are queued in parallel.
 
-Work goes to the stream with the fewest outstanding bytes, so that a copy that waits for the engine holds up no other.
-Work that must run behind other work takes the stream of that work, and needs no event: a stream keeps its order.
+Work goes to the stream with the fewest outstanding bytes, so that a copy that waits for the engine delays no other.
+Work that must run after other work uses the same stream, which keeps the order without an event.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ DEFAULT_STAGING_BYTES: Final = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyLimits:
-    """Of one KV pool on a device."""
+    """The streams of one KV pool on a device."""
 
     num_streams: int = DEFAULT_STREAMS
-    staging_bytes: int = DEFAULT_STAGING_BYTES  # beyond one slot for each connection
+    staging_bytes: int = DEFAULT_STAGING_BYTES  # in addition to one slot for each connection
 
 
 def least_loaded(outstanding_bytes: Sequence[int]) -> int:
-    """The first of those with the fewest bytes. Pure."""
+    """The first stream with the fewest bytes. Pure."""
     return min(range(len(outstanding_bytes)), key=outstanding_bytes.__getitem__)
 
 
 @final
 class StreamLoads:
-    """Outstanding bytes of each stream. Any thread may call it."""
+    """Counts the outstanding bytes of each stream. Any thread may call it."""
 
     def __init__(self, num_streams: int) -> None:
         self._bytes = [0] * num_streams
@@ -43,14 +43,14 @@ class StreamLoads:
             return tuple(self._bytes)
 
     def begin(self, num_bytes: int, behind: int | None = None) -> int:
-        """The stream for so many bytes: that of the work in front of them, if there is any."""
+        """The stream for this many bytes: that of the work before them, if there is any."""
         with self._lock:
             index = least_loaded(self._bytes) if behind is None else behind
             self._bytes[index] += num_bytes
             return index
 
     def end(self, index: int, num_bytes: int) -> None:
-        """They have been copied, or will not be. Once for each `begin`."""
+        """They were copied, or will not be copied. Call it once for each `begin`."""
         with self._lock:
             assert self._bytes[index] >= num_bytes
             self._bytes[index] -= num_bytes

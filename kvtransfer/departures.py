@@ -63,7 +63,7 @@ class Departures:
     stamps: BlockStamps  # of the pool
     stats: TransferStats = field(default_factory=TransferStats)
     stall_s: float = 60.0  # without progress, after which a transfer that has no deadline ends
-    unconfirmed_s: float = 10.0  # after its last byte was sent, before a transfer that nobody confirms ends
+    unconfirmed_s: float = 10.0  # after its last byte was sent, before an unconfirmed transfer ends
     grace_s: float = 0.5  # for which source blocks may be read after their transfer was abandoned
     is_linked: bool = False
     is_stuck: bool = False  # source blocks are read long after the end: only closing the connection helps

@@ -1,7 +1,8 @@
-"""How much staging the connections of one KV pool may take together.
+"""Limits the staging memory of all connections of one KV pool.
 
-A connection has one slot always, so that every pair of workers has a path. It gets more, and so more chunks in flight,
-from half of what the budget has left: the first connections get what they can use, and later ones still find some.
+A connection always has one slot, so that every pair of workers can connect. It gets further slots, and so more chunks
+in flight, from half of the remaining budget: the first connections get what they can use, and some is left for later
+ones.
 """
 
 from __future__ import annotations
@@ -11,26 +12,26 @@ from typing import final
 
 
 def num_slots(left_bytes: int, slot_bytes: int, most: int) -> int:
-    """Of a new connection that can use `most`. Pure."""
+    """The slots of a new connection that can use `most`. Pure."""
     return max(1, min(most, left_bytes // 2 // slot_bytes))
 
 
 @final
 class StagingShare:
-    """What one connection holds."""
+    """The share of one connection."""
 
     def __init__(self, budget: StagingBudget, slot_bytes: int, num_slots: int) -> None:
         self.slot_bytes, self.num_slots = slot_bytes, num_slots
         self._budget = budget
 
     def shrink(self, num_slots: int) -> None:
-        """The other end has fewer."""
+        """Returns slots, because the other end has fewer."""
         assert 1 <= num_slots <= self.num_slots
         self._budget._give_back((self.num_slots - num_slots) * self.slot_bytes)
         self.num_slots = num_slots
 
     def close(self) -> None:
-        """Once the memory is not used any more. May be called again."""
+        """Call it once the memory is no longer used. May be called again."""
         self._budget._give_back(self.num_slots * self.slot_bytes)
         self.num_slots = 0
 

@@ -1,4 +1,4 @@
-"""What a router builds from and for the messages of its workers, beside pdserve/wire/protocol.py. No I/O."""
+"""Conversions of worker messages on the router, in addition to pdserve/wire/protocol.py. No I/O."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONNECTED: Final = Codec(
 
 
 def connected(hello: worker_pb2.WorkerHello, endpoint: str) -> events.WorkerConnected:
-    """Raises InvalidRequest where the role is none that we know, ConfigError on a shape that no pool has."""
+    """Raises InvalidRequest on an unknown role, ConfigError on an invalid shape."""
     fingerprint = FINGERPRINT.decode(hello.fingerprint)
     block_bytes = fingerprint.block_bytes * fingerprint.shape.tp_degree
     return _CONNECTED.decode(hello, endpoint=endpoint, block_bytes=block_bytes)

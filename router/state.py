@@ -171,7 +171,7 @@ class RouterState:
         if timers.silence_at_s is None:
             limit_s = 2.0 * self.settings.worker_silence_s
             ends = [view.heard_s + limit_s for view in ledger.fleet.views.values() if view.is_connected]
-            if ends:  # whoever is past it was given up; its attempts that come back late are looked for again
+            if ends:  # workers beyond the limit are abandoned; their late attempts are checked again
                 ahead = [at_s for at_s in ends if at_s > ledger.now_s]
                 timers.silence_at_s = min(ahead, default=ledger.now_s + max(0.25 * limit_s, SHORTEST_WAKE_S))
         alarms = (timers.retry_at_s, timers.silence_at_s, timers.deadlines.next_at_s, timers.backoffs.next_at_s)

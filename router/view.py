@@ -39,7 +39,7 @@ class Booking:
     blocks: int
     prefill_tokens: int = 0  # yet to be computed here
     prefill_s: float = 0.0  # predicted time of that
-    tpot_s: float | None = None  # promised; set while it has or will have a row in the decode batch
+    tpot_s: float | None = None  # TPOT target; set while it has or will have a row in the decode batch
     is_sent: bool = False
     is_arriving: bool = True  # not computing yet (decode: not in the batch yet)
     is_landing: bool = False  # its KV comes from a prefill worker and has not arrived

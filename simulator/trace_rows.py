@@ -1,8 +1,10 @@
 """Rows of published trace files as TraceRequests. Pure: reads lines, opens nothing.
 
-Mooncake JSONL: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one per 512 prompt tokens). Azure CSV:
-`TIMESTAMP` (date and time), `ContextTokens`, `GeneratedTokens`; columns in any order, others ignored. An invalid row is
-an error and never skipped, because a trace with gaps is another trace.
+Mooncake JSONL: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one per 512 prompt tokens).
+
+Azure CSV: `TIMESTAMP` (date and time), `ContextTokens`, `GeneratedTokens`; columns in any order, others ignored.
+
+An invalid row is an error and never skipped, because a trace with gaps is another trace.
 """
 
 from __future__ import annotations

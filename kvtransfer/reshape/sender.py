@@ -53,7 +53,7 @@ class ShapedSender:
 
     @property
     def links(self) -> list[Link]:
-        """The decode workers that are connected, and how KV travels to each."""
+        """The connected decode workers, and how KV is sent to each."""
         return [*self.plain.links, *(link for one in self.reshapers for link in one.links)]
 
     @property

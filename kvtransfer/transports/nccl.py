@@ -5,11 +5,11 @@
     send slot k                           <-----  CREDIT(slot k): go
                                                   received: unpack under the claim, settle
 
-So neither side waits on the device for a peer that is not there, and a late sender can only ever touch staging, never
-a live page. A receive without a claim goes to staging and no further. Each end has as many slots as the other, the
-fewer that the two budgets have; a receive is queued only once the slot's last chunk has been unpacked. Slots are packed
-and unpacked side by side, on several streams. Messages have one stream and one communicator: NCCL runs what is given to
-a communicator in order, whatever its streams, and both ends must give it in the same order.
+Neither side therefore waits on the device for an absent peer, and a late sender can write only into staging, never into
+the pool. A chunk without a claim stays in staging. Both ends have equally many slots, the smaller number of the two
+budgets; a receive is queued only after the slot's last chunk was unpacked. Slots are packed and unpacked in parallel,
+on several streams. Messages use one stream and one communicator: NCCL executes a communicator's operations in order on
+any streams, and both ends must issue them in the same order.
 
 A communicator takes device memory, so their number per process is limited. The least recently used pair makes room for
 a new one: its sender is asked, by its own side or by a CREDIT for the slot LEAVE, and closes the connection if no
@@ -48,15 +48,16 @@ from pdserve.v1 import transfer_pb2
 log = logging.getLogger(__name__)
 
 NCCL: Final = transfer_pb2.TRANSPORT_KIND_NCCL
-SLOT_BYTES: Final = 16 * 2**20  # of staging; a message costs launches and words whatever its size
-MOST_SLOTS: Final = 8  # of a pair at each end: 128 MiB are a link of 200 GB/s for the 0.6 ms from packing to credit
+SLOT_BYTES: Final = 16 * 2**20  # of staging; each message costs launches and frames, whatever its size
+# slots of a pair at each end: 128 MiB keep a link of 200 GB/s busy for the 0.6 ms from packing to credit
+MOST_SLOTS: Final = 8
 LEAVE: Final = MOST_SLOTS  # a credit for it: the receiver has no room left for this pair
-MOST_PAIRS: Final = 32  # of a process; each takes some 50 to 100 MB of device memory beside its staging
+MOST_PAIRS: Final = 32  # pairs of a process; each takes some 50 to 100 MB of device memory besides its staging
 HANDSHAKE_S: Final = 60.0  # the first communicator takes seconds, because kernels are loaded
 MAX_VERSION_BYTES: Final = 32
 MAX_ID_BYTES: Final = 1024
 _HELLO: Final = struct.Struct("<4s32sQBI")  # magic, library version, bytes per block, slots, bytes of the id behind it
-_SLOTS: Final = struct.Struct("<B")  # that the pair has: what the receiver answers
+_SLOTS: Final = struct.Struct("<B")  # slots of the pair, in the receiver's answer
 _MAGIC: Final = b"PDKN"
 
 
@@ -306,7 +307,7 @@ def _close(device: Device, lane: Lane, seat: Seat, staging: StagingSlots) -> Non
 
 
 def _slots_in(answer: bytes, most: int) -> int:
-    """Raises OSError where that is no number of slots that this end has."""
+    """Raises OSError if it is not a valid number of slots for this end."""
     if len(answer) != _SLOTS.size or not 1 <= answer[0] <= most:
         raise OSError(f"the receiver answered {answer!r}, expected 1 to {most} slots of staging")
     return answer[0]

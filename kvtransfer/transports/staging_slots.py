@@ -1,4 +1,4 @@
-"""A connection's slots of staging on a device, with pinned host memory beside each for bytes that leave by a socket."""
+"""A connection's staging slots on a device, each with pinned host memory for bytes that are sent by a socket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def slot_size(block_bytes: int, slot_bytes: int) -> int:
 
 @final
 class StagingSlots:
-    """Each slot is an allocation of its own, so that slots of one size are reused whatever their number was."""
+    """Each slot is an allocation of its own, so that slots of one size are reused by connections with other numbers of
+    slots."""
 
     def __init__(self, device: Device, block_bytes: int, share: StagingShare, *, is_pinned: bool = False) -> None:
         """Takes the share over. Raises TransferFailed if the device or the host has no memory left."""
@@ -50,7 +51,7 @@ class StagingSlots:
         return self._hosts[slot].view[:num_bytes]
 
     def close(self) -> None:
-        """Once nothing on the device touches them."""
+        """Call it once no work on the device uses them."""
         for staging in self._slots:
             staging.close()
         for host in self._hosts:

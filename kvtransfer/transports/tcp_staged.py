@@ -5,10 +5,10 @@
     slot k to pinned memory, then CHUNK and its bytes -->  into a slot of pinned memory
     the slot is free once the socket has taken it          to the device, then scattered under the claim: settle
 
-The two steps of a slot share a stream; slots use several, so that one gathers while another is copied to the host.
-Either end may be in host memory, where a slot is filled and emptied immediately, so every pair can use this transport.
-The devices compute checksums while they gather and scatter, and the two are compared. This detects every error in
-between, also in the driver's copies.
+The two steps of a slot use one stream, and slots use several streams, so that one is gathered while another is copied
+to the host. Either end may be in host memory, where a slot is filled and emptied immediately, so every pair can use
+this transport. The devices compute checksums while they gather and scatter, and the two are compared. This detects
+every error in between, also in the driver's copies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pdserve.v1 import transfer_pb2
 TCP_STAGED: Final = transfer_pb2.TRANSPORT_KIND_TCP_STAGED
 SLOT_BYTES: Final = 8 * 2**20  # a launch and a wake take as long as these bytes at 16 GB/s
 _LOOK_S: Final = 0.1  # a wake may have been used for something else
-MOST_SLOTS: Final = 8  # of a connection at each end: 55 GB/s of PCIe for a millisecond, from launch to wake
+MOST_SLOTS: Final = 8  # slots of a connection at each end: 55 GB/s of PCIe for a millisecond, from launch to wake
 
 
 @final
@@ -172,6 +172,6 @@ class TcpStaged(OnDevice, TcpDoor):
 
 
 def _slots_of(device: Device, block_bytes: int) -> StagingSlots:
-    """Each end has its own number of slots: the socket keeps the two apart."""
+    """Each end has its own number of slots, which the socket decouples."""
     share = device.budget.take(slot_size(block_bytes, SLOT_BYTES), MOST_SLOTS)
     return StagingSlots(device, block_bytes, share, is_pinned=True)

@@ -46,7 +46,7 @@ class RefusalReason(Enum):
 
 
 class FailureKind(Enum):
-    """Why a worker gives up an attempt that it took."""
+    """Why a worker abandons an accepted attempt."""
 
     DEADLINE = "deadline"
     INTERNAL = "internal"

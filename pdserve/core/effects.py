@@ -1,8 +1,8 @@
-"""What a worker's batching decides, as data. Pure.
+"""The decisions of a worker's batching, as data. Pure.
 
-What routers are told is a message of pdserve/core/protocol.py; the rest is here. The program turns each effect into a
-message or a transfer call; a simulator turns the same into future events. After anything but Refused, exactly one
-Released ends an attempt.
+Messages to routers are defined in pdserve/core/protocol.py; all other effects are here. The program turns each effect
+into a message or a transfer call; a simulator turns the same into future events. After anything but Refused, exactly
+one Released ends an attempt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdserve.core.types import TokenOut
 class TransferLost:
     """The attempt is over because its KV cannot arrive; its memory follows in Released.
 
-    `is_cancelled`: the other worker gave the transfer up since its attempt is over. Nothing went wrong.
+    `is_cancelled`: the other worker abandoned the transfer because its attempt has ended. This is not a failure.
     """
 
     key: AttemptKey
@@ -30,7 +30,7 @@ class TransferLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferCancelled:
-    """The attempt was given up before its KV was needed, and nobody moves it any more; for statistics."""
+    """The attempt was abandoned before its KV was needed, and its transfer has ended; for statistics."""
 
     key: AttemptKey
 
@@ -49,7 +49,7 @@ class PromptScored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendStarted:
-    """Computing begins; the pair may connect meanwhile. Blocks will come in up to `groups` groups of layers."""
+    """Computation begins; the pair may connect in the meantime. Blocks will come in up to `groups` groups of layers."""
 
     key: AttemptKey
     plan: str  # end, chunk or layers, for metrics
@@ -60,7 +60,8 @@ class SendStarted:
 class BlocksDone:
     """(grant index, source block) of blocks whose contents are final.
 
-    Of each block the layer groups first_group .. end_group - 1 of `groups` equal ones; the groups before went already.
+    Of each block, the layer groups first_group .. end_group - 1 of `groups` equal ones; earlier groups were pushed
+    before.
     """
 
     key: AttemptKey
@@ -73,7 +74,7 @@ class BlocksDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendAborted:
-    """Stop reading the source blocks; they stay held until the sender says that it has."""
+    """Stop reading the source blocks; they stay reserved until the sender reports that it has stopped."""
 
     key: AttemptKey
 
@@ -92,7 +93,7 @@ class LandingHeld:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveAborted:
-    """Nobody may write any more; the blocks stay held until the receiver says that nobody does."""
+    """Writing must end; the blocks stay reserved until the receiver reports that it has ended."""
 
     key: AttemptKey
 
@@ -101,14 +102,14 @@ class ReceiveAborted:
 class KvCommitted:
     key: AttemptKey
     transfer_s: float  # first byte to verification
-    busy_s: float  # of it, with chunks on their way
+    busy_s: float  # the part of it with chunks in transfer
     num_bytes: int
-    held_blocks: int  # leading blocks that were here and did not travel
+    held_blocks: int  # leading blocks that were held already and not sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvMistaken:
-    """A block did not hold what the attempt's text says; what was drawn from it is dropped, and it is recomputed."""
+    """A block did not match the attempt's text. Tokens that were sampled from it are dropped, and it is recomputed."""
 
     key: AttemptKey
     error: str
@@ -116,7 +117,7 @@ class KvMistaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainDrawn:
-    """One token each of sequences that go on and have nothing else to report. The lists have equal lengths."""
+    """One token each of sequences that continue and have nothing else to report. The lists have equal lengths."""
 
     keys: list[AttemptKey]
     output_indexes: list[int]
@@ -153,10 +154,10 @@ DecodeEffect = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAccount:
-    """What a step computed, in the terms of the cost model."""
+    """The work of a step, in terms of the cost model."""
 
     decode_rows: int = 0
     context_tokens: int = 0  # of the decode rows
     prefill_tokens: int = 0
     prefill_token_context: float = 0.0  # sum over prefill rows of tokens * (cached + tokens / 2)
-    draft_tokens: int = 0  # guesses beside the decode rows' own tokens
+    draft_tokens: int = 0  # drafts in addition to the decode rows' own tokens

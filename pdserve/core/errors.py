@@ -6,15 +6,15 @@
     │   └── UnknownMethod     the server does not implement the method that was called
     ├── ConfigError           a setting of this installation is wrong
     │   └── ModelError        the model folder cannot be served
-    ├── Overloaded            no placement keeps the promise now; try again after retry_after_s
-    ├── Unavailable           nobody is there to do the work
+    ├── Overloaded            no placement meets the targets now; retry after retry_after_s
+    ├── Unavailable           no process can do the work now
     │   └── NoWorkers         no worker of a needed role
-    ├── DeadlineExceeded      the request's own time is over
-    ├── Cancelled             the caller gave up
+    ├── DeadlineExceeded      the request's deadline has passed
+    ├── Cancelled             the client cancelled
     ├── Unauthenticated       no valid token
-    ├── TransferFailed        KV could not be moved; the router places the request again
+    ├── TransferFailed        KV could not be transferred; the router places the request again
     ├── KvLost                KV was lost and could not be recomputed
-    └── InternalError         our own fault
+    └── InternalError         a defect of pdserve
 
 `pdserve.wire.status` maps each to one gRPC status and back.
 """

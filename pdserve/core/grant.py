@@ -1,6 +1,6 @@
-"""What a decode worker promises a prefill worker: where KV may be written, and what its bytes mean. Pure.
+"""A decode worker's grant to a prefill worker: where KV may be written, and the format of its bytes. Pure.
 
-Routers carry an encoded Grant and read nothing of it.
+Routers forward an encoded Grant without reading it.
 """
 
 from __future__ import annotations

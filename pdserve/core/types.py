@@ -165,7 +165,7 @@ class RequestAttributes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOut:
-    """One drawn token."""
+    """One sampled token."""
 
     token_id: int
     logprob: float | None = None

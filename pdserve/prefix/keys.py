@@ -2,17 +2,17 @@
 
 Per model of a cluster, under the tag {kv:<cluster>:<fingerprint>} (one hash slot of a Redis Cluster):
 
-    <tag>:b:<hash>     bitmap over slots: who holds this block; expires, as a backstop
+    <tag>:b:<hash>     bitmap over slots that hold this block; expires, as a backstop
     <tag>:w:<slot>     owner (worker id, incarnation) that the slot is leased to; expires when it falls silent
     <tag>:r:<slot>     set of the hashes whose bit is set for the slot, so that clearing is O(blocks)
     <tag>:q:<slot>     sequence number of the last applied batch
     <tag>:slots        hash: slot -> owner, until its sweep has finished
     <tag>:owners       hash: worker id -> slot
-    <tag>:dead         hash: slot -> when it was first seen dead (ms, the server's clock; 0: given up)
+    <tag>:dead         hash: slot -> when it was first seen dead (ms, the server's clock; 0: released)
     <tag>:free         set of swept slots
-    <tag>:next         slots ever handed out
+    <tag>:next         number of slots ever assigned
     <tag>:epoch        grows with every change of <tag>:slots
-    <tag>:sweeper      held by whoever sweeps
+    <tag>:sweeper      lock of the sweeping worker
 
 and per cluster, under {pd:<cluster>}, <tag>:workers (set of ids) and <tag>:worker:<id> (facts, with a lease).
 """

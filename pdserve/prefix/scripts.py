@@ -99,9 +99,9 @@ redis.call('SET', tag .. ':q:' .. slot, sequence)
 return 'ok'
 """
 
-# ARGV: grace ms. Returns the slots that may be swept now.
-# A slot that was given up may go at once. Of those that fell silent, nothing is swept while they are more than
-# half of all: then it is likelier that the workers cannot reach Redis. After the grace they go all the same.
+# ARGV: grace ms. Returns the slots that may be swept now. A released slot may be swept immediately. Silent slots are
+# not swept while they are more than half of all, because then the workers probably cannot reach Redis. After the grace
+# time they are swept in any case.
 SWEEPABLE: Final = """
 local tag = KEYS[1]
 local clock = redis.call('TIME')
@@ -131,8 +131,8 @@ end
 return found
 """
 
-# ARGV: slot, bit, most hashes. Clears that many; returns 1 when the slot is free again, 0 when more is left,
-# -1 when it is somebody's.
+# ARGV: slot, bit, most hashes. Clears that many; returns 1 when the slot is free again, 0 when more is left, -1 when it
+# is leased.
 SWEEP: Final = (
     _BUMP
     + """
