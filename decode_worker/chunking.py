@@ -42,10 +42,10 @@ class ChunkRule:
         if tpot_s is None:
             within_s, least = free_s, max(least, self._most // BLIND_SHARE)
         else:
-            promised_s = tpot_s * min(SLACK_SHARE, 1.0 / (1.0 + cost.step_error))
+            target_s = tpot_s * min(SLACK_SHARE, 1.0 / (1.0 + cost.step_error))
             weights_s = cost.decode_coefficients[0]
             worth_s = longest_step_s(weights_s, held_share) + decode_s - weights_s
-            within_s = max(free_s, min(promised_s, worth_s))
+            within_s = max(free_s, min(target_s, worth_s))
         return max(least, int(min(self._most, cost.chunk_tokens(within_s, rows, context_tokens, cached))))
 
     def observe(self, account: StepAccount, step_s: float) -> None:

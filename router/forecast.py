@@ -239,8 +239,8 @@ class Demand:
         self._horizon_s = 0.0  # HORIZON mean TTFT targets
         self._by_size: dict[int, float] = {}  # as in the bins
 
-    def arrived(self, prefill_s: float, promised_s: float, now_s: float) -> None:
-        horizon_s = HORIZON * promised_s
+    def arrived(self, prefill_s: float, target_s: float, now_s: float) -> None:
+        horizon_s = HORIZON * target_s
         self._horizon_s += GAIN * (horizon_s - self._horizon_s) if self._bins else horizon_s
         self._add(1, prefill_s, prefill_s * prefill_s)
         bins = self._bins

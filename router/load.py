@@ -61,7 +61,7 @@ class DecodeLoad:
         cost: CostModel,
         hello: WorkerConnected,
         beliefs: tuple[int, int, int, int],
-        promises: Iterable[float],
+        tpot_targets_s: Iterable[float],
         *,
         is_empty: bool,
     ) -> None:
@@ -75,7 +75,7 @@ class DecodeLoad:
         self.joined_s = step_s + row_s  # with one more row, without its context
         # A target that the worker could not meet even for a single short sequence is ignored.
         self.alone_s = alone_s = base_s + row_s
-        self.tightest_s = tightest_s = min([one for one in promises if one > alone_s], default=math.inf)
+        self.tightest_s = tightest_s = min([one for one in tpot_targets_s if one > alone_s], default=math.inf)
         error = cost.decode_error
         self.band = (
             (error if error < WIDEST_BAND else WIDEST_BAND) if cost.num_decode_samples >= TRUSTED_SAMPLES else 0.0
@@ -91,9 +91,9 @@ class DecodeLoad:
         token_at_mid_s = per_token_s + per_token_context_s * MID_PROMPT
         chunk = most
         if rows:
-            promised_s = tightest_s * min(CHUNK_SHARE, 1.0 / (1.0 + cost.step_error))
+            target_s = tightest_s * min(CHUNK_SHARE, 1.0 / (1.0 + cost.step_error))
             worth_s = rows_s + longest_step_s(base_s, held_share(context, rows, hello.num_blocks, hello.block_size))
-            self._within_s = max((1.0 + FREE_SHARE) * step_s, min(promised_s, worth_s))
+            self._within_s = max((1.0 + FREE_SHARE) * step_s, min(target_s, worth_s))
             chunk = self._chunk(MID_PROMPT)
         self.reads_s = reads_s = cost.step_s(rows, context, chunk, chunk * MID_PROMPT)
         self.stretch = max(1.0, reads_s / (chunk * token_at_mid_s)) if token_at_mid_s > 0.0 else 1.0

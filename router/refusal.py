@@ -132,10 +132,10 @@ def drop_late(ledger: Ledger) -> None:
         if "refusal" not in ledger.rules or outlook is None:
             continue
         free, least_s = _capacity(ledger), surely_s(outlook.ttft_s, outlook)
-        promised_s = request.facts.slo.ttft_s
-        is_hopeless = _is_long(ledger, outlook) and waited_s + least_s > promised_s
+        target_s = request.facts.slo.ttft_s
+        is_hopeless = _is_long(ledger, outlook) and waited_s + least_s > target_s
         late_start_s = free.start_in_s(ledger.queue.late_ahead_s(request_id))
-        if is_hopeless or late_start_s > promised_s or _is_too_much(ledger, outlook, free):
+        if is_hopeless or late_start_s > target_s or _is_too_much(ledger, outlook, free):
             # There may be room for it after the waiting requests were served.
             work_s = sum(ledger.queue.entry(one).prefill_s for one in ledger.queue)
             retry_s = bounded_retry_s(free.start_in_s(work_s))
@@ -291,8 +291,8 @@ def _refuse_late(ledger: Ledger, request: Request, message: str, retry_after_s: 
     # Its worker is unavailable to the others while it computes this request; they come first, but cannot interrupt it.
     if demand.rate(ledger.now_s) * (1.0 - demand.error) <= max(BUSY_SHARE * rate, rate - 1.0):
         return False
-    promised_s = request.facts.slo.ttft_s
-    turn_away(ledger, request, FailKind.OVERLOADED, f"{message}, the target is {promised_s:.3f} s", retry_after_s)
+    target_s = request.facts.slo.ttft_s
+    turn_away(ledger, request, FailKind.OVERLOADED, f"{message}, the target is {target_s:.3f} s", retry_after_s)
     return True
 
 

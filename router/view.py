@@ -94,10 +94,10 @@ class WorkerView:
         "line",
         "most_tokens",
         "phase",
-        "promises",
         "replies",
         "report",
         "totals",
+        "tpot_targets_s",
         "worker_id",
     )
 
@@ -123,7 +123,7 @@ class WorkerView:
         self.bookings: dict[tuple[str, int], Booking] = {}
         self.totals = Totals()
         self._at_report = Totals()
-        self.promises: Counter[float] = Counter()  # TPOT target -> rows booked with it
+        self.tpot_targets_s: Counter[float] = Counter()  # TPOT target -> rows booked with it
         self.kept_load: DecodeLoad | None = None  # cached `load`
         self.free_at_s = now_s  # when its present prefills should be done
         self.closed_until_s = now_s  # it declined; not asked before this time
@@ -176,7 +176,7 @@ class WorkerView:
         load = self.kept_load
         if load is None:
             load = self.kept_load = DecodeLoad(
-                self.cost, self.hello, self.beliefs(), self.promises, is_empty=not self.bookings
+                self.cost, self.hello, self.beliefs(), self.tpot_targets_s, is_empty=not self.bookings
             )
         return load
 
@@ -251,7 +251,7 @@ class WorkerView:
     @property
     def tightest_tpot_s(self) -> float:
         """The strictest TPOT target among this router's requests here."""
-        return min(self.promises) if self.promises else math.inf
+        return min(self.tpot_targets_s) if self.tpot_targets_s else math.inf
 
     # -- bookings ------------------------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class WorkerView:
                 self.phase.ended(now_s)  # it begins as soon as it is told
             totals.rows += 1
             totals.tokens += booking.tokens
-            self.promises[booking.tpot_s] += 1
+            self.tpot_targets_s[booking.tpot_s] += 1
             if not booking.prefill_tokens:
                 totals.landing_tokens += booking.tokens
                 booking.is_landing = True
@@ -319,9 +319,9 @@ class WorkerView:
         if booking.tpot_s is not None:
             self.totals.rows -= 1
             self.totals.tokens -= booking.tokens
-            self.promises[booking.tpot_s] -= 1
-            if not self.promises[booking.tpot_s]:
-                del self.promises[booking.tpot_s]
+            self.tpot_targets_s[booking.tpot_s] -= 1
+            if not self.tpot_targets_s[booking.tpot_s]:
+                del self.tpot_targets_s[booking.tpot_s]
             booking.tpot_s = None
 
     def unbook(self, booking: Booking, now_s: float) -> None:
@@ -375,7 +375,7 @@ class WorkerView:
         held = list(self.bookings.values())
         self.is_connected = False
         self.bookings, self.totals, self._at_report = {}, Totals(), Totals()
-        self.promises = Counter()
+        self.tpot_targets_s = Counter()
         self.kept_load = None
         return held
 
@@ -402,6 +402,6 @@ class WorkerView:
         assert abs(totals.prefill_s - sum(one.prefill_s for one in bookings)) < 1e-6, "prefill seconds"
         assert totals.arriving == sum(one.is_arriving for one in bookings), "arriving"
         assert totals.landing_tokens == sum(one.tokens for one in bookings if one.is_landing), "landing tokens"
-        assert self.promises == Counter(one.tpot_s for one in rows), "promises"
+        assert self.tpot_targets_s == Counter(one.tpot_s for one in rows), "tpot_targets_s"
         for (request_id, attempt), one in self.bookings.items():
             assert (request_id, attempt) == (one.request_id, one.attempt)

@@ -33,8 +33,8 @@ def attainment_chart(runs: Sequence[Run]) -> str:
     return line_chart(
         found,
         Axis(low=0.0, high=1.05 * most_rps or 1.0, label="requests per second"),
-        Axis(low=0.0, high=1.0, label="kept both promises", unit="%"),
-        title="share of requests that kept both promises, by rate of arrival",
+        Axis(low=0.0, high=1.0, label="met both targets", unit="%"),
+        title="share of requests that met both targets, by rate of arrival",
         rules=[Rule(at=TARGET, label=f"{TARGET:.0%}: the rate holds")],
     )
 
@@ -42,7 +42,7 @@ def attainment_chart(runs: Sequence[Run]) -> str:
 def share_chart(
     runs: Sequence[Run],
     value: Callable[[RequestRow], float | None],
-    promise_s: float,
+    target_s: float,
     colour_of: dict[str, int],
     title: str,
 ) -> str:
@@ -52,8 +52,8 @@ def share_chart(
         run.policy: sorted(seen for row in run.result.requests if (seen := value(row)) is not None and seen > 0.0)
         for run in runs
     }
-    every = [seconds for values in held.values() for seconds in values] + [promise_s]
-    low, high = max(min(every), promise_s / 1000.0), max(every)
+    every = [seconds for values in held.values() for seconds in values] + [target_s]
+    low, high = max(min(every), target_s / 1000.0), max(every)
     series = []
     for run in runs:
         values, total = held[run.policy], len(run.result.requests)
@@ -64,7 +64,7 @@ def share_chart(
         Axis(low=low * 0.9, high=high * 1.1, label=f"{title}, logarithmic", is_log=True, unit="s"),
         Axis(low=0.0, high=1.0, label="of all requests", unit="%"),
         title=f"share of all requests by {title}",
-        rules=[Rule(at=promise_s, label="promised", is_vertical=True)],
+        rules=[Rule(at=target_s, label="target", is_vertical=True)],
         width=HALF,
         height=260,
     )

@@ -191,7 +191,7 @@ class Goodput:
             for name, values in (("TTFT", one.ttfts_s), ("TPOT", one.tpots_s))
             if values
         )
-        held = f"{one.attainment:.0%} keep both promises at {one.rate_rps:.3g} requests/s"
+        held = f"{one.attainment:.0%} meet both targets at {one.rate_rps:.3g} requests/s"
         return f"not attainable: {held}" + (f"; {times}" if times else "; no request was answered")
 
 

@@ -37,12 +37,12 @@ def why(row: RequestRow) -> str:
     if not is_in_time_ttft(row) and row.ttft_s is not None:
         parts.append(f"first token {_time(row.ttft_s - row.slo.ttft_s)} late, {_share_of_ttft(row)}")
     if not is_in_time_tpot(row) and row.tpot_s is not None:
-        parts.append(f"{row.tpot_s / row.slo.tpot_s:.2g} times the promised time per token")
+        parts.append(f"{row.tpot_s / row.slo.tpot_s:.2g} times the target time per token")
     if row.preemptions:
         parts.append(f"preempted {_times(row.preemptions)}")
     if row.attempts > 1:
         parts.append(f"placed {_times(row.attempts)}")
-    return "; ".join(parts) or "kept both promises"
+    return "; ".join(parts) or "met both targets"
 
 
 def _share_of_ttft(row: RequestRow) -> str:

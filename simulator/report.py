@@ -82,7 +82,7 @@ def _head(runs: Sequence[Run], cluster: str) -> str:
         f"<h1>{_safe(first.result.trace)}</h1><p>{count(first.summary.requests, 'request')} on {_safe(cluster)}, "
         f"{_split(runs)}, seed {first.result.config.seed}. Promised: the first token within "
         f"{seconds(slo.ttft_s)}, then {seconds(slo.tpot_s)} per token. A request counts if it was served whole and "
-        "kept both; refused, failed and late ones are misses.</p>"
+        "met both; refused, failed and late ones are misses.</p>"
     )
 
 
@@ -104,7 +104,7 @@ def _tiles(focus: Sequence[Run]) -> str:
     one = run.summary
     refused = one.outcomes.get("refused", 0)
     tiles = (
-        (f"{one.attainment:.1%}", "kept both promises"),
+        (f"{one.attainment:.1%}", "met both targets"),
         (f"{one.goodput_rps:.3g}/s", f"goodput, of {one.rate_rps:.3g}/s that arrived"),
         (seconds(one.ttft_s.p99), "p99 time to first token"),
         (seconds(one.tpot_s.p99), "p99 time per token"),
@@ -133,7 +133,7 @@ def _runs(runs: Sequence[Run]) -> str:
 def _attainment(runs: Sequence[Run]) -> str:
     return (
         "<section><h2>Rate against attainment</h2>"
-        f"<p>The share of all requests that kept both promises.</p>{_legend(colours(runs).items())}"
+        f"<p>The share of all requests that met both targets.</p>{_legend(colours(runs).items())}"
         f"{attainment_chart(runs)}</section>"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from simulator.comparison import TARGET, Run, highest_held
@@ -17,13 +18,13 @@ def render(runs: Sequence[Run], cluster: str) -> str:
     slo = config.slo
     begin = (
         f"{first.result.trace}: {count(first.summary.requests, 'request')}, {cluster}, seed {config.seed}\n"
-        f"promised: first token within {seconds(slo.ttft_s)}, then {seconds(slo.tpot_s)} per token\n"
+        f"targets: first token within {seconds(slo.ttft_s)}, then {seconds(slo.tpot_s)} per token\n"
     )
     lines = [begin, table([_HEAD, *(line(run) for run in runs)])]
     if len(runs) == 1:
         lines += ["", *details(first.summary)]
     elif len({run.rate_scale for run in runs}) > 1:
-        lines += ["", f"highest of these rates at which {TARGET:.0%} of the requests kept both promises:"]
+        lines += ["", f"highest of these rates at which {TARGET:.0%} of the requests met both targets:"]
         lines += [f"  {policy}: {held_text(held)}" for policy, held in highest_held(runs).items()]
         if note := short_note(runs):
             lines.append(note)
@@ -40,7 +41,11 @@ def short_note(runs: Sequence[Run]) -> str:
     if not short:
         return ""
     worst = max(short, key=lambda one: one.needed_requests)
-    return f"no verdict on {count(len(short), 'run')}, which are too short; for example {worst.text}"
+    times = math.ceil(worst.needed_requests / max(worst.requests, 1))
+    return (
+        f"no verdict on {count(len(short), 'run')}, which are too short; for example {worst.text}\n"
+        f"for one, make the trace {times} times as long (--duration of a built-in workload)"
+    )
 
 
 def details(summary: Summary) -> list[str]:
@@ -49,9 +54,9 @@ def details(summary: Summary) -> list[str]:
         lines.append("missed    " + ", ".join(f"{held} {name}" for name, held in summary.misses.items()))
     if summary.refusal_s.p99 is not None:
         lines.append(f"refusals  within {seconds(summary.refusal_s.p99)} of arrival (p99)")
-    paths = (f"{path} {held} ({met} kept both)" for path, (held, met) in summary.paths.items())
+    paths = (f"{path} {held} ({met} met both)" for path, (held, met) in summary.paths.items())
     lines.append("paths     " + (", ".join(paths) or "nothing was placed"))
-    lines.append(f"tokens    {summary.token_attainment:.1%} in time for a reader at the promised speed")
+    lines.append(f"tokens    {summary.token_attainment:.1%} in time for a reader at the target rate")
     if summary.cached_share:
         lines.append(f"cache     {summary.cached_share:.1%} of prompt tokens were found in one")
     for role, use in summary.roles.items():

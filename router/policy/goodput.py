@@ -77,7 +77,7 @@ def _choose(ask: Ask, ways: list[Way]) -> Decision:
     if feasible:
         open_ones = [way for way in feasible if way.opens_in_s == 0.0]
         if not open_ones:
-            return _wait(feasible, "no worker that keeps both promises can start it yet")
+            return _wait(feasible, "no worker that meets both targets can start it yet")
         chosen, best = min(open_ones, key=_COST), min(feasible, key=_COST)
         if best.cost + WORTH_WAITING < chosen.cost:
             return _wait([best], "waiting for a busy worker costs less")

@@ -138,7 +138,7 @@ def render(
     lines = [
         f"{question.profile.name}, policy {question.router.policy}, {plan.num_workers} workers, "
         f"{len(question.windows[0])} requests of {question.windows[0].name}",
-        f"promised: TTFT {question.slo.ttft_s:g} s, TPOT {question.slo.tpot_s:g} s, to nine requests in ten",
+        f"targets: TTFT {question.slo.ttft_s:g} s, TPOT {question.slo.tpot_s:g} s, to nine requests in ten",
         "",
         "prefill:decode   requests/s   per worker   limited by",
     ]
@@ -174,7 +174,7 @@ def advice(plan: Plan) -> str:
         rest = (
             f"{best.rate_rps / whole:.2f} times {plan.split(0)}"
             if whole
-            else f"where {plan.split(0)} keeps these promises at no rate"
+            else f"where {plan.split(0)} meets these targets at no rate"
         )
         return f"disaggregate: {plan.split(plan.best)} holds {best.verdict}, {rest}"
     gain = best.rate_rps / plan.curve[0].rate_rps - 1.0

@@ -83,7 +83,7 @@ def test_promises_that_nobody_can_keep_are_reported_as_that_with_status_1(
 ) -> None:
     flags = ["--trace", trace, "--workers", "1", "--slo-ttft", "0.001", "--slo-tpot", "0.05", "--jobs", "1"]
     assert main(["plan", *flags]) == 1
-    assert "not attainable: 0% keep both promises at" in capsys.readouterr().out
+    assert "not attainable: 0% meet both targets at" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_a_promise_that_nobody_keeps_at_a_trickle_is_reported_as_that() -> None:
     found = find_goodput(run, 1.0)
     assert found.rate_rps == 0.0
     assert found.held is None
-    assert found.verdict == "not attainable: 40% keep both promises at 0.156 requests/s; p90 TTFT alone is 9 s"
+    assert found.verdict == "not attainable: 40% meet both targets at 0.156 requests/s; p90 TTFT alone is 9 s"
 
 
 def test_requests_that_never_overload_the_cluster_have_no_edge() -> None:

@@ -154,8 +154,8 @@ def test_the_worst_are_lost_then_late_then_refused() -> None:
 def test_reasons_are_told_in_words() -> None:
     late = row(2, "late", ttft_s=1.5, queue_s=1.1, transfer_s=0.1, preemptions=2, attempts=2)
     assert why(late) == "first token 500 ms late, mostly queue (1.1 s of 1.5 s); preempted twice; placed twice"
-    assert why(MIXED[3]) == "2 times the promised time per token"
+    assert why(MIXED[3]) == "2 times the target time per token"
     assert why(MIXED[5]) == "refused 10 ms after it came; asked to come again after 2 s"
     assert why(MIXED[6]) == "cancelled 500 ms after it came, with 4 of 11 tokens"
     assert why(MIXED[8]) == "unfinished, with 0 of 11 tokens"
-    assert why(MIXED[0]) == "kept both promises"
+    assert why(MIXED[0]) == "met both targets"

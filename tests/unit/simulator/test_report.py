@@ -109,7 +109,7 @@ def test_a_page_is_one_file_that_needs_no_network_and_no_script() -> None:
 def test_a_page_shows_rates_times_timelines_and_the_worst() -> None:
     text = page([run(policy, scale) for policy in ("goodput", "colocated") for scale in (0.5, 1.0)], cluster="h100")
     titles = re.findall(r'aria-label="(.*?)"', text)
-    assert titles[0] == "share of requests that kept both promises, by rate of arrival"
+    assert titles[0] == "share of requests that met both targets, by rate of arrival"
     assert [title for title in titles if "first token" in title] == ["share of all requests by time to first token"]
     assert titles.count("queued requests over time") == 2
     assert "refused 1 s after it came" in "".join(read(text).texts)
@@ -169,7 +169,7 @@ def test_the_object_names_what_scripts_look_for_and_holds_no_real_time() -> None
 def test_rows_are_flat_and_say_why() -> None:
     rows = list(rows_of([run(met=9), run("colocated", 2.0, met=9)]))
     assert len(rows) == 20
-    assert rows[0] | {"policy": "goodput", "path": "remote", "slo_ttft_s": 1.0, "why": "kept both promises"} == rows[0]
+    assert rows[0] | {"policy": "goodput", "path": "remote", "slo_ttft_s": 1.0, "why": "met both targets"} == rows[0]
     assert rows[19] | {"policy": "colocated", "rate_scale": 2.0, "path": "", "outcome": "refused"} == rows[19]
     json.dumps(rows)
 
@@ -177,7 +177,7 @@ def test_rows_are_flat_and_say_why() -> None:
 def test_a_table_for_people_has_a_line_for_each_run() -> None:
     text = render([run(), run("colocated", met=2)], "h100")
     assert text.startswith(
-        "a trace: 10 requests, h100, seed 0\npromised: first token within 1 s, then 100 ms per token\n"
+        "a trace: 10 requests, h100, seed 0\ntargets: first token within 1 s, then 100 ms per token\n"
     )
     assert [line.split()[:4] for line in text.splitlines()[3:6]] == [
         ["POLICY", "P:D", "REQ/S", "ATTAINED"],
