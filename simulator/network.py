@@ -14,6 +14,7 @@ from typing import Protocol, final
 from kvtransfer.session import RECEIVER_MOVES, SENDER_MOVES, Event, Session, State
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.grant import TransferKey
+from pdserve.core.json_text import to_json
 from simulator.agenda import Agenda
 from simulator.model import Link
 
@@ -51,7 +52,7 @@ class SimulatedGrant:
     def encode(self) -> bytes:
         key = self.key
         values = [key.transfer_id, key.attempt, key.generation, self.worker_id, self.held_blocks, self.num_blocks]
-        return json.dumps(values).encode()
+        return to_json(values).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> SimulatedGrant:

@@ -29,7 +29,7 @@ def test_a_difference_is_shown_and_is_a_failure(tmp_path: Path, capsys: pytest.C
     path = recorded(tmp_path)
     lines = path.read_text().splitlines()
     number = next(index for index, line in enumerate(lines) if '"is":"Reserve"' in line)
-    lines[number] = lines[number].replace('"is":"Reserve","worker_id":"d', '"is":"Reserve","worker_id":"x')
+    lines[number] = lines[number].replace('"is":"Reserve","key":["d', '"is":"Reserve","key":["x')
     path.write_text("\n".join(lines) + "\n")
     assert main(["replay", str(path)]) == 1
     out = capsys.readouterr().out
