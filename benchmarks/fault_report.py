@@ -21,6 +21,7 @@ _COUNTED: Final = (
     "protocol_errors",
     "expired",
     "cut",
+    "overtakings",  # copies that ended before an earlier one of another stream; 0 without devices
 )
 
 

@@ -43,7 +43,6 @@ def test_a_storm_between_devices_that_are_slow_fail_hang_and_lose_their_peers(tr
     assert_nothing_was_wrong(result, 200)
     assert result.kills >= 1
     assert result.ends[NO_FAULT, "committed"] >= 1
-    assert sum(stats["overtakings"] for stats in result.stats.values()) >= 1, "streams end in any order"
 
 
 @pytest.mark.parametrize(
