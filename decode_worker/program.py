@@ -244,11 +244,11 @@ class DecodeProgram(RoleProgram):
         landing = self._landings.get(key)
         if landing is not None and landing.key == grant.key:
             grant_s = self.context.now() - landing.asked_s
-            self.tell(pr.Granted(key=key, grant=encode_grant(grant), grant_s=grant_s))
+            self.outbox.tell(pr.Granted(key=key, grant=encode_grant(grant), grant_s=grant_s))
 
     def _granted(self, effect: pr.Granted) -> None:
         """Of a local attempt: batching answers while the Reserve is handled."""
-        self.tell(replace(effect, grant_s=self.context.now() - self.received_s))
+        self.outbox.tell(replace(effect, grant_s=self.context.now() - self.received_s))
 
     def _receive_aborted(self, effect: fx.ReceiveAborted) -> None:
         self._receiver.abort(self._landings[effect.key].key)
@@ -264,7 +264,7 @@ class DecodeProgram(RoleProgram):
             num_bytes=effect.num_bytes,
             saved_bytes=saved_bytes,
         )
-        self.tell(ended)
+        self.outbox.tell(ended)
         metrics.add(metric_names.TRANSFERS, outcome="committed")
         metrics.add(metric_names.TRANSFER_BYTES_TOTAL, effect.num_bytes)
         metrics.add(metric_names.TRANSFER_SAVED_BYTES, saved_bytes)
@@ -295,7 +295,7 @@ class DecodeProgram(RoleProgram):
             if self.context.tracing.is_on:
                 self._trace(row)
         for session, response in by_router.items():
-            self.emit_response(session, response)
+            self.outbox.send(session, response)
 
     def _trace(self, one: pr.TokenRow) -> None:
         """A span for each duration that is reported with the row; the last one ends now."""

@@ -31,7 +31,7 @@ from pdserve.profiles import load_profile
 from pdserve.telemetry import metric_names, names
 from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.wire.convert import role_to_proto
-from pdserve.wire.protocol import COST, encode_response
+from pdserve.wire.protocol import COST
 from pdserve.worker import calibrate, messages
 from pdserve.worker.begun import Begun, Runway
 from pdserve.worker.compute import Isolation, RowFailed
@@ -39,6 +39,7 @@ from pdserve.worker.context import ProgramContext
 from pdserve.worker.intake import Limits, key_of, read_sequence
 from pdserve.worker.interface import AheadBatching, Batching
 from pdserve.worker.measure import Measure
+from pdserve.worker.outbox import Outbox
 from pdserve.worker.timed import TimedSteps
 
 log = logging.getLogger(__name__)
@@ -78,8 +79,7 @@ class RoleProgram(ABC):
         self._isolation = Isolation(engine, self._probe)
         self._runway: Runway | None = None  # for a role that supports one step ahead
         self._ledger = AttemptLedger()
-        self._pending: list[tuple[int, worker_pb2.AttachResponse]] = []
-        self._routers: dict[int, bool] = {}  # session -> whether it wants KV events
+        self.outbox = Outbox()
         self.is_drained = False  # by an operator, who may undo it
         self._is_leaving = False  # drained by its own process, which then ends
         self.is_between_steps = False  # a step follows the last one at once
@@ -92,7 +92,7 @@ class RoleProgram(ABC):
             pr.AttemptFailed: self._failed,
             fx.TransferLost: self._transfer_lost,
             pr.Released: self._released,
-            fx.PromptScored: self._prompt_scored,
+            fx.PromptScored: self.outbox.tell_scores,
             **self.actions(),
         }
 
@@ -170,16 +170,16 @@ class RoleProgram(ABC):
         )
 
     def attached(self, session: int, hello: worker_pb2.RouterHello) -> None:
-        self._routers[session] = hello.wants_kv_events
+        self.outbox.attach(session, wants_kv_events=hello.wants_kv_events)
         if hello.wants_kv_events:
-            self._tell_cache(self.blocks.snapshot(), [session])
-        self.emit_response(session, encode_response(self._load(self.batching.load())))
+            self.outbox.tell_cache(self.blocks.snapshot(), session)
+        self.outbox.tell_load(session, self._load(self.batching.load()))
         if self._links:
-            self._tell_links([session])
+            self.outbox.tell_links(self._links, session)
 
     def lost(self, session: int) -> None:
         """The router's stream ended: its requests are abandoned."""
-        self._routers.pop(session, None)
+        self.outbox.detach(session)
         for key in self.batching.live():
             if key.router == session:
                 self.act(self.batching.cancel(key))
@@ -188,7 +188,7 @@ class RoleProgram(ABC):
     def handle(self, session: int, message: worker_pb2.AttachRequest, received_s: float | None = None) -> None:
         """`received_s`: arrival time by the context's clock; None: now."""
         self.received_s = self.context.now() if received_s is None else received_s
-        if session not in self._routers:
+        if session not in self.outbox:
             self.counts["message of a lost router"] += 1
             return
         try:
@@ -301,14 +301,13 @@ class RoleProgram(ABC):
 
     def take_messages(self) -> list[tuple[int, worker_pb2.AttachResponse]]:
         """(session, message) pairs since the last call, in order."""
-        pending, self._pending = self._pending, []
-        return pending
+        return self.outbox.take()
 
     def take_changes(self) -> CacheChange | None:
         """Changes of the prefix cache: sent to the routers that asked for them, and returned for the index."""
         change = self.blocks.take_changes()
         if change is not None:
-            self._tell_cache(change, [session for session, wants in self._routers.items() if wants])
+            self.outbox.tell_cache(change)
         return change
 
     def fail_all(self, message: str) -> None:
@@ -326,20 +325,6 @@ class RoleProgram(ABC):
     def kv_links(self) -> list[tuple[str, str, str]]:
         """(worker, transport, reason) of each connection by which this worker sends KV, in a fixed order."""
         return []
-
-    def emit(self, session: int, **message: Any) -> None:
-        """Queues one message, named as in the oneof of AttachResponse; dropped if the router is gone."""
-        if session in self._routers:
-            self._pending.append((session, worker_pb2.AttachResponse(**message)))
-
-    def tell(self, message: pr.AttemptMessage) -> None:
-        """Queues a message for the router whose attempt it is about."""
-        self.emit_response(message.key.router, encode_response(message))
-
-    def emit_response(self, session: int, response: worker_pb2.AttachResponse) -> None:
-        """Like `emit`, for a message that exists already."""
-        if session in self._routers:
-            self._pending.append((session, response))
 
     def act(self, effects: Iterable[Any]) -> None:
         for effect in effects:
@@ -396,14 +381,14 @@ class RoleProgram(ABC):
     def _refused(self, effect: pr.Refused) -> None:
         self._forget(effect.key)
         self.context.metrics.add(metric_names.REFUSED_BY_WORKER, reason=effect.reason.value)
-        self.tell(effect)
+        self.outbox.tell(effect)
 
     def _failed(self, effect: pr.AttemptFailed) -> None:
         track = self.tracks.get(effect.key)
         extra = {"request_id": effect.key.request_id, "attempt": effect.key.attempt, "kind": effect.kind.value}
         extra |= {} if track is None else track.attributes
         log.log(logging.ERROR if effect.kind is FailureKind.INTERNAL else logging.INFO, "attempt failed", extra=extra)
-        self.tell(effect)
+        self.outbox.tell(effect)
 
     def _transfer_lost(self, effect: fx.TransferLost) -> None:
         extra = {"request_id": effect.key.request_id, "attempt": effect.key.attempt, "error": effect.error}
@@ -412,19 +397,15 @@ class RoleProgram(ABC):
         else:
             log.warning("KV was not moved", extra=extra)
         self.context.metrics.add(metric_names.TRANSFERS, outcome="cancelled" if effect.is_cancelled else "failed")
-        self.tell(pr.TransferEnded(key=effect.key, is_committed=False, error=effect.error))
+        self.outbox.tell(pr.TransferEnded(key=effect.key, is_committed=False, error=effect.error))
 
     def _released(self, effect: pr.Released) -> None:
         self._forget(effect.key)
-        self.tell(effect)
+        self.outbox.tell(effect)
 
     def _forget(self, key: AttemptKey) -> None:
         self.tracks.pop(key, None)
         self._ledger.forget(key)
-
-    def _prompt_scored(self, effect: fx.PromptScored) -> None:
-        for message in messages.prompt_scored(effect):
-            self.emit(effect.key.router, prompt_scored=message)
 
     # -- reports ------------------------------------------------------------------------------------------------
 
@@ -453,7 +434,7 @@ class RoleProgram(ABC):
             step_s *= account.decode_rows / max(1, num_drawn)
         told = self._timed.took(account, step_s, now_s)
         if told is not None:
-            self._tell_all(messages.batch_timed(*told))
+            self.outbox.tell_all(messages.batch_timed(*told))
 
     def _beat(self, now_s: float) -> None:
         """Sends a load report on each heartbeat, and after a change once a fifth of a heartbeat has passed."""
@@ -467,9 +448,9 @@ class RoleProgram(ABC):
         links = self.kv_links()
         if links != self._links:
             self._links = links
-            self._tell_links(self._routers)
+            self.outbox.tell_links(links)
         self._beat_at_s, self._told = now_s, load
-        self._tell_all(self._load(load))
+        self.outbox.tell_all(self._load(load))
         if self._measure.is_on:
             self._measure.loaded(load, self.blocks.num_referenced)
             self._measure.transferred(self.transfer_events())
@@ -477,17 +458,3 @@ class RoleProgram(ABC):
 
     def _load(self, load: pr.Load) -> pr.Load:
         return replace(load, steps=self.num_steps, is_draining=self.batching.is_draining, is_drained=self.is_drained)
-
-    def _tell_all(self, message: pr.Load | pr.BatchTimed) -> None:
-        response = encode_response(message)
-        for session in self._routers:
-            self.emit_response(session, response)
-
-    def _tell_links(self, sessions: Iterable[int]) -> None:
-        links = [worker_pb2.KvLink(decode_worker=one[0], transport=one[1], reason=one[2]) for one in self._links]
-        for session in sessions:
-            self.emit(session, kv_links=worker_pb2.KvLinks(links=links))
-
-    def _tell_cache(self, change: CacheChange, sessions: Sequence[int]) -> None:
-        for session in sessions:
-            self.emit(session, kv_events=messages.kv_events(change))

@@ -141,7 +141,7 @@ def start() -> Iterator[Callable[..., Running]]:
             continue
         each.program.check()
         held = each.program.batching.live()
-        assert [key for key in held if key.router in each.program._routers] == [], "attempts were left behind"
+        assert [key for key in held if key.router in each.program.outbox] == [], "attempts were left behind"
 
 
 def _plain_rows(plain: worker_pb2.PlainTokens) -> list[worker_pb2.TokenRow]:
