@@ -26,7 +26,7 @@ from typing import Final
 
 import benchmarks.attacks
 from benchmarks.attacks.legitimate import LegitimateTraffic, Tally, answers_in_peace
-from benchmarks.attacks.row import Finding, Row, Target
+from benchmarks.attacks.row import CheckResult, Row, Target
 from pdserve import Client
 from pdserve.core.errors import ConfigError
 from pdserve.launch.ports import free_ports
@@ -52,7 +52,7 @@ def rows() -> list[Row]:
     return sorted((one.ROW for one in modules if hasattr(one, "ROW")), key=lambda row: row.number)
 
 
-def run_row(row: Row, target: Target, expected: list[tuple[int, ...]]) -> tuple[Finding, Tally]:
+def run_row(row: Row, target: Target, expected: list[tuple[int, ...]]) -> tuple[CheckResult, Tally]:
     """Attacks, and adds to the finding's complaints what the attack did to the cluster."""
     before = {name: target.pid(name) for name in PROCESSES}
     complaints: list[str] = []
@@ -60,7 +60,7 @@ def run_row(row: Row, target: Target, expected: list[tuple[int, ...]]) -> tuple[
         try:
             finding = row.attack(target)
         except Exception as error:  # the other rows still run
-            finding = Finding(attempts=0, rejected=0)
+            finding = CheckResult(attempts=0, rejected=0)
             complaints.append(f"the row itself failed: {type(error).__name__}: {error}")
     tally = honest.tally
     complaints += finding.complaints
@@ -93,7 +93,7 @@ def wait_until_idle(target: Target) -> str:
             time.sleep(0.1)
 
 
-def show(results: Sequence[tuple[Row, Finding, Tally]], peace_s: float) -> None:
+def show(results: Sequence[tuple[Row, CheckResult, Tally]], peace_s: float) -> None:
     print("| row | attack | attempts | rejected | counted | errors | honest exact | honest p50, ms | met |")
     print("| ---: | --- | ---: | ---: | ---: | --- | ---: | ---: | --- |")
     for row, finding, tally in results:
@@ -142,7 +142,7 @@ def main() -> int:
         # The launcher adds a worker's index to the port that its table names.
         *("--set", f"decode_worker.metrics_port={ports['d0'] - 1}"),
     )
-    results: list[tuple[Row, Finding, Tally]] = []
+    results: list[tuple[Row, CheckResult, Tally]] = []
     with Running.start(*FLAGS, *metrics, env={"PDSERVE_TOKEN": token, "OMP_NUM_THREADS": "1"}) as cluster:
         target = Target(cluster=cluster, token=token, seconds=args.seconds, metrics_ports=ports)
         expected = answers_in_peace(cluster.target, token)

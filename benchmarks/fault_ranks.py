@@ -16,7 +16,7 @@ import torch
 from benchmarks.fake_device import HiddenPool
 from benchmarks.fault_storage import NUM_BLOCKS, Memory, Storage, chain_of
 from benchmarks.secret import SECRET, TEXT
-from kvtransfer.disturbance import Disturbance
+from kvtransfer.fault_injector import FaultInjector
 from kvtransfer.grants import PROTOCOL
 from kvtransfer.joined import JoinedReceiver, JoinedSender
 from kvtransfer.rank_link import RankLink, RemoteReceiver, RemoteSender
@@ -91,7 +91,7 @@ class Ranks:
     """The ranks behind the first, from their start to their end."""
 
     def __init__(
-        self, storage: RankedStorage, transport: str, name: str, incarnation: str, disturb: Disturbance
+        self, storage: RankedStorage, transport: str, name: str, incarnation: str, disturb: FaultInjector
     ) -> None:
         self._storage = storage
         self._identity = Identity.of(SECRET, "leader", name, incarnation)

@@ -30,8 +30,8 @@ from benchmarks.secret import SECRET
 from benchmarks.transfer_ends import GrpcHost, fingerprint
 from kvtransfer.channel import Waker
 from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.disturbance import Disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
+from kvtransfer.fault_injector import FaultInjector
 from kvtransfer.grants import grant_from_proto, grant_to_proto
 from kvtransfer.transport import Received, ReceiveOutcome, SendOutcome, Sent
 from pdserve.core.grant import Grant
@@ -90,7 +90,7 @@ class Worker:
             self.fingerprint = fingerprint_of_ranks(setup.ranks)
         else:
             self.fingerprint = fingerprint(self.storage.pool.block_bytes, NUM_LAYERS)
-        self.disturbance = Disturbance(lambda tag: fault_of(setup.seed, tag), self.storage.pool.block_bytes)
+        self.disturbance = FaultInjector(lambda tag: fault_of(setup.seed, tag), self.storage.pool.block_bytes)
         self.incarnation = secrets.token_hex(4)
         self._ends: deque[tuple[float, Received | Sent]] = deque()
         self._calls: deque[Callable[[], None]] = deque()

@@ -15,13 +15,13 @@ from benchmarks.gpu_clock import Clock
 from benchmarks.gpu_setting import Setting
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
+from pdserve.engine.build_engine import open_torch_engine
 from pdserve.engine.config import read_config
 from pdserve.engine.gpu.engine import GraphEngine
 from pdserve.engine.gpu.graphs import EagerReplays, GraphReplays, Replays
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.interface import PENDING, Flight, Row
 from pdserve.engine.memory import weight_bytes
-from pdserve.engine.opening import open_torch_engine
 
 GREEDY = Sampling(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
 BLOCK_SIZE = 16

@@ -17,11 +17,11 @@ from typing import Final, NamedTuple, final
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.protocol import FirstToken, Granted, Prefill, Reserve, TokensArrived
+from router.cluster_state import ClusterState
 from router.commands import EmitTokens, EndCancelled, FailRequest, FinishRequest, WakeAt
 from router.events import RequestArrived
-from router.ledger import Ledger
-from router.policy.interface import Ask, Choice, Decision, Obstacle
-from router.policy.ways import find_landings, local_ways, remote_ways, tandem_step_s
+from router.policy.candidates import find_landings, local_ways, remote_ways, tandem_step_s
+from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
 from router.replay import COMMAND_KINDS, EVENT_KINDS
 from router.state import RouterState
 from router.view import WorkerView
@@ -105,9 +105,9 @@ def _account(lines: Sequence[NumberedLine], name: str, settle_s: float, *, is_to
     senders = {(one.request_id, one.attempt): one.worker_id for _, found in sent for one in found}
     settings, rows = steps(lines, name, _KINDS)
     state = RouterState(settings)
-    ledger = state._ledger
-    guide = ledger.policy = _Guide(ledger, senders if is_told else None)
-    seen = _Seen(ledger, guide)
+    cluster = state._cluster
+    guide = cluster.policy = _Guide(cluster, senders if is_told else None)
+    seen = _Seen(cluster, guide)
     otherwise = 0
     for now_s, (event, *commands) in rows:
         seen.before(event, now_s)
@@ -128,14 +128,14 @@ class _Guide:
     """The router's policy, or one that places what was placed in the recorded step, where it was; remembers what is
     foretold of either."""
 
-    def __init__(self, ledger: Ledger, senders: Senders | None) -> None:
+    def __init__(self, cluster: ClusterState, senders: Senders | None) -> None:
         """`senders`: None: the policy decides."""
         self.seats: Mapping[str, Reserve] = {}  # of this step, by request
         self.foretold: dict[str, Foretold] = {}
-        self._policy, self._links, self._senders = ledger.policy, ledger.fleet.link, senders
+        self._policy, self._links, self._senders = cluster.policy, cluster.fleet.link, senders
 
     def __call__(
-        self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+        self, ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
         if self._senders is None:
             decision = self._policy(ask, prefills, decodes, now_s)
@@ -150,7 +150,7 @@ class _Guide:
         return decision
 
     def _recorded(
-        self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], senders: Senders
+        self, ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], senders: Senders
     ) -> Decision:
         seat = self.seats.get(ask.request_id)
         if seat is None:
@@ -165,7 +165,7 @@ class _Guide:
             return _LATER
         return Decision(choice=choice, prefill_worker=sender, decode_worker=seat.worker_id)
 
-    def _price(self, ask: Ask, senders: list[WorkerView], decode: WorkerView, now_s: float) -> Foretold | None:
+    def _price(self, ask: PolicyInput, senders: list[WorkerView], decode: WorkerView, now_s: float) -> Foretold | None:
         """`senders`: the prefill worker, or none. None where the model sees no room for it."""
         cached = ask.cached_tokens
         landings, readers = find_landings(ask, cached, [decode], now_s, tandem_step_s, 1.0)
@@ -214,8 +214,8 @@ class _Run:
 class _Seen:
     """What is true, and the decode steps as the model has them."""
 
-    def __init__(self, ledger: Ledger, guide: _Guide) -> None:
-        self._ledger, self._guide = ledger, guide
+    def __init__(self, cluster: ClusterState, guide: _Guide) -> None:
+        self._cluster, self._guide = cluster, guide
         self._runs: dict[str, _Run] = {}
         self._ended: list[_Run] = []
         self._steps: defaultdict[str, list[_DecodeStep]] = defaultdict(list)  # by decode worker
@@ -223,8 +223,8 @@ class _Seen:
 
     def before(self, event: object, now_s: float) -> None:
         """The router does not know of `event` yet."""
-        if isinstance(event, TokensArrived) and event.worker_id in self._ledger.fleet.views:
-            view = self._ledger.fleet.views[event.worker_id]
+        if isinstance(event, TokensArrived) and event.worker_id in self._cluster.fleet.views:
+            view = self._cluster.fleet.views[event.worker_id]
             rows = [view.bookings.get((row.request_id, row.attempt)) for row in event.rows]
             priced_s = view.cost.decode_s(len(rows), sum(one.tokens for one in rows if one is not None))
             self._steps[event.worker_id].append(_DecodeStep(now_s, priced_s, view.totals.prefills > 0))

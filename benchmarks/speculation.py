@@ -114,7 +114,7 @@ class Replay:
         outs = []
         for row in rows:
             first = row.start + len(row.tokens)
-            said = [TokenOut(token_id=token) for token in self._whole[first : first + row.num_draws]]
+            said = [TokenOut(token_id=token) for token in self._whole[first : first + row.num_samples]]
             outs.append(RowOut(kept(said, row.drafts)))
         return outs
 

@@ -40,12 +40,12 @@ from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.proof import ClusterSecret
 from pdserve.core.types import Role, Sampling, TokenOut
 from pdserve.engine import grammars
-from pdserve.engine.gpu import redraw
+from pdserve.engine.build_engine import open_torch_engine
+from pdserve.engine.gpu import resample
 from pdserve.engine.gpu.buckets import buckets_for
 from pdserve.engine.gpu.engine import GraphEngine
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.interface import Row, RowOut
-from pdserve.engine.opening import open_torch_engine
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.v1 import worker_pb2
 from pdserve.wire.convert import sampling_to_proto
@@ -195,7 +195,7 @@ def opened(folder: Path, most_rows: int, num_blocks: int) -> Iterator[tuple[Deco
     )
     tokenizer = load_tokenizer(str(folder))
     stubs = Stubs(tokenizer)
-    with mock.patch.object(redraw.Redraw, "warm"), mock.patch.object(redraw, "forbid", stubs.forbid):
+    with mock.patch.object(resample.Redraw, "warm"), mock.patch.object(resample, "forbid", stubs.forbid):
         eager = open_torch_engine(config)
         eager.step = NoPrompts(tokenizer)  # type: ignore[method-assign]
         decode = StaticDecode(
@@ -244,7 +244,9 @@ def running(folder: Path, rows: int, context: int, with_grammar: int) -> Iterato
         for number in range(rows):
             grammar = Grammar(GrammarKind.JSON_SCHEMA, SCHEMA) if number < with_grammar else None
             program.handle(SESSION, reserve(number, context, CONTEXT_LIMIT - context, grammar))
-        while any(each.remaining > 1 for each in program.batching.roster.running) or program.batching.roster.waiting:
+        while (
+            any(each.remaining > 1 for each in program.batching.sequences.running) or program.batching.sequences.waiting
+        ):
             assert program.step()
         yield program, stubs
 
@@ -278,7 +280,7 @@ def measure(folder: Path, rows: int, context: int, steps: int, with_grammar: int
                 measured.took.append(ended - began - stubs.spent)
                 measured.library_s.append(threads.spent_s - library_s)
                 measured.bytes_s.append(time.perf_counter() - ended.wall_s)
-        assert len(program.batching.roster.running) == rows, "a text has ended"
+        assert len(program.batching.sequences.running) == rows, "a text has ended"
         return measured
 
 

@@ -34,7 +34,7 @@ from pdserve.core.json_text import to_json
 MIB: Final = 2**20
 WARM_ROUNDS: Final = 2  # pages, caches, socket buffers
 
-Way = tuple[str, bool, int]  # name, whether fragmented, how many at once
+PlacementOption = tuple[str, bool, int]  # name, whether fragmented, how many at once
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Bar:
     """`way` moves bytes at least `least` times as fast as `against`."""
 
     name: str
-    way: Way
-    against: Way
+    way: PlacementOption
+    against: PlacementOption
     least: float
 
 
-def plain(name: str) -> Way:
+def plain(name: str) -> PlacementOption:
     return (name, False, 1)
 
 
@@ -66,13 +66,13 @@ BARS: Final = (
 @dataclass
 class Rounds:
     num_bytes: int
-    seconds: dict[Way, list[float]]
+    seconds: dict[PlacementOption, list[float]]
 
-    def rate(self, way: Way) -> float:
+    def rate(self, way: PlacementOption) -> float:
         """GB/s."""
         return self.num_bytes / statistics.median(self.seconds[way]) / 1e9
 
-    def ratio(self, way: Way, against: Way) -> tuple[float, float, float]:
+    def ratio(self, way: PlacementOption, against: PlacementOption) -> tuple[float, float, float]:
         """How many times as fast: the median of the rounds, and the quartiles."""
         pairs = zip(self.seconds[way], self.seconds[against], strict=True)
         low, middle, high = statistics.quantiles([floor / own for own, floor in pairs], n=4)
@@ -80,7 +80,7 @@ class Rounds:
 
 
 def measure(ways: Ways, num_bytes: int, at_once: list[int], repeat: int, say: Callable[[str], None]) -> Rounds:
-    turns: dict[Way, Callable[[], float]] = {
+    turns: dict[PlacementOption, Callable[[], float]] = {
         plain("memcpy"): lambda: ways.memcpy(num_bytes),
         plain("socket"): lambda: ways.raw_socket(num_bytes),
     }
@@ -104,7 +104,7 @@ def measure(ways: Ways, num_bytes: int, at_once: list[int], repeat: int, say: Ca
     return rounds
 
 
-def title(way: Way) -> str:
+def title(way: PlacementOption) -> str:
     name, is_fragmented, at_once = way
     return name + (", fragmented" if is_fragmented else "") + (f", {at_once} at once" if at_once > 1 else "")
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from decode_worker.resident import Resident
+from decode_worker.decode_sequence import DecodeSequence
 from decode_worker.step import Chain, Step, places_in
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.effects import StepAccount
@@ -24,7 +24,13 @@ from pdserve.engine.interface import NEW_ROW
 
 
 def step_after(
-    step: Step, running: Sequence[Resident], blocks: BlockAllocator, *, number: int, block_size: int, max_batch: int
+    step: Step,
+    running: Sequence[DecodeSequence],
+    blocks: BlockAllocator,
+    *,
+    number: int,
+    block_size: int,
+    max_batch: int,
 ) -> Step | None:
     """The step after the running `step`; None if it must wait for the results of `step`.
 
@@ -41,7 +47,7 @@ def step_after(
         if start >= resident.plain_until or place == NEW_ROW
     ]
     leaving: set[int] = set()
-    short: list[Resident] = []
+    short: list[DecodeSequence] = []
     for index in unsure:
         resident, is_new = running[index], places[index] == NEW_ROW
         if resident.remaining != 1:
@@ -84,7 +90,7 @@ def step_after(
 
 
 @final
-class Lending:
+class DeferredFree:
     """Blocks of ended sequences, held while a launched step may write into them."""
 
     def __init__(self, blocks: BlockAllocator) -> None:
@@ -107,7 +113,7 @@ class Lending:
                     self._blocks.release(blocks)
                 return
 
-    def release(self, resident: Resident) -> None:
+    def release(self, resident: DecodeSequence) -> None:
         """Frees the resident's blocks, or holds them until the last launched step that has a row of it."""
         for step, lists in reversed(self._launched):
             if any(one is resident for one, _ in step.shares()):

@@ -1,6 +1,6 @@
 """Attempts on a decode worker: how they begin, how steps change them, how they end. Pure: time is passed as `now_s`.
 
-planning.py chooses the work of a step, and roster.py manages blocks.
+planning.py chooses the work of a step, and sequence_table.py manages blocks.
 
     remote:  LANDING -> RUNNING -> (gone)            LANDING until the KV is verified and the first token is known
     local:   WAITING -> RUNNING -> (gone)
@@ -17,11 +17,11 @@ from typing import final
 
 from decode_worker.checking import KvCheck, Mistake
 from decode_worker.chunking import ChunkRule
+from decode_worker.decode_sequence import DecodeSequence, Stage
 from decode_worker.drafter import Drafter
 from decode_worker.drafting import DraftRule
 from decode_worker.planning import Planner
-from decode_worker.resident import Resident, Stage
-from decode_worker.roster import Roster
+from decode_worker.sequence_table import SequenceTable
 from decode_worker.step import Step
 from pdserve.core.attempt import Attempt, AttemptKey, EndRule, FailureKind, RefusalReason, blocks_for
 from pdserve.core.blocks import BlockAllocator
@@ -56,10 +56,10 @@ class DecodeBatching:
         check: KvCheck | None = None,
     ) -> None:
         self.blocks = blocks
-        self.roster = Roster(blocks, block_size=block_size, check=check)
-        drafter = None if drafting is None else Drafter(drafting, self.roster, end_rule)
-        self._planner = Planner(self.roster, max_batch=max_batch, chunks=chunks, drafter=drafter)
-        self._residents = self.roster.residents
+        self.sequences = SequenceTable(blocks, block_size=block_size, check=check)
+        drafter = None if drafting is None else Drafter(drafting, self.sequences, end_rule)
+        self._planner = Planner(self.sequences, max_batch=max_batch, chunks=chunks, drafter=drafter)
+        self._residents = self.sequences.residents
         self._block_size = block_size
         self._inbox_depth = inbox_depth
         self._end_rule = end_rule
@@ -90,24 +90,24 @@ class DecodeBatching:
 
     def chains(self, key: AttemptKey) -> tuple[int, ...]:
         """The content hashes that the blocks granted to the attempt will have after its KV has arrived."""
-        return self.roster.chains(self._residents[key])
+        return self.sequences.chains(self._residents[key])
 
     @property
     def has_work(self) -> bool:
         """Whether the next plan may have rows."""
-        return bool(self.roster.running or self.roster.waiting)
+        return bool(self.sequences.running or self.sequences.waiting)
 
     @property
     def num_changes(self) -> int:
         """While it does not change, neither do the members of the steps."""
-        return self.roster.num_changes
+        return self.sequences.num_changes
 
     @property
     def num_preemptions(self) -> int:
-        return self.roster.num_preemptions
+        return self.sequences.num_preemptions
 
     def load(self) -> Load:
-        running, waiting = self.roster.running, self.roster.waiting
+        running, waiting = self.sequences.running, self.sequences.waiting
         reading = [each.remaining for each in waiting]
         reading += [each.remaining for each in running if each.remaining > 1]
         return Load(
@@ -127,12 +127,12 @@ class DecodeBatching:
         if reason is not None:
             return [Refused(key=attempt.key, reason=reason)]
         tokens = list(attempt.token_ids)
-        resident = Resident(
+        resident = DecodeSequence(
             attempt=attempt,
             key=attempt.key,
             prompt_len=len(attempt.prompt_ids),
             ends_at=min(len(attempt.prompt_ids) + attempt.sampling.max_tokens, self._end_rule.max_context_tokens),
-            order=self.roster.num_arrived,
+            order=self.sequences.num_arrived,
             is_local=is_local,
             stage=Stage.WAITING if is_local else Stage.LANDING,
             tokens=tokens,
@@ -141,12 +141,12 @@ class DecodeBatching:
         )
         if is_local:
             effect: DecodeEffect = Granted(key=attempt.key)
-        elif self._planner.is_starved or not self.roster.take_blocks(resident):
+        elif self._planner.is_starved or not self.sequences.take_blocks(resident):
             return [Refused(key=attempt.key, reason=RefusalReason.NO_BLOCKS)]
         else:
             held = resident.cached // self._block_size
             effect = LandingHeld(key=attempt.key, blocks=tuple(resident.blocks[held:]), held_blocks=held)
-        self.roster.add(resident)
+        self.sequences.add(resident)
         if attempt.deadline_at_s is not None:
             self._expires_at_s = min(self._expires_at_s, attempt.deadline_at_s)
         return [effect]
@@ -168,7 +168,7 @@ class DecodeBatching:
             return []
         if resident.stage is Stage.ENDING:
             return [TransferCancelled(key=key), *self._release(resident)]
-        self.roster.land(resident)
+        self.sequences.land(resident)
         resident.ready_s = max(resident.ready_s, now_s)
         committed = KvCommitted(
             key=key,
@@ -232,10 +232,10 @@ class DecodeBatching:
 
     def apply(self, step: Step, outs: Sequence[RowOut], now_s: float) -> list[DecodeEffect]:
         """Applies the results of a step. Sequences that have ended in the meantime are skipped."""
-        self.roster.lending.ended(step)
+        self.sequences.lending.ended(step)
         self._ended_at(now_s)
         effects: list[DecodeEffect] = []
-        shares: Iterable[tuple[Resident, int]] = step.shares()
+        shares: Iterable[tuple[DecodeSequence, int]] = step.shares()
         if isinstance(outs, PlainOuts) and not step.reading and self._check is None:
             drawn, outs, shares = self._draw_plain(step.decoding, outs.token_ids)
             if drawn.keys:
@@ -248,7 +248,7 @@ class DecodeBatching:
                 effects.append(self._distrust(resident, wrong, now_s))
                 continue
             start = resident.computed
-            self.roster.advance(resident, count)
+            self.sequences.advance(resident, count)
             if out.scored:
                 effects.append(PromptScored(key=key, first_position=start + 1, tokens=out.scored))
             if len(out.drawn) == 1:  # nearly every row
@@ -256,7 +256,7 @@ class DecodeBatching:
                 continue
             for index, token in enumerate(out.drawn):
                 if index > 0:  # the previous token was an accepted draft, so its KV exists
-                    self.roster.advance(resident, 1)
+                    self.sequences.advance(resident, 1)
                 self._draw(resident, token, now_s, effects)
                 if key not in self._residents:
                     break
@@ -271,12 +271,12 @@ class DecodeBatching:
     def launched(self, step: Step) -> None:
         """The step was launched: until `apply` or `dropped` is called for it, it may write into the blocks of its
         rows."""
-        self.roster.lending.launched(step)
+        self.sequences.lending.launched(step)
 
     def dropped(self, step: Step) -> None:
         """A launched step has ended and its results are discarded; its positions will be computed again."""
         self._planner.dropped()
-        self.roster.lending.ended(step)
+        self.sequences.lending.ended(step)
 
     # -- many steps at once: for the simulator, which computes the time of steps in closed form
     # --------------------------
@@ -301,13 +301,13 @@ class DecodeBatching:
                 resident.computed = computed + count
                 continue
             tokens += drawn[1:]
-            self.roster.advance(resident, count)
+            self.sequences.advance(resident, count)
             self._draw(resident, token, now_s, effects)
         return effects
 
     def check(self) -> None:
         """Raises AssertionError unless the tables of attempts and blocks agree."""
-        self.roster.check()
+        self.sequences.check()
 
     # -- attempts ------------------------------------------------------------------------------------------------
 
@@ -319,17 +319,17 @@ class DecodeBatching:
             return RefusalReason.DRAINING
         if attempt.is_late(now_s):
             return RefusalReason.DEADLINE
-        if len(self._residents) - len(self.roster.running) >= self._inbox_depth:
+        if len(self._residents) - len(self.sequences.running) >= self._inbox_depth:
             return RefusalReason.INBOX_FULL
         return None
 
-    def _distrust(self, resident: Resident, wrong: Mistake, now_s: float) -> DecodeEffect:
+    def _distrust(self, resident: DecodeSequence, wrong: Mistake, now_s: float) -> DecodeEffect:
         """The step's result for it is discarded; its text is prefilled again into other blocks."""
         self.blocks.distrust(resident.blocks[wrong.index])
-        self.roster.preempt(resident, now_s)
+        self.sequences.preempt(resident, now_s)
         return KvMistaken(key=resident.key, error=wrong.error)
 
-    def _join(self, resident: Resident) -> list[DecodeEffect]:
+    def _join(self, resident: DecodeSequence) -> list[DecodeEffect]:
         """Begins to decode once the KV and the first token have both arrived."""
         if not resident.has_landed or resident.first_token is None:
             return []
@@ -339,18 +339,18 @@ class DecodeBatching:
         )
         if ended is not None:
             return self.fail(resident.key, FailureKind.INVALID, "first_token_id: it ends the text; nothing may follow")
-        self.roster.join(resident)
+        self.sequences.join(resident)
         return []
 
     def _draw_plain(
-        self, decoding: Sequence[Resident], token_ids: Sequence[int]
-    ) -> tuple[PlainDrawn, list[RowOut], list[tuple[Resident, int]]]:
+        self, decoding: Sequence[DecodeSequence], token_ids: Sequence[int]
+    ) -> tuple[PlainDrawn, list[RowOut], list[tuple[DecodeSequence, int]]]:
         """Adds tokens that only lengthen a text, the usual case. Returns the other rows' outputs, and their sequences,
         for `apply`."""
-        told: list[Resident] = []
+        told: list[DecodeSequence] = []
         plain_ids: list[int] = []
         outs: list[RowOut] = []
-        shares: list[tuple[Resident, int]] = []
+        shares: list[tuple[DecodeSequence, int]] = []
         for resident, token_id in zip(decoding, token_ids, strict=True):
             tokens = resident.tokens
             num_tokens = len(tokens)
@@ -369,7 +369,7 @@ class DecodeBatching:
         )
         return drawn, outs, shares
 
-    def _draw(self, resident: Resident, token: TokenOut, now_s: float, effects: list[DecodeEffect]) -> None:
+    def _draw(self, resident: DecodeSequence, token: TokenOut, now_s: float, effects: list[DecodeEffect]) -> None:
         """Adds the effects of the token."""
         attempt, tokens = resident.attempt, resident.tokens
         tokens.append(token.token_id)
@@ -398,7 +398,7 @@ class DecodeBatching:
         if now_s > self._ended_s:
             self._begun_s, self._ended_s = self._ended_s, now_s
 
-    def _begun(self, resident: Resident, drawn: TokenRow, now_s: float) -> TokenRow:
+    def _begun(self, resident: DecodeSequence, drawn: TokenRow, now_s: float) -> TokenRow:
         """The attempt's first token here: how long it waited, and how long its prompt took."""
         if not resident.is_local:  # it took part only in the step that has just ended
             resident.decoding_since_s = max(resident.ready_s, self._begun_s)
@@ -412,6 +412,6 @@ class DecodeBatching:
             cached_tokens=min(resident.cached, len(resident.attempt.prompt_ids)),
         )
 
-    def _release(self, resident: Resident) -> list[DecodeEffect]:
-        self.roster.remove(resident)
+    def _release(self, resident: DecodeSequence) -> list[DecodeEffect]:
+        self.sequences.remove(resident)
         return [Released(key=resident.key)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from decode_worker.resident import Resident
+from decode_worker.decode_sequence import DecodeSequence
 from pdserve.core.stamps import BlockStamps, chain64
 
 
@@ -24,11 +24,11 @@ class KvCheck:
     def __init__(self, stamps: BlockStamps) -> None:
         self._stamps = stamps
 
-    def hold(self, resident: Resident) -> None:
+    def hold(self, resident: DecodeSequence) -> None:
         """The resident has just received its blocks."""
         resident.lives = self._stamps.lives(resident.blocks)
 
-    def find(self, resident: Resident, block_size: int) -> Mistake | None:
+    def find(self, resident: DecodeSequence, block_size: int) -> Mistake | None:
         """The first block that was reassigned, or whose content hash is not that of the resident's tokens."""
         blocks, held = resident.blocks, resident.lives
         resident.lives = lives = self._stamps.lives(blocks)

@@ -5,21 +5,23 @@ from __future__ import annotations
 
 from typing import final
 
+from decode_worker.decode_sequence import DecodeSequence
 from decode_worker.drafting import DraftRule
-from decode_worker.resident import Resident
-from decode_worker.roster import Roster
+from decode_worker.sequence_table import SequenceTable
 from decode_worker.speculation import Guesser
 from pdserve.core.attempt import EndRule
 
 
 @final
 class Drafter:
-    def __init__(self, rule: DraftRule, roster: Roster, end_rule: EndRule) -> None:
+    def __init__(self, rule: DraftRule, sequences: SequenceTable, end_rule: EndRule) -> None:
         self._rule = rule
-        self._roster = roster
+        self._roster = sequences
         self._end_rule = end_rule
 
-    def draft(self, decoding: list[Resident], context_tokens: int, tpot_s: float | None) -> list[list[int]] | None:
+    def draft(
+        self, decoding: list[DecodeSequence], context_tokens: int, tpot_s: float | None
+    ) -> list[list[int]] | None:
         """Drafts for each decode row, with blocks for them; None if they do not pay."""
         least = self._rule.least_chance(len(decoding))
         guesses: list[list[int]] = []
@@ -38,7 +40,7 @@ class Drafter:
             del guess[self._roster.room_for(resident, count) :]
         return guesses if any(guesses) else None
 
-    def _cut(self, resident: Resident, guess: list[int]) -> list[int]:
+    def _cut(self, resident: DecodeSequence, guess: list[int]) -> list[int]:
         """Without drafts after the end of the text."""
         sampling = resident.attempt.sampling
         room = min(

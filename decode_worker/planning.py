@@ -12,9 +12,9 @@ from typing import final
 
 from decode_worker.ahead import step_after
 from decode_worker.chunking import ChunkRule
+from decode_worker.decode_sequence import DecodeSequence, Stage
 from decode_worker.drafter import Drafter
-from decode_worker.resident import Resident, Stage
-from decode_worker.roster import Roster
+from decode_worker.sequence_table import SequenceTable
 from decode_worker.step import Chain, Step, places_in
 from pdserve.core.effects import StepAccount
 from pdserve.core.memory_price import held_share
@@ -22,8 +22,8 @@ from pdserve.core.memory_price import held_share
 
 @final
 class Planner:
-    def __init__(self, roster: Roster, *, max_batch: int, chunks: ChunkRule, drafter: Drafter | None) -> None:
-        self._roster = roster
+    def __init__(self, sequences: SequenceTable, *, max_batch: int, chunks: ChunkRule, drafter: Drafter | None) -> None:
+        self._roster = sequences
         self._max_batch = max_batch
         self._chunks = chunks
         self._drafter = drafter
@@ -34,23 +34,25 @@ class Planner:
 
     def plan(self, now_s: float) -> Step:
         """The next step. No rows: nothing can be computed now."""
-        roster = self._roster
+        sequences = self._roster
         decoding, self._is_short = self._grow(now_s)
         starts = [resident.computed for resident in decoding]
         context_tokens = sum(starts)
         tpot_s = None
-        if roster.num_with_tpot:
+        if sequences.num_with_tpot:
             tpot_s = min((each.attempt.tpot_s for each in decoding if each.attempt.tpot_s is not None), default=None)
-        reading: list[tuple[Resident, int]] = []
-        everyone_decodes = len(decoding) == len(roster.running)
-        unread = [] if everyone_decodes else [each for each in roster.running[: self._max_batch] if each.remaining > 1]
-        if unread or roster.waiting:
+        reading: list[tuple[DecodeSequence, int]] = []
+        everyone_decodes = len(decoding) == len(sequences.running)
+        unread = (
+            [] if everyone_decodes else [each for each in sequences.running[: self._max_batch] if each.remaining > 1]
+        )
+        if unread or sequences.waiting:
             budget = self._chunks.tokens(
                 rows=len(decoding),
                 context_tokens=context_tokens,
                 tpot_s=tpot_s,
                 cached=unread[0].computed if unread else 0,
-                held_share=held_share(context_tokens, len(decoding), roster.blocks.num_blocks, roster.block_size),
+                held_share=held_share(context_tokens, len(decoding), sequences.blocks.num_blocks, sequences.block_size),
             )
             for resident in self._readers(unread, now_s, may_start=not self._is_short):
                 count = min(resident.remaining, budget)
@@ -75,7 +77,7 @@ class Planner:
             drafts=drafts,
             reading=reading,
             account=account,
-            block_size=roster.block_size,
+            block_size=sequences.block_size,
             number=self._next_number(),
         )
         if step.is_plain:
@@ -91,15 +93,15 @@ class Planner:
 
     def plan_after(self, step: Step) -> Step | None:
         """The step after the running `step`, before its tokens are known; None if it must wait for them."""
-        roster = self._roster
-        if self._drafter is not None or self._is_short or roster.waiting:
+        sequences = self._roster
+        if self._drafter is not None or self._is_short or sequences.waiting:
             return None
         following = step_after(
             step,
-            roster.running,
-            roster.blocks,
+            sequences.running,
+            sequences.blocks,
             number=self._next_number(),
-            block_size=roster.block_size,
+            block_size=sequences.block_size,
             max_batch=self._max_batch,
         )
         if following is not None:
@@ -135,36 +137,36 @@ class Planner:
                 longest = left
         return longest if decoding else 0
 
-    def _grow(self, now_s: float) -> tuple[list[Resident], bool]:
+    def _grow(self, now_s: float) -> tuple[list[DecodeSequence], bool]:
         """The sequences that decode in this step, each with a block for its next position; and whether memory was
         exhausted."""
-        decoding: list[Resident] = []
+        decoding: list[DecodeSequence] = []
         is_short = False
-        roster, size = self._roster, self._roster.block_size
-        for resident in roster.running[: self._max_batch]:  # the oldest first, which is the last to be preempted
+        sequences, size = self._roster, self._roster.block_size
+        for resident in sequences.running[: self._max_batch]:  # the oldest first, which is the last to be preempted
             if len(resident.tokens) - resident.computed != 1 or resident.stage is not Stage.RUNNING:
                 continue
-            while resident.computed == len(resident.blocks) * size and not roster.grow(resident):
+            while resident.computed == len(resident.blocks) * size and not sequences.grow(resident):
                 is_short = True
-                if len(roster.running) == 1:
+                if len(sequences.running) == 1:
                     break  # sequences in transfer hold the rest; they join or end soon, so it waits and keeps its KV
-                youngest = roster.running[-1]
-                roster.preempt(youngest, now_s)
+                youngest = sequences.running[-1]
+                sequences.preempt(youngest, now_s)
                 if youngest is resident:
                     break
             if resident.computed < len(resident.blocks) * size:
                 decoding.append(resident)
         return decoding, is_short
 
-    def _readers(self, unread: list[Resident], now_s: float, *, may_start: bool) -> Iterator[Resident]:
+    def _readers(self, unread: list[DecodeSequence], now_s: float, *, may_start: bool) -> Iterator[DecodeSequence]:
         """The sequences to prefill: running ones first, then waiting ones, which are started as the caller iterates."""
         yield from unread
-        roster = self._roster
-        self.is_starved = not may_start and bool(roster.waiting)
-        while may_start and roster.waiting and len(roster.running) < self._max_batch:
-            oldest = roster.waiting[0]
-            if not roster.take_blocks(oldest):
+        sequences = self._roster
+        self.is_starved = not may_start and bool(sequences.waiting)
+        while may_start and sequences.waiting and len(sequences.running) < self._max_batch:
+            oldest = sequences.waiting[0]
+            if not sequences.take_blocks(oldest):
                 self.is_starved = True
                 return  # smaller sequences do not overtake
-            roster.start(oldest, now_s)
+            sequences.start(oldest, now_s)
             yield oldest

@@ -14,8 +14,8 @@ from decode_worker.chunking import ChunkRule
 from decode_worker.drafting import DraftRule
 from kvtransfer import issuer
 from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_receiver
+from kvtransfer.fault_injector import make_fault_injector
 from kvtransfer.grants import check_movable, encode_grant, fingerprint_of
 from kvtransfer.rank_ends import joined_receiver
 from kvtransfer.stats import events
@@ -344,7 +344,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         incarnation=context.incarnation,
         host=config.host,
         transport=config.transport,
-        disturbance=make_disturbance(config.inject_faults, engine.pool.block_bytes),
+        disturbance=make_fault_injector(config.inject_faults, engine.pool.block_bytes),
         stamps=stamps,
         limits=CopyLimits(num_streams=config.kv_copy_streams, staging_bytes=config.kv_staging_bytes),
     )

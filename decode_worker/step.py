@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
-from decode_worker.resident import Resident, Stage
+from decode_worker.decode_sequence import DecodeSequence, Stage
 from pdserve.core.attempt import AttemptKey
 from pdserve.core.effects import StepAccount
 from pdserve.engine.interface import NEW_ROW, PENDING, ChainedRows, Row
@@ -30,7 +30,7 @@ class Chain:
 class KnownRows(Mapping[int, Row]):
     """Rows by number, built when they are read: an engine that keeps the cursors of their grammars reads none."""
 
-    def __init__(self, residents: dict[int, Resident], block_size: int) -> None:
+    def __init__(self, residents: dict[int, DecodeSequence], block_size: int) -> None:
         self._residents, self._block_size = residents, block_size
 
     def __getitem__(self, index: int) -> Row:
@@ -50,9 +50,9 @@ class KnownRows(Mapping[int, Row]):
 class Step:
     """`decoding` compute one position each, and their drafts if any; `reading` compute a number of prompt positions."""
 
-    decoding: list[Resident]
+    decoding: list[DecodeSequence]
     drafts: list[list[int]] | None  # one list for each of `decoding`
-    reading: list[tuple[Resident, int]]
+    reading: list[tuple[DecodeSequence, int]]
     account: StepAccount
     block_size: int
     number: int
@@ -67,7 +67,7 @@ class Step:
         """Whether it has only decode rows of one token each."""
         return bool(self.decoding) and not self.reading and self.drafts is None
 
-    def shares(self) -> Iterator[tuple[Resident, int]]:
+    def shares(self) -> Iterator[tuple[DecodeSequence, int]]:
         """Each sequence and the number of its computed positions, without drafts; in the order of `rows`."""
         for resident in self.decoding:
             yield resident, 1
@@ -89,7 +89,7 @@ class Step:
         """Those of `decoding` at `indexes`, in a step ahead after the previous step was read: their histories contain
         the tokens that were pending. Ended sequences are missing."""
         assert self.chain is not None
-        starts, known = self.chain.starts, dict[int, Resident]()
+        starts, known = self.chain.starts, dict[int, DecodeSequence]()
         for index in indexes:
             resident, start = self.decoding[index], starts[index]
             is_here = resident.stage is Stage.RUNNING and resident.blocks
@@ -128,7 +128,7 @@ class Step:
         )
 
 
-def places_in(step: Step | None, decoding: Sequence[Resident]) -> Sequence[int]:
+def places_in(step: Step | None, decoding: Sequence[DecodeSequence]) -> Sequence[int]:
     """For each of `decoding`, its place among the decode rows of `step`, or NEW_ROW."""
     if step is None:
         return [NEW_ROW] * len(decoding)

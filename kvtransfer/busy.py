@@ -8,7 +8,7 @@ from typing import final
 
 @final
 @dataclass(slots=True)
-class Busy:
+class LinkBusyTime:
     """Time during which at least one chunk was being transferred.
 
     A pause that is no longer than the chunk before it counts: it is the sender's own work between two chunks. A longer

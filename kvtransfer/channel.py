@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from kvtransfer.lease import Pulse
+from kvtransfer.lease import Heartbeat
 from kvtransfer.memory import MAX_VIEWS
 from pdserve.core.durations import clamped_s
 
@@ -110,7 +110,7 @@ class Channel:
         self._poll.register(self.waker, select.POLLIN)
         self._events = select.POLLIN
         self._wakes_at = 1
-        self._pulse: Pulse | None = None
+        self._pulse: Heartbeat | None = None
         self._beat = b""
         self._num_pending = 0  # bytes that had arrived and did not end the last wait
 
@@ -120,7 +120,7 @@ class Channel:
         if threading.get_ident() != self._owner:  # the owner flushes before it waits
             self.waker.set()
 
-    def watch(self, pulse: Pulse, beat: bytes) -> None:
+    def watch(self, pulse: Heartbeat, beat: bytes) -> None:
         """From here on, every wait sends `beat` when it is due, and ends the connection if the peer is silent."""
         self._pulse, self._beat = pulse, beat
 
@@ -173,14 +173,14 @@ class Channel:
             if not is_over or now_s >= ends_s:
                 return not is_over
 
-    def _live(self, pulse: Pulse, now_s: float) -> None:
+    def _live(self, pulse: Heartbeat, now_s: float) -> None:
         if pulse.is_silent(now_s) and not self._has_more_pending(pulse, now_s):
             raise Silent(f"nothing was heard of the peer for {pulse.silence_s:g} s")
         if pulse.is_due(now_s) and not self.has_unsent:
             self._outbox.append(self._beat)
             self.flush()
 
-    def _has_more_pending(self, pulse: Pulse, now_s: float) -> bool:
+    def _has_more_pending(self, pulse: Heartbeat, now_s: float) -> bool:
         """Whether bytes are arriving, but too few yet to end the wait (`wake_at`)."""
         pending = int.from_bytes(fcntl.ioctl(self.socket, termios.FIONREAD, bytes(4)), sys.byteorder)
         before, self._num_pending = self._num_pending, pending

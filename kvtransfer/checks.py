@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from pdserve.core.check_result import CheckResult
 from pdserve.core.extras import EXTRAS, advice, missing
-from pdserve.core.finding import Finding
 
 _SHARED_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
-def shared_memory() -> Iterator[Finding]:
+def shared_memory() -> Iterator[CheckResult]:
     # imported here, because `doctor` runs without the packages of the extra `server`
     from kvtransfer.transports.shm import Shm
 
     if why_not := Shm().why_not():
-        yield Finding("warn", "shm", why_not, "KV will travel by tcp between workers of this host too")
+        yield CheckResult("warn", "shm", why_not, "KV will travel by tcp between workers of this host too")
         return
     try:
         setting = _SHARED_HUGE_PAGES.read_text()
@@ -26,10 +26,10 @@ def shared_memory() -> Iterator[Finding]:
         setting = ""
     # The file has the form "always within_size [advise] never"; the value in brackets is active.
     chosen = next((word.strip("[]") for word in setting.split() if word.startswith("[")), "unknown")
-    yield Finding("ok", "shm", f"workers of this host read each other's KV in place; huge pages for it: {chosen}")
+    yield CheckResult("ok", "shm", f"workers of this host read each other's KV in place; huge pages for it: {chosen}")
 
 
-def pairs() -> Iterator[Finding]:
+def pairs() -> Iterator[CheckResult]:
     """Tests each transport between two workers of this host, and says which one they would use."""
     try:
         from kvtransfer.pair_probe import AUTO, probe
@@ -37,7 +37,7 @@ def pairs() -> Iterator[Finding]:
         absent = missing(error)
         if absent is None:
             raise
-        yield Finding("warn", "kv", f"not measured: {absent.field} is not installed", advice(EXTRAS[absent.field]))
+        yield CheckResult("warn", "kv", f"not measured: {absent.field} is not installed", advice(EXTRAS[absent.field]))
         return
     for where, devices in (("kv", ("cpu", "cpu")), *_gpu_pairs()):
         for found in probe(*devices):
@@ -45,10 +45,10 @@ def pairs() -> Iterator[Finding]:
             name = f"{where} choice" if is_choice else f"{where} {found.asked}"
             if found.error:
                 repair = "start a worker with --transport tcp to see why" if is_choice else ""
-                yield Finding("fail" if is_choice else "warn", name, found.error, repair)
+                yield CheckResult("fail" if is_choice else "warn", name, found.error, repair)
                 continue
             speed = f"{found.block_s * 1e3:.2f} ms for 256 KiB, {found.bytes_per_s / 1e9:.2f} GB/s"
-            yield Finding("ok", name, f"{found.transport}: {found.reason}" if is_choice else speed)
+            yield CheckResult("ok", name, f"{found.transport}: {found.reason}" if is_choice else speed)
 
 
 def _gpu_pairs() -> Iterator[tuple[str, tuple[str, str]]]:

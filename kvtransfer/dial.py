@@ -18,7 +18,7 @@ import grpc
 
 from kvtransfer import checksum
 from kvtransfer.credentials import Ends, receiver_answer, sender_greeting
-from kvtransfer.disturbance import Disturbance
+from kvtransfer.fault_injector import FaultInjector
 from kvtransfer.frames import ANSWER_BYTES, MAX_TEXT_BYTES, TICKET_BYTES, decode_text
 from kvtransfer.gate import CHECKSUM_OF, CHECKSUMS
 from kvtransfer.host import host_id
@@ -47,7 +47,7 @@ class Caller:
     transports: tuple[int, ...]  # in order of preference
     checksums: tuple[checksum.Checksum, ...]
     pool: KvPool
-    disturbance: Disturbance | None = None  # in tests of faults
+    disturbance: FaultInjector | None = None  # in tests of faults
     wire_dtype: str = ""  # dtype of the blocks that it sends; empty: as they are stored
 
     @property

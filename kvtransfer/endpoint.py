@@ -8,7 +8,7 @@ from collections.abc import Callable
 from kvtransfer import fused
 from kvtransfer.commands import OnRead
 from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.disturbance import Disturbance
+from kvtransfer.fault_injector import FaultInjector
 from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.parts import MAX_GROUPS, Lanes, Part
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES, DEVICE_CHUNK_BYTES
@@ -33,7 +33,7 @@ def make_receiver(
     incarnation: str,
     host: str,
     transport: str,
-    disturbance: Disturbance | None = None,
+    disturbance: FaultInjector | None = None,
     stamps: BlockStamps | None = None,
     limits: CopyLimits | None = None,
     lease: Lease = DEFAULT_LEASE,
@@ -71,7 +71,7 @@ def make_sender(
     worker_id: str,
     incarnation: str,
     transport: str,
-    disturbance: Disturbance | None = None,
+    disturbance: FaultInjector | None = None,
     stamps: BlockStamps | None = None,
     kv_wire: str = "exact",
     limits: CopyLimits | None = None,

@@ -1,7 +1,7 @@
 """A seeded plan of the faults of transfers, for tests of a whole cluster. Pure.
 
 A plan names at most one fault for a transfer, from its seed and the transfer's tag alone: the same seed and the same
-transfers give the same faults, independent of threads. `kvtransfer.disturbance` injects them.
+transfers give the same faults, independent of threads. `kvtransfer.fault_injector` injects them.
 """
 
 from __future__ import annotations

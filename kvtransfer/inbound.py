@@ -29,9 +29,9 @@ from kvtransfer.frames import (
     decode_text,
 )
 from kvtransfer.gate import Peer
-from kvtransfer.landing import Claim
-from kvtransfer.lease import Lease, Pulse
+from kvtransfer.lease import Heartbeat, Lease
 from kvtransfer.parts import Lanes, Part
+from kvtransfer.receive_transfer import Claim
 from kvtransfer.reshape.mapping import arrival_of
 from kvtransfer.reshape.unpacker import Unpacker
 from kvtransfer.stamping import STAMP_BYTES
@@ -166,7 +166,7 @@ class Inbound(threading.Thread):
                 raise TransferFailed(f"{peer.wire_dtype} for {mine.dtype}: a pool on a GPU converts nothing")
             self._unpacker = Unpacker(self, arrival_of(peer.shape, mine, peer.wire_dtype), mine.form)
         self._path = self._transport.receiver(self._link)
-        self.channel.watch(Pulse(self._hub.lease, self._hub.clock()), beat())
+        self.channel.watch(Heartbeat(self._hub.lease, self._hub.clock()), beat())
         facts = {"sender": self.peer.sender_id, "transport": self._transport.name, "reason": self.peer.transport_reason}
         log.info("kv connection taken", extra=facts)
         return True

@@ -38,7 +38,7 @@ DEFAULT_LEASE: Final = Lease()
 
 
 @final
-class Pulse:
+class Heartbeat:
     """One side of one connection."""
 
     def __init__(self, lease: Lease, now_s: float) -> None:

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from kvtransfer.channel import Channel, Gone, Silent, Waker
 from kvtransfer.checksum import hasher
 from kvtransfer.commands import Abort, OnRead, OnSent, Push, Start
-from kvtransfer.departure import Job
-from kvtransfer.departures import Action, Announce, Departures, Report, StaleSource
 from kvtransfer.dial import Caller, Line, dial
 from kvtransfer.frames import HEADER_BYTES, BadFrame, Frame, Kind, beat, decode, decode_text, encode_text
-from kvtransfer.lease import DEFAULT_LEASE, Lease, Pulse
+from kvtransfer.lease import DEFAULT_LEASE, Heartbeat, Lease
 from kvtransfer.parts import WHOLE, Lanes, Part
 from kvtransfer.plan import blocks_per_chunk
+from kvtransfer.send_transfer import Job
+from kvtransfer.send_transfers import Action, Announce, Report, SendTransfers, StaleSource
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Link
 from kvtransfer.transports.interface import SendPath
@@ -69,7 +69,7 @@ class Outbound(threading.Thread):
         self._clock, self._on_read = clock, on_read
         self._lanes: Lanes | None = None  # of this pair; known once a transfer has given the receiver's shape
         self.stats = TransferStats()  # written by this thread only
-        self._book = Departures(
+        self._book = SendTransfers(
             self.block_bytes,
             stamps,
             self.stats,
@@ -78,7 +78,7 @@ class Outbound(threading.Thread):
             grace_s=lease.grace_s,
         )
         self._lease = lease
-        self._pulse: Pulse | None = None  # once it is connected
+        self._pulse: Heartbeat | None = None  # once it is connected
         self._owners: dict[TransferKey, OnSent] = {}
         self._commands: deque[Command] = deque()
         self._lock = threading.Lock()  # guards the commands and is_over
@@ -305,7 +305,7 @@ class Outbound(threading.Thread):
         self._line = line
         self._channel = Channel(line.socket, self._waker)
         self._digest = hasher(line.checksum)
-        self._pulse = Pulse(self._lease, self._clock())
+        self._pulse = Heartbeat(self._lease, self._clock())
         line.path.attach(self)
         facts = {"endpoint": self._endpoint, "transport": line.transport, "reason": line.reason}
         log.info("kv connection up", extra=facts)

@@ -23,8 +23,8 @@ import grpc
 import grpc.aio
 
 from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.disturbance import Disturbance, make_disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
+from kvtransfer.fault_injector import FaultInjector, make_fault_injector
 from kvtransfer.grants import fingerprint_of, grant_from_proto
 from kvtransfer.rank_link import MAX_MESSAGE_BYTES
 from kvtransfer.rank_messages import (
@@ -74,7 +74,7 @@ class Endpoint:
         stamps: BlockStamps,
         config: WorkerConfig,
         incarnation: str,
-        disturbance: Disturbance | None = None,
+        disturbance: FaultInjector | None = None,
     ) -> None:
         self._pool, self._spec, self._stamps, self._config = pool, spec, stamps, config
         self._disturbance = disturbance
@@ -178,10 +178,10 @@ class RankServer:
         spec: EngineSpec,
         config: WorkerConfig,
         use_device: Callable[[], None] = lambda: None,
-        disturbance: Disturbance | None = None,
+        disturbance: FaultInjector | None = None,
     ) -> None:
         """`use_device` is called on each thread that may queue work on a device. Raises ConfigError."""
-        self._disturbance = disturbance or make_disturbance(config.inject_faults, pool.block_bytes)
+        self._disturbance = disturbance or make_fault_injector(config.inject_faults, pool.block_bytes)
         self._pool, self._spec, self._config = pool, spec, config
         self._secret = ClusterSecret(config.cluster_secret)
         self._stamps = BlockStamps(pool.num_blocks)

@@ -18,17 +18,17 @@ from typing import Final
 
 from kvtransfer import checksum
 from kvtransfer.channel import Waker
-from kvtransfer.disturbance import Disturbance
+from kvtransfer.fault_injector import FaultInjector
 from kvtransfer.frames import Frame, Greeting, Kind, Tag, encode_text
 from kvtransfer.gate import Gate, Peer
 from kvtransfer.host import host_id
 from kvtransfer.inbound import Inbound
-from kvtransfer.landing import Claim
-from kvtransfer.landings import Action, Answer, Landings, Sever
 from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.memory import host_view
 from kvtransfer.parts import Part
 from kvtransfer.plan import DEFAULT_CHUNK_BYTES
+from kvtransfer.receive_transfer import Claim
+from kvtransfer.receive_transfers import Action, Answer, ReceiveTransfers, Sever
 from kvtransfer.reports import Reports
 from kvtransfer.service import TransferServicer
 from kvtransfer.stats import TransferStats
@@ -70,7 +70,7 @@ class StreamReceiver:
         checksums: Sequence[checksum.Checksum] | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         clock: Callable[[], float] = time.monotonic,
-        disturbance: Disturbance | None = None,
+        disturbance: FaultInjector | None = None,
     ) -> None:
         if pool.block_bytes != fingerprint.block_bytes:
             raise ConfigError("kv_shape.block_bytes", fingerprint.block_bytes, f"{pool.block_bytes}, as in the pool")
@@ -79,7 +79,7 @@ class StreamReceiver:
         self.chunk_bytes = max(chunk_bytes, pool.block_bytes)
         self.clock = clock
         self._disturbance = disturbance
-        self._book = Landings(
+        self._book = ReceiveTransfers(
             BlockStamps(pool.num_blocks) if stamps is None else stamps,
             grace_s=lease.grace_s,
             quarantine_s=lease.quarantine_s,

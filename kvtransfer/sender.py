@@ -10,7 +10,7 @@ from typing import Final
 from kvtransfer import checksum
 from kvtransfer.commands import Abort, OnRead, OnSent, Push, Start
 from kvtransfer.dial import Caller
-from kvtransfer.disturbance import Disturbance
+from kvtransfer.fault_injector import FaultInjector
 from kvtransfer.grants import compare
 from kvtransfer.lease import DEFAULT_LEASE, Lease
 from kvtransfer.memory import host_view
@@ -49,7 +49,7 @@ class StreamSender:
         stamps: BlockStamps | None = None,
         checksums: Sequence[checksum.Checksum] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        disturbance: Disturbance | None = None,
+        disturbance: FaultInjector | None = None,
         on_read: OnRead | None = None,
         wire_dtype: str = "",
         lease: Lease = DEFAULT_LEASE,

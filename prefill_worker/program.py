@@ -11,8 +11,8 @@ from typing import Any, Final, final
 
 from kvtransfer import issuer
 from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.disturbance import make_disturbance
 from kvtransfer.endpoint import make_sender
+from kvtransfer.fault_injector import make_fault_injector
 from kvtransfer.grants import check_movable, decode_grant, fingerprint_of, shape_of
 from kvtransfer.rank_ends import joined_sender
 from kvtransfer.stats import events
@@ -258,7 +258,7 @@ def build(context: ProgramContext, load: Callable[[WorkerConfig, Role], Engine] 
         worker_id=config.worker_id,
         incarnation=context.incarnation,
         transport=config.transport,
-        disturbance=make_disturbance(config.inject_faults, engine.pool.block_bytes),
+        disturbance=make_fault_injector(config.inject_faults, engine.pool.block_bytes),
         stamps=stamps,
         kv_wire=config.kv_wire,
         limits=CopyLimits(num_streams=config.kv_copy_streams, staging_bytes=config.kv_staging_bytes),

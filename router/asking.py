@@ -7,7 +7,7 @@ from typing import Final
 
 from router.fleet import Fleet
 from router.lengths import OutputLengths
-from router.policy.interface import Ask
+from router.policy.interface import PolicyInput
 from router.policy.outlook import outlook
 from router.queue import Entry
 from router.request import Request
@@ -16,11 +16,11 @@ from router.view import WorkerView
 JUDGED_BY_OUTLOOK: Final = frozenset({"least-slack", "ageing", "fairness", "refusal"})
 
 
-def ask_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float) -> Ask:
+def ask_of(request: Request, fleet: Fleet, lengths: OutputLengths, now_s: float) -> PolicyInput:
     facts, present = request.facts, fleet.key
     num_answered = len(request.output)
     expected_tokens = lengths.expected(facts.sampling.max_tokens, num_answered)
-    return Ask(
+    return PolicyInput(
         request_id=request.request_id,
         num_tokens=request.num_tokens,
         max_new_tokens=facts.sampling.max_tokens - num_answered,

@@ -27,9 +27,9 @@ from pdserve.core.protocol import (
     TransferEnded,
 )
 from pdserve.core.types import FinishReason, Path, TokenOut
+from router.cluster_state import ClusterState
 from router.commands import EmitTokens, FailKind
 from router.ending import expire, finish, forget_if_free, give_up
-from router.ledger import Ledger
 from router.lifecycle import IN_BATCH, NEEDS_SENDER, Move, SenderEnd
 from router.recovery import Cause, lose, requeue
 from router.request import Placement, Request
@@ -40,100 +40,100 @@ GRAMMAR_FIELDS: Final = frozenset(kind.value for kind in GrammarKind)
 LONGEST_CLOSED_S: Final = 5.0  # upper limit of the time for which a worker gets no requests after it declined
 
 
-def on_granted(ledger: Ledger, event: Granted) -> None:
-    found = _present(ledger, event.worker_id, event.request_id, event.attempt)
+def on_granted(cluster: ClusterState, event: Granted) -> None:
+    found = _present(cluster, event.worker_id, event.request_id, event.attempt)
     if found is None:
         return
     request, placement = found
     if event.worker_id != placement.decode_worker or (event.grant is None) is not (placement.path is Path.LOCAL):
-        _odd(ledger, request, Move.GRANTED)
+        _odd(cluster, request, Move.GRANTED)
         return
-    if not ledger.move(request, Move.GRANTED):
+    if not cluster.move(request, Move.GRANTED):
         return
-    view = ledger.fleet.views[event.worker_id]
-    view.granted_after(ledger.now_s - request.placed_s, request.awaits_s, request.half_step_s)
+    view = cluster.fleet.views[event.worker_id]
+    view.granted_after(cluster.now_s - request.placed_s, request.awaits_s, request.half_step_s)
     request.refusals = 0
-    request.granted_s = ledger.now_s
+    request.granted_s = cluster.now_s
     request.add_reported(event)
     if event.grant is None:
         return
-    booking = ledger.booking(placement.prefill_worker, request.request_id, request.attempt)
+    booking = cluster.booking(placement.prefill_worker, request.request_id, request.attempt)
     assert booking is not None, "a lost prefill worker ends the attempt"
     booking.is_sent = True
-    ledger.out.append(
+    cluster.out.append(
         Prefill(
             key=AttemptKey(placement.prefill_worker, request.request_id, request.attempt),
             grant=event.grant,
             output_token_ids=request.output_ids,
-            deadline_s=request.deadline_left_s(ledger.now_s),
+            deadline_s=request.deadline_left_s(cluster.now_s),
         )
     )
 
 
-def on_refused(ledger: Ledger, event: Refused) -> None:
-    request = ledger.requests.get(event.request_id)
+def on_refused(cluster: ClusterState, event: Refused) -> None:
+    request = cluster.requests.get(event.request_id)
     if request is not None:
-        ledger.counters[f"refused_{event.reason.value}"] += 1
-    view = ledger.fleet.connected(event.worker_id)
+        cluster.counters[f"refused_{event.reason.value}"] += 1
+    view = cluster.fleet.connected(event.worker_id)
     if view is not None and event.reason is not RefusalReason.TOO_LARGE:
         closed_s = clamped_s(event.retry_after_s, FIRST_REFUSAL_S, LONGEST_CLOSED_S)
-        view.closed_until_s = max(view.closed_until_s, ledger.now_s + closed_s)
-    found = _present(ledger, event.worker_id, event.request_id, event.attempt)
+        view.closed_until_s = max(view.closed_until_s, cluster.now_s + closed_s)
+    found = _present(cluster, event.worker_id, event.request_id, event.attempt)
     if request is not None:
         # Even if the attempt is not the present one, the worker has reported that it holds nothing.
-        ledger.drop_hold(request, event.worker_id, event.attempt)
-        forget_if_free(ledger, request)
+        cluster.drop_hold(request, event.worker_id, event.attempt)
+        forget_if_free(cluster, request)
     if found is None:
         return
     request, _ = found
     if event.reason is RefusalReason.TOO_LARGE:
-        request.too_large_for.add(ledger.fleet.key(event.worker_id))
-    if ledger.move(request, Move.DECLINED):
+        request.too_large_for.add(cluster.fleet.key(event.worker_id))
+    if cluster.move(request, Move.DECLINED):
         wait_s = backoff_s(FIRST_REFUSAL_S, LONGEST_REFUSAL_S, request.refusals)
         request.refusals += 1
         request.num_tried -= 1
-        requeue(ledger, request, 0.0 if request.refusals == 1 else wait_s)
+        requeue(cluster, request, 0.0 if request.refusals == 1 else wait_s)
 
 
-def on_first_token(ledger: Ledger, event: FirstToken) -> None:
-    found = _present(ledger, event.worker_id, event.request_id, event.attempt)
+def on_first_token(cluster: ClusterState, event: FirstToken) -> None:
+    found = _present(cluster, event.worker_id, event.request_id, event.attempt)
     if found is None:
         return
     request, placement = found
     if event.worker_id != placement.prefill_worker:
-        _odd(ledger, request, Move.FIRST_TOKEN)
+        _odd(cluster, request, Move.FIRST_TOKEN)
         return
     _account_prefill(request, event)
-    if not ledger.move(request, Move.FIRST_TOKEN):
+    if not cluster.move(request, Move.FIRST_TOKEN):
         return
-    view = ledger.fleet.views[placement.prefill_worker]
+    view = cluster.fleet.views[placement.prefill_worker]
     if view.totals.prefills == 1:  # otherwise it may have waited for other requests' computation
-        view.replies.took(ledger.now_s - request.granted_s - event.queue_s - event.prefill_s)
-    view.computed(view.bookings[request.request_id, request.attempt], ledger.now_s)
+        view.replies.observe(cluster.now_s - request.granted_s - event.queue_s - event.prefill_s)
+    view.computed(view.bookings[request.request_id, request.attempt], cluster.now_s)
     view.arrived(view.bookings[request.request_id, request.attempt])
-    ledger.is_placing_due = True
+    cluster.is_placing_due = True
     _prefilled(request, placement.prefill_worker, view.hello.block_size, event)
-    _emit(ledger, request, (event.token,))
+    _emit(cluster, request, (event.token,))
     if event.finish is not None:
-        ledger.frees_itself(request, event.worker_id)
-        finish(ledger, request, event.finish, cancel=True)
+        cluster.frees_itself(request, event.worker_id)
+        finish(cluster, request, event.finish, cancel=True)
         return
     if _is_full(request):
         # The worker should have reported it.
-        finish(ledger, request, FinishReason.LENGTH, cancel=True)
+        finish(cluster, request, FinishReason.LENGTH, cancel=True)
         return
-    ledger.out.append(
+    cluster.out.append(
         Admit(
             key=AttemptKey(placement.decode_worker, request.request_id, request.attempt),
             first_token_id=event.token.token_id,
         )
     )
     if request.stage in IN_BATCH:
-        _joined(ledger, request, placement)
+        _joined(cluster, request, placement)
 
 
-def on_transfer_ended(ledger: Ledger, event: TransferEnded) -> None:
-    found = _present(ledger, event.worker_id, event.request_id, event.attempt)
+def on_transfer_ended(cluster: ClusterState, event: TransferEnded) -> None:
+    found = _present(cluster, event.worker_id, event.request_id, event.attempt)
     if found is None:
         return
     request, placement = found
@@ -142,48 +142,48 @@ def on_transfer_ended(ledger: Ledger, event: TransferEnded) -> None:
         request.add_reported(event)
         return
     if is_from_prefill and request.stage not in NEEDS_SENDER[SenderEnd.TRANSFER_FAILED]:
-        ledger.counters["sender_disagrees"] += 1
+        cluster.counters["sender_disagrees"] += 1
         return
     if not event.is_committed:
-        lose(ledger, request, Cause.TRANSFER, message=event.error)
+        lose(cluster, request, Cause.TRANSFER, message=event.error)
         return
-    if not ledger.move(request, Move.COMMITTED):
+    if not cluster.move(request, Move.COMMITTED):
         return
     request.add_reported(event)
     attempt_tokens = request.facts.num_prompt_tokens + request.attempt_output
-    ledger.fleet.measured(placement.prefill_worker, placement.decode_worker, event.num_bytes, event.busy_s)
-    block_size = ledger.fleet.views[placement.decode_worker].hello.block_size
+    cluster.fleet.measured(placement.prefill_worker, placement.decode_worker, event.num_bytes, event.busy_s)
+    block_size = cluster.fleet.views[placement.decode_worker].hello.block_size
     request.cached_blocks[placement.decode_worker] = attempt_tokens // block_size
     if request.stage in IN_BATCH:
-        _joined(ledger, request, placement)
+        _joined(cluster, request, placement)
 
 
-def on_tokens(ledger: Ledger, event: TokensArrived) -> None:
-    view = ledger.fleet.connected(event.worker_id)
+def on_tokens(cluster: ClusterState, event: TokensArrived) -> None:
+    view = cluster.fleet.connected(event.worker_id)
     if view is not None:
-        view.stepped(event, ledger.now_s)
+        view.stepped(event, cluster.now_s)
     for row in event.rows:
-        _on_row(ledger, event.worker_id, row)
+        _on_row(cluster, event.worker_id, row)
 
 
-def on_attempt_failed(ledger: Ledger, event: AttemptFailed) -> None:
-    found = _present(ledger, event.worker_id, event.request_id, event.attempt)
+def on_attempt_failed(cluster: ClusterState, event: AttemptFailed) -> None:
+    found = _present(cluster, event.worker_id, event.request_id, event.attempt)
     if found is None:
         return
     request, placement = found
     if event.worker_id == placement.prefill_worker and request.stage not in NEEDS_SENDER[SenderEnd.FAILED]:
-        ledger.counters["sender_disagrees"] += 1
+        cluster.counters["sender_disagrees"] += 1
         return
     match event.kind:
         case FailureKind.DEADLINE:
-            expire(ledger, request)
+            expire(cluster, request)
         case FailureKind.INVALID:
             field, message = _invalid_field(event.message)
-            give_up(ledger, request, FailKind.INVALID, message, field=field)
+            give_up(cluster, request, FailKind.INVALID, message, field=field)
         case FailureKind.TRANSFER:
-            lose(ledger, request, Cause.TRANSFER, message=event.message)
+            lose(cluster, request, Cause.TRANSFER, message=event.message)
         case FailureKind.INTERNAL:
-            lose(ledger, request, Cause.INTERNAL, culprit=event.worker_id, message=event.message)
+            lose(cluster, request, Cause.INTERNAL, culprit=event.worker_id, message=event.message)
 
 
 def _invalid_field(message: str) -> tuple[str, str]:
@@ -192,92 +192,92 @@ def _invalid_field(message: str) -> tuple[str, str]:
     return (field, rest) if separator and field in GRAMMAR_FIELDS else ("request", message)
 
 
-def on_released(ledger: Ledger, event: Released) -> None:
-    request = ledger.requests.get(event.request_id)
+def on_released(cluster: ClusterState, event: Released) -> None:
+    request = cluster.requests.get(event.request_id)
     if request is None or (event.worker_id, event.attempt) not in request.holds:
-        ledger.counters["late"] += 1
+        cluster.counters["late"] += 1
         return
     placement = request.placement
-    is_present = request.attempt == event.attempt and placement is not None and request.request_id not in ledger.ended
-    ledger.drop_hold(request, event.worker_id, event.attempt)
+    is_present = request.attempt == event.attempt and placement is not None and request.request_id not in cluster.ended
+    cluster.drop_hold(request, event.worker_id, event.attempt)
     if is_present and placement is not None:
         is_sender = event.worker_id == placement.prefill_worker
         if not is_sender or request.stage in NEEDS_SENDER[SenderEnd.RELEASED]:
             # It freed memory that the attempt still needs, without a reason.
-            lose(ledger, request, Cause.INTERNAL, culprit=event.worker_id, message="released too early")
-    forget_if_free(ledger, request)
+            lose(cluster, request, Cause.INTERNAL, culprit=event.worker_id, message="released too early")
+    forget_if_free(cluster, request)
 
 
-def _on_row(ledger: Ledger, worker_id: str, row: TokenRow) -> None:
-    found = _present(ledger, worker_id, row.request_id, row.attempt)
+def _on_row(cluster: ClusterState, worker_id: str, row: TokenRow) -> None:
+    found = _present(cluster, worker_id, row.request_id, row.attempt)
     if found is None:
         return
     request, placement = found
     if worker_id != placement.decode_worker:
-        _odd(ledger, request, Move.TOKENS)
+        _odd(cluster, request, Move.TOKENS)
         return
     seen = len(request.output) - row.output_index
     if seen < 0:
-        lose(ledger, request, Cause.GAP, culprit=worker_id)
+        lose(cluster, request, Cause.GAP, culprit=worker_id)
         return
     room = request.facts.sampling.max_tokens - len(request.output)
     tokens = row.tokens[seen : seen + room]
     if seen:
-        ledger.counters["repeated_tokens"] += min(seen, len(row.tokens))
-    if not ledger.move(request, Move.TOKENS):
+        cluster.counters["repeated_tokens"] += min(seen, len(row.tokens))
+    if not cluster.move(request, Move.TOKENS):
         return
-    view = ledger.fleet.views[worker_id]
+    view = cluster.fleet.views[worker_id]
     booking = view.bookings[request.request_id, request.attempt]
     if booking.prefill_tokens:
-        spent_s = ledger.now_s - request.placed_s - request.awaits_s
-        view.first_tokens.took(spent_s - row.queue_s - row.prefill_s)
-        view.computed(booking, ledger.now_s)
+        spent_s = cluster.now_s - request.placed_s - request.awaits_s
+        view.first_tokens.observe(spent_s - row.queue_s - row.prefill_s)
+        view.computed(booking, cluster.now_s)
         view.arrived(booking)
-        ledger.is_placing_due = True
+        cluster.is_placing_due = True
         _account_prefill(request, row)
-        request.timeline.close(Phase.MESSAGES, ledger.now_s, request.attempt)
+        request.timeline.close(Phase.MESSAGES, cluster.now_s, request.attempt)
         _prefilled(request, worker_id, view.hello.block_size, row)
     _account_decode(request, row)
     if tokens:
         view.grew(booking, len(tokens))
-        _emit(ledger, request, tokens)
+        _emit(cluster, request, tokens)
     if row.finish is not None or _is_full(request):
         request.preemptions += row.preemptions
         request.timeline.is_accounted = row.finish is not None
         view.left_batch(booking)
-        view.freed_s = ledger.now_s
-        ledger.is_placing_due = True
+        view.freed_s = cluster.now_s
+        cluster.is_placing_due = True
         # A worker that reports `finish` frees its memory itself.
-        finish(ledger, request, row.finish or FinishReason.LENGTH, cancel=row.finish is None)
+        finish(cluster, request, row.finish or FinishReason.LENGTH, cancel=row.finish is None)
 
 
-def _joined(ledger: Ledger, request: Request, placement: Placement) -> None:
+def _joined(cluster: ClusterState, request: Request, placement: Placement) -> None:
     """The decode worker has the KV and the first token: the sequence is in the batch."""
-    view = ledger.fleet.views[placement.decode_worker]
+    view = cluster.fleet.views[placement.decode_worker]
     view.arrived(view.bookings[request.request_id, request.attempt])
-    view.freed_s = ledger.now_s
-    ledger.is_placing_due = True
+    view.freed_s = cluster.now_s
+    cluster.is_placing_due = True
 
 
-def _present(ledger: Ledger, worker_id: str, request_id: str, attempt: int) -> tuple[Request, Placement] | None:
+def _present(cluster: ClusterState, worker_id: str, request_id: str, attempt: int) -> tuple[Request, Placement] | None:
     """The request and its placement if the message belongs to its present attempt; otherwise the message is late."""
-    request = ledger.requests.get(request_id)
+    request = cluster.requests.get(request_id)
     if (
         request is None
         or request.attempt != attempt
         or request.placement is None
         or worker_id not in request.placement.workers
-        or request_id in ledger.ended
+        or request_id in cluster.ended
         or (worker_id, attempt) not in request.holds
     ):
-        ledger.counters["late"] += 1
+        cluster.counters["late"] += 1
         return None
     return request, request.placement
 
 
-def _odd(ledger: Ledger, request: Request, move: Move) -> None:
+def _odd(cluster: ClusterState, request: Request, move: Move) -> None:
     """A message that only the other worker, or an attempt on the other path, may send."""
-    ledger.counters["odd"] += 1
+    cluster.counters["odd"] += 1
     request.remember(f"{move.value} from the wrong side")
 
 
@@ -300,13 +300,13 @@ def _prefilled(request: Request, worker_id: str, block_size: int, durations: Fir
     request.cached_blocks[worker_id] = attempt_tokens // block_size
 
 
-def _emit(ledger: Ledger, request: Request, tokens: Sequence[TokenOut]) -> None:
+def _emit(cluster: ClusterState, request: Request, tokens: Sequence[TokenOut]) -> None:
     if request.first_token_s is None:
-        request.first_token_s = ledger.now_s
-    request.last_token_s = ledger.now_s
+        request.first_token_s = cluster.now_s
+    request.last_token_s = cluster.now_s
     first_index = len(request.output)
     request.output.extend(token.token_id for token in tokens)
-    ledger.out.append(EmitTokens(request_id=request.request_id, first_index=first_index, tokens=tuple(tokens)))
+    cluster.out.append(EmitTokens(request_id=request.request_id, first_index=first_index, tokens=tuple(tokens)))
 
 
 def _is_full(request: Request) -> bool:

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from router.ledger import Ledger
+from router.cluster_state import ClusterState
 from router.lifecycle import ENDED, NEEDS_SENDER, WITH_WORKERS, SenderEnd, Stage
 
 
-def check(ledger: Ledger) -> None:
+def check(cluster: ClusterState) -> None:
     """Raises AssertionError, naming the violated invariant."""
-    ledger.queue.check()
-    ledger.fleet.check(ledger.now_s)
-    queued = list(ledger.queue)
+    cluster.queue.check()
+    cluster.fleet.check(cluster.now_s)
+    queued = list(cluster.queue)
     assert len(queued) == len(set(queued)), "a request is queued twice"
-    assert not ledger.parked & set(queued), "a request is queued and in backoff"
-    bound = [request_id for view in ledger.fleet.views.values() for request_id in view.line]
-    assert len(bound) == ledger.num_bound, "bound requests are miscounted"
+    assert not cluster.parked & set(queued), "a request is queued and in backoff"
+    bound = [request_id for view in cluster.fleet.views.values() for request_id in view.line]
+    assert len(bound) == cluster.num_bound, "bound requests are miscounted"
     assert len(bound) == len(set(bound)), "a request is in two lines"
-    assert not set(bound) & (ledger.parked | set(queued)), "a request is in a line and elsewhere"
-    for view in ledger.fleet.views.values():
+    assert not set(bound) & (cluster.parked | set(queued)), "a request is in a line and elsewhere"
+    for view in cluster.fleet.views.values():
         for request_id in view.line:
-            assert ledger.requests[request_id].bound_to == view.worker_id, f"{request_id} is in another's line"
-    waiting = ledger.parked | set(queued) | set(bound)
-    assert waiting <= ledger.requests.keys(), "a forgotten request is queued"
-    assert ledger.ended <= ledger.requests.keys(), "a forgotten request is among the ended"
-    for request_id, request in ledger.requests.items():
+            assert cluster.requests[request_id].bound_to == view.worker_id, f"{request_id} is in another's line"
+    waiting = cluster.parked | set(queued) | set(bound)
+    assert waiting <= cluster.requests.keys(), "a forgotten request is queued"
+    assert cluster.ended <= cluster.requests.keys(), "a forgotten request is among the ended"
+    for request_id, request in cluster.requests.items():
         assert request.request_id == request_id
         assert (request.stage is Stage.QUEUED) is (request_id in waiting), f"{request_id}: {request.stage} and queue"
-        assert (request.stage in ENDED) is (request_id in ledger.ended), f"{request_id}: {request.stage} and ended"
+        assert (request.stage in ENDED) is (request_id in cluster.ended), f"{request_id}: {request.stage} and ended"
         assert request.stage is not Stage.FORGOTTEN, f"{request_id} is forgotten and remembered"
         assert not request.bound_to or request_id in bound, f"{request_id} is bound and in no line"
         if request.stage in ENDED:
@@ -40,22 +40,22 @@ def check(ledger: Ledger) -> None:
         if request.stage is Stage.QUEUED:
             assert request.placement is None, f"{request_id} is queued and placed"
             for worker_id, attempt in request.holds:
-                booking = ledger.booking(worker_id, request_id, attempt)
+                booking = cluster.booking(worker_id, request_id, attempt)
                 assert booking is not None, f"{request_id}: hold without booking"
                 assert booking.is_cancelled, f"{request_id} is queued, and {worker_id} was not told to let go of it"
         for worker_id, attempt in request.holds:
-            assert ledger.booking(worker_id, request_id, attempt) is not None, f"{request_id}: hold without booking"
-    for view in ledger.fleet.views.values():
+            assert cluster.booking(worker_id, request_id, attempt) is not None, f"{request_id}: hold without booking"
+    for view in cluster.fleet.views.values():
         view.check()
         for request_id, attempt in view.bookings:
-            holder = ledger.requests.get(request_id)
+            holder = cluster.requests.get(request_id)
             assert holder is not None, f"{view.worker_id} is booked for {request_id}, which is forgotten"
             assert (view.worker_id, attempt) in holder.holds, f"{request_id}: booking without hold"
-    timers = ledger.timers
-    for alarms, of in ((timers.deadlines, ledger.requests.keys() - ledger.ended), (timers.releases, ledger.ended)):
+    timers = cluster.timers
+    for alarms, of in ((timers.deadlines, cluster.requests.keys() - cluster.ended), (timers.releases, cluster.ended)):
         alarms.check()
         assert all(request_id in of for request_id in alarms), "an alarm outlives its request"
     timers.backoffs.check()
-    assert set(timers.backoffs) == ledger.parked, "a backoff without its alarm, or the reverse"
-    assert len(ledger.explanations) <= ledger.settings.explain_capacity, "explanations are not bounded"
-    assert not ledger.out, "commands were left behind"
+    assert set(timers.backoffs) == cluster.parked, "a backoff without its alarm, or the reverse"
+    assert len(cluster.explanations) <= cluster.settings.explain_capacity, "explanations are not bounded"
+    assert not cluster.out, "commands were left behind"

@@ -2,8 +2,8 @@
 
 Work is measured in prefill seconds of the fastest worker. A prefill worker supplies capacity from when it is free, at
 its speed. So does a decode worker, with the time that its requests' targets leave. This is optimistic: a request that
-is late by it is late in any case. The share of it that the router has used lately is measured (Pace). It includes what
-the model does not know: full decode workers, other routers, and paths that the policy does not take.
+is late by it is late in any case. The share of it that the router has used lately is measured (Utilization). It
+includes what the model does not know: full decode workers, other routers, and paths that the policy does not take.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class DrainError:
 
 
 @final
-class Pace:
+class Utilization:
     """The share of the predicted capacity that the router has used lately while requests waited: the observed drain
     rate of the queue over the predicted one. It is above 1 if batches of several prompts take less than their sum.
 

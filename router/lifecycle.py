@@ -20,7 +20,7 @@ class Stage(Enum):
     MOVING = "moving"  # the first token was sent, the KV is not committed
     LANDED = "landed"  # the KV is committed, the first token has not reached the router
     DECODING = "decoding"
-    SEATING = "seating"  # waits for a decode worker that will compute everything
+    RESERVING_LOCAL = "reserving_local"  # waits for a decode worker that will compute everything
     LOCAL = "local"  # the decode worker prefills and decodes
     # The client has received its last message; workers may still hold memory.
     FINISHED = "finished"
@@ -58,7 +58,7 @@ WITH_WORKERS: Final = (
     Stage.MOVING,
     Stage.LANDED,
     Stage.DECODING,
-    Stage.SEATING,
+    Stage.RESERVING_LOCAL,
     Stage.LOCAL,
 )
 LIVE: Final = (Stage.QUEUED, *WITH_WORKERS)
@@ -73,13 +73,13 @@ MOVES: Final[dict[tuple[Stage, Move], Stage]] = {
     (Stage.PREFILLING, Move.COMMITTED): Stage.LANDED,
     (Stage.LANDED, Move.FIRST_TOKEN): Stage.DECODING,
     (Stage.DECODING, Move.TOKENS): Stage.DECODING,
-    (Stage.QUEUED, Move.PLACED_LOCAL): Stage.SEATING,
-    (Stage.SEATING, Move.GRANTED): Stage.LOCAL,
+    (Stage.QUEUED, Move.PLACED_LOCAL): Stage.RESERVING_LOCAL,
+    (Stage.RESERVING_LOCAL, Move.GRANTED): Stage.LOCAL,
     (Stage.LOCAL, Move.TOKENS): Stage.LOCAL,
     # Either worker may decline; the other one's memory is then cancelled.
     (Stage.RESERVING, Move.DECLINED): Stage.QUEUED,
     (Stage.PREFILLING, Move.DECLINED): Stage.QUEUED,
-    (Stage.SEATING, Move.DECLINED): Stage.QUEUED,
+    (Stage.RESERVING_LOCAL, Move.DECLINED): Stage.QUEUED,
     (Stage.QUEUED, Move.TURNED_AWAY): Stage.REFUSED,
     # Dead or silent worker, failed transfer, internal error of a worker: continues at the exact next token.
     **{(stage, Move.LOST): Stage.QUEUED for stage in WITH_WORKERS},
@@ -110,7 +110,7 @@ NEEDS_SENDER: Final[dict[SenderEnd, frozenset[Stage]]] = {
     SenderEnd.RELEASED: frozenset({Stage.RESERVING, Stage.PREFILLING, Stage.LANDED}),
 }
 #: Workers were asked for memory and have computed nothing yet.
-UNANSWERED: Final = frozenset({Stage.RESERVING, Stage.SEATING})
+UNANSWERED: Final = frozenset({Stage.RESERVING, Stage.RESERVING_LOCAL})
 #: Both workers have done their part: the sequence is in the decode worker's batch.
 IN_BATCH: Final = frozenset({Stage.DECODING})
 

@@ -15,7 +15,7 @@ MEANING: Final[dict[Stage, str]] = {
     Stage.MOVING: "The first token was sent to the client; the KV is not committed on the decode worker.",
     Stage.LANDED: "The KV is committed; the first token has not reached the router.",
     Stage.DECODING: "The decode worker has both and sends tokens step by step.",
-    Stage.SEATING: "The decode worker was asked to compute prompt and answer, and has not answered.",
+    Stage.RESERVING_LOCAL: "The decode worker was asked to compute prompt and answer, and has not answered.",
     Stage.LOCAL: "The decode worker prefills the prompt itself and decodes.",
     Stage.FINISHED: "The answer is complete.",
     Stage.CANCELLED: "The client disconnected.",

@@ -5,8 +5,8 @@ only a dozen multiplications per worker.
 
     step_s      one step with all running and all arriving requests (the tandem queue)
     reading     the worker's ChunkRule gives each step as many prompt tokens as the strictest TPOT target allows; such a
-                token takes `stretch` times as long as on an idle worker, and running requests wait for the share `hold`
-                of the prefill time
+                token takes `prefill_slowdown` times as long as on an idle worker, and running requests wait for the
+                share `hold` of the prefill time
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class DecodeLoad:
         "joined_s",
         "per_token_context_s",
         "per_token_s",
+        "prefill_slowdown",
         "reads_s",
         "row_s",
         "rows",
         "step_s",
-        "stretch",
         "sure",
         "tightest_s",
         "token_s",
@@ -60,12 +60,12 @@ class DecodeLoad:
         self,
         cost: CostModel,
         hello: WorkerConnected,
-        beliefs: tuple[int, int, int, int],
+        estimated_load: tuple[int, int, int, int],
         tpot_targets_s: Iterable[float],
         *,
         is_empty: bool,
     ) -> None:
-        self.rows, self.arriving, self.context, self.blocks = rows, arriving, context, blocks = beliefs
+        self.rows, self.arriving, self.context, self.blocks = rows, arriving, context, blocks = estimated_load
         base_s, row_s, token_s = cost.decode_coefficients
         _, per_token_s, per_token_context_s = cost.prefill_coefficients
         self.row_s, self.token_s = row_s, token_s
@@ -96,7 +96,7 @@ class DecodeLoad:
             self._within_s = max((1.0 + FREE_SHARE) * step_s, min(target_s, worth_s))
             chunk = self._chunk(MID_PROMPT)
         self.reads_s = reads_s = cost.step_s(rows, context, chunk, chunk * MID_PROMPT)
-        self.stretch = max(1.0, reads_s / (chunk * token_at_mid_s)) if token_at_mid_s > 0.0 else 1.0
+        self.prefill_slowdown = max(1.0, reads_s / (chunk * token_at_mid_s)) if token_at_mid_s > 0.0 else 1.0
         self.hold = max(0.0, 1.0 - step_s / reads_s) if rows and reads_s > 0.0 else 0.0
         self.batch_s = reads_s * max(1.0, most / chunk)  # time to prefill the maximum of one step
 

@@ -169,7 +169,7 @@ class Queue:
         insort(group.late, entry, key=_serial)
         self._late.add(request_id)
 
-    def late_since(self, now_s: float) -> list[str]:
+    def mark_newly_late(self, now_s: float) -> list[str]:
         """Marks requests as late whose latest time to start has passed, and returns them."""
         turned = []
         while self._due and self._due[0][0] <= now_s:

@@ -12,10 +12,10 @@ from typing import Final
 
 from pdserve.core.durations import backoff_s
 from pdserve.core.types import Role
+from router.cluster_state import ClusterState
 from router.commands import FailKind
 from router.ending import forget_if_free, give_up
 from router.events import WorkerConnected, WorkerForgotten, WorkerLost
-from router.ledger import Ledger
 from router.lifecycle import ENDED, NEEDS_SENDER, UNANSWERED, Move, SenderEnd
 from router.request import Request
 
@@ -47,94 +47,94 @@ FAILURES: Final = {
 WORKER_LEFT: Final = (Cause.DEATH, Cause.SILENCE, Cause.PLAN)
 
 
-def lose(ledger: Ledger, request: Request, cause: Cause, culprit: str = "", message: str = "") -> None:
+def lose(cluster: ClusterState, request: Request, cause: Cause, culprit: str = "", message: str = "") -> None:
     """The present attempt is lost. Its `culprit`, or otherwise the pair, is avoided while there are others."""
     placement = request.placement
     assert placement is not None, "only a placed request can be lost"
     if culprit:
-        request.avoid_workers.add(ledger.fleet.key(culprit))
+        request.avoid_workers.add(cluster.fleet.key(culprit))
     if placement.prefill_worker and cause is not Cause.PLAN:
-        fleet = ledger.fleet
+        fleet = cluster.fleet
         request.avoid_pairs.add((fleet.key(placement.prefill_worker), fleet.key(placement.decode_worker)))
-    ledger.counters[f"lost_{cause.name.lower()}"] += 1
+    cluster.counters[f"lost_{cause.name.lower()}"] += 1
     if cause is not Cause.PLAN:
         request.lost_attempts += 1
     said = f"{cause.value}: {message}" if message else cause.value
-    if request.deaths >= ledger.settings.max_worker_deaths:
-        give_up(ledger, request, FailKind.INTERNAL, f"{request.deaths} workers died while they had this request")
-    elif request.lost_attempts >= ledger.settings.max_attempts:
-        give_up(ledger, request, FAILURES[cause], f"{request.lost_attempts} attempts were lost, the last since {said}")
-    elif ledger.move(request, Move.LOST):
+    if request.deaths >= cluster.settings.max_worker_deaths:
+        give_up(cluster, request, FailKind.INTERNAL, f"{request.deaths} workers died while they had this request")
+    elif request.lost_attempts >= cluster.settings.max_attempts:
+        give_up(cluster, request, FAILURES[cause], f"{request.lost_attempts} attempts were lost, the last since {said}")
+    elif cluster.move(request, Move.LOST):
         # A started answer should not pause, but a request that fails again without a lost worker would only repeat the
         # failure.
         is_fresh = request.lost_attempts <= 1 or cause in WORKER_LEFT
         wait_s = 0.0 if is_fresh else backoff_s(FIRST_BACKOFF_S, LONGEST_BACKOFF_S, request.lost_attempts - 2)
-        requeue(ledger, request, wait_s)
+        requeue(cluster, request, wait_s)
 
 
-def requeue(ledger: Ledger, request: Request, wait_s: float) -> None:
+def requeue(cluster: ClusterState, request: Request, wait_s: float) -> None:
     """Puts the request back into the queue (the stage is QUEUED already), without memory on workers."""
-    ledger.cancel_attempt(request)
-    ledger.refund(request)
+    cluster.cancel_attempt(request)
+    cluster.refund(request)
     request.placement = None
-    request.not_before_s = ledger.now_s + wait_s
-    ledger.enqueue(request)
+    request.not_before_s = cluster.now_s + wait_s
+    cluster.enqueue(request)
 
 
-def on_worker_connected(ledger: Ledger, event: WorkerConnected) -> None:
-    if ledger.fleet.connected(event.worker_id) is not None:
+def on_worker_connected(cluster: ClusterState, event: WorkerConnected) -> None:
+    if cluster.fleet.connected(event.worker_id) is not None:
         # The hello of the new stream came before the end of the old one.
-        _worker_gone(ledger, event.worker_id, Cause.DEATH)
-    ledger.fleet.connect(event, ledger.now_s)
+        _worker_gone(cluster, event.worker_id, Cause.DEATH)
+    cluster.fleet.connect(event, cluster.now_s)
     if event.role is Role.DECODE:
-        ledger.no_decode_since_s = None
-    ledger.is_placing_due = True
+        cluster.no_decode_since_s = None
+    cluster.is_placing_due = True
 
 
-def on_worker_lost(ledger: Ledger, event: WorkerLost) -> None:
-    _worker_gone(ledger, event.worker_id, Cause.DEATH)
+def on_worker_lost(cluster: ClusterState, event: WorkerLost) -> None:
+    _worker_gone(cluster, event.worker_id, Cause.DEATH)
 
 
-def on_worker_forgotten(ledger: Ledger, event: WorkerForgotten) -> None:
-    _worker_gone(ledger, event.worker_id, Cause.DEATH)
-    ledger.fleet.forget(event.worker_id)
-    ledger.is_placing_due = True
+def on_worker_forgotten(cluster: ClusterState, event: WorkerForgotten) -> None:
+    _worker_gone(cluster, event.worker_id, Cause.DEATH)
+    cluster.fleet.forget(event.worker_id)
+    cluster.is_placing_due = True
 
 
-def give_up_silent(ledger: Ledger) -> None:
+def give_up_silent(cluster: ClusterState) -> None:
     """Moves the attempts of workers that were silent for twice the limit to other workers. Their streams still exist,
     so they are told, and their memory stays booked until they answer or their stream ends."""
-    limit_s = 2.0 * ledger.settings.worker_silence_s
-    for view in ledger.fleet.views.values():
-        if view.is_connected and ledger.now_s - view.heard_s >= limit_s:
+    limit_s = 2.0 * cluster.settings.worker_silence_s
+    for view in cluster.fleet.views.values():
+        if view.is_connected and cluster.now_s - view.heard_s >= limit_s:
             for booking in list(view.bookings.values()):
-                request = ledger.requests.get(booking.request_id)
+                request = cluster.requests.get(booking.request_id)
                 if request is not None and _depends_on(request, view.worker_id, booking.attempt):
-                    lose(ledger, request, Cause.SILENCE, culprit=view.worker_id, message=view.worker_id)
+                    lose(cluster, request, Cause.SILENCE, culprit=view.worker_id, message=view.worker_id)
 
 
-def _worker_gone(ledger: Ledger, worker_id: str, cause: Cause) -> None:
-    view = ledger.fleet.connected(worker_id)
+def _worker_gone(cluster: ClusterState, worker_id: str, cause: Cause) -> None:
+    view = cluster.fleet.connected(worker_id)
     if view is None:
         return
-    ledger.is_placing_due = True
-    ledger.shrunk_s = ledger.now_s
+    cluster.is_placing_due = True
+    cluster.shrunk_s = cluster.now_s
     was_draining = view.is_draining
-    ledger.fleet.changed()
-    ledger.unbind_all(view)
+    cluster.fleet.changed()
+    cluster.unbind_all(view)
     for booking in view.lost():
-        request = ledger.requests.get(booking.request_id)
+        request = cluster.requests.get(booking.request_id)
         if request is None:
             continue
         request.holds.discard((worker_id, booking.attempt))
         request.cached_blocks.pop(worker_id, None)
         if not _depends_on(request, worker_id, booking.attempt):
-            forget_if_free(ledger, request)
+            forget_if_free(cluster, request)
         elif not booking.is_sent:
-            lose(ledger, request, Cause.PLAN, culprit=worker_id)
+            lose(cluster, request, Cause.PLAN, culprit=worker_id)
         else:
             _count_death(request, is_planned=was_draining)
-            lose(ledger, request, cause, culprit=worker_id, message=worker_id)
+            lose(cluster, request, cause, culprit=worker_id, message=worker_id)
 
 
 def _count_death(request: Request, *, is_planned: bool) -> None:

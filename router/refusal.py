@@ -52,11 +52,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.core.durations import clamped_s
+from router.cluster_state import ClusterState
 from router.commands import FailKind
 from router.ending import turn_away
 from router.forecast import HORIZON, Capacity, capacity
-from router.ledger import Ledger
-from router.policy.interface import Decision, Obstacle, Outlook
+from router.policy.interface import Decision, Obstacle, UnloadedEstimate
 from router.policy.outlook import SIGMAS
 from router.queue import Entry, Queue
 from router.request import Request
@@ -80,93 +80,93 @@ class Ahead:
     harmed: str = ""  # a later request that would start too late because of it
 
 
-def admit_before_placing(ledger: Ledger, request: Request) -> None:
+def admit_before_placing(cluster: ClusterState, request: Request) -> None:
     """A new request while others wait. A long request has the earliest latest start, so it would be placed before
     `admit` checks it. It is rejected here if it displaces more than one other request."""
     outlook = request.outlook
-    if not ledger.rules >= {"refusal", "shortest"} or outlook is None or request.request_id not in ledger.queue:
+    if not cluster.rules >= {"refusal", "shortest"} or outlook is None or request.request_id not in cluster.queue:
         return
-    if not _others_wait(ledger.queue, ledger.queue.entry(request.request_id)):
+    if not _others_wait(cluster.queue, cluster.queue.entry(request.request_id)):
         return
-    free = _capacity(ledger)
-    displaced = _displaced(ledger, outlook, free)
+    free = _capacity(cluster)
+    displaced = _displaced(cluster, outlook, free)
     if displaced > 1.0:
         message = f"its prefill of {outlook.ttft_s:.3f} s would displace {displaced:.1f} other requests"
-        retry_s = bounded_retry_s(free.start_in_s(ledger.queue.on_time_s))
-        turn_away(ledger, request, FailKind.OVERLOADED, message, retry_s)
+        retry_s = bounded_retry_s(free.start_in_s(cluster.queue.on_time_s))
+        turn_away(cluster, request, FailKind.OVERLOADED, message, retry_s)
 
 
-def admit(ledger: Ledger, request: Request) -> None:
+def admit(cluster: ClusterState, request: Request) -> None:
     """A new request that could not be placed immediately."""
     outlook = request.outlook
-    if "refusal" not in ledger.rules or outlook is None or request.request_id not in ledger.queue:
+    if "refusal" not in cluster.rules or outlook is None or request.request_id not in cluster.queue:
         return
-    queue, slo, waited_s = ledger.queue, request.facts.slo, ledger.now_s - request.arrived_s
-    entry, free = queue.entry(request.request_id), _capacity(ledger)
-    is_too_much = _is_too_much(ledger, outlook, free)
-    ahead = around(entry, queue, free, ledger.now_s)
-    start_s, own_s = free.start_in_s(ahead.work_s) + _standstill_s(ledger), outlook.ttft_s
+    queue, slo, waited_s = cluster.queue, request.facts.slo, cluster.now_s - request.arrived_s
+    entry, free = queue.entry(request.request_id), _capacity(cluster)
+    is_too_much = _is_too_much(cluster, outlook, free)
+    ahead = around(entry, queue, free, cluster.now_s)
+    start_s, own_s = free.start_in_s(ahead.work_s) + _standstill_s(cluster), outlook.ttft_s
     done_s = free.done_in_s(start_s, own_s)
     predicted_s = waited_s + done_s
-    error_s = _error_s(ledger, outlook, max(done_s - own_s, 0.0), ahead.count)
+    error_s = _error_s(cluster, outlook, max(done_s - own_s, 0.0), ahead.count)
     longest_s = max(slo.ttft_s - waited_s - start_s - error_s, 0.0) / ROOM
-    benefit_s = _benefit_of_doubt(ledger, outlook, free) * error_s if error_s < math.inf else math.inf
+    benefit_s = _benefit_of_doubt(cluster, outlook, free) * error_s if error_s < math.inf else math.inf
     surely_late_s = predicted_s - benefit_s
     if surely_late_s > slo.ttft_s or _misses_tpot(outlook, slo.tpot_s):
         message = f"first token predicted after {predicted_s:.3f} s"
-        if not _refuse_late(ledger, request, message, bounded_retry_s(max(predicted_s, surely_late_s) - slo.ttft_s)):
+        if not _refuse_late(cluster, request, message, bounded_retry_s(max(predicted_s, surely_late_s) - slo.ttft_s)):
             queue.turn_late(request.request_id)
-    elif is_too_much and "shortest" in ledger.rules and _others_wait(queue, entry) and own_s > longest_s:
+    elif is_too_much and "shortest" in cluster.rules and _others_wait(queue, entry) and own_s > longest_s:
         message = f"demand exceeds capacity: prompts with a prefill of up to {longest_s:.3f} s are admitted"
-        _refuse_late(ledger, request, message, bounded_retry_s(predicted_s + (ROOM - 1.0) * own_s - slo.ttft_s))
-    elif ahead.harmed and _drain_error(ledger, outlook) < 1.0:
+        _refuse_late(cluster, request, message, bounded_retry_s(predicted_s + (ROOM - 1.0) * own_s - slo.ttft_s))
+    elif ahead.harmed and _drain_error(cluster, outlook) < 1.0:
         message = f"{ahead.harmed} was admitted before and would miss its TTFT target"
-        turn_away(ledger, request, FailKind.OVERLOADED, message, bounded_retry_s(own_s))
+        turn_away(cluster, request, FailKind.OVERLOADED, message, bounded_retry_s(own_s))
 
 
-def drop_late(ledger: Ledger) -> None:
+def drop_late(cluster: ClusterState) -> None:
     """Requests whose last moment to start has passed are rejected, or served after those that can be on time."""
-    for request_id in ledger.queue.late_since(ledger.now_s):
-        request = ledger.requests[request_id]
-        outlook, waited_s = request.outlook, ledger.now_s - request.arrived_s
-        if "refusal" not in ledger.rules or outlook is None:
+    for request_id in cluster.queue.mark_newly_late(cluster.now_s):
+        request = cluster.requests[request_id]
+        outlook, waited_s = request.outlook, cluster.now_s - request.arrived_s
+        if "refusal" not in cluster.rules or outlook is None:
             continue
-        free, least_s = _capacity(ledger), surely_s(outlook.ttft_s, outlook)
+        free, least_s = _capacity(cluster), surely_s(outlook.ttft_s, outlook)
         target_s = request.facts.slo.ttft_s
-        is_hopeless = _is_long(ledger, outlook) and waited_s + least_s > target_s
-        late_start_s = free.start_in_s(ledger.queue.late_ahead_s(request_id))
-        if is_hopeless or late_start_s > target_s or _is_too_much(ledger, outlook, free):
+        is_hopeless = _is_long(cluster, outlook) and waited_s + least_s > target_s
+        late_start_s = free.start_in_s(cluster.queue.late_ahead_s(request_id))
+        if is_hopeless or late_start_s > target_s or _is_too_much(cluster, outlook, free):
             # There may be room for it after the waiting requests were served.
-            work_s = sum(ledger.queue.entry(one).prefill_s for one in ledger.queue)
+            work_s = sum(cluster.queue.entry(one).prefill_s for one in cluster.queue)
             retry_s = bounded_retry_s(free.start_in_s(work_s))
-            _refuse_late(ledger, request, f"has waited {waited_s:.3f} s, which leaves too little", retry_s)
+            _refuse_late(cluster, request, f"has waited {waited_s:.3f} s, which leaves too little", retry_s)
 
 
-def is_in_vain(ledger: Ledger, request: Request, decision: Decision) -> bool:
+def would_miss_slo(cluster: ClusterState, request: Request, decision: Decision) -> bool:
     """The placement is predicted to miss the target: the request is rejected, or put behind requests that can meet
     theirs. A request that was late before has waited for this placement and gets it.
     """
-    outlook, slo, queue = request.outlook, request.facts.slo, ledger.queue
-    if "least-slack" not in ledger.rules or outlook is None or not decision.candidates or request.output:
+    outlook, slo, queue = request.outlook, request.facts.slo, cluster.queue
+    if "least-slack" not in cluster.rules or outlook is None or not decision.candidates or request.output:
         return False
     if request.request_id not in queue:
         return False
-    waited_s, own_s = ledger.now_s - request.arrived_s, decision.candidates[0].ttft_s
+    waited_s, own_s = cluster.now_s - request.arrived_s, decision.candidates[0].ttft_s
     ttft_s = waited_s + own_s
     if ttft_s <= slo.ttft_s:
         return False
     if queue.is_late(request.request_id):
         return False
-    is_hopeless = _is_long(ledger, outlook) and waited_s + surely_s(own_s, outlook) > slo.ttft_s
+    is_hopeless = _is_long(cluster, outlook) and waited_s + surely_s(own_s, outlook) > slo.ttft_s
     message, retry_s = f"first token predicted after {ttft_s:.3f} s", bounded_retry_s(ttft_s - slo.ttft_s)
-    is_sure = is_hopeless or _is_too_much(ledger, outlook, _capacity(ledger))
-    if is_sure and _refuse_late(ledger, request, message, retry_s):
+    is_sure = is_hopeless or _is_too_much(cluster, outlook, _capacity(cluster))
+    if is_sure and _refuse_late(cluster, request, message, retry_s):
         return True
     queue.turn_late(request.request_id)
     return queue.num_on_time > 0
 
 
-def surely_s(predicted_s: float, outlook: Outlook) -> float:
+def surely_s(predicted_s: float, outlook: UnloadedEstimate) -> float:
     """The least time of one prefill, by the error band of the model of the outlook."""
     if outlook.ttft_s <= 0.0:
         return predicted_s
@@ -209,14 +209,14 @@ def _others_wait(queue: Queue, entry: Entry) -> bool:
     return any(one is not entry for one in queue.on_time(entry.level))
 
 
-def _is_too_much(ledger: Ledger, outlook: Outlook, free: Capacity) -> bool:
+def _is_too_much(cluster: ClusterState, outlook: UnloadedEstimate, free: Capacity) -> bool:
     """Whether demand is certainly above capacity."""
-    demand = ledger.demand
-    error = math.hypot(demand.error, _drain_error(ledger, outlook))
-    return demand.rate(ledger.now_s) * max(1.0 - SIGMAS * error, 0.0) > free.rate
+    demand = cluster.demand
+    error = math.hypot(demand.error, _drain_error(cluster, outlook))
+    return demand.rate(cluster.now_s) * max(1.0 - SIGMAS * error, 0.0) > free.rate
 
 
-def _displaced(ledger: Ledger, outlook: Outlook, free: Capacity) -> float:
+def _displaced(cluster: ClusterState, outlook: UnloadedEstimate, free: Capacity) -> float:
     """How many other requests are expected to miss their target if this one is served.
 
     If demand exceeds capacity, the requests up to some size can be served, and each second of this request displaces
@@ -224,82 +224,82 @@ def _displaced(ledger: Ledger, outlook: Outlook, free: Capacity) -> float:
     is uncertain, so the result is a mean over QUARTERS of its distribution. The probability that the queue fills up is
     taken to be its fullness, because demand that has lasted for some time is expected to last as long again.
     """
-    demand = ledger.demand
-    rate, error = demand.of_others(outlook.ttft_s, ledger.now_s)
-    error = rate * math.hypot(error, _drain_error(ledger, outlook))
+    demand = cluster.demand
+    rate, error = demand.of_others(outlook.ttft_s, cluster.now_s)
+    error = rate * math.hypot(error, _drain_error(cluster, outlook))
     if demand.target_s <= 0.0 or free.rate <= 0.0:
         return 0.0
-    full = free.start_in_s(ledger.queue.on_time_s) / demand.target_s  # its own prefill is part of it
+    full = free.start_in_s(cluster.queue.on_time_s) / demand.target_s  # its own prefill is part of it
     bearable = free.rate * max(1.0 + (1.0 - full) / HORIZON, 0.0)
     demands = [rate + sigmas * error for sigmas in QUARTERS]
     sizes_s = [demand.size_within(bearable / each) for each in demands if each > bearable]
     return min(full, 1.0) * sum(outlook.ttft_s / size_s for size_s in sizes_s) / len(QUARTERS)
 
 
-def _is_long(ledger: Ledger, outlook: Outlook) -> bool:
+def _is_long(cluster: ClusterState, outlook: UnloadedEstimate) -> bool:
     """Whether it takes more than the mean request. Rejecting a shorter one after it has waited saves little."""
-    return outlook.ttft_s > LONG * ledger.demand.mean_s
+    return outlook.ttft_s > LONG * cluster.demand.mean_s
 
 
-def _benefit_of_doubt(ledger: Ledger, outlook: Outlook, free: Capacity) -> float:
+def _benefit_of_doubt(cluster: ClusterState, outlook: UnloadedEstimate, free: Capacity) -> float:
     """By how many standard errors the prediction must miss the target for a rejection: SIGMAS if demand is certainly
     below capacity, and fewer if that is less certain. Long requests, and all requests if demand is certainly above
     capacity, must instead meet the target with one standard error to spare."""
-    rate = ledger.demand.rate(ledger.now_s)
-    error = rate * math.hypot(ledger.demand.error, _drain_error(ledger, outlook))
+    rate = cluster.demand.rate(cluster.now_s)
+    error = rate * math.hypot(cluster.demand.error, _drain_error(cluster, outlook))
     if error <= 0.0:
         return SIGMAS
     spare = (free.rate - rate) / error
-    least = -1.0 if spare < -SIGMAS or _is_long(ledger, outlook) else 0.0
+    least = -1.0 if spare < -SIGMAS or _is_long(cluster, outlook) else 0.0
     return min(max(spare, least), SIGMAS)
 
 
-def _drain_error(ledger: Ledger, outlook: Outlook) -> float:
+def _drain_error(cluster: ClusterState, outlook: UnloadedEstimate) -> float:
     """Relative error of the drain rate: as observed, or from the model's error."""
-    observed = ledger.pace.error
+    observed = cluster.pace.error
     if not outlook.is_sure or outlook.ttft_s <= 0.0:
         return observed
     return min(observed, UNSEEN_ERROR + outlook.band_s / outlook.ttft_s / SIGMAS)
 
 
-def _error_s(ledger: Ledger, outlook: Outlook, start_s: float, num_ahead: int) -> float:
+def _error_s(cluster: ClusterState, outlook: UnloadedEstimate, start_s: float, num_ahead: int) -> float:
     """Error of the predicted TTFT of a request behind `num_ahead` others; infinite if nothing is known."""
-    drain = _drain_error(ledger, outlook)
+    drain = _drain_error(cluster, outlook)
     if drain >= 1.0:
         return math.inf
     single = outlook.band_s / outlook.ttft_s / SIGMAS if outlook.ttft_s > 0.0 else 0.0
-    own_s, variation = single * outlook.ttft_s, ledger.pace.variation.relative
+    own_s, variation = single * outlook.ttft_s, cluster.pace.variation.relative
     return math.hypot(start_s * drain, start_s * variation, start_s * single / math.sqrt(num_ahead + 1), own_s)
 
 
-def _standstill_s(ledger: Ledger) -> float:
+def _standstill_s(cluster: ClusterState) -> float:
     """How much longer nothing is expected to start because decode workers are full: as long as it has lasted so far."""
-    head = ledger.queue.first()
-    is_decode_full = head is not None and ledger.requests[head].waits_for in (Obstacle.ROOM, Obstacle.DECODE)
-    return ledger.pace.standstill_s if is_decode_full else 0.0
+    head = cluster.queue.first()
+    is_decode_full = head is not None and cluster.requests[head].waits_for in (Obstacle.ROOM, Obstacle.DECODE)
+    return cluster.pace.standstill_s if is_decode_full else 0.0
 
 
-def _misses_tpot(outlook: Outlook, tpot_s: float) -> bool:
+def _misses_tpot(outlook: UnloadedEstimate, tpot_s: float) -> bool:
     return outlook.is_sure and surely_s(outlook.tpot_s, outlook) > tpot_s
 
 
-def _refuse_late(ledger: Ledger, request: Request, message: str, retry_after_s: float) -> bool:
+def _refuse_late(cluster: ClusterState, request: Request, message: str, retry_after_s: float) -> bool:
     """False: it may stay, because it costs no request that can be on time."""
-    if "refusal" not in ledger.rules or request.attempt:
+    if "refusal" not in cluster.rules or request.attempt:
         return False
-    rate, demand = _capacity(ledger).rate, ledger.demand
+    rate, demand = _capacity(cluster).rate, cluster.demand
     # Its worker is unavailable to the others while it computes this request; they come first, but cannot interrupt it.
-    if demand.rate(ledger.now_s) * (1.0 - demand.error) <= max(BUSY_SHARE * rate, rate - 1.0):
+    if demand.rate(cluster.now_s) * (1.0 - demand.error) <= max(BUSY_SHARE * rate, rate - 1.0):
         return False
     target_s = request.facts.slo.ttft_s
-    turn_away(ledger, request, FailKind.OVERLOADED, f"{message}, the target is {target_s:.3f} s", retry_after_s)
+    turn_away(cluster, request, FailKind.OVERLOADED, f"{message}, the target is {target_s:.3f} s", retry_after_s)
     return True
 
 
-def _capacity(ledger: Ledger) -> Capacity:
-    prefills, decodes = ledger.fleet.usable(ledger.now_s)
-    fluid = capacity(prefills, decodes, ledger.now_s, ledger.pace.share, with_local="path-choice" in ledger.rules)
-    ledger.pace.offers(fluid.rate / ledger.pace.share, ledger.now_s, ledger.demand.target_s)
+def _capacity(cluster: ClusterState) -> Capacity:
+    prefills, decodes = cluster.fleet.usable(cluster.now_s)
+    fluid = capacity(prefills, decodes, cluster.now_s, cluster.pace.share, with_local="path-choice" in cluster.rules)
+    cluster.pace.offers(fluid.rate / cluster.pace.share, cluster.now_s, cluster.demand.target_s)
     return fluid
 
 

@@ -13,7 +13,7 @@ from pdserve.core.results import Timings, Usage
 from pdserve.core.types import Path
 from router.events import RequestArrived
 from router.lifecycle import Stage
-from router.policy.interface import Obstacle, Outlook
+from router.policy.interface import Obstacle, UnloadedEstimate
 from router.timeline import Timeline
 from router.view import WorkerView
 
@@ -71,7 +71,9 @@ class Request:
     awaits_s: float = 0.0  # the remaining time of its decode worker's step when it was placed
     half_step_s: float = 0.0  # half of that step's duration
     not_before_s: float = 0.0  # backoff
-    outlook: Outlook | None = None  # estimate for an unloaded cluster when it joined the queue; None: no worker
+    outlook: UnloadedEstimate | None = (
+        None  # estimate for an unloaded cluster when it joined the queue; None: no worker
+    )
     charged_s: float = 0.0  # GPU-seconds charged to its tenant
     asked_s: float = -math.inf  # when the policy last let it wait; -inf: it was not asked yet
     ask_again_s: float = 0.0  # when to ask again if nothing happens before

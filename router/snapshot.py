@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pdserve.core.latency import CostPrior
 from pdserve.core.protocol import Load
 from pdserve.core.types import Role
-from router.ledger import Ledger
+from router.cluster_state import ClusterState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Topology:
     releasing: int  # ended requests that workers still hold memory for
 
 
-def take_snapshot(ledger: Ledger) -> Topology:
+def take_snapshot(cluster: ClusterState) -> Topology:
     workers = tuple(
         WorkerFacts(
             worker_id=view.worker_id,
@@ -49,8 +49,8 @@ def take_snapshot(ledger: Ledger) -> Topology:
             is_connected=view.is_connected,
             is_draining=view.is_draining,
             is_drained=view.is_drained,
-            is_usable=ledger.fleet.is_usable(view, ledger.now_s),
-            silent_s=ledger.now_s - view.heard_s,
+            is_usable=cluster.fleet.is_usable(view, cluster.now_s),
+            silent_s=cluster.now_s - view.heard_s,
             report=view.report,
             booked_requests=len(view.bookings),
             booked_blocks=view.totals.blocks,
@@ -58,12 +58,12 @@ def take_snapshot(ledger: Ledger) -> Topology:
             prefill_error=view.cost.prefill_error,
             decode_error=view.cost.decode_error,
         )
-        for _, view in sorted(ledger.fleet.views.items())
+        for _, view in sorted(cluster.fleet.views.items())
     )
-    queued = ledger.num_queued
+    queued = cluster.num_queued
     return Topology(
         workers=workers,
         queued=queued,
-        running=len(ledger.requests) - len(ledger.ended) - queued,
-        releasing=len(ledger.ended),
+        running=len(cluster.requests) - len(cluster.ended) - queued,
+        releasing=len(cluster.ended),
     )

@@ -19,7 +19,7 @@ MOST_SLICES: Final = 128  # beyond it, an interval is added to an earlier slice 
 STANDS_FOR: Final[Mapping[Stage, Phase]] = {
     Stage.QUEUED: Phase.QUEUE,
     Stage.RESERVING: Phase.RESERVE,
-    Stage.SEATING: Phase.RESERVE,
+    Stage.RESERVING_LOCAL: Phase.RESERVE,
     Stage.PREFILLING: Phase.PREFILL,
     Stage.LANDED: Phase.PREFILL,
     Stage.MOVING: Phase.TRANSFER_WAIT,

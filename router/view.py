@@ -15,10 +15,10 @@ from pdserve.core.latency import CostModel
 from pdserve.core.protocol import BatchTimed, Load, TokensArrived
 from pdserve.core.types import Role
 from router.events import WorkerConnected
-from router.legs import Leg
-from router.line import Line
 from router.load import DecodeLoad
-from router.phase import Phase
+from router.message_latency import MessageLatency
+from router.step_clock import StepClock
+from router.worker_queue import WorkerQueue
 
 # (decoding and arriving sequences, those of them that wait for their first step, tokens of all of them, available
 # blocks)
@@ -93,9 +93,9 @@ class WorkerView:
         "kept_load",
         "line",
         "most_tokens",
-        "phase",
         "replies",
         "report",
+        "step_clock",
         "totals",
         "tpot_targets_s",
         "worker_id",
@@ -105,13 +105,13 @@ class WorkerView:
         self.worker_id = hello.worker_id
         self.hello = hello
         self.cost = CostModel(hello.cost)
-        self.line = Line()  # requests that are bound to it and not yet booked
+        self.line = WorkerQueue()  # requests that are bound to it and not yet booked
         self.is_drain_requested = False
         self.grant_wait_s = 0.0  # moving mean of Reserve -> Granted, beyond half a step
         # Latency of messages, without the worker's own time and the rest of its running step.
-        self.grants = Leg()  # Reserve -> Granted
-        self.replies = Leg()  # Prefill -> FirstToken
-        self.first_tokens = Leg()  # Reserve -> first token, for prompts that a decode worker prefills itself
+        self.grants = MessageLatency()  # Reserve -> Granted
+        self.replies = MessageLatency()  # Prefill -> FirstToken
+        self.first_tokens = MessageLatency()  # Reserve -> first token, for prompts that a decode worker prefills itself
         self._start(now_s)
 
     def _start(self, now_s: float) -> None:
@@ -129,7 +129,7 @@ class WorkerView:
         self.closed_until_s = now_s  # it declined; not asked before this time
         self.freed_s = now_s  # when an event last may have made room here
         self.computed_s = now_s  # when a prompt was last finished or abandoned here
-        self.phase = Phase()
+        self.step_clock = StepClock()
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class WorkerView:
 
     # -- estimates -------------------------------------------------------------------------------------------------
 
-    def beliefs(self) -> Beliefs:
+    def estimated_load(self) -> Beliefs:
         """The worker's estimated present state, including other routers' requests."""
         report, totals, then = self.report, self.totals, self._at_report
         rows, arriving, context = totals.rows, totals.arriving, totals.tokens
@@ -176,7 +176,7 @@ class WorkerView:
         load = self.kept_load
         if load is None:
             load = self.kept_load = DecodeLoad(
-                self.cost, self.hello, self.beliefs(), self.tpot_targets_s, is_empty=not self.bookings
+                self.cost, self.hello, self.estimated_load(), self.tpot_targets_s, is_empty=not self.bookings
             )
         return load
 
@@ -206,12 +206,12 @@ class WorkerView:
             return 0.0
         load, at_s = self.load, now_s + 0.5 * self.grants.typical_s
         if not totals.prefills:
-            return self.phase.rest_s(at_s, load.step_s)
+            return self.step_clock.remaining_s(at_s, load.step_s)
         reads_s = load.reads_s
         if totals.prefills == totals.rows:  # without decode rows, chunks are not limited
             reads_s = self.prefill_s(min(totals.prefill_tokens, self.hello.max_batch_tokens), 0)
         # The last step of a prompt is shorter.
-        return min(self.phase.rest_s(at_s, reads_s), max(self.free_at_s - now_s, load.step_s))
+        return min(self.step_clock.remaining_s(at_s, reads_s), max(self.free_at_s - now_s, load.step_s))
 
     def timed(self, event: BatchTimed) -> bool:
         """Learns from a finished batch. False: it is not a sample. `load` is updated with the next report."""
@@ -265,7 +265,7 @@ class WorkerView:
         totals.arriving += 1
         if booking.tpot_s is not None:
             if not totals.rows:
-                self.phase.ended(now_s)  # it begins as soon as it is told
+                self.step_clock.ended(now_s)  # it begins as soon as it is told
             totals.rows += 1
             totals.tokens += booking.tokens
             self.tpot_targets_s[booking.tpot_s] += 1
@@ -363,12 +363,12 @@ class WorkerView:
         """A step has ended. Only workers that report every step let the router predict when the next one ends."""
         rows = event.rows
         if 2 * len(rows) >= self.totals.rows - self.totals.arriving and all(len(row.tokens) == 1 for row in rows):
-            self.phase.ended(now_s)
+            self.step_clock.ended(now_s)
 
     def granted_after(self, wait_s: float, rest_of_step_s: float, half_step_s: float) -> None:
         """The last two arguments are the values at the time of the request to the worker."""
         self.grant_wait_s += 0.1 * (wait_s - half_step_s - self.grant_wait_s)
-        self.grants.took(wait_s - rest_of_step_s)
+        self.grants.observe(wait_s - rest_of_step_s)
 
     def lost(self) -> list[Booking]:
         """The stream has ended, and the worker has lost everything. Returns the lost bookings."""

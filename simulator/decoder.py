@@ -13,7 +13,7 @@ from typing import Any, Final, final
 
 from decode_worker.batching import DecodeBatching
 from decode_worker.chunking import ChunkRule
-from decode_worker.resident import Stage
+from decode_worker.decode_sequence import Stage
 from decode_worker.step import Step
 from pdserve.core import effects as fx
 from pdserve.core import protocol as pr

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import grpc
 
-from benchmarks.attacks.row import Finding, Row, Target
+from benchmarks.attacks.row import CheckResult, Row, Target
 from benchmarks.attacks.watching import LogWatch
 from pdserve.telemetry import metric_names
 
@@ -37,7 +37,7 @@ MOST: Final = 2000
 EXPECTED: Final = ("INVALID_ARGUMENT", "UNAUTHENTICATED")
 
 
-def attack(target: Target) -> Finding:
+def attack(target: Target) -> CheckResult:
     ports = (
         ("router", target.router, ROUTER),
         ("d0", target.address("d0"), WORKER),
@@ -63,7 +63,7 @@ def attack(target: Target) -> Finding:
         complaints.append(f"{errors.total() - rejected} messages had another end")
     if counted < rejected:
         complaints.append(f"{counted:.0f} of {rejected} rejections were counted")
-    return Finding(
+    return CheckResult(
         attempts=errors.total(), rejected=rejected, counted=counted, errors=errors, complaints=tuple(complaints)
     )
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import grpc
 
-from benchmarks.attacks.row import Finding, Row, Target
+from benchmarks.attacks.row import CheckResult, Row, Target
 from pdserve import Client, PdserveError
 from pdserve.telemetry import metric_names
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -25,7 +25,7 @@ FAR_S: Final = (3e6, 1e9)  # timeouts that gRPC carries, and the router cuts to 
 ANSWER_S: Final = 10.0
 
 
-def attack(target: Target) -> Finding:
+def attack(target: Target) -> CheckResult:
     before = target.metric("router", metric_names.REQUEST_ERRORS.name, reason="INVALID_REQUEST")
     errors: Counter[str] = Counter()
     complaints: list[str] = []
@@ -52,7 +52,7 @@ def attack(target: Target) -> Finding:
     if counted < 2 * len(NO_TARGETS):
         complaints.append(f"{counted:.0f} of {2 * len(NO_TARGETS)} invalid requests were counted")
     attempts = errors.total()
-    return Finding(
+    return CheckResult(
         attempts=attempts,
         rejected=attempts - sum("ended in" in one for one in complaints),
         counted=counted,

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import grpc
 
-from benchmarks.attacks.row import Finding, Row, Target
+from benchmarks.attacks.row import CheckResult, Row, Target
 from kvtransfer.frames import Greeting
 from pdserve.telemetry import metric_names
 from pdserve.v1 import (
@@ -41,7 +41,7 @@ HELLO: Final = worker_pb2.AttachRequest(hello=worker_pb2.RouterHello(router_id="
 Metadata = tuple[tuple[str, bytes], ...]
 
 
-def attack(target: Target) -> Finding:
+def attack(target: Target) -> CheckResult:
     errors: Counter[str] = Counter()
     complaints: list[str] = []
     before = sum(_rejected(target, name) for name in ("p0", "d0"))
@@ -67,7 +67,7 @@ def attack(target: Target) -> Finding:
                 complaints.append(f"a drain without the token ended in {said}")
     num_connections = _connect(target, errors, complaints)
     attempts = errors.total()
-    return Finding(
+    return CheckResult(
         attempts=attempts,
         rejected=errors["UNAUTHENTICATED"] + errors["closed"],
         counted=counted,

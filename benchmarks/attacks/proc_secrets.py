@@ -7,13 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Final
 
-from benchmarks.attacks.row import Finding, Row, Target
+from benchmarks.attacks.row import CheckResult, Row, Target
 from pdserve.launch.open_ports import session_of
 
 _PASSWORD: Final = re.compile(rb"redis://[^@\0]*:([^@\0]+)@")
 
 
-def attack(target: Target) -> Finding:
+def attack(target: Target) -> CheckResult:
     found: Counter[str] = Counter()
     complaints = []
     pids = {name: session_of(pid) for name, pid in target.cluster.pids().items()}
@@ -37,7 +37,7 @@ def attack(target: Target) -> Finding:
                 if secret in environ[pid] and not _may_know(name, what):
                     complaints.append(f"{what} is in the environment of {name}")
     attempts = found["looked"]
-    return Finding(attempts=attempts, rejected=attempts - len(complaints), complaints=tuple(complaints))
+    return CheckResult(attempts=attempts, rejected=attempts - len(complaints), complaints=tuple(complaints))
 
 
 def _may_know(name: str, what: str) -> bool:

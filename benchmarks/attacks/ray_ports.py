@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Final
 
-from benchmarks.attacks.row import Finding, Row, Target
+from benchmarks.attacks.row import CheckResult, Row, Target
 from pdserve.launch.open_ports import listeners, session_of
 from pdserve.launch.running import Running
 
@@ -22,7 +22,7 @@ ASK_S: Final = 60.0
 _STRANGER: Final = "import sys, ray; ray.init(sys.argv[1], logging_level='ERROR'); print('in')"
 
 
-def attack(target: Target) -> Finding:
+def attack(target: Target) -> CheckResult:
     errors: Counter[str] = Counter()
     complaints = []
     with Running.start("--model", "toy", "--ray", timeout_s=START_S) as cluster:
@@ -39,7 +39,7 @@ def attack(target: Target) -> Finding:
         folder = _token_folder(pids)
         if folder is None or folder.stat().st_mode & 0o077:
             complaints.append("Ray's token is not in a folder of its user alone")
-    return Finding(
+    return CheckResult(
         attempts=len(found) + 2, rejected=len(found) + 2 - len(complaints), errors=errors, complaints=tuple(complaints)
     )
 

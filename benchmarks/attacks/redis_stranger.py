@@ -16,7 +16,7 @@ import grpc
 from redis import Redis
 from redis.exceptions import AuthenticationError, RedisError
 
-from benchmarks.attacks.row import Finding, Row, Target
+from benchmarks.attacks.row import CheckResult, Row, Target
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
 WATCH_S: Final = 3.0  # several times as long as a router takes to read the registry and to dial
@@ -43,7 +43,7 @@ def commands(endpoint: str) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def attack(target: Target) -> Finding:
+def attack(target: Target) -> CheckResult:
     forged, server = _Forged(), grpc.server(futures.ThreadPoolExecutor(4))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(forged, server)
     endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -55,7 +55,7 @@ def attack(target: Target) -> Finding:
         server.stop(None).wait()
     if forged.num_streams:
         complaints.append(f"the router opened {forged.num_streams} streams to the forged worker")
-    return Finding(
+    return CheckResult(
         attempts=errors.total(),
         rejected=errors["AuthenticationError"],
         errors=errors,

@@ -7,10 +7,10 @@ The benchmark itself sends legitimate requests meanwhile and compares each answe
 
     ROW = Row(number=6, name="protobufs that do not parse", attack=attack)
 
-    def attack(target: Target) -> Finding:
+    def attack(target: Target) -> CheckResult:
         before = target.metric("router", names.REJECTED...)
         ...
-        return Finding(attempts=200, rejected=200, counted=..., errors=Counter({"INVALID_ARGUMENT": 200}))
+        return CheckResult(attempts=200, rejected=200, counted=..., errors=Counter({"INVALID_ARGUMENT": 200}))
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Target:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckResult:
     """What an attack achieved. `complaints` is empty where the row's required behaviour was seen."""
 
     attempts: int
@@ -79,6 +79,6 @@ class Finding:
 class Row:
     number: int  # as in the issue's section B
     name: str
-    attack: Callable[[Target], Finding]
+    attack: Callable[[Target], CheckResult]
     needs: str = ""  # "token" where the attacker is a caller with a token
     is_slow: bool = False  # left out unless named by --only

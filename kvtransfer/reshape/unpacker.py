@@ -11,7 +11,7 @@ from typing import final
 from kvtransfer.channel import Channel
 from kvtransfer.checksum import Checksum
 from kvtransfer.frames import BadFrame, Frame
-from kvtransfer.landing import Claim
+from kvtransfer.receive_transfer import Claim
 from kvtransfer.reshape.convert import Blocks, unpack
 from kvtransfer.reshape.mapping import Arrival
 from kvtransfer.reshape.staging import StagingPool

@@ -12,12 +12,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
 from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.departure import Job
-from kvtransfer.departures import StaleSource
 from kvtransfer.device import Blocks, Copying, Device
 from kvtransfer.frames import BadFrame, Frame
-from kvtransfer.landing import Claim
 from kvtransfer.plan import DEVICE_CHUNK_BYTES
+from kvtransfer.receive_transfer import Claim
+from kvtransfer.send_transfer import Job
+from kvtransfer.send_transfers import StaleSource
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.transports.local import TAKEN, UnixDoor, await_taken, receive_patiently
 from kvtransfer.transports.on_device import OnDevice, extents_of_part

@@ -21,10 +21,10 @@ from typing import Protocol
 
 from kvtransfer.channel import Channel
 from kvtransfer.checksum import Checksum
-from kvtransfer.departure import Job
 from kvtransfer.frames import Frame
-from kvtransfer.landing import Claim
 from kvtransfer.parts import Lanes
+from kvtransfer.receive_transfer import Claim
+from kvtransfer.send_transfer import Job
 from kvtransfer.writer import Writer
 from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool

@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.departure import Job
 from kvtransfer.device import Copying, Device, Lane, Lanes
 from kvtransfer.frames import BadFrame, Frame, Kind, Tag
-from kvtransfer.landing import Claim
-from kvtransfer.seats import Seat, Seats
+from kvtransfer.pair_slots import PairSlot, PairSlots
+from kvtransfer.receive_transfer import Claim
+from kvtransfer.send_transfer import Job
 from kvtransfer.staging_budget import StagingShare
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.transports.local import TAKEN, await_taken, receive_patiently
@@ -63,7 +63,7 @@ _MAGIC: Final = b"PDKN"
 
 @final
 class NcclSend:
-    def __init__(self, device: Device, lane: Lane, seat: Seat, slots: StagingSlots) -> None:
+    def __init__(self, device: Device, lane: Lane, seat: PairSlot, slots: StagingSlots) -> None:
         self._device, self._lane, self._seat, self._pool = device, lane, seat, device.pool()
         self._is_asked = False  # asked to close
         self._slots, self._free = slots, deque(range(len(slots)))
@@ -145,7 +145,7 @@ class _Slot:
 
 @final
 class NcclReceive:
-    def __init__(self, link: ReceiveLink, device: Device, lane: Lane, seat: Seat, staging: StagingSlots) -> None:
+    def __init__(self, link: ReceiveLink, device: Device, lane: Lane, seat: PairSlot, staging: StagingSlots) -> None:
         self._link, self._device, self._lane, self._seat = link, device, lane, seat
         self._pool, self._staging = device.pool(), staging
         self._slots: dict[int, _Slot] = {}
@@ -219,7 +219,7 @@ class Nccl(OnDevice, TcpDoor):
         """The first two stand in for CUDA and NCCL."""
         super().__init__(device_of)
         self._own_lanes = lanes
-        self.seats = Seats(most_pairs)
+        self.seats = PairSlots(most_pairs)
 
     def prepare(self, pool: KvPool, runs: Sequence[Extent] = (), limits: CopyLimits | None = None) -> None:
         super().prepare(pool, runs, limits)
@@ -227,7 +227,7 @@ class Nccl(OnDevice, TcpDoor):
             self._lanes()  # imports CuPy, which takes seconds with the GIL held
 
     def sender(self, sock: socket.socket, pool: KvPool) -> SendPath:
-        seat: Seat | None = None
+        seat: PairSlot | None = None
         share: StagingShare | None = None
         try:
             device, lanes, seat = self._device(pool), self._lanes(), self.seats.take()
@@ -294,7 +294,7 @@ def _closed_on_error(lane: Lane) -> Iterator[None]:
         raise
 
 
-def _close(device: Device, lane: Lane, seat: Seat, staging: StagingSlots) -> None:
+def _close(device: Device, lane: Lane, seat: PairSlot, staging: StagingSlots) -> None:
     try:
         lane.close()
     except TransferFailed as failed:  # it may still write into staging, so it keeps its staging and its place

@@ -23,12 +23,12 @@ import threading
 from array import array
 from typing import Final, final
 
-from kvtransfer.departure import Job
 from kvtransfer.frames import BadFrame, Frame
-from kvtransfer.landing import Claim
 from kvtransfer.memory import copy
 from kvtransfer.nixl_agent import Agent, MakeLibrary, Read, Reader, make_library
 from kvtransfer.plan import byte_ranges
+from kvtransfer.receive_transfer import Claim
+from kvtransfer.send_transfer import Job
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.transports.local import TAKEN, await_taken, receive_patiently
 from kvtransfer.transports.slots import Slots, check_numbers, give_back, read_numbers

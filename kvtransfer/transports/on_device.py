@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtransfer.copy_streams import CopyLimits
-from kvtransfer.departure import Job
-from kvtransfer.departures import StaleSource
 from kvtransfer.device import Copying, Device, Fence
 from kvtransfer.frames import BadFrame
 from kvtransfer.parts import Part
+from kvtransfer.send_transfer import Job
+from kvtransfer.send_transfers import StaleSource
 from kvtransfer.transports.interface import ReceiveLink, SendLink
 from pdserve.engine.gpu.extent import Extent
 from pdserve.engine.interface import KvPool

@@ -13,11 +13,11 @@ from typing import Final, final
 
 from kvtransfer import fused
 from kvtransfer.checksum import Checksum
-from kvtransfer.departure import Job
 from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.host import can_share_memory
-from kvtransfer.landing import Claim
 from kvtransfer.memory import copy, views_of
+from kvtransfer.receive_transfer import Claim
+from kvtransfer.send_transfer import Job
 from kvtransfer.shared import HELLO_BYTES, SharedPool, offer
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.transports.local import TAKEN, UnixDoor, await_taken

@@ -9,9 +9,9 @@ from array import array
 from collections import deque
 from typing import Final, final
 
-from kvtransfer.departure import Job
-from kvtransfer.departures import StaleSource
 from kvtransfer.frames import BadFrame, Frame, Kind
+from kvtransfer.send_transfer import Job
+from kvtransfer.send_transfers import StaleSource
 from kvtransfer.transports.interface import ReceiveLink, SendLink
 
 _NUMBER_BYTES: Final = 4

@@ -6,10 +6,10 @@ import socket
 from typing import Final, final
 
 from kvtransfer.channel import Channel
-from kvtransfer.departure import Job
 from kvtransfer.frames import BadFrame, Frame
-from kvtransfer.landing import Claim
 from kvtransfer.memory import advance
+from kvtransfer.receive_transfer import Claim
+from kvtransfer.send_transfer import Job
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
 from pdserve.engine.interface import KvPool
 from pdserve.v1 import transfer_pb2

@@ -18,12 +18,12 @@ from collections import deque
 from typing import Final, final
 
 from kvtransfer.copy_streams import DEFAULT_STAGING_BYTES
-from kvtransfer.departure import Job
 from kvtransfer.device import Copying, Device
 from kvtransfer.frames import BadFrame, Frame
 from kvtransfer.host_device import HostDevice
-from kvtransfer.landing import Claim
 from kvtransfer.memory import host_view
+from kvtransfer.receive_transfer import Claim
+from kvtransfer.send_transfer import Job
 from kvtransfer.staging_budget import StagingBudget
 from kvtransfer.transports.interface import ReceiveLink, ReceivePath, SendLink, SendPath
 from kvtransfer.transports.on_device import DeviceOf, OnDevice, announce_packed, extents_of_part, wake_nobody

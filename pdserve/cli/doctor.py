@@ -14,9 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final
 
+from pdserve.core.check_result import CheckResult, Level
 from pdserve.core.errors import PdserveError
 from pdserve.core.extras import EXTRAS, advice, missing
-from pdserve.core.finding import Finding, Level
 from pdserve.image_check import compiler_is_there, cupy_is_there
 from pdserve.text.tokenizer import TOYS
 
@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    checks: list[Callable[[], Iterator[Finding]]] = [
+    checks: list[Callable[[], Iterator[CheckResult]]] = [
         _python,
         lambda: _packages(args.model),
         _memory,
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         lambda: _model(args.model),
         *(() if args.skip_pairs else (import_module(_KV).pairs,)),
     ]
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for check in checks:
         for finding in _found(check):
             if any(known.level == "fail" and known.name == finding.name for known in findings):
@@ -57,23 +57,23 @@ def run(args: argparse.Namespace) -> int:
     return 1 if worst else 0
 
 
-def _found(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _found(check: Callable[[], Iterator[CheckResult]]) -> Iterator[CheckResult]:
     """The findings of a check. If a package that the check needs is missing, that is also a finding."""
     try:
         yield from check()
     except ModuleNotFoundError as error:
         if (absent := missing(error)) is None:
             raise
-        yield Finding("fail", absent.field, "needed, and not installed", advice(EXTRAS[absent.field]))
+        yield CheckResult("fail", absent.field, "needed, and not installed", advice(EXTRAS[absent.field]))
 
 
-def line(finding: Finding) -> str:
+def line(finding: CheckResult) -> str:
     advice = f"; {finding.advice}" if finding.advice else ""
     return f"{_MARKS[finding.level]}  {finding.name:<17} {finding.text}{advice}"
 
 
-def _python() -> Iterator[Finding]:
-    yield Finding("ok", "python", f"{platform.python_version()} on {platform.machine()}")
+def _python() -> Iterator[CheckResult]:
+    yield CheckResult("ok", "python", f"{platform.python_version()} on {platform.machine()}")
 
 
 _PACKAGES: Final[tuple[tuple[str, Level, str], ...]] = (  # distribution, level if it is missing, advice
@@ -89,73 +89,75 @@ _PACKAGES: Final[tuple[tuple[str, Level, str], ...]] = (  # distribution, level 
 _NOT_FOR_TOYS: Final = ("tokenizers",)
 
 
-def _packages(model: str | None) -> Iterator[Finding]:
+def _packages(model: str | None) -> Iterator[CheckResult]:
     for name, level, text in _PACKAGES:
         try:
-            yield Finding("ok", name, importlib.metadata.version(name))
+            yield CheckResult("ok", name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             is_needed = model not in TOYS or name not in _NOT_FOR_TOYS
-            yield Finding(level if is_needed else "warn", name, "not installed", text)
+            yield CheckResult(level if is_needed else "warn", name, "not installed", text)
 
 
-def _memory() -> Iterator[Finding]:
+def _memory() -> Iterator[CheckResult]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     free_gib = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     level: Level = "ok" if free_gib >= 2 else "warn"
-    yield Finding(level, "host", f"{cores} cores, {free_gib:.1f} GiB free", "" if level == "ok" else "free some memory")
+    yield CheckResult(
+        level, "host", f"{cores} cores, {free_gib:.1f} GiB free", "" if level == "ok" else "free some memory"
+    )
 
 
-def _limits() -> Iterator[Finding]:
+def _limits() -> Iterator[CheckResult]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < _FILES_WANTED:
-        yield Finding("warn", "files", f"{files} open files allowed", f"ulimit -n {_FILES_WANTED} or more")
+        yield CheckResult("warn", "files", f"{files} open files allowed", f"ulimit -n {_FILES_WANTED} or more")
     else:
-        yield Finding("ok", "files", f"{files} open files allowed")
+        yield CheckResult("ok", "files", f"{files} open files allowed")
 
 
-def _port(port: int) -> Iterator[Finding]:
+def _port(port: int) -> Iterator[CheckResult]:
     from pdserve.launch.ports import is_free
 
     if is_free("127.0.0.1", port):
-        yield Finding("ok", "port", f"{port} is free")
+        yield CheckResult("ok", "port", f"{port} is free")
     else:
-        yield Finding("warn", "port", f"{port} is in use", "give up another one with --port, or 0 for any")
+        yield CheckResult("warn", "port", f"{port} is in use", "give up another one with --port, or 0 for any")
 
 
-def _redis() -> Iterator[Finding]:
+def _redis() -> Iterator[CheckResult]:
     from pdserve.prefix.embedded import server_binary
 
     try:
         binary = server_binary()
         done = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True)
     except (PdserveError, OSError, subprocess.SubprocessError) as error:
-        yield Finding("warn", "redis-server", f"no server binary ({error})", "give up --redis URL")
+        yield CheckResult("warn", "redis-server", f"no server binary ({error})", "give up --redis URL")
     else:
         version = next((word[2:] for word in done.stdout.split() if word.startswith("v=")), "?")
-        yield Finding("ok", "redis-server", f"{version}, {binary}")
+        yield CheckResult("ok", "redis-server", f"{version}, {binary}")
 
 
-def _torch(model: str | None) -> Iterator[Finding]:
+def _torch(model: str | None) -> Iterator[CheckResult]:
     if importlib.util.find_spec("torch") is None:
         level: Level = "warn" if model in TOYS else "fail"
-        yield Finding(level, "torch", "not installed", f"{advice('server')}; without it only --model toy runs")
+        yield CheckResult(level, "torch", "not installed", f"{advice('server')}; without it only --model toy runs")
         return
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Finding("fail", "torch", f"cannot be imported ({error})", "install it again")
+        yield CheckResult("fail", "torch", f"cannot be imported ({error})", "install it again")
         return
-    yield Finding("ok", "torch", torch.__version__)
+    yield CheckResult("ok", "torch", torch.__version__)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(index)
-            yield Finding("ok", f"gpu {index}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB")
+            yield CheckResult("ok", f"gpu {index}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB")
         yield from _gpu_parts()
     else:
-        yield Finding("ok", "gpu", "none; the CPU serves")
+        yield CheckResult("ok", "gpu", "none; the CPU serves")
 
 
-def _gpu_parts() -> Iterator[Finding]:
+def _gpu_parts() -> Iterator[CheckResult]:
     """What a GPU worker needs besides torch: a C compiler builds the code that launches kernels."""
     checks: tuple[tuple[str, Level, Callable[[], Iterator[str]]], ...] = (
         ("compiler", "fail", compiler_is_there),
@@ -165,35 +167,37 @@ def _gpu_parts() -> Iterator[Finding]:
         complaints = list(check())
         for complaint in complaints:
             text, _, repair = complaint.partition("; ")
-            yield Finding(level, name, text, repair)
+            yield CheckResult(level, name, text, repair)
         if not complaints:
-            yield Finding("ok", name, "found")
+            yield CheckResult("ok", name, "found")
 
 
-def _model(asked: str | None) -> Iterator[Finding]:
+def _model(asked: str | None) -> Iterator[CheckResult]:
     from pdserve.engine.config import read_config
     from pdserve.engine.safetensors_file import open_checkpoint
     from pdserve.launch.settings import bundled_model
     from pdserve.text.tokenizer import load_tokenizer
 
     if asked in TOYS:
-        yield Finding("ok", "model", f"{asked}: made up, without weights or tokenizer")
+        yield CheckResult("ok", "model", f"{asked}: made up, without weights or tokenizer")
         return
     try:
         folder = Path(asked) if asked else bundled_model()
         if not folder.is_dir():
-            yield Finding("fail", "model", f"{folder} is no folder", "give a checkpoint's folder or toy with --model")
+            yield CheckResult(
+                "fail", "model", f"{folder} is no folder", "give a checkpoint's folder or toy with --model"
+            )
             return
         read_config(folder)
         checkpoint = open_checkpoint(folder)
         size = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
-        yield Finding("ok", "model", f"{folder.name}: {len(checkpoint.tensors)} tensors, {size / 2**20:.0f} MiB")
+        yield CheckResult("ok", "model", f"{folder.name}: {len(checkpoint.tensors)} tensors, {size / 2**20:.0f} MiB")
         tokenizer = load_tokenizer(str(folder))
         text = "def f(x):\n    return x"
         ids = tokenizer.encode(text, has_special_tokens=False)
         if tokenizer.decode(ids) == text:
-            yield Finding("ok", "tokenizer", f"{tokenizer.vocab_size} tokens; text comes back as it went in")
+            yield CheckResult("ok", "tokenizer", f"{tokenizer.vocab_size} tokens; text comes back as it went in")
         else:
-            yield Finding("warn", "tokenizer", "text does not come back as it went in", "look at its normalizer")
+            yield CheckResult("warn", "tokenizer", "text does not come back as it went in", "look at its normalizer")
     except PdserveError as error:
-        yield Finding("fail", "model", str(error), "repair the folder, or give another one with --model")
+        yield CheckResult("fail", "model", str(error), "repair the folder, or give another one with --model")

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.engine.host_to_device import to_device
 from pdserve.engine.pool import TorchPool
-from pdserve.engine.sending import to_device
 
 # On a CPU the queries of a long chunk are computed in tiles, each with the keys that any of its queries sees. torch's
 # kernel works on 64 queries at a time, and with a mask it would also compute masked positions.

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.attention import Context, attend, make_context
+from pdserve.engine.host_to_device import to_device
 from pdserve.engine.interface import Row
 from pdserve.engine.paged import PagedAttention
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rope import rotate
-from pdserve.engine.sending import to_device
 
 
 class RowKernel(Protocol):
@@ -171,7 +171,7 @@ def pack(
     read: list[int] = []
     for row, first in zip(rows, first_R, strict=True):
         last = first + len(row.tokens) - 1
-        read += range(last, last + row.num_draws)
+        read += range(last, last + row.num_samples)
     for row, first in zip(rows, first_R, strict=True):
         read += range(first, first + len(row.targets))
     position_T = to_device(positions, device)

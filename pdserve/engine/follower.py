@@ -17,9 +17,9 @@ import torch
 from pdserve.config import WorkerConfig, forget_secrets, parse_flags
 from pdserve.core.errors import PdserveError
 from pdserve.core.proof import ClusterSecret
+from pdserve.engine.build_engine import choose_device, open_rank, shared_bytes
 from pdserve.engine.current_device import use_device
 from pdserve.engine.host_memory import HostMemory
-from pdserve.engine.opening import choose_device, open_rank, shared_bytes
 from pdserve.engine.parallel import GRAPHS, MEET_S, STEP, gloo_host
 from pdserve.engine.rank_processes import OWN
 from pdserve.engine.ranks import Ranks, make_store
@@ -77,7 +77,7 @@ def follow(
     has_graphs = store.get(GRAPHS) == b"on"
     graphs, replaying = None, None
     if has_graphs:
-        from pdserve.engine.gpu import opening as gpu_opening  # Triton is not available for CPUs
+        from pdserve.engine.gpu import build_engine as gpu_opening  # Triton is not available for CPUs
 
         graphs = gpu_opening.graphs_meter(config)
     engine = open_rank(config, lambda _read, _all: None, shard, ranks, memory, device=device, graphs=graphs)

@@ -83,7 +83,7 @@ class Row:
         return len(self.tokens) + len(self.drafts)
 
     @property
-    def num_draws(self) -> int:
+    def num_samples(self) -> int:
         """Positions at which the step samples, if every draft is accepted."""
         return 0 if self.sample is None else 1 + len(self.drafts)
 

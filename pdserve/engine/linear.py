@@ -103,7 +103,7 @@ class PackedLinear:
 def _panels(packed: Tensor, weight_NK: Tensor) -> Callable[[Tensor], Tensor] | None:
     if not jit.is_available():
         return None
-    from pdserve.engine.kernels.panels import make_panels
+    from pdserve.engine.kernels.packed_gemm import make_panels
 
     return make_panels(packed, *weight_NK.shape)
 

@@ -29,7 +29,7 @@ def load_engine(config: WorkerConfig, role: Role) -> Engine:
         from pdserve.engine.parallel import open_parallel_engine
 
         return open_parallel_engine(config, role=role)
-    from pdserve.engine.opening import open_engine
+    from pdserve.engine.build_engine import open_engine
 
     return open_engine(config, role)
 

@@ -8,10 +8,10 @@ from typing import Final
 import torch
 
 from pdserve.core.errors import ConfigError
+from pdserve.engine.checkpoint_spec import Needs
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.host_limits import free_bytes
 from pdserve.engine.linear import Rounding
-from pdserve.engine.needs import Needs
 from pdserve.engine.parameters import build_weights
 from pdserve.engine.sharding import WHOLE, Shard
 

@@ -20,7 +20,7 @@ from pdserve.engine.config import ModelConfig
 from pdserve.engine.experts import apply_experts
 from pdserve.engine.fp8 import Fp8Linear
 from pdserve.engine.linear import Linear, PlainLinear
-from pdserve.engine.mixing import Heads, Mixer
+from pdserve.engine.mixing import AttentionBackend, Heads
 from pdserve.engine.ops import Ops
 from pdserve.engine.parameters import ExpertWeights, MlpWeights, Weights
 from pdserve.engine.sharding import Shard, rank_config
@@ -67,7 +67,7 @@ class Decoder:
         """Of the first layer's attention."""
         return self._weights.layers[0].window
 
-    def hidden(self, mixer: Mixer) -> Tensor:
+    def hidden(self, mixer: AttentionBackend) -> Tensor:
         """Writes the KV of all tokens; returns the states, after the last norm, of the tokens that are needed, [U, E].
 
         Ranks synchronise before the first store, between layers and after the last store, so no rank clears, stores or

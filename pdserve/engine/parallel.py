@@ -27,13 +27,13 @@ from pdserve.core.errors import ConfigError, InternalError
 from pdserve.core.proof import ClusterSecret
 from pdserve.core.stamps import BlockStamps
 from pdserve.core.types import Role
+from pdserve.engine.build_engine import choose_device, open_rank, shared_bytes, warmed, with_host_blocks
 from pdserve.engine.config import read_config
 from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.gpu.rank_words import Words
 from pdserve.engine.host_memory import HostMemory
 from pdserve.engine.interface import EngineSpec, Flight, OnLayer, Row, RowOut
 from pdserve.engine.memory_plan import MemoryPlan
-from pdserve.engine.opening import choose_device, open_rank, shared_bytes, warmed, with_host_blocks
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rank_processes import Follower, RankProcess
 from pdserve.engine.ranks import LOOPBACK, Ranks, make_store
@@ -231,7 +231,7 @@ def open_parallel_engine(
     config = with_device_defaults(config, role, is_gpu=device.type == "cuda")
     if device.type == "cpu":
         config = with_host_blocks(config)
-    has_graphs = device.type == "cuda" and _gpu_opening().takes_graphs(config, role)
+    has_graphs = device.type == "cuda" and _gpu_builder().takes_graphs(config, role)
     store.set(GRAPHS, "on" if has_graphs else "off")
     each = dataclasses.replace(config, threads=max(1, config.threads // config.ranks_here) if config.threads else 0)
     is_shared = device.type == "cpu" and config.rank_pools != "own" and not config.rendezvous
@@ -252,11 +252,11 @@ def open_parallel_engine(
         shard = Shard(0, size)
         ranks = Ranks(shard, store, device, config.stall_s, gloo_host(config), secret)
         engine = open_rank(
-            each, progress, shard, ranks, memory, graphs=_gpu_opening().graphs_meter(each) if has_graphs else None
+            each, progress, shard, ranks, memory, graphs=_gpu_builder().graphs_meter(each) if has_graphs else None
         )
         _meet(store, followers, "loaded", MEET_S + config.stall_s)
         check_weights(store, followers, engine.spec.weights_hash)
-        graphs = _gpu_opening().open_graphs(engine, each) if has_graphs else None
+        graphs = _gpu_builder().open_graphs(engine, each) if has_graphs else None
     except BaseException:
         for follower in followers:
             follower.kill()
@@ -277,10 +277,10 @@ def open_parallel_engine(
     return together if device.type == "cpu" else warmed(together)
 
 
-def _gpu_opening() -> Any:
-    from pdserve.engine.gpu import opening  # Triton is not available for CPUs
+def _gpu_builder() -> Any:
+    from pdserve.engine.gpu import build_engine  # Triton is not available for CPUs
 
-    return opening
+    return build_engine
 
 
 def gloo_host(config: WorkerConfig) -> str:

@@ -16,14 +16,14 @@ from pdserve.engine.batch import Batch, ChunkKernel, RowKernel, pack
 from pdserve.engine.grammars import Grammars, RowMasks
 from pdserve.engine.interface import EngineSpec, OnLayer, Row, RowOut, kept
 from pdserve.engine.memory_plan import MemoryPlan
-from pdserve.engine.mixing import EagerMixer, Mixer
+from pdserve.engine.mixing import AttentionBackend, EagerMixer
 from pdserve.engine.model import Decoder
 from pdserve.engine.pool import TorchPool
 from pdserve.engine.rows import check_rows
 from pdserve.engine.sampling import Draw, sample
 from pdserve.engine.scoring import score
 
-Mixing = Callable[[Batch, OnLayer | None], Mixer]
+Mixing = Callable[[Batch, OnLayer | None], AttentionBackend]
 
 log = logging.getLogger(__name__)
 
@@ -61,17 +61,18 @@ class TorchEngine:
         if not rows:
             return []
         x_UE = self._states(rows, on_layer)
-        num_draws = sum(row.num_draws for row in rows)
+        num_samples = sum(row.num_samples for row in rows)
         outs = [RowOut()] * len(rows)
-        if num_draws:
-            logits_BV = self.model.logits(x_UE[:num_draws])
+        if num_samples:
+            logits_BV = self.model.logits(x_UE[:num_samples])
             masks_of = self.grammars.masks_of(rows)
             draws = [draw for index, row in enumerate(rows) for draw in draws_of(row, masks_of.get(index))]
             drawn = iter(sample(logits_BV, draws, self.spec.eos_token_ids))
             outs = [
-                row_out(row, list(islice(drawn, row.num_draws)), masks_of.get(index)) for index, row in enumerate(rows)
+                row_out(row, list(islice(drawn, row.num_samples)), masks_of.get(index))
+                for index, row in enumerate(rows)
             ]
-        first = num_draws
+        first = num_samples
         for index, row in enumerate(rows):
             if row.targets:
                 scored = score(self.model.logits, x_UE[first:], row.targets, row.num_top, self.spec.vocab_size)
@@ -86,7 +87,7 @@ class TorchEngine:
         """Takes part in a step whose tokens another rank samples: computes the same states and logits, in the same
         order."""
         x_UE = self._states(rows)
-        first = sum(row.num_draws for row in rows)
+        first = sum(row.num_samples for row in rows)
         if first:
             self.model.logits(x_UE[:first])
         for row in rows:

@@ -23,7 +23,7 @@ from pdserve.core.hashing import hash_seed
 from pdserve.core.latency import CostPrior
 from pdserve.core.phases import Phase
 from pdserve.core.stamps import BlockStamps
-from pdserve.engine.ahead import LazyAhead
+from pdserve.engine.async_stepper import AsyncStepper
 from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.interface import AheadEngine, Engine, OnLayer, PlainOuts, Row, RowOut
 from pdserve.engine.memory_plan import MemoryPlan
@@ -33,9 +33,9 @@ from pdserve.v1 import transfer_pb2, worker_pb2
 from pdserve.wire.convert import role_to_proto
 from pdserve.wire.protocol import COST
 from pdserve.worker import calibrate, messages
-from pdserve.worker.begun import Begun, Runway
 from pdserve.worker.compute import Isolation, RowFailed
 from pdserve.worker.context import ProgramContext
+from pdserve.worker.in_flight import Begun, StepsInFlight
 from pdserve.worker.intake import Limits, key_of, read_sequence
 from pdserve.worker.interface import AheadBatching, Batching
 from pdserve.worker.measure import Measure
@@ -77,7 +77,7 @@ class RoleProgram(ABC):
         self._links: list[tuple[str, str, str]] = []  # as last reported to routers
         self._measure = Measure(context.metrics)
         self._isolation = Isolation(engine, self._probe)
-        self._runway: Runway | None = None  # for a role that supports one step ahead
+        self._in_flight: StepsInFlight | None = None  # for a role that supports one step ahead
         self._ledger = AttemptLedger()
         self.outbox = Outbox()
         self.is_drained = False  # by an operator, who may undo it
@@ -100,9 +100,9 @@ class RoleProgram(ABC):
         """Launches steps before the previous one is read, if the engine supports it."""
         engine, choice = self.engine, self.context.config.ahead
         if choice == "on" and not hasattr(engine, "launch"):
-            engine = LazyAhead(engine)
+            engine = AsyncStepper(engine)
         if choice != "off" and hasattr(engine, "launch"):
-            self._runway = Runway(cast(AheadEngine, engine), batching, self._isolation)
+            self._in_flight = StepsInFlight(cast(AheadEngine, engine), batching, self._isolation)
 
     # -- implemented by each role
     # ---------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class RoleProgram(ABC):
 
     @property
     def has_work(self) -> bool:
-        return self.batching.has_work or (self._runway is not None and self._runway.is_busy)
+        return self.batching.has_work or (self._in_flight is not None and self._in_flight.is_busy)
 
     @property
     def is_draining(self) -> bool:
@@ -255,10 +255,10 @@ class RoleProgram(ABC):
         # The time between consecutive steps also counts for TPOT, so it is part of the later step.
         started_s = self._step_ended_s if self.is_between_steps else now()
         step = begun.step
-        if self._runway is None or begun.flight is None:
+        if self._in_flight is None or begun.flight is None:
             entries = self._isolation.step(list(step.rows), self.on_layer(step))
         else:
-            entries = self._runway.read(begun)
+            entries = self._in_flight.read(begun)
         self._step_ended_s = ended_s = now()
         self.num_steps += 1
         outs = entries if isinstance(entries, PlainOuts) else self._checked(step.keys, entries)
@@ -282,8 +282,8 @@ class RoleProgram(ABC):
 
     def _begin(self) -> Begun | None:
         """The step that was launched ahead, otherwise a new one; None if there is nothing to compute."""
-        runway = self._runway
-        begun = None if runway is None else runway.take_next()
+        in_flight = self._in_flight
+        begun = None if in_flight is None else in_flight.take_next()
         if begun is not None:
             return begun
         step, effects = self.batching.plan(self.context.now())
@@ -291,7 +291,7 @@ class RoleProgram(ABC):
         self.act(effects)
         if not rows:
             return None
-        return Begun(step) if runway is None else runway.launch(step)
+        return Begun(step) if in_flight is None else in_flight.launch(step)
 
     def tick(self) -> None:
         """Between steps and while idle: deadlines, heartbeats, cache changes."""

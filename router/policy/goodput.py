@@ -24,19 +24,19 @@ from operator import attrgetter
 from typing import Final, final
 
 from pdserve.core.latency import LinkModel
-from router.policy.interface import Ask, Candidate, Choice, Decision, Links, Obstacle
-from router.policy.rooms import LONGEST_WAIT_S, clamped_wait_s, not_avoided
-from router.policy.tuning import PATIENCE, WAYS_SHOWN, WORTH_WAITING
-from router.policy.ways import (
+from router.policy.availability import LONGEST_WAIT_S, clamped_wait_s, not_avoided
+from router.policy.candidates import (
     NOTHING_CACHED,
+    PlacementOption,
     StepRule,
-    Way,
     find_landings,
     local_ways,
     remote_ways,
     reported_step_s,
     tandem_step_s,
 )
+from router.policy.interface import Candidate, Choice, Decision, Links, Obstacle, PolicyInput
+from router.policy.tuning import PATIENCE, WAYS_SHOWN, WORTH_WAITING
 from router.view import WorkerView
 
 _COST: Final = attrgetter("cost")
@@ -50,13 +50,13 @@ class Goodput:
         self._short = local_max_uncached_tokens
         off = frozenset(rules_off)
         self._links: Links = (lambda p, d: NO_TRANSFER) if "transfer-price" in off else links
-        self._cached: Callable[[Ask], Mapping[str, int]] = _no_cache if "prefix-value" in off else _cache
+        self._cached: Callable[[PolicyInput], Mapping[str, int]] = _no_cache if "prefix-value" in off else _cache
         self._step_of: StepRule = reported_step_s if "tandem" in off else tandem_step_s
         self._fullest = -1.0 if "most-loaded" in off else 1.0
         self._has_choice = "path-choice" not in off
 
     def __call__(
-        self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+        self, ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
         able, cached = not_avoided(decodes, ask), self._cached(ask)
         landings, readers = find_landings(ask, cached, able, now_s, self._step_of, self._fullest)
@@ -72,7 +72,7 @@ class Goodput:
         return _choose(ask, ways)
 
 
-def _choose(ask: Ask, ways: list[Way]) -> Decision:
+def _choose(ask: PolicyInput, ways: list[PlacementOption]) -> Decision:
     feasible = [way for way in ways if way.slack >= 0.0]
     if feasible:
         open_ones = [way for way in feasible if way.opens_in_s == 0.0]
@@ -97,12 +97,12 @@ def _choose(ask: Ask, ways: list[Way]) -> Decision:
     return _go(ways, chosen, "its targets cannot be met; it is served late, where it delays no other request")
 
 
-def _is_hopeless_tpot(ask: Ask, ways: list[Way]) -> bool:
+def _is_hopeless_tpot(ask: PolicyInput, ways: list[PlacementOption]) -> bool:
     """Whether no decode worker could meet its TPOT target even without other requests."""
     return all(way.decode.load.alone_s >= ask.slo.tpot_s for way in ways)
 
 
-def _go(ways: list[Way], chosen: Way, reason: str) -> Decision:
+def _go(ways: list[PlacementOption], chosen: PlacementOption, reason: str) -> Decision:
     others = [way for way in ways if way is not chosen][: WAYS_SHOWN - 1]
     shown = (_candidate(chosen), *map(_candidate, others))
     prefill = chosen.prefill
@@ -115,7 +115,7 @@ def _go(ways: list[Way], chosen: Way, reason: str) -> Decision:
     )
 
 
-def _wait(ways: list[Way], reason: str) -> Decision:
+def _wait(ways: list[PlacementOption], reason: str) -> Decision:
     """`ways`: the placements that it would choose if they were available."""
     soonest_s = min(way.opens_in_s for way in ways)
     return Decision(
@@ -126,7 +126,7 @@ def _wait(ways: list[Way], reason: str) -> Decision:
     )
 
 
-def _wait_for_room(ask: Ask, reason: str) -> Decision:
+def _wait_for_room(ask: PolicyInput, reason: str) -> Decision:
     """Smaller requests may take the room that it waits for, for a limited time."""
     is_urgent = ask.waited_s >= PATIENCE * ask.slo.ttft_s
     return Decision(
@@ -137,16 +137,16 @@ def _wait_for_room(ask: Ask, reason: str) -> Decision:
     )
 
 
-def _candidate(way: Way) -> Candidate:
+def _candidate(way: PlacementOption) -> Candidate:
     prefill_worker = "" if way.prefill is None else way.prefill.worker_id
     return Candidate(
         prefill_worker, way.decode.worker_id, way.ttft_s, way.tpot_s, way.slack, is_feasible=way.tpot_slack >= 0.0
     )
 
 
-def _cache(ask: Ask) -> Mapping[str, int]:
+def _cache(ask: PolicyInput) -> Mapping[str, int]:
     return ask.cached_tokens
 
 
-def _no_cache(ask: Ask) -> Mapping[str, int]:
+def _no_cache(ask: PolicyInput) -> Mapping[str, int]:
     return NOTHING_CACHED

@@ -37,7 +37,7 @@ class Obstacle(Enum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Ask:
+class PolicyInput:
     """The request data for a policy. It is never changed, but not frozen, because creation would take three times as
     long."""
 
@@ -64,7 +64,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class UnloadedEstimate:
     """What a request would get on an unloaded cluster, which is the best possible."""
 
     ttft_s: float  # from now, on the fastest worker
@@ -99,7 +99,7 @@ class Decision:
 
 class Policy(Protocol):
     def __call__(
-        self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+        self, ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
         """Chooses. `decodes` is not empty; `prefills` may be."""
         ...

@@ -7,19 +7,19 @@ the fewest sequences, including those that wait for their prefill.
 
 from __future__ import annotations
 
-from router.policy.interface import Ask
+from router.policy.interface import PolicyInput
 from router.policy.two_stage import TwoStage, queued_prefill_s
 from router.view import WorkerView
 
 
-def requests(ask: Ask, view: WorkerView, now_s: float) -> int:
+def requests(ask: PolicyInput, view: WorkerView, now_s: float) -> int:
     """Requests of a prefill worker: in its line, sent to it, or computing there."""
     return view.prefills_ahead
 
 
-def sequences(ask: Ask, view: WorkerView, now_s: float) -> tuple[int, float]:
+def sequences(ask: PolicyInput, view: WorkerView, now_s: float) -> tuple[int, float]:
     """Sequences of a decode worker, including arriving ones; ties are broken by the prompts to compute."""
-    return view.beliefs()[0], queued_prefill_s(view, now_s)
+    return view.estimated_load()[0], queued_prefill_s(view, now_s)
 
 
 def make_least_loaded() -> TwoStage:

@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
-from router.policy.interface import Ask, Candidate, Choice, Decision, Links
-from router.policy.rooms import (
+from router.policy.availability import (
     is_decode_open,
     is_prefill_open,
     not_avoided,
     wait_for_decode,
     wait_for_prefill,
 )
+from router.policy.interface import Candidate, Choice, Decision, Links, PolicyInput
 from router.view import Beliefs, WorkerView
 
 LOCAL_ADVANTAGE: Final = 0.5  # a local prefill delays running requests, so it must be twice as fast
@@ -44,10 +44,10 @@ class _Landing:
 
     __slots__ = ("keeps", "local_ttft_s", "num_bytes", "rank", "tpot_s", "uncached", "view")
 
-    def __init__(self, view: WorkerView, beliefs: Beliefs, ask: Ask, now_s: float) -> None:
+    def __init__(self, view: WorkerView, estimated_load: Beliefs, ask: PolicyInput, now_s: float) -> None:
         self.view = view
         tokens, hello = ask.num_tokens, view.hello
-        rows, _, context, _ = beliefs
+        rows, _, context, _ = estimated_load
         base_s, per_row_s, per_context_token_s = view.cost.decode_coefficients
         step_s = base_s + per_row_s * rows + per_context_token_s * context
         self.tpot_s = tpot_s = step_s + per_row_s + per_context_token_s * tokens
@@ -72,13 +72,13 @@ class LeastTtft:
         self._links = links
 
     def __call__(
-        self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+        self, ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
         room = []
         for view in not_avoided(decodes, ask):
-            beliefs = view.beliefs()
-            if is_decode_open(view, beliefs, ask, now_s):
-                room.append(_Landing(view, beliefs, ask, now_s))
+            estimated_load = view.estimated_load()
+            if is_decode_open(view, estimated_load, ask, now_s):
+                room.append(_Landing(view, estimated_load, ask, now_s))
         if not room:
             return wait_for_decode(decodes, now_s)
         room.sort(key=_rank)
@@ -94,7 +94,7 @@ class LeastTtft:
         return _unless_hopeless(ask, local.view, self._compare(ask, prefills, room, candidate, now_s))
 
     def _compare(
-        self, ask: Ask, prefills: Sequence[WorkerView], room: Sequence[_Landing], local: Candidate, now_s: float
+        self, ask: PolicyInput, prefills: Sequence[WorkerView], room: Sequence[_Landing], local: Candidate, now_s: float
     ) -> Decision:
         starts = []  # (seconds until the first token is sampled, worker id, seconds of prefill only, view)
         tokens = ask.num_tokens
@@ -134,7 +134,7 @@ def _local_rank(landing: _Landing) -> tuple[bool, float, float]:
     return (not landing.keeps, landing.local_ttft_s, landing.tpot_s)
 
 
-def _unless_hopeless(ask: Ask, decode: WorkerView, decision: Decision) -> Decision:
+def _unless_hopeless(ask: PolicyInput, decode: WorkerView, decision: Decision) -> Decision:
     """Rejects a request that is certain to miss its deadline; otherwise returns `decision`. A started request is not
     rejected."""
     left_s, cost = ask.deadline_left_s, decode.cost
@@ -151,7 +151,7 @@ def _unless_hopeless(ask: Ask, decode: WorkerView, decision: Decision) -> Decisi
     )
 
 
-def _candidate(ask: Ask, prefill: WorkerView | None, landing: _Landing, ttft_s: float) -> Candidate:
+def _candidate(ask: PolicyInput, prefill: WorkerView | None, landing: _Landing, ttft_s: float) -> Candidate:
     slo = ask.slo
     ttft_slack = (slo.ttft_s - ask.waited_s - ttft_s) / slo.ttft_s
     tpot_slack = (slo.tpot_s - landing.tpot_s) / slo.tpot_s

@@ -7,12 +7,12 @@ is the same everywhere, so with separate workers it chooses like `dynamo`. Witho
 from __future__ import annotations
 
 from router.policy.dynamo import decode_blocks, prompt_cost
-from router.policy.interface import Ask
+from router.policy.interface import PolicyInput
 from router.policy.two_stage import TwoStage
 from router.view import WorkerView
 
 
-def product(ask: Ask, view: WorkerView, now_s: float) -> float:
+def product(ask: PolicyInput, view: WorkerView, now_s: float) -> float:
     return prompt_cost(ask, view, now_s) * (decode_blocks(ask, view, now_s) + 1)
 
 

@@ -18,16 +18,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from router.policy.interface import Ask, Candidate, Choice, Decision
+from router.policy.interface import Candidate, Choice, Decision, PolicyInput
 from router.policy.two_stage import TwoStage, prefill_s, queued_prefill_s, step_with
 from router.view import WorkerView
 
 
-def ttft_s(ask: Ask, view: WorkerView, now_s: float) -> float:
+def ttft_s(ask: PolicyInput, view: WorkerView, now_s: float) -> float:
     return queued_prefill_s(view, now_s) + prefill_s(ask, view)
 
 
-def tbt_s(ask: Ask, view: WorkerView, now_s: float) -> float:
+def tbt_s(ask: PolicyInput, view: WorkerView, now_s: float) -> float:
     return step_with(ask, view)
 
 
@@ -37,7 +37,7 @@ class Mooncake:
         self._stages = TwoStage(prefill=ttft_s, decode=tbt_s, together=ttft_s, reason="least predicted TTFT")
 
     def __call__(
-        self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+        self, ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
         decision = self._stages(ask, prefills, decodes, now_s)
         if ask.is_resumed or not decision.candidates:
@@ -50,7 +50,7 @@ class Mooncake:
         return Decision(choice=Choice.REFUSE, reason=reason, candidates=decision.candidates, retry_in_s=retry_in_s)
 
 
-def _over(ask: Ask, chosen: Candidate) -> tuple[str, float] | None:
+def _over(ask: PolicyInput, chosen: Candidate) -> tuple[str, float] | None:
     """Why it is rejected, and the retry time: when the queue is expected to be short enough."""
     slo = ask.slo
     late_s = ask.waited_s + chosen.ttft_s - slo.ttft_s

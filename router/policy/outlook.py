@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from pdserve.core.fit import LONGEST_S
-from router.policy.interface import Outlook
+from router.policy.interface import UnloadedEstimate
 from router.view import WorkerView
 
 SIGMAS: Final = 2.0  # of the cost model's recent errors: the limit of certainty
@@ -20,7 +20,7 @@ def outlook(
     cached_tokens: Mapping[str, int],
     prefills: Sequence[WorkerView],
     decodes: Sequence[WorkerView],
-) -> Outlook:
+) -> UnloadedEstimate:
     """The earliest first token of any of these workers without other requests, for a prompt of `tokens` of which each
     worker holds `cached_tokens`, and an answer of `expected_tokens`.
 
@@ -63,7 +63,7 @@ def outlook(
     best_s = min(best_s, LONGEST_S)
     first = decodes[0].cost  # the share of a batch is similar on all workers; the base is shared by all rows
     _, per_row_s, per_context_token_s = first.decode_coefficients
-    return Outlook(
+    return UnloadedEstimate(
         ttft_s=best_s,
         band_s=SIGMAS * best.prefill_error * best_s if best is not None else 0.0,
         is_sure=best is not None and best.num_prefill_samples >= TRUSTED_SAMPLES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, final
 
-from router.policy.interface import Ask, Choice, Decision
+from router.policy.interface import Choice, Decision, PolicyInput
 from router.policy.least_loaded import sequences
 from router.policy.two_stage import TwoStage
 from router.view import WorkerView
@@ -30,7 +30,7 @@ class RoundRobin:
         )
 
     def __call__(
-        self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+        self, ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
         decision = self._stages(ask, prefills, decodes, now_s)
         if not ask.bound_to:  # it was counted when it was bound
@@ -48,7 +48,9 @@ def _turn(view: WorkerView, last: str) -> bool:
 _COLOCATED: Final = TwoStage(prefill=sequences, decode=sequences, together=sequences, reason="fewest sequences")
 
 
-def colocated(ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float) -> Decision:
+def colocated(
+    ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+) -> Decision:
     """Uses no prefill worker: the decode worker with the fewest sequences does everything, with the prompt in chunks
     between or inside its decode steps. The baseline of scheduling.md 1.6, on the same engine as all others; its best
     split has no prefill workers.

@@ -16,18 +16,18 @@ from collections.abc import Callable, Sequence
 from heapq import nsmallest
 from typing import Any, Final
 
-from router.policy.interface import Ask, Candidate, Choice, Decision, Obstacle
-from router.policy.rooms import (
+from router.policy.availability import (
     is_decode_open,
     is_prefill_open,
     not_avoided,
     opens_in_s,
     wait_for_decode,
 )
+from router.policy.interface import Candidate, Choice, Decision, Obstacle, PolicyInput
 from router.view import WorkerView
 
 # The cost of placing the request there: any ordered value. The lowest wins, then the lowest id.
-Price = Callable[[Ask, WorkerView, float], Any]
+Price = Callable[[PolicyInput, WorkerView, float], Any]
 
 SHOWN: Final = 4  # candidates in an explanation, the best first
 
@@ -42,7 +42,7 @@ class TwoStage:
         self._reason = reason
 
     def __call__(
-        self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+        self, ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
     ) -> Decision:
         able = _not_failed(ask, prefills, decodes)
         if not able:
@@ -66,7 +66,9 @@ class TwoStage:
             retry_in_s=opens_in_s(prefill, now_s),
         )
 
-    def _start(self, ask: Ask, ranked: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float) -> Decision:
+    def _start(
+        self, ask: PolicyInput, ranked: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float
+    ) -> Decision:
         """Places it on the first of `ranked`, if that can start the request now."""
         prefill = ranked[0]
         if not is_prefill_open(prefill, ask, now_s):
@@ -93,7 +95,7 @@ class TwoStage:
             candidates=tuple([remote_candidate(ask, view, decode, now_s) for view in ranked]),
         )
 
-    def _place_alone(self, ask: Ask, decodes: Sequence[WorkerView], now_s: float) -> Decision:
+    def _place_alone(self, ask: PolicyInput, decodes: Sequence[WorkerView], now_s: float) -> Decision:
         room = with_room(ask, decodes, now_s)
         if not room:
             return wait_for_decode(decodes, now_s)
@@ -106,8 +108,8 @@ class TwoStage:
         )
 
 
-def with_room(ask: Ask, decodes: Sequence[WorkerView], now_s: float) -> list[WorkerView]:
-    return [view for view in not_avoided(decodes, ask) if is_decode_open(view, view.beliefs(), ask, now_s)]
+def with_room(ask: PolicyInput, decodes: Sequence[WorkerView], now_s: float) -> list[WorkerView]:
+    return [view for view in not_avoided(decodes, ask) if is_decode_open(view, view.estimated_load(), ask, now_s)]
 
 
 def queued_prefill_s(view: WorkerView, now_s: float) -> float:
@@ -115,31 +117,31 @@ def queued_prefill_s(view: WorkerView, now_s: float) -> float:
     return view.queue_s(now_s) + view.line.prefill_s
 
 
-def step_with(ask: Ask, view: WorkerView) -> float:
+def step_with(ask: PolicyInput, view: WorkerView) -> float:
     """Predicted seconds of a decode step that also has this request."""
-    rows, _, context, _ = view.beliefs()
+    rows, _, context, _ = view.estimated_load()
     return view.cost.decode_s(rows + 1, context + ask.num_tokens)
 
 
-def prefill_s(ask: Ask, view: WorkerView) -> float:
+def prefill_s(ask: PolicyInput, view: WorkerView) -> float:
     """Predicted seconds of this prompt there; on a decode worker, in the chunks that its running requests allow."""
     cached = ask.cached_on(view)
     return view.reading_s(ask.num_tokens - cached, cached)
 
 
-def remote_candidate(ask: Ask, prefill: WorkerView, decode: WorkerView, now_s: float) -> Candidate:
+def remote_candidate(ask: PolicyInput, prefill: WorkerView, decode: WorkerView, now_s: float) -> Candidate:
     is_at_head = ask.bound_to == prefill.worker_id  # of the line
     queue_s = prefill.queue_s(now_s) if is_at_head else queued_prefill_s(prefill, now_s)
     ttft_s = queue_s + prefill_s(ask, prefill) + decode.grant_wait_s
     return _candidate(ask, prefill.worker_id, decode, ttft_s)
 
 
-def local_candidate(ask: Ask, view: WorkerView, now_s: float) -> Candidate:
+def local_candidate(ask: PolicyInput, view: WorkerView, now_s: float) -> Candidate:
     ttft_s = queued_prefill_s(view, now_s) + prefill_s(ask, view) + view.grant_wait_s
     return _candidate(ask, "", view, ttft_s)
 
 
-def _candidate(ask: Ask, prefill_worker: str, decode: WorkerView, ttft_s: float) -> Candidate:
+def _candidate(ask: PolicyInput, prefill_worker: str, decode: WorkerView, ttft_s: float) -> Candidate:
     slo, tpot_s = ask.slo, step_with(ask, decode)
     slack = min((slo.ttft_s - ask.waited_s - ttft_s) / slo.ttft_s, (slo.tpot_s - tpot_s) / slo.tpot_s)
     return Candidate(
@@ -152,7 +154,9 @@ def _candidate(ask: Ask, prefill_worker: str, decode: WorkerView, ttft_s: float)
     )
 
 
-def _not_failed(ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]) -> Sequence[WorkerView]:
+def _not_failed(
+    ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]
+) -> Sequence[WorkerView]:
     """Prefill workers with a decode worker with which the request has not failed."""
     able = not_avoided(prefills, ask)
     if not ask.avoid_pairs:
@@ -160,6 +164,6 @@ def _not_failed(ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[Work
     return [view for view in able if any((view.worker_id, one.worker_id) not in ask.avoid_pairs for one in decodes)]
 
 
-def _cheapest(price: Price, ask: Ask, views: Sequence[WorkerView], now_s: float) -> list[WorkerView]:
+def _cheapest(price: Price, ask: PolicyInput, views: Sequence[WorkerView], now_s: float) -> list[WorkerView]:
     priced = [(price(ask, view, now_s), view.worker_id, view) for view in views]
     return [view for _, _, view in nsmallest(SHOWN, priced)]  # ids are unique, so views are never compared

@@ -31,7 +31,7 @@ _BLOCK_TOKENS: Final = 64  # for traces without block ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class SimulationInput:
     trace: Trace
     cluster: str  # name for display
     policies: tuple[str, ...]
@@ -52,7 +52,7 @@ class Scene:
         return dataclasses.replace(self.base, workers=workers, router=router)
 
 
-def make_scene(args: argparse.Namespace) -> Scene:
+def make_input(args: argparse.Namespace) -> SimulationInput:
     """Raises ConfigError or InvalidRequest, naming the flag's field."""
     rules_off = _names(args.rules_off)
     check_rules(rules_off)
@@ -101,7 +101,7 @@ def make_scene(args: argparse.Namespace) -> Scene:
             **common,
         )
         cluster = profile.name
-    return Scene(
+    return SimulationInput(
         trace=trace, cluster=cluster, policies=policies, rate_scales=rate_scales, base=base, rules_off=rules_off
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from pdserve.cli.progress import Progress
 from pdserve.core.errors import ConfigError
 from pdserve.core.json_text import to_json
-from simulator.commands.scene import make_scene
+from simulator.commands.scene import make_input
 from simulator.comparison import Run, as_json, highest_held, rows_of
 from simulator.metrics import summarise
 from simulator.model import RequestRow, SimConfig, Trace
@@ -23,7 +23,7 @@ from simulator.world import simulate
 
 
 def carry_out(args: argparse.Namespace) -> None:
-    scene = make_scene(args)
+    scene = make_input(args)
     for path in (args.rows, args.html):
         _check_writable(path)
     span_s = _span_s(scene.trace)

@@ -19,6 +19,7 @@ import torch
 from pdserve.config import WorkerConfig
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import Sampling, TokenOut
+from pdserve.engine.build_engine import open_torch_engine
 from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
 from pdserve.engine.gpu.engine import GraphEngine
 from pdserve.engine.gpu.flights import GraphFlight
@@ -26,7 +27,6 @@ from pdserve.engine.gpu.graphs import EagerReplays, GraphReplays
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.grammars import Filled, RowMasks
 from pdserve.engine.interface import PENDING, Engine, Flight, Row
-from pdserve.engine.opening import open_torch_engine
 
 BLOCK_SIZE: Final = 16
 NUM_BLOCKS_EACH: Final = 4

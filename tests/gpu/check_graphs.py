@@ -105,12 +105,12 @@ def main() -> int:
 
 def compare(folder: Path, dtype: str, rows: Rows, num_steps: int, *, is_rehearsal: bool) -> tuple[str, str]:
     """Facts of it, and why not."""
-    from pdserve.engine.ahead import LazyAhead
+    from pdserve.engine.async_stepper import AsyncStepper
+    from pdserve.engine.build_engine import open_torch_engine
     from pdserve.engine.gpu.buckets import buckets_for
     from pdserve.engine.gpu.engine import GraphEngine
     from pdserve.engine.gpu.graphs import EagerReplays, GraphReplays
     from pdserve.engine.gpu.static import StaticDecode
-    from pdserve.engine.opening import open_torch_engine
 
     device = "cpu" if is_rehearsal else "cuda"
     config = WorkerConfig(
@@ -129,7 +129,7 @@ def compare(folder: Path, dtype: str, rows: Rows, num_steps: int, *, is_rehearsa
     for is_captured in (False, True):
         inner = open_torch_engine(config)
         if is_rehearsal and not is_captured:
-            engines.append(LazyAhead(inner))
+            engines.append(AsyncStepper(inner))
             continue
         decode = StaticDecode(
             inner.model,

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.overrides import TorchFunctionMode
 from triton.runtime import interpreter, jit
 
-from pdserve.engine import dummy, opening
+from pdserve.engine import build_engine, dummy
 
 H200_BYTES = 141 * 10**9
 
@@ -173,7 +173,7 @@ def fake_cuda(num_devices: int = 1) -> Iterator[FakeCuda]:
         # Weights are made up by one thread, since a fake device is known to its own thread alone.
         stack.enter_context(mock.patch.object(dummy, "_fill_chunk"))
         stack.enter_context(mock.patch.object(dummy, "load_threads", one_thread))
-        stack.enter_context(mock.patch.object(opening, "dummy_hash", return_value="made up"))
+        stack.enter_context(mock.patch.object(build_engine, "dummy_hash", return_value="made up"))
         # Weights and pools of real sizes cost nothing; what the host makes is fake as well.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(WithoutGuards())

@@ -1,7 +1,7 @@
 """The engine of a CUDA device: decode rows use graphs, everything else the eager engine.
 
 A graph row has one token, or one token and drafts if the engine was opened for them; a step with drafts uses a graph
-for rows of several tokens. Everything beyond plain sampling is launched after the graph (redraw.py). A step of graph
+for rows of several tokens. Everything beyond plain sampling is launched after the graph (resample.py). A step of graph
 rows only is launched without waiting until `Flight.wait`, and without drafts it can be launched ahead. Other steps are
 computed at launch: prompts, and the rows of a mixed step that can still use the graph.
 
@@ -29,7 +29,7 @@ from pdserve.engine.gpu.graphs import Replays
 from pdserve.engine.gpu.inputs import sampling_of
 from pdserve.engine.gpu.plain_rows import PlainRows, follow, read
 from pdserve.engine.gpu.rank_words import Words, drafted_words, from_words, plain_words, row_words
-from pdserve.engine.gpu.redraw import NO_EXTRAS, Asking, Redraw, RowsByNumber
+from pdserve.engine.gpu.resample import NO_EXTRAS, Asking, Redraw, RowsByNumber
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.gpu.tables import TableMirror, Update
 from pdserve.engine.grammars import Moves

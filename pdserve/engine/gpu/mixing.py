@@ -24,11 +24,11 @@ from pdserve.engine.gpu.flatten import flatten
 from pdserve.engine.gpu.layers import LayerKernels
 from pdserve.engine.gpu.prefill import ChunkPlan, attend_chunks, plan_chunks
 from pdserve.engine.gpu.splits import edges
+from pdserve.engine.host_to_device import to_device
 from pdserve.engine.interface import OnLayer
 from pdserve.engine.mixing import Heads
 from pdserve.engine.parameters import LayerWeights
 from pdserve.engine.pool import TorchPool
-from pdserve.engine.sending import to_device
 
 _WORDS: Final = 4  # int32 numbers in 16 bytes
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from pdserve.core.errors import InternalError
 from pdserve.engine.gpu.slots import Slots
+from pdserve.engine.host_to_device import to_device
 from pdserve.engine.interface import Row
-from pdserve.engine.sending import to_device
 
 _BLOCK: Final = 1024
 _FEWEST_SLOTS: Final = 8

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from pdserve.engine.gpu.flatten import flatten
 from pdserve.engine.gpu.splits import edges
+from pdserve.engine.host_to_device import to_device
 from pdserve.engine.pool import TorchPool
-from pdserve.engine.sending import to_device
 
 log = logging.getLogger(__name__)
 

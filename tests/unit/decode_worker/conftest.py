@@ -19,7 +19,7 @@ from pdserve.core.effects import DecodeEffect, LandingHeld, PlainDrawn, StepAcco
 from pdserve.core.latency import CostModel, CostPrior
 from pdserve.core.protocol import TokenRow
 from pdserve.core.types import Sampling
-from pdserve.engine.ahead import LazyAhead
+from pdserve.engine.async_stepper import AsyncStepper
 from pdserve.engine.interface import Flight, OnLayer, Row, RowOut
 from pdserve.engine.toy import EOS, NUM_ANSWERS, ToyEngine
 
@@ -154,7 +154,7 @@ class Bench:
 
     def _step_ahead(self) -> list[DecodeEffect]:
         """One step is read, and the next one may have been launched before."""
-        engine, before = LazyAhead(KnownHistories(self.engine)), list[DecodeEffect]()
+        engine, before = AsyncStepper(KnownHistories(self.engine)), list[DecodeEffect]()
         if self.flight is None:
             plan, before = self.batching.plan(self.now_s)
             if not plan.rows:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decode_worker.resident import Stage
+from decode_worker.decode_sequence import Stage
 from pdserve.core.effects import PlainDrawn
 from pdserve.core.errors import InternalError
 from pdserve.core.protocol import Released, TokenRow
@@ -63,14 +63,14 @@ def test_blocks_of_who_leaves_are_lent_until_the_step_ahead_has_ended(make_bench
         bench.offer(name, [*LONG, ord(name)], max_tokens=20)
     while bench.num_ahead == 0:
         bench.step()
-    held = set(batching.roster.residents[bench.key("a")].blocks)
+    held = set(batching.sequences.residents[bench.key("a")].blocks)
     num_private = sum(block not in blocks._hash_of for block in held)
     assert num_private > 0
     free = blocks.num_free
     assert [type(one) for one in batching.cancel(bench.key("a"))] == [Released]
     assert batching.stage(bench.key("a")) is None
     assert blocks.num_free == free, "a launched step writes into them"
-    assert batching.roster.lending.lent == [list(one) for one in batching.roster.lending.lent if held == set(one)]
+    assert batching.sequences.lending.lent == [list(one) for one in batching.sequences.lending.lent if held == set(one)]
     bench.step()
     bench.step()
     assert blocks.num_free > free

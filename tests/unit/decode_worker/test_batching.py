@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decode_worker.resident import Stage
+from decode_worker.decode_sequence import Stage
 from pdserve.core.attempt import FailureKind, RefusalReason
 from pdserve.core.effects import KvCommitted, LandingHeld, ReceiveAborted, StepAccount, TransferCancelled, TransferLost
 from pdserve.core.protocol import AttemptFailed, Granted, Refused, Released, TokenRow

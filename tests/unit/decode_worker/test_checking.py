@@ -104,7 +104,7 @@ def test_a_block_that_was_taken_while_decoding_is_watched_too(make_bench: Callab
     bench = make_bench(is_checked=True)
     land(bench, prompt=PROMPT[: 2 * BLOCK_SIZE])
     bench.step()
-    [resident] = bench.batching.roster.residents.values()
+    [resident] = bench.batching.sequences.residents.values()
     grown = resident.blocks[-1]
     bench.batching.blocks.stamps.begin([grown])
     assert mistakes(bench.step()) == [f"block {grown} was handed out again while it was held"]

@@ -38,9 +38,9 @@ def state(batching: DecodeBatching) -> Any:
     batching.check()
     return (
         asdict(batching.load()),
-        [(each.key, asdict(replace(each, attempt=None))) for each in batching.roster.residents.values()],  # type: ignore[arg-type]
-        [each.key for each in batching.roster.running],
-        [each.key for each in batching.roster.waiting],
+        [(each.key, asdict(replace(each, attempt=None))) for each in batching.sequences.residents.values()],  # type: ignore[arg-type]
+        [each.key for each in batching.sequences.running],
+        [each.key for each in batching.sequences.waiting],
         batching.blocks.snapshot(),
         batching.blocks.take_changes(),
         list(batching.blocks._evictable),

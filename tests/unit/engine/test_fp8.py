@@ -10,11 +10,11 @@ import torch
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
+from pdserve.engine.build_engine import choose_dtype
 from pdserve.engine.config import read_config
 from pdserve.engine.dummy import dummy_weights
 from pdserve.engine.fp8 import MOST, Fp8Linear, make_fp8_linear, round_rows
 from pdserve.engine.linear import PlainLinear, make_linear
-from pdserve.engine.opening import choose_dtype
 from pdserve.engine.safetensors_file import open_checkpoint
 from pdserve.engine.weights import load_weights
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from kvtransfer.grants import compare, fingerprint_of
 from pdserve.core.errors import ConfigError
 from pdserve.core.types import Sampling, TokenOut
-from pdserve.engine import opening
+from pdserve.engine import build_engine
 from pdserve.engine.interface import Engine, Row
 from pdserve.engine.paged import PagedAttention
 from pdserve.engine.pool import BlockShape, TorchPool, quantise
@@ -128,7 +128,7 @@ def test_chunks_blocks_and_company_change_nothing(
 ) -> None:
     """A chunk reads rounded keys, its own too; else the cut of the chunks would show in the tokens."""
     if not is_paged:
-        monkeypatch.setattr(opening.jit, "is_available", lambda: False)
+        monkeypatch.setattr(build_engine.jit, "is_available", lambda: False)
     asked = Sampling(temperature=0.0, max_tokens=64, logprobs=2)
     answers = []
     for chunk, company in ((10_000, 0), (1, 0), (33, 3)):

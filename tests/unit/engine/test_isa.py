@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pdserve.engine import linear
-from pdserve.engine.kernels import jit, panels
+from pdserve.engine.kernels import jit, packed_gemm
 from tests import isa
 
 pytestmark = [
@@ -83,8 +83,8 @@ def test_weights_use_all_levels_that_products_can_hold() -> None:
 def test_the_kernel_of_wide_registers_needs_them_in_numba_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
     monkeypatch.setattr(jit, "target", lambda: ("haswell", ""))
-    assert not panels.is_supported()
+    assert not packed_gemm.is_supported()
     monkeypatch.setattr(jit, "target", lambda: ("skylake-avx512", "+avx2,+avx512f,-amx-tile"))
-    assert panels.is_supported()
+    assert packed_gemm.is_supported()
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
-    assert not panels.is_supported()
+    assert not packed_gemm.is_supported()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.engine.kernels import panels
+from pdserve.engine.kernels import packed_gemm
 from pdserve.engine.linear import (
     FixedRowsLinear,
     Int8Linear,
@@ -42,7 +42,8 @@ def test_packed_equals_plain_for_any_number_of_rows(num_inputs: int, num_outputs
 
 
 @pytest.mark.skipif(
-    bool(isa.level_of_this_process()) or not panels.is_supported(), reason="few rows go through oneDNN on this machine"
+    bool(isa.level_of_this_process()) or not packed_gemm.is_supported(),
+    reason="few rows go through oneDNN on this machine",
 )
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(768, 1280), (2048, 128), (320, 64), (96, 192)])

@@ -11,10 +11,10 @@ import pytest
 
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
+from pdserve.engine.build_engine import open_rank
 from pdserve.engine.interface import Row
 from pdserve.engine.measure_memory import largest_steps, measure_use
 from pdserve.engine.memory_plan import PoolUnit
-from pdserve.engine.opening import open_rank
 from pdserve.engine.sharding import WHOLE
 from pdserve.engine.toy import ToyEngine
 
@@ -187,11 +187,11 @@ def test_an_engine_takes_what_its_device_leaves(tiny: Callable[[str], Path]) -> 
 
 
 def test_a_host_engine_says_what_it_takes(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from pdserve.engine import opening
+    from pdserve.engine import build_engine
 
-    monkeypatch.setattr(opening, "available_bytes", lambda device: 80_000_000)
+    monkeypatch.setattr(build_engine, "available_bytes", lambda device: 80_000_000)
     config = WorkerConfig(model=str(tiny("llama")), worker_id="w", device="cpu")
-    engine = opening.open_torch_engine(config)
+    engine = build_engine.open_torch_engine(config)
     plan = engine.memory
     assert plan is not None
     block_bytes = engine.spec.block_bytes

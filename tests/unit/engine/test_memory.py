@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pdserve.core.errors import ConfigError
-from pdserve.engine import opening
+from pdserve.engine import build_engine
 from pdserve.engine.config import read_config
 from pdserve.engine.host_limits import cgroup_bytes, free_bytes, host_bytes, usable_cores
 from pdserve.engine.interface import Engine
@@ -34,8 +34,8 @@ def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
 def test_the_engine_asks_before_it_loads(
     tiny: Callable[[str], Path], open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "available_bytes", lambda device: 1000)
-    monkeypatch.setattr(opening, "load_weights", None)
+    monkeypatch.setattr(build_engine, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(build_engine, "load_weights", None)
     with pytest.raises(ConfigError, match="of weights and"):
         open_engine(tiny("llama"))
 

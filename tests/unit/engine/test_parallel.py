@@ -166,6 +166,6 @@ def test_rows_become_numbers_and_rows_again() -> None:
         ([4], 9, [1, 2], [7, 8]),
         ([1, 2, 3], 0, [5], []),
     ]
-    assert [r.num_draws for r in again] == [3, 0]
+    assert [r.num_samples for r in again] == [3, 0]
     assert (list(again[1].targets), again[1].num_top) == ([2, 3], 4)
     assert from_words([]) == []

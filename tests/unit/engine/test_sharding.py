@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.core.errors import ConfigError, ModelError
+from pdserve.engine.checkpoint_spec import Needs
 from pdserve.engine.config import read_config
-from pdserve.engine.cutting import cut_scale, cut_tensor
-from pdserve.engine.needs import Needs
 from pdserve.engine.parameters import build_weights
 from pdserve.engine.quantisation_config import Scheme
 from pdserve.engine.reading import Reader
 from pdserve.engine.safetensors_file import StoredTensor, open_checkpoint
 from pdserve.engine.sharding import Cut, Shard, rank_config
+from pdserve.engine.tensor_slices import cut_scale, cut_tensor
 
 
 @given(size=st.integers(1, 9), units=st.integers(1, 40), width=st.integers(1, 5))

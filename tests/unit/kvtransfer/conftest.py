@@ -13,8 +13,8 @@ from benchmarks.fake_device import DevicePool, FakeDevice
 from benchmarks.fake_ends import DEVICE_TRANSPORTS, stand_ins
 from benchmarks.secret import SECRET
 from benchmarks.transfer_proxy import Hook, Proxy
-from kvtransfer.disturbance import Disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
+from kvtransfer.fault_injector import FaultInjector
 from kvtransfer.faults import Fault
 from kvtransfer.frames import Tag
 from kvtransfer.lease import Lease
@@ -71,7 +71,7 @@ def make_pair(devices: dict[int, FakeDevice], monkeypatch: pytest.MonkeyPatch) -
     ) -> Pair:
         make_pool = DevicePool if transport in DEVICE_TRANSPORTS else HostPool
         source, landing = make_pool(num_blocks, block_bytes, seed=7), make_pool(num_blocks, block_bytes)
-        disturbance = None if fault_of is None else Disturbance(fault_of, block_bytes)
+        disturbance = None if fault_of is None else FaultInjector(fault_of, block_bytes)
         common: dict[str, Any] = {"transport": transport, "disturbance": disturbance, "lease": lease, "clock": clock}
         stamps = BlockStamps(num_blocks), BlockStamps(num_blocks)
         facts = facts or fingerprint(block_bytes)

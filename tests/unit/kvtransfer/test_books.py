@@ -16,11 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtransfer import departures, landings
-from kvtransfer.departures import Departures, Job
+from kvtransfer import receive_transfers, send_transfers
 from kvtransfer.frames import Tag
-from kvtransfer.landings import Claim, Landings
 from kvtransfer.parts import Part
+from kvtransfer.receive_transfers import Claim, ReceiveTransfers
+from kvtransfer.send_transfers import Job, SendTransfers
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.grant import Grant, TransferKey
@@ -59,8 +59,10 @@ class World:
     is_faulty: bool = True
     now_s: float = 0.0
     writer: int = 1
-    book: Landings = field(default_factory=lambda: Landings(STAMPS, grace_s=1.0, stall_s=1e6, unclaimed_s=1e6))
-    out: Departures = field(default_factory=lambda: Departures(1, STAMPS, stall_s=1e6))
+    book: ReceiveTransfers = field(
+        default_factory=lambda: ReceiveTransfers(STAMPS, grace_s=1.0, stall_s=1e6, unclaimed_s=1e6)
+    )
+    out: SendTransfers = field(default_factory=lambda: SendTransfers(1, STAMPS, stall_s=1e6))
     to_receiver: deque[Any] = field(default_factory=deque)
     to_sender: deque[Any] = field(default_factory=deque)
     landing: dict[int, int] = field(default_factory=dict)  # block -> value
@@ -83,12 +85,12 @@ class World:
 
     # Acting on what the books decide.
 
-    def receiver_acts(self, actions: list[landings.Action]) -> None:
+    def receiver_acts(self, actions: list[receive_transfers.Action]) -> None:
         for action in actions:
-            if isinstance(action, landings.Answer):
+            if isinstance(action, receive_transfers.Answer):
                 self.to_sender.append(action)
                 continue
-            if isinstance(action, landings.Sever):
+            if isinstance(action, receive_transfers.Sever):
                 self.must_cut = True
                 continue
             key, outcome = action.received.key, action.received.outcome
@@ -108,9 +110,9 @@ class World:
             for block in grant.blocks:
                 self.landing[block] = SCRIBBLE
 
-    def sender_acts(self, actions: list[departures.Action]) -> None:
+    def sender_acts(self, actions: list[send_transfers.Action]) -> None:
         for action in actions:
-            if isinstance(action, departures.Report):
+            if isinstance(action, send_transfers.Report):
                 key = action.sent.key
                 self.sender_said[key] += 1
                 assert self.sender_said[key] == 1, f"{key} was told twice"
@@ -185,9 +187,9 @@ class World:
         if self.writing is not None or not self.to_receiver:
             return
         message = self.to_receiver.popleft()
-        if isinstance(message, departures.Announce):
+        if isinstance(message, send_transfers.Announce):
             self.receiver_acts(self.book.announce(message.tag, self.writer))
-        elif isinstance(message, departures.Retract):
+        elif isinstance(message, send_transfers.Retract):
             self.receiver_acts(self.book.retract(message.tag, self.writer, message.error, self.now_s))
         else:
             claim = self.book.claim(
@@ -317,16 +319,18 @@ def check_the_end(world: World) -> None:
     assert world.out.stats.verified + world.out.stats.failed + world.out.stats.cancelled == len(world.grants)
 
 
-def opened(blocks: tuple[int, ...] = (0, 1, 2, 3), deadline_at_s: float | None = None) -> tuple[Landings, Grant, Tag]:
-    book, grant = Landings(STAMPS, grace_s=1.0), grant_of("t", 1, 1, blocks)
+def opened(
+    blocks: tuple[int, ...] = (0, 1, 2, 3), deadline_at_s: float | None = None
+) -> tuple[ReceiveTransfers, Grant, Tag]:
+    book, grant = ReceiveTransfers(STAMPS, grace_s=1.0), grant_of("t", 1, 1, blocks)
     assert book.expect(grant, 0.0, deadline_at_s) == []
-    tag = landings.tag_of(grant.key)
+    tag = receive_transfers.tag_of(grant.key)
     assert book.announce(tag, 1) == []
     return book, grant, tag
 
 
-def outcomes_of(actions: list[landings.Action]) -> list[tuple[ReceiveOutcome, str]]:
-    return [(a.received.outcome, a.received.error) for a in actions if isinstance(a, landings.Report)]
+def outcomes_of(actions: list[receive_transfers.Action]) -> list[tuple[ReceiveOutcome, str]]:
+    return [(a.received.outcome, a.received.error) for a in actions if isinstance(a, receive_transfers.Report)]
 
 
 def test_a_chunk_of_an_old_generation_or_attempt_gets_no_claim_and_is_counted() -> None:
@@ -352,10 +356,10 @@ def test_a_chunk_outside_the_grant_or_over_another_gets_no_claim() -> None:
 
 
 def test_an_empty_grant_is_verified_at_once_and_a_late_announcement_learns_it() -> None:
-    book, grant = Landings(STAMPS), grant_of("t", 1, 1, ())
+    book, grant = ReceiveTransfers(STAMPS), grant_of("t", 1, 1, ())
     assert outcomes_of(book.expect(grant, 0.0, None)) == [(ReceiveOutcome.VERIFIED, "")]
-    tag = landings.tag_of(grant.key)
-    assert book.announce(tag, 5) == [landings.Answer(5, tag, True)]
+    tag = receive_transfers.tag_of(grant.key)
+    assert book.announce(tag, 5) == [receive_transfers.Answer(5, tag, True)]
 
 
 def test_a_last_chunk_that_leaves_a_gap_fails_the_transfer_at_once() -> None:
@@ -364,7 +368,7 @@ def test_a_last_chunk_that_leaves_a_gap_fails_the_transfer_at_once() -> None:
     assert claim is not None
     actions = book.settle(claim, 1, True, True, 0.0)
     assert outcomes_of(actions) == [(ReceiveOutcome.FAILED, "3 of 4 blocks never came")]
-    assert landings.Answer(1, tag, False, "3 of 4 blocks never came") in actions
+    assert receive_transfers.Answer(1, tag, False, "3 of 4 blocks never came") in actions
 
 
 def test_an_abort_that_does_not_drain_in_time_is_quarantined_and_then_drained() -> None:
@@ -399,17 +403,17 @@ def test_an_abort_of_what_ended_or_never_was_does_nothing() -> None:
 
 
 def test_alarms_of_ended_transfers_do_not_pile_up() -> None:
-    book = Landings(STAMPS)
+    book = ReceiveTransfers(STAMPS)
     for generation in range(5000):
         grant = grant_of("t", 1, generation, (0,))
         book.expect(grant, 0.0, 600.0)
         book.abort(grant.key, 0.0)
     assert len(book._alarms) < 300
-    assert len(book._ended) <= landings.REMEMBERED
+    assert len(book._ended) <= receive_transfers.REMEMBERED
 
 
 def test_chunks_of_two_transfers_take_turns() -> None:
-    out = Departures(1, STAMPS)
+    out = SendTransfers(1, STAMPS)
     out.linked()
     for name in ("long", "short"):
         grant = grant_of(name, 1, 1, tuple(range(4)))
@@ -426,7 +430,7 @@ def test_chunks_of_two_transfers_take_turns() -> None:
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_the_last_chunk_is_the_last_one_sent(order: tuple[int, ...]) -> None:
     """Copies on several streams end in any order. A receiver that hears "last" too early reports missing blocks."""
-    out = Departures(1, STAMPS)
+    out = SendTransfers(1, STAMPS)
     out.linked()
     grant = grant_of("t", 1, 1, tuple(range(6)))
     out.start(grant, 0.0, None)
@@ -456,10 +460,10 @@ def test_a_connection_that_ends_closes_the_writes_that_it_had_open() -> None:
 
 
 def test_the_end_of_one_lane_does_not_close_the_writes_of_another() -> None:
-    book = Landings(STAMPS, grace_s=1.0)
+    book = ReceiveTransfers(STAMPS, grace_s=1.0)
     grant = grant_of("t", 1, 1, (0, 1))
     book.expect(grant, 0.0, None)
-    tag = landings.tag_of(grant.key)
+    tag = receive_transfers.tag_of(grant.key)
     claims = []
     for lane, writer in enumerate((1, 2)):
         assert book.announce(tag, writer, lane, num_lanes=2) == []
@@ -476,7 +480,7 @@ def lane_stamps(tag: Tag, lane: int) -> bytes:
 
 
 def test_a_deadline_before_the_sender_came_says_that_no_block_did() -> None:
-    book, grant = Landings(STAMPS), grant_of("t", 1, 1, (0, 1, 2, 3))
+    book, grant = ReceiveTransfers(STAMPS), grant_of("t", 1, 1, (0, 1, 2, 3))
     book.expect(grant, 0.0, 5.0)
     error = "the deadline passed when 0 of 4 blocks had come"
     assert outcomes_of(book.expire(5.0)) == [(ReceiveOutcome.FAILED, error)]
@@ -484,7 +488,7 @@ def test_a_deadline_before_the_sender_came_says_that_no_block_did() -> None:
 
 @pytest.mark.parametrize(("groups", "pieces"), [(1, "1 of 2 blocks"), (2, "1 of 4 parts of blocks")])
 def test_a_sender_says_at_its_deadline_how_far_it_came(groups: int, pieces: str) -> None:
-    out, grant = Departures(1, STAMPS), grant_of("t", 1, 1, (0, 1))
+    out, grant = SendTransfers(1, STAMPS), grant_of("t", 1, 1, (0, 1))
     out.linked()
     out.start(grant, 0.0, 5.0, groups=groups)
     out.push(grant.key, [(0, 0)], False, 1.0, groups=range(1))
@@ -492,42 +496,42 @@ def test_a_sender_says_at_its_deadline_how_far_it_came(groups: int, pieces: str)
     assert job is not None
     out.written(job, 1.0)
     assert out.expire(4.9) == []
-    [sent] = [one.sent for one in out.expire(5.0) if isinstance(one, departures.Report)]
+    [sent] = [one.sent for one in out.expire(5.0) if isinstance(one, send_transfers.Report)]
     assert sent.error == f"the deadline passed when {pieces} were sent"
 
 
 def test_a_block_that_is_pushed_twice_is_named() -> None:
-    out, grant = Departures(1, STAMPS), grant_of("t", 1, 1, (0, 1, 2, 3))
+    out, grant = SendTransfers(1, STAMPS), grant_of("t", 1, 1, (0, 1, 2, 3))
     out.linked()
     out.start(grant, 0.0, None)
     out.push(grant.key, [(0, 0), (1, 1)], False, 0.0)
     [sent] = [
-        one.sent for one in out.push(grant.key, [(1, 1), (2, 2)], False, 0.0) if isinstance(one, departures.Report)
+        one.sent for one in out.push(grant.key, [(1, 1), (2, 2)], False, 0.0) if isinstance(one, send_transfers.Report)
     ]
     assert (sent.outcome, sent.error) == (SendOutcome.FAILED, "blocks 1..2 of 4 were pushed twice")
 
 
 def test_a_transfer_that_was_given_up_before_the_connection_is_retracted_over_it() -> None:
     """The receiver learns of it, so that it does not wait for its own deadline."""
-    out, grant, empty = Departures(1, STAMPS), grant_of("t", 1, 1, (0, 1)), grant_of("empty", 1, 1, ())
+    out, grant, empty = SendTransfers(1, STAMPS), grant_of("t", 1, 1, (0, 1)), grant_of("empty", 1, 1, ())
     for each in (grant, empty):
         out.start(each, 0.0, None)
         out.abort(each.key, 1.0)
     assert out.needs_link
-    retract = departures.Retract(landings.tag_of(grant.key), "aborted by the sender", True)
+    retract = send_transfers.Retract(receive_transfers.tag_of(grant.key), "aborted by the sender", True)
     assert out.linked() == [retract], "the grant of nothing needs no word"
     assert not out.needs_link
     assert out.linked() == []
 
 
 def test_a_cut_closes_the_reads_of_its_transfers_and_says_nothing_over_the_connection() -> None:
-    out, grant = Departures(1, STAMPS), grant_of("t", 1, 1, (0, 1))
+    out, grant = SendTransfers(1, STAMPS), grant_of("t", 1, 1, (0, 1))
     out.linked()
     out.start(grant, 0.0, None)
     out.push(grant.key, [(0, 0), (1, 1)], True, 0.0)
     assert out.take(1, 0.0) is not None
     [report] = out.cut("the connection broke", 1.0)
-    assert isinstance(report, departures.Report)
+    assert isinstance(report, send_transfers.Report)
     assert (report.sent.outcome, report.sent.error) == (SendOutcome.FAILED, "the connection broke")
     assert out.keys == []
     assert not out.needs_link
@@ -535,15 +539,15 @@ def test_a_cut_closes_the_reads_of_its_transfers_and_says_nothing_over_the_conne
 
 
 def test_a_transfer_that_was_verified_is_not_retracted_over_a_later_connection() -> None:
-    out, grant = Departures(1, STAMPS), grant_of("t", 1, 1, (0,))
+    out, grant = SendTransfers(1, STAMPS), grant_of("t", 1, 1, (0,))
     out.linked()
     out.start(grant, 0.0, None)
     out.push(grant.key, [(0, 0)], True, 0.0)
     job = out.take(1, 0.0)
     assert job is not None
     out.written(job, 0.0)
-    [report] = out.done(landings.tag_of(grant.key), 1.0)
-    assert isinstance(report, departures.Report)
+    [report] = out.done(receive_transfers.tag_of(grant.key), 1.0)
+    assert isinstance(report, send_transfers.Report)
     assert report.sent.outcome is SendOutcome.SENT
     assert not out.needs_link
     assert out.linked() == []
@@ -553,10 +557,12 @@ def test_an_announcement_that_is_not_expected_is_answered_and_counted() -> None:
     book, _, tag = opened()
     unknown = tag._replace(generation=9)
     refused = "the receiver does not expect this transfer"
-    assert book.announce(unknown, 1) == [landings.Answer(1, unknown, False, refused)]
-    assert book.announce(tag, 2) == [landings.Answer(2, tag, False, f"{refused}: lane 0 has its writer")]
-    assert book.announce(tag, 1, lane=1) == [landings.Answer(1, tag, False, f"{refused}: lane 1 is not of 1")]
-    assert book.announce(tag, 1, lane=-1) == [landings.Answer(1, tag, False, f"{refused}: lane -1 is not of 1")]
+    assert book.announce(unknown, 1) == [receive_transfers.Answer(1, unknown, False, refused)]
+    assert book.announce(tag, 2) == [receive_transfers.Answer(2, tag, False, f"{refused}: lane 0 has its writer")]
+    assert book.announce(tag, 1, lane=1) == [receive_transfers.Answer(1, tag, False, f"{refused}: lane 1 is not of 1")]
+    assert book.announce(tag, 1, lane=-1) == [
+        receive_transfers.Answer(1, tag, False, f"{refused}: lane -1 is not of 1")
+    ]
     assert book.stats.late_messages == 4
     assert book.announce(tag, 1) == [], "the writer repeats itself"
     assert book.stats.late_messages == 4
@@ -568,7 +574,7 @@ def test_a_sender_that_gives_up_ends_the_transfer_at_once(is_cancelled: bool, co
     assert book.retract(tag, 2, "not mine", 0.0) == [], "only the writer speaks for it"
     actions = book.retract(tag, 1, "the client left", 1.0, is_cancelled=is_cancelled)
     assert outcomes_of(actions) == [(ReceiveOutcome.FAILED, "the sender gave up: the client left")]
-    assert not [one for one in actions if isinstance(one, landings.Answer)], "it knows"
+    assert not [one for one in actions if isinstance(one, receive_transfers.Answer)], "it knows"
     assert getattr(book.stats, count) == 1
     assert book.retract(tag, 1, "again", 2.0) == []
     assert book.stats.late_messages == 2
@@ -576,22 +582,22 @@ def test_a_sender_that_gives_up_ends_the_transfer_at_once(is_cancelled: bool, co
 
 @pytest.mark.parametrize(("groups", "pieces"), [(1, "2 of 4 blocks"), (2, "6 of 8 parts of blocks")])
 def test_a_last_push_that_leaves_a_gap_fails_the_transfer(groups: int, pieces: str) -> None:
-    out, grant = Departures(1, STAMPS), grant_of("t", 1, 1, (0, 1, 2, 3))
+    out, grant = SendTransfers(1, STAMPS), grant_of("t", 1, 1, (0, 1, 2, 3))
     out.linked()
     out.start(grant, 0.0, None, groups=groups)
     actions = out.push(grant.key, [(0, 0), (3, 3)], True, 0.0, groups=range(1))
-    [sent] = [one.sent for one in actions if isinstance(one, departures.Report)]
+    [sent] = [one.sent for one in actions if isinstance(one, send_transfers.Report)]
     assert (sent.outcome, sent.error) == (SendOutcome.FAILED, f"the last push leaves {pieces} out")
 
 
 @pytest.mark.parametrize(("is_cancelled", "count"), [(False, "failed"), (True, "cancelled")])
 def test_a_receiver_that_gives_up_ends_the_transfer_of_the_sender(is_cancelled: bool, count: str) -> None:
-    out, grant = Departures(1, STAMPS), grant_of("t", 1, 1, (0, 1))
-    tag = landings.tag_of(grant.key)
+    out, grant = SendTransfers(1, STAMPS), grant_of("t", 1, 1, (0, 1))
+    tag = receive_transfers.tag_of(grant.key)
     out.linked()
     out.start(grant, 0.0, None)
     [report] = out.refused(tag, "no memory", 1.0, is_cancelled=is_cancelled)
-    assert isinstance(report, departures.Report), "the receiver knows, so that nothing is said to it"
+    assert isinstance(report, send_transfers.Report), "the receiver knows, so that nothing is said to it"
     assert (report.sent.outcome, report.sent.error) == (SendOutcome.FAILED, "the receiver refused: no memory")
     assert getattr(out.stats, count) == 1
     assert out.refused(tag, "again", 2.0) == []
@@ -600,8 +606,8 @@ def test_a_receiver_that_gives_up_ends_the_transfer_of_the_sender(is_cancelled: 
 
 
 def test_a_refusal_while_a_block_is_read_waits_for_the_read() -> None:
-    out, grant = Departures(1, STAMPS), grant_of("t", 1, 1, (0, 1))
-    tag = landings.tag_of(grant.key)
+    out, grant = SendTransfers(1, STAMPS), grant_of("t", 1, 1, (0, 1))
+    tag = receive_transfers.tag_of(grant.key)
     out.linked()
     out.start(grant, 0.0, None)
     out.push(grant.key, [(0, 0), (1, 1)], True, 0.0)
@@ -612,7 +618,7 @@ def test_a_refusal_while_a_block_is_read_waits_for_the_read() -> None:
     assert out.stats.late_messages == 1
     assert out.take(1, 1.0) is None, "no further block is read"
     [report] = out.written(job, 2.0)
-    assert isinstance(report, departures.Report)
+    assert isinstance(report, send_transfers.Report)
     assert report.sent.error == "the receiver refused: no memory"
 
 
@@ -624,7 +630,7 @@ def test_a_refusal_while_a_block_is_read_waits_for_the_read() -> None:
     ],
 )
 def test_a_transfer_without_a_deadline_ends_by_its_lease(is_sent: bool, ends_at_s: float, error: str) -> None:
-    out, grant = Departures(1, STAMPS, stall_s=7.0, unconfirmed_s=3.0), grant_of("t", 1, 1, (0, 1))
+    out, grant = SendTransfers(1, STAMPS, stall_s=7.0, unconfirmed_s=3.0), grant_of("t", 1, 1, (0, 1))
     out.linked()
     out.start(grant, 0.0, None)
     out.push(grant.key, [(0, 0), (1, 1)] if is_sent else [(0, 0)], is_sent, 1.0)
@@ -633,6 +639,6 @@ def test_a_transfer_without_a_deadline_ends_by_its_lease(is_sent: bool, ends_at_
     out.written(job, 1.0)
     assert out.next_alarm_s == ends_at_s
     assert out.expire(ends_at_s - 0.1) == []
-    [sent] = [one.sent for one in out.expire(ends_at_s) if isinstance(one, departures.Report)]
+    [sent] = [one.sent for one in out.expire(ends_at_s) if isinstance(one, send_transfers.Report)]
     assert (sent.outcome, sent.error) == (SendOutcome.FAILED, error)
     assert (out.stats.failed, out.next_alarm_s) == (1, None)

@@ -308,7 +308,9 @@ def test_the_last_chunk_taken_may_be_sent_first(
 ) -> None:
     """A mutant: "last" is said by the order of the pushes. The receiver then misses blocks."""
     monkeypatch.setattr(
-        "kvtransfer.departure.Departure.is_stamped", property(lambda departure: not departure.pending), raising=True
+        "kvtransfer.send_transfer.SendTransfer.is_stamped",
+        property(lambda departure: not departure.pending),
+        raising=True,
     )
     shuffled(5)
     pair = make_pair("cuda_ipc")

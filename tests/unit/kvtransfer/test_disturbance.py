@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.disturbance import Disturbance, make_disturbance
+from kvtransfer.fault_injector import FaultInjector, make_fault_injector
 from kvtransfer.faults import Fault, FaultKind, Where, parse
 from kvtransfer.frames import Frame, Kind, Tag, tag_of
 from kvtransfer.lease import Lease
@@ -197,7 +197,7 @@ def test_a_frame_without_its_tail_swallows_what_follows(make_pair: Callable[...,
 
 
 def test_a_frame_that_its_sender_did_not_finish_is_not_passed_on() -> None:
-    (mine, theirs), trap = socket.socketpair(), Disturbance(lambda tag: None, 4096)
+    (mine, theirs), trap = socket.socketpair(), FaultInjector(lambda tag: None, 4096)
     theirs.settimeout(WAIT_S)
     near = trap.between(mine, TcpSend())
     whole = Frame(Kind.ANNOUNCE, Tag(bytes(16), 1, 1)).encode()
@@ -212,9 +212,9 @@ def test_a_thread_that_runs_on_for_a_moment_after_the_signal_does_nothing_meanwh
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[int] = []
-    monkeypatch.setattr("kvtransfer.disturbance.os.kill", lambda process, number: sent.append(number))
-    monkeypatch.setattr("kvtransfer.disturbance.subprocess.Popen", lambda *_, **__: None)
-    trap = Disturbance(lambda tag: None, 4096)
+    monkeypatch.setattr("kvtransfer.fault_injector.os.kill", lambda process, number: sent.append(number))
+    monkeypatch.setattr("kvtransfer.fault_injector.subprocess.Popen", lambda *_, **__: None)
+    trap = FaultInjector(lambda tag: None, 4096)
     began_s = time.monotonic()
     trap.end_process(Fault(FaultKind.STOP, Where.SENT, 0, 0.05, 0.5))
     assert time.monotonic() - began_s >= 0.05
@@ -225,7 +225,7 @@ def test_a_thread_that_runs_on_for_a_moment_after_the_signal_does_nothing_meanwh
 
 LATE = """
 import subprocess, threading, time
-from kvtransfer.disturbance import Disturbance
+from kvtransfer.fault_injector import FaultInjector
 from kvtransfer.faults import Fault, FaultKind, Where
 popen = subprocess.Popen
 
@@ -235,7 +235,7 @@ def late(*words, **options):
     return started
 
 subprocess.Popen = late
-trap = Disturbance(lambda tag: None, 4096)
+trap = FaultInjector(lambda tag: None, 4096)
 stop = Fault(FaultKind.STOP, Where.SENT, 0, 0.01, 0.5)
 threads = [threading.Thread(target=trap.end_process, args=(stop,)) for _ in range(2)]
 for thread in threads:
@@ -251,8 +251,8 @@ def test_a_process_that_is_stopped_late_is_woken() -> None:
 
 
 def test_a_workers_setting_makes_the_plan_that_it_says_and_none_makes_nobody() -> None:
-    assert make_disturbance("", 4096) is None
-    trap = make_disturbance("seed=7,share=1,drop=1", 4096)
+    assert make_fault_injector("", 4096) is None
+    trap = make_fault_injector("seed=7,share=1,drop=1", 4096)
     assert trap is not None
     plan, tag = parse("seed=7,share=1,drop=1"), Tag(bytes(16), 1, 1)
     fault = plan.fault_of(tag)
@@ -260,13 +260,13 @@ def test_a_workers_setting_makes_the_plan_that_it_says_and_none_makes_nobody() -
     met = [trap.due(tag, fault.where) for _ in range(fault.nth + 1)]
     assert met == [None] * fault.nth + [fault]
     with pytest.raises(ConfigError):
-        make_disturbance("explode=1", 4096)
+        make_fault_injector("explode=1", 4096)
 
 
 def test_frames_are_counted_for_a_limited_number_of_transfers() -> None:
     """A worker that injects faults for days does not grow."""
     fault = Fault(FaultKind.DROP, Where.SENT, 1, 0.1, 0.5)
-    trap = Disturbance(lambda tag: fault, 4096)
+    trap = FaultInjector(lambda tag: fault, 4096)
     for generation in range(2000):
         assert trap.due(Tag(bytes(16), 1, generation), Where.SENT) is None
     assert len(trap._frames) <= 1024
@@ -282,14 +282,14 @@ def test_without_faults_there_is_nobody_in_the_middle(make_pair: Callable[..., P
 
 PROCESS = """
 import socket, sys, time
-from kvtransfer.disturbance import Disturbance
+from kvtransfer.fault_injector import FaultInjector
 from kvtransfer.faults import Fault, FaultKind, Where
 from kvtransfer.frames import Tag
 from kvtransfer.frames import Frame, Kind
 from kvtransfer.transports.tcp import TcpSend
 where = Where(sys.argv[2])
 fault = Fault(FaultKind(sys.argv[1]), where, 1, 0.3, 0.5)
-trap = Disturbance(lambda tag: fault, 4096)
+trap = FaultInjector(lambda tag: fault, 4096)
 tag = Tag(bytes(16), 1, 1)
 mine, theirs = socket.socketpair()
 near = trap.between(mine, TcpSend())

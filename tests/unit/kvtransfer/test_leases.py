@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvtransfer import landings
-from kvtransfer.departures import Departures, Report, Retract
+from kvtransfer import receive_transfers
 from kvtransfer.frames import Frame, Kind, tag_of
-from kvtransfer.landing import Claim
-from kvtransfer.landings import Landings, Sever
-from kvtransfer.lease import Lease, Pulse
+from kvtransfer.lease import Heartbeat, Lease
 from kvtransfer.parts import WHOLE
+from kvtransfer.receive_transfer import Claim
+from kvtransfer.receive_transfers import ReceiveTransfers, Sever
+from kvtransfer.send_transfers import Report, Retract, SendTransfers
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from pdserve.core.errors import ConfigError
@@ -36,7 +36,7 @@ TAG = tag_of(GRANT.key)
 
 
 def test_a_pulse_is_due_each_beat_and_silent_after_its_time() -> None:
-    pulse = Pulse(Lease(beat_s=1.0, silence_s=3.0), 10.0)
+    pulse = Heartbeat(Lease(beat_s=1.0, silence_s=3.0), 10.0)
     assert (pulse.is_due(10.9), pulse.left_s(10.9)) == (False, pytest.approx(0.1))
     assert pulse.is_due(11.0)
     assert not pulse.is_due(11.5)
@@ -58,19 +58,21 @@ def test_a_lease_that_cannot_work_is_a_config_error(changes: dict[str, float], f
 # The receiver's book.
 
 
-def book(deadline_at_s: float | None = None) -> Landings:
-    book = Landings(BlockStamps(8), grace_s=1.0, quarantine_s=4.0, stall_s=60.0, unclaimed_s=120.0)
+def book(deadline_at_s: float | None = None) -> ReceiveTransfers:
+    book = ReceiveTransfers(BlockStamps(8), grace_s=1.0, quarantine_s=4.0, stall_s=60.0, unclaimed_s=120.0)
     book.expect(GRANT, 0.0, deadline_at_s)
     return book
 
 
-def ends_of(actions: list[landings.Action]) -> list[tuple[str, str]]:
-    return [(one.received.outcome.value, one.received.error) for one in actions if isinstance(one, landings.Report)]
+def ends_of(actions: list[receive_transfers.Action]) -> list[tuple[str, str]]:
+    return [
+        (one.received.outcome.value, one.received.error) for one in actions if isinstance(one, receive_transfers.Report)
+    ]
 
 
-def rung(it: Landings, until_s: float) -> list[landings.Action]:
+def rung(it: ReceiveTransfers, until_s: float) -> list[receive_transfers.Action]:
     """Every alarm up to a time, as the receiver's clock rings them."""
-    actions: list[landings.Action] = []
+    actions: list[receive_transfers.Action] = []
     while it.next_alarm_s is not None and it.next_alarm_s <= until_s:
         actions += it.expire(it.next_alarm_s)
     return actions
@@ -100,7 +102,7 @@ def test_a_deadline_is_all_that_counts_where_there_is_one() -> None:
     assert ends_of(rung(it, 500.0)) == [("failed", "the deadline passed when 0 of 2 blocks had come")]
 
 
-def writing(it: Landings) -> Claim:
+def writing(it: ReceiveTransfers) -> Claim:
     it.announce(TAG, 7)
     claim = it.claim(TAG, 7, 0, pack([0, 0], 5, 1), 0.0, WHOLE)
     assert claim is not None
@@ -142,7 +144,7 @@ def test_a_write_that_ends_in_time_severs_nobody() -> None:
 
 
 def test_a_departure_without_deadline_ends_when_nothing_is_pushed_or_taken() -> None:
-    out = Departures(1, BlockStamps(8), stall_s=60.0)
+    out = SendTransfers(1, BlockStamps(8), stall_s=60.0)
     out.start(GRANT, 0.0, None)
     out.linked()
     out.push(GRANT.key, [(0, 0)], False, 30.0)
@@ -156,9 +158,9 @@ def test_a_departure_without_deadline_ends_when_nothing_is_pushed_or_taken() -> 
     assert report.sent.error == retract.error == "nothing was pushed or taken for 60 s"  # type: ignore[union-attr]
 
 
-def sent_whole(grant: Grant, deadline_at_s: float | None, num_lanes: int = 1) -> Departures:
+def sent_whole(grant: Grant, deadline_at_s: float | None, num_lanes: int = 1) -> SendTransfers:
     """The last block is on the wire at 10 s."""
-    out = Departures(1, BlockStamps(8), stall_s=60.0, unconfirmed_s=5.0)
+    out = SendTransfers(1, BlockStamps(8), stall_s=60.0, unconfirmed_s=5.0)
     out.start(grant, 0.0, deadline_at_s, num_lanes=num_lanes)
     out.linked()
     out.push(grant.key, [(0, 0), (1, 1)], True, 0.0)
@@ -185,7 +187,7 @@ def test_a_transfer_that_was_sent_whole_and_is_not_confirmed_leaves_time_for_ano
 
 def test_an_owner_who_has_nothing_to_add_does_not_put_the_end_off() -> None:
     """The last push may be empty, and come when everything is on the wire already."""
-    out = Departures(1, BlockStamps(8), stall_s=60.0, unconfirmed_s=5.0)
+    out = SendTransfers(1, BlockStamps(8), stall_s=60.0, unconfirmed_s=5.0)
     out.start(GRANT, 0.0, 500.0)
     out.linked()
     out.push(GRANT.key, [(0, 0), (1, 1)], False, 0.0)
@@ -208,7 +210,7 @@ def test_one_lane_of_several_waits_for_the_others() -> None:
 
 
 def test_source_blocks_that_are_read_after_the_end_cost_the_connection() -> None:
-    out = Departures(1, BlockStamps(8), grace_s=0.5)
+    out = SendTransfers(1, BlockStamps(8), grace_s=0.5)
     out.start(GRANT, 0.0, 10.0)
     out.linked()
     out.push(GRANT.key, [(0, 0)], False, 0.0)
@@ -227,7 +229,7 @@ def test_source_blocks_that_are_read_after_the_end_cost_the_connection() -> None
 # Real connections.
 
 
-def pulses(pair: Pair) -> list[Pulse]:
+def pulses(pair: Pair) -> list[Heartbeat]:
     """Of both ends of the pair's own connection."""
     outbounds = [one for one in pair.sender.plain._pairs.values() if one._endpoint == pair.host.endpoint]
     inbounds = [one for one in pair.receiver._connections.values() if one.peer and one.peer.sender_id == "p0"]

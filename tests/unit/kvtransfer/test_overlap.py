@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.busy import Busy
+from kvtransfer.busy import LinkBusyTime
 from kvtransfer.frames import tag_of
 from tests.unit.kvtransfer.harness import BLOCK_BYTES, Clock, Pair, wait_for
 
 
 def busy(*chunks: tuple[float, float]) -> float:
-    one = Busy()
+    one = LinkBusyTime()
     for begin_s, end_s in chunks:
         one.begin(begin_s)
         one.end(end_s)
@@ -35,7 +35,7 @@ def test_waits_for_more_to_send_are_no_time_of_the_link(chunks: list[tuple[float
 
 
 def test_chunks_at_once_count_once() -> None:
-    one = Busy()
+    one = LinkBusyTime()
     for at_s, call in ((0.0, one.begin), (1.0, one.begin), (2.0, one.end), (5.0, one.end)):
         call(at_s)
     assert one.total_s == 5.0

@@ -18,11 +18,11 @@ from benchmarks.secret import SECRET
 from kvtransfer import fused, host, outbound
 from kvtransfer.channel import MAX_OUTBOX, Channel, Gone
 from kvtransfer.checksum import Checksum, available
-from kvtransfer.departures import Departures
 from kvtransfer.dial import Line
 from kvtransfer.frames import tag_of
 from kvtransfer.inbound import Inbound
 from kvtransfer.outbound import Outbound
+from kvtransfer.send_transfers import SendTransfers
 from kvtransfer.sender import StreamSender
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.shm import Shm, ShmReceive
@@ -102,7 +102,7 @@ def test_a_bug_in_a_senders_connection_ends_its_transfers_visibly_and_no_others(
     received, sent = pair.begin(grant := pair.grant((1, 2)))
     wait_for(lambda: bool(pair.receiver._book._open[tag_of(grant.key)].lanes), "the announcement")
     with monkeypatch.context() as patch:
-        patch.setattr(Departures, "take", broken)
+        patch.setattr(SendTransfers, "take", broken)
         pair.sender.push(grant.key, [(0, 5), (1, 6)], True)
         assert (received.wait().outcome, sent.wait().outcome) == (ReceiveOutcome.FAILED, SendOutcome.FAILED)
     assert sent.all[0].error == f"{pair.host.endpoint}: the connection's thread died"
@@ -145,13 +145,13 @@ def test_a_connection_that_is_made_too_late_is_closed_again(
     [connection] = pair.sender.plain._pairs.values()
     if is_heard:
 
-        def give_up(book: Departures, now_s: float) -> list[Any]:
+        def give_up(book: SendTransfers, now_s: float) -> list[Any]:
             """The connection comes up between the commands' being taken and the end."""
             go_on.set()
             wait_for(lambda: bool(connection._commands), "the word that it is up")
             raise outbound.Gone("the sender gives up")
 
-        monkeypatch.setattr(Departures, "expire", give_up)
+        monkeypatch.setattr(SendTransfers, "expire", give_up)
         connection.wake()
     else:
         connection.stop()

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.secret import SECRET
-from kvtransfer import landings
-from kvtransfer.departures import Departures
+from kvtransfer import receive_transfers
 from kvtransfer.endpoint import make_receiver
 from kvtransfer.frames import tag_of
-from kvtransfer.landings import Landings
 from kvtransfer.parts import MAX_GROUPS, WHOLE, Lanes, Part
+from kvtransfer.receive_transfers import ReceiveTransfers
+from kvtransfer.send_transfers import SendTransfers
 from kvtransfer.sender import StreamSender
 from kvtransfer.stamping import pack
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
@@ -112,15 +112,17 @@ GRANT = grant_of("t", 1, 5, (3, 4))
 TAG = tag_of(GRANT.key)
 
 
-def book() -> Landings:
-    book = Landings(BlockStamps(8))
+def book() -> ReceiveTransfers:
+    book = ReceiveTransfers(BlockStamps(8))
     book.expect(GRANT, 0.0, 10.0, [1, 2])
     assert book.announce(TAG, 10, 0, 2, num_lanes=2) == []
     assert book.announce(TAG, 20, 1, 1, num_lanes=2) == []
     return book
 
 
-def land(book: Landings, writer: int, part: Part, first: int, chains: list[int], is_last: bool = False) -> list[Any]:
+def land(
+    book: ReceiveTransfers, writer: int, part: Part, first: int, chains: list[int], is_last: bool = False
+) -> list[Any]:
     claim = book.claim(TAG, writer, first, pack(chains, 5, part.mask), 0.0, part)
     assert claim is not None
     assert book.enter(claim)
@@ -139,7 +141,7 @@ def test_a_transfer_is_whole_when_each_block_has_come_in_every_part_of_every_lan
 
 
 def test_nothing_is_whole_before_every_lane_has_spoken() -> None:
-    it = Landings(BlockStamps(8))
+    it = ReceiveTransfers(BlockStamps(8))
     it.expect(GRANT, 0.0, 10.0)
     it.announce(TAG, 10, 0, 1, num_lanes=2)
     assert land(it, 10, Part(0, 0, 1), 0, [1, 2], is_last=True) == []
@@ -190,7 +192,7 @@ def test_a_second_writer_of_a_lane_and_a_lane_that_is_not_there_are_refused() ->
 
 
 def test_the_first_sender_says_how_many_ranks_fill_the_blocks() -> None:
-    it = Landings(BlockStamps(8))
+    it = ReceiveTransfers(BlockStamps(8))
     it.expect(GRANT, 0.0, 10.0)
     assert it.announce(TAG, 10, 1, num_lanes=4) == []
     [other] = it.announce(TAG, 20, 0, num_lanes=2)
@@ -215,7 +217,7 @@ def test_a_fault_of_one_lane_reaches_all_and_frees_nothing_under_the_others_writ
     assert claim is not None
     assert it.enter(claim)
     [answer] = it.cut(10, "its rank died", 0.0)
-    assert isinstance(answer, landings.Answer)
+    assert isinstance(answer, receive_transfers.Answer)
     assert (answer.writer, answer.error) == (20, "its rank died")
     assert it.keys == [GRANT.key], "the other rank's write is open"
     [report] = it.leave(claim, 0.0)
@@ -231,7 +233,7 @@ def test_the_end_of_one_writer_closes_its_own_writes_only() -> None:
     for claim in claims:
         assert claim is not None
         assert it.enter(claim)
-    assert [type(action) for action in it.cut(10, "cut", 0.0)] == [landings.Answer]
+    assert [type(action) for action in it.cut(10, "cut", 0.0)] == [receive_transfers.Answer]
     [report] = it.cut(20, "cut", 0.0)
     assert report.received.outcome is ReceiveOutcome.FAILED  # type: ignore[union-attr]
 
@@ -253,8 +255,8 @@ def test_a_retraction_of_one_lane_is_told_to_the_others() -> None:
 # The sender's book.
 
 
-def departures(groups: int) -> Departures:
-    out = Departures(100, BlockStamps(8))
+def departures(groups: int) -> SendTransfers:
+    out = SendTransfers(100, BlockStamps(8))
     out.start(grant_of("t", 1, 5, (0, 1)), 0.0, None, lane=1, groups=groups)
     [announce] = out.linked()
     assert (announce.lane, announce.groups) == (1, groups)  # type: ignore[union-attr]

@@ -11,8 +11,8 @@ from benchmarks.fake_ends import stand_ins
 from benchmarks.fault_ranks import SHAPE, RankedStorage, Ranks, chain_of, fingerprint_of_ranks, text_of
 from benchmarks.fault_storage import Memory
 from benchmarks.secret import SECRET, TEXT
-from kvtransfer.disturbance import Disturbance
 from kvtransfer.endpoint import make_receiver, make_sender
+from kvtransfer.fault_injector import FaultInjector
 from kvtransfer.joined import JoinedReceiver, JoinedSender
 from kvtransfer.rank_link import RankLink, RemoteReceiver
 from kvtransfer.rank_server import RankServer
@@ -37,7 +37,7 @@ class Worker:
         self, name: str, degree: int, *, is_sender: bool, transport: str = "tcp", memory: Memory = "host"
     ) -> None:
         self.storage, self.name = RankedStorage(degree, memory), name
-        none = Disturbance(lambda tag: None, self.storage.pool.block_bytes)
+        none = FaultInjector(lambda tag: None, self.storage.pool.block_bytes)
         self.ranks = Ranks(self.storage, transport, name, f"{name}-1", none)
         facts = fingerprint_of_ranks(degree)
         common: dict[str, Any] = {
@@ -239,7 +239,7 @@ def test_a_grant_without_all_ranks_is_refused_by_name(worker: Callable[..., Work
 def server() -> Iterator[RankServer]:
     storage = RankedStorage(2)
     config = WorkerConfig(model="m", worker_id="d0", transport="tcp", cluster_secret=TEXT)
-    none = Disturbance(lambda tag: None, storage.pool.block_bytes)
+    none = FaultInjector(lambda tag: None, storage.pool.block_bytes)
     ranks = Ranks(storage, "tcp", "d0", "d0-1", none)
     assert config.worker_id == "d0"
     yield ranks.servers[0]
@@ -276,7 +276,7 @@ def test_a_rank_has_one_leader(server: RankServer) -> None:
 
 def test_an_endpoint_that_cannot_be_opened_says_why() -> None:
     storage = RankedStorage(2)
-    none = Disturbance(lambda tag: None, storage.pool.block_bytes)
+    none = FaultInjector(lambda tag: None, storage.pool.block_bytes)
     ranks = Ranks(storage, "nccl", "d0", "d0-1", none)
     with pytest.raises(ConfigError, match=r"rank 1: transport: got nccl"):
         RankLink(1, ranks.servers[0].address, LEADER, OPENING, 20.0)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.fake_device import FakeDevice
 from benchmarks.fake_lane import FakeLanes
-from kvtransfer.seats import Seat, Seats
+from kvtransfer.pair_slots import PairSlot, PairSlots
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.nccl import MOST_PAIRS, NCCL, Nccl
 from kvtransfer.transports.registry import TRANSPORTS
@@ -19,7 +19,7 @@ from tests.unit.kvtransfer.harness import WAIT_S, Pair, wait_for
 MakePair = Callable[..., Pair]
 
 
-def leaving(seat: Seat, asked: list[Seat]) -> Callable[[], None]:
+def leaving(seat: PairSlot, asked: list[PairSlot]) -> Callable[[], None]:
     """A pair that leaves as it is asked."""
 
     def ask() -> None:
@@ -31,12 +31,12 @@ def leaving(seat: Seat, asked: list[Seat]) -> Callable[[], None]:
 
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """For pairs that do leave, on a machine that has other things to do."""
-    monkeypatch.setattr("kvtransfer.seats.PATIENCE_S", WAIT_S)
-    monkeypatch.setattr("kvtransfer.seats.ANSWER_S", WAIT_S)
+    monkeypatch.setattr("kvtransfer.pair_slots.PATIENCE_S", WAIT_S)
+    monkeypatch.setattr("kvtransfer.pair_slots.ANSWER_S", WAIT_S)
 
 
 def test_the_pair_used_longest_ago_is_asked_first_and_no_more_than_needed() -> None:
-    seats, asked = Seats(3), list[Seat]()
+    seats, asked = PairSlots(3), list[PairSlot]()
     first, second, third = (seats.take() for _ in range(3))
     for seat in (first, second, third):
         seat.ask = leaving(seat, asked)
@@ -49,8 +49,8 @@ def test_the_pair_used_longest_ago_is_asked_first_and_no_more_than_needed() -> N
 
 
 def test_pairs_that_are_busy_stay_and_the_next_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.seats.ANSWER_S", 0.01)
-    seats, asked = Seats(2), list[Seat]()
+    monkeypatch.setattr("kvtransfer.pair_slots.ANSWER_S", 0.01)
+    seats, asked = PairSlots(2), list[PairSlot]()
     busy, idle = seats.take(), seats.take()
     busy.ask, idle.ask = (lambda: asked.append(busy)), leaving(idle, asked)
     seats.take()
@@ -63,10 +63,10 @@ def test_pairs_that_are_busy_stay_and_the_next_is_asked(monkeypatch: pytest.Monk
 
 
 def test_whoever_waits_has_a_limited_patience_for_all_that_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    seats, asked = Seats(2), list[int]()
+    seats, asked = PairSlots(2), list[int]()
     for number in range(2):
         seats.take().ask = lambda number=number: asked.append(number)  # type: ignore[misc]
-    monkeypatch.setattr("kvtransfer.seats.PATIENCE_S", 0.0)
+    monkeypatch.setattr("kvtransfer.pair_slots.PATIENCE_S", 0.0)
     with pytest.raises(TransferFailed, match="2 pairs are open"):
         seats.take()
     assert asked == [], "nobody is asked for a place that is not waited for any more"
@@ -113,8 +113,8 @@ def test_a_pair_with_an_open_transfer_is_not_ended_for_another(
     make_pair: MakePair, bounded: Callable[[int], Nccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bounded(2)
-    monkeypatch.setattr("kvtransfer.seats.PATIENCE_S", WAIT_S)
-    monkeypatch.setattr("kvtransfer.seats.ANSWER_S", 1.5)  # all that the idle one has, and what the busy one costs
+    monkeypatch.setattr("kvtransfer.pair_slots.PATIENCE_S", WAIT_S)
+    monkeypatch.setattr("kvtransfer.pair_slots.ANSWER_S", 1.5)  # all that the idle one has, and what the busy one costs
     busy, idle, late = (make_pair("nccl", num_blocks=4) for _ in range(3))
     grant = busy.grant((1, 2))
     received, sent = busy.begin(grant)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.departures import Departures, StaleSource
 from kvtransfer.dial import Line, dial
 from kvtransfer.frames import GREETING_BYTES, BadFrame, Frame, Greeting, Kind, decode_greeting, tag_of
-from kvtransfer.landings import Landings
+from kvtransfer.receive_transfers import ReceiveTransfers
+from kvtransfer.send_transfers import SendTransfers, StaleSource
 from kvtransfer.stamping import STAMP_BYTES, chains_in, difference, pack
 from kvtransfer.transport import ReceiveOutcome, SendOutcome
 from kvtransfer.transports.tcp import TcpReceive
@@ -75,9 +75,9 @@ def test_only_the_low_half_of_a_generation_travels() -> None:
 # The books.
 
 
-def departures() -> tuple[Departures, BlockStamps]:
+def departures() -> tuple[SendTransfers, BlockStamps]:
     stamps = BlockStamps(8)
-    out = Departures(1, stamps)
+    out = SendTransfers(1, stamps)
     out.start(grant_of("t", 1, 5, (0, 1)), 0.0, None)
     out.linked()
     stamps.begin((3, 4))
@@ -121,7 +121,7 @@ def test_a_source_block_that_was_reused_before_it_was_written_fails_the_transfer
 
 def test_the_life_that_counts_is_that_at_the_push_not_that_at_the_command() -> None:
     stamps = BlockStamps(8)
-    out = Departures(1, stamps)
+    out = SendTransfers(1, stamps)
     grant = grant_of("t", 1, 5, (0,))
     out.start(grant, 0.0, None)
     out.linked()
@@ -134,10 +134,10 @@ def test_the_life_that_counts_is_that_at_the_push_not_that_at_the_command() -> N
         out.stamp(job)
 
 
-def landing(chains: list[int] | None) -> tuple[Landings, BlockStamps]:
+def landing(chains: list[int] | None) -> tuple[ReceiveTransfers, BlockStamps]:
     stamps = BlockStamps(8)
     stamps.begin((5, 6))
-    book, grant = Landings(stamps), grant_of("t", 1, 5, (5, 6))
+    book, grant = ReceiveTransfers(stamps), grant_of("t", 1, 5, (5, 6))
     book.expect(grant, 0.0, None, chains)
     book.announce(tag_of(grant.key), 1)
     return book, stamps
@@ -199,7 +199,7 @@ def test_a_granted_block_that_was_handed_out_again_is_not_verified() -> None:
 
 
 def test_names_for_another_number_of_blocks_are_refused() -> None:
-    book = Landings(BlockStamps(8))
+    book = ReceiveTransfers(BlockStamps(8))
     with pytest.raises(InvalidRequest, match="chains: got 1 names, expected 2, one for each granted block"):
         book.expect(grant_of("t", 1, 5, (5, 6)), 0.0, None, [1])
 

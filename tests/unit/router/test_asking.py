@@ -32,7 +32,7 @@ def fleet() -> Fleet:
     for name in ("p0", "p1", "d0", "d1"):
         role = Role.PREFILL if name[0] == "p" else Role.DECODE
         state.handle(hello(name, role, life=1 if name[1] == "0" else 2), NOW_S)
-    return state._ledger.fleet
+    return state._cluster.fleet
 
 
 def test_a_policy_is_told_what_is_left_of_the_request(fleet: Fleet) -> None:

@@ -11,8 +11,8 @@ from pdserve.core.protocol import Reserve
 from pdserve.core.types import FinishReason, Role
 from router.commands import Command, EndCancelled, FailRequest
 from router.events import DrainRequested
-from router.policy.interface import Ask, Choice, Decision, Obstacle
-from router.policy.rooms import is_decode_open, is_prefill_open, wait_for_decode
+from router.policy.availability import is_decode_open, is_prefill_open, wait_for_decode
+from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
 from router.settings import RouterSettings
 from router.view import WorkerView
 from tests.unit.router.given import Given
@@ -20,7 +20,7 @@ from tests.unit.router.test_queue import COST
 from tests.unit.router.world import World, arrival
 
 
-def binding(ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float) -> Decision:
+def binding(ask: PolicyInput, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], now_s: float) -> Decision:
     """Binds by the number in the request's name: `x-1` waits for p1 whatever its load."""
     if not prefills:
         return Decision(choice=Choice.LOCAL, decode_worker=decodes[0].worker_id)
@@ -28,7 +28,7 @@ def binding(ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerVi
     prefill = next((one for one in prefills if one.worker_id == wanted), prefills[0])
     if not is_prefill_open(prefill, ask, now_s):
         return Decision(choice=Choice.WAIT, obstacle=Obstacle.PREFILL, bound_to=prefill.worker_id)
-    room = [one for one in decodes if is_decode_open(one, one.beliefs(), ask, now_s)]
+    room = [one for one in decodes if is_decode_open(one, one.estimated_load(), ask, now_s)]
     if not room:
         return wait_for_decode(decodes, now_s)
     return Decision(choice=Choice.REMOTE, prefill_worker=prefill.worker_id, decode_worker=room[0].worker_id)
@@ -36,7 +36,7 @@ def binding(ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerVi
 
 def start(prefills: int = 2, **decode_facts: object) -> Given:
     given = Given(RouterSettings(policy="round-robin", is_strict=True))
-    given.state._ledger.policy = binding
+    given.state._cluster.policy = binding
     for index in range(prefills):
         given.connect_prefill(f"p{index}", cost=COST, max_batch_tokens=100)
     given.connect_decode("d0", cost=COST, **{"inbox_depth": 64, "num_blocks": 1024, **decode_facts})
@@ -48,7 +48,7 @@ def placed(commands: list[Command]) -> list[str]:
 
 
 def line(given: Given, worker_id: str) -> list[str]:
-    return list(given.state._ledger.fleet.views[worker_id].line)
+    return list(given.state._cluster.fleet.views[worker_id].line)
 
 
 def test_many_requests_for_a_busy_worker_do_not_block_one_for_an_idle_worker() -> None:
@@ -109,9 +109,9 @@ def test_who_waits_for_a_silent_worker_may_go_anywhere() -> None:
     given = start()
     given.arrives("a-0", prompt=300)
     given.arrives("b-0", prompt=300)
-    given.state._ledger.fleet.views["p0"].free_at_s = 1e6
-    given.state._ledger.fleet.views["p0"].heard_s = -5.0
-    given.state._ledger.fleet.changed()
+    given.state._cluster.fleet.views["p0"].free_at_s = 1e6
+    given.state._cluster.fleet.views["p0"].heard_s = -5.0
+    given.state._cluster.fleet.changed()
     assert placed(given.heard("d0")) == ["b-0"]
 
 
@@ -120,7 +120,7 @@ def test_who_waits_in_a_line_can_leave_and_can_expire() -> None:
     given.arrives("a-0", prompt=300)
     given.arrives("b-0", prompt=300)
     given.arrives("c-0", prompt=300, deadline_s=0.05)
-    given.state._ledger.fleet.views["p0"].free_at_s = 1e6
+    given.state._cluster.fleet.views["p0"].free_at_s = 1e6
     assert [type(one) for one in given.leaves("b-0")] == [EndCancelled]
     (failed,) = given.at(0.06)
     assert isinstance(failed, FailRequest)
@@ -142,7 +142,7 @@ def test_a_begun_request_goes_to_the_head_of_its_line() -> None:
 
 def test_a_line_counts_for_the_limit_of_the_queue() -> None:
     given = Given(RouterSettings(policy="round-robin", is_strict=True, max_queue=2))
-    given.state._ledger.policy = binding
+    given.state._cluster.policy = binding
     given.connect_prefill("p0", cost=COST, max_batch_tokens=100)
     given.connect_decode("d0", cost=COST)
     for name in ("a-0", "b-0", "c-0"):
@@ -166,7 +166,7 @@ def test_whatever_fails_bound_requests_end_once(seed: int) -> None:
     world = World(
         seed, RouterSettings(policy="round-robin", is_strict=True, max_attempts=5, worker_silence_s=1.0), 0.02
     )
-    world.state._ledger.policy = binding
+    world.state._cluster.policy = binding
     for index in range(3):
         world.start(f"p{index}", Role.PREFILL)
     world.start("d0", Role.DECODE)

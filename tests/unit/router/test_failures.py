@@ -139,7 +139,7 @@ def test_when_all_attempts_are_lost_the_error_says_why(given: Given, kind: Failu
         if stage is Stage.RESERVING:
             given.granted(attempt)
         else:
-            assert stage is Stage.SEATING
+            assert stage is Stage.RESERVING_LOCAL
             given.seated(attempt)
         commands = given.failed("d0", kind, attempt, message="again")
         given.released("d0", attempt)

@@ -40,7 +40,7 @@ def test_who_is_usable_follows_every_word_and_every_silence() -> None:
             is_draining = is_drained or dice.random() < 0.05
             word = Load(worker_id=name, steps=1, free_blocks=64, is_draining=is_draining, is_drained=is_drained)
             state.handle(word, now_s)
-        fleet = state._ledger.fleet
+        fleet = state._cluster.fleet
         prefills, decodes = fleet.usable(now_s)
         asked = {one.worker_id for one in fleet.views.values() if fleet.is_usable(one, now_s)}
         assert {one.worker_id for one in (*prefills, *decodes)} == asked
@@ -53,7 +53,7 @@ def test_who_is_usable_follows_every_word_and_every_silence() -> None:
 def test_a_worker_that_falls_silent_is_left_out_without_any_event() -> None:
     state = RouterState(RouterSettings(worker_silence_s=SILENCE_S))
     state.handle(hello("d0", Role.DECODE), 0.0)
-    fleet = state._ledger.fleet
+    fleet = state._cluster.fleet
     assert fleet.usable(2.9)[1]
     assert not fleet.usable(3.1)[1]
     fleet.heard(fleet.views["d0"], 3.2)

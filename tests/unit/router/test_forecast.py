@@ -21,7 +21,7 @@ from router.forecast import (
     Capacity,
     Demand,
     DrainError,
-    Pace,
+    Utilization,
 )
 
 
@@ -102,7 +102,7 @@ def drained(used_s: list[float]) -> DrainError:
 
 
 def test_waves_do_not_show_in_the_mean_of_the_drain_rate() -> None:
-    pace, now_s = Pace(), 0.0
+    pace, now_s = Utilization(), 0.0
     pace.offers(1.0, now_s, 1.0)
     pace.contended(True, now_s)
     for _ in range(30):
@@ -118,7 +118,7 @@ def test_waves_do_not_show_in_the_mean_of_the_drain_rate() -> None:
 
 
 def test_a_standstill_lasts_while_requests_wait_and_none_is_placed() -> None:
-    pace = Pace()
+    pace = Utilization()
     pace.contended(False, 0.0)
     pace.contended(True, 5.0)
     pace.offers(1.0, 7.0)
@@ -130,14 +130,14 @@ def test_a_standstill_lasts_while_requests_wait_and_none_is_placed() -> None:
 
 
 def test_pace_is_full_until_something_else_is_measured() -> None:
-    pace = Pace()
+    pace = Utilization()
     assert pace.share == 1.0
     pace.placed(1.0, 0.0)
     assert pace.share == 1.0
 
 
 def test_pace_follows_what_was_placed_while_requests_waited() -> None:
-    pace = Pace()
+    pace = Utilization()
     pace.offers(4.0, 0.0)
     pace.contended(True, 0.0)
     for second in range(1, 200):
@@ -146,7 +146,7 @@ def test_pace_follows_what_was_placed_while_requests_waited() -> None:
 
 
 def test_idle_time_says_nothing_about_the_pace() -> None:
-    pace = Pace()
+    pace = Utilization()
     pace.placed(1.0, 0.0)
     pace.offers(4.0, 0.0)
     pace.contended(False, 0.0)
@@ -155,7 +155,7 @@ def test_idle_time_says_nothing_about_the_pace() -> None:
 
 
 def test_the_drain_rate_is_certain_after_many_requests_however_much_they_differ() -> None:
-    rng, pace, now_s = random.Random(1), Pace(), 0.0
+    rng, pace, now_s = random.Random(1), Utilization(), 0.0
     pace.offers(1.0, now_s)
     pace.contended(True, now_s)
     assert pace.error == 1.0
@@ -171,7 +171,7 @@ def test_the_drain_rate_is_certain_after_many_requests_however_much_they_differ(
 
 
 def test_short_prompts_that_share_batches_drain_faster_than_predicted() -> None:
-    pace = Pace()
+    pace = Utilization()
     pace.offers(1.0, 0.0)
     pace.contended(True, 0.0)
     for tenth in range(1, 400):
@@ -216,7 +216,7 @@ def test_demand_is_remembered_in_bounded_memory(arrivals: list[tuple[float, floa
 
 
 def test_the_pace_is_the_work_that_was_placed_of_the_work_that_was_offered() -> None:
-    pace = Pace()
+    pace = Utilization()
     pace.contended(True, 0.0)  # nothing is offered yet
     pace.offers(4.0, 5.0)
     pace.placed(2.0, 10.0)
@@ -229,7 +229,7 @@ def test_the_pace_is_the_work_that_was_placed_of_the_work_that_was_offered() -> 
 
 
 def test_a_pace_near_nothing_is_no_pace_and_a_pace_has_a_limit() -> None:
-    slow, fast = Pace(), Pace()
+    slow, fast = Utilization(), Utilization()
     for pace, rate in ((slow, 1000.0), (fast, 1e-6)):
         pace.contended(True, 0.0)
         pace.offers(rate, 0.0)
@@ -239,7 +239,7 @@ def test_a_pace_near_nothing_is_no_pace_and_a_pace_has_a_limit() -> None:
 
 
 def test_the_error_is_of_the_sum_of_what_single_requests_were_off() -> None:
-    pace = Pace()
+    pace = Utilization()
     pace.offers(1.0, 0.0)
     pace.contended(True, 0.0)
     pace.placed(1.0, 2.0)

@@ -13,7 +13,7 @@ from pdserve.core.protocol import Load
 from pdserve.core.types import Role, Slo
 from router.policy import make_policy
 from router.policy.goodput import Goodput
-from router.policy.interface import Ask, Choice, Decision, Links, Obstacle
+from router.policy.interface import Choice, Decision, Links, Obstacle, PolicyInput
 from router.settings import RouterSettings
 from router.view import Booking, WorkerView
 from tests.unit.router.test_load import FACTS
@@ -31,9 +31,9 @@ def view(worker_id: str, **facts: Any) -> WorkerView:
     )
 
 
-def ask(tokens: int = 8_000, **facts: Any) -> Ask:
+def ask(tokens: int = 8_000, **facts: Any) -> PolicyInput:
     held = {"request_id": "a", "num_tokens": tokens, "max_new_tokens": 400, "slo": SLO, "waited_s": 0.0}
-    return Ask(**{**held, "expected_tokens": 300.0, **facts})
+    return PolicyInput(**{**held, "expected_tokens": 300.0, **facts})
 
 
 def with_queue(one: WorkerView, seconds: float) -> WorkerView:
@@ -56,7 +56,7 @@ def with_rows(one: WorkerView, rows: int, tokens: int = 8_000, tpot_s: float = 0
 def decide(
     prefills: Sequence[WorkerView],
     decodes: Sequence[WorkerView],
-    request: Ask,
+    request: PolicyInput,
     off: tuple[str, ...] = (),
     links: Links = lambda p, d: FAST,
 ) -> Decision:
@@ -231,7 +231,7 @@ def test_late_binding_holds_for_the_local_path_too() -> None:
 # -- whatever the scene ------------------------------------------------------------------------------------------
 
 
-def _scene(rng: random.Random) -> tuple[Ask, list[WorkerView], list[WorkerView]]:
+def _scene(rng: random.Random) -> tuple[PolicyInput, list[WorkerView], list[WorkerView]]:
     prefills = [view(f"p{i}") for i in range(rng.randint(0, 4))]
     decodes = [view(f"d{i}", num_blocks=rng.choice([400, 25_000])) for i in range(rng.randint(1, 6))]
     for one in prefills:

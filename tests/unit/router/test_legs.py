@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.types import FinishReason
-from router.legs import REMEMBERED, Leg
+from router.message_latency import REMEMBERED, MessageLatency
 from router.settings import RouterSettings
 from tests.unit.router.given import Given
 
 COMPUTED_S = 0.21  # that the events of Given say: in the worker's queue, and reading
 
 
-def leg(*seconds: float) -> Leg:
-    found = Leg()
+def leg(*seconds: float) -> MessageLatency:
+    found = MessageLatency()
     for one in seconds:
-        found.took(one)
+        found.observe(one)
     return found
 
 
 def test_nothing_seen_takes_nothing() -> None:
-    assert Leg().typical_s == 0.0
+    assert MessageLatency().typical_s == 0.0
 
 
 def test_the_middle_one_is_typical() -> None:

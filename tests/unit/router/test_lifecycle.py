@@ -69,8 +69,8 @@ def test_any_attempt_may_be_lost() -> None:
 @pytest.mark.parametrize("stage", list(Stage))
 @pytest.mark.parametrize("move", list(Move))
 def test_the_table_is_obeyed_and_everything_else_is_illegal(stage: Stage, move: Move) -> None:
-    strict = RouterState(RouterSettings(is_strict=True))._ledger
-    lenient = RouterState(RouterSettings())._ledger
+    strict = RouterState(RouterSettings(is_strict=True))._cluster
+    lenient = RouterState(RouterSettings())._cluster
     request = Request(facts=arrival("a"), arrived_s=0.0, deadline_at_s=None, serial=1, stage=stage)
     after = MOVES.get((stage, move))
     if after is not None:
@@ -95,5 +95,5 @@ def test_an_arrival_with_an_id_in_use_is_illegal() -> None:
 @pytest.mark.parametrize("end", list(SenderEnd))
 def test_what_needs_the_prefill_worker_is_a_stage_of_the_remote_path(end: SenderEnd) -> None:
     """It is needed until the receiver has all of the KV, and by no request whose decode worker prefills."""
-    assert NEEDS_SENDER[end] <= set(WITH_WORKERS) - {Stage.SEATING, Stage.LOCAL} - IN_BATCH
+    assert NEEDS_SENDER[end] <= set(WITH_WORKERS) - {Stage.RESERVING_LOCAL, Stage.LOCAL} - IN_BATCH
     assert {Stage.RESERVING, Stage.PREFILLING} <= NEEDS_SENDER[end]

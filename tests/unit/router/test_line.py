@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from router.line import Line
+from router.worker_queue import WorkerQueue
 
 
 def test_a_line_keeps_the_order_of_arrival_and_the_sums_of_who_is_left() -> None:
-    line = Line()
+    line = WorkerQueue()
     line.join("a", 100, 0.1, (1, 0, 1))
     line.join("b", 20, 0.02, (1, 0, 2))
     line.join("c", 3, 0.003, (1, 0, 3))
@@ -19,7 +19,7 @@ def test_a_line_keeps_the_order_of_arrival_and_the_sums_of_who_is_left() -> None
 
 
 def test_begun_requests_and_higher_classes_go_before_those_who_came_earlier() -> None:
-    line = Line()
+    line = WorkerQueue()
     line.join("early", 1, 0.1, (1, 0, 1))
     line.join("high", 1, 0.1, (1, -5, 2))
     line.join("begun", 1, 0.1, (0, 0, 3))
@@ -28,7 +28,7 @@ def test_begun_requests_and_higher_classes_go_before_those_who_came_earlier() ->
 
 
 def test_an_empty_line_has_no_rounding_left() -> None:
-    line = Line()
+    line = WorkerQueue()
     for number in range(10):
         line.join(f"r{number}", 1, 0.1, (1, 0, number))
     for number in range(10):

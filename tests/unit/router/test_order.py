@@ -54,20 +54,20 @@ def test_begun_requests_then_higher_classes_go_before_less_slack() -> None:
 
 def test_who_can_no_longer_be_on_time_goes_after_those_who_can() -> None:
     queue = queue_of(entry("late1", 1.0), entry("a2", 5.0), entry("b3", 6.0))
-    assert queue.late_since(2.0) == ["late1"]
-    assert queue.late_since(2.0) == []
+    assert queue.mark_newly_late(2.0) == ["late1"]
+    assert queue.mark_newly_late(2.0) == []
     assert drained(queue) == ["a2", "b3", "late1"]
 
 
 def test_late_requests_of_a_higher_class_still_go_before_lower_ones() -> None:
     queue = queue_of(entry("vip1", 1.0, level=(1, -1)), entry("a2", 5.0))
-    queue.late_since(2.0)
+    queue.mark_newly_late(2.0)
     assert drained(queue) == ["vip1", "a2"]
 
 
 def test_a_late_request_has_its_turn_when_its_share_is_set_aside() -> None:
     queue = queue_of(entry("late0", 0.0), entry("a1", 1e6))
-    queue.late_since(1.0)
+    queue.mark_newly_late(1.0)
     taken = 0
     while (first := str(queue.first())) != "late0":
         queue.take(first)
@@ -79,7 +79,7 @@ def test_a_late_request_has_its_turn_when_its_share_is_set_aside() -> None:
 
 def test_without_ageing_a_late_request_waits_for_idleness() -> None:
     queue = queue_of(entry("late0", 0.0), entry("a1", 1e6), is_ageing=False)
-    queue.late_since(1.0)
+    queue.mark_newly_late(1.0)
     for serial in range(2, 500):
         queue.add(entry(f"a{serial}", 1e6))
         queue.take(str(queue.first()))
@@ -88,7 +88,7 @@ def test_without_ageing_a_late_request_waits_for_idleness() -> None:
 
 def test_who_was_passed_over_stays_and_the_next_is_offered() -> None:
     queue = queue_of(entry("a1", 1.0), entry("b2", 2.0), entry("late3", 0.0))
-    queue.late_since(0.5)
+    queue.mark_newly_late(0.5)
     assert queue.first(["a1"]) == "b2"
     assert queue.first(["a1", "b2"]) == "late3"
     assert queue.first(["a1", "b2", "late3"]) is None
@@ -113,8 +113,8 @@ def test_a_request_may_come_back_with_another_time_and_is_late_by_that() -> None
     queue = queue_of(entry("a1", 1.0))
     queue.remove("a1")
     queue.add(entry("a1", 5.0, serial=2))
-    assert queue.late_since(2.0) == []
-    assert queue.late_since(5.0) == ["a1"]
+    assert queue.mark_newly_late(2.0) == []
+    assert queue.mark_newly_late(5.0) == ["a1"]
 
 
 def test_times_of_those_who_left_do_not_pile_up() -> None:
@@ -131,7 +131,7 @@ def test_nobody_starves_under_endless_pressure_of_tighter_higher_and_less_served
     """The bound in queue.py, with adversaries that come as fast as work is taken."""
     late = data.draw(st.lists(st.floats(0.01, 2.0), min_size=1, max_size=3))
     queue = queue_of(*(entry(f"old{index}", 0.0, prefill_s=one) for index, one in enumerate(late)))
-    queue.late_since(1.0)
+    queue.mark_newly_late(1.0)
     target = f"old{len(late) - 1}"
     bound_s = sum(late) / LATE_SHARE
     others_s, serial, largest_s = 0.0, 100, 0.0
@@ -168,7 +168,7 @@ def test_whatever_comes_and_goes_the_queue_holds_together(
             waiting += 1
         elif kind == 3:
             now_s += key
-            queue.late_since(now_s)
+            queue.mark_newly_late(now_s)
         elif (first := queue.first()) is not None:
             queue.take(first) if kind == 4 else queue.remove(first)
             queue.shares.charge(tenant, key)

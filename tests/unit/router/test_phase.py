@@ -8,8 +8,8 @@ from pdserve.core.attempt import AttemptKey
 from pdserve.core.latency import CostPrior
 from pdserve.core.protocol import TokenRow, TokensArrived
 from pdserve.core.types import Role, TokenOut
-from router.phase import MOST_STEPS, Phase
 from router.settings import RouterSettings
+from router.step_clock import MOST_STEPS, StepClock
 from router.view import Booking, WorkerView
 from tests.unit.router.given import Given
 from tests.unit.router.world import hello
@@ -19,22 +19,22 @@ SLOW_READER = CostPrior(prefill_per_token_s=1e-3, decode_base_s=0.004)
 
 
 def test_of_a_step_that_nobody_told_of_half_is_left() -> None:
-    assert Phase().rest_s(7.0, STEP_S) == 0.5 * STEP_S
-    assert Phase().rest_s(7.0, 0.0) == 0.0
+    assert StepClock().remaining_s(7.0, STEP_S) == 0.5 * STEP_S
+    assert StepClock().remaining_s(7.0, 0.0) == 0.0
 
 
-@pytest.mark.parametrize(("since_s", "rest_s"), [(0.0, 0.010), (0.002, 0.008), (0.009, 0.001), (0.013, 0.007)])
-def test_the_rest_is_counted_from_the_last_end(since_s: float, rest_s: float) -> None:
-    phase = Phase()
+@pytest.mark.parametrize(("since_s", "remaining_s"), [(0.0, 0.010), (0.002, 0.008), (0.009, 0.001), (0.013, 0.007)])
+def test_the_rest_is_counted_from_the_last_end(since_s: float, remaining_s: float) -> None:
+    phase = StepClock()
     phase.ended(3.0)
     phase.ended(7.0)
-    assert phase.rest_s(7.0 + since_s, STEP_S) == pytest.approx(rest_s)
+    assert phase.remaining_s(7.0 + since_s, STEP_S) == pytest.approx(remaining_s)
 
 
 def test_an_end_that_is_long_ago_says_nothing() -> None:
-    phase = Phase()
+    phase = StepClock()
     phase.ended(7.0)
-    assert phase.rest_s(7.0 + 1.01 * MOST_STEPS * STEP_S, STEP_S) == 0.5 * STEP_S
+    assert phase.remaining_s(7.0 + 1.01 * MOST_STEPS * STEP_S, STEP_S) == 0.5 * STEP_S
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_worker_that_tells_of_each_step_is_foretold_by_the_last(view: WorkerVi
 
 def test_a_message_is_there_after_half_of_what_it_and_its_answer_take(view: WorkerView) -> None:
     step(view, 5.0, *residents(view, 1))
-    view.grants.took(0.5 * view.load.step_s)
+    view.grants.observe(0.5 * view.load.step_s)
     assert view.rest_of_step_s(5.0) == pytest.approx(0.75 * view.load.step_s)
 
 

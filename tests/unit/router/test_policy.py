@@ -12,7 +12,7 @@ from pdserve.core.latency import CostPrior, LinkModel
 from pdserve.core.protocol import Load
 from pdserve.core.types import Role, Slo
 from router.policy import POLICIES, make_policy
-from router.policy.interface import Ask, Choice, Decision, Obstacle
+from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
 from router.policy.least_ttft import LeastTtft
 from router.settings import RouterSettings
 from router.view import Booking, WorkerView
@@ -34,8 +34,10 @@ def view(worker_id: str, **facts: Any) -> WorkerView:
     return WorkerView(hello(worker_id, role, **{"cost": COST, "num_blocks": 1024, "max_batch": 64, **facts}), 0.0)
 
 
-def ask(tokens: int = 100, **facts: Any) -> Ask:
-    return Ask(**{"request_id": "a", "num_tokens": tokens, "max_new_tokens": 8, "slo": Slo(), "waited_s": 0.0, **facts})
+def ask(tokens: int = 100, **facts: Any) -> PolicyInput:
+    return PolicyInput(
+        **{"request_id": "a", "num_tokens": tokens, "max_new_tokens": 8, "slo": Slo(), "waited_s": 0.0, **facts}
+    )
 
 
 def busy(one: WorkerView, prefill_s: float = 0.0, rows: int = 0, tpot_s: float = 0.2) -> WorkerView:
@@ -50,7 +52,11 @@ def busy(one: WorkerView, prefill_s: float = 0.0, rows: int = 0, tpot_s: float =
 
 
 def least(
-    prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], request: Ask, links: Any = None, local: int = 16
+    prefills: Sequence[WorkerView],
+    decodes: Sequence[WorkerView],
+    request: PolicyInput,
+    links: Any = None,
+    local: int = 16,
 ) -> Decision:
     return LeastTtft(local, links or (lambda p, d: LinkModel()))(request, prefills, decodes, 0.0)
 
@@ -226,11 +232,11 @@ def test_a_report_is_corrected_by_what_was_booked_and_freed_since() -> None:
     # Another router holds 20 blocks and two rows.
     load = Load(worker_id="d0", steps=1, free_blocks=30, evictable_blocks=4, running=3, context_tokens=500)
     one.reported(load, 0.0)
-    assert one.beliefs() == (3, 1, 500, 34)
+    assert one.estimated_load() == (3, 1, 500, 34)
     one.book(Booking(request_id="b", attempt=1, tokens=80, blocks=5, tpot_s=0.1), 0.0)
-    assert one.beliefs() == (4, 2, 580, 29)
+    assert one.estimated_load() == (4, 2, 580, 29)
     one.unbook(before, 0.0)
-    assert one.beliefs() == (3, 1, 420, 39)
+    assert one.estimated_load() == (3, 1, 420, 39)
     one.check()
 
 

@@ -123,7 +123,7 @@ def test_who_has_been_begun_goes_before_who_has_not() -> None:
     given.arrives("new", slo=Slo(ttft_s=0.1))
     # d0 dies; d1 has its inbox full with x or y, so both of those that are left wait.
     given.lost("d0")
-    waiting = list(given.state._ledger.queue)
+    waiting = list(given.state._cluster.queue)
     assert waiting[0] == "begun"
     assert set(waiting) >= {"begun", "new"}
 
@@ -149,7 +149,7 @@ def test_kv_that_an_attempt_left_behind_is_used_by_the_next() -> None:
     commands = given.lost("p0") + given.failed("d0", kind=FailureKind.TRANSFER, request_id="a")
     (again,) = [one for one in commands if isinstance(one, Reserve)]
     assert again.is_local
-    assert given.state._ledger.requests["a"].cached_blocks == {"d0": 200 // 16}
+    assert given.state._cluster.requests["a"].cached_blocks == {"d0": 200 // 16}
 
 
 def test_tokens_of_an_earlier_attempt_do_not_clear_a_request_that_kills_workers() -> None:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import pytest
 
 from router import refusal
-from router.ledger import Ledger
-from router.policy.interface import Candidate, Choice, Decision, Outlook
+from router.cluster_state import ClusterState
+from router.policy.interface import Candidate, Choice, Decision, UnloadedEstimate
 from router.policy.outlook import SIGMAS
-from tests.unit.router.test_refusal import cluster, short
+from tests.unit.router.test_refusal import cluster as make_cluster
+from tests.unit.router.test_refusal import short
 
-SURE = Outlook(ttft_s=1.0, band_s=0.5, is_sure=True, tpot_s=0.1, work_s=1.0)
+SURE = UnloadedEstimate(ttft_s=1.0, band_s=0.5, is_sure=True, tpot_s=0.1, work_s=1.0)
 
 
 @pytest.fixture
-def ledger() -> Ledger:
+def cluster() -> ClusterState:
     """A request of 0.6 s runs, and one of 0.3 s has waited for 0.25 s."""
-    world = cluster()
+    world = make_cluster()
     world.run([(0.0, short("runs", 600)), (0.01, short("waits", 300))], 0.31)
-    found = world.routers[0]._ledger
+    found = world.routers[0]._cluster
     assert list(found.queue) == ["waits"]
     return found
 
@@ -29,15 +30,17 @@ def about_to_be_placed(ttft_s: float) -> Decision:
 
 
 @pytest.mark.parametrize(("ttft_s", "is_late"), [(0.7, False), (0.8, True)])
-def test_time_spent_in_the_queue_counts_when_a_request_is_placed(ledger: Ledger, ttft_s: float, is_late: bool) -> None:
-    request = ledger.requests["waits"]
-    assert ledger.now_s - request.arrived_s == pytest.approx(0.25, abs=0.02)
-    refusal.is_in_vain(ledger, request, about_to_be_placed(ttft_s))
-    assert ledger.queue.is_late("waits") is is_late
+def test_time_spent_in_the_queue_counts_when_a_request_is_placed(
+    cluster: ClusterState, ttft_s: float, is_late: bool
+) -> None:
+    request = cluster.requests["waits"]
+    assert cluster.now_s - request.arrived_s == pytest.approx(0.25, abs=0.02)
+    refusal.would_miss_slo(cluster, request, about_to_be_placed(ttft_s))
+    assert cluster.queue.is_late("waits") is is_late
 
 
-def test_the_error_of_an_own_prefill_is_part_of_the_prediction(ledger: Ledger) -> None:
-    assert refusal._error_s(ledger, SURE, 0.0, 0) == pytest.approx(SURE.band_s / SIGMAS)
+def test_the_error_of_an_own_prefill_is_part_of_the_prediction(cluster: ClusterState) -> None:
+    assert refusal._error_s(cluster, SURE, 0.0, 0) == pytest.approx(SURE.band_s / SIGMAS)
 
 
 @pytest.mark.parametrize(("tpot_s", "misses"), [(0.0499, True), (0.05, False)])

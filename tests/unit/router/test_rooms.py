@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.policy.interface import Choice, Obstacle
-from router.policy.rooms import (
+from router.policy.availability import (
     LONGEST_WAIT_S,
     SHORTEST_WAIT_S,
     can_start,
@@ -17,6 +16,7 @@ from router.policy.rooms import (
     wait_for_decode,
     wait_for_prefill,
 )
+from router.policy.interface import Choice, Obstacle
 from router.view import WorkerView
 from tests.unit.router.test_goodput import ask, view, with_queue, with_rows
 
@@ -78,14 +78,14 @@ def test_a_decode_worker_needs_a_row_and_blocks_to_grow(
     facts: dict[str, Any], rows: int, tokens: int, expected: bool
 ) -> None:
     one = with_rows(view("d0", **facts), rows, tokens=112)
-    assert is_decode_open(one, one.beliefs(), ask(tokens), 0.0) is expected
-    assert not is_decode_open(closed(one, 1.0), one.beliefs(), ask(tokens), 0.0)
+    assert is_decode_open(one, one.estimated_load(), ask(tokens), 0.0) is expected
+    assert not is_decode_open(closed(one, 1.0), one.estimated_load(), ask(tokens), 0.0)
 
 
 @pytest.mark.parametrize(("depth", "expected"), [(2, False), (3, True)])
 def test_a_decode_workers_inbox_is_bounded(depth: int, expected: bool) -> None:
     one = with_rows(view("d0", inbox_depth=depth), 2, tokens=112, joined=False)
-    assert is_decode_open(one, one.beliefs(), ask(100), 0.0) is expected
+    assert is_decode_open(one, one.estimated_load(), ask(100), 0.0) is expected
 
 
 def test_workers_that_failed_the_request_are_avoided_if_there_are_others() -> None:

@@ -41,9 +41,9 @@ def test_other_routers_share_is_what_the_report_has_beyond_ones_own() -> None:
     one.arrived(mine)
     one.reported(report(running=3, waiting=2, context_tokens=700, evictable_blocks=50), 0.0)
     # Four rows of others, two of which wait; 600 tokens of theirs.
-    assert one.beliefs() == (5, 2, 700, 1050)
+    assert one.estimated_load() == (5, 2, 700, 1050)
     one.book(row("later"), 0.0)
-    assert one.beliefs() == (6, 3, 800, 1043)
+    assert one.estimated_load() == (6, 3, 800, 1043)
 
 
 def test_a_report_that_knows_less_than_the_router_takes_nothing_away() -> None:
@@ -51,7 +51,7 @@ def test_a_report_that_knows_less_than_the_router_takes_nothing_away() -> None:
     for name in "abc":
         one.book(row(name), 0.0)
     one.reported(report(running=1, waiting=0, context_tokens=50), 0.0)
-    assert one.beliefs() == (3, 3, 300, 1000)
+    assert one.estimated_load() == (3, 3, 300, 1000)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_router_that_was_away_excuses_the_silence(gap_s: float, is_usable: boo
     state.handle(hello("d0", Role.DECODE), 0.0)
     state.handle(TimePassed(), 0.25)
     state.handle(TimePassed(), 0.25 + gap_s)
-    assert bool(state._ledger.fleet.usable(0.25 + gap_s)[1]) is is_usable
+    assert bool(state._cluster.fleet.usable(0.25 + gap_s)[1]) is is_usable
 
 
 def test_words_about_unknown_workers_and_repeated_requests_are_counted() -> None:
@@ -168,6 +168,6 @@ def test_words_about_unknown_workers_and_repeated_requests_are_counted() -> None
 def test_the_first_row_of_an_idle_worker_begins_a_step() -> None:
     one = view()
     one.book(row("a"), 1.0)
-    assert one.phase.rest_s(1.002, 0.010) == pytest.approx(0.008)
+    assert one.step_clock.remaining_s(1.002, 0.010) == pytest.approx(0.008)
     one.book(row("b"), 1.004)  # the step that runs goes on
-    assert one.phase.rest_s(1.006, 0.010) == pytest.approx(0.004)
+    assert one.step_clock.remaining_s(1.006, 0.010) == pytest.approx(0.004)

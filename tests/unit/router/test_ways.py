@@ -12,8 +12,16 @@ from pdserve.core.latency import LinkModel
 from pdserve.core.overlap import exposed_s
 from pdserve.core.types import Slo
 from router.load import CHUNK_SHARE, DecodeLoad
-from router.policy.interface import Ask
-from router.policy.rooms import can_start, opens_in_s
+from router.policy.availability import can_start, opens_in_s
+from router.policy.candidates import (
+    PlacementOption,
+    find_landings,
+    local_ways,
+    remote_ways,
+    reported_step_s,
+    tandem_step_s,
+)
+from router.policy.interface import PolicyInput
 from router.policy.tuning import (
     DECODES_PAIRED,
     LOCALS_PRICED,
@@ -23,7 +31,6 @@ from router.policy.tuning import (
     WORK_WEIGHT,
     WORTH_WAITING,
 )
-from router.policy.ways import Way, find_landings, local_ways, remote_ways, reported_step_s, tandem_step_s
 from router.view import WorkerView
 from tests.unit.router.test_goodput import FAST, SLOW, ask, view, with_queue, with_rows
 
@@ -31,7 +38,7 @@ SIZE, CHUNK, BLOCK_BYTES = 16, 2048, 2**21  # of every worker here
 NOW_S = 0.25
 
 
-def scene(rng: random.Random, num_prefills: int = 2, num_decodes: int = 2) -> tuple[Ask, list[Any], list[Any]]:
+def scene(rng: random.Random, num_prefills: int = 2, num_decodes: int = 2) -> tuple[PolicyInput, list[Any], list[Any]]:
     prefills = [view(f"p{i}") for i in range(num_prefills)]
     decodes = [view(f"d{i}") for i in range(num_decodes)]
     for one in (*prefills, *decodes):
@@ -49,13 +56,13 @@ def scene(rng: random.Random, num_prefills: int = 2, num_decodes: int = 2) -> tu
                 )
     for one in prefills:
         for _ in range(3):
-            one.replies.took(rng.uniform(0.0, 0.01))
+            one.replies.observe(rng.uniform(0.0, 0.01))
     for one in decodes:
         with_rows(
             one, rng.randint(0, 12), 16 * rng.randint(1, 500), rng.choice([0.012, 0.02, 0.05]), rng.random() < 0.7
         )
-        one.grants.took(rng.uniform(0.0, 0.004))
-        one.first_tokens.took(rng.uniform(0.0, 0.004))
+        one.grants.observe(rng.uniform(0.0, 0.004))
+        one.first_tokens.observe(rng.uniform(0.0, 0.004))
     tokens = 16 * rng.randint(1, 700)
     names = [one.worker_id for one in (*prefills, *decodes)]
     return (
@@ -71,7 +78,7 @@ def scene(rng: random.Random, num_prefills: int = 2, num_decodes: int = 2) -> tu
     )
 
 
-def steps(request: Ask) -> float:
+def steps(request: PolicyInput) -> float:
     return max(request.expected_tokens - 1.0, 1.0)
 
 
@@ -79,18 +86,18 @@ def link_of(prefill: str, decode: str) -> LinkModel:
     return SLOW if prefill[1:] == decode[1:] else FAST
 
 
-def tightest(request: Ask, load: DecodeLoad) -> float:
+def tightest(request: PolicyInput, load: DecodeLoad) -> float:
     """The strictest of the time per token targets that this worker can keep, this request's included."""
     return min(load.tightest_s, request.slo.tpot_s if request.slo.tpot_s > load.alone_s else math.inf)
 
 
-def step_of(request: Ask, load: DecodeLoad) -> float:
+def step_of(request: PolicyInput, load: DecodeLoad) -> float:
     """step(d) of the docs."""
     growth = request.expected_tokens / 2 * (1 + load.arriving)
     return load.step_s + load.row_s + load.token_s * (request.num_tokens + growth)
 
 
-def slacks(request: Ask, way: Way, residents_s: float, error: float) -> tuple[float, float]:
+def slacks(request: PolicyInput, way: PlacementOption, residents_s: float, error: float) -> tuple[float, float]:
     """(of its TTFT, of the strictest TPOT), as shares of the targets."""
     load, slo = way.decode.load, request.slo
     sure = 1.0 + load.band
@@ -100,7 +107,7 @@ def slacks(request: Ask, way: Way, residents_s: float, error: float) -> tuple[fl
     return ttft_slack, min(own, theirs)
 
 
-def check_slack(request: Ask, way: Way, residents_s: float, error: float) -> None:
+def check_slack(request: PolicyInput, way: PlacementOption, residents_s: float, error: float) -> None:
     ttft_slack, tpot_slack = slacks(request, way, residents_s, error)
     assert (way.ttft_slack, way.tpot_slack) == (pytest.approx(ttft_slack), pytest.approx(tpot_slack))
     assert way.slack == min(way.ttft_slack, way.tpot_slack)
@@ -108,7 +115,7 @@ def check_slack(request: Ask, way: Way, residents_s: float, error: float) -> Non
     assert way.harms == (load.tightest_s < math.inf and residents_s * (1.0 + load.band) > load.tightest_s)
 
 
-def late_of(request: Ask, prefill: WorkerView, decode: WorkerView, work_s: float, held: float) -> float:
+def late_of(request: PolicyInput, prefill: WorkerView, decode: WorkerView, work_s: float, held: float) -> float:
     """Part by part: when each chunk is computed, and the blocks of it that the decode worker lacks."""
     tokens = request.num_tokens
     lacked_from = tokens - max(1, tokens - request.cached_tokens.get(decode.worker_id, 0))
@@ -210,7 +217,7 @@ def test_the_best_decode_workers_are_kept_in_order(seed: int, fullest: float, is
         landings.append((kind, fullest * spare if kind == 0 else -spare, order))
         uncached = max(1.0, tokens - cached.get(decode.worker_id, 0))
         per_token_s = load.per_token_s + load.per_token_context_s * (tokens - uncached / 2)
-        read_s = uncached * per_token_s * load.stretch
+        read_s = uncached * per_token_s * load.prefill_slowdown
         cost = read_s * ((1.0 + WORK_WEIGHT) / slo.ttft_s + load.hold / (steps(request) * slo.tpot_s))
         readers.append((kind // 2, cost + decode.queue_s(NOW_S) / slo.ttft_s, order))
     rule = tandem_step_s if is_tandem else reported_step_s

@@ -9,13 +9,13 @@ import pytest
 
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
-from pdserve.engine.ahead import LazyFlight
+from pdserve.engine.async_stepper import LazyFlight
 from pdserve.engine.interface import Flight, Row, RowOut
 from pdserve.engine.load import load_engine
 from pdserve.engine.toy import answer
 from pdserve.v1 import worker_pb2
-from pdserve.worker.begun import Begun, Runway
 from pdserve.worker.compute import MAX_BARREN_STEPS, EngineBroken, Isolation, RowFailed
+from pdserve.worker.in_flight import Begun, StepsInFlight
 
 PROMPT = list(range(10, 30))
 
@@ -70,7 +70,7 @@ async def test_failed_steps_drop_the_one_ahead_and_no_token_is_wrong(start: Any,
 async def test_ahead_is_for_engines_that_can_and_can_be_forced(start: Any, attach: Any, ask: Any) -> None:
     for ahead, is_used in (("auto", False), ("on", True), ("off", False)):
         d = start(Role.DECODE, speculation="off", ahead=ahead, worker_id=f"d-{ahead}")
-        assert (d.program._runway is not None) == is_used
+        assert (d.program._in_flight is not None) == is_used
 
 
 def test_steps_that_succeed_ahead_clear_the_engine_of_suspicion() -> None:
@@ -98,17 +98,17 @@ def test_steps_that_succeed_ahead_clear_the_engine_of_suspicion() -> None:
 
     engine: Any = Flying()
     batching: Any = Nothing()
-    runway = Runway(engine, batching, Isolation(engine, lambda: None))
+    in_flight = StepsInFlight(engine, batching, Isolation(engine, lambda: None))
     for _ in range(2):
         engine.is_failing = True
         for _ in range(MAX_BARREN_STEPS - 1):
-            failed, left = runway.read(Begun(Step(), engine))
+            failed, left = in_flight.read(Begun(Step(), engine))
             assert isinstance(failed, RowFailed)
             assert left == RowOut()
         engine.is_failing = False
-        runway.read(Begun(Step(), engine))
+        in_flight.read(Begun(Step(), engine))
     engine.is_failing = True
     for _ in range(MAX_BARREN_STEPS - 1):
-        runway.read(Begun(Step(), engine))
+        in_flight.read(Begun(Step(), engine))
     with pytest.raises(EngineBroken):
-        runway.read(Begun(Step(), engine))
+        in_flight.read(Begun(Step(), engine))

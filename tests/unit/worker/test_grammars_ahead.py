@@ -9,7 +9,7 @@ from typing import Any
 
 from pdserve.core.grammar import Grammar, GrammarKind
 from pdserve.core.types import Role
-from pdserve.engine.ahead import LazyFlight
+from pdserve.engine.async_stepper import LazyFlight
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.v1 import worker_pb2
 

@@ -17,12 +17,12 @@ if __name__ == "__main__":
     prepare()  # before Triton is imported; among tests conftest.py has done it
 
 from pdserve.config import WorkerConfig
+from pdserve.engine.build_engine import open_rank
 from pdserve.engine.follower import obey
 from pdserve.engine.gpu.buckets import buckets_for
 from pdserve.engine.gpu.engine import GraphEngine
 from pdserve.engine.gpu.graphs import EagerReplays
 from pdserve.engine.gpu.static import StaticDecode
-from pdserve.engine.opening import open_rank
 from pdserve.engine.ranks import Ranks, make_store
 from pdserve.engine.sharding import Shard
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvtransfer.transports.on_device import OnDevice
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
-from pdserve.engine import opening
+from pdserve.engine import build_engine
 from pdserve.engine.gpu.buckets import buckets_for
 from pdserve.engine.gpu.forbid import forbid
 from pdserve.engine.gpu.penalties import penalise
@@ -34,14 +34,14 @@ GREEDY = Sampling(temperature=0.0)
 def open_triton(monkeypatch: pytest.MonkeyPatch, tiny: Callable[[str], Path]) -> Callable[..., Any]:
     """An engine on the CPU that takes a GPU's ways: each product is torch's, all else a kernel."""
     facts = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
-    monkeypatch.setattr(opening, "is_triton", lambda device: True)
+    monkeypatch.setattr(build_engine, "is_triton", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
 
     def get(name: str, **settings: Any) -> Any:
         config = WorkerConfig(
             model=str(tiny(name)), worker_id="w", device="cpu", kv_blocks=4096, block_size=8, threads=1, **settings
         )
-        return opening.open_torch_engine(config)
+        return build_engine.open_torch_engine(config)
 
     return get
 
@@ -68,7 +68,7 @@ def test_random_steps_compile_nothing(name: str, kv_dtype: str, open_triton: Cal
     engine, rng = open_triton(name, kv_dtype=kv_dtype), random.Random(5)
     limit = engine.spec.max_context_tokens
     with count_compiled() as compiled:
-        opening.warmed(engine)
+        build_engine.warmed(engine)
         warmed = compiled.variants()
         assert warmed["_attend"] <= 2 * len(engine._windows)
         assert warmed["_split"] <= len(engine._windows)

@@ -14,9 +14,9 @@ from torch import Tensor
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
 from pdserve.engine import follower, parallel
+from pdserve.engine.build_engine import open_rank
 from pdserve.engine.gpu.norms import rms_norm
 from pdserve.engine.interface import Row
-from pdserve.engine.opening import open_rank
 from pdserve.engine.rank_processes import OWN
 from pdserve.engine.ranks import Ranks
 from pdserve.engine.row_words import to_words

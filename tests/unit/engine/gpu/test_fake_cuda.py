@@ -10,11 +10,11 @@ import torch
 
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Sampling
+from pdserve.engine.build_engine import open_torch_engine
 from pdserve.engine.gpu import prefill
 from pdserve.engine.gpu.plain_rows import no_rows
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.interface import Row
-from pdserve.engine.opening import open_torch_engine
 from tests.gpu.fake_cuda import fake_cuda
 
 pytestmark = pytest.mark.gpu_checks

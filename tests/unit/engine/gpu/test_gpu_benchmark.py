@@ -73,7 +73,7 @@ def test_what_the_gpu_scripts_import_is_there(bare: dict[str, str]) -> None:
             "kvtransfer.cuda_driver",
             "decode_worker.program",
             "prefill_worker.program",
-            "pdserve.engine.gpu.opening",
+            "pdserve.engine.gpu.build_engine",
             *(f"tests.gpu.{path.stem}" for path in sorted((ROOT / "tests/gpu").glob("[a-z]*.py"))),
         )
     )

@@ -16,12 +16,12 @@ from torch import Tensor
 from benchmarks.gpu_floor import LLAMA_8B, decode_floor
 from pdserve.config import WorkerConfig
 from pdserve.core.types import Role
+from pdserve.engine.build_engine import open_rank, open_torch_engine
 from pdserve.engine.device_defaults import with_device_defaults
 from pdserve.engine.gpu.buckets import buckets_for, verified_tokens
+from pdserve.engine.gpu.build_engine import measure_graphs, with_graphs
 from pdserve.engine.gpu.forbid import forbid
-from pdserve.engine.gpu.opening import measure_graphs, with_graphs
-from pdserve.engine.gpu.redraw import Redraw
-from pdserve.engine.opening import open_rank, open_torch_engine
+from pdserve.engine.gpu.resample import Redraw
 from pdserve.engine.ranks import Ranks
 from pdserve.engine.sharding import Shard
 from tests.gpu.strict_capture import Captures, ForbiddenInCapture, strict_capture

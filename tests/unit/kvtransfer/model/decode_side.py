@@ -1,4 +1,4 @@
-"""The decode worker in the model: the real Landings and BlockAllocator, one thread per connection, an owner.
+"""The decode worker in the model: the real ReceiveTransfers and BlockAllocator, one thread per connection, an owner.
 
 An event is what one thread does under the receiver's lock, so that every interleaving of threads is an order of
 events. A write and its `leave` are one event, at the latest moment that the write can happen: a write that happens
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtransfer.departures import Announce, Retract
-from kvtransfer.landing import Claim
-from kvtransfer.landings import Action, Answer, Landings, Report
+from kvtransfer.receive_transfer import Claim
+from kvtransfer.receive_transfers import Action, Answer, ReceiveTransfers, Report
+from kvtransfer.send_transfers import Announce, Retract
 from kvtransfer.transport import Received, ReceiveOutcome
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.grant import TransferKey
@@ -51,7 +51,7 @@ class Order:
 @dataclass
 class DecodeSide:
     scenario: Scenario
-    book: Landings
+    book: ReceiveTransfers
     pool: BlockAllocator
     memory: list[Content]
     incarnation: int = 1
@@ -63,7 +63,7 @@ class DecodeSide:
     @classmethod
     def begun(cls, scenario: Scenario, incarnation: int = 1, num_granted: int = 0) -> DecodeSide:
         pool = BlockAllocator(scenario.landing_blocks)
-        book = Landings(pool.stamps, grace_s=scenario.grace_s)
+        book = ReceiveTransfers(pool.stamps, grace_s=scenario.grace_s)
         side = cls(scenario, book, pool, [JUNK] * scenario.landing_blocks, incarnation)
         side.num_granted = num_granted
         return side

@@ -6,7 +6,7 @@ that they are in, clocks go on, and owners let go of what was committed.
 
 from __future__ import annotations
 
-from kvtransfer.departure import Job
+from kvtransfer.send_transfer import Job
 from tests.unit.kvtransfer.model.checker import Event, Machine, Violated
 from tests.unit.kvtransfer.model.decode_side import At, DecodeSide
 from tests.unit.kvtransfer.model.prefill_side import PrefillSide

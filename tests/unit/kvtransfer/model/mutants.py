@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import pytest
 
-from kvtransfer import departures, frames, landings, session
-from kvtransfer.departures import Departures
+from kvtransfer import frames, receive_transfers, send_transfers, session
 from kvtransfer.frames import Tag
-from kvtransfer.landing import Claim
-from kvtransfer.landings import Landings
 from kvtransfer.plan import Coverage
+from kvtransfer.receive_transfer import Claim
+from kvtransfer.receive_transfers import ReceiveTransfers
+from kvtransfer.send_transfers import SendTransfers
 from kvtransfer.session import RECEIVER_MOVES, SENDER_MOVES, Event, Session, State
 from tests.unit.kvtransfer.model.scenarios import scenario
 from tests.unit.kvtransfer.model.wire import Scenario
@@ -49,7 +49,7 @@ def _move(table: session.Moves, at: State, event: Event, to: State | None) -> Ap
 
 def _without_generation(patch: pytest.MonkeyPatch) -> None:
     whole = frames.tag_of
-    for module in (landings, departures):
+    for module in (receive_transfers, send_transfers):
         patch.setattr(module, "tag_of", lambda key: whole(key)._replace(generation=0))
 
 
@@ -87,26 +87,28 @@ def _one_block_is_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def _any_writer(patch: pytest.MonkeyPatch) -> None:
-    claim = Landings.claim
+    claim = ReceiveTransfers.claim
 
-    def careless(self: Landings, tag: Tag, writer: int, first: int, stamps: bytes, now_s: float) -> Claim | None:
+    def careless(
+        self: ReceiveTransfers, tag: Tag, writer: int, first: int, stamps: bytes, now_s: float
+    ) -> Claim | None:
         landing = self._open.get(tag)
         known = writer if landing is None or not landing.lanes else landing.lanes[0].writer
         return claim(self, tag, known, first, stamps, now_s)
 
-    patch.setattr(Landings, "claim", careless)
+    patch.setattr(ReceiveTransfers, "claim", careless)
 
 
 def _cut_hits_everybody(patch: pytest.MonkeyPatch) -> None:
-    cut = Landings.cut
+    cut = ReceiveTransfers.cut
 
-    def wide(self: Landings, writer: int, error: str, now_s: float) -> list[landings.Action]:
+    def wide(self: ReceiveTransfers, writer: int, error: str, now_s: float) -> list[receive_transfers.Action]:
         for landing in self._open.values():
             for lane in landing.lanes.values():
                 lane.writer = writer
         return cut(self, writer, error, now_s)
 
-    patch.setattr(Landings, "cut", wide)
+    patch.setattr(ReceiveTransfers, "cut", wide)
 
 
 def _cut_leaves_accesses_open(patch: pytest.MonkeyPatch) -> None:
@@ -114,34 +116,34 @@ def _cut_leaves_accesses_open(patch: pytest.MonkeyPatch) -> None:
 
 
 def _deaf_to_deadlines(patch: pytest.MonkeyPatch) -> None:
-    def expire(self: Departures, now_s: float) -> list[departures.Action]:
+    def expire(self: SendTransfers, now_s: float) -> list[send_transfers.Action]:
         for departure in self._open.values():
             departure.deadline_at_s = None
         return []
 
-    patch.setattr(Departures, "expire", expire)
+    patch.setattr(SendTransfers, "expire", expire)
 
 
 def _ended_is_an_error(patch: pytest.MonkeyPatch) -> None:
     """A late chunk meets an assertion where it should meet a counter."""
-    claim = Landings.claim
+    claim = ReceiveTransfers.claim
 
-    def strict(self: Landings, tag: Tag, writer: int, first: int, stamps: bytes, now_s: float) -> Claim | None:
+    def strict(self: ReceiveTransfers, tag: Tag, writer: int, first: int, stamps: bytes, now_s: float) -> Claim | None:
         assert tag in self._open, "a chunk of a transfer that has ended"
         return claim(self, tag, writer, first, stamps, now_s)
 
-    patch.setattr(Landings, "claim", strict)
+    patch.setattr(ReceiveTransfers, "claim", strict)
 
 
 def _never_forgotten(patch: pytest.MonkeyPatch) -> None:
-    after = Departures._after
+    after = SendTransfers._after
 
-    def keeping(self: Departures, departure: Any, now_s: float) -> list[departures.Action]:
+    def keeping(self: SendTransfers, departure: Any, now_s: float) -> list[send_transfers.Action]:
         actions = after(self, departure, now_s)
         self._open[departure.tag] = departure
         return actions
 
-    patch.setattr(Departures, "_after", keeping)
+    patch.setattr(SendTransfers, "_after", keeping)
 
 
 def _without(table: session.Moves, event: Event) -> Apply:

@@ -1,4 +1,4 @@
-"""The prefill worker in the model: the real Departures and BlockAllocator, the one thread of a pair, an owner.
+"""The prefill worker in the model: the real SendTransfers and BlockAllocator, the one thread of a pair, an owner.
 
 A chunk's checksum is taken when the chunk is (`take`); its bytes are read at the latest moment (`send`), as a socket
 does that fills up meanwhile.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvtransfer.departure import Job
-from kvtransfer.departures import Action, Announce, Departures, Report, StaleSource
-from kvtransfer.landings import Answer
+from kvtransfer.receive_transfers import Answer
+from kvtransfer.send_transfer import Job
+from kvtransfer.send_transfers import Action, Announce, Report, SendTransfers, StaleSource
 from kvtransfer.transport import Sent
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.grant import TransferKey
@@ -34,7 +34,7 @@ class PrefillSide:
     scenario: Scenario
     pool: BlockAllocator
     memory: list[Content]
-    book: Departures | None = None  # of the pair's connection; a new one has a new book
+    book: SendTransfers | None = None  # of the pair's connection; a new one has a new book
     to_incarnation: int = 0  # of the worker at the other end
     now_s: float = 0.0
     job: Job | None = None
@@ -113,7 +113,7 @@ class PrefillSide:
         for block in blocks:
             self.memory[block] = JUNK
         if self.book is None:
-            self.book, self.to_incarnation = Departures(BLOCK_BYTES, self.pool.stamps), incarnation
+            self.book, self.to_incarnation = SendTransfers(BLOCK_BYTES, self.pool.stamps), incarnation
         grant = grant_of(transfer, incarnation, tuple(range(self.scenario.blocks)))
         self.orders[transfer] = Order(grant.key, blocks)
         return self._do(self.book.start(grant, self.now_s, self._deadline_at_s()))

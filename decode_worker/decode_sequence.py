@@ -19,7 +19,7 @@ class Stage(Enum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Resident:
+class DecodeSequence:
     attempt: Attempt
     key: AttemptKey  # the attempt's
     prompt_len: int

@@ -14,7 +14,7 @@ MOST_STEPS: Final = 2.0  # since a reported end; beyond it the errors of steps a
 
 
 @final
-class Phase:
+class StepClock:
     __slots__ = ("_ended_s",)
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Phase:
         """A step has ended, and the next one begins."""
         self._ended_s = now_s
 
-    def rest_s(self, at_s: float, step_s: float) -> float:
+    def remaining_s(self, at_s: float, step_s: float) -> float:
         """Seconds from `at_s` to the end of the step that runs then, if each takes `step_s`."""
         since_s = at_s - self._ended_s
         return step_s - since_s % step_s if since_s < MOST_STEPS * step_s else 0.5 * step_s

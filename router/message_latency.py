@@ -14,7 +14,7 @@ REMEMBERED: Final = 31
 
 
 @final
-class Leg:
+class MessageLatency:
     """The median of the last messages; `typical_s` is cached, because it is read more often than it changes."""
 
     __slots__ = ("_seen", "typical_s")
@@ -23,7 +23,7 @@ class Leg:
         self._seen: deque[float] = deque(maxlen=REMEMBERED)
         self.typical_s = 0.0
 
-    def took(self, seconds: float) -> None:
+    def observe(self, seconds: float) -> None:
         """Negative if the prediction of the preceding work was too long."""
         self._seen.append(seconds)
         self.typical_s = max(median(self._seen), 0.0)

@@ -54,7 +54,7 @@ class LazyFlight:
 
 
 @final
-class LazyAhead:
+class AsyncStepper:
     """An AheadEngine around `engine`."""
 
     def __init__(self, engine: Engine) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtransfer import stamping
-from kvtransfer.departure import Departure, Job
 from kvtransfer.device import Fence
 from kvtransfer.frames import Tag, tag_of
-from kvtransfer.landings import count_end
 from kvtransfer.parts import Part
 from kvtransfer.plan import chunks_of
+from kvtransfer.receive_transfers import count_end
+from kvtransfer.send_transfer import Job, SendTransfer
 from kvtransfer.session import SENDER_MOVES, Event, Session, State
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import SendOutcome, Sent
@@ -58,7 +58,7 @@ class StaleSource(Exception):
 
 
 @dataclass(slots=True)
-class Departures:
+class SendTransfers:
     block_bytes: int
     stamps: BlockStamps  # of the pool
     stats: TransferStats = field(default_factory=TransferStats)
@@ -67,7 +67,7 @@ class Departures:
     grace_s: float = 0.5  # for which source blocks may be read after their transfer was abandoned
     is_linked: bool = False
     is_stuck: bool = False  # source blocks are read long after the end: only closing the connection helps
-    _open: dict[Tag, Departure] = field(default_factory=dict)
+    _open: dict[Tag, SendTransfer] = field(default_factory=dict)
     _ready: deque[Tag] = field(default_factory=deque)
     _unsaid: list[Retract] = field(default_factory=list)  # abandoned before the pair was connected
 
@@ -108,7 +108,7 @@ class Departures:
         self.stats.transfers += 1
         size = len(grant.blocks)
         session = Session(SENDER_MOVES, size * groups)
-        departure = Departure(grant, tag, session, deadline_at_s, lane, num_lanes, groups, [0] * size)
+        departure = SendTransfer(grant, tag, session, deadline_at_s, lane, num_lanes, groups, [0] * size)
         self._open[tag] = departure
         if deadline_at_s is None:
             departure.lease_at_s = now_s + self.stall_s
@@ -307,7 +307,7 @@ class Departures:
                 actions += self._after(departure, now_s)
         return actions
 
-    def _progress(self, departure: Departure, now_s: float) -> None:
+    def _progress(self, departure: SendTransfer, now_s: float) -> None:
         if departure.lease_at_s is not None and departure.session.state is not State.SENT:
             departure.lease_at_s = now_s + self.stall_s
 
@@ -320,13 +320,13 @@ class Departures:
         block = next(block for block, was, is_ in zip(sources, pushed, lives, strict=True) if was != is_)
         return f"source block {block} was handed out again while it was being sent"
 
-    def _announce(self, departure: Departure) -> list[Action]:
+    def _announce(self, departure: SendTransfer) -> list[Action]:
         if not self.is_linked or not departure.grant.blocks or not departure.session.handle(Event.ANNOUNCED):
             return []
         departure.is_announced = True
         return [Announce(departure.tag, departure.lane, departure.groups)]
 
-    def _after(self, departure: Departure, now_s: float) -> list[Action]:
+    def _after(self, departure: SendTransfer, now_s: float) -> list[Action]:
         actions: list[Action] = []
         session = departure.session
         if not session.is_open:

@@ -18,10 +18,10 @@ ANSWER_S: Final = 0.5  # for one pair that is asked: its connection and its comm
 
 
 @final
-class Seat:
+class PairSlot:
     """One pair's place. Any thread may call it."""
 
-    def __init__(self, seats: Seats) -> None:
+    def __init__(self, seats: PairSlots) -> None:
         self._seats = seats
         self.ask: Callable[[], None] | None = None  # asks the pair to close, and returns; None: it is being made
 
@@ -33,16 +33,16 @@ class Seat:
 
 
 @final
-class Seats:
+class PairSlots:
     def __init__(self, most: int) -> None:
         self.most = most
-        self._taken: list[Seat] = []  # the one used longest ago first
+        self._taken: list[PairSlot] = []  # the one used longest ago first
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
         return len(self._taken)
 
-    def take(self) -> Seat:
+    def take(self) -> PairSlot:
         """Waits for a place if none is free. Raises TransferFailed if no pair closes."""
         ends_s = time.monotonic() + PATIENCE_S
         with self._changed:
@@ -51,19 +51,19 @@ class Seats:
                     seat.ask()
                 wait_s = ANSWER_S if seat is not None and seat.ask is not None else 0.0
                 if self._changed.wait_for(self._has_room, min(wait_s, max(0.0, ends_s - time.monotonic()))):
-                    self._taken.append(Seat(self))
+                    self._taken.append(PairSlot(self))
                     return self._taken[-1]
                 if time.monotonic() >= ends_s:
                     break
         raise TransferFailed(f"{self.most} pairs are open already, and none of those asked is without a transfer")
 
-    def used(self, seat: Seat) -> None:
+    def used(self, seat: PairSlot) -> None:
         with self._changed:
             if seat in self._taken:
                 self._taken.remove(seat)
                 self._taken.append(seat)
 
-    def leave(self, seat: Seat) -> None:
+    def leave(self, seat: PairSlot) -> None:
         """May be called again."""
         with self._changed:
             if seat in self._taken:

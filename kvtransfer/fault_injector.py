@@ -43,7 +43,7 @@ _WAKE: Final = (
 )
 
 
-class Disturbance:
+class FaultInjector:
     """The faults of one worker. `fault_of` is called for each frame, and must return the same fault for each frame of a
     transfer."""
 
@@ -111,12 +111,12 @@ class Disturbance:
         return fault
 
 
-def make_disturbance(faults: str, block_bytes: int) -> Disturbance | None:
+def make_fault_injector(faults: str, block_bytes: int) -> FaultInjector | None:
     """The faults of a worker's setting; None if it is empty. Raises ConfigError."""
     if not faults:
         return None
     log.warning("faults are injected into KV transfers", extra={"faults": faults})
-    return Disturbance(parse(faults).fault_of, block_bytes)
+    return FaultInjector(parse(faults).fault_of, block_bytes)
 
 
 class _Ends:
@@ -143,7 +143,7 @@ class _Pump(threading.Thread):
 
     def __init__(
         self,
-        owner: Disturbance,
+        owner: FaultInjector,
         has_slots: bool,
         ends: _Ends,
         way: Where,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.core.durations import clamped_s
-from router.policy.interface import Ask, Choice, Decision, Obstacle
+from router.policy.interface import Choice, Decision, Obstacle, PolicyInput
 from router.view import Beliefs, WorkerView
 
 SHORTEST_WAIT_S = 0.002
 LONGEST_WAIT_S = 0.25
 
 
-def is_prefill_open(view: WorkerView, ask: Ask, now_s: float) -> bool:
+def is_prefill_open(view: WorkerView, ask: PolicyInput, now_s: float) -> bool:
     """Late binding: it can start within about one batch, and its inbox and memory have room."""
     return can_start(view, ask.num_tokens, now_s)
 
@@ -23,7 +23,7 @@ def can_start(view: WorkerView, num_tokens: int, now_s: float) -> bool:
         view.closed_until_s <= now_s
         and view.totals.prefills < view.hello.inbox_depth
         and (view.free_at_s <= now_s or view.free_at_s - now_s <= view.batch_s)
-        and (not view.bookings or view.beliefs()[3] >= view.blocks_for(num_tokens))
+        and (not view.bookings or view.estimated_load()[3] >= view.blocks_for(num_tokens))
     )
 
 
@@ -34,7 +34,7 @@ def opens_in_s(view: WorkerView, now_s: float) -> float:
     return clamped_wait_s(wait_s) if wait_s > -SHORTEST_WAIT_S else LONGEST_WAIT_S
 
 
-def is_decode_open(view: WorkerView, beliefs: Beliefs, ask: Ask, now_s: float) -> bool:
+def is_decode_open(view: WorkerView, estimated_load: Beliefs, ask: PolicyInput, now_s: float) -> bool:
     """Whether a row is free, there are blocks for the sequence and one more for every other one, and its inbox has
     room.
 
@@ -42,7 +42,7 @@ def is_decode_open(view: WorkerView, beliefs: Beliefs, ask: Ask, now_s: float) -
     """
     if view.closed_until_s > now_s:
         return False
-    rows, arriving, _, blocks = beliefs
+    rows, arriving, _, blocks = estimated_load
     hello = view.hello
     return not view.bookings or (
         rows < hello.max_batch
@@ -51,7 +51,7 @@ def is_decode_open(view: WorkerView, beliefs: Beliefs, ask: Ask, now_s: float) -
     )
 
 
-def not_avoided(views: Sequence[WorkerView], ask: Ask) -> Sequence[WorkerView]:
+def not_avoided(views: Sequence[WorkerView], ask: PolicyInput) -> Sequence[WorkerView]:
     """The workers on which the request has not failed before; all of them if there are no others."""
     if not ask.avoid_workers:
         return views

@@ -1,6 +1,6 @@
 """The data of a RouterState, shared by the modules that change it. Pure.
 
-Each module takes the ledger as its first argument and handles one part of a request's lifecycle: placing.py,
+Each module takes the cluster as its first argument and handles one part of a request's lifecycle: placing.py,
 attempts.py, recovery.py, ending.py. Commands are appended to `out` in the order of execution.
 """
 
@@ -17,7 +17,7 @@ from router.asking import entry_of
 from router.commands import Command
 from router.explaining import Explanations
 from router.fleet import Fleet
-from router.forecast import Demand, Pace
+from router.forecast import Demand, Utilization
 from router.lengths import OutputLengths
 from router.lifecycle import MOVES, IllegalMove, Move
 from router.policy import make_policy
@@ -41,7 +41,7 @@ class Timers:
     wake_at_s: float | None = None  # the WakeAt that was requested
 
 
-class Ledger:
+class ClusterState:
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
         self.fleet = Fleet(settings.worker_silence_s)
@@ -55,7 +55,7 @@ class Ledger:
         self.parked: set[str] = set()  # QUEUED requests in backoff
         self.ended: set[str] = set()  # ended requests that wait for Released
         self.counters: Counter[str] = Counter()
-        self.pace = Pace()
+        self.pace = Utilization()
         self.demand = Demand()
         self.explanations = Explanations(settings.explain_capacity)
         self.timers = Timers()

@@ -5,25 +5,25 @@ from __future__ import annotations
 from bisect import insort
 from typing import final
 
-from decode_worker.ahead import Lending
+from decode_worker.ahead import DeferredFree
 from decode_worker.checking import KvCheck
-from decode_worker.resident import Resident, Stage
+from decode_worker.decode_sequence import DecodeSequence, Stage
 from pdserve.core.attempt import AttemptKey, blocks_for, shareable_blocks
 from pdserve.core.blocks import BlockAllocator
 from pdserve.core.stamps import chain64
 
 
 @final
-class Roster:
+class SequenceTable:
     """`residents` are all, in the order of arrival; `running` and `waiting` are ordered by age and disjoint."""
 
     def __init__(self, blocks: BlockAllocator, *, block_size: int, check: KvCheck | None) -> None:
         self.blocks = blocks
         self.block_size = block_size
-        self.residents: dict[AttemptKey, Resident] = {}
-        self.running: list[Resident] = []
-        self.waiting: list[Resident] = []  # a preempted one is the oldest here, so it starts again first
-        self.lending = Lending(blocks)
+        self.residents: dict[AttemptKey, DecodeSequence] = {}
+        self.running: list[DecodeSequence] = []
+        self.waiting: list[DecodeSequence] = []  # a preempted one is the oldest here, so it starts again first
+        self.lending = DeferredFree(blocks)
         self._check = check
         self.num_arrived = 0
         self.num_preemptions = 0
@@ -32,7 +32,7 @@ class Roster:
 
     # -- membership ---------------------------------------------------------------------------------------------
 
-    def add(self, resident: Resident) -> None:
+    def add(self, resident: DecodeSequence) -> None:
         """Adds a new one; its stage is WAITING, or LANDING if it has its blocks already."""
         self.num_arrived += 1
         self.residents[resident.key] = resident
@@ -40,7 +40,7 @@ class Roster:
             self.waiting.append(resident)
             self.num_changes += 1
 
-    def start(self, resident: Resident, now_s: float) -> None:
+    def start(self, resident: DecodeSequence, now_s: float) -> None:
         """Starts the oldest waiting one, which has its blocks."""
         assert self.waiting[0] is resident, resident
         del self.waiting[0]
@@ -49,20 +49,20 @@ class Roster:
             resident.started_s = now_s
         self._run(resident)
 
-    def join(self, resident: Resident) -> None:
+    def join(self, resident: DecodeSequence) -> None:
         """One whose KV has arrived decodes from the next step on."""
         self._run(resident)
 
-    def _run(self, resident: Resident) -> None:
+    def _run(self, resident: DecodeSequence) -> None:
         resident.stage = Stage.RUNNING
         insort(self.running, resident, key=_age)
         self._count(resident, 1)
         self.num_changes += 1
 
-    def _count(self, resident: Resident, sign: int) -> None:
+    def _count(self, resident: DecodeSequence, sign: int) -> None:
         self.num_with_tpot += sign * (resident.attempt.tpot_s is not None)
 
-    def preempt(self, resident: Resident, now_s: float) -> None:
+    def preempt(self, resident: DecodeSequence, now_s: float) -> None:
         """Frees its memory; it waits to be computed again."""
         if resident.preempted_at_s is None and resident.decoding_since_s is not None:
             resident.preempted_at_s = now_s
@@ -77,7 +77,7 @@ class Roster:
         self.num_preemptions += 1
         self.num_changes += 1
 
-    def remove(self, resident: Resident) -> None:
+    def remove(self, resident: DecodeSequence) -> None:
         self.lending.release(resident)
         resident.plain_until = 0
         del self.residents[resident.key]
@@ -90,7 +90,7 @@ class Roster:
 
     # -- memory -------------------------------------------------------------------------------------------------
 
-    def take_blocks(self, resident: Resident) -> bool:
+    def take_blocks(self, resident: DecodeSequence) -> bool:
         """Allocates blocks for all of the resident's tokens, using the prefix cache first."""
         size, num_tokens = self.block_size, len(resident.tokens)
         shared = [] if resident.is_scored else resident.hashes[: shareable_blocks(num_tokens, size)]
@@ -107,21 +107,21 @@ class Roster:
             self._check.hold(resident)
         return True
 
-    def grow(self, resident: Resident) -> bool:
+    def grow(self, resident: DecodeSequence) -> bool:
         """Allocates one more block; False if there is none."""
         fresh = self.blocks.allocate(1)
         if fresh is not None:
             resident.blocks += fresh
         return fresh is not None
 
-    def room_for(self, resident: Resident, count: int) -> int:
+    def room_for(self, resident: DecodeSequence, count: int) -> int:
         """How many of `count` drafts have blocks, allocated only from those that no sequence needs in the next step."""
         while resident.computed + 1 + count > len(resident.blocks) * self.block_size:
             if self.blocks.num_available <= len(self.running) or not self.grow(resident):
                 return len(resident.blocks) * self.block_size - resident.computed - 1
         return count
 
-    def land(self, resident: Resident) -> None:
+    def land(self, resident: DecodeSequence) -> None:
         """The granted blocks have verified KV of all of the resident's tokens."""
         resident.has_landed = True
         resident.computed = len(resident.tokens)
@@ -130,19 +130,19 @@ class Roster:
             self.blocks.stamps.mark(block, chain)
         self._publish(resident, 0)
 
-    def chains(self, resident: Resident) -> tuple[int, ...]:
+    def chains(self, resident: DecodeSequence) -> tuple[int, ...]:
         """The content hashes of the blocks that were granted to one in stage LANDING."""
         names = resident.attempt.chains(resident.hashes, resident.tokens, self.block_size)
         return names[resident.cached // self.block_size :]
 
-    def advance(self, resident: Resident, count: int) -> None:
+    def advance(self, resident: DecodeSequence, count: int) -> None:
         """`count` more positions of its text are computed."""
         full = resident.computed // self.block_size
         resident.computed += count
         if resident.computed // self.block_size > full:
             self._publish(resident, full)
 
-    def _publish(self, resident: Resident, first: int) -> None:
+    def _publish(self, resident: DecodeSequence, first: int) -> None:
         """Adds the computed full blocks from number `first` on to the prefix cache."""
         full = resident.computed // self.block_size
         if full > len(resident.hashes):
@@ -167,5 +167,5 @@ class Roster:
             assert all(self.residents.get(each.key) is each for each in group)
 
 
-def _age(resident: Resident) -> int:
+def _age(resident: DecodeSequence) -> int:
     return resident.order

@@ -26,9 +26,9 @@ from pdserve.engine.gpu.inputs import sampling_of
 from pdserve.engine.gpu.penalties import Penalties
 from pdserve.engine.gpu.static import StaticDecode
 from pdserve.engine.grammars import Cursor, Grammars, Moves, RowMasks
+from pdserve.engine.host_to_device import to_device
 from pdserve.engine.interface import Row
 from pdserve.engine.sampling import keep_top_sigma
-from pdserve.engine.sending import to_device
 
 RowsByNumber = Sequence[Row] | Mapping[int, Row]
 

@@ -19,7 +19,7 @@ class Begun:
 
 
 @final
-class Runway:
+class StepsInFlight:
     """Launches the steps of one batching, at most two at a time."""
 
     def __init__(self, engine: AheadEngine, batching: AheadBatching, isolation: Isolation) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvtransfer import stamping
-from kvtransfer.busy import Busy
+from kvtransfer.busy import LinkBusyTime
 from kvtransfer.device import Fence
 from kvtransfer.frames import Tag
 from kvtransfer.parts import Part
@@ -41,7 +41,7 @@ class Landing:
     given_up_at_s: float | None = None  # while a write is still open
     is_severed: bool = False
     num_bytes: int = 0
-    busy: Busy = field(default_factory=Busy)
+    busy: LinkBusyTime = field(default_factory=LinkBusyTime)
     reported: State | None = None
 
     def of(self, writer: int) -> list[LaneWriter]:

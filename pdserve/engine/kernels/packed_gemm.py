@@ -23,7 +23,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from pdserve.engine.kernels import jit, team
+from pdserve.engine.kernels import jit, openmp
 
 PANEL: Final = 64  # outputs
 
@@ -201,7 +201,7 @@ class Panels:
         num_rows = x_MK.shape[0]
         out_MN = x_MK.new_empty(num_rows, self._sizes[1])
         task = (ctypes.c_int64 * _FIELDS)(0, self._address, x_MK.data_ptr(), out_MN.data_ptr(), num_rows, *self._sizes)
-        team.run(_kernel(), ctypes.addressof(task))
+        openmp.run(_kernel(), ctypes.addressof(task))
         return out_MN
 
 

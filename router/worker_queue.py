@@ -21,7 +21,7 @@ class Waiting(NamedTuple):
     prefill_s: float  # predicted time for them
 
 
-class Line:
+class WorkerQueue:
     """First come, first served, within a priority class: iterates in that order."""
 
     __slots__ = ("_order", "_waiting", "prefill_s", "uncached_tokens")

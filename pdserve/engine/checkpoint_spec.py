@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from pdserve.core.errors import InternalError, ModelError
-from pdserve.engine.cutting import cut_scale, cut_tensor
 from pdserve.engine.linear import Linear, PlainLinear
 from pdserve.engine.quantisation_config import Quantisation
 from pdserve.engine.safetensors_file import StoredTensor
 from pdserve.engine.sharding import WHOLE, Cut, Shard
+from pdserve.engine.tensor_slices import cut_scale, cut_tensor
 
 PLAIN_DTYPES: Final = ("F32", "BF16", "F16")
 

@@ -15,8 +15,8 @@ from typing import Final
 from kvtransfer import stamping
 from kvtransfer.device import Fence
 from kvtransfer.frames import Tag, tag_of
-from kvtransfer.landing import Claim, Landing, LaneWriter
 from kvtransfer.parts import WHOLE, Part
+from kvtransfer.receive_transfer import Claim, Landing, LaneWriter
 from kvtransfer.session import RECEIVER_MOVES, Event, Session, State
 from kvtransfer.stats import TransferStats
 from kvtransfer.transport import Received, ReceiveOutcome
@@ -66,7 +66,7 @@ OUTCOMES: Final = {
 
 
 @dataclass(slots=True)
-class Landings:
+class ReceiveTransfers:
     """`grace_s` is how long a write may stay open after an abort before the owner is told QUARANTINED.
 
     `quarantine_s` later its connection is closed, which ends the write; after a failure it is closed immediately. A

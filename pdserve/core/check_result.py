@@ -9,7 +9,7 @@ Level = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """`advice` says how to repair it."""
 
     level: Level

@@ -14,7 +14,7 @@ from pdserve.core.grant import Grant
 
 
 @dataclass(slots=True, eq=False)
-class Departure:
+class SendTransfer:
     grant: Grant
     tag: Tag
     session: Session
@@ -49,7 +49,7 @@ class Departure:
 class Job:
     """A chunk whose source blocks are being read, until `written`."""
 
-    departure: Departure
+    departure: SendTransfer
     chunk: Chunk
     part: Part
     after: Fence | None  # device work that may still write the source blocks

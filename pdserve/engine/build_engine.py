@@ -66,7 +66,7 @@ def open_engine(config: WorkerConfig, role: Role) -> Engine:
     config = with_device_defaults(config, role, is_gpu=is_gpu)
     if not is_gpu:
         return open_torch_engine(config)
-    from pdserve.engine.gpu.opening import graphs_meter, open_graphs, takes_graphs
+    from pdserve.engine.gpu.build_engine import graphs_meter, open_graphs, takes_graphs
 
     if not takes_graphs(config, role):
         return warmed(open_torch_engine(config))

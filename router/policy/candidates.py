@@ -16,8 +16,8 @@ from typing import Final, NamedTuple, final
 from pdserve.core.latency import LinkModel
 from pdserve.core.overlap import chunked_exposed_s
 from router.load import CHUNK_SHARE, DecodeLoad
-from router.policy.interface import Ask, Links
-from router.policy.rooms import can_start, opens_in_s
+from router.policy.availability import can_start, opens_in_s
+from router.policy.interface import Links, PolicyInput
 from router.policy.tuning import (
     DECODES_PAIRED,
     LOCALS_PRICED,
@@ -42,7 +42,7 @@ _RANK: Final = itemgetter(0)
 NOTHING_CACHED: Final[Mapping[str, int]] = {}
 
 
-class Landings(NamedTuple):
+class Arrivals(NamedTuple):
     """The best decode workers with room, in order."""
 
     landings: list[Landing]  # receivers of KV from a prefill worker; at most DECODES_PAIRED
@@ -51,7 +51,7 @@ class Landings(NamedTuple):
 
 @final
 @dataclass(slots=True)
-class Way:
+class PlacementOption:
     prefill: WorkerView | None  # None: local
     decode: WorkerView
     ttft_s: float  # from now
@@ -77,8 +77,13 @@ def reported_step_s(view: WorkerView, load: DecodeLoad, tokens: float, growth: f
 
 
 def find_landings(
-    ask: Ask, cached: Mapping[str, int], decodes: Sequence[WorkerView], now_s: float, step_of: StepRule, fullest: float
-) -> Landings:
+    ask: PolicyInput,
+    cached: Mapping[str, int],
+    decodes: Sequence[WorkerView],
+    now_s: float,
+    step_of: StepRule,
+    fullest: float,
+) -> Arrivals:
     """The best of the decode workers with a row and blocks for the whole expected answer. `fullest`: 1 or -1, the
     direction of the ranking."""
     tokens, own_s = float(ask.num_tokens), ask.slo.tpot_s  # all floats, because mixed arithmetic takes twice as long
@@ -121,7 +126,7 @@ def find_landings(
         if view.worker_id in cached:
             uncached = max(1.0, tokens - cached[view.worker_id])
             middle = tokens - 0.5 * uncached
-        read_s = uncached * (load.per_token_s + load.per_token_context_s * middle) * load.stretch
+        read_s = uncached * (load.per_token_s + load.per_token_context_s * middle) * load.prefill_slowdown
         cost = read_s * (per_read + per_wait * load.hold)
         if view.free_at_s > now_s:
             cost += (view.free_at_s - now_s) * per_second
@@ -131,17 +136,17 @@ def find_landings(
             if len(readers) > LOCALS_PRICED:
                 readers.pop()
                 last_broken, last_cost = readers[-1][:2]
-    return Landings(landings, readers)
+    return Arrivals(landings, readers)
 
 
 def remote_ways(
-    ask: Ask,
+    ask: PolicyInput,
     cached: Mapping[str, int],
     prefills: Sequence[WorkerView],
     landings: Sequence[Landing],
     now_s: float,
     links: Links,
-) -> list[Way]:
+) -> list[PlacementOption]:
     """Pairs of the cheapest prefill workers, available or not, and `landings`; the best pair first."""
     tokens, answer_s = float(ask.num_tokens), _answer_s(ask)
     # (cost of its own delay and the next request's, worker id, delay, seconds of compute, cached tokens, view)
@@ -203,8 +208,8 @@ def remote_ways(
 
 
 def local_ways(
-    ask: Ask, cached: Mapping[str, int], readers: Sequence[Reader], now_s: float, short: float, *, is_only: bool
-) -> list[Way]:
+    ask: PolicyInput, cached: Mapping[str, int], readers: Sequence[Reader], now_s: float, short: float, *, is_only: bool
+) -> list[PlacementOption]:
     """The best local placements.
 
     A decode worker's time is needed by later requests, so for prompts of more than `short` uncached tokens a local
@@ -249,7 +254,7 @@ def _parts_late_s(
 
 
 def _remote(
-    ask: Ask,
+    ask: PolicyInput,
     answer_s: float,
     opens_s: float,
     delay_s: float,
@@ -260,7 +265,7 @@ def _remote(
     load: DecodeLoad,
     step_s: float,
     rest_s: float,
-) -> Way:
+) -> PlacementOption:
     ttft_s = delay_s + (rest_s + decode.grants.typical_s) + prefill.replies.typical_s
     # Its KV arrives in the middle of a step, which it cannot join.
     tpot_s = step_s + (late_s + 0.5 * step_s) / _steps(ask)
@@ -270,7 +275,7 @@ def _remote(
 
 
 def _local(
-    ask: Ask,
+    ask: PolicyInput,
     cached: Mapping[str, int],
     now_s: float,
     step_s: float,
@@ -278,7 +283,7 @@ def _local(
     load: DecodeLoad,
     short: float,
     is_only: bool,
-) -> Way:
+) -> PlacementOption:
     held = min(cached.get(decode.worker_id, 0), ask.num_tokens - 1)
     read_s = decode.reading_s(ask.num_tokens - held, held)
     queue_s = decode.queue_s(now_s)
@@ -301,18 +306,18 @@ def _local(
     return _way(ask, None, decode, load, ttft_s, step_s, residents_s, cost, opens_s, decode.cost.step_error)
 
 
-def _answer_s(ask: Ask) -> float:
+def _answer_s(ask: PolicyInput) -> float:
     """The time of the whole answer at the TPOT target, relative to which delays are measured."""
     return _steps(ask) * ask.slo.tpot_s
 
 
-def _steps(ask: Ask) -> float:
+def _steps(ask: PolicyInput) -> float:
     """Number of tokens that count for TPOT: all but the first."""
     return ask.expected_tokens - 1.0 if ask.expected_tokens > 2.0 else 1.0
 
 
 def _way(
-    ask: Ask,
+    ask: PolicyInput,
     prefill: WorkerView | None,
     decode: WorkerView,
     load: DecodeLoad,
@@ -322,7 +327,7 @@ def _way(
     cost: float,
     opens_in_s: float,
     error: float,
-) -> Way:
+) -> PlacementOption:
     slo, sure = ask.slo, load.sure
     own = 1.0 - tpot_s * sure / slo.tpot_s
     tightest_s = load.tightest_s
@@ -334,7 +339,7 @@ def _way(
         # It has met or missed its TTFT target already; the gap in its answer counts as time per token.
         ttft_slack = own = (ask.answer_left_s - ttft_s - _steps(ask) * tpot_s * sure) / _answer_s(ask)
         tpot_slack = own if own < theirs else theirs
-    return Way(
+    return PlacementOption(
         prefill,
         decode,
         ttft_s,
